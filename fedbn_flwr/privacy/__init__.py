@@ -1,18 +1,18 @@
-"""Privacy that BatchNorm survives: differential privacy and masked sums.
+"""Differential privacy and masked sums that work with BatchNorm.
 
 In reading order:
 
-- ``protection_settings``: the config keys of both, and which of them exclude each other.
-- ``wrapper``: ``DPWrapper``, the door for a strategy in a program.
-- ``differential``: the noisy average of clipped updates, its paper and its law.
-- ``coordinates``: the units in which an update is clipped, and gets noise or masks.
+- ``protection_settings``: the config keys of both, and the conflicts between them.
+- ``wrapper``: ``DPWrapper``, the entry point for a strategy in a program.
+- ``differential``: the noisy average of clipped updates, with its paper and its law.
+- ``coordinates``: the units in which updates are clipped and get noise or masks.
 - ``noise``: Gaussian noise from the operating system, and ChaCha20's stream.
-- ``accounting``: what the releases of a run cost: epsilon.
-- ``masked_sums``: the protection: when masks are agreed on, and what is refused.
-- ``masked_round``: the server's half of one round: three queries, and the mean.
+- ``accounting``: the privacy loss epsilon of the releases of a run.
+- ``masked_sums``: the protection, with its conditions and refusals.
+- ``masked_round``: the server's half of one round, with three queries and the mean.
 - ``masks``: the masks and secrets of a client in one round, with the paper's formula.
 - ``ring``: fixed-point numbers modulo 2^64, in which sums of masks cancel.
-- ``counters``: BatchNorm with ``momentum=None``, which both refuse.
+- ``counters``: a check against BatchNorm with ``momentum=None``, for both.
 
 The mods of a client that clips or masks are in ``client``.
 """

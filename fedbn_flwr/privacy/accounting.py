@@ -1,13 +1,14 @@
-"""The privacy loss of a run: epsilon at a given delta, by ``dp-accounting``.
+"""The privacy loss of a run, as epsilon at a given delta, by ``dp-accounting``.
 
 One release is ``f(clients) + N(0, (z C / m)^2)``: the sum of updates with norm at most
-C, divided by the number m of clients that were asked, with Gaussian noise. Two
-federations are neighbours if one client sends nothing in one of them. The sum changes
-by at most C, so the noise multiplier is z. Who takes part is public: clients are drawn
-with the run's seed. So every release counts in full, as if each client took part in it.
+C, divided by the number m of asked clients, with Gaussian noise. Two federations are
+neighbours if one client sends nothing in one of them. Such a client changes the sum by
+at most C, so the noise multiplier is z. The participants are public, because clients
+are drawn with the run's seed. Therefore every release counts in full, as if each client
+took part in it.
 
-Gaussian noises compose to one with ``1 / z^2 = sum 1 / z_t^2``, whose epsilon is exact
-(Balle and Wang 2018).
+Several Gaussian noises compose to one with ``1 / z^2 = sum 1 / z_t^2``. The epsilon of
+this noise is exact (Balle and Wang 2018).
 """
 
 from __future__ import annotations
@@ -25,22 +26,22 @@ from fedbn_flwr.errors import ConfigError, install_extra
 
 __all__ = ["PrivacyAccountant", "require_dp_accounting"]
 
-_KEY = "noise-multiplier"  # of a line of the file
+_KEY = "noise-multiplier"  # key of a line in the file
 _LARGEST_NOISE = 1e4
-_MARGIN = 1 + 1e-6  # for the rounding of the noise for an epsilon
+_MARGIN = 1 + 1e-6  # for rounding when the noise is computed from an epsilon
 
 
 @dataclass
 class PrivacyAccountant:
-    """The releases of a run, and what they cost.
+    """The releases of a run and their cost.
 
     Attributes:
         delta: the probability delta of the guarantee.
-        file: where each release is noted before its result exists, so that a run which
-            is killed and repeats rounds counts them twice, as it must; None = in memory
-            only.
-        releases: the noise multiplier z of each release so far; 0 for noise that can be
-            repeated.
+        file: file in which each release is noted before its result exists. A run that
+            is killed and repeats rounds therefore counts them twice, as it must. None
+            means that releases are only in memory.
+        releases: the noise multiplier z of each release so far; 0 for noise that
+            somebody can repeat.
     """
 
     delta: float
@@ -52,15 +53,15 @@ class PrivacyAccountant:
         if self.file:
             with self.file.open("a", encoding="utf-8") as lines:
                 lines.write(_line(noise_multiplier))
-                # On the disk before the result exists, also if the machine stops.
+                # Write it to disk before the result exists, even if the machine stops.
                 lines.flush()
                 os.fsync(lines.fileno())
         self.releases.append(noise_multiplier)
 
     def restore(self, releases: Sequence[float]) -> None:
-        """Restore the releases of a run: given, in memory or in the file.
+        """Restore the releases of a run, from the argument, from memory or the file.
 
-        The most count: what is missing elsewhere was released all the same.
+        The longest list counts, because a release missing elsewhere still happened.
         """
         self.releases = max(self.releases, list(releases), self._in_file(), key=len)
         if self.file and self.releases:
@@ -69,7 +70,7 @@ class PrivacyAccountant:
     def _in_file(self) -> list[float]:
         """Return the releases in the file.
 
-        The line that a killed process did not finish is left out: no result followed.
+        A line that a killed process did not finish is left out: no result followed it.
         """
         if not self.file or not self.file.exists():
             return []
@@ -78,7 +79,7 @@ class PrivacyAccountant:
         return [json.loads(line)[_KEY] for line in complete.splitlines()]
 
     def epsilon(self, more: Sequence[float] = ()) -> float:
-        """Return epsilon of all releases and of ``more``; infinity for one without noise."""
+        """Return epsilon of all releases and ``more``, or infinity without noise."""
         gaussian: Any = require_dp_accounting().get_epsilon_gaussian
         releases = [*self.releases, *more]
         if not releases:
@@ -90,26 +91,26 @@ class PrivacyAccountant:
     def noise_for(self, epsilon: float, num_releases: int) -> float:
         """Return the smallest noise multiplier for which ``epsilon`` is enough.
 
-        So many further releases, and those so far, then cost at most epsilon in total.
+        With it, the given number of releases and those so far cost at most epsilon.
 
         Raises:
             ConfigError: no noise multiplier up to 10,000 is enough.
         """
         sigma = float(require_dp_accounting().get_sigma_gaussian(epsilon, self.delta))
-        # 1 / sigma^2 = sum 1 / z_t^2: what the releases so far leave is for the others.
+        # 1 / sigma^2 = sum 1 / z_t^2. Use what the releases so far have left over.
         left = sigma**-2 - self._precision(self.releases)
         noise = math.inf
         if left > 0:
             noise = math.sqrt(num_releases / left) * _MARGIN
         if noise > _LARGEST_NOISE:
             raise ConfigError(
-                f"dp-target-epsilon={epsilon} over {num_releases} rounds needs more"
-                " noise than 10000"
+                f"dp-target-epsilon={epsilon} over {num_releases} rounds needs a noise"
+                " multiplier above 10000. Use a larger epsilon or fewer rounds"
             )
         return noise
 
     def _precision(self, releases: Sequence[float]) -> float:
-        """Return 1 / z^2 of the one noise that these releases come to."""
+        """Return 1 / z^2 of the single noise that is equivalent to these releases."""
         return math.fsum((1 / noise) ** 2 for noise in releases)
 
 
@@ -118,16 +119,16 @@ def _line(noise_multiplier: float) -> str:
 
 
 def require_dp_accounting() -> Any:
-    """Return the library.
+    """Return the library ``dp_accounting``.
 
     Raises:
-        ConfigError: it is not installed.
+        ConfigError: the library is not installed.
     """
     try:
         import dp_accounting
     except ImportError as error:
         raise ConfigError(
-            "epsilon is computed by dp-accounting, which is not installed;"
+            "epsilon is computed by dp-accounting, but it is not installed:"
             f" {install_extra('privacy')}"
         ) from error
     return dp_accounting

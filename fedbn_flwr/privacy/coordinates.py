@@ -5,16 +5,16 @@ With the global state before the round, ``x``, running mean ``m`` and running va
 
 $$x_i - x, \qquad s \, \frac{m_i - m}{\sqrt{v + e}}, \qquad s \, \frac{v_i - v}{v + e}$$
 
-The statistics are in units of the layer, so that one noise fits all layers; ``s`` is
-their share in the clipped norm, ``e`` keeps the units of a dead channel finite. All
-three are linear in the client's state: an average of updates is the update of the
-averaged state. Counters and other integers are no coordinates.
+The statistics are in units of the layer, so that one noise fits all layers. ``s`` is
+their share in the clipped norm, and ``e`` keeps the units of a dead channel finite. All
+three are linear in the client's state, so an average of updates is the update of the
+averaged state. Counters and other integers are not coordinates.
 
-The way back keeps every variance above zero. With ``t`` the deviation of the noise in a
-variance, a noisy variance ``r`` below ``t`` becomes ``t exp(r / t - 1)``; others stay
-as they are. Noise of a relative size can take a variance up or down without end, round
-after round, so one within [1e-12, 1e12] stays there. Both use nothing of the clients,
-so they cost no privacy.
+The inverse transformation keeps every variance above zero. With ``t`` the deviation of
+the noise in a variance, a noisy variance ``r`` below ``t`` becomes
+``t exp(r / t - 1)``. Others do not change. Relative noise can increase or decrease a
+variance without limit over many rounds. Therefore a variance within [1e-12, 1e12] stays
+within these limits. Both rules use no data of clients, so they cost no privacy.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Update = Mapping[str, Array]  # float64, by entry
 CLIP = Key("fedbn-flwr.dp-clipping-norm", "float: C", "server", "client")
 
 STATISTICS_SCALE = 0.1
-"""s: a larger one has less noise in BN's running statistics, and more elsewhere."""
+"""s, where a larger one means less noise in BN's running statistics, more elsewhere."""
 E = 1e-5  # torch's default eps of a normalisation layer
 
 
@@ -45,11 +45,11 @@ class Coordinates:
 
     Args:
         before: the shared entries of the global state before the round.
-        parts: the split; running statistics of layers like BatchNorm (InstanceNorm) are
-            found by their names.
-        fixed: entries that no client changes: they have no coordinates and keep their
+        parts: the split. Running statistics of layers similar to BatchNorm, such as
+            InstanceNorm, are found by their names.
+        fixed: entries that no client changes. They have no coordinates and keep their
             value.
-        scale: s, the weight of running statistics; 1 where no norm is limited.
+        scale: s, the weight of running statistics; 1 if no norm is limited.
 
     Raises:
         ConfigError: an entry is complex.
@@ -67,12 +67,12 @@ class Coordinates:
         for name, array in before.items():
             if array.dtype.kind == "c":
                 raise ConfigError(
-                    f"entry '{name}' is complex: dp and masked-sums=true take real"
+                    f"entry '{name}' is complex, but dp and masked-sums=true need real"
                     " numbers"
                 )
             if array.dtype.kind == "f" and name not in fixed:
                 self._units[name] = 1.0
-        # Layers by type, and by names those that are no BatchNorm.
+        # Find layers by type, and layers that are not BatchNorm by their names.
         self._variances = set()
         for mean, variance in {*split_state(before).moments(), *parts.moments()}:
             if mean in self._units and variance in self._units:
@@ -82,9 +82,9 @@ class Coordinates:
                 self._variances.add(variance)
 
     def update(self, state: State) -> dict[str, Array]:
-        """Return the update of a client's state, which is like the state before.
+        """Return the update of a client's state, relative to the state before.
 
-        Differences are taken in float64: those of float32 states would be rounded.
+        Differences are computed in float64, because float32 would round them.
         """
         update = {}
         for name, unit in self._units.items():
@@ -93,7 +93,7 @@ class Coordinates:
         return update
 
     def rounding(self) -> float:
-        """Return the largest length of an update that is the dtypes' rounding alone."""
+        """Return the largest length of an update that is only rounding."""
         lengths = []
         for name, unit in self._units.items():
             before = self._before[name]
@@ -102,11 +102,11 @@ class Coordinates:
         return math.hypot(*lengths)
 
     def state(self, update: Update, deviation: float) -> dict[str, Array]:
-        """Return the state of an update, in the dtypes of before; integers stay.
+        """Return the state of an update in the earlier dtypes, with integers unchanged.
 
         Args:
-            update: by entry.
-            deviation: standard deviation of the noise in it.
+            update: the update by entry.
+            deviation: standard deviation of the noise in the update.
         """
         state = dict(self._before)
         for name, unit in self._units.items():
@@ -132,7 +132,7 @@ def _above_zero(variance: Array, deviation: Array) -> Array:
 
 
 def _bounded(variance: Array, before: Array) -> Array:
-    """Return the variances; those that were within the limits stay there."""
+    """Return the variances, where those within the limits stay within them."""
     limits = np.finfo(before.dtype)
     low, high = max(1e-12, float(limits.tiny)), min(1e12, float(limits.max))
     within = (before >= low) & (before <= high)
@@ -140,9 +140,9 @@ def _bounded(variance: Array, before: Array) -> Array:
 
 
 def clipped(update: Update, clipping_norm: float) -> tuple[dict[str, Array], bool]:
-    """Return the update, at most ``clipping_norm`` long, and whether it was so before.
+    """Return an update of at most ``clipping_norm``, and whether it was short enough.
 
-    An update whose length is not finite is replaced by zero.
+    An update of non-finite length is replaced by zero.
     """
     length = norm(update)
     if not math.isfinite(length):

@@ -1,4 +1,7 @@
-"""BatchNorm with ``momentum=None`` needs the number of batches, which is protected."""
+"""The refusal of BatchNorm with ``momentum=None``.
+
+It needs the number of batches, but a protection hides this number.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +13,14 @@ from fedbn_flwr.errors import NormLayerError
 __all__ = ["CUMULATIVE", "refuse_cumulative"]
 
 CUMULATIVE = "cumulative-average"
-"""The code of a layer with ``momentum=None``."""
+"""Code of the error for a layer with ``momentum=None``."""
 
 
 def refuse_cumulative(model: nn.Module, protection: str) -> None:
     """Refuse layers whose running statistics are averages over all batches so far.
 
-    Such a layer divides by its counter. Under a protection counters count rounds, since
-    a number of batches would tell the number of a client's examples.
+    Such a layer divides by its counter. Under a protection, counters count rounds,
+    because a number of batches would reveal the number of a client's examples.
 
     Args:
         model: the model.
@@ -34,8 +37,8 @@ def refuse_cumulative(model: nn.Module, protection: str) -> None:
         ):
             raise NormLayerError(
                 f"{protection}: layer '{path}' has momentum=None, so its running"
-                f" statistics are averages over all batches, and under {protection} no"
-                " number of batches leaves a client. Give it a momentum, such as 0.1"
-                " (bn-momentum).",
+                " statistics are averages over all batches. But under"
+                f" {protection} no number of batches leaves a client. Give the layer a"
+                " momentum, such as 0.1 (bn-momentum).",
                 code=CUMULATIVE,
             )

@@ -1,4 +1,4 @@
-r"""Client-level differential privacy for models with BatchNorm: clipping and noise.
+r"""Client-level differential privacy for models with BatchNorm.
 
 McMahan et al. 2018, "Learning Differentially Private Recurrent Language Models",
 arXiv:1710.06963 (fixed clipping); Andrew et al. 2021, "Differentially Private Learning
@@ -6,41 +6,42 @@ with Adaptive Clipping", arXiv:1905.03871 (dp-clipping=adaptive).
 
 ## Problem
 
-Clipping and noise treat the model as one long vector. With BatchNorm this fails: the
-int64 counters dominate the norm, so that little of the update is left after clipping,
+Clipping and noise treat the model as one long vector. With BatchNorm this fails. The
+int64 counters dominate the norm, so that little of the update remains after clipping,
 and noise makes running variances negative.
 
 ## Algorithm
 
 $u_i$ is the update of client $i$ in the coordinates of ``privacy.coordinates``, without
-counters and without what stays with the client; $m$ is the number of clients that were
-asked, also of those that did not answer, which add nothing.
+counters and without entries that stay with the client. $m$ is the number of asked
+clients, including clients without an answer, which add nothing.
 
 $$\bar u = \frac{1}{m} \sum_i u_i \min\left(1, \frac{C}{\lVert u_i \rVert}\right) +
 \mathcal{N}\left(0, \left(\frac{z C}{m}\right)^2 I\right)$$
 
-The method gets the state of $\bar u$ in place of the clients' replies, and may use it
-in any way at no further cost. Counters are not averaged: they count the rounds, since a
-number of batches would tell $|D_i|$. A round is always released, also if few clients or
-none have answered: whether a client answers can depend on its data.
+The method gets the state of $\bar u$ instead of the clients' replies, and may use it in
+any way at no further cost. Counters are not averaged. They count rounds, because a
+number of batches would reveal $|D_i|$. A round is always released, even if few clients
+or none have answered, because the existence of an answer can depend on the data.
 
-Adaptive clipping: $b$ is the share of clients with $\lVert u_i \rVert \le C$, from the
-sum of $b_i - 1/2$ with noise of deviation $\sigma_b = \max(m / 20, z)$, and
-$C \leftarrow C \exp(-\eta (b - \gamma))$. The two noises together cost as much as one
-noise with multiplier $z$: the updates get $z_u = (z^{-2} - (2 \sigma_b)^{-2})^{-1/2}$.
+In adaptive clipping, $b$ is the share of clients with $\lVert u_i \rVert \le C$. It is
+computed from the sum of $b_i - 1/2$ with noise of deviation
+$\sigma_b = \max(m / 20, z)$, and $C \leftarrow C \exp(-\eta (b - \gamma))$. The two
+noises together cost as much as one noise with multiplier $z$, because the updates get
+$z_u = (z^{-2} - (2 \sigma_b)^{-2})^{-1/2}$.
 
 ## What it protects
 
-The global models of all rounds, against everybody who sees them, at the level of a
-client (``privacy.accounting`` says what epsilon rests on). The server is trusted: it
-sees the replies, with ``where="client"`` clipped ones. What else the server writes for
-itself is not covered: log, checkpoints, the split and the report of the data. Metrics
-of clients are withheld: no noise covers them.
+The protection covers the global models of all rounds, against everybody who sees them,
+at the level of a client. ``privacy.accounting`` explains the assumptions of epsilon.
+The server is trusted, because it sees the replies; with ``where="client"`` these are
+clipped. Other files of the server are not covered: the log, checkpoints, the split and
+the report of the data. Metrics of clients are withheld, because no noise covers them.
 
 ## Law
 
-Without noise and clipping the result is that of the unprotected method with equal
-weights. One client changes the average by at most $C / m$.
+Without noise and clipping, the result equals the result of the unprotected method with
+equal weights. One client changes the average by at most $C / m$.
 """
 
 from __future__ import annotations
@@ -79,14 +80,14 @@ logger = logging.getLogger("flwr")
 NO_ROUND = "No round has been released."
 # gamma: C adapts until this share of the updates is not clipped.
 _QUANTILE = 0.5
-# eta: how fast C adapts.
+# eta: the speed at which C adapts.
 _RATE = 0.2
-# Noise in running variances, relative to them, from which on a warning says so.
+# Relative noise in running variances above which a warning is logged.
 _NOISY = 0.3
 
 
 def not_covered(methods: Methods) -> list[str]:
-    """Return what the methods take from clients that gets no noise, in words."""
+    """Return the inputs of the methods from clients that get no noise, in words."""
     return [disclosure.text for disclosure in disclosures(methods)]
 
 
@@ -94,18 +95,19 @@ class ClientLevelDP(Protection):
     """The average of clipped updates, with noise.
 
     Args:
-        settings: clipping, noise and accounting; ``dp`` says who clips.
-        noise: the source of noise; another one than ``SystemNoise`` is for tests, and
-            no epsilon is stated then.
+        settings: clipping, noise and accounting. ``dp`` selects the side that clips.
+        noise: the source of noise. A source other than ``SystemNoise`` is for tests,
+            and no epsilon is stated then.
         file: a file for the releases, see ``PrivacyAccountant``.
-        fixed: names of the entries that no client trains (a frozen backbone, a constant
-            buffer): they get no noise, and a reply that changed them is refused.
-            ``fixed_entries(model)`` of ``fedbn_flwr.batchnorm.parts`` finds them.
+        fixed: names of the entries that no client trains, such as a frozen backbone or
+            a constant buffer. They get no noise, and replies that changed them are
+            refused. ``fixed_entries(model)`` of ``fedbn_flwr.batchnorm.parts`` finds
+            them.
 
     Attributes:
         clipping_norm: C of the next round.
-        noise_multiplier: z; None before the first round, where it comes from a target
-            epsilon.
+        noise_multiplier: z. It is None before the first round if a target epsilon
+            determines it.
         accountant: the releases so far, of all runs with this object.
 
     Raises:
@@ -132,13 +134,13 @@ class ClientLevelDP(Protection):
         if settings.dp_noise_multiplier or settings.dp_target_epsilon:
             require_dp_accounting()
         self.accountant = PrivacyAccountant(settings.dp_delta, file)
-        # Releases in the file count, of a run that was killed say.
+        # Releases in the file count, for example of a run that was killed.
         self.accountant.restore(())
         self._local: PartSet = NONE
         self._begin()
 
     def begin(self, methods: Methods, weighted_by_key: str) -> None:
-        """Start with the first clipping norm; check that nothing bypasses the noise.
+        """Start with the first clipping norm, and check for values without noise.
 
         Raises:
             ConfigError: the method sends or uses more of a client than its update.
@@ -156,7 +158,7 @@ class ClientLevelDP(Protection):
         self._spent = False
 
     def _chosen_noise(self, noise_multiplier: float | None) -> float | None:
-        """Return z; None where a target epsilon chooses it, in the next round."""
+        """Return z, or None if a target epsilon determines it in the next round."""
         return None if self.settings.dp_target_epsilon else noise_multiplier
 
     def config(self) -> Mapping[str, Any]:
@@ -166,23 +168,23 @@ class ClientLevelDP(Protection):
         return {CLIP: self.clipping_norm}
 
     def check(self, facts: Facts, reply: Reply) -> None:
-        """Refuse an update that is too long, or one that has changed a fixed entry."""
+        """Refuse an update that is too long or that changed a fixed entry."""
         for name in self._fixed & reply.state.keys():
             if not np.array_equal(reply.state[name], facts.before[name]):
                 raise ReplyError(
-                    f"entry '{name}' changed, and no client trains it: it is frozen"
-                    " (train-only), or a buffer that is taken for a constant. If the"
+                    f"entry '{name}' changed, but no client trains it. It is frozen"
+                    " (train-only), or a buffer that was considered constant. If the"
                     " model changes it in training, leave it out of fixed="
                 )
         if self.settings.dp == "client":
             coordinates = self._coordinates(facts)
             length = norm(coordinates.update(reply.state))
-            # The client's state was rounded to its dtypes after it was clipped.
+            # After clipping, the client's state was rounded to its dtypes.
             if not length <= self.clipping_norm + 2 * coordinates.rounding():
                 raise ClientPartError(
-                    f"its update has norm {length:.4g}, and dp=client asks the client"
-                    f" to clip it to {self.clipping_norm:.4g}. Make `clipped_update` of"
-                    " fedbn_flwr.mods the app's first mod, or use dp=server."
+                    f"its update has norm {length:.4g}, but with dp=client the client"
+                    f" must clip it to {self.clipping_norm:.4g}. Make `clipped_update`"
+                    " of fedbn_flwr.mods the app's first mod, or use dp=server."
                 )
 
     def pool(
@@ -192,12 +194,12 @@ class ClientLevelDP(Protection):
         replies: Sequence[Reply],
         check: Callable[[Reply], None],
     ) -> Sequence[Reply]:
-        """Return one reply: the state of the noisy average of clipped updates."""
-        # The release counts before its result exists, so that no crash hides it.
+        """Return one reply, with the state of the noisy average of clipped updates."""
+        # Count the release before its result exists, so that no crash hides it.
         self._release(report)
         asked, coordinates = report.asked, self._coordinates(facts)
 
-        # sum_i u_i min(1, C / |u_i|); the update of ``before`` itself is zero.
+        # sum_i u_i min(1, C / |u_i|). The update of ``before`` itself is zero.
         nothing = coordinates.update(facts.before)
         total = {name: 0 * array for name, array in nothing.items()}
         fitting = 0
@@ -207,7 +209,7 @@ class ClientLevelDP(Protection):
             for name, array in update.items():
                 total[name] += array
 
-        # Divided by m, the clients that were asked, with noise of deviation z_u C / m.
+        # Divide by m, the number of asked clients. The noise has deviation z_u C / m.
         of_bits, of_updates = self._split(self.noise_multiplier or 0.0, asked)
         deviation = of_updates * self.clipping_norm / asked
         average = {}
@@ -216,7 +218,7 @@ class ClientLevelDP(Protection):
             average[name] = array / asked + deviation * noise
         state = coordinates.state(average, deviation)
 
-        # A number of batches would tell |D_i|: the counters count rounds.
+        # The counters count rounds, because a number of batches would reveal |D_i|.
         for name in facts.parts.whole.counters:
             if name in state:
                 state[name] = state[name] + 1
@@ -225,16 +227,16 @@ class ClientLevelDP(Protection):
         return [Reply(Node(0), 1.0, state, {})]
 
     def _adapt(self, surplus: float, of_bits: float, asked: int) -> None:
-        """Set C of the next round: C <- C exp(-eta (b - gamma)).
+        """Set C of the next round to C exp(-eta (b - gamma)).
 
         Args:
             surplus: the sum of b_i - 1/2.
-            of_bits: sigma_b, the deviation of its noise.
+            of_bits: sigma_b, the deviation of the noise in this sum.
             asked: m.
         """
         noisy = surplus + of_bits * float(self.noise.normal(()))
         share = 0.5 + noisy / asked
-        # The noise may bring it outside of [0, 1].
+        # The noise may move it outside of [0, 1].
         share = min(max(share, 0), 1)
         self.clipping_norm *= math.exp(-_RATE * (share - _QUANTILE))
 
@@ -248,27 +250,27 @@ class ClientLevelDP(Protection):
         return Coordinates(shared, facts.parts, self._fixed)
 
     def _split(self, noise_multiplier: float, asked: int) -> tuple[float, float]:
-        """Return sigma_b and z_u, which cost as much as z; 0 and z where C is fixed."""
+        """Return sigma_b and z_u with the cost of z, or 0 and z if C is fixed."""
         if self.settings.dp_clipping == "fixed":
             return 0.0, noise_multiplier
         of_bits = max(asked / 20, noise_multiplier)
-        # z_u^-2 = z^-2 - (2 sigma_b)^-2, in a form that has z = 0.
+        # z_u^-2 = z^-2 - (2 sigma_b)^-2, in a form that allows z = 0.
         left = 1 - (noise_multiplier / (2 * of_bits)) ** 2
         return of_bits, noise_multiplier / math.sqrt(left)
 
     def admits(self, facts: Facts, asked: int) -> bool:
-        """Return whether a round keeps within a target epsilon; choose its noise."""
+        """Choose the round's noise, and return whether it meets a target epsilon."""
         self._choose_noise(facts)
         if not self.accountant.releases:
             self._warn(facts, asked)
         return not self._spends(self.noise_multiplier or 0.0)
 
     def _spends(self, noise_multiplier: float) -> bool:
-        """Return whether nothing is left for a further release; say so once."""
+        """Return whether nothing is left for another release, and log this once."""
         if not self._spent and self._exceeds(noise_multiplier):
             self._spent = True
             logger.warning(
-                "epsilon is %.4g, and a further round would bring it above %g: the run"
+                "epsilon is %.4g, and another round would raise it above %g: the run"
                 " ends.",
                 self.accountant.epsilon(),
                 self.settings.dp_target_epsilon,
@@ -276,15 +278,15 @@ class ClientLevelDP(Protection):
         return self._spent
 
     def _exceeds(self, noise_multiplier: float) -> bool:
-        """Return whether a further release would cost more than a target epsilon."""
+        """Return whether another release would cost more than a target epsilon."""
         target = self.settings.dp_target_epsilon
         if not target:
             return False
-        # A target is met up to rounding.
+        # Rounding may exceed the target slightly.
         return self.accountant.epsilon([noise_multiplier]) > target * (1 + 1e-9)
 
     def _choose_noise(self, facts: Facts) -> None:
-        """Choose z for a target epsilon that is not spent, for the rounds to the end."""
+        """Choose z for an unspent target epsilon, for all rounds that are left."""
         target = self.settings.dp_target_epsilon
         if self.noise_multiplier is None and self.accountant.epsilon() < target:
             rounds_left = facts.total_rounds("a target epsilon") - facts.number + 1
@@ -296,35 +298,35 @@ class ClientLevelDP(Protection):
             )
 
     def _warn(self, facts: Facts, asked: int) -> None:
-        """Warn of a delta that means nothing, and of noise that drowns statistics."""
+        """Warn about a useless delta, and about noise that makes statistics useless."""
         own = self.settings
         if self.noise_multiplier and own.dp_delta * facts.num_able >= 1:
             logger.warning(
-                "dp-delta=%g is not below 1 / %d, the number of clients: a mechanism"
-                " that publishes one client at random would have such a delta. Use a"
-                " smaller one.",
+                "dp-delta=%g is not below 1 / number of clients = 1 / %d. A mechanism"
+                " that publishes one random client would have such a delta. Use a"
+                " smaller delta.",
                 own.dp_delta,
                 facts.num_able,
             )
-        # The deviation z C / m, in units of a running variance: those have the scale s.
+        # The deviation z C / m, in units of a running variance, which have the scale s.
         noise = (self.noise_multiplier or 0.0) * self.clipping_norm
         size = noise / (asked * STATISTICS_SCALE)
         if size > _NOISY and Part.STATISTICS not in self._local:
             logger.warning(
-                "in each round the noise in BN's running variances has %.2g times their"
-                " own size (z C / (m s)), which makes them useless. Use a smaller"
-                " dp-clipping-norm, more clients, or a method that does not send"
-                " statistics (fedbn, silobn, or fixbn with an early freeze-at).",
+                "in each round, the noise in BN's running variances is %.2g times as"
+                " large as the variances (z C / (m s)), which makes them useless. Use a"
+                " smaller dp-clipping-norm, more clients, or a method that does not"
+                " send statistics (fedbn, silobn, or fixbn with an early freeze-at).",
                 size,
             )
 
     def _release(self, report: RoundOutcome) -> None:
-        """Note the release of this round, and report what it costs."""
+        """Note the release of this round and report its cost."""
         if self.noise_multiplier is None:
             raise ConfigError(
-                "no noise was chosen for this round: admits() was not called"
+                "no noise was chosen for this round, because admits() was not called"
             )
-        # Noise that can be repeated can be subtracted.
+        # If somebody can repeat the noise, they can subtract it.
         self.accountant.add(self.noise_multiplier if self.noise.secret else 0.0)
         report.privacy = {
             "clipping-norm": self.clipping_norm,
@@ -335,7 +337,7 @@ class ClientLevelDP(Protection):
             logger.info("%s", self.guarantee())
 
     def _cost(self) -> dict[str, float]:
-        """Return epsilon and delta; nothing where nothing is guaranteed."""
+        """Return epsilon and delta, or nothing without a guarantee."""
         if not self.guarantees:
             return {}
         return {"epsilon": self.accountant.epsilon(), "delta": self.settings.dp_delta}
@@ -348,7 +350,7 @@ class ClientLevelDP(Protection):
         return math.isfinite(self.accountant.epsilon())
 
     def guarantee(self) -> str:
-        """Return what is guaranteed, in a sentence."""
+        """Return the guarantee in one sentence."""
         settings, accountant = self.settings, self.accountant
         if not self.noise.secret:
             return "No privacy is guaranteed: the noise can be repeated."
@@ -369,12 +371,12 @@ class ClientLevelDP(Protection):
         )
 
     def stops_after(self, server_round: int) -> bool:
-        """Return whether a round with the noise of the last one would cost too much."""
+        """Return whether another round with the last noise would cost too much."""
         releases = self.accountant.releases
         return self._spent or (bool(releases) and self._spends(releases[-1]))
 
     def outcome(self) -> dict[str, Any]:
-        """Return what the summary of a run says."""
+        """Return the entries for the summary of a run."""
         entries = {
             "guarantee": self.guarantee(),
             "noise-multiplier": self.noise_multiplier,
@@ -393,7 +395,7 @@ class ClientLevelDP(Protection):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore C, z and the releases.
 
-        A target epsilon chooses z anew, for the rounds that are left.
+        A target epsilon chooses z again, for the rounds that are left.
         """
         self.clipping_norm = state["clipping_norm"]
         self.noise_multiplier = self._chosen_noise(state["noise_multiplier"])

@@ -1,8 +1,8 @@
-"""The server's half of a round of masked sums: the three queries, and the mean.
+"""The server's half of a round of masked sums, with three queries and the mean.
 
 The queries ask for public keys (step 1 of ``privacy.masked_sums``), for encrypted
-shares (step 2) and for shares in the clear (step 4). ``privacy.masks`` has the algorithm,
-``client.masking`` the clients' answers.
+shares (step 2) and for unencrypted shares (step 4). ``privacy.masks`` has the
+algorithm, ``client.masking`` has the clients' answers.
 """
 
 from __future__ import annotations
@@ -61,17 +61,17 @@ _LACKS_MOD = (
     " fedbn_flwr.mods the app's first mod."
 )
 Read = TypeVar("Read")
-# The entries of a query or of its answer.
+# Entries of a query or of its answer.
 Entries = Mapping[str, Any]
 
 
 @dataclass
 class Answers(Generic[Read]):
-    """The outcome of a query: each client that was asked is in one of the two.
+    """The outcome of a query. Each asked client is in one of the two mappings.
 
     Attributes:
-        read: what a client has answered, by its number.
-        failed: why there is no answer, by its number.
+        read: the content of the client's answer, by the client's number.
+        failed: the reason for a missing answer, by the client's number.
     """
 
     read: dict[int, Read]
@@ -85,18 +85,18 @@ class MaskedRound:
     A client's number is the position of its node in ``nodes``.
 
     Attributes:
-        report: the report of the round; it names the clients that are lost.
+        report: the report of the round, which names lost clients.
         nodes: the sampled nodes.
-        grid: the nodes.
+        grid: sends the queries to the nodes.
         timeout: seconds to wait for the answers to a query.
-        equal: whether all weights are 1; else a client's weight is its number of
+        equal: whether all weights are 1. Otherwise a client's weight is its number of
             examples.
         config_key: name of a message's config.
-        present: the clients that have sent their shares: those that train.
+        present: the clients that have sent their shares, so they train.
         threshold: t; 0 before the keys.
-        whole: whether all must have answered: exchanges of this round have told sums of
-            all.
-        revealing: whether clients were asked for shares: from then on the sum may be
+        whole: whether all clients must have answered, because exchanges of this round
+            have revealed sums over all clients.
+        revealing: whether clients were asked for shares. Afterwards the sum may be
             known.
     """
 
@@ -111,11 +111,11 @@ class MaskedRound:
     whole: bool = False
     revealing: bool = False
     _keys: dict[int, PublicKeys] = field(default_factory=dict)
-    # By receiver, then by sender: the server delivers them with the last query.
+    # By receiver and then by sender. The server delivers them with the last query.
     _encrypted: dict[int, dict[int, bytes]] = field(default_factory=dict)
 
     def prepare(self, asked: Sequence[int], share: float) -> bool:
-        """Exchange keys and shares; return whether enough clients are left.
+        """Exchange keys and shares, and return whether enough clients are left.
 
         Args:
             asked: the clients to ask.
@@ -124,8 +124,8 @@ class MaskedRound:
         Raises:
             ClientPartError: no client has the mod.
         """
-        # Of those that were asked: clients that are lost lower no threshold. Above half
-        # of them, so that nobody can have both secrets of a client.
+        # The threshold is a share of the asked clients, so lost clients do not lower
+        # it. It is above half, so that nobody can have both secrets of a client.
         self.threshold = max(math.ceil(share * len(asked)), len(asked) // 2 + 1, 2)
         answers = self._ask("keys", {number: {} for number in asked}, _keys)
         self._keys = self._lose_failed(answers)
@@ -135,16 +135,16 @@ class MaskedRound:
             left = len(self.present)
         if left < self.threshold:
             self.give_up(
-                f"{left} of {len(self.nodes)} clients are left for the masks of"
-                " the round"
+                f"{left} of {len(self.nodes)} clients are left, too few for the masks"
+                " of the round"
             )
             return False
         return True
 
     def _exchange_shares(self) -> frozenset[int]:
-        """Send all public keys, and keep the encrypted shares; return who has sent any.
+        """Send all public keys, keep the encrypted shares, and return their senders.
 
-        The server cannot read the shares: each is for the client that it names.
+        The server cannot read the shares, because each is encrypted for one client.
         """
         numbers = sorted(self._keys)
         common: Entries = {
@@ -156,11 +156,12 @@ class MaskedRound:
         sent = self._lose_failed(self._ask("shares", configs, _by_number))
         senders = []
         for number, shares in sent.items():
-            # With a share less, its masks might have to stay in the sum.
+            # With a share less, the client's masks might have to stay in the sum.
             if shares.keys() != {*numbers} - {number}:
                 self.lose(
                     number,
-                    "it has sent shares for others than the clients of the round",
+                    "it did not send exactly one share for each other client of the"
+                    " round",
                 )
                 continue
             senders.append(number)
@@ -169,23 +170,23 @@ class MaskedRound:
         return frozenset(senders)
 
     def others(self, number: int) -> list[int]:
-        """Return the present clients but this one."""
+        """Return all present clients except this one."""
         return sorted(self.present - {number})
 
     def left_over(self, answered: frozenset[int], size: int) -> Array:
         """Return the masks that remain in the sum of these clients' vectors.
 
-        Each vector has its seed's mask. The pair masks of two clients that answered
-        cancel, those with a lost client remain.
+        Each vector has the mask of its seed. The pair masks of two clients that
+        answered cancel, but pair masks with a lost client remain.
 
         Args:
-            answered: the clients whose vector is in the sum.
+            answered: the clients whose vectors are in the sum.
             size: the size of a vector.
 
         Raises:
-            MaskingError: too few clients are in it, or fewer than t shares of a secret
-                have come; or a client was lost after a synchronised step, and the
-                difference to the exchanges could be its gradient.
+            MaskingError: the sum has too few clients, or fewer than t shares of a
+                secret have arrived. Or a client was lost after a synchronised step:
+                then the difference to the exchanges could be the client's gradient.
         """
         lost = self.present - answered
         if self.whole and lost:
@@ -194,24 +195,25 @@ class MaskedRound:
             )
         if len(answered) < self.threshold:
             raise MaskingError(
-                f"{len(answered)} clients have answered, {self.threshold} needed"
+                f"{len(answered)} clients have answered, fewer than the required"
+                f" {self.threshold}"
             )
         shares = self._reveal(answered)
         server_round = self.report.server_round
         told = about(self.weight(self.present), self.equal)
         left = np.zeros(size, np.int64)
         for number in sorted(self.present):
-            # t shares give the secret, and more would have to fit.
+            # t shares give the secret. Any further share would have to be consistent.
             of_secret = shares[number][: self.threshold]
             if len(of_secret) < self.threshold:
                 raise MaskingError(
-                    f"{len(of_secret)} shares for {self.nodes[number]} have come,"
-                    f" {self.threshold} needed"
+                    f"{len(of_secret)} shares for {self.nodes[number]} have arrived,"
+                    f" fewer than the required {self.threshold}"
                 )
             if number in answered:
                 left += seed_mask(recovered_seed(of_secret), server_round, size)
                 continue
-            # The lost client's key gives its pair masks, with the others' sign.
+            # The lost client's key gives its pair masks, with the sign of the others.
             secret = recovered_key(of_secret, self._keys[number].masks)
             for other in sorted(answered):
                 public = self._keys[other].masks
@@ -221,8 +223,8 @@ class MaskedRound:
     def _reveal(self, answered: frozenset[int]) -> Mapping[int, Sequence[bytes]]:
         """Ask for one share of each present client, and return the shares by owner.
 
-        Of those who have answered it is a share of the seed b, of the lost ones of the
-        key s.
+        If the owner has answered, it is a share of its seed b. If the owner is lost, it
+        is a share of its key s.
         """
         common: Entries = {
             MASK_ANSWERED: sorted(answered),
@@ -234,11 +236,11 @@ class MaskedRound:
             encrypted = [self._encrypted[number][other] for other in others]
             configs[number] = {**common, MASK_NUMBERS: others, MASK_SHARES: encrypted}
 
-        # Before the query: an answer that comes too late was given all the same.
+        # Set it before the query, because late answers also reveal shares.
         self.revealing = True
         answers = self._ask("reveal", configs, _by_number)
         for number, why in answers.failed.items():
-            # It is not lost: its vector is in the sum, and t others may be enough.
+            # The client is not lost. Its vector is in the sum, and t others suffice.
             self._warn(f"{self.nodes[number]}: {why}")
         shares: dict[int, list[bytes]] = {owner: [] for owner in self.present}
         for of_client in answers.read.values():
@@ -252,7 +254,7 @@ class MaskedRound:
         return FixedPoint(self.weight(self.present))
 
     def config(self, number: int) -> dict[str, Any]:
-        """Return what a client is told of the sum."""
+        """Return the information about the sum for a client."""
         return {
             MASK_TOTAL: self.weight(self.present),
             MASK_EQUAL: self.equal,
@@ -267,12 +269,12 @@ class MaskedRound:
         return float(sum(self.nodes[number].num_examples or 0 for number in numbers))
 
     def by_number(self, replies: Sequence[Reply]) -> dict[int, Array]:
-        """Return the masked vectors by the number of the client."""
+        """Return the masked vectors by the clients' numbers."""
         number_of = {node.node_id: number for number, node in enumerate(self.nodes)}
         return {number_of[reply.node.node_id]: reply.state[MASKED] for reply in replies}
 
     def mean(self, vectors: Mapping[int, Array]) -> Array:
-        """Return the weighted mean of what these clients have masked (step 4).
+        """Return the weighted mean of the vectors masked by these clients (step 4).
 
         Raises:
             MaskingError: the masks cannot be removed.
@@ -284,7 +286,7 @@ class MaskedRound:
         return self.point.mean(unmasked, self.weight(answered))
 
     def of_exchange(self, tag: str, tensors: Sequence[Tensor]) -> Array:
-        """Return the sum of an exchange's tensors, int64, in which all masks cancel.
+        """Return the int64 sum of an exchange's tensors, where all masks cancel.
 
         Raises:
             ReplyError: a client's tensor is missing, or has no masks.
@@ -297,7 +299,7 @@ class MaskedRound:
         return _sum([tensor.numpy() for tensor in tensors])
 
     def lose(self, number: int, why: str) -> None:
-        """Report that a client takes no part any more."""
+        """Report that a client no longer takes part."""
         node = self.nodes[number]
         self.report.reject(node.node_id, f"{node}: {why}")
         self._warn(f"{node}: {why}")
@@ -313,7 +315,7 @@ class MaskedRound:
         logger.warning("round %d: %s", self.report.server_round, text)
 
     def _lose_failed(self, answers: Answers[Read]) -> dict[int, Read]:
-        """Return what clients have answered; those without an answer are lost."""
+        """Return the read answers, and report clients without an answer as lost."""
         for number, why in answers.failed.items():
             self.lose(number, why)
         return answers.read
@@ -324,12 +326,12 @@ class MaskedRound:
         configs: Mapping[int, Entries],
         read: Callable[[Entries], Read],
     ) -> Answers[Read]:
-        """Send the query of a stage to clients, and return what has come of it.
+        """Send the query of a stage to clients, and return the outcome.
 
         Raises:
-            ClientPartError: all clients have answered without the mod.
+            ClientPartError: no asked client has the mod.
         """
-        # Whoever does not answer in time keeps this reason.
+        # Clients that do not answer in time keep this reason.
         why = f"no answer to '{stage}' of the masks"
         answers = Answers[Read]({}, dict.fromkeys(sorted(configs), why))
         number_of = {self.nodes[number].node_id: number for number in configs}
@@ -344,19 +346,19 @@ class MaskedRound:
             elif MASK_REPLY not in reply.content:
                 answers.failed[number] = _LACKS_MOD
             else:
-                # A client may send anything.
+                # A client may send any content.
                 try:
                     found = read(reply.content.config_records[MASK_REPLY])
                 except (KeyError, TypeError, ValueError) as error:
                     answers.failed[number] = (
-                        "its answer on the masks cannot be read:"
+                        "its answer about the masks cannot be read:"
                         f" {type(error).__name__}: {error}"
                     )
                 else:
                     answers.read[number] = found
                     answers.failed.pop(number, None)
 
-        # The project's mistake, not that of single clients.
+        # If all clients lack the mod, this is an error of the project, not of clients.
         if configs and list(answers.failed.values()) == [_LACKS_MOD] * len(configs):
             first = next(iter(configs))
             raise ClientPartError(f"{self.nodes[first]}: {_LACKS_MOD}")
@@ -375,7 +377,7 @@ class MaskedRound:
 
 
 def _sum(vectors: Sequence[Array]) -> Array:
-    """Return the sum in the ring: int64, which wraps around."""
+    """Return the sum in the ring, in int64 that wraps around."""
     total = vectors[0].copy()
     for vector in vectors[1:]:
         total += vector
@@ -394,5 +396,5 @@ def _by_number(answer: Entries) -> dict[int, bytes]:
 
 def _bytes(value: object) -> bytes:
     if not isinstance(value, bytes):
-        raise TypeError(f"{type(value).__name__} in place of bytes")
+        raise TypeError(f"{type(value).__name__} instead of bytes")
     return value

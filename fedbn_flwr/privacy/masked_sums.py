@@ -1,49 +1,48 @@
-r"""Masked sums (secure aggregation): the server sees the sum of updates, and no single
-one.
+r"""Masked sums (secure aggregation) that show the server only sums of updates.
 
 Bonawitz et al. 2017, "Practical Secure Aggregation for Privacy-Preserving Machine
-Learning", Figure 4, against a server that follows the protocol and is curious. This
-file and ``privacy.masked_round`` are the server's half, ``client.masking`` is the
-client's; ``privacy.masks`` has the masks, ``privacy.ring`` the numbers.
+Learning", Figure 4, against a server that follows the protocol but is curious. This
+file and ``privacy.masked_round`` are the server's half, and ``client.masking`` is the
+client's half. ``privacy.masks`` has the masks, ``privacy.ring`` the numbers.
 
 ## Algorithm
 
-A round of $m$ clients:
+A round of $m$ clients has four steps:
 
 1. Each client sends two public keys.
 2. Each client gets the keys of the others, and sends each of them encrypted shares of
    its secrets.
-3. Each client gets the list of the others that are still there, trains, and sends
-   $y_i$: its update in the coordinates of ``privacy.coordinates``, in fixed point,
-   times its weight $|D_i|$, plus masks. In a synchronised step the tensors of the
-   exchanges are masked in the same way.
-4. The server says whose $y_i$ has arrived. Each client sends its shares of the others'
-   secrets, once. The server takes the sum of the $y_i$, removes the masks that are
+3. Each client gets the list of the other clients that are still present. It trains and
+   sends $y_i$: its update in the coordinates of ``privacy.coordinates``, in fixed
+   point, times its weight $|D_i|$, plus masks. In a synchronised step the tensors of
+   the exchanges are masked in the same way.
+4. The server names the clients whose $y_i$ has arrived. Each client sends its shares of
+   the others' secrets, once. The server sums the $y_i$, removes the masks that are
    left, and divides by the sum of the weights.
 
-Below $t$ shares for a client, or if a client is lost in a synchronised step, the round
-ends: nothing is revealed, and the previous model is kept.
+With fewer than $t$ shares for a client, or if a client is lost in a synchronised step,
+the round ends: nothing is revealed, and the previous model is kept.
 
 ## What travels
 
-| | per round, beside the plain method |
+| | per round, in addition to the plain method |
 |---|---|
 | sent down | public keys and encrypted shares of the others, three queries |
-| sent up | 8 bytes for each float (4 without masks, in float32); two keys, and an encrypted share for each other |
+| sent up | 8 bytes for each float (4 without masks, in float32), two keys, a share for each other client |
 | not sent | integer entries; the server counts BN's counters by rounds |
 
 ## Differs from the paper
 
-Masks come from ChaCha20 with a key of 256 bits, not from a generator with a seed of 32
-bits (Flower's SecAgg+). The shares are delivered with the last query.
+Masks come from ChaCha20 with a key of 256 bits, and not from a generator with a seed of
+32 bits as in Flower's SecAgg+. The shares are delivered with the last query.
 
-With differential privacy (``dp=client``) the clients clip before they mask, all weights
-are 1, and the server adds its noise to the sum. That a client clips cannot be checked
-then.
+With differential privacy (``dp=client``), the clients clip before they mask, all
+weights are 1, and the server adds its noise to the sum. Then nobody can check whether a
+client clips.
 
 ## Law
 
-The result equals the average without masks but for the rounding of
+The result equals the average without masks, except for the rounding of
 ``FixedPoint.error``.
 """
 
@@ -84,22 +83,22 @@ __all__ = ["MaskSettings", "MaskedSums", "refusals"]
 logger = logging.getLogger("flwr")
 
 _LACKS_COUNT = (
-    "masked-sums=true weighs the clients by examples, and needs their number before the"
-    " round: answer the query (docs/flower-projects.md)."
+    "masked-sums=true weights the clients by examples, so it needs their number before"
+    " the round. Answer the query (docs/flower-projects.md)."
 )
 _REPEATS = (
-    "its batches are all of its data, and a sum of this model may be known from before:"
-    " with the same numbers the difference of the two sums could be those of a client"
-    " that is lost in one of them"
+    "its batch has all of its data, and a sum of this model may be known already. If"
+    " the clients send the same numbers again, the difference of the two sums could be"
+    " the update of a client that is missing in one of them"
 )
 _ANSWERS_ARE_PUBLIC = (
-    "With masked-sums=true that is what a client sends, and not whether it answers:"
-    " with too few answers the whole sum is 0."
+    "With masked-sums=true this covers the content of a client's answer, but not"
+    " whether it answers: with too few answers the whole sum is 0."
 )
 
 
 def refusals(methods: Methods) -> list[str]:
-    """Return what the methods take from single clients that no mask hides."""
+    """Return the methods' inputs from single clients that no mask hides."""
     lines = []
     for disclosure in disclosures(methods):
         if disclosure.masked:
@@ -116,8 +115,8 @@ class MaskedSums(Protection):
 
     Args:
         settings: the threshold.
-        dp: differential privacy whose updates the clients clip: all weights are 1, and
-            it adds its noise to the sum.
+        dp: differential privacy with updates that the clients clip. Then all weights
+            are 1, and it adds its noise to the sum.
 
     Raises:
         ConfigError: ``dp`` needs single updates.
@@ -141,10 +140,10 @@ class MaskedSums(Protection):
         self._begin()
 
     def begin(self, methods: Methods, weighted_by_key: str) -> None:
-        """Check that the method needs sums alone.
+        """Check that the method needs only sums.
 
         Raises:
-            ConfigError: it uses more of a client.
+            ConfigError: the method needs more of a client.
         """
         problems = refusals(methods)
         if weighted_by_key != NUM_EXAMPLES:
@@ -159,16 +158,17 @@ class MaskedSums(Protection):
         self._inner.begin(methods, weighted_by_key)
 
     def _begin(self) -> None:
-        # SHA-256 of the weights of this round, and of the last ones of which a sum may
-        # be known: a second sum of the same would tell a client that is in one alone.
+        # SHA-256 of this round's weights, and of the last weights whose sum may be
+        # known. A second sum for the same weights would reveal a client that is only in
+        # one of the sums.
         self._weights = self._known = ""
-        # The number by which the clients of a resumed run draw new batches; 0 = none.
+        # Number from which clients of a resumed run draw new batches; 0 means none.
         self._fresh = 0
         self._resumed = self._warned = False
         self._cohort_rounds = 1
 
     def admits(self, facts: Facts, asked: int) -> bool:
-        """Return whether differential privacy allows the round; masks allow each."""
+        """Return whether differential privacy allows the round. Masks always do."""
         return self._inner.admits(facts, asked)
 
     def config(self) -> Mapping[str, Any]:
@@ -186,16 +186,16 @@ class MaskedSums(Protection):
         grid: Grid,
         timeout: float,
     ) -> list[Message]:
-        """Let the clients agree on masks (steps 1, 2); return messages to those left.
+        """Let the clients agree on masks (steps 1, 2), and return messages for them.
 
         Raises:
             ClientPartError: no client has the mod.
-            ConfigError: all clients would repeat what they sent before.
+            ConfigError: all clients would repeat their earlier numbers.
         """
         self._warn_of_changes(facts, len(messages))
         self._weights = _weights_sha256(facts)
         if self._resumed:
-            # The killed run may have summed what comes next.
+            # The killed run may already have summed the next round.
             self._known, self._resumed = self._weights, False
         if not messages:
             return []
@@ -213,36 +213,36 @@ class MaskedSums(Protection):
         return masked
 
     def _warn_of_changes(self, facts: Facts, asked: int) -> None:
-        """Warn once if the clients of the sums change: they tell of single clients."""
+        """Warn once if the summed clients change, as this reveals single clients."""
         if self._warned or asked >= facts.num_able:
             return
-        # The same clients are drawn for that many rounds.
+        # The same clients are drawn for this many rounds.
         rounds = facts.num_rounds
         if rounds is not None and rounds <= self._cohort_rounds:
             return
         self._warned = True
         logger.warning(
-            "masked-sums=true with %d of %d clients in a round: the sums of changing"
-            " clients are equations from which the server can solve what stays the same"
-            " of a single client, such as its class mix. Masks do not hide that. Use"
-            " fraction-train=1, cohort-rounds=%s (the same clients in all rounds), or"
-            " noise (dp=client).",
+            "masked-sums=true with %d of %d clients in a round: sums over changing"
+            " clients are equations, and the server can solve them for constant"
+            " properties of a single client, such as its class mix. Masks do not hide"
+            " these. Use fraction-train=1, cohort-rounds=%s (the same clients in all"
+            " rounds), or noise (dp=client).",
             asked,
             facts.num_able,
             rounds or "ROUNDS",
         )
 
     def limits(self, limits: Limits, members: Mapping[int, Member]) -> Limits:
-        """Return the limits of a step in which all stay, with masked exchanges.
+        """Return the limits of a step with masked exchanges that all must finish.
 
-        No shares are revealed for an exchange: with a client less its masks remain.
+        No shares are revealed for an exchange, so the masks of a lost client remain.
         """
         masks = self._masks
         present = {masks.nodes[number].node_id for number in masks.present}
         missing = present - members.keys()
         if missing:
             raise ConfigError(
-                f"masked-sums=true: node {min(missing)} has masks, and takes no part in"
+                f"masked-sums=true: node {min(missing)} has masks but takes no part in"
                 " the synchronised step"
             )
         masks.whole = True
@@ -251,16 +251,16 @@ class MaskedSums(Protection):
             tag: str, tensors: Sequence[Tensor], weights: Sequence[float]
         ) -> Tensor:
             total = masks.of_exchange(tag, tensors)
-            # From here on a sum of these weights is known.
+            # Afterwards a sum for these weights is known.
             self._known = self._weights
             return torch.from_numpy(masks.point.mean(total, math.fsum(weights)))
 
         return dataclasses.replace(limits, min_members=len(members), answer=answer)
 
     def expected(self, facts: Facts) -> State:
-        """Ask for a masked vector in place of the entries."""
+        """Return a masked vector as the expected content of a reply."""
         size = sum(array.size for array in _like(facts).values())
-        # Shape and dtype alone count, so a broadcast one takes no memory.
+        # Only shape and dtype count, so use a broadcast array, which takes no memory.
         return {MASKED: np.broadcast_to(np.int64(0), size)}
 
     def pool(
@@ -272,11 +272,11 @@ class MaskedSums(Protection):
     ) -> Sequence[Reply]:
         """Return one reply with the average (step 4), or none if masks remain.
 
-        With differential privacy such a round has a result, too: noise alone.
+        With differential privacy, even such a round has a result, which is only noise.
         """
         if not replies:
             return self._inner.pool(facts, report, replies, check)
-        # The traffic has int64 as counters; these are the floats of the update.
+        # The traffic counts int64 as counters, but these are floats of the update.
         moved = report.train
         size = sum(reply.state[MASKED].nbytes for reply in replies)
         moved.up += size
@@ -284,11 +284,11 @@ class MaskedSums(Protection):
         try:
             average = self._average(facts, replies, check)
         except (MaskingError, ReplyError) as error:
-            # One client can spoil a sum, and nobody knows which.
+            # One client can spoil a sum, but nobody knows which client.
             self._masks.give_up(str(error))
             return self._inner.pool(facts, report, [], check)
         if self._dp:
-            # It sums what it gets: so many times the average, with equal weights.
+            # It sums its inputs, so repeat the average; all weights are equal.
             repeated = [average] * len(replies)
             return self._inner.pool(facts, report, repeated, check)
         return [average]
@@ -299,7 +299,7 @@ class MaskedSums(Protection):
         replies: Sequence[Reply],
         check: Callable[[Reply], None],
     ) -> Reply:
-        """Return a reply with the average, which the method accepts.
+        """Return a reply with the average after the method has accepted it.
 
         Raises:
             MaskingError: the masks cannot be removed.
@@ -310,14 +310,14 @@ class MaskedSums(Protection):
         try:
             mean = masks.mean(vectors)
         finally:
-            # The sum may be known, also if shares come late or it is out of range.
+            # The sum may be known even if shares arrive late or it is out of range.
             if masks.revealing:
                 self._known = self._weights
         coordinates = Coordinates(facts.shared, facts.parts, scale=1.0)
         state = coordinates.state(split(mean, _like(facts)), 0.0)
         average = Reply(Node(0), masks.weight(vectors.keys()), state, {})
         check(average)
-        # Integers are not masked: the counters count rounds.
+        # Integers are not masked, so the counters count rounds.
         for name in facts.parts.whole.counters:
             if name in state:
                 state[name] = state[name] + 1
@@ -328,7 +328,7 @@ class MaskedSums(Protection):
         return self._inner.stops_after(server_round)
 
     def outcome(self) -> dict[str, Any]:
-        """Return what differential privacy says in the summary, with a limit of masks.
+        """Return the outcome of differential privacy, with a limit of masks.
 
         Masks do not hide whether a client answers.
         """
@@ -338,15 +338,15 @@ class MaskedSums(Protection):
         return found
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of differential privacy; masks last one round."""
+        """Return the state of differential privacy. Masks last only one round."""
         return self._inner.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the state of differential privacy, and let clients draw new batches.
 
-        Rounds may be repeated now. With the same batches and without a client that is
-        lost this time, the difference of the two sums would be that client's update:
-        the clients draw others, and those that cannot are left out.
+        A resumed run may repeat rounds. If a client with the same batches is missing in
+        the second sum, the difference of the two sums would be its update. Therefore
+        the clients draw new batches, and clients that cannot do so are left out.
         """
         self._fresh, self._resumed = secrets.randbits(62), True
         self._inner.load_state_dict(state)
@@ -359,9 +359,10 @@ def _like(facts: Facts) -> dict[str, Array]:
 
 
 def _weights_sha256(facts: Facts) -> str:
-    """Return a hash of what decides what clients send, if their batches are the same.
+    """Return a hash of the weights that determine the clients' numbers.
 
-    In train mode BatchNorm's running statistics decide nothing.
+    It assumes equal batches. In train mode, BatchNorm's running statistics have no
+    effect.
     """
     parts = facts.parts.whole
     measured = {*parts.statistics, *parts.counters}
@@ -372,15 +373,15 @@ def _weights_sha256(facts: Facts) -> str:
 
 
 def _able(masks: MaskedRound, repeats: bool) -> list[int]:
-    """Return the clients to ask; the others take no part.
+    """Return the clients to ask. The others take no part.
 
     Args:
         masks: the round.
-        repeats: whether a sum of this model may be known: then clients of one batch
-            would send the same numbers again.
+        repeats: whether a sum of this model may be known. Then clients with only one
+            batch would send the same numbers again.
 
     Raises:
-        ConfigError: all clients would.
+        ConfigError: all clients would send the same numbers again.
     """
     able, repeating = [], 0
     for number, node in enumerate(masks.nodes):
@@ -394,8 +395,8 @@ def _able(masks: MaskedRound, repeats: bool) -> list[int]:
             able.append(number)
     if repeating == len(masks.nodes):
         raise ConfigError(
-            "masked-sums=true and a model of which a sum may be known: no client can"
-            f" take part. Of each of them ({repeating}): {_REPEATS}. Take a smaller"
-            " batch-size, or begin anew."
+            "masked-sums=true with a model whose sum may already be known: no client"
+            f" can take part. For each of them ({repeating}): {_REPEATS}. Use a smaller"
+            " batch-size, or start again."
         )
     return able

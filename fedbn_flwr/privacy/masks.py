@@ -1,28 +1,29 @@
-r"""Pairwise masks that cancel in a sum, and the secrets that remove those that do not.
+r"""Pairwise masks that cancel in a sum, and secrets that remove the others.
 
 Bonawitz et al. 2017, "Practical Secure Aggregation for Privacy-Preserving Machine
 Learning", Figure 4.
 
 ## Algorithm
 
-Client $i$ of a round has two fresh key pairs. The first one, $s_i$, gives the masks of
-the model; its secret key is shared. The second one, $c_i$, encrypts what clients send
-each other and gives the masks of a synchronised step's exchanges; its secret key never
-leaves the client. $b_i$ is a random seed, $P$ the clients that are still there.
+Client $i$ of a round has two fresh key pairs. The first pair, $s_i$, gives the masks of
+the model; its secret key is shared. The second pair, $c_i$, encrypts messages between
+clients and gives the masks of a synchronised step's exchanges; its secret key never
+leaves the client. $b_i$ is a random seed, $P$ the clients that are still present.
 
 $$y_i = x_i + G(b_i) + \sum_{j \in P, j > i} G(s_{ij}) - \sum_{j \in P, j < i} G(s_{ij}) \mod 2^{64}$$
 
-The sum of all $y_i$ holds the seeds' masks alone. Each other client has a share of
-$b_i$ and of $s_i$, and gives the server one of them: that of $b_i$ if $y_i$ has
-arrived, that of $s_i$ if not. $t$ shares give the secret. With $t$ above half of the
-clients the server cannot have both secrets of a client.
+The sum of all $y_i$ contains only the masks of the seeds. Each other client has a share
+of $b_i$ and a share of $s_i$. It gives the server only one of them: the share of $b_i$
+if $y_i$ has arrived, and the share of $s_i$ otherwise. $t$ shares give the secret.
+Because $t$ is above half of the clients, the server cannot have both secrets of a
+client.
 
-An exchange has no seed's mask: pairs of $c$ are never revealed, so it is all clients'
-sum or nothing.
+An exchange has no mask of a seed. Pair masks of $c$ are never revealed, so the server
+gets the sum over all clients or nothing.
 
-$G$ is ChaCha20 with the key HKDF-SHA256(secret, what it is for). A stream is used once.
-What the server has told the clients of the sum, its weights, is in the key: masks of
-clients that were told different things do not cancel.
+$G$ is ChaCha20 with the key HKDF-SHA256(secret, purpose). A stream is used once. The
+key includes the server's information about the sum, which is its weights. Therefore
+masks do not cancel if the server gives clients different information.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ __all__ = [
 
 
 class PublicKeys(NamedTuple):
-    """A client's public keys: s for the model's masks, c for the clients' channel."""
+    """A client's public keys, s for the model's masks and c for messages."""
 
     masks: bytes
     channel: bytes
@@ -73,11 +74,11 @@ class PublicKeys(NamedTuple):
 
 @dataclass
 class Party:
-    """A client in one round of masked sums: its secrets, and the rules for their use.
+    """A client in one round of masked sums, with its secrets and rules for their use.
 
-    ``Party.new`` makes the keys. The methods that follow are called in the order of the
-    file; each does its work once. All raise MaskingError where the server asks for
-    something that the protocol does not have.
+    ``Party.new`` makes the keys. Call the following methods in the order of the file;
+    each works only once. All raise MaskingError if the server asks for something that
+    the protocol does not allow.
 
     Attributes:
         server_round: the round.
@@ -109,7 +110,7 @@ class Party:
     def shares(
         self, number: int, keys: Mapping[int, PublicKeys], threshold: int
     ) -> dict[int, bytes]:
-        """Return the encrypted shares of this client's secrets, by who can read them.
+        """Return the encrypted shares of this client's secrets, by receiver.
 
         Args:
             number: this client's number.
@@ -121,21 +122,22 @@ class Party:
         if not 2 <= threshold <= size < 2 * threshold:
             raise MaskingError(
                 f"{threshold} of {size} shares would give the server a secret of this"
-                " client: it must be at least 2, and more than half of all shares"
+                " client. The threshold must be at least 2, and more than half of all"
+                " shares"
             )
-        # With one key at two places, two pairs of clients would have the same masks.
+        # With one key in two places, two pairs of clients would have the same masks.
         distinct = {key for pair in keys.values() for key in pair}
         if list(keys.get(number, ())) != self.publics or len(distinct) < 2 * size:
             raise MaskingError(
-                "the public keys of the round are not those that its clients have sent,"
-                " each its own"
+                "the public keys of the round are not the keys that its clients sent,"
+                " or two clients have the same key"
             )
         self.number, self.threshold = number, threshold
         self._others = {
             other: list(pair) for other, pair in keys.items() if other != number
         }
 
-        # The seed b and the secret key s, whose public key is for the masks.
+        # Share the seed b and the secret key s, whose public key is for the masks.
         self._seed = os.urandom(32)
         of_seed = create_shares(self._seed, threshold, size)
         of_key = create_shares(self._secrets[0], threshold, size)
@@ -147,37 +149,36 @@ class Party:
         return {other: self._encrypted(other, pair) for other, pair in pairs.items()}
 
     def set_present(self, present: Collection[int], about: str = "") -> None:
-        """Note the other clients that are still there.
+        """Note the other clients that are still present.
 
-        It is called with each message of the training.
+        Call it for each training message.
 
         Args:
-            present: their numbers.
-            about: what the server has told of the sum; all clients must have been told
-                the same.
+            present: numbers of the other clients.
+            about: the server's information about the sum, equal for all clients.
         """
         self._go("shares", "shares")
         if not set(present) <= self._others.keys() or len(set(present)) < len(present):
             raise MaskingError(
-                "the server names a client twice, or one without keys in this round"
+                "the server names a client twice, or a client without keys"
             )
         if len(present) + 1 < self.threshold:
             raise MaskingError(
-                f"{len(present) + 1} clients are left, {self.threshold} needed: the sum"
-                " would tell too much of each"
+                f"{len(present) + 1} clients are left, fewer than the required"
+                f" {self.threshold}: the sum would reveal too much about each"
             )
-        # Both are in the masks: with others these would not cancel.
+        # Both are in the masks, so masks with different values would not cancel.
         told, before = (sorted(present), about), (self._present, self._about)
         if self._present is not None and told != before:
             raise MaskingError(
-                "the members of the round, or what is said of the sum, have changed"
-                " within the round"
+                "the members of the round, or the information about the sum, have"
+                " changed within the round"
             )
         self._present, self._about = told
 
     def exchange(self, tag: str, vector: Array) -> Array:
         """Return the vector of an exchange, int64, with its masks."""
-        # Of two vectors with one mask the server would see the difference.
+        # From two vectors with one mask, the server would learn their difference.
         if tag in self._exchanged:
             raise MaskingError(f"exchange '{tag}' was asked for twice")
         self._exchanged.append(tag)
@@ -207,25 +208,28 @@ class Party:
         lost: Collection[int],
         encrypted: Mapping[int, bytes],
     ) -> dict[int, bytes]:
-        """Return this client's share of b of each that answered, of s of each lost one.
+        """Return this client's share of each member's secret.
+
+        It is a share of b for a client that answered, and of s for a lost client.
 
         Args:
-            answered: the numbers of those whose vector has arrived, with this client.
-            lost: the others.
-            encrypted: what each other client has encrypted for this one.
+            answered: numbers of the clients whose vector has arrived, including this
+                client.
+            lost: numbers of the other clients.
+            encrypted: the shares that each other client has encrypted for this one.
         """
         self._go("masked", "revealed")
         # Both shares of one client would unmask it.
         members = sorted([self.number, *self._present_others()])
         if sorted([*answered, *lost]) != members or self.number not in answered:
             raise MaskingError(
-                "the clients that the server calls answered or lost are not, each once,"
-                " those with which this one has masked its vector"
+                "the clients that the server names as answered or lost are not exactly"
+                " the clients with which this client masked its vector"
             )
         if len(answered) < self.threshold:
             raise MaskingError(
-                f"{len(answered)} clients have answered, {self.threshold} needed:"
-                " nothing is revealed"
+                f"{len(answered)} clients have answered, fewer than the required"
+                f" {self.threshold}: nothing is revealed"
             )
         revealed = {}
         for other in members:
@@ -234,23 +238,23 @@ class Party:
             else:
                 of_seed, of_key = self._decrypted(other, encrypted)
             revealed[other] = of_seed if other in answered else of_key
-        # Of no use any more, and what is not kept cannot be read.
+        # They are not needed any more, and deleted secrets cannot be read.
         self._secrets, self._seed, self._own_shares, self._channels = [], b"", [], {}
         return revealed
 
     def dump(self) -> bytes:
-        """Return this client, to be kept until its next message."""
+        """Return this client as bytes, to be stored until its next message."""
         return repr(asdict(self)).encode()
 
     @classmethod
     def load(cls, data: bytes) -> Party:
-        """Return the client that was kept."""
+        """Return the stored client."""
         return cls(**ast.literal_eval(data.decode()))
 
     def _go(self, expected: str, stage: str) -> None:
         if self._stage != expected:
             raise MaskingError(
-                f"step '{stage}' of a masked sum follows '{expected}', and this client"
+                f"step '{stage}' of a masked sum follows '{expected}', but this client"
                 f" has done '{self._stage}' in round {self.server_round}"
             )
         self._stage = stage
@@ -272,26 +276,26 @@ class Party:
             raise MaskingError(
                 f"the shares of client {other} cannot be read: {type(error).__name__}"
             ) from error
-        # If two clients have one key these could be this one's own.
+        # If two clients had the same key, these could be this client's own shares.
         if sender != other:
             raise MaskingError(
-                f"client {sender}'s shares came as those of client {other}"
+                f"client {sender}'s shares were delivered as shares of client {other}"
             )
         return [bytes.fromhex(share) for share in shares]
 
     def _envelope(self, other: int) -> bytes:
-        """Return the key of what two clients send each other, as Fernet takes it."""
+        """Return the key for messages between two clients, in Fernet's format."""
         key = _derived(self._channels[other], f"shares|{self.server_round}")
         return urlsafe_b64encode(key)
 
 
 def about(total: float, equal: bool) -> str:
-    """Return what clients are told of a sum, as a text: its weights."""
+    """Return the information about a sum, its weights, as a text."""
     return f"{total!r}|{'equal' if equal else 'examples'}"
 
 
 def seed_mask(seed: bytes, server_round: int, size: int) -> Array:
-    """Return G(b): so many integers, uniform over the ring."""
+    """Return G(b), a vector of ``size`` integers, uniform over the ring."""
     return _stream(seed, f"seed|{server_round}", size)
 
 
@@ -304,16 +308,16 @@ def add_pair_mask(
     server_round: int,
     about: str = "",
 ) -> None:
-    """Add G(s_ij) to ``total``, with the sign that client ``number`` adds it with.
+    """Add G(s_ij) to ``total``, with the sign for client ``number``.
 
     Args:
-        total: int64; it is changed.
+        total: int64 vector, changed in place.
         number: the client that adds the mask.
-        other: the client that it has the mask in common with.
-        secret: the secret key of one of them.
-        public: the public key of the other one.
+        other: the client that shares the mask.
+        secret: the secret key of one of the two.
+        public: the public key of the other.
         server_round: the round.
-        about: what the clients were told of the sum.
+        about: the information about the sum for the clients.
     """
     purpose = f"pair|{server_round}|{about}"
     _add(total, number, other, _stream(_agreed(secret, public), purpose, total.size))
@@ -323,7 +327,7 @@ def recovered_seed(shares: Sequence[bytes]) -> bytes:
     """Return b, given t shares.
 
     Raises:
-        MaskingError: they are not shares of one secret.
+        MaskingError: the shares do not belong to one secret.
     """
     try:
         return combine_shares(list(shares))
@@ -337,16 +341,16 @@ def recovered_key(shares: Sequence[bytes], public: bytes) -> bytes:
     """Return the secret key s, given t shares and the public key.
 
     Raises:
-        MaskingError: they are not shares of this key.
+        MaskingError: the shares do not belong to this key.
     """
     secret = recovered_seed(shares)
     try:
         fits = public_of(secret) == public
     except ValueError:
-        # No key at all.
+        # The secret is not a key.
         fits = False
     if not fits:
-        raise MaskingError("the shares of a lost client are not those of its key")
+        raise MaskingError("the shares of a lost client do not belong to its key")
     return secret
 
 
@@ -358,7 +362,7 @@ def _agreed(secret: bytes, public: bytes) -> bytes:
 
 
 def _add(total: Array, number: int, other: int, stream: Array) -> None:
-    """Add a mask in place; of a pair the lower number adds it, the other subtracts."""
+    """Add a pair's mask in place for the lower number, subtract it for the other."""
     if number < other:
         np.add(total, stream, out=total)
     else:
@@ -366,7 +370,7 @@ def _add(total: Array, number: int, other: int, stream: Array) -> None:
 
 
 def _derived(secret: bytes, purpose: str) -> bytes:
-    """Return a key for one purpose; another purpose has an independent key."""
+    """Return a key for one purpose, independent of keys for other purposes."""
     return HKDF(SHA256(), 32, None, f"fedbn-flwr|{purpose}".encode()).derive(secret)
 
 

@@ -1,8 +1,8 @@
 """Gaussian noise from the operating system's entropy.
 
-A run's seed is in its config: whoever knows it could compute a noise that comes from
-it, and subtract it. So the noise comes from ChaCha20 with a fresh key for each draw,
-and no run repeats it.
+A run's seed is in its config. Anybody who knows the seed could compute noise from it
+and subtract the noise. Therefore the noise comes from ChaCha20 with a fresh key for
+each draw, and no run repeats it.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ _BLOCK = 2**20  # values
 
 
 def keystream(key: bytes, num_bytes: int) -> bytes:
-    """Return the first bytes of ChaCha20's stream of a key of 32 bytes.
+    """Return the first bytes of ChaCha20's stream for a key of 32 bytes.
 
-    The key must not be used for another stream: the nonce is always zero.
+    Never use a key for another stream, because the nonce is always zero.
     """
     cipher = Cipher(ChaCha20(key, bytes(16)), mode=None)
     return cipher.encryptor().update(bytes(num_bytes))
@@ -35,7 +35,7 @@ class Noise(Protocol):
     """A source of noise.
 
     Attributes:
-        secret: whether nobody can repeat it; without this no guarantee holds.
+        secret: whether nobody can repeat the noise. Otherwise no guarantee is valid.
     """
 
     secret: bool
@@ -52,15 +52,15 @@ class SystemNoise:
     def normal(self, shape: Sequence[int]) -> Array:
         """Return standard normal values in float64 (Box and Muller 1958).
 
-        None is above 8.6 in size.
+        No value is above 8.6 in size.
         """
         values = np.empty(int(np.prod(shape)))
-        # In blocks, which need less memory.
+        # Compute blocks, because they need less memory.
         for start in range(0, values.size, _BLOCK):
             block = values[start : start + _BLOCK]
             pairs = (block.size + 1) // 2
             first, second = _uniform(2 * pairs).reshape(2, pairs)
-            # (0, 1] in place of [0, 1): the logarithm of 0 is infinite.
+            # Use (0, 1] instead of [0, 1), because the logarithm of 0 is infinite.
             radius = np.sqrt(-2 * np.log(first + 2.0**-53))
             angle = 2 * np.pi * second
             block[:pairs] = radius * np.cos(angle)
@@ -71,5 +71,5 @@ class SystemNoise:
 def _uniform(size: int) -> Array:
     """Return values in [0, 1), multiples of 2^-53, in float64."""
     words = np.frombuffer(keystream(os.urandom(32), 8 * size), np.uint64)
-    # The 53 bits that float64 holds without rounding.
+    # Keep the 53 bits that float64 represents without rounding.
     return (words >> np.uint64(11)) * 2.0**-53

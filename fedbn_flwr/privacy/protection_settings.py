@@ -1,4 +1,4 @@
-"""The settings of the protections: differential privacy of clients, and masked sums."""
+"""The settings of the protections, differential privacy and masked sums."""
 
 from __future__ import annotations
 
@@ -25,19 +25,20 @@ class DPSettings(Settings):
 
     dp: Literal["off", "server", "client"] = setting(
         "off",
-        "client-level differential privacy of the global models: who clips the updates"
-        " (the server adds the noise)",
+        "client-level differential privacy of the global models: the side that clips the"
+        " updates. The server always adds the noise",
     )
     dp_noise_multiplier: float = setting(
         0.0,
-        "z: the noise in the sum of updates has deviation z C; 0 = clipping alone,"
-        " which guarantees nothing",
+        "z: the noise in the sum of updates has deviation z C. With 0 updates are only"
+        " clipped, which guarantees nothing",
         only_if=_WITH_DP,
         ge=0,
     )
     dp_clipping: Literal["fixed", "adaptive"] = setting(
         "fixed",
-        "adaptive = with dp=server C follows a quantile of the updates' norms",
+        "choice of C: fixed, or adaptive to follow a quantile of the updates' norms"
+        " (needs dp=server)",
         only_if=_WITH_DP,
     )
     dp_clipping_norm: float = setting(
@@ -55,32 +56,32 @@ class DPSettings(Settings):
     )
     dp_target_epsilon: float = setting(
         0.0,
-        "choose the noise multiplier so that R rounds cost this epsilon; 0 ="
-        " dp-noise-multiplier",
+        "choose the noise multiplier so that all R rounds together cost this epsilon."
+        " With 0, dp-noise-multiplier is used",
         only_if=_WITH_DP,
         ge=0,
     )
 
 
 def dp_conflicts(settings: DPSettings) -> list[str]:
-    """Return why these settings cannot be used together, one line each."""
+    """Return the conflicts between these settings, in one line each."""
     lines = []
     if settings.dp_target_epsilon and settings.dp_noise_multiplier:
         lines.append(
-            f"dp-target-epsilon={settings.dp_target_epsilon} chooses the noise; leave "
+            f"dp-target-epsilon={settings.dp_target_epsilon} chooses the noise. Leave "
             f"dp-noise-multiplier={settings.dp_noise_multiplier} out"
         )
     if settings.dp == "client" and settings.dp_clipping == "adaptive":
         lines.append(
-            "dp-clipping=adaptive needs dp=server: a client that clips sends an update"
-            " of norm C, up to rounding, and the server cannot count those that were"
-            " longer"
+            "dp-clipping=adaptive needs dp=server. With dp=client, all updates arrive"
+            " with norm C, up to rounding, and the server cannot count the updates that"
+            " were longer before"
         )
     return lines
 
 
 def unused_dp(settings: DPSettings) -> dict[str, str]:
-    """Return the settings without effect under the others, each with what it needs."""
+    """Return the settings without effect, each with the missing condition."""
     if settings.dp == "off":
         return dict.fromkeys(
             set(DPSettings.model_fields) - {"dp"}, "it is for dp=server and dp=client"
@@ -95,13 +96,13 @@ class MaskSettings(Settings):
 
     masked_sums: bool = setting(
         False,
-        "secure aggregation: clients mask what they send, and the server sees sums over"
-        " the clients alone",
+        "secure aggregation: clients mask what they send, and the server sees only sums"
+        " over the clients",
     )
     masked_threshold: float = setting(
         0.66,
-        "share of a round's clients that must stay to the end; with it the server"
-        " removes masks",
+        "share of a round's clients that must stay to the end, so that the server can"
+        " remove the masks",
         only_if={"masked-sums": (True,)},
         gt=0.5,
         le=1,
@@ -109,10 +110,10 @@ class MaskSettings(Settings):
 
 
 def mask_conflicts(dp: DPSettings) -> list[str]:
-    """Return why differential privacy with these settings needs single updates."""
+    """Return the reason why differential privacy needs single updates, if it does."""
     if dp.dp != "server":
         return []
     return [
-        "masked-sums=true hides the updates that dp=server clips; with dp=client the"
-        " clients clip"
+        "masked-sums=true hides the updates that dp=server clips. Use dp=client, so"
+        " that the clients clip"
     ]

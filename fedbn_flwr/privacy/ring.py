@@ -1,14 +1,14 @@
 r"""Fixed-point numbers in the ring of integers modulo 2^64, for masked sums.
 
-A client with weight $w_i$ sends $\mathrm{round}(w_i x_i 2^f)$ as int64; additions wrap
-around. With $f = 62 - \lceil \log_2 (W R) \rceil$, $W$ the sum of all weights and $R$
-the largest size of a value, no sum leaves the ring. The mean of $m$ clients is then
-exact but for the rounding of $m$ products:
+A client with weight $w_i$ sends $\mathrm{round}(w_i x_i 2^f)$ as int64, and additions
+wrap around. Let $f = 62 - \lceil \log_2 (W R) \rceil$, with $W$ the sum of all weights
+and $R$ the largest size of a value. Then no sum leaves the ring, and the mean of $m$
+clients is exact except for the rounding of $m$ products:
 
 $$\left| \hat{x} - \frac{\sum_i w_i x_i}{\sum_i w_i} \right| \le \frac{m \, 2^{-f-1}}{\sum_i w_i} + 2^{-51} \max_i
 |x_i|$$
 
-The second term is float64's own.
+The second term is the rounding of float64.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from fedbn_flwr.errors import NOT_FINITE, ConfigError, DataError, ReplyError, co
 __all__ = ["VALUE_RANGE", "FixedPoint", "split"]
 
 VALUE_RANGE = 2.0**16
-"""R, the largest size of a masked value: updates are in units of their layer
-(``privacy.coordinates``).
+"""R, the largest size of a masked value. Updates are in units of their layer, see
+``privacy.coordinates``.
 """
 
 
 @dataclass(frozen=True)
 class FixedPoint:
-    """The numbers of a round.
+    """The fixed-point numbers of a round.
 
     Args:
         total_weight: W, the sum of the weights of all clients that may send.
         value_range: R, the largest size of a value.
 
     Raises:
-        ConfigError: W R is too large for a digit after the point.
+        ConfigError: W R is too large to leave a digit after the point.
     """
 
     total_weight: float
@@ -50,7 +50,8 @@ class FixedPoint:
         if self.fraction_bits < 1:
             raise ConfigError(
                 f"masked sums of values up to {self.value_range:g} with weights of"
-                f" {self.total_weight:g} in total need more than 62 bits"
+                f" {self.total_weight:g} in total need more than 62 bits. Use fewer"
+                " clients or examples"
             )
 
     @property
@@ -61,7 +62,7 @@ class FixedPoint:
     def error(self, num_clients: int, total_weight: float) -> float:
         """Return the largest error of a mean, given the sum of its clients' weights.
 
-        Float64's own rounding of the values is not in it.
+        It does not include float64's rounding of the values.
         """
         return num_clients * 2.0 ** (-self.fraction_bits - 1) / total_weight
 
@@ -79,15 +80,15 @@ class FixedPoint:
             if size and not float(np.abs(wide).max()) <= self.value_range:
                 if not np.isfinite(wide).all():
                     text = (
-                        f"entry '{name}' holds a value that is not finite, which cannot"
-                        " be masked"
+                        f"entry '{name}' contains a value that is not finite, so it"
+                        " cannot be masked"
                     )
                     raise DataError(coded(NOT_FINITE, text))
-                # Without the value: the server reads this.
+                # Do not show the value, because the server reads this message.
                 raise DataError(
-                    f"entry '{name}' holds a value above {self.value_range:g}, the"
-                    " largest size that a masked value may have. Use smaller steps,"
-                    " and inputs of a usual scale."
+                    f"entry '{name}' contains a value above {self.value_range:g}, the"
+                    " largest size of a masked value. Use smaller steps, and scale the"
+                    " inputs."
                 )
             whole[start : start + size] = np.rint(wide * factor)
             start += size
@@ -97,8 +98,8 @@ class FixedPoint:
         """Return the mean in float64, given the sums of the vectors and of the weights.
 
         Raises:
-            ReplyError: the sum is larger than any that these clients can send: it still
-                holds a mask.
+            ReplyError: the sum is larger than any sum of these clients, so it still
+                contains a mask.
         """
         wide = total.astype(np.float64) * 2.0**-self.fraction_bits / weight
         if wide.size and float(np.abs(wide).max()) > self.value_range * (1 + 1e-9):
@@ -107,7 +108,7 @@ class FixedPoint:
 
 
 def split(vector: Array, like: Mapping[str, Array]) -> dict[str, Array]:
-    """Return the pieces of a vector by name, in order of names and as ``like`` is."""
+    """Return the pieces of a vector by name, with the names and shapes of ``like``."""
     names = sorted(like)
     ends = np.cumsum([like[name].size for name in names])
     pieces = zip(names, np.split(vector, ends[:-1]), strict=True)

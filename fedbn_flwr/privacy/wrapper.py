@@ -1,4 +1,4 @@
-"""``DPWrapper``: a strategy with client-level differential privacy."""
+"""``DPWrapper``, a strategy with client-level differential privacy."""
 
 from __future__ import annotations
 
@@ -26,27 +26,27 @@ class DPWrapper:
         result = strategy.start(grid, initial_arrays=ArrayRecord(model.state_dict()), num_rounds=20)
         print(strategy.guarantee())
 
-    BatchNorm's counters count rounds here, not batches: layers that use them (batch
-    renormalisation, ``momentum=None``) need another norm.
+    BatchNorm's counters count rounds here, not batches. Layers that use them (batch
+    renormalisation, ``momentum=None``) must be replaced.
 
     Args:
-        strategy: the strategy; what it takes from clients besides their updates is
+        strategy: the strategy. If it takes more from clients than their updates, it is
             refused when a run starts.
         noise_multiplier: z, the noise in the sum of updates in units of
             ``clipping_norm``.
         clipping_norm: C, the largest norm of a client's update, in the coordinates of
             ``privacy.coordinates``.
-        where: who clips: "server", or "client" by the mod ``clipped_update``.
-        noise: for tests: another source of noise than the operating system. No epsilon
+        where: the side that clips: "server", or "client" by the mod ``clipped_update``.
+        noise: for tests, a source of noise other than the operating system. No epsilon
             is stated then.
-        file: a file for the releases, which a run that is killed and resumed needs: it
-            repeats rounds.
-        fixed: names of the entries that no client trains (``fixed_entries(model)``);
-            they get no noise.
-        clipping: "fixed", or "adaptive": C follows the median of the updates' norms.
+        file: a file for the releases. A run that is killed and resumed needs it,
+            because it repeats rounds.
+        fixed: names of the entries that no client trains (``fixed_entries(model)``).
+            They get no noise.
+        clipping: "fixed", or "adaptive" so that C follows the median of the norms.
         delta: delta for which epsilon is stated, well below 1 / number of clients.
-        target_epsilon: choose z so that all rounds cost this epsilon, in place of
-            ``noise_multiplier``; 0 = do not.
+        target_epsilon: choose z so that all rounds together cost this epsilon, instead
+            of ``noise_multiplier``. The default 0 means no target.
 
     Raises:
         ConfigError: a value is out of range, or settings exclude each other.
@@ -68,13 +68,13 @@ class DPWrapper:
     ) -> None:
         if not isinstance(strategy, Strategy):
             raise ConfigError(
-                "DPWrapper is for the strategies of fedbn_flwr.strategies, and"
-                f" {type(strategy).__name__} is none. Flower's own wrappers are for"
-                " Flower's strategies."
+                "DPWrapper is for the strategies of fedbn_flwr.strategies, but"
+                f" {type(strategy).__name__} is not one of them. For Flower's"
+                " strategies, use Flower's own wrappers."
             )
         if where not in ("server", "client"):
             raise ConfigError(
-                f"where={where!r} protects nothing; use 'server' or 'client'"
+                f"where={where!r} protects nothing. Use 'server' or 'client'"
             )
         chosen = DPSettings(
             dp=where,
@@ -89,9 +89,9 @@ class DPWrapper:
         strategy.protect(self.privacy)
 
     def guarantee(self) -> str:
-        """Return what the rounds so far guarantee, in a sentence."""
+        """Return the guarantee of the rounds so far, in one sentence."""
         return self.privacy.guarantee()
 
     def start(self, *args: Any, **kwargs: Any) -> Result:
-        """Run the rounds; see ``FedAvg.start``."""
+        """Run the rounds. See ``FedAvg.start``."""
         return self.strategy.start(*args, **kwargs)

@@ -162,7 +162,9 @@ def test_create_message_and_unknown_nodes(open_grid) -> None:
     grid = open_grid()
     message = grid.create_message(RecordDict(), MessageType.QUERY, 12345, "g", 9.0)
     assert (message.metadata.group_id, message.metadata.ttl) == ("g", 9.0)
-    with pytest.raises(EngineError, match=r"^node 12345 is not one of the 3 nodes of this grid$"):
+    with pytest.raises(
+        EngineError, match=r"^node 12345 is not one of the 3 nodes of this grid"
+    ):
         grid.push_messages([message])
 
 

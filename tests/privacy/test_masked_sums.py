@@ -376,9 +376,9 @@ def test_a_round_equals_the_plain_one_without_the_lost_clients(
 
 
 TOO_FEW = {
-    "keys": "2 of 5 clients are left for the masks of the round",
-    "shares": "2 of 5 clients are left for the masks of the round",
-    "train": "2 clients have answered, 3 needed: nothing is revealed",
+    "keys": "2 of 5 clients are left, too few for the masks of the round",
+    "shares": "2 of 5 clients are left, too few for the masks of the round",
+    "train": "2 clients have answered, fewer than the required 3: nothing is revealed",
     "reveal": "2 shares for node",
 }
 
@@ -466,12 +466,12 @@ def test_after_a_client_was_lost_in_a_step_none_repeats_its_batch(
         federate(made, mlp, data, **options)
         assert [report.participants for report in made.reports] == [[], [1, 2]]
         assert (
-            "its batches are all of its data, and a sum of this model may be known"
+            "its batch has all of its data, and a sum of this model may be known"
             in caplog.text
         )
         return
     with pytest.raises(
-        ConfigError, match=r"no client can take part. Of each of them \(3\)"
+        ConfigError, match=r"no client can take part. For each of them \(3\)"
     ):
         federate(made, mlp, data, **options)
 
@@ -951,4 +951,4 @@ def test_a_client_whose_count_is_not_known_takes_no_part(
 
     run = federate(masked(FedAvg()), mlp, datasets, rounds=1, client=Silent)
     assert run.strategy.reports[0].participants == [0, 2, 3]
-    assert "masked-sums=true weighs the clients by examples" in run.reason(1)
+    assert "masked-sums=true weights the clients by examples" in run.reason(1)

@@ -181,7 +181,7 @@ def test_a_share_of_another_key_is_noticed() -> None:
         parties[n].reveal([0, 1, 2], [3], for_(n, encrypted))[3] for n in (0, 1, 2)
     ]
     assert recovered_key(shares, parties[3].publics[0])
-    with pytest.raises(MaskingError, match="not those of its key"):
+    with pytest.raises(MaskingError, match="do not belong to its key"):
         recovered_key(shares, parties[2].publics[0])
 
 
@@ -193,13 +193,13 @@ REFUSED = {
         4,
         3,
         {0: 1},
-        "public keys of the round are not those that its clients have sent",
+        "public keys of the round are not the keys that its clients sent",
     ),
     "a key comes twice": (
         4,
         3,
         {2: 1},
-        "public keys of the round are not those that its clients have sent",
+        "public keys of the round are not the keys that its clients sent",
     ),
 }
 
@@ -217,12 +217,16 @@ def test_a_client_refuses_to_share_its_secrets(case: str) -> None:
 @pytest.mark.parametrize(
     ("answered", "lost", "message"),
     [
-        ([0, 1, 2, 3], [3], "not, each once, those with which"),
-        ([0, 1, 1], [2, 3], "not, each once, those with which"),
-        ([0, 1, 2], [], "not, each once, those with which"),
-        ([0, 1, 2], [3, 4], "not, each once, those with which"),
-        ([1, 2, 3], [0], "not, each once, those with which"),
-        ([0, 1], [2, 3], "2 clients have answered, 3 needed: nothing is revealed"),
+        ([0, 1, 2, 3], [3], "not exactly the clients with which"),
+        ([0, 1, 1], [2, 3], "not exactly the clients with which"),
+        ([0, 1, 2], [], "not exactly the clients with which"),
+        ([0, 1, 2], [3, 4], "not exactly the clients with which"),
+        ([1, 2, 3], [0], "not exactly the clients with which"),
+        (
+            [0, 1],
+            [2, 3],
+            "2 clients have answered, fewer than the required 3: nothing is revealed",
+        ),
     ],
 )
 def test_a_client_refuses_to_reveal(
@@ -266,21 +270,27 @@ def test_a_client_does_each_step_once() -> None:
 
 def test_a_client_refuses_other_or_too_few_members() -> None:
     parties, _ = parties_of(4)
-    with pytest.raises(MaskingError, match="2 clients are left, 3 needed"):
+    with pytest.raises(
+        MaskingError, match="2 clients are left, fewer than the required 3"
+    ):
         parties[0].set_present([1])
-    with pytest.raises(MaskingError, match="names a client twice, or one without keys"):
+    with pytest.raises(
+        MaskingError, match="names a client twice, or a client without keys"
+    ):
         parties[0].set_present([1, 2, 7])
     with pytest.raises(
         MaskingError,
-        match="members of the round, or what is said of the sum, have changed",
+        match="members of the round, or the information about the sum, have changed",
     ):
         parties[0].set_present([1, 2])
     with pytest.raises(
         MaskingError,
-        match="members of the round, or what is said of the sum, have changed",
+        match="members of the round, or the information about the sum, have changed",
     ):
         parties[0].set_present([1, 2, 3], "other range")
-    with pytest.raises(MaskingError, match="names a client twice, or one without keys"):
+    with pytest.raises(
+        MaskingError, match="names a client twice, or a client without keys"
+    ):
         parties[0].set_present([1, 1])
 
 

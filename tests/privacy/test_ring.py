@@ -55,9 +55,15 @@ def test_the_error_is_that_of_the_last_digit() -> None:
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        (1025.5, "entry 'b' holds a value above 1024, the largest"),
-        (-np.inf, "entry 'b' holds a value that is not finite, which cannot be masked"),
-        (np.nan, "entry 'b' holds a value that is not finite, which cannot be masked"),
+        (1025.5, "entry 'b' contains a value above 1024, the largest"),
+        (
+            -np.inf,
+            "entry 'b' contains a value that is not finite, so it cannot be masked",
+        ),
+        (
+            np.nan,
+            "entry 'b' contains a value that is not finite, so it cannot be masked",
+        ),
     ],
 )
 def test_a_value_out_of_range_is_refused_by_name(value: float, message: str) -> None:

@@ -324,7 +324,7 @@ def test_reducers_are_found_only_in_their_own_thread(members, at_once) -> None:
         assert in_process_reducer("a").begin() == 2
         with pytest.raises(
             EngineError,
-            match="no barrier 'b' in this process. Set fedtan-transport to",
+            match=r"no barrier 'b' in this process\. Set fedtan-transport to",
         ):
             in_process_reducer("b")
         (elsewhere,) = at_once(partial(in_process_reducer, "a"))
