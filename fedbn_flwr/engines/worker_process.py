@@ -198,7 +198,7 @@ class _RemoteReducer:
         self._call("close")
 
     def _call(self, method: str, *args: Any) -> Any:
-        """Make a call at the barrier in the command's process, and return its result."""
+        """Make a call at the barrier in the command's process, and return the result."""
         self._link.send((CALL, *self._job, method, args))
         # Pass on the turn, so that the other members can send their calls.
         with interrupted():

@@ -25,8 +25,8 @@ class DPSettings(Settings):
 
     dp: Literal["off", "server", "client"] = setting(
         "off",
-        "client-level differential privacy of the global models: the side that clips the"
-        " updates. The server always adds the noise",
+        "client-level differential privacy of the global models: the side that clips"
+        " the updates. The server always adds the noise",
     )
     dp_noise_multiplier: float = setting(
         0.0,

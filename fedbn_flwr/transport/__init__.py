@@ -7,7 +7,7 @@ answers. In reading order:
 
 - ``through_user_code``: ``Reducer``, and its way past a user's training code.
 - ``transports``: the transports by name, and a client's choice of its reducer.
-- ``step_transport``: the shared parts, which are ``Transport``, limits and a step's result.
+- ``step_transport``: the shared ``Transport``, limits, and a step's result.
 - ``barrier``: collects a tensor from each client and answers all clients.
 - ``step_by_barrier``: a step whose clients meet at the barrier, such as in one process.
 - ``step_by_channel``: the transport "channel", a step whose clients reach the barrier

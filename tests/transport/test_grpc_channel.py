@@ -265,7 +265,9 @@ def test_a_client_that_disconnects_while_it_waits_is_dropped_at_once(
 def test_plaintext_is_refused_beyond_loopback(bind: str) -> None:
     with pytest.raises(ConfigError, match="Plaintext is allowed only on loopback"):
         ChannelServer(bind)
-    with pytest.raises(ConfigError, match="is not on loopback and has no TLS, so it is refused"):
+    with pytest.raises(
+        ConfigError, match="is not on loopback and has no TLS, so it is refused"
+    ):
         ChannelReducer(bind, "token", b"", 1)
 
 
