@@ -258,3 +258,25 @@ def test_the_table_of_the_hub_apps_page(project, capsys) -> None:
             reached.append(100 * float(capsys.readouterr().out.split()[-1]))
         # other processors round otherwise: a patient or two
         assert np.mean(reached) == pytest.approx(float(said), abs=0.7), strategy
+
+
+OF_FOUND = ("-fedbn", "-fixbn", "-fedtan")
+FOUND = Path(__file__).parent / "found"
+ROW = re.compile(r"^\| .*?`(?:flwr (new)|\w+/([\w-]+))`.*? \| (.*) \|$", re.MULTILINE)
+
+
+def test_the_page_counts_the_lines_of_the_projects_as_found() -> None:
+    """New lines, and in brackets those that are only indented."""
+    page = (APPS.parent / "docs/flower-projects.md").read_text()
+    _, _, table = page.partition("## Projects as found")
+    counted = 0
+    for template, name, cells in ROW.findall(table):
+        project = "pytorch-app" if template else name
+        for method, cell in zip(OF_FOUND, cells.split(" | "), strict=True):
+            diff = FOUND / f"{project}{method}.diff"
+            if diff.is_file():
+                old, new = changed_lines(diff)
+                indented = sum(line in old for line in new)
+                assert cell == f"{len(new)}" + f" ({indented})" * bool(indented), diff
+                counted += 1
+    assert counted == sum(path.stem.endswith(OF_FOUND) for path in FOUND.iterdir())
