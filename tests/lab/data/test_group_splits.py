@@ -75,13 +75,6 @@ def test_a_share_is_a_fraction_of_each_domain_or_a_number_of_examples(
         assert max(map(len, shares)) - min(map(len, shares)) <= 1
 
 
-def test_which_examples_of_a_domain_are_used_is_drawn() -> None:
-    groups = shuffled([100, 100])
-    first, other = domain(groups, 2, 0.3), domain(groups, 2, 0.3, seed=1)
-    assert not np.array_equal(first[0], other[0])
-    assert set(first[0]) <= set(np.flatnonzero(groups == 0))
-
-
 @pytest.mark.parametrize(
     ("clients", "share", "error", "numbers"),
     [
@@ -170,16 +163,6 @@ def test_with_groups_each_group_is_split_as_one_data_set(
             assert found == Counter(test_labels[tests][alone[client]].tolist())
 
 
-def test_one_group_gives_the_same_bits_as_no_groups() -> None:
-    labels, test_labels = shuffled([40] * 5), shuffled([9] * 5, seed=1)
-    parts = make_partition("dirichlet", labels, 3, seed=0)
-    plain = partition_test_set(parts, labels, test_labels, 7)
-    grouped = partition_test_set(
-        parts, labels, test_labels, 7, np.zeros(200, np.int64), np.zeros(45, np.int64)
-    )
-    assert all(np.array_equal(a, b) for a, b in zip(plain, grouped, strict=True))
-
-
 @pytest.mark.parametrize(
     ("name", "clients"), [("domain", 10), ("natural", 5), ("domain", 7)]
 )
@@ -205,23 +188,3 @@ def test_split_dataset_is_make_partition_and_partition_test_set() -> None:
     assert all(np.array_equal(a, b) for a, b in zip(test, test_parts, strict=True))
     with pytest.raises(ConfigError, match="unknown partition 'dirichlett'"):
         split_dataset(data, "dirichlett", 5, seed=2)
-
-
-def test_743_real_digits_per_domain() -> None:
-    if not (SHARED / "mnist_m").is_dir():
-        pytest.skip("real data mnist_m is absent")
-    data = load_dataset("digits-five", SHARED)
-    train, test = split_dataset(data, "domain", 6, seed=0, domain_share=743)
-    assert [len(part) for part in train] == [372, 372, 372, 371, 371, 371]
-    assert [len(test[i]) + len(test[i + 3]) for i in range(3)] == [10_000, 1_860, 2_000]
-    with pytest.raises(DataError, match=r"usps .* 7438 "):
-        split_dataset(data, "domain", 3, seed=0, domain_share=7439)
-
-
-def test_the_real_office_with_a_domain_per_client() -> None:
-    if not (SHARED / "office_caltech10").is_dir():
-        pytest.skip("real data office_caltech10 is absent")
-    data = load_dataset("office-caltech10", SHARED)
-    train, test = split_dataset(data, "domain", 4, seed=0)
-    assert [len(part) for part in train] == [771, 902, 130, 239]
-    assert [len(part) for part in test] == [187, 221, 27, 56]

@@ -225,39 +225,21 @@ def test_units_stay_together_in_every_split(tmp_path: Path) -> None:
 
 
 def test_own_test_examples_do_not_depend_on_the_seed(tmp_path: Path) -> None:
-    np.savez(tmp_path / "a.npz", x=np.arange(60.0).reshape(30, 2), y=np.arange(30) % 2)
-    first = partitioned_data(
-        Config.make(
-            {"dataset": f"npz:{tmp_path / 'a.npz'}", "seed": 0, "num-clients": 2}
-        ),
-        2,
-    )
-    second = partitioned_data(
-        Config.make(
-            {"dataset": f"npz:{tmp_path / 'a.npz'}", "seed": 1, "num-clients": 2}
-        ),
-        2,
+    keys = _npz(tmp_path, x=np.arange(60.0).reshape(30, 2), y=np.arange(30) % 2)
+    first, second = (
+        partitioned_data(Config.make({**keys, "seed": seed, "num-clients": 2}), 2)
+        for seed in (0, 1)
     )
     assert torch.equal(first.dataset.test.inputs, second.dataset.test.inputs)
     assert not np.array_equal(first.train[0], second.train[0])
 
 
 def test_a_default_split_follows_the_data(tmp_path: Path) -> None:
-    np.savez(
-        tmp_path / "a.npz",
-        x=np.zeros((30, 2)),
-        y=np.arange(30) % 2,
-        client=np.arange(30) % 3,
-    )
-    np.savez(tmp_path / "b.npz", x=np.zeros((30, 2)), y=np.arange(30) % 2)
-    natural = Config.make({"dataset": f"npz:{tmp_path / 'a.npz'}"})
-    iid = Config.make({"dataset": f"npz:{tmp_path / 'b.npz'}"})
-    digits = Config.make({"dataset": "digits"})
-    assert [c.partition for c in (natural, iid, digits)] == [
-        "natural",
-        "iid",
-        "classes",
-    ]
+    x, y = np.zeros((30, 2)), np.arange(30) % 2
+    iid = Config.make(_npz(tmp_path, x=x, y=y))
+    assert (iid.partition, Config.make({}).partition) == ("iid", "classes")
+    natural = Config.make(_npz(tmp_path, x=x, y=y, client=np.arange(30) % 3))
+    assert natural.partition == "natural"
     assert count_clients(natural) == 3
 
 
@@ -288,48 +270,101 @@ def _deep(tmp_path: Path, depth: type, value: float) -> dict[str, object]:
     return settings
 
 
+ARRAYS = {
+    "channels last": (
+        np.zeros((3, 8, 8, 3)),
+        np.arange(3),
+        r"x\.transpose\(0, 3, 1, 2\)",
+    ),
+    "one number": (np.float32(1), np.zeros(4), r"x has shape \(\)"),
+    "no examples": (
+        np.zeros((0, 2)),
+        np.zeros(0),
+        r"x has shape \(0, 2\), without a row",
+    ),
+    "a class below 0": (
+        np.zeros((4, 2)),
+        np.array([0, -1, 1, -1]),
+        "y has the class -1 in 2 rows",
+    ),
+    "complex inputs": (
+        np.full((3, 2), 1j),
+        np.arange(3),
+        "x has complex numbers .*two channels.*magnitude",
+    ),
+    "unequal lengths": (np.zeros((3, 2)), np.zeros(4), r"y has shape \(4,\), x has"),
+    "five channels": (
+        np.zeros((3, 4, 4, 5), np.uint8),
+        np.arange(3),
+        r"x .*\(3, 4, 4, 5\)",
+    ),
+    "complex targets": (np.zeros((3, 2)), np.zeros(3, complex), "y is complex128"),
+    "one-hot classes": (np.zeros((3, 2)), np.eye(3), "y.argmax.*task=multi-label"),
+    "classes that are texts": (
+        np.zeros((2, 2)),
+        np.array(["a", "b"]),
+        "y is <U1 of shape",
+    ),
+    "classes with gaps": (
+        np.zeros((4, 2)),
+        np.array([0, 9, 0, 9]),
+        "0 to 1.*num-classes=10",
+    ),
+    "classes from 1": (
+        np.zeros((4, 2)),
+        np.array([1, 2, 1, 2]),
+        "0 to 1.*num-classes=3",
+    ),
+    "NaN in an array": (
+        np.full((3, 2), np.nan),
+        np.arange(3),
+        "6 numbers of x are NaN",
+    ),
+    "infinite numbers": (np.full((3, 2), np.inf), np.arange(3), "6 numbers of x"),
+    "an infinite target": (
+        np.zeros((3, 2)),
+        np.array([0.5, np.inf, 1.5]),
+        "y is float64",
+    ),
+    "pixels of 0 and 255": (
+        np.zeros((3, 4, 4), np.uint8),
+        np.full((3, 4, 4), [0, 255, 0, 255]),
+        "255 is for pixels that do not count",
+    ),
+}
+FOLDERS = {
+    "a part without images": ({"train/a": 1, "train/b": 1}, "no test images"),
+    "one class": ({"a": 3}, "two or more classes .*a"),
+    "images without a class": ({".": 2}, "images lie in \\."),
+    "layouts mixed": ({"x/a": 1, "x/b": 1, "b": 1}, "the same layout"),
+    "a validation folder": (
+        {"train/a": 1, "val/a": 1, "train/b": 1},
+        "images lie in val/a.*validation-share",
+    ),
+    "parts below the classes": (
+        {"cat/train": 1, "cat/test": 1, "dog/train": 1, "dog/test": 1},
+        "test, train.*train/class/file",
+    ),
+    "parts without classes": (
+        {"Train": 1, "val": 1, "other": 1},
+        "Train, other, val.*train/class/file",
+    ),
+    "too deep": ({"x/y/a": 1, "x/y/b": 1}, "images lie in x/y/"),
+    "a class without images": (
+        {"a": 2, "b": 2, "c": 0},
+        "classes needed.*c.*num-classes=3",
+    ),
+}
 BAD = {
     "unknown kind": (lambda p: {"dataset": f"fodler:{p}"}, "'fodler'.*'folder'"),
     "absent path": (lambda p: {"dataset": f"npz:{p / 'nothing.npz'}"}, "nothing.npz'"),
-    "channels last": (
-        lambda p: _npz(p, x=np.zeros((3, 8, 8, 3)), y=np.arange(3)),
-        r"x\.transpose\(0, 3, 1, 2\)",
-    ),
-    "a part without images": (
-        lambda p: _folder(p, {"train/a": 1, "train/b": 1}),
-        "no test images",
-    ),
     "absent array": (
         lambda p: _npz(p, x=np.zeros((3, 2)), z=np.zeros(3)),
         "no array y; it has x, z",
     ),
-    "one number": (
-        lambda p: _npz(p, x=np.float32(1), y=np.zeros(4)),
-        r"x has shape \(\)",
-    ),
-    "no examples": (
-        lambda p: _npz(p, x=np.zeros((0, 2)), y=np.zeros(0)),
-        r"x has shape \(0, 2\), without a row",
-    ),
-    "a class below 0": (
-        lambda p: _npz(p, x=np.zeros((4, 2)), y=np.array([0, -1, 1, -1])),
-        "y has the class -1 in 2 rows",
-    ),
-    "complex inputs": (
-        lambda p: _npz(p, x=np.full((3, 2), 1j), y=np.arange(3)),
-        "x has complex numbers .*two channels.*magnitude",
-    ),
-    "unequal lengths": (
-        lambda p: _npz(p, x=np.zeros((3, 2)), y=np.zeros(4)),
-        r"y has shape \(4,\), x has",
-    ),
     "a client for two axes": (
         lambda p: _npz(p, x=np.zeros((3, 2)), y=np.arange(3), client=np.zeros((3, 1))),
         r"client is float64 of shape \(3, 1\)",
-    ),
-    "five channels": (
-        lambda p: _npz(p, x=np.zeros((3, 4, 4, 5), np.uint8), y=np.arange(3)),
-        r"x .*\(3, 4, 4, 5\)",
     ),
     "one array": (
         lambda p: (
@@ -337,10 +372,6 @@ BAD = {
             {"dataset": f"npz:{p / 'x.npy'}"},
         )[1],
         "x.npy': it cannot be read",
-    ),
-    "complex targets": (
-        lambda p: _npz(p, x=np.zeros((3, 2)), y=np.zeros(3, complex)),
-        "y is complex128",
     ),
     "unknown split": (
         lambda p: _npz(
@@ -351,27 +382,6 @@ BAD = {
         ),
         "split has later",
     ),
-    "one class": (lambda p: _folder(p, {"a": 3}), "two or more classes .*a"),
-    "images without a class": (lambda p: _folder(p, {".": 2}), "images lie in \\."),
-    "layouts mixed": (
-        lambda p: _folder(p, {"x/a": 1, "x/b": 1, "b": 1}),
-        "the same layout",
-    ),
-    "a validation folder": (
-        lambda p: _folder(p, {"train/a": 1, "val/a": 1, "train/b": 1}),
-        "images lie in val/a.*validation-share",
-    ),
-    "parts below the classes": (
-        lambda p: _folder(
-            p, {"cat/train": 1, "cat/test": 1, "dog/train": 1, "dog/test": 1}
-        ),
-        "test, train.*train/class/file",
-    ),
-    "parts without classes": (
-        lambda p: _folder(p, {"Train": 1, "val": 1, "other": 1}),
-        "Train, other, val.*train/class/file",
-    ),
-    "too deep": (lambda p: _folder(p, {"x/y/a": 1, "x/y/b": 1}), "images lie in x/y/"),
     "patients on both sides": (
         lambda p: {
             **_npz(
@@ -406,43 +416,9 @@ BAD = {
         },
         "task=multi-label",
     ),
-    "one-hot classes": (
-        lambda p: _npz(p, x=np.zeros((3, 2)), y=np.eye(3)),
-        "y.argmax.*task=multi-label",
-    ),
-    "classes that are texts": (
-        lambda p: _npz(p, x=np.zeros((2, 2)), y=np.array(["a", "b"])),
-        "y is <U1 of shape",
-    ),
-    "classes with gaps": (
-        lambda p: _npz(p, x=np.zeros((4, 2)), y=np.array([0, 9, 0, 9])),
-        "0 to 1.*num-classes=10",
-    ),
-    "classes from 1": (
-        lambda p: _npz(p, x=np.zeros((4, 2)), y=np.array([1, 2, 1, 2])),
-        "0 to 1.*num-classes=3",
-    ),
     "a class too many": (
         lambda p: {**_npz(p, x=np.zeros((4, 2)), y=np.arange(4)), "num-classes": 3},
         "classes 0 to 3; 0 to 2 needed",
-    ),
-    "NaN in an array": (
-        lambda p: _npz(p, x=np.full((3, 2), np.nan), y=np.arange(3)),
-        "6 numbers of x are NaN",
-    ),
-    "infinite numbers": (
-        lambda p: _npz(p, x=np.full((3, 2), np.inf), y=np.arange(3)),
-        "6 numbers of x",
-    ),
-    "an infinite target": (
-        lambda p: _npz(p, x=np.zeros((3, 2)), y=np.array([0.5, np.inf, 1.5])),
-        "y is float64",
-    ),
-    "pixels of 0 and 255": (
-        lambda p: _npz(
-            p, x=np.zeros((3, 4, 4), np.uint8), y=np.full((3, 4, 4), [0, 255, 0, 255])
-        ),
-        "255 is for pixels that do not count",
     ),
     "damaged files": (_cut_off, "2 image files .*\n.*a/1.png.*\n.*b/1.png"),
     "images of 16 bits": (
@@ -456,10 +432,6 @@ BAD = {
     "a class without a folder": (
         lambda p: _folder(p, {"x/a": 2, "x/b": 2}, **{"num-classes": 3}),
         "3 classes needed.*a, b.*may be empty",
-    ),
-    "a class without images": (
-        lambda p: _folder(p, {"a": 2, "b": 2, "c": 0}),
-        "classes needed.*c.*num-classes=3",
     ),
     "nodes' data undescribed": (lambda p: {"dataset": "folder:"}, "image-size, task"),
     "a key that went": (
@@ -509,11 +481,19 @@ def test_images_of_several_sizes_are_told_with_what_was_taken(
         assert [size for size in told if size not in text] == []
 
 
-@pytest.mark.parametrize("case", BAD)
+@pytest.mark.parametrize("case", [*ARRAYS, *FOLDERS, *BAD])
 def test_bad_input_is_named_before_any_work(tmp_path: Path, case: str) -> None:
-    settings, message = BAD[case]
+    if case in ARRAYS:
+        x, y, message = ARRAYS[case]
+        settings = _npz(tmp_path, x=x, y=y)
+    elif case in FOLDERS:
+        folders, message = FOLDERS[case]
+        settings = _folder(tmp_path, folders)
+    else:
+        make, message = BAD[case]
+        settings = make(tmp_path)
     with pytest.raises((ConfigError, DataError), match=f"(?s){message}"):
-        start(settings(tmp_path))
+        start(settings)
 
 
 @pytest.mark.parametrize("dtype", [bool, np.int8, np.uint16, np.int64, np.uint64])

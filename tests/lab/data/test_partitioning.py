@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -75,25 +74,6 @@ def test_appendix_d(k: int, sizes: list[int]) -> None:
         assert np.ptp(column[column > 0]) <= 1
 
 
-def test_the_papers_cifar100_split_of_20_classes_each() -> None:
-    labels = labels_of([500] * 100)
-    counts = partition_counts(
-        make_partition("classes", labels, 5, seed=1, classes_per_client=20), labels, 100
-    )
-    assert np.array_equal(
-        counts, np.kron(np.eye(5, dtype=np.int64), np.full((1, 20), 500))
-    )
-
-
-def test_more_clients_than_classes_share_them() -> None:
-    labels = labels_of([60] * 10)
-    counts = partition_counts(
-        make_partition("classes", labels, 20, seed=0, classes_per_client=2), labels, 10
-    )
-    assert np.array_equal(np.flatnonzero(counts[19]), [0, 9])
-    assert (counts[counts > 0] == 15).all()
-
-
 def test_classes_that_no_client_has_are_not_used() -> None:
     labels = labels_of([6] * 10)
     partition = make_partition("classes", labels, 3, seed=0, classes_per_client=2)
@@ -114,15 +94,6 @@ def test_a_split_depends_only_on_the_seed_and_uses_every_example(name: str) -> N
     same = all(np.array_equal(a, b) for a, b in zip(first, other, strict=True))
     assert same == (name == "natural")
     assert_valid(first, np.arange(400))
-
-
-def test_iid_sizes_differ_by_one_and_neighbours_are_mixed() -> None:
-    labels = np.sort(labels_of([101] * 10))
-    partition = make_partition("iid", labels, 7, seed=0)
-    sizes = [len(part) for part in partition]
-    assert max(sizes) - min(sizes) <= 1
-    assert_valid(partition, np.arange(1010))
-    assert (partition_counts(partition, labels, 10) > 0).all()
 
 
 def of_flwr_datasets(
@@ -176,29 +147,6 @@ def test_dirichlet_is_flwr_datasets_partitioner(min_size: int, attempt: int) -> 
         "dirichlet", labels, 7, seed=1, alpha=0.5, min_size=min_size
     )
     assert [part.tolist() for part in partition] == parts(attempt)
-
-
-def test_a_small_dirichlet_alpha_gives_uneven_classes() -> None:
-    labels = labels_of([500] * 10)
-    spread = {}
-    for alpha in (0.1, 100.0):
-        counts = partition_counts(
-            make_partition("dirichlet", labels, 10, seed=0, alpha=alpha), labels, 10
-        )
-        spread[alpha] = (counts / counts.sum(1, keepdims=True)).max(1).mean()
-    assert spread[0.1] > 0.4
-    assert spread[100.0] < 0.15
-
-
-def test_dirichlet_draws_more_often_than_the_partitioner() -> None:
-    labels = labels_of([100] * 10)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", UserWarning)
-        partition = make_partition(
-            "dirichlet", labels, 12, seed=1, alpha=0.1, min_size=33
-        )
-    assert min(map(len, partition)) >= 33
-    assert_valid(partition, np.arange(1000))
 
 
 REFUSED = {
@@ -336,35 +284,6 @@ def test_the_test_set_is_split_in_proportion_by_largest_remainder(
             partition_test_set(partition, labels, test_labels, 1),
             strict=True,
         )
-    )
-
-
-def test_ties_go_to_the_lower_partition_id_and_the_seed_draws_examples() -> None:
-    labels = np.zeros(30, np.int64)
-    partition = [np.arange(10), np.arange(10, 20), np.arange(20, 30)]
-    test_labels = np.zeros(101, np.int64)
-    test_parts = partition_test_set(partition, labels, test_labels, seed=0)
-    assert [len(part) for part in test_parts] == [34, 34, 33]
-    assert any(
-        not np.array_equal(a, b)
-        for a, b in zip(
-            test_parts,
-            partition_test_set(partition, labels, test_labels, 1),
-            strict=True,
-        )
-    )
-
-
-def test_the_test_split_follows_appendix_d() -> None:
-    labels, test_labels = labels_of([5000] * 10), labels_of([1000] * 10, seed=1)
-    partition = make_partition("classes", labels, 5, seed=0, classes_per_client=4)
-    train = partition_counts(partition, labels, 10)
-    assert np.array_equal(
-        partition_counts(
-            partition_test_set(partition, labels, test_labels, 0), test_labels, 10
-        )
-        * 5,
-        train,
     )
 
 

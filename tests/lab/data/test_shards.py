@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedbn_flwr.errors import ConfigError
-from fedbn_flwr.lab.data import load_dataset
 from fedbn_flwr.lab.data.partitioning import make_partition, partition_counts
 
 SHARED = Path(__file__).parents[3].parent / "shared/data"
@@ -45,45 +44,6 @@ def test_the_papers_200_shards_give_each_client_two_classes_at_most(name: str) -
     assert ((counts > 0).sum(1) <= 2).all()
     defaults = make_partition("shards", labels, 100, seed=1)
     assert all(np.array_equal(a, b) for a, b in zip(partition, defaults, strict=True))
-
-
-def test_the_examples_of_a_shard_are_drawn_at_random() -> None:
-    labels = np.zeros(1000, np.int64)
-    parts = [
-        make_partition("shards", labels, 10, seed=seed, shards_per_client=1)[0]
-        for seed in (0, 1)
-    ]
-    assert not np.array_equal(*parts)
-    assert all(np.ptp(part) > 500 for part in parts)
-
-
-def test_shards_are_cut_from_the_examples_sorted_by_class() -> None:
-    """With as many shards as classes of one size, each client gets whole classes."""
-    labels = labels_of([7] * 6)
-    counts = partition_counts(
-        make_partition("shards", labels, 3, seed=4, shards_per_client=2), labels, 6
-    )
-    assert sorted(np.flatnonzero(counts.sum(0) == 7)) == list(range(6))
-    assert (np.sort(counts, 1) == [0, 0, 0, 0, 7, 7]).all()
-    splits = {
-        tuple(
-            map(
-                tuple,
-                partition_counts(
-                    make_partition("shards", labels, 3, seed=s), labels, 6
-                ),
-            )
-        )
-        for s in range(9)
-    }
-    assert len(splits) > 5
-
-
-def test_sizes_of_shards_differ_by_at_most_one() -> None:
-    labels = labels_of([13, 9, 21])
-    partition = make_partition("shards", labels, 4, seed=0, shards_per_client=1)
-    assert sorted(map(len, partition)) == [10, 11, 11, 11]
-    assert_exact(partition, 43)
 
 
 @pytest.mark.parametrize("name", PAPERS)
@@ -162,33 +122,6 @@ def test_impossible_shards_are_refused(
         make_partition(name, np.arange(examples) % 2, clients, seed=0, **options)
 
 
-@pytest.mark.parametrize("name", ["mnist", "fashion-mnist"])
-def test_the_real_mnists_in_200_and_1200_shards(name: str) -> None:
-    folder = {"mnist": "MNIST", "fashion-mnist": "FashionMNIST"}[name]
-    if not (SHARED / folder).is_dir():
-        pytest.skip(f"real data {folder} is absent")
-    labels = load_dataset(name, SHARED).train.targets.numpy()
-    balanced = partition_counts(
-        make_partition("shards", labels, 100, seed=0), labels, 10
-    )
-    assert (balanced.sum(1) == 600).all()
-    assert (balanced > 0).sum(1).max() <= (4 if name == "mnist" else 2)
-    unbalanced = partition_counts(
-        make_partition("unbalanced-shards", labels, 100, seed=0), labels, 10
-    )
-    assert (unbalanced.sum(1) % 50 == 0).all()
-    assert unbalanced.sum() == 60_000
-    assert unbalanced.sum(1).max() <= 1500
-
-
-def test_dirichlet_equal_sizes_differ_by_one_and_every_example_is_used() -> None:
-    labels = labels_of([101] * 10)
-    for alpha in (1e-4, 0.1, 100.0):
-        partition = make_partition("dirichlet-equal", labels, 7, seed=0, alpha=alpha)
-        assert [len(part) for part in partition] == [145, 145, 144, 144, 144, 144, 144]
-        assert_exact(partition, 1010)
-
-
 @pytest.mark.parametrize("alpha", [0.1, 1.0])
 def test_dirichlet_equal_draws_each_clients_mix(alpha: float) -> None:
     """First client, no class used up: E sum (n_c / n)^2 = S + (1 - S) / n with S =
@@ -207,19 +140,3 @@ def test_dirichlet_equal_draws_each_clients_mix(alpha: float) -> None:
     standard_error = np.std(concentration) / np.sqrt(draws)
     assert abs(np.mean(concentration) - expected) < 4 * standard_error
     assert np.abs(first - 1 / classes).max() < 0.08
-
-
-def test_a_tiny_alpha_gives_clients_of_one_class_until_it_is_used_up_a_large_one_is_nearly_iid() -> (
-    None
-):
-    labels = labels_of([100] * 4)
-    counts = partition_counts(
-        make_partition("dirichlet-equal", labels, 8, seed=3, alpha=1e-3), labels, 4
-    )
-    assert (counts[0] > 0).sum() == 1
-    assert (counts.sum(0) == 100).all()
-    labels = labels_of([500] * 10)
-    counts = partition_counts(
-        make_partition("dirichlet-equal", labels, 5, seed=0, alpha=1e5), labels, 10
-    )
-    assert (np.abs(counts - 100) < 45).all()

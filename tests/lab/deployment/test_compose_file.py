@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -85,115 +84,49 @@ def test_valid_by_the_compose_specification(path: Path) -> None:
     ] == []
 
 
-def test_there_are_overrides_for_three_machines() -> None:
-    assert [path.name for path in OVERRIDES] == [
-        "machine-node-1.yml",
-        "machine-node-2.yml",
-        "machine-node-3.yml",
-        "machine-server.yml",
-    ]
-    services = set(content(COMPOSE)["services"])
-    for path in OVERRIDES:
-        assert set(content(path)["services"]) <= services
-
-
-def test_a_node_on_its_own_machine_has_only_the_needed_differences() -> None:
-    for n in NODES:
-        ours = content(ROOT / f"docker/machine-node-{n}.yml")["services"][
-            f"supernode-{n}"
-        ]["command"]
-        theirs = content(COMPOSE)["services"][f"supernode-{n}"]["command"]
-        assert re.sub(
-            r"SUPERLINK:\?[^}]*", "SUPERLINK:-superlink:8000", "\n".join(ours)
-        ) == "\n".join(theirs)
-
-
 def test_the_files_are_those_that_make_compose_writes() -> None:
     """So nodes differ in their number only: the files are made of node 1's services."""
     for path, text in files_for_nodes(ROOT, len(NODES)).items():
         assert path.read_text() == text, path
 
 
-def test_the_files_for_five_nodes_and_back(tmp_path: Path) -> None:
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    """A copy of the files."""
     (tmp_path / "docker").mkdir()
     for path in (COMPOSE, *OVERRIDES):
         (tmp_path / path.relative_to(ROOT)).write_text(path.read_text())
-    lab = tmp_path / "docker/machine-node-lab.yml"
-    lab.write_text("services: {}\n")
-    command = [
-        sys.executable,
-        "-m",
-        "fedbn_flwr.lab.deployment.compose_nodes",
-        "--nodes",
-        "5",
-    ]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    made = subprocess.run(
-        command,
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert made.stdout.count("written: ") == 7
-    found = content(tmp_path / "docker-compose.yml")
-    for name, service in found["services"].items():
-        if name.startswith("supernode-"):
-            share = re.findall(r"partition-id=\d+ num-partitions=\d+", repr(service))
-            assert share == [
-                f"partition-id={node_number(name)[1] - 1} num-partitions=5"
-            ]
-    assert [name for name in found["volumes"] if "-5-" in name] == [
-        "supernode-5-state",
-        "clientapp-5-state",
-    ]
-    own = {name for name in found["services"] if node_number(name)[1]}
-    for k in (1, 2, 3, 4, 5):
-        override = content(tmp_path / f"docker/machine-node-{k}.yml")["services"]
-        here = {name for name in own if node_number(name)[1] == k}
-        off = {
-            name
-            for name, change in override.items()
-            if change.get("profiles") == ["elsewhere"]
-        }
-        assert off == own - here | {"superlink", "superexec-serverapp", "register"}
-        assert (
-            override[f"supernode-{k}"]["command"][-1]
-            == found["services"][f"supernode-{k}"]["command"][-1]
-        )
-    server = content(tmp_path / "docker/machine-server.yml")["services"]
-    off = {
-        name
-        for name, change in server.items()
-        if change.get("profiles") == ["elsewhere"]
-    }
-    assert off == own
+    return tmp_path
 
-    assert [
-        line.split("/")[-1]
-        for line in write_for_nodes(tmp_path, 3)
-        if line.startswith("removed")
-    ] == [
-        "machine-node-4.yml",
-        "machine-node-5.yml",
-    ]
-    assert write_for_nodes(tmp_path, 3) == []
-    lab.unlink()
-    assert sorted(tmp_path.glob("docker/*")) == sorted(
-        tmp_path / "docker" / path.name for path in OVERRIDES
-    )
+
+def test_the_files_for_five_nodes_and_back(project: Path) -> None:
+    """Each node has its own share, and its machine runs its services alone."""
+    (project / "docker/machine-node-lab.yml").touch()
+    write_for_nodes(project, 5)
+    services = content(project / "docker-compose.yml")["services"]
+    own = {name: node_number(name)[1] for name in services if node_number(name)[1]}
+    shares = [f"partition-id={n - 1} num-partitions=5" for n in own.values()]
+    for name, share in zip(own, shares, strict=True):
+        assert name.startswith("superexec") or share in repr(services[name])
+    everybody = {"superlink", "superexec-serverapp", "register", *own}
+    for path in project.glob("docker/machine-*[r0-9].yml"):
+        off = set()
+        for name, change in content(path)["services"].items():
+            if change.get("profiles") == ["elsewhere"]:
+                off.add(name)
+        here = {name for name, n in own.items() if path.stem.endswith(f"-{n}")}
+        assert off == (everybody - here if here else {*own}), path
+    write_for_nodes(project, 3)
+    assert write_for_nodes(project, 3) == []
+    assert len([*project.glob("docker/*")]) == len(OVERRIDES) + 1
     for path in (COMPOSE, *OVERRIDES):
-        assert (tmp_path / path.relative_to(ROOT)).read_text() == path.read_text()
+        assert (project / path.relative_to(ROOT)).read_text() == path.read_text()
 
 
-def test_what_follows_the_volumes_stays(tmp_path: Path) -> None:
-    (tmp_path / "docker").mkdir()
-    for path in (COMPOSE, *OVERRIDES):
-        (tmp_path / path.relative_to(ROOT)).write_text(path.read_text())
-    own = tmp_path / "docker-compose.yml"
+def test_what_follows_the_volumes_stays(project: Path) -> None:
+    own = project / "docker-compose.yml"
     own.write_text(own.read_text() + "  lab: {}\n\nconfigs:\n  lab: {}\n")
-    write_for_nodes(tmp_path, 4)
+    write_for_nodes(project, 4)
     found = content(own)
     assert found["configs"] == {"lab": {}}
     inside = {f"node-{n}": {"internal": True} for n in (1, 2, 3, 4)}
@@ -243,38 +176,6 @@ def test_every_service_is_confined() -> None:
             assert service["healthcheck"]["test"][0] == "CMD", name
 
 
-def test_health_checks_ask_the_services_own_api_over_https() -> None:
-    """A SuperExec serves none: it is well while it runs and the API that it has its
-    tasks from answers it.
-
-    A SuperNode is well while it is connected: the SuperLink's API answers it, too.
-    """
-    ports = {"flower-superlink": "--port=8000", "flower-supernode": "--port=9094"}
-    for name, service in services_of(COMPOSE).items():
-        words = service["words"]
-        assert not any(word.startswith("--health-server-address") for word in words), (
-            name
-        )
-        if "superexec" in name:
-            apis = [
-                word.split("=")[1]
-                for word in words
-                if word.startswith("--runtime-api-address=")
-            ]
-        elif (kind := Path(words[words[0] == "python"]).name) in ports:
-            assert ports[kind] in words, name
-            apis = [f"{name}:{ports[kind].split('=')[1]}"]
-            apis += (
-                ["${SUPERLINK:-superlink:8000}"] if kind == "flower-supernode" else []
-            )
-        else:
-            assert "healthcheck" not in service, name
-            continue
-        urls = [f"https://{api}/health" for api in apis]
-        health = ["CMD", "python", "/app/docker/health.py", "/certs/ca.crt", *urls]
-        assert service["healthcheck"]["test"] == health, name
-
-
 def test_a_client_app_reaches_its_supernode_and_the_channel_alone() -> None:
     services, networks = content(COMPOSE)["services"], content(COMPOSE)["networks"]
     for name, service in services.items():
@@ -301,24 +202,6 @@ def test_a_client_app_reaches_its_supernode_and_the_channel_alone() -> None:
     assert len(server["networks"]) > 1
     assert server["extra_hosts"] == ["superexec-serverapp:0.0.0.0"]
     assert "fedtan-bind='superexec-serverapp:9200'" in services["cli"]["entrypoint"][-1]
-
-
-def test_torch_is_in_the_image_of_the_apps_alone() -> None:
-    services = content(COMPOSE)["services"]
-    for name, service in services.items():
-        has_apps = name.startswith("superexec")
-        assert service["image"].startswith(
-            "fedbn-flwr:" if has_apps else "fedbn-flwr-services:"
-        ), name
-    built = {
-        name: service["build"]["target"]
-        for name, service in services.items()
-        if "build" in service
-    }
-    assert built == {
-        "superlink": "services",
-        "superexec-serverapp": "apps",
-    }, "each once"
 
 
 def test_ports_are_published_only_on_loopback_without_an_override() -> None:
@@ -375,32 +258,6 @@ def test_every_file_a_service_names_is_made_by_make_certs(tmp_path: Path) -> Non
                 assert (folder / file).is_file(), f"{name}: {target}/{file}"
 
 
-def test_a_service_starts_after_those_that_answer_it() -> None:
-    services = content(COMPOSE)["services"]
-    needed = {name: service.get("depends_on", {}) for name, service in services.items()}
-    for name, needs in needed.items():
-        for other, how in needs.items():
-            ends = other == "register"
-            assert how["condition"] == (
-                "service_completed_successfully" if ends else "service_healthy"
-            ), name
-    assert needed["superlink"] == {}
-    assert needed["superexec-clientapp-1"].keys() == {"supernode-1"}
-    assert needed["supernode-1"].keys() == {"register"}
-    assert (
-        needed["register"].keys()
-        == needed["superexec-serverapp"].keys()
-        == {"superlink"}
-    )
-
-
-def test_the_server_waits_for_the_one_service_that_ends() -> None:
-    """Without a node nothing else would, and ``up --wait`` took its end for a fault."""
-    server = content(ROOT / "docker/machine-server.yml")["services"]
-    (needed,) = server["superexec-serverapp"]["depends_on"].items()
-    assert needed == ("register", {"condition": "service_completed_successfully"})
-
-
 def test_a_proxy_lets_in_what_nodes_ask_for_alone() -> None:
     text = (ROOT / "docker/fleet-proxy.conf").read_text()
     locations = dict(re.findall(r"location ([^{]+) \{ (\w+) ", text))
@@ -434,14 +291,6 @@ def test_the_image() -> None:
     lines = re.findall(r"^COPY (?!--from)(.*) \S+$", dockerfile, re.MULTILINE)
     assert {word for line in lines for word in line.split()} == allowed
     assert all((ROOT / name).exists() for name in allowed)
-    arguments = content(COMPOSE)["services"]["superexec-serverapp"]["build"]["args"]
-    assert arguments["EXTRAS"] == "${FEDBN_EXTRAS:-}"
-    assert all(f"ARG {name}=" in dockerfile for name in arguments)
-    torch = dockerfile.index('"torch==$TORCH_VERSION"')
-    for changes in ("README.md", "fedbn_flwr", "pyproject.toml", "apps.lock"):
-        assert dockerfile.index(changes, dockerfile.index("ARG BASE")) > torch, (
-            f"{changes} leaves torch's layer as it is"
-        )
 
 
 def test_the_locks_are_what_make_lock_writes_now() -> None:
