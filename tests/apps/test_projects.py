@@ -222,10 +222,7 @@ def demo(flag: str) -> dict[str, Any]:
     return tomllib.loads(found[1].replace(" ", "\n"))
 
 
-@pytest.mark.simulation
-def test_the_hub_app_has_no_copy_of_the_package_and_its_page_shows_a_run(
-    tmp_path: Path,
-) -> None:
+def test_the_hub_app_has_no_copy_of_the_package(tmp_path: Path) -> None:
     bundle = unpacked(APPS / "hospitals", tmp_path)
     files = {str(path.relative_to(bundle)) for path in bundle.rglob("*.*")}
     parts = ("__init__", "client_app", "server_app", "task")
@@ -234,6 +231,11 @@ def test_the_hub_app_has_no_copy_of_the_package_and_its_page_shows_a_run(
     needed = tomllib.loads((bundle / "pyproject.toml").read_text())["project"]
     assert any(name.startswith("fedbn-flwr") for name in needed["dependencies"])
 
+
+@pytest.mark.slow
+@pytest.mark.simulation
+def test_the_command_of_the_hub_apps_page_shows_a_run(tmp_path: Path) -> None:
+    bundle = unpacked(APPS / "hospitals", tmp_path)
     lines: list[str] = []
     flower_run(
         bundle,

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,8 +20,7 @@ from typer.testing import CliRunner
 from fedbn_flwr.batchnorm.parts import Part
 from fedbn_flwr.errors import EngineError, RunFailedError
 from fedbn_flwr.lab.cli import app
-from fedbn_flwr.lab.cli.before import Kind
-from fedbn_flwr.lab.cli.console import EngineChoice, Scores, bars, progress
+from fedbn_flwr.lab.cli.console import Scores, bars, progress
 from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.data import DATASETS, FUNCTION_FORM, KINDS, PARTITIONS
 from fedbn_flwr.lab.models import MODELS
@@ -70,19 +69,6 @@ def test_the_command_alone_shows_its_groups_and_two_examples() -> None:
         assert example in result.output
 
 
-def test_the_commands() -> None:
-    before = ["list", "inspect", "partition", "check-node"]
-    assert [
-        *before,
-        "run",
-        "sweep",
-        "report",
-        "doctor",
-        "evaluate",
-        "export",
-    ] == COMMANDS
-
-
 @pytest.mark.parametrize("command", COMMANDS)
 def test_help_has_an_example_that_parses(command: str) -> None:
     result = call(command, "--help")
@@ -106,15 +92,6 @@ def test_each_argument_and_option_has_a_help_that_shows(
     for parameter in parsed.params:
         assert parameter.help, parameter.name
         assert parameter.help in shown, parameter.name
-
-
-def test_the_file_of_the_sweep_example_exists() -> None:
-    (path,) = [
-        word
-        for word in call("sweep", "--help").output.split()
-        if word.endswith(".yaml")
-    ]
-    assert (Path(__file__).parents[2] / path).is_file()
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -185,17 +162,6 @@ def test_list_prints_one_line_each(kind: str, names: list[str]) -> None:
     lines = result.output.splitlines()
     assert [line.split()[0] for line in lines] == names
     assert all(len(line.split("  ")) >= 3 for line in lines), "name, what, source"
-
-
-def test_every_kind_is_listed_above() -> None:
-    assert {*get_args(Kind)} == {
-        "strategies",
-        "norms",
-        "models",
-        "datasets",
-        "partitions",
-    }
-    assert {*get_args(EngineChoice)} == {*get_args(run_module.Engine)}
 
 
 @pytest.mark.parametrize(

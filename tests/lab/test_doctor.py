@@ -153,12 +153,6 @@ def test_a_part_of_the_layers_is_no_fault(strategy: str, tmp_path: Path) -> None
     assert ["clients" in finding.numbers for finding in found] == [False]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(10))
-def test_nothing_is_found_in_ten_healthy_runs(seed: int, tmp_path: Path) -> None:
-    assert diagnose_run(start(tmp_path / "run", **HEALTHY, seed=seed)).findings == []
-
-
 def test_data_that_have_changed_since_the_run_are_refused(tmp_path: Path) -> None:
     """As ``evaluate``: the state alone can be looked at, rows as they were."""
     table, rows = tmp_path / "t.npz", np.arange(60)

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from fedbn_flwr import personal_state
 from fedbn_flwr.client.personal_model import metadata
 from fedbn_flwr.engines import InProcessGrid
-from fedbn_flwr.errors import ConfigError, EngineError
+from fedbn_flwr.errors import EngineError
 from fedbn_flwr.lab.config import CENTRALIZED, Config
 from fedbn_flwr.lab.early_stopping import EarlyStopping
 from fedbn_flwr.lab.files import read_metrics
@@ -305,23 +305,3 @@ def test_a_missing_checkpoint_of_the_best_round_ends_the_run_with_an_error(
         ),
     ):
         start(tmp_path, strategy="fedavg", resume=True, **{"checkpoint-every": 1})
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"validation-share": 0.0}, "early-stopping=3 needs validation-share above 0"),
-        (
-            {"checkpoint-every": 0},
-            (
-                "early-stopping=3 goes back to the checkpoint of the best round: set"
-                " checkpoint-every"
-            ),
-        ),
-    ],
-)
-def test_early_stopping_needs_validation_examples_and_checkpoints(
-    settings, message: str
-) -> None:
-    with pytest.raises(ConfigError, match=message):
-        Config.make({**BASE, **settings})

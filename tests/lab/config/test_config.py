@@ -192,37 +192,7 @@ def test_a_number_where_text_is_wanted_is_text() -> None:
     assert (config.series, config.out) == ("2020", "16")
 
 
-def test_the_page_of_keys_has_every_key() -> None:
-    page = (ROOT / "docs/config.md").read_text()
-    rows = [line.split("`")[1] for line in page.splitlines() if line.startswith("| `")]
-    assert sorted(rows) == sorted(Config.make({}).to_mapping())
-
-
 # What is refused.
-
-
-def test_all_problems_are_reported_at_once() -> None:
-    values = {
-        "learning-rat": 1,
-        "batch-size": 0.5,
-        "strategy": "fedbnn",
-        "seed": -1,
-        "lr-decay-at": "soon",
-        "nonsense": 2,
-    }
-    assert refused(values) == [
-        "seed=-1: input should be greater than or equal to 0",
-        (
-            "batch-size=0.5: input should be a valid integer, got a number with a"
-            " fractional part"
-        ),
-        "unknown key 'learning-rat'. Did you mean 'learning-rate'?",
-        "unknown key 'nonsense'. See docs/config.md for all keys.",
-        "unknown strategy 'fedbnn'. Did you mean 'fedbn'? Allowed: "
-        + ", ".join(sorted([*STRATEGIES, "centralized"]))
-        + ".",
-        "lr-decay-at: 'soon' is not a round (int), a fraction in [0, 1] or 'freeze'",
-    ]
 
 
 @pytest.mark.parametrize(

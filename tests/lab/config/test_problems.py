@@ -272,6 +272,42 @@ FURTHER: list[tuple[dict[Any, Any], str, str]] = [
         "long-window",
         "strategy",
     ),
+    ({"strategy": "fedbn", "recalibrate": True}, "no-global-weights", "strategy"),
+    ({"strategy": "mtfl", "eval-on": "recalibrated"}, "no-global-weights", "strategy"),
+    (
+        {"strategy": "fedavg", "eval-on": "averaged-bn"},
+        "no-local-batchnorm",
+        "strategy",
+    ),
+    (
+        {"strategy": "standalone", "eval-on": "personal-own,global"},
+        "no-global-model",
+        "strategy",
+    ),
+    (
+        {"strategy": "standalone", "eval-on": "global-batch-statistics"},
+        "no-global-model",
+        "strategy",
+    ),
+    ({"strategy": "centralized", "recalibrate": True}, "no-effect", "recalibrate"),
+    ({"strategy": "staticbn", "norm": "batch-renorm"}, "batch-renorm", "strategy"),
+    ({"eval-on": "personal-domains"}, "needs", "eval-on"),
+    ({"eval-on": "global-test-bn"}, "needs", "test-bn"),
+    (
+        {"test-bn": "mix", "eval-on": "global-test-bn", "norm": "group"},
+        "no-effect",
+        "test-bn",
+    ),
+    (
+        {"test-bn": "mix", "eval-on": "averaged-bn-test-bn"},
+        "no-local-batchnorm",
+        "strategy",
+    ),
+    ({"test-bn": "mixed"}, "bad-value", "test-bn"),
+    ({"task": "binary"}, "config", "task"),
+    ({"task": "binery"}, "unknown-name", "task"),
+    ({"metrics": "mae,auroc,miou"}, "config", "task"),
+    ({"metrics": "accuracy"}, "no-effect", "metrics"),
     *(
         ({"lr-decay-at": "1,2,3", "lr-decay-factor": factor}, "config", "lr-decay-at")
         for factor in ("0.1,0.2", "", "-1", "0", "x")

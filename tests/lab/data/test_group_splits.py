@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,8 +17,6 @@ from fedbn_flwr.lab.data.partitioning import (
     partition_test_set,
     split_dataset,
 )
-
-SHARED = Path(__file__).parents[3].parent / "shared/data"
 
 
 def shuffled(sizes: list[int], seed: int = 0) -> np.ndarray:

@@ -301,27 +301,6 @@ def test_chunks_do_not_change_the_result_and_the_right_shape_stays_as_it_is() ->
     assert reshaped(samples, Shape(1, 8, 8)) is samples
 
 
-def test_the_registry_is_complete() -> None:
-    single = ["digits", "mnist", "fashion-mnist", "cifar10", "cifar100", "svhn", "usps"]
-    domains = ["digits-domains", "digits-five", "office-caltech10", "domainnet10"]
-    assert list(DATASETS) == [
-        *single,
-        *domains,
-        "tiny-imagenet",
-        "imagenet",
-        "cityscapes",
-    ]
-    assert [name for name, info in DATASETS.items() if info.grouped] == [
-        *domains,
-        "cityscapes",
-    ]
-    for name, info in DATASETS.items():
-        assert info.name == name
-        assert info.summary
-        assert info.source
-        assert len(info.mean) == len(info.std) == info.channels
-
-
 @pytest.mark.parametrize(
     ("arguments", "error", "fact"),
     [

@@ -23,7 +23,6 @@ from fedbn_flwr.lab.data.partitioning import (
 from fedbn_flwr.lab.data.samples import Dataset, Samples
 from fedbn_flwr.training.randomness import derive_seed, numpy_generator
 
-ROOT = Path(__file__).parents[3]
 MNIST_CLASSES = [5923, 6742, 5958, 6131, 5842, 5421, 5918, 6265, 5851, 5949]
 
 # Wang, Shi & Chang 2023, Appendix D, tables 1-5: an x where the paper prints 1/k (rows:
@@ -284,26 +283,6 @@ def test_the_test_set_is_split_in_proportion_by_largest_remainder(
             partition_test_set(partition, labels, test_labels, 1),
             strict=True,
         )
-    )
-
-
-def test_every_partition_has_a_summary_and_a_source() -> None:
-    by_class = [
-        "dirichlet",
-        "dirichlet-equal",
-        "classes",
-        "shards",
-        "unbalanced-shards",
-    ]
-    assert list(PARTITIONS) == ["iid", *by_class, "domain", "natural"]
-    assert [name for name, info in PARTITIONS.items() if info.by_class] == by_class
-    assert [name for name, info in PARTITIONS.items() if info.by_group] == [
-        "domain",
-        "natural",
-    ]
-    assert all(
-        info.name == name and info.summary and info.source
-        for name, info in PARTITIONS.items()
     )
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from itertools import product
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,7 +13,6 @@ from hypothesis import strategies as st
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.lab.data.partitioning import make_partition, partition_counts
 
-SHARED = Path(__file__).parents[3].parent / "shared/data"
 PAPERS = {"mnist": ([6000] * 10, 300, 1200), "cifar10": ([5000] * 10, 250, 1000)}
 
 

@@ -124,26 +124,6 @@ def test_logits_are_those_of_the_evaluated_model(
         assert (kinds == plain) == (fold_bn or norm == "group")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "model",
-    [
-        "torchvision:resnet18",
-        "torchvision:densenet121",
-        "torchvision:mobilenet_v3_small",
-    ],
-)
-@pytest.mark.parametrize("format", FORMATS)
-def test_models_of_torchvision(model: str, format: Any, tmp_path: Path) -> None:
-    run, _, _ = finished(tmp_path / "run", model=model)
-    assert (
-        export(
-            run, tmp_path / f"home/model{SUFFIXES[format]}", format, fold_bn=True
-        ).check.relative
-        < 1e-5
-    )
-
-
 def test_a_client_takes_the_model_that_was_tested(quick_run, tmp_path: Path) -> None:
     _, run = quick_run(strategy="fedbn", model="lenet")
     done = export(run, tmp_path / "model.safetensors", "torch", Choice(client=1))

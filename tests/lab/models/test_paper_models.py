@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 from torch import nn
@@ -20,65 +22,71 @@ def on_meta(
         return model_info(name).build(10, *shape), shape
 
 
-# Counted by hand: a convolution has (in * k^2 + 1) * out, a linear layer (in + 1) *
-# out, BatchNorm 2 a channel.
-DIGITS = (
-    (3 * 25 + 1) * 64
-    + (64 * 25 + 1) * 64
-    + (64 * 25 + 1) * 128
-    + 6273 * 2048
-    + 2049 * 512
-    + 513 * 10
-)
-DIGITS_BN = (64, 64, 128, 2048, 512)
-ALEXNET = (
-    (3 * 121 + 1) * 64
-    + (64 * 25 + 1) * 192
-    + (192 * 9 + 1) * 384
-    + (384 * 9 + 1) * 256
-    + (256 * 9 + 1) * 256
-)
-ALEXNET += 9217 * 4096 + 4097 * 4096 + 4097 * 10
-ALEXNET_BN = (64, 192, 384, 256, 256, 4096, 4096)
-SMALL = (
-    (3 * 25 + 1) * 32
-    + (32 * 25 + 1) * 96
-    + (96 * 9 + 1) * 192
-    + (192 * 9 + 1) * 128
-    + (128 * 9 + 1) * 128
-)
-SMALL += 1153 * 512 + 513 * 512 + 513 * 10
-SMALL_BN = (32, 96, 192, 128, 128, 512, 512)
-MNIST = (25 + 1) * 16 + (16 * 25 + 1) * 32 + 1569 * 10
-CIFAR = (
-    (3 * 25 + 1) * 100 + (100 * 9 + 1) * 150 + (150 * 9 + 1) * 250 + (250 * 9 + 1) * 500
-)
-CIFAR += 4501 * 270 + 271 * 150 + 151 * 10
+# Convolutions (channels, size of the kernel, filters), widths of the linear layers,
+# channels of BatchNorm, and the order of the layers as the papers print it.
+NETWORKS: dict[str, tuple[list[tuple[int, int, int]], list[int], list[int], str]] = {
+    "digits-cnn": (
+        [(3, 5, 64), (64, 5, 64), (64, 5, 128)],
+        [6272, 2048, 512, 10],
+        [64, 64, 128, 2048, 512],
+        "CBRM CBRM CBR LBR LBR L",
+    ),
+    "alexnet-bn": (
+        [(3, 11, 64), (64, 5, 192), (192, 3, 384), (384, 3, 256), (256, 3, 256)],
+        [9216, 4096, 4096, 10],
+        [64, 192, 384, 256, 256, 4096, 4096],
+        "CBRM CBRM CBR CBR CBRM A LBR LBR L",
+    ),
+    "alexnet-bn-small": (
+        [(3, 5, 32), (32, 5, 96), (96, 3, 192), (192, 3, 128), (128, 3, 128)],
+        [1152, 512, 512, 10],
+        [32, 96, 192, 128, 128, 512, 512],
+        "CBRM CBRM CBR CBR CBRM A LBR LBR L",
+    ),
+    "fedbs-mnist": (
+        [(1, 5, 16), (16, 5, 32)],
+        [1568, 10],
+        [16, 32],
+        "CBRM CBRM L",
+    ),
+    "fedbs-cifar": (
+        [(3, 5, 100), (100, 3, 150), (150, 3, 250), (250, 3, 500)],
+        [4500, 270, 150, 10],
+        [100, 150, 250, 500],
+        "CBRM CBRM CBRM CBRM LR LR L",
+    ),
+}
+LETTERS = {
+    nn.Conv2d: "C",
+    nn.BatchNorm2d: "B",
+    nn.BatchNorm1d: "B",
+    nn.ReLU: "R",
+    nn.MaxPool2d: "M",
+    nn.Linear: "L",
+    nn.AdaptiveAvgPool2d: "A",
+}
 
 
-@pytest.mark.parametrize(
-    ("name", "entries", "channels", "total"),
-    [
-        ("digits-cnn", DIGITS, DIGITS_BN, 14_219_210),
-        ("alexnet-bn", ALEXNET, ALEXNET_BN, 57_063_498),
-        ("alexnet-bn-small", SMALL, SMALL_BN, 1_475_626),
-        ("fedbs-mnist", MNIST, (16, 32), 29_034),
-        ("fedbs-cifar", CIFAR, (100, 150, 250, 500), 2_865_430),
-    ],
-)
-def test_parameters_and_norm_layers(
-    name: str, entries: int, channels: tuple[int, ...], total: int
-) -> None:
+@pytest.mark.parametrize("name", NETWORKS)
+def test_layers_and_parameters_are_those_of_the_papers(name: str) -> None:
+    """Parameters by hand: a filter has a bias, and BatchNorm two for each channel."""
+    convolutions, widths, channels, order = NETWORKS[name]
     model, (c, size) = on_meta(name)
-    assert (
-        tuple(place.layer.num_features for place in batchnorm_places(model)) == channels
-    )
-    assert (
-        sum(p.numel() for p in model.parameters())
-        == entries + 2 * sum(channels)
-        == total
-    )
-    assert model(torch.empty(2, c, size, size, device="meta")).shape == (2, 10)
+    parameters = 2 * sum(channels)
+    for inputs, kernel, filters in convolutions:
+        parameters += (inputs * kernel**2 + 1) * filters
+    for inputs, outputs in pairwise(widths):
+        parameters += (inputs + 1) * outputs
+    assert sum(p.numel() for p in model.parameters()) == parameters
+    found = [place.layer.num_features for place in batchnorm_places(model)]
+    assert found == channels
+    seen: list[str] = []
+    for module in model.modules():
+        if type(module) in LETTERS:
+            module.register_forward_hook(lambda m, *_: seen.append(LETTERS[type(m)]))
+    logits = model(torch.empty(2, c, size, size, device="meta"))
+    assert logits.shape == (2, 10)
+    assert "".join(seen) == order.replace(" ", "")
 
 
 def test_two_of_the_digits_networks_norms_are_1d() -> None:
@@ -98,37 +106,6 @@ def test_deeper_residual_networks(depth: int, parameters: int) -> None:
     assert len(batchnorm_places(model)) == depth - 1
     assert sum(isinstance(m, nn.Conv2d | nn.Linear) for m in model.modules()) == depth
     assert sum(p.numel() for p in model.parameters()) == parameters
-
-
-# (layer, operation order) of what FedBN's and FedBS's papers print, from the forward
-# pass.
-ORDERS = {
-    "digits-cnn": "CBRM CBRM CBR LBR LBR L",
-    "alexnet-bn": "CBRM CBRM CBR CBR CBRM A LBR LBR L",
-    "alexnet-bn-small": "CBRM CBRM CBR CBR CBRM A LBR LBR L",
-    "fedbs-mnist": "CBRM CBRM L",
-    "fedbs-cifar": "CBRM CBRM CBRM CBRM LR LR L",
-}
-LETTERS = {
-    nn.Conv2d: "C",
-    nn.BatchNorm2d: "B",
-    nn.BatchNorm1d: "B",
-    nn.ReLU: "R",
-    nn.MaxPool2d: "M",
-    nn.Linear: "L",
-    nn.AdaptiveAvgPool2d: "A",
-}
-
-
-@pytest.mark.parametrize("name", ORDERS)
-def test_order_of_the_layers(name: str) -> None:
-    model, (c, size) = on_meta(name)
-    seen: list[str] = []
-    for module in model.modules():
-        if type(module) in LETTERS:
-            module.register_forward_hook(lambda m, *_: seen.append(LETTERS[type(m)]))
-    model(torch.empty(2, c, size, size, device="meta"))
-    assert "".join(seen) == ORDERS[name].replace(" ", "")
 
 
 def test_options_of_norms_reach_the_layers_that_take_them() -> None:

@@ -540,46 +540,6 @@ def test_personal_means_are_plain_and_weighted(quick_run, caplog) -> None:
     )
 
 
-REFUSED: list[tuple[dict[str, Any], str, str]] = [
-    # settings, and the code and the key of the problem
-    ({"strategy": "fedbn", "recalibrate": True}, "no-global-weights", "strategy"),
-    ({"strategy": "mtfl", "eval-on": "recalibrated"}, "no-global-weights", "strategy"),
-    (
-        {"strategy": "fedavg", "eval-on": "averaged-bn"},
-        "no-local-batchnorm",
-        "strategy",
-    ),
-    (
-        {"strategy": "standalone", "eval-on": "personal-own,global"},
-        "no-global-model",
-        "strategy",
-    ),
-    (
-        {"strategy": "standalone", "eval-on": "global-batch-statistics"},
-        "no-global-model",
-        "strategy",
-    ),
-    ({"strategy": "centralized", "recalibrate": True}, "no-effect", "recalibrate"),
-    ({"strategy": "staticbn", "norm": "batch-renorm"}, "batch-renorm", "strategy"),
-    ({"eval-on": "personal-domains"}, "needs", "eval-on"),
-    ({"eval-on": "global-test-bn"}, "needs", "test-bn"),
-    ({"test-bn": "mix"}, "no-effect", "test-bn"),
-    (
-        {"test-bn": "mix", "eval-on": "global-test-bn", "norm": "group"},
-        "no-effect",
-        "test-bn",
-    ),
-    (
-        {"test-bn": "mix", "eval-on": "averaged-bn-test-bn"},
-        "no-local-batchnorm",
-        "strategy",
-    ),
-    ({"test-bn": "mixed"}, "bad-value", "test-bn"),
-    ({"task": "binary"}, "config", "task"),
-    ({"task": "binery"}, "unknown-name", "task"),
-    ({"metrics": "mae,auroc,miou"}, "config", "task"),
-    ({"metrics": "accuracy"}, "no-effect", "metrics"),
-]
 WITHOUT_BATCHNORM: list[dict[str, Any]] = [
     {"recalibrate": True, "norm": "group"},
     {"strategy": "staticbn", "norm": "group"},
@@ -589,17 +549,6 @@ WITHOUT_BATCHNORM: list[dict[str, Any]] = [
         "model": "torchvision:squeezenet1_0",
     },
 ]
-
-
-@pytest.mark.parametrize(("settings", "code", "key"), REFUSED, ids=str)
-def test_what_cannot_be_tested_is_refused(
-    settings: dict[str, Any], code: str, key: str
-) -> None:
-    with pytest.raises(ConfigProblemsError) as caught:
-        Config.make(settings)
-    assert [(problem.code, problem.key) for problem in caught.value.problems] == [
-        (code, key)
-    ]
 
 
 @pytest.mark.parametrize("settings", WITHOUT_BATCHNORM, ids=str)

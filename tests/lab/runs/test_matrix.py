@@ -24,19 +24,6 @@ from fedbn_flwr.strategies import STRATEGIES
 from tests.support import legacy_loop
 
 ROOT = Path(__file__).parents[3]
-SHARED = ROOT.parent / "shared/data"
-SETTINGS = {
-    "num-clients": 5,
-    "num-server-rounds": 16,
-    "eval-every": 16,
-    "local-steps": 5,
-    "batch-size": 16,
-}
-SETTINGS |= {"learning-rate": 0.1, "bn-momentum": 0.5, "fedtan-rounds": 4}
-CHANCE = {"iid": 1 / 10, "classes": 1 / 10}
-CHANCE_OF_OWN = {"iid": 1 / 10, "classes": 1 / 2}  # of two classes each
-MARGIN = 0.2
-
 Needs = Callable[[str], Mapping[str, Any]]
 
 
@@ -74,26 +61,6 @@ def test_every_strategy_ends_on_a_gpu_where_it_ends_on_the_cpu(
     # some 2e-4. What training changes is 0.01 and more.
     for name, expected in ended[0].items():
         torch.testing.assert_close(ended[1][name], expected, rtol=1e-3, atol=1e-3)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not (SHARED / "MNIST").is_dir(), reason="MNIST is not here")
-@pytest.mark.parametrize("partition", CHANCE)
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_every_strategy_learns_mnist(
-    strategy: str, partition: str, needs: Needs, tmp_path: Path
-) -> None:
-    own = {
-        "strategy": strategy,
-        "partition": partition,
-        "dataset": "mnist",
-        "data-dir": str(SHARED),
-    }
-    config, _ = Config.make_of_shared(SETTINGS, {**needs(strategy), **own})
-    summary = run(config, tmp_path / "out")
-    assert (summary["rounds"], summary["rejected"]) == (config.num_server_rounds, 0)
-    chance = CHANCE if summary["headline"] == "test-accuracy" else CHANCE_OF_OWN
-    assert summary["final"][summary["headline"]] > chance[partition] + MARGIN
 
 
 RAY: Mapping[str, Mapping[str, Any]] = {

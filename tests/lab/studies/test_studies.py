@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 import re
 from pathlib import Path
 from typing import Any
@@ -11,10 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from fedbn_flwr.errors import DataError
-from fedbn_flwr.lab.partitioned.partitioned_data import count_clients, partitioned_data
 from fedbn_flwr.lab.studies.study_checks import load_study
-from fedbn_flwr.lab.studies.sweep import sweep
 
 FOLDER = Path(__file__).parents[3] / "studies"
 FULL = sorted(
@@ -256,49 +252,3 @@ def test_every_small_twin_has_its_study() -> None:
 
 
 # longer than two rounds
-LENGTHS = ("local-epochs", "fedtan-rounds", "freeze-at", "fedbs-rounds")
-DATA = os.environ.get("FEDBN_DATA", "")  # the FOLDER of the commands
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("full", FULL, ids=lambda path: path.stem)
-def test_two_rounds_of_a_small_study_run(full: Path, tmp_path: Path) -> None:
-    """Each method and each split once, two steps a round, where the data are at hand."""
-    path = full.with_name(f"{full.stem}-small.yaml")
-    checked(path, tmp_path)
-    content = yaml.safe_load((tmp_path / path.name).read_text())
-    content.pop("tune", None)
-    for settings in (
-        content["base"],
-        *content["methods"].values(),
-        *content["splits"].values(),
-    ):
-        for key in (*LENGTHS, "lr-decay-at", "lr-decay-factor"):
-            settings.pop(key, None)
-        settings.update(
-            {
-                key: 2
-                for key in ("num-server-rounds", "local-steps", "eval-every")
-                if key in settings
-            }
-        )
-    content["base"] |= {
-        "num-server-rounds": 2,
-        "local-steps": 2,
-        "eval-every": 2,
-        "data-dir": DATA,
-    }
-    content.pop("target", None)
-    (tmp_path / path.name).write_text(yaml.safe_dump(content, sort_keys=False))
-    study = load_study(tmp_path / path.name)
-    cells = list(study.cells())
-    if not DATA:
-        pytest.skip("FEDBN_DATA names no folder with the data")
-    try:
-        partitioned_data(cells[0].config, count_clients(cells[0].config))
-    except DataError as error:
-        pytest.skip(str(error).splitlines()[0])
-    sweep(study, tmp_path / "out")
-    assert all(
-        (cell.folder(tmp_path / "out") / "summary.json").is_file() for cell in cells
-    )
