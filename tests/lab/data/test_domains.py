@@ -69,26 +69,6 @@ def of_group(data: Dataset, name: str, split: str) -> tuple[torch.Tensor, torch.
     return samples.inputs[chosen], samples.targets[chosen]
 
 
-def test_real_office_caltech10_files() -> None:
-    data = load_dataset("office-caltech10", real("office_caltech10"))
-    assert data.group_names == ("amazon", "caltech", "dslr", "webcam")
-    assert torch.bincount(data.train.groups).tolist() == [771, 902, 130, 239]
-    assert torch.bincount(data.test.groups).tolist() == [187, 221, 27, 56]
-    for name in data.group_names:
-        archive = np.load(SHARED / f"office_caltech10/{name}.npz")
-        for split in SPLITS:
-            inputs, targets = of_group(data, name, split)
-            assert np.array_equal(
-                inputs.permute(0, 2, 3, 1).numpy(), archive[f"x_{split}"]
-            )
-            assert np.array_equal(targets.numpy(), archive[f"y_{split}"])
-    pixels = data.train.inputs.double() / 255
-    assert pixels.mean((0, 2, 3)).tolist() == pytest.approx(data.mean, abs=0.6e-4)
-    assert pixels.std((0, 2, 3), correction=0).tolist() == pytest.approx(
-        data.std, abs=0.6e-4
-    )
-
-
 @pytest.mark.parametrize(
     ("name", "folder", "known"),
     [
@@ -289,17 +269,6 @@ def test_digits_five_without_a_domain_downloads_nothing(tmp_path: Path) -> None:
         load_dataset("digits-five", tmp_path)
 
 
-def test_real_digits_files() -> None:
-    data = load_dataset("digits-five", real("mnist_m"))
-    assert data.group_names == ("mnist", "usps", "mnist-m")
-    assert torch.bincount(data.train.groups).tolist() == [60_000, 7_438, 8_000]
-    assert torch.bincount(data.test.groups).tolist() == [10_000, 1_860, 2_000]
-    inputs, _ = of_group(data, "mnist", "test")
-    mnist = load_dataset("mnist", SHARED)
-    assert torch.equal(inputs[:, 1], mnist.test.inputs[:, 0])
-    assert torch.equal(of_group(data, "mnist", "train")[1], mnist.train.targets)
-
-
 def test_the_embedded_domains_share_the_test_digits_and_no_training_digit() -> None:
     data, digits = load_dataset("digits-domains"), load_dataset("digits")
     assert data.group_names == ("inverted", "blurred", "noisy", "coloured", "rotated")
@@ -358,18 +327,9 @@ def test_the_embedded_transformations_by_hand() -> None:
     assert len(torch.unique(coloured.amax((2, 3)), dim=0)) > 300
 
 
-def test_the_embedded_domains_have_fixed_constants_and_bytes() -> None:
+def test_the_embedded_domains_have_fixed_constants() -> None:
     data = load_dataset("digits-domains")
     pixels = data.train.inputs.double() / 255
     assert pixels.mean((0, 2, 3)).tolist() == pytest.approx(data.mean, abs=0.6e-4)
-    assert pixels.std((0, 2, 3), correction=0).tolist() == pytest.approx(
-        data.std, abs=0.6e-4
-    )
-    loading._load.cache_clear()
-    again = load_dataset("digits-domains")
-    assert again is not data
-    assert torch.equal(again.train.inputs, data.train.inputs)
-    assert torch.equal(again.test.inputs, data.test.inputs)
-    grey = load_dataset("digits-domains", channels=1, size=16)
-    assert grey.train.inputs.shape == (1438, 1, 16, 16)
-    assert torch.equal(grey.train.groups, data.train.groups)
+    std = pixels.std((0, 2, 3), correction=0)
+    assert std.tolist() == pytest.approx(data.std, abs=0.6e-4)

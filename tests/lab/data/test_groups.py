@@ -49,27 +49,6 @@ def test_groups_and_units_follow_the_samples_and_the_subset() -> None:
     assert not samples.by_pixel
 
 
-def test_without_groups_there_are_none() -> None:
-    samples = Samples(images(2), torch.arange(2))
-    assert samples.groups is None
-    assert samples.to("cpu").groups is None
-    assert Subset(samples, torch.tensor([0]), **STATS).groups is None
-
-
-def test_classes_of_pixels_are_bytes_in_memory_and_integers_in_a_batch() -> None:
-    samples = segmented()
-    inputs, targets = Subset(samples, torch.tensor([1, 0]), **STATS).batch(
-        torch.tensor([0])
-    )
-    assert samples.by_pixel
-    assert samples.targets.dtype == torch.uint8
-    assert targets.dtype == torch.int64
-    assert torch.equal(targets, samples.targets[1:].long())
-    assert inputs.shape == (1, 1, 4, 6)
-    assert samples.labels.tolist() == [0, 0]
-    assert samples.labels.dtype == torch.int64
-
-
 def test_augmentation_moves_image_and_classes_alike_and_pads_with_255() -> None:
     samples = segmented(count=50)
     augment = Augment(crop=2, flip=True)

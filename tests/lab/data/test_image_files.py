@@ -82,17 +82,6 @@ def test_batches_from_the_disk_are_those_from_memory(
     assert all(torch.equal(a, b) for a, b in found)
 
 
-@pytest.mark.parametrize(
-    "text", ["resized-crop,flip,crop1", "trivial-augment,resized-crop"]
-)
-def test_batches_of_the_images_as_stored_repeat(files, text: str) -> None:
-    augment = Augment.parse(text)
-    samples = read(files, augment)
-    assert not samples.in_memory
-    found = zip(batches(samples, augment), batches(samples, augment), strict=True)
-    assert all(torch.equal(a, b) for a, b in found)
-
-
 def test_augmented_batches_are_torchvisions_and_leave_the_default_generator(
     files,
 ) -> None:
@@ -128,17 +117,6 @@ def test_all_damaged_files_are_named(
         match=r"3 image files cannot be read:\n.*cut.jpg.*\n.*empty.png.*\n.*text.png",
     ):
         read([*files, *bad])
-
-
-def test_a_file_that_is_damaged_later_is_named(
-    files, tmp_path: Path, on_the_disk: None
-) -> None:
-    path = tmp_path / "a.png"
-    path.write_bytes(files[1][0].read_bytes())
-    samples = read([(path, 0)])
-    path.unlink()
-    with pytest.raises(DataError, match=r"a\.png cannot be read"):
-        samples.take(torch.tensor([0]))
 
 
 def _picture(depth: int, colour: int) -> bytes:

@@ -49,20 +49,6 @@ def test_a_batch_is_torchvisions_normalisation_of_the_chosen_images(
     assert subset.targets.tolist() == [0, 3, 3, 7]
 
 
-def test_without_indices_the_subset_is_all_samples_in_order(samples: Samples) -> None:
-    subset = Subset(samples, None, mean=MEAN, std=STD)
-    everything = Subset(samples, torch.arange(50), mean=MEAN, std=STD)
-    positions = torch.tensor([49, 0, 7])
-    assert len(subset) == 50
-    assert subset.targets is samples.targets
-    assert all(
-        torch.equal(a, b)
-        for a, b in zip(
-            subset.batch(positions), everything.batch(positions), strict=True
-        )
-    )
-
-
 def test_augmentation_needs_both_a_generator_and_an_augment(samples: Samples) -> None:
     augment = Augment.parse("crop2,flip")
     plain = Subset(samples, None, mean=MEAN, std=STD)
@@ -86,19 +72,6 @@ def test_augmentation_needs_both_a_generator_and_an_augment(samples: Samples) ->
     )
 
 
-def test_a_subset_copies_no_image_and_batches_never_write_into_the_samples(
-    samples: Samples,
-) -> None:
-    before = samples.inputs.clone()
-    subset = Subset(
-        samples, np.arange(50), mean=MEAN, std=STD, augment=Augment(crop=1, flip=True)
-    )
-    assert subset.samples is samples
-    subset.batch(torch.arange(50), torch.Generator())[0].zero_()
-    subset.batch(torch.arange(50))[0].zero_()
-    assert torch.equal(samples.inputs, before)
-
-
 def test_repeated_grey_channels_are_one_on_a_device_and_give_contiguous_batches() -> (
     None
 ):
@@ -112,22 +85,6 @@ def test_repeated_grey_channels_are_one_on_a_device_and_give_contiguous_batches(
     assert inputs.is_contiguous()
     assert inputs.shape == samples.to("meta").inputs.shape == (2, 3, 4, 4)
     assert samples.to("meta").inputs.untyped_storage().nbytes() == 2 * 4 * 4
-
-
-def test_an_empty_subset_and_an_empty_batch(samples: Samples) -> None:
-    subset = Subset(
-        samples, np.empty(0, np.int64), mean=MEAN, std=STD, augment=Augment(1, True)
-    )
-    inputs, targets = subset.batch(torch.empty(0, dtype=torch.int64), torch.Generator())
-    assert len(subset) == 0
-    assert inputs.shape == (0, 3, 6, 6)
-    assert len(targets) == 0
-
-
-def test_positions_outside_the_subset_are_an_error(samples: Samples) -> None:
-    subset = Subset(samples, np.arange(4), mean=MEAN, std=STD)
-    with pytest.raises(IndexError):
-        subset.batch(torch.tensor([4]))
 
 
 @pytest.mark.parametrize(
@@ -202,27 +159,6 @@ def test_batches_made_together_have_the_bits_of_each_alone(
         assert largest == sum(map(len, order)) * of_one, (
             "all of these fit, and are made at once"
         )
-
-
-def test_batches_with_augmentation_are_drawn_and_made_one_by_one() -> None:
-    pixels = torch.randint(
-        256,
-        (30, 1, 8, 8),
-        dtype=torch.uint8,
-        generator=torch.Generator().manual_seed(1),
-    )
-    examples = Samples(pixels, torch.arange(30) % 3)
-    made = Subset(
-        examples, None, mean=(0.2,), std=(0.3,), augment=Augment(crop=2, flip=True)
-    )
-    order = torch.arange(30).split(7)
-    drawn = torch.Generator().manual_seed(5)
-    again = torch.Generator().manual_seed(5)
-    for positions, (inputs, _) in zip(
-        order, made.batches(iter(order), drawn), strict=True
-    ):
-        assert torch.equal(inputs, made.batch(positions, again)[0])
-    assert torch.equal(drawn.get_state(), again.get_state())
 
 
 def test_a_test_that_comes_again_has_the_same_batches_whoever_wrote_to_them() -> None:

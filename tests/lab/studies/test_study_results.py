@@ -107,6 +107,26 @@ def test_a_bar_in_a_name_ends_no_cell() -> None:
     ]
 
 
+def finish(folder: Path, lines: list[dict[str, Any]], **more: Any) -> None:
+    """Write the files of a finished run that the results are read from."""
+    folder.mkdir(parents=True)
+    whole = [
+        {"round": r, "exchanges": 1, "bytes-down": 1, "bytes-up": 1, **line}
+        for r, line in enumerate(lines, 1)
+    ]
+    (folder / "metrics.jsonl").write_text(
+        "".join(json.dumps(line) + "\n" for line in whole)
+    )
+    summary = {
+        "headline": "test-accuracy",
+        "final": whole[-1],
+        "rounds": len(whole),
+        "sha256": "x",
+        "ledger": {},
+    }
+    (folder / "summary.json").write_text(json.dumps({**summary, **more}))
+
+
 TARGETS = """
 name: targets
 base: {num-server-rounds: 4, num-clients: 2}
@@ -122,36 +142,22 @@ def test_what_it_took_to_reach_the_target(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(
         results, "is_done", lambda cell, out: finished(cell.folder(out))
     )
-    study = load(tmp_path, TARGETS)
+    study, out = load(tmp_path, TARGETS), tmp_path / "out"
     accuracies = {
-        "A/seed-0": [0.2, None, 0.61, 0.5],
-        "A/seed-1": [0.2, 0.6, 0.7, 0.9],
-        "B/seed-0": [0.2, 0.3, 0.4, 0.5],
+        "A/all/seed-0": [0.2, None, 0.61, 0.5],
+        "A/all/seed-1": [0.2, 0.6, 0.7, 0.9],
+        "B/all/seed-0": [0.2, 0.3, 0.4, 0.5],
     }
+    lost = {"A/all/seed-1": {"rejected": 2}, "B/all/seed-0": {"rejected": 0}}
     for name, values in accuracies.items():
-        folder = tmp_path / "out" / name.replace("/", "/all/")
-        folder.mkdir(parents=True)
-        lines = [
-            {"round": r, "exchanges": r, "bytes-down": 10, "bytes-up": 20}
-            | ({} if value is None else {"test-accuracy": value})
-            for r, value in enumerate(values, 1)
-        ]
-        (folder / "metrics.jsonl").write_text(
-            "".join(json.dumps(line) + "\n" for line in lines)
-        )
-        summary = {
-            "headline": "test-accuracy",
-            "final": {"test-accuracy": values[-1]},
-            "rounds": 4,
-            "sha256": "x",
-        }
-        ledger = {"exchanges": 10, "bytes-down": 40, "bytes-up": 80}
+        lines = []
+        for r, value in enumerate(values, 1):
+            traffic = {"exchanges": r, "bytes-down": 10, "bytes-up": 20}
+            tested = {} if value is None else {"test-accuracy": value}
+            lines.append({**traffic, **tested, "test-loss": 1.1})
         # the first is of an older version
-        lost = {} if name == "A/seed-0" else {"rejected": 2 * (name == "A/seed-1")}
-        (folder / "summary.json").write_text(
-            json.dumps({**summary, "ledger": ledger, **lost})
-        )
-    rows = rows_of(study, tmp_path / "out")
+        finish(out / name, lines, **lost.get(name, {}))
+    rows = rows_of(study, out)
     assert [(r["method"], r["seed"], r["rejected"]) for r in rows] == [
         ("A", 0, 0),
         ("B", 0, 0),
@@ -183,28 +189,10 @@ def test_what_it_took_to_reach_the_target(tmp_path: Path, monkeypatch) -> None:
         "1, 1 without a value, 1 with lost replies",
         "50.00",
     )
-    write_results(study, tmp_path / "out")
-    assert "| 70.00 ± 2.50 | +0.00 |" in (tmp_path / "out/table.md").read_text()
+    write_results(study, out)
+    assert "| 70.00 ± 2.50 | +0.00 |" in (out / "table.md").read_text()
     losses = study.model_copy(update={"metrics": ["test-accuracy-x", "test-loss"]})
-    for folder, values in (
-        (tmp_path / "out/A/all" / f"seed-{seed}", (2.5, 0.9, 1.0, 1.1))
-        for seed in (0, 1)
-    ):
-        lines = [
-            json.loads(line)
-            for line in (folder / "metrics.jsonl").read_text().splitlines()
-        ]
-        lines = [
-            line | {"test-loss": value}
-            for line, value in zip(lines, values, strict=True)
-        ]
-        (folder / "metrics.jsonl").write_text(
-            "".join(json.dumps(line) + "\n" for line in lines)
-        )
-        summary = json.loads((folder / "summary.json").read_text())
-        summary["final"]["test-loss"] = 1.1
-        (folder / "summary.json").write_text(json.dumps(summary))
-    rows = rows_of(losses, tmp_path / "out")
+    rows = rows_of(losses, out)
     found = [(r["metric"], r["main"], r["final"]) for r in rows if r["method"] == "A"]
     assert found == 2 * [("test-loss", True, 1.1)]
     assert study.paper_numbers("A/all") == {"": PaperNumber(70, 2.5)}
@@ -219,28 +207,6 @@ def test_what_it_took_to_reach_the_target(tmp_path: Path, monkeypatch) -> None:
         match=r"paper: A/all, cat: 'x' is no .*; A/all, dog: '\[1\]' is no number",
     ):
         load(tmp_path, TARGETS.replace("70 ± 2.5", "{cat: x, dog: [1]}"))
-
-
-def finish(
-    folder: Path, lines: list[dict[str, Any]], headline: str = "test-accuracy"
-) -> None:
-    """Write the files of a finished run that the results are read from."""
-    folder.mkdir(parents=True)
-    whole = [
-        {"round": r, "exchanges": 1, "bytes-down": 1, "bytes-up": 1, **line}
-        for r, line in enumerate(lines, 1)
-    ]
-    (folder / "metrics.jsonl").write_text(
-        "".join(json.dumps(line) + "\n" for line in whole)
-    )
-    summary = {
-        "headline": headline,
-        "final": whole[-1],
-        "rounds": len(whole),
-        "sha256": "x",
-        "ledger": {},
-    }
-    (folder / "summary.json").write_text(json.dumps(summary))
 
 
 @pytest.mark.parametrize("beside", ["", "paper: {A/all: 70}", "target: 60"])
