@@ -19,7 +19,6 @@ from fedbn_flwr.lab.data.domains import DOMAINNET10, OFFICE_CALTECH10
 from fedbn_flwr.lab.data.loading import load_dataset
 from fedbn_flwr.lab.data.samples import Dataset
 
-SHARED = Path(__file__).parents[3].parent / "shared/data"
 SPLITS = ("train", "test")
 TWO_IMAGES = np.arange(32, dtype=np.uint8).reshape(2, 4, 4)
 
@@ -28,12 +27,6 @@ TWO_IMAGES = np.arange(32, dtype=np.uint8).reshape(2, 4, 4)
 def empty_cache() -> Iterator[None]:
     yield
     loading._load.cache_clear()
-
-
-def real(folder: str) -> Path:
-    if not (SHARED / folder).is_dir():
-        pytest.skip(f"real data {folder} is absent")
-    return SHARED
 
 
 def write_npz(path: Path, images: np.ndarray, labels: np.ndarray) -> None:

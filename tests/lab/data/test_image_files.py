@@ -37,12 +37,6 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Path, int]]:
     return found
 
 
-@pytest.fixture
-def on_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No image is kept in memory."""
-    monkeypatch.setattr("fedbn_flwr.lab.data.image_files.MAX_BYTES", 0)
-
-
 def read(files: list[tuple[Path, int]], augment: Augment | None = None) -> Samples:
     originals = bool(augment and "resized-crop" in augment.each)
     (samples,) = open_image_files([files], Shape(3, 16, 16, originals))

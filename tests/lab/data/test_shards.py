@@ -44,6 +44,12 @@ def test_the_papers_200_shards_give_each_client_two_classes_at_most(name: str) -
     assert all(np.array_equal(a, b) for a, b in zip(partition, defaults, strict=True))
 
 
+def test_the_examples_of_a_shard_are_drawn_at_random() -> None:
+    labels = np.zeros(1000, np.int64)
+    parts = make_partition("shards", labels, 10, seed=0, shards_per_client=1)
+    assert all(np.ptp(part) > 500 for part in parts)
+
+
 @pytest.mark.parametrize("name", PAPERS)
 def test_the_papers_unbalanced_shards_are_all_used_1_to_30_each(name: str) -> None:
     sizes, _, shards = PAPERS[name]

@@ -46,19 +46,20 @@ BASE: Mapping[str, Any] = {
     "checkpoint-every": 2,
     "eval-every": 3,
 }
-AUTO = {"freeze-window": 4, "freeze-tau": 1e9}  # frozen after round 4
 MOMENTUM = {"sgd-momentum": 0.9, "momentum-scope": "local"}
 CASES: Mapping[str, Mapping[str, Any]] = {
-    "fedavg": {"variance": "pooled"},
     "fedbn": {},
     "scaffold": {},
-    "fbn": {},
     "fedtan": {},
-    "fedbs": {"fedbs-rounds": 2, "fedbs-eps": 9.0},
     # the server has alpha for new clients
     "hbn": {"share-alpha": True, "fraction-train": 0.4, "num-clients": 5},
-    "fixbn, auto": {"strategy": "fixbn", "freeze-at": "auto", **AUTO},
-    "fedtan2, auto": {"strategy": "fedtan2", "fedtan-rounds": "auto", **AUTO},
+    # frozen after round 4
+    "fixbn, auto": {
+        "strategy": "fixbn",
+        "freeze-at": "auto",
+        "freeze-window": 4,
+        "freeze-tau": 1e9,
+    },
     "local momentum": {"strategy": "fedbn", **MOMENTUM},
     "global momentum": {"strategy": "silobn", **MOMENTUM, "momentum-scope": "global"},
     # one client a round
@@ -77,23 +78,12 @@ CASES: Mapping[str, Mapping[str, Any]] = {
         "recalibrate": True,
         "eval-every": 2,
     },
-    "fixbn and scaffold": {
-        "strategy": "fixbn",
-        "client-hooks": "scaffold",
-        "freeze-at": 3,
-    },
-    "mtfl and fedadam": {"strategy": "mtfl", "server-step": "fedadam"},
     "half of the clients": {
         "strategy": "bn-scaffold",
         "fraction-train": 0.5,
         "num-clients": 4,
     },
     "centralized": {"sgd-momentum": 0.9},
-    "centralized with adam": {
-        "strategy": CENTRALIZED,
-        "optimizer": "adam",
-        "learning-rate": 0.01,
-    },
 }
 IN_MID_ROUND = ("fedbn", "scaffold", "fedtan", "centralized")
 
