@@ -93,6 +93,8 @@ def test_a_split_depends_only_on_the_seed_and_uses_every_example(name: str) -> N
     same = all(np.array_equal(a, b) for a, b in zip(first, other, strict=True))
     assert same == (name == "natural")
     assert_valid(first, np.arange(400))
+    tests = [partition_test_set(first, labels, labels, seed)[0] for seed in (3, 4)]
+    assert not np.array_equal(*tests)
 
 
 def of_flwr_datasets(
