@@ -95,74 +95,40 @@ def test_every_fifth_file_of_a_class_is_a_test_file(
                 assert (inputs == inputs[:, :1, :1, :1]).all()
 
 
-@pytest.mark.parametrize(
-    ("spoil", "message"),
-    [
-        (
-            lambda root: (root / "webcam/mug/image_001.png").write_bytes(b"text"),
-            "image_001.png",
-        ),
-        (
-            lambda root: np.savez(root / "amazon.npz", x_train=np.zeros(2)),
-            "amazon.npz .*x_test, y_test, y_train",
-        ),
-        (
-            lambda root: write_npz(root / "amazon.npz", TWO_IMAGES, np.array([0, 10])),
-            "0 to 10; 0 to 9",
-        ),
-        (
-            lambda root: write_npz(root / "amazon.npz", TWO_IMAGES, np.array([0])),
-            "an integer each",
-        ),
-        (
-            lambda root: write_npz(
-                root / "amazon.npz", TWO_IMAGES / 255, np.array([0, 1])
-            ),
-            "float64 images",
-        ),
-        (
-            lambda root: write_npz(
-                root / "amazon.npz", TWO_IMAGES[..., None, None], np.array([0, 1])
-            ),
-            "H, W, 3. needed",
-        ),
-        (
-            lambda root: write_npz(
-                root / "amazon.npz",
-                np.repeat(TWO_IMAGES[..., None], 2, 3),
-                np.array([0, 1]),
-            ),
-            "needed",
-        ),
-        (
-            lambda root: (root / "amazon.npz").write_bytes(b"PK\x03\x04 cut"),
-            "could not be read",
-        ),
-        (
-            lambda root: (root / "webcam").rename(root / "camera"),
-            r"folder .*webcam/backpack is absent",
-        ),
-        (
-            lambda root: [p.unlink() for p in (root / "webcam/mug").iterdir()],
-            "webcam/mug has no image files",
-        ),
-    ],
-    ids=[
-        "image",
-        "keys",
-        "labels",
-        "lengths",
-        "floats",
-        "axes",
-        "channels",
-        "npz",
-        "domain",
-        "class",
-    ],
-)
-def test_a_wrong_domain_is_named(tmp_path: Path, spoil, message: str) -> None:
+ARRAYS = {
+    "labels": (TWO_IMAGES, [0, 10], "0 to 10; 0 to 9"),
+    "lengths": (TWO_IMAGES, [0], "an integer each"),
+    "floats": (TWO_IMAGES / 255, [0, 1], "float64 images"),
+    "axes": (TWO_IMAGES[..., None, None], [0, 1], "H, W, 3. needed"),
+    "channels": (np.repeat(TWO_IMAGES[..., None], 2, 3), [0, 1], "needed"),
+}
+SPOILT = {
+    "image": (lambda root: (root / "mug/image_001.png").write_bytes(b"x"), "image_001"),
+    "domain": (lambda root: root.rename(root / "../camera"), "webcam/backpack is abse"),
+    "class": (
+        lambda root: [path.unlink() for path in (root / "mug").iterdir()],
+        "webcam/mug has no image files",
+    ),
+    "npz": (
+        lambda root: (root / "../amazon.npz").write_bytes(b"PK\x03\x04 cut"),
+        "could not be read",
+    ),
+    "keys": (
+        lambda root: np.savez(root / "../amazon.npz", x_train=np.zeros(2)),
+        "amazon.npz .*x_test, y_test, y_train",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", [*ARRAYS, *SPOILT])
+def test_a_wrong_domain_is_named(tmp_path: Path, case: str) -> None:
     write_folders(tmp_path, *OFFICE_CALTECH10, each=5)
-    spoil(tmp_path)
+    if case in ARRAYS:
+        images, labels, message = ARRAYS[case]
+        write_npz(tmp_path / "amazon.npz", images, np.array(labels))
+    else:
+        spoil, message = SPOILT[case]
+        spoil(tmp_path / "webcam")
     with pytest.raises(DataError, match=message) as caught:
         load_dataset("office-caltech10", tmp_path, size=2)
     assert "download" not in str(caught.value)
