@@ -16,7 +16,6 @@ from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.lab.config import Config, learning_rate_of, method_of
 from fedbn_flwr.lab.config.fields import config_fields
 from fedbn_flwr.lab.config.yaml_text import read_overrides, read_yaml
-from fedbn_flwr.lab.setup import local_training
 from fedbn_flwr.strategies import STRATEGIES, combined
 
 ROOT = Path(__file__).parents[3]
@@ -105,29 +104,6 @@ def test_yaml_set_and_run_config_give_the_same_config(tmp_path: Path) -> None:
         ],
     ) == (config)
     assert Config.make(through_flower(config), complete=True) == config
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {},
-        OTHERS,
-        {"local-epochs": 3},
-        {**FIXBN, "freeze-at": 7},
-        {**FIXBN, "freeze-at": 0.3},
-        {"seed": 9},
-    ],
-)
-def test_to_mapping_can_be_read_again(settings: dict[str, Any]) -> None:
-    config = Config.make(settings)
-    assert Config.make(config.to_mapping()) == config
-    assert Config.make(config.to_mapping(), complete=True) == config
-    received = through_flower(config)
-    assert received == config.to_mapping()
-    assert {key: type(value) for key, value in received.items()} == {
-        k: type(v) for k, v in config.to_mapping().items()
-    }
-    assert Config.make(received, complete=True) == config
 
 
 def test_a_shared_key_without_effect_is_left_out_and_named() -> None:
@@ -259,13 +235,6 @@ def test_what_the_compose_file_sets_for_every_run_is_left_out_where_it_has_no_ef
 # Conditions between keys.
 
 
-def test_local_steps_replace_the_default_epochs() -> None:
-    config = Config.make({"local-steps": 5})
-    assert (config.local_steps, config.local_epochs) == (5, 0)
-    assert (Config.make({}).local_steps, Config.make({}).local_epochs) == (0, 1)
-    assert Config.make({"local-epochs": 3}).local_epochs == 3
-
-
 def test_a_default_counts_as_not_set_because_flower_passes_every_key() -> None:
     everything = Config.make({}).to_mapping()
     assert Config.make({**everything, "local-steps": 5}, complete=True).local_steps == 5
@@ -291,60 +260,7 @@ def test_learning_rate_decays_are_read(at: Any, factor: Any, expected: Any) -> N
     assert (rate.decay_after, rate.factors) == expected
 
 
-def test_fedtan2s_learning_rates_of_the_paper() -> None:
-    """arXiv:2301.02982, 6.3: 0.5, 0.01 after M, 0.001 after 6000 and, with momentum,
-    0.0001 after 8000.
-    """
-    decays = {
-        "lr-decay-at": "freeze,6000,8000",
-        "lr-decay-factor": "0.02,0.1,0.1",
-        "learning-rate": 0.5,
-    }
-    config = Config.make(
-        {
-            "strategy": "fedtan2",
-            "num-server-rounds": 10_000,
-            "sgd-momentum": 0.9,
-            **decays,
-        }
-    )
-    rate = local_training(config).learning_rate
-    rates = [
-        rate.at(1000),
-        rate.at(1001, True),
-        rate.at(6000, True),
-        rate.at(6001, True),
-        rate.at(8001, True),
-    ]
-    assert rates == pytest.approx([0.5, 0.01, 0.01, 0.001, 0.0001])
-
-
 def test_a_fraction_is_read_as_the_decimal_written() -> None:
     assert learning_rate_of(
         Config.make({"lr-decay-at": "0.29", "num-server-rounds": 100})
     ).decay_after == (29,)
-
-
-@pytest.mark.parametrize("value", [7, 0, 0.3, 1.0, "auto"])
-def test_freeze_at_keeps_its_type(value: Any) -> None:
-    config = Config.make(
-        {
-            **FIXBN,
-            "freeze-at": value,
-            **({"freeze-window": 2} if value == "auto" else {}),
-        }
-    )
-    assert (config.freeze_at, type(config.freeze_at)) == (value, type(value))
-
-
-def test_the_default_evaluations_follow_the_strategy() -> None:
-    for name, strategy in STRATEGIES.items():
-        wanted = ("personal-own",) if strategy().methods.own_models else ("global",)
-        norm = "wsconv" if name == "fedwon" else "batch"
-        assert (
-            method_of(Config.make({"strategy": name, "norm": norm})).tests == wanted
-        ), name
-    assert method_of(Config.make({"eval-on": " personal-global , global"})).tests == (
-        "personal-global",
-        "global",
-    )

@@ -5,7 +5,6 @@ model; the papers' sizes.
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import Any
@@ -233,31 +232,6 @@ def test_statistics_that_a_test_alone_uses_cost_what_recalibrate_costs() -> None
     assert found[0] is not None
     assert found[0] == found[1]
     assert found[2] is None
-
-
-@pytest.mark.parametrize(
-    ("norm", "floats", "statistics", "megabytes"),
-    [("batch", 271_098, 1_376, 6.2049), ("group", 269_722, 0, 6.1734)],
-)
-def test_resnet20_has_the_papers_sizes(
-    norm: str, floats: int, statistics: int, megabytes: float
-) -> None:
-    """arXiv:2301.02982, Tables 3 and 4: floats of ResNet-20 and MB of a FedAvg round
-    with 5 clients.
-    """
-    model = build_model("resnet20", num_classes=10, channels=3, size=32, norm=norm)
-    found = inspect_model(model, "fedavg", CLIENTS)
-    assert sum(found.floats.values()) == floats
-    assert found.floats[Part.STATISTICS] == statistics
-    assert found.counters == {
-        part: 19 if part is Part.COUNTERS and norm == "batch" else 0 for part in Part
-    }
-    assert math.isclose(found.later.megabytes, megabytes, abs_tol=5e-5)
-    size = {"dataset": "cifar10", "model": "resnet20", "norm": norm}
-    config = Config.make({**SIZES, **size, "sgd-momentum": 0.0, "num-server-rounds": 1})
-    (traffic,) = [report.train for report in run_of(config, CLIENTS).strategy.reports]
-    assert (traffic.down, traffic.up) == (4 * floats, 4 * floats * CLIENTS)
-    assert math.isclose(traffic.megabytes, megabytes, abs_tol=5e-5)
 
 
 def test_warnings_name_what_is_not_counted() -> None:
