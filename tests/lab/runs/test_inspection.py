@@ -33,8 +33,6 @@ from tests.support.federation import (
 )
 from tests.support.synchronised import TRANSPORTS
 
-CLIENTS = 5
-"""Clients of the papers' figures."""
 SIZES = {
     "batch-size": 2,
     "local-steps": 2,
