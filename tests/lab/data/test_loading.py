@@ -20,7 +20,7 @@ from fedbn_flwr.lab.data import loading
 from fedbn_flwr.lab.data.datasets import DATASETS, DatasetInfo
 from fedbn_flwr.lab.data.loading import load_dataset
 from fedbn_flwr.lab.data.readers import Loaded
-from fedbn_flwr.lab.data.samples import Dataset, Samples
+from fedbn_flwr.lab.data.samples import Dataset, Samples, Shape, reshaped
 
 SHARED = Path(__file__).parents[3].parent / "shared/data"
 
@@ -284,13 +284,20 @@ def test_rgb_becomes_luma_and_constants_averages(
     assert data.std == (pytest.approx(sum(info.std) / 3),)
 
 
+def test_chunks_do_not_change_the_result_and_the_right_shape_stays_as_it_is() -> None:
+    samples, shape = load_dataset("digits").test, Shape(1, 5, 4)
+    assert torch.equal(
+        reshaped(samples, shape, chunk=7).inputs, reshaped(samples, shape).inputs
+    )
+    assert reshaped(samples, Shape(1, 8, 8)) is samples
+
+
 @pytest.mark.parametrize(
     ("arguments", "error", "fact"),
     [
         ({"name": "cifar"}, ConfigError, "'cifar10'"),
         ({"name": "digits", "channels": 2, "size": 8}, ConfigError, "2 channels"),
         ({"name": "digits", "channels": 0, "size": 8}, ConfigError, "0 channels"),
-        ({"name": "mnist"}, DataError, "'mnist'.*data-dir.*MNIST/raw/.*digits"),
         (
             {"name": "svhn", "data_dir": "/absent"},
             DataError,
