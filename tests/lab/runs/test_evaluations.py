@@ -36,7 +36,6 @@ from fedbn_flwr.lab.files import read_metrics
 from fedbn_flwr.lab.output.run_tests import client_means, client_means_by_domain
 from fedbn_flwr.lab.partitioned.partitioned_data import partitioned_data
 from fedbn_flwr.lab.runs.default_app import client_app
-from fedbn_flwr.lab.runs.inspection import inspect_model
 from fedbn_flwr.lab.runs.serve import serve
 from fedbn_flwr.lab.runs.start_checks import check
 from fedbn_flwr.lab.setup import make_model
@@ -131,12 +130,6 @@ def test_averaged_bn_is_tested_saved_and_predicted(quick_run, strategy: str) -> 
     assert kept
     text = "weighted average of the clients' latest: this part stays with the clients"
     assert {about[part] for part in kept} == {text}
-    found = inspect_model(make_model(config), strategy, 3, config)
-    assert (found.total().up, found.total().down) == (
-        summary["ledger"]["bytes-up"],
-        summary["ledger"]["bytes-down"],
-    )
-    assert found.total().counters_up == summary["ledger"]["counter-bytes-up"]
 
 
 LOCAL_PARTS = {
@@ -167,15 +160,7 @@ def test_what_stays_with_the_clients_is_left_out_and_joined_by_one_call(
     } == LOCAL_PARTS[strategy]
     with pytest.raises(StateError) as caught:
         global_state(out)
-    assert str(caught.value) == f"{out}: {summary['model-note']}"
-    assert (
-        "entries: they stay with the clients, and the server has only their initial"
-        " values." in str(caught.value)
-    )
-    assert (
-        "personal_state(run, client) gives a client's own model (here: client 0, 1, 2)"
-        in str(caught.value)
-    )
+    assert summary["model-note"] in str(caught.value)
     assert ("eval-on=averaged-bn" in str(caught.value)) == (strategy != "standalone")
     tested = read_metrics(out / "metrics.jsonl")[-1]["clients"]
     data = partitioned_data(config, 3)
@@ -188,13 +173,7 @@ def test_what_stays_with_the_clients_is_left_out_and_joined_by_one_call(
     assert {path.stat().st_mode & 0o777 for path in (out / "clients").iterdir()} == {
         0o600
     }
-    with pytest.raises(
-        StateError,
-        match=(
-            r"client=3 has no entries of its own \(here: client 0, 1, 2\)\. It did not"
-            r" train"
-        ),
-    ):
+    with pytest.raises(StateError, match="client=3"):
         personal_state(out, 3)
 
 
