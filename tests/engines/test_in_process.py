@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import logging
 import threading
 import time
@@ -24,11 +25,16 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import FedAvg as FlowerFedAvg
 
+from fedbn_flwr.client import TorchClient, client_app
 from fedbn_flwr.engines import InProcessGrid, client_work
 from fedbn_flwr.errors import EngineError
 from fedbn_flwr.messages.records import from_record, to_record
+from fedbn_flwr.strategies import FedAvg
+from fedbn_flwr.training import LearningRate, LocalTraining
 from fedbn_flwr.training.turns import interrupted
 from fedbn_flwr.transport import Barrier, Member
+from fedbn_flwr.transport.polling_grid import PollingGrid
+from tests.support.federation import torch_clients
 
 Handler = Callable[[Message, Context], Message]
 Open = Callable[..., InProcessGrid]
@@ -253,6 +259,51 @@ def test_at_the_timeout_ready_replies_are_returned_and_late_ones_ignored(
     assert all("second" in r.content for r in replies), (
         "a late reply came back for another message"
     )
+
+
+SLOW = {"one hangs": [60.0], "five hang": [60.0] * 5, "ten in turn": [0.3] * 10}
+
+
+@pytest.mark.parametrize("seconds", SLOW.values(), ids=SLOW)
+@pytest.mark.parametrize("around", [lambda grid: grid, PollingGrid])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_call_ends_at_its_timeout_and_names_the_slow_clients(
+    workers: int, around: Callable[[Grid], Grid], seconds: list[float], mlp, points
+) -> None:
+    """Also if each of many clients takes less than the timeout."""
+    end = threading.Event()
+    timeout = 0.5
+
+    class Slow(TorchClient):
+        def fit(self, parameters, config):
+            end.wait([0.0, *seconds][self.partition_id])
+            return super().fit(parameters, config)
+
+    app = client_app(
+        torch_clients(
+            mlp,
+            [points(4, i) for i in range(1 + len(seconds))],
+            LocalTraining(learning_rate=LearningRate(0.1), local_steps=1),
+            client=Slow,
+        )
+    )
+    strategy = FedAvg(fraction_evaluate=0.0)
+    with InProcessGrid(app, 1 + len(seconds), workers=workers) as grid:
+        start = time.monotonic()
+        strategy.start(
+            around(grid), to_record(mlp().state_dict()), num_rounds=1, timeout=timeout
+        )
+        assert time.monotonic() - start < 2.0
+        end.set()
+    (report,) = strategy.reports
+    nodes = grid.get_node_ids()
+    named = {nodes.index(node) for node in report.rejected}
+    assert sorted([*report.participants, *named]) == list(range(1 + len(seconds)))
+    # In one process one client computes at a time, in the order of the partitions.
+    ends = seconds if workers else list(itertools.accumulate(seconds))
+    assert {i for i, at in enumerate(ends, 1) if at > timeout} <= named
+    assert 0 not in named
+    assert all("no reply within 0.5 s" in why for why in report.rejected.values())
 
 
 def test_closing_waits_for_the_members_of_a_step_that_is_over() -> None:

@@ -333,6 +333,33 @@ def test_a_worker_that_dies_in_a_synchronised_step_costs_its_members_only(
     same_bits(run.state, alone.state)
 
 
+@pytest.mark.parametrize("workers", [1, 2, 5])
+def test_a_client_whose_process_dies_is_named_and_the_run_continues(
+    federate, points, mlp, workers: int
+) -> None:
+    """However many processes there are, and wherever the client is in the round."""
+    datasets = [points(n, i) for i, n in enumerate(SIZES)]
+    dying = {1: [0], 2: [4, 1], 3: []}
+
+    def die(partition: int, server_round: int) -> None:
+        if partition in dying[server_round]:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    run = federate(
+        FedAvg(fraction_evaluate=0.0),
+        mlp,
+        datasets,
+        wrap=in_fit(die),
+        timeout=10,
+        grid_options={"workers": workers},
+    )
+    for report in run.strategy.reports:
+        died = dying[report.server_round]
+        assert {run.grid.partition(node) for node in report.rejected} == {*died}
+        assert report.participants == [i for i in range(5) if i not in died]
+        assert all("SIGKILL" in why for why in report.rejected.values())
+
+
 def test_new_processes_get_the_app_by_cloudpickle() -> None:
     """As with several torch threads or CUDA: closures travel."""
     number = 41
