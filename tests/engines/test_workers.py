@@ -621,9 +621,7 @@ def test_below_the_minimum_a_hanging_member_holds_the_step_no_longer_than_an_exc
         result = step(grid, 1, 2, 0, timeout=0.5, min_members=3)
         hang.set()
     assert not result.members
-    assert "did not end its work within 0.5 s after too few clients were left" in list(
-        result.dropped.values()
-    )
+    assert any("too few clients were left" in why for why in result.dropped.values())
 
 
 def test_the_memory_of_a_reply_is_written_again_after_its_last_array() -> None:
