@@ -1,39 +1,40 @@
-r"""Test-time BatchNorm: statistics of the test inputs, for clients that did not train.
+r"""Test-time BatchNorm: statistics of the test inputs, for untrained clients.
 
-For tests only. Labels are not used, weights do not change, nothing more is sent, and
-the model is restored afterwards. The key `test-bn` says how. `eval-on=global-test-bn`
-tests the global model so, `averaged-bn-test-bn` the one with the average of the
-clients' BN parts; held-out clients have one more test, each by its own test inputs
-alone. The plain test is reported beside each.
+An untrained client did not take part in training. The option applies only to tests.
+Labels are not used, weights do not change, nothing additional is sent, and the model is
+restored afterwards. The key `test-bn` selects the mode. `eval-on=global-test-bn` tests
+the global model in this mode. `averaged-bn-test-bn` tests the model with the average of
+the clients' BN parts. Each held-out client has an additional test that uses only its
+own test inputs. The plain test is always reported as well.
 
-**The tests of `eval-on` are not those of a new client.** Their batches are of the whole
-test set in its order, the inputs of all clients and domains mixed (beside it, each
-domain's alone); use `held-out-clients` for a new client. In a test set sorted by class
-each batch has few classes.
+**The tests of `eval-on` differ from the test of a new client.** Their batches come from
+the whole test set in its order, so they mix the inputs of all clients and domains. Each
+domain is additionally tested separately. For a new client use `held-out-clients`. In a
+test set sorted by class, each batch has few classes.
 
-**Under label skew of the test client the statistics of its inputs remove the class
-signal**: compare with the plain test. Both modes depend on the size of the test
-batches, which belongs to a result: the summary of a run writes it.
+**If the labels of the test client are skewed, the statistics of its inputs remove the
+class signal**, so compare with the plain test. Both modes depend on the size of the
+test batches. The summary of a run therefore contains it.
 
 ## Algorithm
 
-$S = (\mu_s, v_s)$ are a layer's running statistics, $(\mu_b, v_b)$ those of test batch
-$b$ with $n$ examples, its variance biased. A layer normalises with
+$S = (\mu_s, v_s)$ are a layer's running statistics. $(\mu_b, v_b)$ are the statistics
+of test batch $b$ with $n$ examples; the variance is biased. A layer normalises with
 
-- `batch`: $(\mu_b, v_b)$ (Nado et al. 2020, arXiv:2006.10963);
-  `eval-on=global-batch-statistics` is the same;
+- `batch`: $(\mu_b, v_b)$ (Nado et al. 2020, arXiv:2006.10963), equal to
+  `eval-on=global-batch-statistics`;
 - `mix`: $w S + (1 - w) (\mu_b, v_b)$ with $w = N / (N + n)$, $N = 16$ (Schneider et al.
-  2020, arXiv:2006.16971): the running statistics weigh as much as 16 examples.
+  2020, arXiv:2006.16971): the running statistics have the weight of 16 examples.
 
-All else is in eval mode: dropout does not act. Every layer with running statistics is
-adapted, also one that training keeps in eval mode (`frozen-bn=eval`). Where one value
-per channel gives no variance, `batch` refuses the test and names the layer.
+All other layers are in eval mode, so dropout is off. Every layer with running
+statistics is adapted, even if training keeps it in eval mode (`frozen-bn=eval`). If one
+value per channel gives no variance, `batch` refuses the test and names the layer.
 
 ## Differs from the papers
 
-$v_b$ is biased, so that N = 0 is `batch`; Schneider's code mixes the unbiased one.
-Every kind of BatchNorm is adapted, there BatchNorm2d alone. $n$ counts examples, also
-in convolutions, as there.
+$v_b$ is biased, so that N = 0 is equal to `batch`; Schneider's code mixes the unbiased
+variance. Every kind of BatchNorm is adapted, in that code only BatchNorm2d. As in that
+code, $n$ counts examples, even in convolutions.
 
 ## Laws
 
@@ -73,33 +74,35 @@ __all__ = [
 ]
 
 TestBNMode = Literal["", "batch", "mix"]
-"""The statistics of a test; "" = the running ones."""
+"""The statistics of a test; "" means the running statistics."""
 TEST_BN_MODES = tuple(filter(None, get_args(TestBNMode)))
 
 PRIOR = 16
-"""N of ``mix``: the running statistics weigh as much as so many examples."""
+"""N of ``mix``: the running statistics have the weight of this number of examples."""
 
 
 @contextmanager
 def adapted(model: nn.Module, mode: TestBNMode) -> Iterator[None]:
-    """Let the BatchNorm layers use each batch's statistics in the block, in eval mode.
+    """Let the BatchNorm layers use each batch's statistics in the block.
 
-    Layers without running statistics use each batch's own anyway.
+    They do it in eval mode. Layers without running statistics always use the statistics
+    of the batch.
 
     Args:
-        model: it has its running statistics again after the block, bit for bit. A
-            compiled model is compiled anew in the block; use the module inside.
-        mode: which statistics.
+        model: the model. After the block it has its running statistics again, bit for
+            bit. A compiled model is compiled again in the block, so pass the module
+            inside it.
+        mode: selects the statistics.
 
     Raises:
-        NormLayerError: a layer gets one value per channel from a batch of ``batch``, in
-            the block; or TorchScript holds a layer.
+        NormLayerError: in mode ``batch``, a layer in the block gets one value per
+            channel from a batch; or a layer is in TorchScript.
     """
     if not mode:
         yield
         return
     refuse_scripted(model, "test-time BatchNorm")
-    # Before their running statistics are taken away.
+    # Read them before their running statistics are removed.
     layers = {}
     for path, layer in layers_of(model).items():
         if layer.running_mean is not None:
@@ -118,10 +121,10 @@ def adapted(model: nn.Module, mode: TestBNMode) -> Iterator[None]:
 
 
 class _Mixture:
-    """Gives a layer w S + (1 - w) (mu_b, v_b) for each batch; ``closing`` restores S.
+    """Gives a layer w S + (1 - w) (mu_b, v_b) for each batch.
 
-    The mixture is loaded before the batch, which the layer then normalises by it in
-    eval mode.
+    ``closing`` restores S. The mixture is loaded before the batch. The layer then uses
+    it in eval mode.
     """
 
     def __init__(self, layer: _BatchNorm, closing: ExitStack) -> None:
@@ -129,7 +132,7 @@ class _Mixture:
         closing.callback(self._load, layer, self._mean, self._var)
 
     def __call__(self, layer: _BatchNorm, x: Tensor) -> None:
-        # A batch of no rows has no statistics.
+        # A batch without rows has no statistics.
         if not x.numel():
             return
         with torch.no_grad():
@@ -152,14 +155,14 @@ def evaluate_adapted(
     mode: TestBNMode,
     task: Task = CLASSIFICATION,
 ) -> EvalResult:
-    """Return what ``evaluate`` does, with statistics of the data's own inputs.
+    """Return the result of ``evaluate`` with statistics of the data's own inputs.
 
     Args:
-        model: as in ``adapted``; of a compiled one the module inside is tested.
+        model: as in ``adapted``. If it is compiled, the module inside it is tested.
         data: the test data; batches follow their order.
-        mode: which statistics.
-        task: the loss, which targets count, the score, and ``test_batch``, the examples
-            per batch.
+        mode: selects the statistics.
+        task: defines the loss, the counted targets, the score, and ``test_batch``, the
+            number of examples per batch.
 
     Raises:
         NormLayerError: a batch has one value per channel, see ``adapted``.
@@ -167,7 +170,7 @@ def evaluate_adapted(
     """
     if not mode:
         return evaluate(model, data, task=task)
-    # Not ``unwrap``: a user's wrapper named "module" may do more.
+    # Not ``unwrap``: a user's wrapper with a child "module" may do more than call it.
     model = getattr(model, "_orig_mod", model)
     size = task.test_batch
     with adapted(model, mode):
@@ -179,7 +182,7 @@ def try_batches(
 ) -> None:
     """Check, before training, that a last batch of one example can be tested.
 
-    A test may have one, and would fail after hours.
+    Otherwise a test with such a batch would fail after hours.
 
     Raises:
         NormLayerError: a layer gets one value per channel.
@@ -195,7 +198,7 @@ def _refuse_one_value(path: str, _: _BatchNorm, x: Tensor) -> None:
     """Raise NormLayerError for an input with one value per channel."""
     if x.numel() == x.shape[1]:
         raise NormLayerError(
-            f"test-time BatchNorm: layer '{path}' gets one value per channel, from"
-            " which no variance can be computed. Use test-bn=mix, or test data whose"
+            f"test-time BatchNorm: layer '{path}' gets one value per channel, so it"
+            " cannot compute a variance. Use test-bn=mix, or test data whose"
             " last batch has two or more examples"
         )

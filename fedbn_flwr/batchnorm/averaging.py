@@ -1,7 +1,7 @@
-"""Averaging that is safe for BatchNorm: ``average`` of states, ``weighted_sum`` of
-arrays; server steps use both.
+"""Averaging that is safe for BatchNorm.
 
-Sums are accumulated in float64 in the order given. Callers sort by partition id, so a
+``average`` averages states and ``weighted_sum`` adds arrays; server steps use both.
+Sums are accumulated in float64 in the given order. Callers sort by partition id, so a
 run repeats bit for bit.
 """
 
@@ -38,7 +38,7 @@ State = Mapping[str, Array]
 Variance = Literal["mean", "pooled"]
 _Block = list[tuple[int, slice]]
 
-# Elements; in float64 2 MiB, which stay in the cache while the clients' values are
+# Number of elements: 2 MiB in float64 stay in the cache while the clients' values are
 # added.
 _BLOCK = 1 << 18
 
@@ -53,8 +53,8 @@ def to_shares(weights: Sequence[float]) -> list[float]:
     """
     if not all(np.isfinite(w) and w >= 0 for w in weights) or not sum(weights) > 0:
         raise ReplyError(
-            f"weights {list(weights)} cannot be averaged: all finite and >= 0, at least"
-            " one above 0"
+            f"weights {list(weights)} cannot be averaged: they must be finite and not"
+            " negative, and at least one must be above 0"
         )
     with np.errstate(over="ignore"):
         total = float(np.sum(np.asarray(weights, dtype=np.float64)))
@@ -64,19 +64,19 @@ def to_shares(weights: Sequence[float]) -> list[float]:
 
 
 def weighted_sum(arrays: Sequence[Array], p: Sequence[float]) -> Array:
-    """Return sum_i p_i x_i in float64 (of complex arrays complex128), added in order."""
+    """Return sum_i p_i x_i in float64 or complex128, added in order."""
     total: Array = np.empty(arrays[0].shape, wide_type(arrays[0]))
     _add_up([[array] for array in arrays], p, [total])
     return total
 
 
 def wide_type(array: Array) -> type[np.complex128 | np.float64]:
-    """Return the type in which the array's values are added."""
+    """Return the type for adding the array's values."""
     return np.complex128 if array.dtype.kind == "c" else np.float64
 
 
 def fits(array: Array, dtype: np.dtype[Any]) -> bool:
-    """Return whether the values are finite, also in a narrower type."""
+    """Return whether the values are finite, even in a narrower type."""
     with np.errstate(over="ignore"):
         return bool(np.isfinite(array.astype(dtype)).all())
 
@@ -88,9 +88,9 @@ def _add_up(
 
     The sums are contiguous, and all real or all complex.
 
-    The sum goes block by block: a block holds many small entries, or a part of a large
-    one. Multiplication and addition are two operations: a fused one, as torch's, rounds
-    once instead of twice, on some machines only.
+    The sum is computed block by block: a block contains many small entries, or a part
+    of a large entry. Multiplication and addition are two operations, because
+    torch's fused operation rounds once instead of twice, and only on some machines.
     """
     sizes = [array.size for array in sums]
     flat = list(map(_flat, rows))
@@ -111,7 +111,7 @@ def _add(
 ) -> None:
     """Add the block of the flat arrays, times the weight, to ``total``.
 
-    ``term`` is room for it.
+    ``term`` is a buffer for the weighted block.
     """
     np.concatenate([arrays[k][part] for k, part in block], out=term)
     term *= weight
@@ -128,15 +128,14 @@ def _write(block: _Block, total: Array, arrays: Sequence[Array]) -> None:
 
 
 class SumAhead:
-    """The sums of ``average``, to the bit, made as the states come one by one.
+    """The sums of ``average``, to the bit, computed while the states arrive.
 
-    It takes room for the model in float64, and goes through that room for each state,
-    where ``average`` stays in the cache; so it pays where the time of the last states
-    is waited for anyway.
+    It needs memory for the model in float64, and passes over it for each state, while
+    ``average`` stays in the cache. It is useful if the program has to wait for the last
+    states anyway.
 
     Args:
-        weights: one weight >= 0 for each state that is to come; they are normalised to
-            p_i.
+        weights: one weight >= 0 for each expected state; they are normalised to p_i.
     """
 
     def __init__(self, weights: Sequence[float]) -> None:
@@ -148,7 +147,7 @@ class SumAhead:
 
     def add(self, state: State) -> None:
         """Add the real floating entries of the next state."""
-        # The first state says which entries there are, and how large.
+        # The first state defines the entries and their sizes.
         if not self._states:
             self._names = list(_floating(state))
         arrays = _flat(_select(state, self._names))
@@ -221,19 +220,19 @@ def average(
 ) -> dict[str, Array]:
     """Return the average of the clients' states (FedAvg, McMahan 2017).
 
-    It is safe for BatchNorm: counters are not averaged.
+    It is safe for BatchNorm, because counters are not averaged.
 
     Args:
         states: one mapping of entry name to array per client, all with the same names
             and shapes.
         weights: one weight >= 0 per client; this function normalises them to p_i.
-        parts: the split of the entries; entries that it does not know count as REST.
+        parts: the split of the entries; unknown entries count as REST.
         variance: "mean" averages running variances (FedAvg of the papers). "pooled"
             adds the spread of the client means, var = sum p_i (var_i + (mean_i -
-            mean)^2), the variance of the mixture; not to a layer in which that is
-            above the largest number of its type.
-        ahead: sums that were begun as the states came; used if they are of these states
-            and weights.
+            mean)^2), the variance of the mixture. The spread is not added to a layer
+            if the result is above the largest number of its type.
+        ahead: sums that were begun while the states arrived. They are used if they
+            belong to these states and weights.
 
     Returns:
         For floating entries sum_i p_i x_i, accumulated in float64 and returned in their
@@ -255,8 +254,8 @@ def average(
             result[name] = np.asarray(
                 np.maximum.reduce([state[name] for state in states])
             )
-    # In one pass over all real entries, and one over complex ones: they cannot share
-    # a buffer.
+    # One pass over all real entries, and one over complex entries, because they cannot
+    # share a buffer.
     for kind in "fc":
         names = list(_floating(first, kind))
         sums = _select(result, names)
@@ -285,9 +284,9 @@ def _with_spread(
 ) -> dict[str, Array]:
     """Return averaged means, and variances with the spread of the clients' means."""
     result, first = dict[str, Array](), states[0]
-    # The equation of `reestimation.mixture`, by its second term alone: the variances
-    # are averaged already, in the one pass over all entries, and are so for
-    # variance="mean", too.
+    # Only the second term of the equation of `reestimation.mixture` is computed here.
+    # As for variance="mean", the pass over all entries has averaged the variances
+    # already.
     for mean_name, var_name in pairs:
         mean = averaged[mean_name]
         spread = weighted_sum(
@@ -295,7 +294,7 @@ def _with_spread(
         )
         result[mean_name] = mean.astype(first[mean_name].dtype)
         dtype, variance = first[var_name].dtype, averaged[var_name]
-        # A square of a distance may be above the largest number of the type.
+        # The square of a difference may be above the largest number of the type.
         if fits(variance + spread, dtype):
             variance = variance + spread
         result[var_name] = variance.astype(dtype)
@@ -308,7 +307,7 @@ def check_state(state: State, like: State, parts: Parts) -> None:
     Args:
         state: the client's entries.
         like: the expected entries, with their shapes and dtypes.
-        parts: the split, which tells the running variances.
+        parts: the split of the entries; it identifies the running variances.
 
     Raises:
         ReplyError: an entry is missing or extra, has another shape or dtype, is not
@@ -332,7 +331,7 @@ def check_state(state: State, like: State, parts: Parts) -> None:
             not_finite.add(name)
         elif name in variances and state[name].size and float(state[name].min()) < 0:
             problems.append(
-                f"entry '{name}' holds a negative variance, {float(state[name].min())}"
+                f"entry '{name}' has a negative variance, {float(state[name].min())}"
             )
     code = NOT_FINITE if not_finite else None
     if not_finite and not_finite.issubset(parts.statistics):
@@ -359,11 +358,11 @@ def _misfit(name: str, array: Array, expected: Array) -> str:
 
 
 def _not_finite(name: str, array: Array) -> str:
-    # The sum of squares needs no memory, but it can overflow: only then look at each.
+    # The sum of squares needs no memory, but it may overflow: then check each value.
     if (
         array.dtype.kind not in "fc"
         or math.isfinite(np.vdot(array, array).real)
         or np.isfinite(array).all()
     ):
         return ""
-    return f"entry '{name}' holds {array[~np.isfinite(array)].flat[0]}"
+    return f"entry '{name}' contains {array[~np.isfinite(array)].flat[0]}"

@@ -1,11 +1,13 @@
-"""Gamma and beta that the owner of a BatchNorm layer applies, found by trying it.
+"""Gamma and beta that the owner of a BatchNorm layer applies, found by a trial.
 
-The layer is a ``BatchNorm2d(affine=False)``, say, and the owner scales its output.
+The layer is, for example, a ``BatchNorm2d(affine=False)``, and the owner scales its
+output.
 
-A forward pass of the whole model would need an example, and the server has none. The
-owner alone takes what BatchNorm takes, so it is tried: it owns gamma and beta if its
-outputs are those of a BatchNorm with them. The answer follows from the model, so it is
-the same at the server and at every client.
+A forward pass of the whole model would need an example, but the server has no data. The
+owner takes the same inputs as BatchNorm, so it can be tried separately. It owns gamma
+and beta if its outputs equal the outputs of a BatchNorm layer with these parameters.
+The result depends only on the model, so the server and all clients find the same
+result.
 """
 
 from __future__ import annotations
@@ -23,22 +25,23 @@ from fedbn_flwr.training.model_state import copied
 
 __all__ = ["outer_affine"]
 
-# Parameters that are tried in pairs.
+# Number of parameters that are tried in pairs.
 _MOST = 4
 
 
 def outer_affine(owner: nn.Module, name: str) -> dict[str, str]:
     """Return the owner's parameters that are gamma ("weight") and beta ("bias").
 
-    The result is empty if none are.
+    The result is empty if the owner has no such parameters.
 
     Args:
-        owner: it does not change; its forward pass must be that of a BatchNorm with
-            gamma, beta or both, and then its other modules in order, an activation say.
-        name: the name of its BatchNorm layer, which has running statistics and no gamma
-            and beta; "" if the owner is that layer itself.
+        owner: the module that owns the layer; it does not change. Its forward pass must
+            be BatchNorm with gamma, beta or both, followed by its other modules in
+            order, such as an activation.
+        name: the name of its BatchNorm layer. The layer has running statistics, but no
+            gamma and beta. "" means that the owner is this layer.
     """
-    # TorchScript shows no modules by path.
+    # TorchScript does not give modules by path.
     if isinstance(owner, torch.jit.ScriptModule):
         return {}
     layer: Any = owner.get_submodule(name)
@@ -48,19 +51,19 @@ def outer_affine(owner: nn.Module, name: str) -> dict[str, str]:
         for leaf, entry in owner.named_parameters(recurse=False)
         if tuple(entry.shape) == channels
     ][:_MOST]
-    # With a convolution the owner takes other inputs than BatchNorm.
+    # With a convolution, the owner does not take the same inputs as BatchNorm.
     if not near or any(entry.dim() > 1 for entry in owner.parameters()):
         return {}
     try:
         return _tried(_with_random_entries(owner), name, near)
     except Exception:
-        # Its forward pass is the user's own, and takes other inputs perhaps.
+        # A user's forward pass may fail on these inputs.
         return {}
 
 
 @torch.no_grad()
 def _tried(trial: nn.Module, name: str, near: list[str]) -> dict[str, str]:
-    """Return the first choice of gamma and beta with which the outputs are equal."""
+    """Return the first choice of gamma and beta that gives equal outputs."""
     layer: Any = trial.get_submodule(name)
     x = random_input(layer, torch.float64)
     output = trial(x)
@@ -69,7 +72,7 @@ def _tried(trial: nn.Module, name: str, near: list[str]) -> dict[str, str]:
         affine = {leaf: trial.get_parameter(name) for leaf, name in leaves.items()}
         gamma, beta = affine.get("weight"), affine.get("bias")
         expected = functional.batch_norm(x, mean, var, gamma, beta, eps=eps)
-        # What the owner does after gamma and beta, an activation say.
+        # The owner's other modules come after gamma and beta, such as an activation.
         for child in trial.children():
             if child is not layer:
                 expected = child(expected)
@@ -93,10 +96,10 @@ def _choices(near: list[str]) -> Iterator[dict[str, str]]:
 def _with_random_entries(owner: nn.Module) -> nn.Module:
     """Return a copy with random entries, in float64 on the CPU, in eval mode.
 
-    Gamma and beta of 1 and 0 would hide what they do.
+    Gamma 1 and beta 0 would have no visible effect.
     """
     trial = copied(owner).to_empty(device="cpu").double().eval()
-    # Above 0, for the variance; a fixed seed, so that all clients find the same.
+    # Above 0, for the variance. The seed is fixed, so that all clients agree.
     draw = torch.Generator().manual_seed(0)
     for entry in (*trial.parameters(), *trial.buffers()):
         entry.copy_(0.5 + torch.rand(entry.shape, generator=draw))

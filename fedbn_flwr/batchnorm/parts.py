@@ -1,8 +1,10 @@
-"""A model's state by layer type: AFFINE, STATISTICS, COUNTERS, REST; by name: PERSONAL.
+"""The split of a model's state into five parts.
 
-Methods for BatchNorm differ in which of these parts they share. The split depends on
-the types of the layers, not on the letters "bn" in a name: torchvision's ResNet has
-three BN layers named ``downsample.1``, and in a ``Sequential`` every name is a number.
+The type of a layer determines the parts AFFINE, STATISTICS, COUNTERS and REST; names
+determine PERSONAL. Methods for BatchNorm differ in the parts that they share. The split
+depends on the types of the layers, not on the letters "bn" in a name: torchvision's
+ResNet has three BN layers named ``downsample.1``, and in a ``Sequential`` every name is
+a number.
 """
 
 from __future__ import annotations
@@ -83,21 +85,23 @@ _LEAF = {
     "num_batches_tracked": Part.COUNTERS,
 }
 
-# Before the name of a class, in the place of a path.
+# Prefix of a class name that is used instead of a path.
 _TYPE = "type:"
-# Among patterns: the layers that make the outputs.
+# Pattern for the layers that make the outputs.
 LAST_LAYER = "last-layer"
-# Of torch.nn.utils.parametrize: before the leaf whose entries follow.
+# Prefix of torch.nn.utils.parametrize, before the leaf whose entries follow.
 _PARAMETRIZED = "parametrizations."
 
 logger = logging.getLogger("flwr")
-# The layers that this process has named to the user.
+# Layers about which this process has already warned the user.
 _NAMED: set[tuple[str, ...]] = set()
 
 
 Layers = str | Sequence[str] | Callable[[str, nn.Module], bool]
-"""Which layers a method treats as BatchNorm: paths and globs, or a function of path and
-module. A text is a comma list; a path stands for all layers below it, too.
+"""The layers that a method treats as BatchNorm.
+
+They are given by paths and globs, or by a function of path and module. A text is a
+comma list; a path includes all layers below it.
 """
 
 
@@ -106,7 +110,7 @@ def _part_of_leaf(leaf: str) -> Part:
 
 
 def entry_name(path: str, leaf: str) -> str:
-    """Return the name of a layer's entry; path "" = the model itself is the layer."""
+    """Return the name of a layer's entry (path "" for the model itself)."""
     return f"{path}.{leaf}" if path else leaf
 
 
@@ -116,7 +120,7 @@ class BatchNormLayer:
 
     Attributes:
         path: its path; "" if the model itself is the layer.
-        entries: the names of its entries in the state, by leaf: "weight" say.
+        entries: the names of its entries in the state, by leaf, such as "weight".
     """
 
     path: str
@@ -125,22 +129,23 @@ class BatchNormLayer:
 
 @dataclass(frozen=True)
 class Parts:
-    """The names of a state dict by part; each name is in exactly one part.
+    """The names of a state dict by part. Each name is in exactly one part.
 
     Attributes:
         names: all names, in the state dict's order.
-        layers: the BatchNorm layers on which a method acts.
-        by_names: whether they were found by names, not by their types.
-        others: the paths of ``other_layers``; by names of layers in ``layers``, without
-            the counter or the variance that torch's have.
-        averaged: the other BatchNorm layers, which are FedAvg's; in REST.
-        personal: the entries that are PERSONAL, whatever layers they are of.
-        types: the paths of the modules of each class, by the class's name; none by
-            names.
-        tied: entries that are the same tensor as an earlier one, each with the name of
-            the first; none by names.
-        find_head: returns the layers that make the outputs; from a model it takes a
-            pass, once.
+        layers: the BatchNorm layers that the method treats.
+        by_names: whether the layers were found by names instead of types.
+        others: the paths of ``other_layers``. In a split by names, the paths of layers
+            in ``layers`` that lack the counter or the variance of torch's layers.
+        averaged: the BatchNorm layers that the method does not treat. They are averaged
+            as in FedAvg and belong to REST.
+        personal: the PERSONAL entries, independent of their layers.
+        types: the paths of the modules of each class, by the name of the class; empty
+            in a split by names.
+        tied: entries that share a tensor with an earlier entry, each with the name of
+            the first; empty in a split by names.
+        find_head: returns the layers that make the outputs. For a model it runs one
+            forward pass, once.
     """
 
     names: tuple[str, ...]
@@ -157,16 +162,16 @@ class Parts:
 
     @cached_property
     def whole(self) -> Parts:
-        """The split by types: a method acts on every layer, and nothing is PERSONAL."""
+        """The split by types, with all layers in ``layers`` and without PERSONAL."""
         layers = (*self.layers, *self.averaged)
         return replace(self, layers=layers, averaged=(), personal=())
 
     def only(self, layers: str | Sequence[str]) -> Parts:
-        """Return the split with these layers alone; "" = as it is.
+        """Return the split with only these layers, or unchanged for "".
 
         Raises:
-            ConfigError: a path or glob is that of no BatchNorm layer, or the split is
-                that of other layers.
+            ConfigError: a path or glob matches no BatchNorm layer, or the split was
+                made for other layers.
         """
         patterns = _listed(layers)
         if not patterns:
@@ -174,26 +179,26 @@ class Parts:
         paths = [layer.path for layer in self.whole.layers]
         unknown = [one for one in patterns if not any(_is_at(p, one) for p in paths)]
         if unknown:
-            what = f"is the path or glob of none of the {len(paths)} BatchNorm layers"
+            what = f"matches none of the {len(paths)} BatchNorm layers by path or glob"
             lines = [f"layers: {one!r} {what}. {_near(one, paths)}" for one in unknown]
             raise ConfigError("\n".join(lines))
         parts = self._where(lambda path: any(_is_at(path, one) for one in patterns))
         if self.averaged and parts.layers != self.layers:
             raise ConfigError(
-                f"layers={layers!r} chooses {parts.named_layers()}, and parts= has"
-                f" {self.named_layers()}: give one of the two"
+                f"layers={layers!r} chooses {parts.named_layers()}, but parts= has"
+                f" {self.named_layers()}. Give only one of the two."
             )
         return parts
 
     def with_personal(self, patterns: str | Sequence[str]) -> Parts:
-        """Return the split in which these entries are PERSONAL; "" = none.
+        """Return the split with these entries as PERSONAL, or none for "".
 
-        A pattern is a path or glob: "classifier.*", "features". "type:LayerNorm" stands
-        for all below the modules of this class, or of one made from it, "last-layer"
-        for the layers that make the outputs (``training.head``).
+        A pattern is a path or glob: "classifier.*", "features". "type:LayerNorm" means
+        all entries below modules of this class or its subclasses. "last-layer" means
+        the layers that make the outputs (``training.head``).
 
         Raises:
-            ConfigError: a pattern has no entry, or the last layer is not known.
+            ConfigError: a pattern has no entry, or the last layer is unknown.
         """
         listed = _listed(patterns)
         if LAST_LAYER in listed:
@@ -206,11 +211,11 @@ class Parts:
                 for one in unknown
             ]
             if self.by_names:
-                lines.append("Classes are known with parts=split_state(model).")
+                lines.append("Classes can be used with parts=split_state(model).")
             raise ConfigError("\n".join(lines))
         chosen = {name for one in listed for name in self._entries_at(one)}
         personal = tuple(name for name in self.names if name in chosen)
-        # The same object keeps what it has computed: a run asks in every round.
+        # The same object keeps its cached values: every round of a run calls this.
         return self if personal == self.personal else replace(self, personal=personal)
 
     def _entries_at(self, pattern: str) -> list[str]:
@@ -233,11 +238,11 @@ class Parts:
         by = "the shapes of the entries do" if self.by_names else "the model does"
         passed = ""
         if self.by_names:
-            passed = ", or pass parts=split_state(model), which shows more"
+            passed = ", or pass parts=split_state(model), which reveals more"
         raise ConfigError(
-            f"personal: {by} not show which layer makes the outputs ({LAST_LAYER}, also"
-            f" the head of fedrep). Candidates: {shown or 'none'}. Name the head, as in"
-            f" personal={paths[-1] if paths else 'classifier'!r}{passed}."
+            f"personal: {by} not show which layer makes the outputs ({LAST_LAYER}, and"
+            f" the head of fedrep). Candidates: {shown or 'none'}. Name the head, such"
+            f" as personal={paths[-1] if paths else 'classifier'!r}{passed}."
         )
 
     def _where(self, chosen: Callable[[str], bool]) -> Parts:
@@ -282,12 +287,12 @@ class Parts:
 
     @cached_property
     def rest(self) -> tuple[str, ...]:
-        """All other entries that are not personal."""
+        """All other entries that are not PERSONAL."""
         return self.select([Part.REST])
 
     def moments(self) -> Iterator[tuple[str, str]]:
         """Yield the names (running_mean, running_var) of each layer that has both."""
-        # Also of the averaged layers: a variance is one in any of them.
+        # This includes the averaged layers, because they have variances as well.
         for layer in self.whole.layers:
             if "running_mean" in layer.entries and "running_var" in layer.entries:
                 yield layer.entries["running_mean"], layer.entries["running_var"]
@@ -304,9 +309,9 @@ class Parts:
     def fingerprint(self, shapes: Mapping[str, tuple[int, ...]]) -> str:
         """Return a SHA-256 of names, parts and shapes.
 
-        A client's saved part is used only if it has the same one.
+        A client uses its saved state only if the fingerprint is equal.
         """
-        # By the layers' types: a client knows of no choice between them.
+        # Use the split by types, because the clients lack the choice of layers.
         part_of = self.whole.part_of
         lines = [f"{name} {part_of[name]} {tuple(shapes[name])}" for name in self.names]
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()
@@ -316,9 +321,10 @@ def fixed_entries(model: nn.Module) -> frozenset[str]:
     """Return the entries that local training does not change (see ``train_only``).
 
     These are parameters without ``requires_grad``, the statistics and counters of
-    layers that are kept in eval mode, and floating buffers: a constant window, a mask.
-    Excluded: buffers that training moves, of layers with running statistics and of
-    spectral norm. A buffer with its own update rule is wrongly included; remove it.
+    layers that are kept in eval mode, and floating buffers, such as a constant window
+    or a mask. Buffers that training changes are excluded: the buffers of layers with
+    running statistics and of spectral norm. A buffer with its own update rule is
+    wrongly included; remove it from the result.
     """
     fixed = set()
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -333,23 +339,23 @@ def fixed_entries(model: nn.Module) -> frozenset[str]:
         for leaf, buffer in buffers.items():
             name = entry_name(path, leaf)
             floating = buffer.is_floating_point() or buffer.is_complex()
-            # A buffer that is not persistent is no entry.
+            # A buffer that is not persistent is not an entry of the state.
             if floating and name in parts.part_of:
                 fixed.add(name)
     for layer in parts.layers:
         if modules[layer.path] in in_eval:
             for leaf, name in layer.entries.items():
-                # Gamma and beta are parameters, which training may move in eval mode.
+                # Gamma and beta are parameters; training may change them in eval mode.
                 if _part_of_leaf(leaf) != Part.AFFINE:
                     fixed.add(name)
     return frozenset(fixed)
 
 
 def _moves_buffers(module: nn.Module, buffers: Collection[str]) -> bool:
-    """Return whether training moves a module's buffers.
+    """Return whether training changes a module's buffers.
 
-    They are running statistics, or the vectors of spectral norm, which a
-    parametrization or, in torch's older form, a hook of the module holds.
+    These buffers are running statistics, or the vectors of spectral norm. The vectors
+    are in a parametrization or, in torch's older form, in a hook of the module.
     """
     if isinstance(module, _SpectralNorm):
         return True
@@ -360,24 +366,25 @@ def _moves_buffers(module: nn.Module, buffers: Collection[str]) -> bool:
 
 
 def _is_running(leaf: str) -> bool:
-    """Return whether a buffer's name is that of running statistics, also in layers that
-    come from TensorFlow.
+    """Return whether a buffer's name means running statistics.
+
+    Layers from TensorFlow have other names for them; these are included.
     """
     return leaf.startswith(("running_", "moving_"))
 
 
 def tied_entries(model: nn.Module) -> dict[str, str]:
-    """Return the entries that are the same tensor as an earlier one, with its name."""
-    # keep_vars=True: the tensors themselves, not detached ones with ids of their own.
+    """Return the entries that share a tensor with an earlier entry, with its name."""
+    # keep_vars=True gives the tensors; detached tensors would have other ids.
     state = model.state_dict(keep_vars=True)
     return _repeated((name, id(tensor)) for name, tensor in state.items())
 
 
 def equal_entries(state: Mapping[str, np.ndarray[Any, Any]]) -> dict[str, str]:
-    """Return the entries with the numbers of an earlier one, as tied weights have them.
+    """Return the entries that are equal to an earlier entry, as tied weights are.
 
-    Without a model nothing else shows a tie. Entries of one number, repeated or alone,
-    are left out: many begin with zeros or ones.
+    Only the numbers reveal a tie if the model is not available. Constant entries are
+    left out, because many entries start as all 0 or all 1.
     """
     varied = {name: a for name, a in state.items() if (a != a.flat[:1]).any()}
     return _repeated(
@@ -387,7 +394,7 @@ def equal_entries(state: Mapping[str, np.ndarray[Any, Any]]) -> dict[str, str]:
 
 
 def _repeated(values: Iterable[tuple[str, Hashable]]) -> dict[str, str]:
-    """Return the names whose value an earlier name has, with that name."""
+    """Return the names that repeat a value, with the earlier name of that value."""
     first: dict[Hashable, str] = {}
     repeated = {}
     for name, value in values:
@@ -400,20 +407,21 @@ def _repeated(values: Iterable[tuple[str, Hashable]]) -> dict[str, str]:
 def refuse_tied(
     tied: Mapping[str, str], local: Collection[str], unless: str = ""
 ) -> None:
-    """Raise ConfigError if one of two names of a tensor stays with the client.
+    """Raise ConfigError if a tied tensor stays with the client under only one name.
 
     Args:
         tied: see ``Parts.tied``.
-        local: the entries that stay.
-        unless: a further sentence of the message.
+        local: the entries that stay with the client.
+        unless: another sentence for the message.
     """
     for pair in tied.items():
         stays, shared = sorted(pair, key=lambda name: name not in local)
         if stays in local and shared not in local:
             raise ConfigError(
-                f"'{stays}' stays with the client, and another name of the same tensor,"
-                f" '{shared}', is shared: one would overwrite the other. Untie them in"
-                " the model, name both in personal, or use a strategy that shares both."
+                f"'{stays}' stays with the client, but '{shared}' is shared. Both are"
+                " names of the same tensor, so one would overwrite the other. Untie"
+                " them in the model, name both in personal, or use a strategy that"
+                " shares both."
                 f"{unless}"
             )
 
@@ -421,13 +429,14 @@ def refuse_tied(
 def refuse_other_head(
     model: nn.Module, head: Collection[str], inputs: Callable[[], Any] | None = None
 ) -> None:
-    """Raise ConfigError if the model's head is not the one that a server without the
-    model has found.
+    """Raise ConfigError if the model has another head than the server assumes.
+
+    A server without the model derives the head from the shapes of the entries.
 
     Args:
         model: the model.
-        head: the entries that the server found; none = it knows the model, or needs no
-            head.
+        head: the entries of the head at the server. It is empty if the server has the
+            model or needs no head.
         inputs: see ``split_state``.
     """
     if not head:
@@ -438,8 +447,8 @@ def refuse_other_head(
         return
     raise ConfigError(
         f"the strategy takes '{next(iter(head))}' for an entry of the head"
-        f" ({LAST_LAYER}, also the head of fedrep), by the shapes of the entries; the"
-        f" layer that makes the outputs is '{paths[0]}'. Give the strategy"
+        f" ({LAST_LAYER}, and the head of fedrep) because of the shapes of the entries."
+        f" But the layer that makes the outputs is '{paths[0]}'. Give the strategy"
         f" personal={','.join(paths)!r}, or parts=split_state(model)."
     )
 
@@ -450,10 +459,10 @@ def learning_parts(
     personal: str | Sequence[str] = "",
     inputs: Callable[[], Any] | None = None,
 ) -> Parts:
-    """Return the split in which BatchNorm has only the entries that training changes.
+    """Return the split that gives BatchNorm only entries changed by training.
 
     The ``fixed_entries`` are in REST (see ``train_only``). The other arguments are
-    those of ``split_state``.
+    explained in ``split_state``.
     """
     parts = split_state(model, layers, personal, inputs)
     fixed = fixed_entries(model)
@@ -485,26 +494,26 @@ def split_state(
 
     In a model, layers are found by type: BatchNorm1d/2d/3d, SyncBatchNorm, lazy layers
     and every subclass. In a bare state dict (any mapping of names), a layer counts as
-    BatchNorm if it has ``<prefix>.running_mean``. Names alone cannot tell an
+    BatchNorm if it has ``<prefix>.running_mean``. Names do not distinguish an
     InstanceNorm with running statistics from a BatchNorm, or a BatchNorm without
-    running statistics from any other affine layer. If that matters, pass the model.
+    running statistics from another affine layer. If that matters, pass the model.
 
-    Gamma and beta around a layer without its own are AFFINE where the layer's owner
-    applies them right after it, see ``outer_affine``.
+    Gamma and beta of a layer's owner are AFFINE if the layer lacks its own and the
+    owner applies them right after it, see ``outer_affine``.
 
     The entries of a parametrization of gamma or beta (``torch.nn.utils.parametrize``)
-    are AFFINE. What a subclass has besides BatchNorm's own entries is REST.
+    are AFFINE. Additional entries of a subclass are REST.
 
-    With ``layers`` a method acts on these BatchNorm layers alone: "layer1,layer2", or
+    With ``layers``, a method treats only these BatchNorm layers: "layer1,layer2", or
     ``lambda path, module: module.num_features > 64``. The others are in REST.
 
-    With ``personal`` these entries are PERSONAL, see ``Parts.with_personal``. A model
+    With ``personal``, these entries are PERSONAL, see ``Parts.with_personal``. A model
     that branches on values needs ``inputs`` for "last-layer": a function that returns
-    those of some examples.
+    the inputs of some examples.
 
     Raises:
-        ConfigError: no layer is chosen, or ``layers`` is a function and there is no
-            model; or ``personal`` chooses no entry.
+        ConfigError: no layer is chosen, or ``layers`` is a function and the model is
+            missing; or ``personal`` chooses no entry.
     """
     # The paths of the layers: by type in a model, by running_mean in a state dict.
     paths, modules = [], {}
@@ -514,8 +523,8 @@ def split_state(
     by_names = not isinstance(model_or_state_dict, nn.Module)
     if isinstance(model_or_state_dict, nn.Module):
         names = tuple(model_or_state_dict.state_dict(keep_vars=True))
-        # remove_duplicate=False: a layer registered at two paths is twice in the state
-        # dict.
+        # remove_duplicate=False, because a layer registered at two paths is twice in
+        # the state dict.
         modules = dict(model_or_state_dict.named_modules(remove_duplicate=False))
         for path, module in modules.items():
             if isinstance(module, _BatchNorm) or is_scripted_batchnorm(module):
@@ -533,7 +542,7 @@ def split_state(
             if leaf == "running_mean":
                 paths.append(path)
 
-    # The entries of each: BatchNorm's own, parametrized ones, and those of an owner.
+    # The entries of each layer: its own and parametrized entries, and its owner's.
     known = frozenset(names)
     parametrized = _parametrized(names)
     found = []
@@ -545,7 +554,7 @@ def split_state(
             entries |= _owned_outside(modules, path)
         present = {leaf: name for leaf, name in entries.items() if name in known}
         found.append(BatchNormLayer(path, present))
-        # torch's have both.
+        # layers of torch have both
         if by_names and not {"running_var", "num_batches_tracked"} <= present.keys():
             others.append(path)
     parts = Parts(
@@ -562,14 +571,14 @@ def split_state(
         return parts.only(layers)
     if by_names:
         raise ConfigError(
-            "layers is a function of path and module, and names have no modules: pass"
-            " parts=split_state(model, layers=...)"
+            "layers is a function of path and module, but names have no modules. Pass"
+            " parts=split_state(model, layers=...)."
         )
     chosen = {path for path in paths if layers(path, modules[path])}
     if not chosen:
         raise ConfigError(
-            f"layers chooses none of the model's {parts.named_layers()}: FedAvg is the"
-            " method that treats none of them"
+            f"layers chooses none of the model's {parts.named_layers()}. To treat none"
+            " of them, use FedAvg."
         )
     return parts._where(chosen.__contains__)
 
@@ -577,17 +586,17 @@ def split_state(
 def batchnorm_layers(
     model: nn.Module, paths: Collection[str] = (), changed: str = ""
 ) -> list[_BatchNorm]:
-    """Return the BatchNorm layers with these paths, or all; each layer once.
+    """Return the BatchNorm layers with these paths, or all layers, each layer once.
 
     Args:
         model: the model.
-        paths: they may have a wrapper's prefix, or lack that of ``model``, which may
-            also be a user's module around the network.
-        changed: what the caller does to the layers, in words; "" = nothing.
+        paths: the paths. They may have a wrapper's prefix, or lack the prefix of
+            ``model``, even if ``model`` is a user's module around the network.
+        changed: a phrase for the caller's change of the layers; "" if nothing changes.
 
     Raises:
-        NormLayerError: TorchScript holds a layer, in which this has no effect; or the
-            model has none of the paths, or has them in two places.
+        NormLayerError: a layer is in TorchScript, so the change would have no effect;
+            or the model has none of the paths, or has them in two places.
     """
     if changed:
         refuse_scripted(model, changed)
@@ -603,10 +612,10 @@ def batchnorm_layers(
         around = [end for end in ends if at.keys() >= {end + path for path in bare}]
         if len(around) != 1:
             raise NormLayerError(
-                f"the strategy acts on the BatchNorm layers {', '.join(bare[:3])} of the"
-                f" server's model, and a {type(model).__name__} has these paths in"
-                f" {len(around)} places. Pass the network whose state dict is sent, and"
-                " no module around it."
+                f"the strategy treats the BatchNorm layers {', '.join(bare[:3])} of the"
+                f" server's model, but a {type(model).__name__} has these paths in"
+                f" {len(around)} places. Pass the network whose state dict is sent,"
+                " without a module around it."
             )
         chosen = [around[0] + path for path in bare]
     return list(dict.fromkeys(at[path] for path in chosen))
@@ -618,13 +627,13 @@ def _is_at(path: str, pattern: str) -> bool:
 
 
 def _listed(patterns: str | Sequence[str]) -> list[str]:
-    """Return patterns, or those of a comma list, without empty ones."""
+    """Return the patterns, split at commas, without empty patterns."""
     each = patterns.split(",") if isinstance(patterns, str) else patterns
     return [pattern.strip() for pattern in each if pattern.strip()]
 
 
 def _near(pattern: str, paths: Sequence[str]) -> str:
-    """Return a sentence with the paths, or those of modules above, that are nearest."""
+    """Return a sentence with the most similar paths, or paths of modules above."""
     known = dict.fromkeys(
         path.rsplit(".", count)[0] for path in paths for count in range(3)
     )
@@ -635,10 +644,10 @@ def _near(pattern: str, paths: Sequence[str]) -> str:
 def _owned_outside(modules: Mapping[str, nn.Module], path: str) -> dict[str, str]:
     """Return gamma and beta that a subclass or the layer's owner applies, by leaf.
 
-    The result is empty where the layer has its own.
+    The result is empty if the layer has its own.
     """
     layer = modules[path]
-    # A layer in TorchScript is no ``_BatchNorm``, and its owner cannot be tried.
+    # A layer in TorchScript is not a ``_BatchNorm``, and its owner cannot be tried.
     if not isinstance(layer, _BatchNorm) or layer.affine or layer.running_mean is None:
         return {}
     parent, _, name = path.rpartition(".")
@@ -650,16 +659,17 @@ def _owned_outside(modules: Mapping[str, nn.Module], path: str) -> dict[str, str
 
 
 def other_layers(model: nn.Module) -> list[str]:
-    """Return the paths of layers with running statistics that are no torch BatchNorm.
+    """Return the paths of layers with running statistics that are not from torch.
 
-    No method treats them as one. A frozen one, whose weight is a buffer, is left out.
+    No method treats them as BatchNorm. Frozen layers (their weight is a buffer) are
+    left out.
     """
     paths = []
     for path, module in model.named_modules():
         if isinstance(module, _BatchNorm) or is_scripted_batchnorm(module):
             continue
         buffers = dict(module.named_buffers(recurse=False))
-        # A number, such as a loss, is none of a layer's channels.
+        # A number, such as a loss, does not belong to the channels of a layer.
         moves = any(_is_running(leaf) and buffers[leaf].dim() for leaf in buffers)
         if moves and "weight" not in buffers:
             paths.append(path)
@@ -667,13 +677,13 @@ def other_layers(model: nn.Module) -> list[str]:
 
 
 def name_layers(paths: Sequence[str], what: str) -> None:
-    """Warn of ``other_layers`` at these paths, and of what is done to them."""
+    """Warn about ``other_layers`` at these paths, and report their treatment."""
     _NAMED.add(tuple(paths))
     shown = ", ".join(repr(path or "the model itself") for path in paths[:3])
     more = f" and {len(paths) - 3} more" if len(paths) > 3 else ""
     logger.warning(
-        "layer %s%s: running statistics, and no torch BatchNorm. %s Where it shall be"
-        " treated as BatchNorm, make its class one of torch's or a subclass.",
+        "layer %s%s has running statistics, but is not a BatchNorm layer of torch. %s"
+        " To treat it as BatchNorm, make its class a class of torch or a subclass.",
         shown,
         more,
         what,
@@ -681,22 +691,20 @@ def name_layers(paths: Sequence[str], what: str) -> None:
 
 
 def name_once(model: nn.Module) -> None:
-    """Warn of the model's ``other_layers``, unless this process has named them."""
+    """Warn about the model's ``other_layers``, once in a process."""
     paths = other_layers(model)
     if paths and tuple(paths) not in _NAMED:
-        name_layers(
-            paths, "Clients train them as they are, and no method treats them here."
-        )
+        name_layers(paths, "Clients train them unchanged, and no method treats them.")
 
 
 def affine_elsewhere(
     parts: Parts, shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, list[str]]:
-    """Return entries of REST that may be a layer's gamma and beta, by the layer's path.
+    """Return entries of REST that may be a layer's gamma and beta, by layer path.
 
-    The layer has none of its own.
-    They have one dimension and the layer's channels, and belong to the layer or to the
-    module that owns it. Names do not tell whether they are applied to its output.
+    The layer has no gamma and beta of its own. The entries have one dimension and the
+    layer's channels, and belong to the layer or to the module that owns it. Names do
+    not reveal whether they are applied to its output.
     """
     found = {}
     for layer in parts.layers:
@@ -716,9 +724,9 @@ def affine_elsewhere(
 
 
 def _parametrized(names: Iterable[str]) -> dict[str, list[str]]:
-    """Return the parametrized leaves that BatchNorm has, by the path of their module.
+    """Return the parametrized leaves of BatchNorm, by the path of their module.
 
-    Of "bn.parametrizations.weight.original" it is "parametrizations.weight.original".
+    "bn.parametrizations.weight.original" has "parametrizations.weight.original".
     """
     leaves: dict[str, list[str]] = {}
     for name in names:

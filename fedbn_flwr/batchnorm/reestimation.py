@@ -1,13 +1,13 @@
-"""BatchNorm statistics from data: of a batch, and of a whole pass ("precise BN").
+"""BatchNorm statistics of a batch, and of a whole pass over data ("precise BN").
 
-Everything that computes statistics does it here: the clients' answers to the server's
-re-estimation (``recalibrate``, StaticBN, FBN), the statistics of methods that take over
+All computations of statistics are here: the clients' answers to the server's
+re-estimation (``recalibrate``, StaticBN, FBN), the statistics of methods that replace
 BatchNorm's forward pass, test-time BatchNorm, the doctor, and ``evaluate --bn adapt``.
 
-Each batch gives (count, mean, M2) per channel, M2 = sum of squared deviations from the
-mean. Many batches are merged at once (Chan, Golub, LeVeque 1979), without cancellation.
-Running statistics are the mean and M2 / (n - 1), the unbiased variance that torch's
-layers keep.
+Each batch gives (count, mean, M2) per channel; M2 is the sum of squared deviations from
+the mean. Many batches are merged in one operation (Chan, Golub, LeVeque 1979), without
+cancellation. Running statistics are the mean and M2 / (n - 1), the unbiased variance,
+as in torch's layers.
 """
 
 from __future__ import annotations
@@ -53,16 +53,19 @@ __all__ = [
 ]
 
 
-# Elements; in float64 2 MiB, which stay in the cache.
+# Number of elements: 2 MiB in float64 stay in the cache.
 _BLOCK = 1 << 18
 _TRACKED = ("running_mean", "running_var", "num_batches_tracked")
-# Moments of a layer that wait to be merged.
+# Number of moments of a layer that are collected before they are merged.
 _KEPT = 64
 
 
 @dataclass(frozen=True)
 class Moments:
-    """Statistics per channel of ``count`` values: ``mean`` and ``m2``, float64 (C,)."""
+    """Statistics of ``count`` values per channel.
+
+    ``mean`` and ``m2`` are float64 (C,).
+    """
 
     count: int
     mean: Tensor
@@ -70,14 +73,14 @@ class Moments:
 
     @property
     def variance(self) -> Tensor:
-        """The unbiased variance (C,), as torch's running one; of two values or more."""
+        """The unbiased variance (C,) of two or more values, like torch's."""
         return self.m2 / (self.count - 1)
 
 
 def moments_of(values: Tensor) -> Moments:
     """Return the moments of a BatchNorm layer's input (N, C, *), by channel."""
     values = values.detach()
-    # A GPU has no such cache, and wants few large kernels.
+    # A GPU has no such cache and works better with few large kernels.
     if values.device.type == "cpu" and values.numel() > _BLOCK:
         blocks = torch.split(values, max(1, _BLOCK * len(values) // values.numel()))
         return merge([_moments_of_block(block) for block in blocks])
@@ -86,13 +89,13 @@ def moments_of(values: Tensor) -> Moments:
 
 def _moments_of_block(values: Tensor) -> Moments:
     axes, count = other_axes(values), values.numel() // values.shape[1]
-    # A copy, which is changed below, in the same order: contiguous or channels-last.
+    # A copy, because it is changed below; its memory format does not change.
     wide = values.to(torch.float64, copy=True)
-    # One kernel, which on a CPU takes ten times as long as the four below.
+    # One kernel. It takes ten times as long on a CPU as the four operations below.
     if wide.is_cuda:
         var, mean = torch.var_mean(wide, axes, correction=0)
         return Moments(count, mean, var * count)
-    # Two passes: E[x^2] - E[x]^2 cancels where the mean is far above the deviation.
+    # Two passes: E[x^2] - E[x]^2 cancels if the mean is far above the deviation.
     mean = wide.mean(axes, keepdim=True)
     m2 = wide.sub_(mean).square_().sum(axes)
     return Moments(count, mean.flatten(), m2)
@@ -108,13 +111,14 @@ def merge(moments: Sequence[Moments]) -> Moments:
     moments = [one for one in moments if one.count]
     if not moments:
         raise ValueError(
-            "no values, so no mean: give merge() moments of at least one value"
+            "merge() got no values and cannot compute a mean. Give it moments of at"
+            " least one value."
         )
     if len(moments) == 1:
         return moments[0]
     count, first = sum(one.count for one in moments), moments[0].mean
     counts = first.new_tensor([[one.count] for one in moments])
-    # Means are taken from one of them: the numbers stay small, so no digit is lost.
+    # Subtract one of the means first: the numbers stay small, so no digit is lost.
     apart = torch.stack([one.mean for one in moments]) - first
     shift = (counts * apart).sum(0) / count
     # M2 = sum_i M2_i + sum_i n_i (mean_i - mean)^2 (Chan, Golub, LeVeque).
@@ -124,9 +128,9 @@ def merge(moments: Sequence[Moments]) -> Moments:
 
 
 class MomentSums:
-    """The moments of layers' inputs, of all calls.
+    """The moments of layers' inputs, over all calls.
 
-    They wait until there are many, and are merged together: few operations, few kept.
+    They are collected and merged in groups, to save operations and memory.
     """
 
     def __init__(self) -> None:
@@ -135,7 +139,7 @@ class MomentSums:
     def gather(self, layer: nn.Module, moments: Moments) -> None:
         """Add the moments of a call of ``layer``.
 
-        A call on no rows, as of an expert that got none, is no call.
+        Calls with zero rows, such as calls of an idle expert, are ignored.
         """
         if not moments.count:
             return
@@ -152,7 +156,7 @@ class MomentSums:
     ) -> None:
         """Add the input ``x`` (N, C, *) of a call.
 
-        A call that activation checkpointing repeats was added already.
+        A call that is repeated by activation checkpointing is ignored.
 
         Args:
             layer: the layer that was called.
@@ -168,7 +172,7 @@ class MomentSums:
         self.gather(layer, Moments(count, mean.detach().double(), m2))
 
     def by_path(self, model: nn.Module) -> dict[str, Moments]:
-        """Return the moments by layer path or paths, of the layers with a call."""
+        """Return the moments of the called layers, by each of their paths."""
         merged = {layer: merge(moments) for layer, moments in self._moments.items()}
         by_path = {}
         for path, module in model.named_modules(remove_duplicate=False):
@@ -189,8 +193,8 @@ def batch_statistics(x: Tensor) -> tuple[Tensor, Tensor]:
 class _BatchStatistics(torch.autograd.Function):
     """Mean and biased variance of n values per channel, with their gradients.
 
-    d mean / d x = 1 / n, and d var / d x = 2 (x - mean) / n. Autograd's own way keeps
-    two more copies of x and is slower.
+    d mean / d x = 1 / n, and d var / d x = 2 (x - mean) / n. Autograd would keep two
+    more copies of x and would be slower.
     """
 
     generate_vmap_rule = True
@@ -222,14 +226,15 @@ def _wide(x: Tensor) -> Tensor:
 def pool(moments: Sequence[Moments], weights: Sequence[float] | None = None) -> Moments:
     """Return the moments of one or more clients together.
 
-    Both ways are exact. The counts are those of one pass over each client's data. After
-    local steps the shares p_i are needed: with the same number of steps and one batch
-    size all counts are equal, and do not tell the sizes.
+    Both weightings are exact. Use the counts if they come from one pass over each
+    client's data. Use the shares p_i if they come from local steps: clients with the
+    same number of steps and batch size have equal counts, which do not reveal their
+    sizes.
 
     Args:
         moments: one entry per client, in an order that does not depend on arrival.
         weights: p_i, or in proportion to them, in the same order; mean = sum p_i mean_i
-            and biased variance sum p_i (var_i + (mean_i - mean)^2). None = by the
+            and biased variance sum p_i (var_i + (mean_i - mean)^2). None selects the
             counts.
     """
     if weights is None:
@@ -249,7 +254,7 @@ def mixture(
     Args:
         moments: one entry per client.
         weights: p_i, or in proportion to them, in the same order.
-        spread: whether the variance has its second term.
+        spread: whether the variance includes its second term.
     """
     total = sum(weights)
     pairs = list(zip([weight / total for weight in weights], moments, strict=True))
@@ -264,7 +269,7 @@ def mixture(
 
 
 def tracking_layers(model: nn.Module) -> list[_BatchNorm]:
-    """Return the BatchNorm layers whose running statistics a forward pass changes."""
+    """Return the BatchNorm layers that update running statistics in a forward pass."""
     layers = []
     for layer in layers_of(model).values():
         tracks = layer.running_mean is not None and layer.track_running_stats
@@ -274,10 +279,10 @@ def tracking_layers(model: nn.Module) -> list[_BatchNorm]:
 
 
 def stop_tracking(layers: Collection[_BatchNorm]) -> Callable[[], None]:
-    """Let layers in train mode change no buffer; return the function that undoes it.
+    """Let layers in train mode update no buffer, and return the undo function.
 
-    They normalise by the batch's statistics. A forward pass of a layer's own may track
-    in any case: what it has changed is undone, too.
+    They use the batch's statistics. A custom forward pass may update buffers in any
+    case; these changes are undone as well.
     """
     kept = []
     for layer in layers:
@@ -292,7 +297,7 @@ def stop_tracking(layers: Collection[_BatchNorm]) -> Callable[[], None]:
     def undo() -> None:
         for layer, tracked in before:
             layer.track_running_stats = tracked
-        # The same buffer again: it may have been replaced, and others hold it.
+        # Keep the buffer object: it may have been replaced, and others refer to it.
         with torch.no_grad():
             for layer, name, buffer, value in kept:
                 setattr(layer, name, buffer.copy_(value))
@@ -312,50 +317,50 @@ def reestimate_statistics(
 ) -> dict[str, Moments]:
     """Return the statistics of every BatchNorm layer from one pass over the data.
 
-    The model does not change, nor what its other layers hold. In the pass it is in train mode: BatchNorm normalises
-    with each batch's own statistics, and running ones are neither used nor changed.
-    Layers that the model itself keeps in eval mode, or has in it while it is in train
-    mode, are left out.
+    The model does not change. It is in train mode in the pass: BatchNorm uses each
+    batch's own statistics, and running statistics are neither used nor changed. Layers
+    that the model keeps in eval mode, or that are in eval mode while the model is in
+    train mode, are left out.
 
     Args:
-        model: has the weights to use, on the device to use.
-        data: every example is used once, in order and as ``batch`` returns it without a
-            generator; the last batch may be smaller. If it has one example and
-            BatchNorm cannot use it alone, it joins the batch before it.
-        batch_size: examples per batch; 0 = all in one.
+        model: the model, with the weights to use, on the device to use.
+        data: every example is used once, in order and as returned by ``batch`` without
+            a generator; the last batch may be smaller. If it has one example and
+            BatchNorm cannot use it, the last two batches are joined.
+        batch_size: examples per batch; 0 means one batch of all examples.
         seed: for dropout and other random layers.
-        layers: these alone use the batch's statistics, and all else is in eval mode, as
-            in a test. None = every layer is in train mode.
-        measured: paths of the BatchNorm layers to measure; others are in eval mode, as
-            they are tested. () = all.
-        forward: called with the inputs of each batch in the place of ``model``, for
-            layers that the training reaches and the model's own forward does not; it
-            calls this model's layers.
+        layers: only these layers use the batch's statistics. All other layers are in
+            eval mode like in a test. None means that every layer is in train mode.
+        measured: paths of the BatchNorm layers to measure. The others are in eval mode
+            like in a test. () means all.
+        forward: called with the inputs of each batch instead of ``model``, if the
+            training uses layers that the model's own forward does not use. It calls
+            this model's layers.
 
     Returns:
         The moments by layer path. A layer called several times counts all its inputs; a
         layer registered at several paths has an entry for each. Layers that were not
-        called are left out. The result is empty if there is no data, or one example
-        only, from which BatchNorm cannot compute statistics.
+        called are left out. The result is empty for less than two examples, because
+        BatchNorm cannot compute statistics from them.
 
     Raises:
-        NormLayerError: TorchScript holds a layer.
+        NormLayerError: a layer is in TorchScript.
     """
     chosen = batchnorm_layers(model, measured, "re-estimated statistics")
     in_eval = [one for one in batchnorm_layers(model) if one not in chosen]
     in_eval += left_in_eval(model).values()
     with unchanged(model), torch.no_grad():
-        # The modes of the pass.
+        # Set the modes of the pass.
         model.train(layers is None)
         for layer in in_eval:
             layer.training = False
-        # Also layers that ``train`` leaves in eval mode.
+        # This includes layers that ``train`` leaves in eval mode.
         for layer in layers or ():
             layer.training = True
         watched = tracking_layers(model) if layers is None else layers
 
         prepared = inputs_for(model)
-        # The model's own forward says nothing of layers that ``forward`` alone reaches.
+        # The model's own forward does not use all layers that ``forward`` uses.
         tried = model if forward is None else None
         with seeded(seed):
             batches = _positions(tried, data, batch_size, prepared)
@@ -366,7 +371,7 @@ def reestimate_statistics(
                 try:
                     (forward or model)(prepared(inputs))
                 except ValueError as error:
-                    # torch's error for one value per channel does not name the layer.
+                    # torch's error for one value per channel does not name the layer
                     named = named_error(error, model, len(positions))
                     if named is None:
                         raise
@@ -375,13 +380,13 @@ def reestimate_statistics(
 
 
 def load_statistics(model: nn.Module, moments: Mapping[str, Moments]) -> None:
-    """Give BatchNorm layers re-estimated statistics, as running ones.
+    """Load re-estimated statistics as running statistics of BatchNorm layers.
 
-    The variance is biased, as the one by which a batch is normalised in training.
+    The variance is biased, like the variance of a batch in training.
 
     Args:
         model: changed in place.
-        moments: by layer path, as ``reestimate_statistics`` returns them.
+        moments: by layer path, as returned by ``reestimate_statistics``.
     """
     for path, of_layer in moments.items():
         layer: Any = model.get_submodule(path)
@@ -397,12 +402,13 @@ def _positions(
 ) -> list[Tensor]:
     """Return the positions of each batch.
 
-    ``model`` says whether one example can be alone; None = it cannot.
+    ``model`` is used to find out whether it takes a batch of one example. With None, no
+    batch of one example is returned.
     """
     if not len(data):
         return []
-    # From one example a BatchNorm after a linear layer computes no statistics, whatever
-    # the batches in training are.
+    # A BatchNorm after a linear layer cannot compute statistics of one example, even if
+    # the batches in training have one.
     size = max(batch_size, 2) if batch_size else len(data)
     batches = list(torch.split(torch.arange(len(data)), size))
     last = batches[-1]
@@ -415,10 +421,10 @@ def _positions(
 
 @contextmanager
 def gathered_inputs(layers: Collection[_BatchNorm]) -> Iterator[MomentSums]:
-    """Gather the moments of the inputs of these layers, of all calls in the block."""
+    """Gather the moments of all inputs of these layers in the block."""
     sums = MomentSums()
 
-    # Before the call: the layer may change its input in place.
+    # Before the call, because the layer may change its input in place.
     def note(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         sums.gather(layer, moments_of(args[0] if args else kwargs["input"]))
 

@@ -1,7 +1,8 @@
-"""A BatchNorm layer's forward pass, taken over by a method for a round's training.
+"""A BatchNorm layer's forward pass, replaced by a method during training.
 
-What a method needs to write such a forward pass, besides the statistics of
-``reestimation``: normalisation by any statistics, through which gradients flow.
+Together with the statistics of ``reestimation``, the module gives a method all
+functions for such a forward pass. It can normalise by any statistics, with gradients
+through them.
 """
 
 from __future__ import annotations
@@ -41,11 +42,11 @@ The input x is (N, C, *), and the output has its dtype.
 def layers_in_training(model: nn.Module) -> dict[str, _BatchNorm]:
     """Return the BatchNorm layers that track statistics in training, by path.
 
-    Layers that the model keeps in eval mode, or has in it while it trains itself, are
-    left out. A layer registered at several paths has its first one.
+    Layers that the model keeps in eval mode, or that are in eval mode while the model
+    is in train mode, are left out. A layer registered at several paths has the first.
 
     Raises:
-        NormLayerError: TorchScript holds a layer.
+        NormLayerError: a layer is in TorchScript.
     """
     refuse_scripted(model, "statistics in training")
     in_eval = stays_in_eval(model)
@@ -56,33 +57,34 @@ def layers_in_training(model: nn.Module) -> dict[str, _BatchNorm]:
 
 
 def replaceable_layers(model: nn.Module) -> dict[_BatchNorm, list[nn.Module]]:
-    """Return ``layers_in_training``, each with the modules that it applies after BN.
+    """Return ``layers_in_training`` with the modules that each applies after BN.
 
     A method can replace the rest of their forward pass.
 
     Raises:
-        NormLayerError: a layer does more in its forward pass, which would be left out,
-            or TorchScript holds it.
+        NormLayerError: the forward pass of a layer does more, so a part would be lost;
+            or the layer is in TorchScript.
     """
     layers = {}
     for path, layer in layers_in_training(model).items():
         after = modules_after(layer)
         if after is None:
             raise NormLayerError(
-                f"BatchNorm layer '{path}' is a {type(layer).__name__}, which has a"
-                " forward pass of its own: the method would replace it. Use torch's"
-                " BatchNorm1d, BatchNorm2d or BatchNorm3d, or a subclass that applies"
-                " its modules in their order, and nothing else, after BatchNorm."
+                f"BatchNorm layer '{path}' is a {type(layer).__name__} with a custom"
+                " forward pass, but the method would replace it. Use torch's"
+                " BatchNorm1d, BatchNorm2d or BatchNorm3d, or a subclass whose forward"
+                " pass applies BatchNorm, then its modules in their order, and nothing else."
             )
         layers[layer] = list(after.values())
     return layers
 
 
 class _Forward:
-    """A forward pass in the place of a layer's own.
+    """A replacement of a layer's forward pass.
 
-    A copy of the layer, deep or pickled, has its own again. It may be an average of the
-    weights, made in mid-training: with the replacement it would use the original.
+    A copy of the layer, deep or pickled, has the original forward pass. The copy may be
+    an average of the weights, made during training. If the copy had the replacement, it
+    would use the original layer.
     """
 
     def __init__(
@@ -94,7 +96,7 @@ class _Forward:
         return self._function(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        # ``memo`` has the layer's copy, unless this object alone is copied.
+        # ``memo`` has the layer's copy, unless only this object is copied.
         copied = memo.get(id(self._layer))
         return self if copied is None else _own_forward(copied)
 
@@ -110,14 +112,14 @@ def _own_forward(layer: _BatchNorm) -> Callable[[Tensor], Tensor]:
 def replace_forward(
     layers: Mapping[_BatchNorm, Iterable[nn.Module]], compute: ForwardFunction
 ) -> Callable[[], None]:
-    """Let ``compute`` be the layers' forward pass; return the function that undoes it.
+    """Let ``compute`` be the layers' forward pass, and return the undo function.
 
-    The layers are those of ``replaceable_layers``. What a subclass applies after
-    BatchNorm, an activation say, it applies after ``compute``. A layer that does not
-    track when it is called (in eval mode, or while ``reestimate_statistics`` passes the
-    data through the model) uses its own forward pass. Running statistics and counters
-    change only if ``compute`` does it. A compiled model runs ``compute`` between its
-    compiled parts.
+    ``layers`` come from ``replaceable_layers``. Modules that a subclass applies after
+    BatchNorm, such as an activation, are applied after ``compute``. A layer uses its
+    own forward pass if it does not track when it is called (in eval mode, or during
+    ``reestimate_statistics``). Running statistics and counters change only if
+    ``compute`` changes them. A compiled model runs ``compute`` between its compiled
+    parts.
     """
     undo = ExitStack()
     for layer, after in layers.items():
@@ -134,10 +136,10 @@ def _forward(
     after: Iterable[nn.Module],
     input: Tensor,
 ) -> Tensor:
-    """Return ``compute``'s output, or that of the layer's own forward in a test."""
+    """Return the output of ``compute``, or in tests of the layer's own forward."""
     if not (layer.training and layer.track_running_stats):
         return original(input)
-    # As torch's forward does, whose message a user knows.
+    # torch's forward runs the same check, so the user sees the usual message
     layer._check_input_dim(input)  # type: ignore[no-untyped-call]
     output = compute(layer, input)
     for module in after:
@@ -148,10 +150,10 @@ def _forward(
 def watch_inputs(
     layer: _BatchNorm, note: Callable[[_BatchNorm, Tensor], None]
 ) -> Callable[[], None]:
-    """Call ``note(layer, x)`` before each forward pass; return what undoes it.
+    """Call ``note(layer, x)`` before each forward pass, and return the undo function.
 
-    Not a hook of torch's: a compiled model does not look for hooks that come after its
-    compilation. It runs ``note`` between its compiled parts.
+    It is not a hook of torch, because a compiled model ignores hooks that were added
+    after its compilation. The model runs ``note`` between its compiled parts.
     """
     original, noted = layer.forward, not_compiled(note)
 
@@ -166,14 +168,14 @@ def normalise(layer: _BatchNorm, x: Tensor, mean: Tensor, var: Tensor) -> Tensor
     """Return gamma (x - mean) / sqrt(var + eps) + beta, in x's dtype.
 
     Args:
-        layer: has gamma and beta, if any, and eps.
+        layer: provides eps, and gamma and beta if it has them.
         x: its input (N, C, *).
         mean: (C,), in float32, or in float64 with a float64 input.
-        var: biased (C,), likewise; it is at least 0.
+        var: biased (C,), in the same dtype; it is at least 0.
     """
-    # torch's kernel sends no gradient to the statistics that it is given, m and v. So
-    # mean and var enter a second time, as a factor of gamma that is 1 and a term of
-    # beta that is 0: the output stays, and the gradients are exact.
+    # torch's kernel returns no gradient for the given statistics, m and v. So mean and
+    # var enter a second time, as a factor of gamma that is 1 and a term of beta that is
+    # 0: the output does not change, and the gradients are exact.
     m, v = mean.detach(), var.detach()
     weight = ((v + layer.eps) / (var + layer.eps)).sqrt()
     bias = (m - mean) * (var + layer.eps).rsqrt()

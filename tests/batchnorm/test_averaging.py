@@ -337,7 +337,7 @@ def test_a_variance_is_never_negative(
 def test_weights_that_cannot_be_normalised(weights: list[float]) -> None:
     with pytest.raises(
         ReplyError,
-        match="cannot be averaged: all finite and >= 0, at least one above 0",
+        match="cannot be averaged: they must be finite and not negative",
     ):
         to_shares(weights)
 
@@ -406,7 +406,7 @@ def test_large_values_are_finite_and_one_that_is_not_is_found_anywhere(
             for value in (np.nan, np.inf, -np.inf):
                 bad = large.copy()
                 bad[index] = value
-                with pytest.raises(ReplyError, match="entry 'x' holds "):
+                with pytest.raises(ReplyError, match="entry 'x' contains "):
                     check_state({"x": bad}, {"x": large}, parts)
 
 

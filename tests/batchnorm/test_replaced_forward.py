@@ -259,7 +259,7 @@ def test_a_layer_with_a_forward_pass_of_its_own_is_refused_by_name() -> None:
     model = nn.Sequential(nn.BatchNorm1d(5), nn.Sequential(Renormalised(5)))
     with pytest.raises(
         NormLayerError,
-        match=r"'1\.0' is a Renormalised, which has a forward pass of its own",
+        match=r"'1\.0' is a Renormalised with a custom forward pass",
     ):
         replace_forward(replaceable_layers(model), by_batch)
     assert not any("forward" in vars(module) for module in model.modules())

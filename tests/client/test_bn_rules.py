@@ -422,7 +422,8 @@ def test_a_survey_takes_the_batch_size_of_a_batch_sampler_and_names_data_that_it
         return {"img": rows, "label": rows}
 
     with pytest.raises(
-        DataError, match=r"batches are dict of img, label; .*collate_fn"
+        DataError,
+        match=r"the batches of the data set are dict of img, label; .*collate_fn",
     ):
         rules.survey(DataLoader(data, 4, collate_fn=as_dict))
     with pytest.raises(DataError, match="data set, Stream, has no length"):
@@ -620,7 +621,7 @@ def test_a_layer_with_a_forward_of_its_own_is_refused_in_the_warm_up_too() -> No
     model = nn.Sequential(nn.Linear(2, 3), Own(3))
     with pytest.raises(
         NormLayerError,
-        match="BatchNorm layer '1' is a Own, which has a forward pass of its own",
+        match="BatchNorm layer '1' is a Own with a custom forward pass",
     ):
         HybridStatistics(True, share=False).begin(model)
     assert not changed(model)

@@ -113,7 +113,7 @@ WRONG: dict[str, tuple[Spoil, str | None, str]] = {
     "variance": (
         entry("1.running_var", put(-0.5, 2)),
         None,
-        "'1.running_var' holds a negative variance",
+        "'1.running_var' has a negative variance",
     ),
     "zero": (count(0), None, "'num-examples' is 0"),
     "negative": (count(-3), None, "'num-examples' is -3"),
@@ -203,7 +203,7 @@ def test_a_record_of_the_method_that_is_not_finite_is_rejected_by_name(
     )
     node_id = run.grid.get_node_ids()[BAD]
     refused = (
-        f"node {node_id} (partition {BAD}): record '{VARIATES}': entry '0.weight' holds"
+        f"node {node_id} (partition {BAD}): record '{VARIATES}': entry '0.weight' contains"
         f" {value}"
     )
     assert run.strategy.reports[0].rejected[node_id].startswith(refused)
@@ -219,7 +219,7 @@ def test_an_initial_entry_that_every_reply_would_repeat_is_refused_before_the_ru
     state = to_state(mlp().state_dict())
     state[name] = put(value)(state[name].copy())
     with pytest.raises(
-        ConfigError, match=rf"^initial_arrays: entry '{name}' holds .*{value}"
+        ConfigError, match=rf"^initial_arrays: entry '{name}' (contains|has) .*{value}"
     ):
         FedAvg().prepare(to_record(state), 1, 1.0)
 
@@ -386,6 +386,6 @@ def test_observers_of_quantisation_aware_training_are_told_from_a_constant(mlp) 
         "activation_post_process.min_val": np.array(np.inf),
     }
     with pytest.raises(
-        ConfigError, match=r"'activation_post_process\.min_val' holds inf.*observers"
+        ConfigError, match=r"'activation_post_process\.min_val' contains inf.*observers"
     ):
         FedAvg().prepare(to_record(state), 1, 1.0)

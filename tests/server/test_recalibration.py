@@ -204,7 +204,7 @@ def spoil_statistics(change):
             r"layer '1': int64 \(\), \(2,\), \(4,\) sent",
         ),
         (lambda s: s["1.m2"].__setitem__(0, -1.0), "the smallest M2 -1.0"),
-        (lambda s: s["1.mean"].__setitem__(0, np.nan), "entry '1.mean' holds nan"),
+        (lambda s: s["1.mean"].__setitem__(0, np.nan), "entry '1.mean' contains nan"),
         (lambda s: s.update({"1.count": np.asarray(0)}), "count is 0"),
         (
             lambda s: s.update({"9.count": np.asarray(3)}),

@@ -141,6 +141,6 @@ def test_one_of_two_names_of_a_tensor_cannot_stay(
     model = tied()
     split = None if by_names else split_state(model)
     arrays = to_record(model.state_dict())
-    with pytest.raises(ConfigError, match="another name of the same tensor"):
+    with pytest.raises(ConfigError, match="names of the same tensor"):
         method(personal=personal, parts=split).prepare(arrays, 1, 1)
     method(personal="encoder,decoder", parts=split).prepare(arrays, 1, 1)

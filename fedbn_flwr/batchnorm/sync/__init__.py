@@ -1,4 +1,4 @@
-"""One BatchNorm over all clients of a round: FedTAN's first local step.
+"""One BatchNorm over all clients of a round, for FedTAN's first local step.
 
 It works for any ``nn.Module``. Clients run one forward and backward pass inside
 ``synchronised``; the server answers each exchange with ``combine``. Source: FedTAN,
@@ -10,9 +10,9 @@ In reading order:
 
 - ``step``: ``synchronised``, the block around a forward and a backward pass.
 - ``mode``: replaces every batch_norm call in the block, and numbers the exchanges.
-- ``layer``: the arithmetic of one call: what is sent, what the answer gives.
+- ``layer``: the arithmetic of one call, with the sent tensors and the answers.
 - ``reduction``: the tensors of an exchange, and the server's answer to them.
-- ``trial``: tries beforehand, at one client, whether a model can be synchronised.
+- ``trial``: tries at one client, before a step, whether a model can be synchronised.
 """
 
 from fedbn_flwr.batchnorm.sync.mode import SynchronisedStep

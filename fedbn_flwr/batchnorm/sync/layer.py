@@ -34,9 +34,9 @@ def elements_per_channel(y: Tensor) -> int:
 def local_mean(y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return y - centre, centre (C,), and the mean of the first (C,), of this client.
 
-    ``centre`` is a first mean with the rounding error of a long sum, which ``error``
-    corrects. On a CPU this and the mean square are several times faster than torch's
-    Welford pass, and as exact if the mean is far above the deviation.
+    ``centre`` is a mean with the rounding error of a long sum; the mean of y - centre
+    corrects it. On a CPU, this and the mean square are several times faster than
+    torch's Welford pass, and equally exact if the mean is far above the deviation.
     """
     centre = y.mean(other_axes(y))
     centred = y - per_channel(centre, y)
@@ -46,8 +46,8 @@ def local_mean(y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def local_moments(centred: Tensor, centre: Tensor, error: Tensor) -> Tensor:
     """Return (mean, rest, var) of this client, (3, C), from ``local_mean``'s values.
 
-    ``mean`` is centre + error after rounding, ``rest`` what rounding removed. ``var``
-    is biased, about mean + rest.
+    ``mean`` is centre + error after rounding, and ``rest`` is the part lost by
+    rounding. ``var`` is biased, about mean + rest.
     """
     mean = centre + error
     rest = error - (mean - centre)
@@ -62,29 +62,31 @@ def mean_square(centred: Tensor) -> Tensor:
 
 
 def _with_share(rows: Tensor, share: float) -> Tensor:
-    """Return ``rows``, (C,) or (3, C), with a column: ``share`` at the top, else 0."""
+    """Return ``rows``, (C,) or (3, C), with a column of ``share``, then zeros."""
     column = rows.new_zeros(*rows.shape[:-1], 1)
     column.view(-1)[0] = share
     return torch.cat([rows, column], -1)
 
 
 class BatchNormCall:
-    """One BatchNorm call of a synchronised step, connected to the same call elsewhere.
+    """One BatchNorm call of a synchronised step, with exchanges between clients.
 
     Args:
         exchange: ``exchange(tag, local)`` returns the server's answer to a tensor of
             this client.
         call: k/path, the number of the call in the forward pass and the path of its
             layer.
-        batch_size: b_i, the examples of this client's batch.
+        batch_size: b_i, the number of examples in this client's batch.
         layer: the layer, for errors.
-        fused: mean and variance travel in one exchange.
-        keeps_gradients: the gradients are not exchanged.
+        fused: whether mean and variance are sent in one exchange.
+        keeps_gradients: whether the client keeps its gradients instead of exchanging
+            them.
 
     Attributes:
-        mean: (C,), of all clients' batches; known after ``moments``.
-        var: (C,), biased, likewise.
-        share: sum p_i b_i / n_i, the examples per element of a channel, likewise.
+        mean: (C,), of all clients' batches; available after ``moments``.
+        var: (C,), biased, of all clients' batches; available after ``moments``.
+        share: sum p_i b_i / n_i, the examples per element of a channel; available after
+            ``moments``.
     """
 
     mean: Tensor
@@ -112,7 +114,7 @@ class BatchNormCall:
         """Return y - mean - rest, and mean, rest and var over all clients, each (C,).
 
         The first is a new tensor. ``var`` is biased, about mean + rest. ``rest`` is the
-        rounding error of mean; 0 if ``var`` is taken about mean.
+        rounding error of mean, or 0 if ``var`` is taken about mean.
         """
         centred, centre, error = local_mean(y)
         share = self._batch_size / elements_per_channel(y)
@@ -122,8 +124,8 @@ class BatchNormCall:
             answer = self._exchange(f"moments/{self._call}", local)
             self.mean, rest, self.var = answer[:, :-1]
             self.share = float(answer[0, -1])
-            # The order matters: centre - mean is small and exact, and rest is far
-            # smaller than both.
+            # The order of the operations matters: centre - mean is small and exact, and
+            # rest is far smaller than both.
             centred += per_channel(centre - self.mean - rest, y)
         else:
             # 3L + 1 exchanges: the mean of all, eq. (39), then the variance about it,
@@ -138,15 +140,15 @@ class BatchNormCall:
         return centred, self.mean, rest, self.var
 
     def gradients(self, local: Tensor) -> Tensor:
-        """Return dF/dvar and dF/dmean, (2, C), eq. (41), given this client's."""
-        # FedDNA goes on with its own.
+        """Return dF/dvar and dF/dmean, (2, C), eq. (41), from this client's values."""
+        # FedDNA continues with the client's values.
         if self._keeps_gradients:
             return local
         if self._answered:
             raise NormLayerError(
                 f"{self._layer} was reached by a second backward pass through one"
-                " forward pass: its gradients were exchanged already. Add the losses"
-                " and call backward once."
+                " forward pass, but its gradients have already been exchanged. Add the"
+                " losses and call backward once."
             )
         self._answered = True
         return self._exchange(f"gradients/{self._call}", local)
@@ -168,7 +170,7 @@ class Normalise(torch.autograd.Function):
         centred, mean, rest, var = call.moments(
             y.to(torch.promote_types(y.dtype, torch.float32))
         )
-        # y, and not ``centred``: that is changed below, and wider than float16.
+        # Save y, because ``centred`` is changed below and is wider than float16.
         ctx.save_for_backward(y, weight, mean, rest, var)
         ctx.eps, ctx.call, ctx.has_bias = eps, call, bias is not None
         scale = (var + eps).rsqrt_()
@@ -184,16 +186,16 @@ class Normalise(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of y, weight and bias.
 
-        Those of weight and bias are this client's: the server averages them with the
-        model.
+        The gradients of weight and bias come only from this client, because the server
+        averages them with the model.
         """
         y, weight, mean, rest, var = ctx.saved_tensors
         grad = grad.to(mean.dtype)
         centred = y.to(mean.dtype) - per_channel(mean, y)
         scale = (var + ctx.eps).rsqrt_()
         d_bias = grad.sum(other_axes(y))
-        # Here and below the rest of the mean is subtracted per channel, not in a pass
-        # over all elements.
+        # Here and below, the rest of the mean is subtracted per channel instead of in a
+        # pass over all elements.
         d_weight = ((grad * centred).sum(other_axes(y)) - rest * d_bias) * scale
         sum_g, sum_g_x_hat = d_bias, d_weight
         factor = scale
@@ -206,9 +208,9 @@ class Normalise(torch.autograd.Function):
         d_y = None
         if ctx.needs_input_grad[0]:
             # sum g (y - mean) (-1/2) s^-3, and -sum g / s. The mean's path through this
-            # client's variance is left out: it is zero in the sum over all clients.
+            # client's variance is left out, because it is zero in the sum over clients.
             local = torch.stack([-0.5 * sum_g_x_hat * scale.square(), -sum_g * scale])
-            # d_y = g / s + 2 d_var (y - mean) + d_mean: both are means of n values.
+            # d_y = g / s + 2 d_var (y - mean) + d_mean; both are means of n values
             d_var, d_mean = ctx.call.gradients(local) / elements_per_channel(y)
             centred.mul_(per_channel(2 * d_var, y)).add_(
                 per_channel(d_mean - 2 * d_var * rest, y)

@@ -1,4 +1,4 @@
-"""The torch function mode that replaces every BatchNorm call of a synchronised step."""
+"""The torch function mode that replaces BatchNorm calls of a synchronised step."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ __all__ = ["SynchronisedStep"]
 
 
 class _Arguments(NamedTuple):
-    """The arguments of a BatchNorm call; torch has two functions with other orders."""
+    """The arguments of a BatchNorm call, independent of their order in torch."""
 
     y: Tensor
     running_mean: Tensor | None
@@ -40,7 +40,7 @@ class _Arguments(NamedTuple):
 
 
 class SynchronisedStep(TorchFunctionMode):
-    """The state of one synchronised step; ``synchronised`` makes it.
+    """The state of one synchronised step, created by ``synchronised``.
 
     Attributes:
         num_layers: BatchNorm calls synchronised so far; L after the forward pass.
@@ -64,24 +64,25 @@ class SynchronisedStep(TorchFunctionMode):
         self._sizes = batch_size, union_batch_size
         self.fused = exchanges == "2L+1"
         self.keeps_gradients = backward == "own"
-        # Of the BatchNorm module that is being called.
+        # The path of the BatchNorm module that is being called.
         self._path: str | None = None
-        # The number of batch_norm calls, of any kind.
+        # The number of batch_norm calls in any mode.
         self._seen = 0
         self._closed = False
-        # Arguments of the model's calls.
+        # The arguments of the model's calls.
         self._inputs: list[Any] = []
-        # Outside of the graph, so that a recompilation repeats no exchange.
+        # Outside of the graph, so that a new compilation repeats no exchange.
         self._batch_norm = not_compiled(self._synchronise)
 
     def close(self) -> None:
         """Refuse every further exchange."""
         self._closed = True
-        # The step is in a cycle: until it is collected, it would hold the batch.
+        # The step is in a reference cycle: until it is collected, it would keep the
+        # batch.
         self._inputs = []
 
     def noting(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the model's forward pass, whose inputs the step knows then."""
+        """Return the model's forward pass, extended to save its inputs in the step."""
 
         @functools.wraps(forward)
         def noted(*args: Any, **kwargs: Any) -> Any:
@@ -94,20 +95,20 @@ class SynchronisedStep(TorchFunctionMode):
         """Check, at the end of a block, that a layer was called in train mode.
 
         Raises:
-            NormLayerError: none was.
+            NormLayerError: no layer was called in train mode.
         """
         if self.num_layers == 0:
             raise NormLayerError(
-                "no BatchNorm layer was called in train mode in the synchronised step:"
-                " nothing was synchronised. Call model.train() before it, keep no"
-                " BatchNorm in eval mode, and skip none at random or for some inputs."
+                "no BatchNorm layer was called in train mode in the synchronised step."
+                " Nothing was synchronised. Call model.train() before the step. Do not"
+                " keep BatchNorm in eval mode or skip it at random or for some inputs."
             )
 
     def watch(
         self, path: str, module: nn.Module
     ) -> tuple[RemovableHandle, RemovableHandle]:
-        """Name ``module`` in errors; refuse it if it does not call batch_norm."""
-        # A stack: the module may be called within itself.
+        """Name ``module`` in errors, and refuse it if it does not call batch_norm."""
+        # A stack, because the module may be called within itself.
         before: list[int] = []
 
         def enter(module: nn.Module, args: Any) -> None:
@@ -118,7 +119,7 @@ class SynchronisedStep(TorchFunctionMode):
             if before.pop() == self._seen:
                 raise NormLayerError(
                     f"BatchNorm layer {path!r} ({type(module).__name__}) cannot be"
-                    " synchronised, because it does not call functional.batch_norm: it"
+                    " synchronised, because it does not call functional.batch_norm. It"
                     " has its own arithmetic, or it is called again in the backward"
                     " pass (activation checkpointing). Use plain BatchNorm without"
                     " checkpointing."
@@ -136,7 +137,7 @@ class SynchronisedStep(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Replace BatchNorm calls in training mode; do all other calls unchanged."""
+        """Replace BatchNorm calls in training mode, and no other calls."""
         bind = _BINDERS.get(func)
         if bind is None:
             return func(*args, **(kwargs or {}))
@@ -157,20 +158,21 @@ class SynchronisedStep(TorchFunctionMode):
         )
         _refuse_checkpoint(layer)
         batch_size, union_batch_size = self._sizes
-        # Values per channel of all clients' batches, if their inputs are alike.
+        # Values per channel in all clients' batches, if their inputs have the same
+        # size.
         union = elements_per_channel(arguments.y) * union_batch_size / batch_size
         if not union:
             raise NormLayerError(
                 f"{layer} gets no rows of this client's batch (input"
-                f" {tuple(arguments.y.shape)}), as an expert that no example was sent"
-                " to: its statistics cannot be synchronised. Use a method without a"
-                " synchronised step, as fedavg or fedbn."
+                f" {tuple(arguments.y.shape)}), such as an expert without examples, so"
+                " its statistics cannot be synchronised. Use a method without a"
+                " synchronised step, such as fedavg or fedbn."
             )
         if not union > 1:
             raise NormLayerError(
                 f"{layer} has {union:g} values per channel in the union of all clients'"
-                f" batches (input {tuple(arguments.y.shape)} here); more than 1 is"
-                " needed. Use larger batches."
+                f" batches (input {tuple(arguments.y.shape)} here). It requires more"
+                " than 1. Use larger batches."
             )
         call = BatchNormCall(
             self.exchange,
@@ -185,7 +187,7 @@ class SynchronisedStep(TorchFunctionMode):
             arguments.y, arguments.weight, arguments.bias, arguments.eps, call
         )
         with torch.no_grad():
-            # The same float on all clients, whose models stay equal to the bit.
+            # n is the same float on all clients, so their models stay equal to the bit.
             n = union_batch_size / call.share
             # torch's running variance is unbiased: n / (n - 1).
             _update(arguments.running_mean, call.mean, arguments.momentum)
@@ -196,20 +198,20 @@ class SynchronisedStep(TorchFunctionMode):
         """Return the server's answer to ``local``, as a tensor like it.
 
         Raises:
-            DataError: it is not finite, and the model's inputs are not.
+            DataError: ``local`` and the model's inputs are not finite.
         """
         if self._closed:
             raise NormLayerError(
-                f"exchange {tag!r} comes after the synchronised block: loss.backward()"
-                " belongs in it."
+                f"exchange {tag!r} comes after the synchronised block. Call"
+                " loss.backward() in the block."
             )
-        # Else the server, which sees this tensor alone, would blame the rate.
+        # Otherwise the server, with only this tensor, would blame the learning rate.
         if not bool(local.isfinite().all()):
             refuse_inputs(self._inputs, "in the batch of a synchronised step")
         answer = self._reduce(tag, local)
         if answer.shape != local.shape:
             raise ReplyError(
-                f"exchange {tag!r} was answered with shape {tuple(answer.shape)};"
+                f"exchange {tag!r} was answered with shape {tuple(answer.shape)}, but"
                 f" {tuple(local.shape)} was sent."
             )
         self.num_exchanges += 1
@@ -224,13 +226,13 @@ def _update(running: Tensor | None, batch: Tensor, momentum: float) -> None:
 def _refuse_checkpoint(layer: str) -> None:
     """Raise NormLayerError under activation checkpointing.
 
-    It would do the layer's exchanges twice.
+    Checkpointing would repeat the exchanges of the layer.
     """
     if in_checkpoint():
         raise NormLayerError(
-            f"{layer} runs inside torch.utils.checkpoint, which calls it again in the"
-            " backward pass: it cannot be synchronised. Switch activation"
-            " checkpointing off, or keep BatchNorm out of it."
+            f"{layer} runs inside torch.utils.checkpoint, so it is called again in the"
+            " backward pass and cannot be synchronised. Disable activation"
+            " checkpointing, or exclude BatchNorm from it."
         )
 
 
@@ -245,7 +247,7 @@ def _from_builtin(
     eps: float,
     cudnn_enabled: bool,
 ) -> _Arguments:
-    """Return the arguments of ``torch.batch_norm``, which some models call directly."""
+    """Return the arguments of ``torch.batch_norm``, used directly by some models."""
     return _Arguments(
         y, running_mean, running_var, weight, bias, training, momentum, eps
     )

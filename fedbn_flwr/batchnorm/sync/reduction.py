@@ -1,24 +1,26 @@
-"""The tensors of one exchange of a synchronised step, and the server's answer to them.
+"""The tensors of one exchange of a synchronised step, and the server's answer.
 
 An exchange has a tag ``kind/k/path``; k numbers the BatchNorm calls of the forward pass
-from 0, and path is that of the layer, which a functional call does not have. Clients in
-different layers thus send different tags. C = the layer's channels.
+from 0, and path is the path of the layer. A functional call has no path. Clients in
+different layers thus send different tags. C is the number of channels of the layer.
 
 | kind | sent by client i | shape | answer |
 |---|---|---|---|
 | ``mean`` | mean_i, eq. (39) | (C,) | mean = sum p_i mean_i |
 | ``variance`` | E_i[(y - mean)^2], eq. (40) | (C + 1,) | var = sum p_i of it |
-| ``moments`` | mean_i; rest_i; var_i = E_i[(y - m_i)^2] | (3, C + 1) | mean; rest; sum p_i (var_i + (m_i - m)^2) |
-| ``gradients`` | dF_i/dvar; dF_i/dmean, eq. (41) | (2, C) | sum p_i of both |
+| ``moments`` | mean_i; rest_i; var_i = E_i[(y - m_i)^2] | (3, C + 1) | mean; rest; sum
+p_i (var_i + (m_i - m)^2) | | ``gradients`` | dF_i/dvar; dF_i/dmean, eq. (41) | (2, C) |
+sum p_i of both |
 
 The last column of ``variance`` and ``moments`` has b_i / n_i, the client's examples per
-element of a channel, in the first row: with the answer, sum p_i b_i / n_i, all clients
-take one n for the running variance, n = B / answer. It is 1 / (h w) for images of h x w
-positions. The ledger lists this column apart, like the counters.
+element of a channel, in the first row. The answer is sum p_i b_i / n_i. With it, all
+clients use the same n for the running variance, n = B / answer. For images of h x w
+positions the answer is 1 / (h w). The ledger lists this column separately, like the
+counters.
 
-The tensors are float64 for a float64 layer input, else float32. A rest is the part of a
-mean that rounding to that type removed: m_i = mean_i + rest_i and m = mean + rest = sum
-p_i m_i.
+The tensors are float64 for a float64 layer input, and float32 otherwise. A rest is the
+part of a mean that rounding to that type removed: m_i = mean_i + rest_i and m = mean +
+rest = sum p_i m_i.
 """
 
 from __future__ import annotations
@@ -45,21 +47,24 @@ __all__ = [
 __all__ += ["exchange_bytes"]
 
 ExchangeScheme = Literal["3L+1", "2L+1"]
-"""``3L+1``: first the mean, then the variance, as in the paper. ``2L+1``: both
-together, with the same mathematics.
+"""The order of mean and variance in the forward pass.
 
-In the forward pass ``2L+1`` sends 3 C floats per BatchNorm call and direction, ``3L+1``
-sends 2 C. The other C are the rests of the means: in ``2L+1`` the server computes the
-spread of the clients' means. With means rounded to float32 and no rests, a variance
-with mean 1e4 and deviation 1e-2 would be wrong by about 2%; with the rests the error is
-a few roundings at any mean. In ``3L+1`` the clients compute the spread about one
-rounded mean, and lose about the digits that torch's own layer loses.
+``3L+1``: first the mean, then the variance, as in the paper. ``2L+1``: both together,
+with the same mathematics.
+
+In the forward pass, ``2L+1`` sends 3 C floats per BatchNorm call and direction, and
+``3L+1`` sends 2 C. The additional C are the rests of the means, because in ``2L+1`` the
+server computes the spread of the clients' means. With means rounded to float32 and
+without rests, a variance with mean 1e4 and deviation 1e-2 would be wrong by about 2%.
+With the rests, the error is a few roundings at any mean. In ``3L+1`` the clients
+compute the spread about one rounded mean, and lose about as many digits as torch's own
+layer.
 """
 
 Backward = Literal["global", "own"]
 """Whether gradients with respect to the statistics are exchanged.
 
-``global`` (FedTAN): they are; ``own`` (FedDNA): they are not.
+``global`` (FedTAN): they are exchanged. ``own`` (FedDNA): each client uses its own.
 """
 
 EXCHANGES: tuple[str, ...] = get_args(ExchangeScheme)
@@ -94,32 +99,32 @@ def combine(tag: str, tensors: Sequence[Tensor], weights: Sequence[float]) -> Te
 
     Raises:
         ConfigError: The kind is unknown.
-        ReplyError: There are no tensors, shapes or dtypes are wrong or differ, or the
-            weights do not fit.
+        ReplyError: The tensors are missing, shapes or dtypes are wrong or differ, or
+            the weights do not fit.
     """
-    # Clients send anything: only tensors that are alike, one each, can be averaged.
+    # Clients may send anything. The average needs one equally shaped tensor from each.
     kind = tag.partition("/")[0]
     if kind not in _KINDS:
         raise unknown_name("exchange", kind, _KINDS)
     if not tensors or len({(t.shape, t.dtype) for t in tensors}) > 1:
         seen = ", ".join(f"{tuple(t.shape)} {t.dtype}" for t in tensors) or "none"
         raise ReplyError(
-            f"exchange {tag!r} needs tensors of one shape and dtype, one per client;"
-            f" got {seen}."
+            f"exchange {tag!r} needs tensors of one shape and dtype, one per client,"
+            f" but got {seen}."
         )
     if kind == "moments" and (tensors[0].dim() != 2 or len(tensors[0]) != 3):
         raise ReplyError(
-            f"exchange {tag!r} needs tensors of shape (3, C); got"
+            f"exchange {tag!r} needs tensors of shape (3, C), but got"
             f" {tuple(tensors[0].shape)}."
         )
     if len(weights) != len(tensors) or not all(
         math.isfinite(w) and w > 0 for w in weights
     ):
         raise ReplyError(
-            f"exchange {tag!r} needs {len(tensors)} positive, finite weights; got"
+            f"exchange {tag!r} needs {len(tensors)} positive, finite weights, but got"
             f" {list(weights)}."
         )
-    # In float64 and in the given order: all clients get the same bits in every run.
+    # In float64 and in the given order, so that every run gives the same bits.
     total = math.fsum(weights)
     shares = [weight / total for weight in weights]
     wide = [t.detach().to(tensors[0].device, torch.float64) for t in tensors]
@@ -130,7 +135,7 @@ def combine(tag: str, tensors: Sequence[Tensor], weights: Sequence[float]) -> Te
 
 
 def exchange_bytes(tag: str, tensor: Tensor) -> tuple[int, int]:
-    """Return the bytes of a tensor's rows of channels, and of the column beside."""
+    """Return the bytes of a tensor's channels, and of its column of shares."""
     apart = 0
     if tag.partition("/")[0] in _WITH_SHARE:
         apart = tensor[..., -1:].numel()
@@ -141,16 +146,16 @@ def exchange_bytes(tag: str, tensor: Tensor) -> tuple[int, int]:
 def _pooled(
     moments: Sequence[Tensor], shares: Sequence[float], dtype: torch.dtype
 ) -> Tensor:
-    """Return mean, rest and var (3, C) in float64; the mean is rounded to ``dtype``."""
+    """Return mean (rounded to ``dtype``), rest and var, (3, C) in float64."""
     exact = [mean_i + rest_i for mean_i, rest_i, _ in moments]
     mean = _weighted_sum(exact, shares).to(dtype).to(torch.float64)
-    # Below, means are offsets from the rounded mean: a rest smaller than float64's last
-    # digit of the mean is not lost.
+    # Below, means are offsets from the rounded mean, so that a rest smaller than
+    # float64's last digit of the mean is not lost.
     offsets = [(mean_i - mean) + rest_i for mean_i, rest_i, _ in moments]
     rest = _weighted_sum(offsets, shares)
-    # The equation of `reestimation.mixture`, which has no rests: with the means alone
-    # its variance would be wrong here. The spread of the client means is a sum of
-    # squared differences, not E[y^2] - E[y]^2: no cancellation.
+    # The equation of `reestimation.mixture` with rests: without them the variance would
+    # be wrong here. The spread of the client means is a sum of squared differences, not
+    # E[y^2] - E[y]^2, to avoid cancellation.
     about_mean = []
     for (_, _, var_i), offset in zip(moments, offsets, strict=True):
         about_mean.append(var_i + (offset - rest).square())
@@ -158,7 +163,7 @@ def _pooled(
 
 
 def _weighted_sum(tensors: Sequence[Tensor], shares: Sequence[float]) -> Tensor:
-    """Return sum p_i x_i, added in the order given: a run repeats bit for bit."""
+    """Return sum p_i x_i, added in the given order, so a run repeats bit for bit."""
     result = torch.zeros_like(tensors[0])
     for tensor, share in zip(tensors, shares, strict=True):
         result += share * tensor

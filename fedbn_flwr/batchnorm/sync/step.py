@@ -1,10 +1,10 @@
-"""One forward and backward pass in which BatchNorm sees all clients' batches as one.
+"""One forward and backward pass that treats all clients' batches as one batch.
 
-Every BatchNorm layer calls ``torch.nn.functional.batch_norm``. That call is replaced,
-not the layer, so these need nothing special: subclasses with their own forward, 1d, 2d
-and 3d, layers without affine parameters or running statistics, parallel branches,
-layers used more than once. The order of the calls in the forward pass numbers the
-exchanges. A call with ``training=False`` is unchanged.
+Every BatchNorm layer calls ``torch.nn.functional.batch_norm``. This call is replaced,
+not the layer. Therefore these cases need no special code: subclasses with their own
+forward, 1d, 2d and 3d, layers without affine parameters or running statistics, parallel
+branches, layers used more than once. The order of the calls in the forward pass numbers
+the exchanges. A call with ``training=False`` does not change.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def synchronised(
     exchanges: ExchangeScheme = "3L+1",
     backward: Backward = "global",
 ) -> Iterator[SynchronisedStep]:
-    """Synchronise every BatchNorm call in the block with those of the other clients.
+    """Synchronise every BatchNorm call in the block with the other clients.
 
     Both passes are synchronised, forward and backward.
 
@@ -55,28 +55,27 @@ def synchronised(
         optimizer.step()
 
     ``reduce(tag, tensor)`` is called once per exchange (``reduction`` lists tags and
-    shapes), in the thread that calls the model and ``backward``, also on an
-    accelerator. So clients in threads of one process may wait for one another; where
-    they take turns (``training.turns``) a ``reduce`` that waits gives its turn back
-    meanwhile. Its exceptions pass through the block and leave the model half done: some
-    layers have new running statistics and counters, some parameters a new ``.grad``.
-    Restore the state dict, the gradients and the random state before you repeat the
-    step.
+    shapes), in the thread that calls the model and ``backward``, even on an
+    accelerator. So clients in threads of one process may wait for one another. If they
+    take turns (``training.turns``), a waiting ``reduce`` gives its turn back. Its
+    exceptions pass through the block and leave the model half done: some layers have
+    new running statistics and counters, some parameters a new ``.grad``. Restore the
+    state dict, the gradients and the random state before you repeat the step.
 
     Every client must run the same model from the same state, so that the k-th BatchNorm
-    call is the same layer on all: the tag has the layer's path, by which the server
-    sees a client whose k-th call is another one. A compiled model runs uncompiled in
-    the block. Calls without gradient (``torch.no_grad``) are synchronised too: a
-    centralised step would see the union there. A loss scale must be the same on all
-    clients, because gradients are averaged as they are.
+    call is the same layer on all clients. The tag contains the path of the layer. With
+    it, the server detects a client whose k-th call is another layer. A compiled model
+    runs uncompiled in the block. Calls without gradient (``torch.no_grad``) are
+    synchronised as well, because a centralised step would use the union there. A loss
+    scale must be equal on all clients, because gradients are averaged unchanged.
 
     Args:
         model: The model; its BatchNorm layers are named in tags and errors. The block
             changes nothing else in it.
         reduce: Sends a tensor to the server and returns the answer over all clients of
             the round.
-        batch_size: b_i, the examples of this client's batch.
-        union_batch_size: B, the examples of all clients' batches.
+        batch_size: b_i, the number of examples in this client's batch.
+        union_batch_size: B, the number of examples in all clients' batches.
         exchanges: Mean and variance one after the other, or together.
         backward: ``global`` for FedTAN, ``own`` for FedDNA.
 
@@ -86,50 +85,53 @@ def synchronised(
     Raises:
         ConfigError: An argument is out of range.
         NormLayerError: A layer cannot be synchronised. TorchScript, DataParallel, batch
-            renormalisation and a model that is in another client's step are refused
-            immediately; one value per channel in the union, activation checkpointing
-            and a layer's own arithmetic when the layer is called.
+            renormalisation and a model in another client's step are refused at the
+            start of the block. One value per channel in the union, activation
+            checkpointing and a layer's own arithmetic are refused when the layer is
+            called.
     """
     if not 1 <= batch_size <= union_batch_size:
         raise ConfigError(
-            f"batch_size {batch_size} must be at least 1, and union_batch_size"
-            f" {union_batch_size} no less."
+            f"batch_size is {batch_size} and union_batch_size is {union_batch_size}:"
+            " batch_size must be at least 1, and union_batch_size not smaller."
         )
     check_names(exchanges, backward)
     _refuse_unfit(model)
     step = SynchronisedStep(reduce, batch_size, union_batch_size, exchanges, backward)
     with ExitStack() as stack:
-        # Undone in the reverse order: the step is closed last.
+        # Undone in reverse order, so the step is closed last.
         stack.callback(step.close)
         stack.enter_context(_watched_layers(model, step))
         # Some compilers end a graph at each exchange, and then fail in the backward
-        # pass of an activation in place.
+        # pass of an in-place activation.
         whole = unwrap(model)
         for module in (whole, *compiled_modules(model)):
             forward = module.forward
             if module is whole:
                 forward = step.noting(forward)
             stack.callback(replace_method(module, "forward", not_compiled(forward)))
-        # Otherwise autograd runs every backward pass on a GPU in one thread, which the
-        # first client to wait would hold.
+        # Otherwise autograd runs all backward passes on a GPU in one thread, and the
+        # first client to wait would block it.
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
         stack.enter_context(step)
         yield step
 
 
 def _refuse_unfit(model: nn.Module) -> None:
-    """Raise NormLayerError for modules whose calls torch's function modes miss, and
-    for layers that correct their statistics locally.
+    """Raise NormLayerError for modules that cannot be synchronised.
+
+    These are modules whose calls torch's function modes do not see, and layers that
+    correct their statistics locally.
     """
     for path, module in model.named_modules():
         if isinstance(module, BatchRenorm):
             raise NormLayerError(
-                f"layer '{path}' is batch-renorm, whose correction comes from local"
-                " statistics: it cannot be synchronised. Use norm=batch."
+                f"layer '{path}' is batch-renorm. Its correction uses local statistics,"
+                " so it cannot be synchronised. Use norm=batch."
             )
         if isinstance(module, (torch.jit.ScriptModule, nn.DataParallel)):
             raise NormLayerError(
-                f"module {path or 'model'!r} is a {type(module).__name__}: its"
+                f"module {path or 'model'!r} is a {type(module).__name__}, so its"
                 " BatchNorm calls cannot be synchronised. Use the plain module."
             )
 
@@ -138,17 +140,17 @@ def _refuse_unfit(model: nn.Module) -> None:
 def _watched_layers(model: nn.Module, step: SynchronisedStep) -> Iterator[None]:
     """Let the step watch every BatchNorm layer in the block.
 
-    The layers are marked as those of one client: two steps would mix their hooks.
+    Each layer is marked as used by one client, because two steps would mix their hooks.
     """
     with ExitStack() as stack:
-        # The same paths at all clients, whether their models are wrapped or not.
+        # Paths without wrappers, so that they are equal at all clients.
         for path, module in unwrap(model).named_modules():
             if isinstance(module, _BatchNorm):
                 if vars(module).get(_IN_A_STEP):
                     raise NormLayerError(
-                        f"layer {path!r} is in the synchronised step of another client,"
-                        " which runs at the same time in this process: build a model"
-                        " in each call, and do not share one between clients"
+                        f"layer {path!r} is in the synchronised step of another client"
+                        " in this process at the same time. Build a model in each call"
+                        " instead of sharing one model between clients."
                     )
                 vars(module)[_IN_A_STEP] = True
                 stack.callback(vars(module).pop, _IN_A_STEP)

@@ -1,4 +1,4 @@
-"""Whether the layers of a model can be synchronised, as one client finds out alone."""
+"""A trial at one client whether the layers of a model can be synchronised."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from fedbn_flwr.training.randomness import seeded
 
 __all__ = ["try_synchronised_step"]
 
-# Of two examples; a layer that is skipped half of the time is missed once in 128
-# models.
+# Number of passes with two examples. A layer that is skipped half of the time is missed
+# in one of 128 models.
 _PASSES = 8
 
 
 def try_synchronised_step(model: nn.Module, inputs: Any, batch_size: int) -> None:
-    """Do the passes of a synchronised step alone, without an effect.
+    """Run the passes of a synchronised step at one client, without an effect.
 
-    If the passes draw random numbers, further forward passes with others find layers
-    that are skipped at random, if not surely.
+    If the passes draw random numbers, more forward passes with other numbers follow.
+    They find layers that are skipped at random, with high probability.
 
     Args:
         model: its state, modes and random numbers do not change; its gradients are
@@ -37,12 +37,12 @@ def try_synchronised_step(model: nn.Module, inputs: Any, batch_size: int) -> Non
 
     Raises:
         NormLayerError: a layer cannot be synchronised, none is called in train mode, or
-            the passes call other layers.
+            the passes call different layers.
     """
     try:
         with unchanged(model):
             first, drawn = _pass(model.train(), inputs, batch_size, seed=0)
-            # Without random numbers further passes are the same.
+            # Without random numbers, more passes would be equal.
             with seeded(0):
                 draws = drawn != _next_numbers()
             with torch.no_grad():
@@ -56,11 +56,11 @@ def try_synchronised_step(model: nn.Module, inputs: Any, batch_size: int) -> Non
 def _pass(
     model: nn.Module, inputs: Any, batch_size: int, seed: int
 ) -> tuple[list[str], list[float]]:
-    """Do a forward pass, and a backward pass if gradients are on.
+    """Run a forward pass, and a backward pass if gradients are on.
 
     Returns:
-        The paths of the BatchNorm calls in order, "" for a functional one, and the
-        random numbers that come next.
+        The paths of the BatchNorm calls in order, "" for a functional call, and the
+        next random numbers.
 
     Raises:
         NormLayerError: a layer cannot be synchronised, or none is called in train mode.
@@ -68,7 +68,7 @@ def _pass(
     called = []
 
     def reduce(tag: str, tensor: Tensor) -> Tensor:
-        # kind/k/path: one exchange of moments is one call.
+        # The tag is kind/k/path. One exchange of moments is one call.
         kind, _, *path = tag.split("/")
         if kind == "moments":
             called.append("/".join(path))
@@ -76,7 +76,7 @@ def _pass(
 
     with (
         seeded(seed),
-        # The union is large enough for every layer.
+        # The union must be large enough for every layer.
         synchronised(
             model,
             reduce,
@@ -103,21 +103,20 @@ def _next_numbers() -> list[float]:
 
 
 def _refuse_other_calls(first: Sequence[str], second: Sequence[str]) -> None:
-    """Raise NormLayerError if two passes of one batch call other layers."""
+    """Raise NormLayerError if two passes of one batch call different layers."""
     if first == second:
         return
     of_first, of_second = Counter(first), Counter(second)
-    # Where all counts are equal the order differs.
+    # If all counts are equal, the order differs.
     odd = first[0]
     for path in [*first, *second]:
         if of_first[path] != of_second[path]:
             odd = path
             break
     raise NormLayerError(
-        f"BatchNorm layer {odd!r} is called at random, as in stochastic depth"
+        f"BatchNorm layer {odd!r} is called at random, such as in stochastic depth"
         f" ({of_first[odd]} and {of_second[odd]} calls in two passes of one batch, or"
-        " another order): in a"
-        " synchronised step every client must call the same layers in the same order."
-        " Switch that off for training, or use a method without a synchronised step,"
-        " as fedavg or fedbn."
+        " another order). In a synchronised step every client must call the same layers"
+        " in the same order. Disable this for training, or use a method without a"
+        " synchronised step, such as fedavg or fedbn."
     )

@@ -114,8 +114,8 @@ def test_exchanges_of_a_round():
     [
         ({"exchanges": "3L"}, r"fedtan-exchanges '3L'.*'3L\+1'"),
         ({"backward": "globl"}, "Did you mean 'global'"),
-        ({"n": 9}, "batch_size 9"),
-        ({"n": 0}, "batch_size 0"),
+        ({"n": 9}, "batch_size is 9"),
+        ({"n": 0}, "batch_size is 0"),
     ],
 )
 def test_wrong_arguments_are_refused(options, message):
@@ -179,7 +179,7 @@ def test_a_model_that_two_clients_share_is_refused():
         synchronised(model, lambda tag, t: t, batch_size=4, union_batch_size=8)
         for _ in range(2)
     )
-    with first, pytest.raises(NormLayerError, match="build a model in each call"):
+    with first, pytest.raises(NormLayerError, match="Build a model in each call"):
         second.__enter__()
     with synchronised(model, lambda tag, t: t, batch_size=4, union_batch_size=4):
         model(inputs()).sum().backward()
@@ -369,7 +369,7 @@ def test_backward_outside_the_block_is_refused():
 def test_an_answer_of_another_shape_is_refused():
     with pytest.raises(
         ReplyError,
-        match=r"'mean/0/1' was answered with shape \(2, 5\); \(5,\) was sent",
+        match=r"'mean/0/1' was answered with shape \(2, 5\), but \(5,\) was sent",
     ):
         step(small(), lambda tag, t: t.expand(2, -1))
 
