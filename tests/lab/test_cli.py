@@ -429,7 +429,7 @@ def test_an_interrupted_run_says_what_is_saved_and_how_to_go_on(
             f"interrupted. Saved in {out}: the results of round 3 of 5, and a"
             " checkpoint of round 2."
         ),
-        f"Go on from there: fedbn-flwr run --out '{out}' --resume",
+        f"Continue with: fedbn-flwr run --out '{out}' --resume",
     ]
     monkeypatch.undo()
     assert call("run", "--out", str(out), "--resume").exit_code == 0
@@ -444,7 +444,7 @@ def test_an_interrupted_run_says_what_is_saved_and_how_to_go_on(
             f"interrupted. Saved in {tmp_path / 'bare'}: the results of round 1 of 5,"
             " and no checkpoint."
         ),
-        "It cannot be continued: start a new run in another folder.",
+        "It cannot be continued. Start a new run in another folder.",
     ]
 
 

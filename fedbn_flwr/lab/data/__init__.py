@@ -1,4 +1,4 @@
-"""Data of a run: data sets, their partitions over the clients, and clients' subsets.
+"""Data sets, their partitions over the clients, and the clients' subsets.
 
 What every other file uses:
 
@@ -7,10 +7,10 @@ What every other file uses:
 - ``subset``: some of these examples, as the normalised batches that a client uses.
 - ``augment``: random changes of the images of a training batch.
 
-Data sets by name. A new one is a reader in one of these files, or in a file of its own,
+Data sets by name. A new data set is a reader, in one of these files or in its own file,
 and an entry of ``datasets``:
 
-- ``datasets``: every data set by name, with what is known before it is loaded.
+- ``datasets``: every data set by name, with its description before it is loaded.
 - ``loading``: loads one in the shape that a model needs, once in a process.
 - ``readers``: public data sets in torchvision's files, and the embedded digits.
 - ``folders``: folders of image files (ImageNet); ``image_files`` decodes the files.
@@ -20,7 +20,7 @@ and an entry of ``datasets``:
 Data of a user:
 
 - ``own``: a folder, an npz file or a function of the user, ``dataset=KIND:PATH``.
-- ``local_dataset``: files of one node, its ``data-path``, in place of its share.
+- ``local_dataset``: files of one node, its ``data-path``, instead of its partition.
 
 Which client has which examples. A new split is a function of a ``PartitionRequest`` and
 an entry of ``partitioning``:
@@ -31,7 +31,7 @@ an entry of ``partitioning``:
 - ``validation``: a seeded part of some examples, put aside.
 - ``picture``: a split as a picture and a table.
 
-Which clients a round tests is no matter of data: ``server.rounds.testing``.
+``server.rounds.testing`` determines the clients that a round tests.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ if TYPE_CHECKING:
     from fedbn_flwr.lab.data.own.description import own_info
     from fedbn_flwr.lab.data.own.own_examples import is_divided, own_sha256, own_tests
 else:
-    # Their modules import every reader, which a process without own data never needs.
+    # Their modules import every reader. A process without own data never needs them.
     _WHERE = {
         "is_divided": "own.own_examples",
         "own_info": "own.description",

@@ -1,10 +1,10 @@
-"""Random changes of a batch of byte images, drawn for each from a given generator.
+"""Random changes of a batch of byte images, drawn from a given generator.
 
-Crops with padding and flips work on the batch, on uint8 pixels before normalisation, so
-the padding is pixel value 0 (black), as in torchvision's
-``RandomCrop(size, padding=N)`` and then ``RandomHorizontalFlip()``. The others are
-torchvision's (``torchvision.transforms.v2``), applied before them to one image at a
-time, with a seed for each image.
+Crops with padding and flips work on the batch, on uint8 pixels before normalisation. As
+in torchvision's ``RandomCrop(size, padding=N)`` and then ``RandomHorizontalFlip()``, the
+padding has pixel value 0 (black). The other changes are torchvision's own transforms
+(``torchvision.transforms.v2``). They act before crops and flips, on one image at a time,
+with a seed for each image.
 """
 
 from __future__ import annotations
@@ -31,12 +31,14 @@ RESIZED_CROP = "resized-crop"
 EACH = (RESIZED_CROP, "color-jitter", "auto-augment", "rand-augment", "trivial-augment")
 """Names of torchvision's transforms, in the order in which they act."""
 
-# Those that also move the classes of pixels.
+# The transforms that also move the classes of pixels.
 _GEOMETRIC = (RESIZED_CROP,)
 
 
 class Draw(NamedTuple):
-    """What is drawn for a batch of B images; None where it is not needed.
+    """The random draws for a batch of B images.
+
+    A field is None if the augmentation does not need it.
 
     Attributes:
         seeds: a seed for the transforms of each image, (B,).
@@ -55,7 +57,7 @@ class Augment:
 
     Attributes:
         crop: pixels of zero padding on each side, before a crop to the image's size;
-            0 = no crop.
+            with 0, images are not cropped.
         flip: mirror left and right with probability 1/2.
         each: names of ``EACH``, transforms of single images.
     """
@@ -66,28 +68,28 @@ class Augment:
 
     @classmethod
     def parse(cls, text: str) -> Augment:
-        """Return the augmentation of a config's ``augment``, which is not empty.
+        """Return the augmentation of a config's ``augment`` that is not empty.
 
-        This is a comma list of ``cropN`` (N >= 1 pixels), ``flip`` and names of
+        The text is a comma list of ``cropN`` (N >= 1 pixels), ``flip`` and names of
         ``EACH``. The order in the list does not matter: transforms of single
         images come first, then crops, then flips.
 
         Raises:
-            ConfigError: an entry is unknown, is there twice, or crops by 0.
+            ConfigError: an entry is unknown, occurs twice, or crops by 0.
         """
         entries = [part.strip() for part in text.split(",")]
         crops = [
             entry for entry in entries if re.fullmatch(r"crop[1-9][0-9]{0,3}", entry)
         ]
-        # Only the first crop is known, so a second one of another size is refused, too.
+        # Only the first crop is known, so a second crop of another size is refused.
         known = ("flip", *EACH, *crops[:1])
         for entry in entries:
             if entry not in known or entries.count(entry) > 1:
                 raise ConfigError(
-                    f"augment={text!r}: {entry!r} is unknown, or there twice. Allowed:"
-                    " a comma list with at most one each of cropN (zero padding of N"
+                    f"augment={text!r}: {entry!r} is unknown or occurs twice. Use a"
+                    " comma list with at most one each of cropN (zero padding of N"
                     f" >= 1 pixels, then a random crop), flip, {', '.join(EACH)}, e.g."
-                    " 'crop4,flip', or '' for none."
+                    " 'crop4,flip', or '' for no augmentation."
                 )
         crop = int(crops[0].removeprefix("crop")) if crops else 0
         each = tuple(name for name in EACH if name in entries)
@@ -110,7 +112,7 @@ class Augment:
         return self.apply(*self.apply_each(inputs, labels, draw), draw)[0]
 
     def check(self, height: int, width: int) -> None:
-        """Raise ConfigError if a crop could miss an image of this size altogether."""
+        """Raise ConfigError if a crop could miss an image of this size."""
         if self.crop >= min(height, width):
             raise ConfigError(
                 f"augment: crop{self.crop} could miss an image of {height}x{width}"
@@ -126,8 +128,8 @@ class Augment:
                 this order: a seed for each image, if ``each`` is not empty; offsets of
                 the crops, (2, B) integers in [0, 2 * crop], rows then columns; B flips.
         """
-        # Nothing is drawn that is not needed: the draws of a run with crop4,flip do not
-        # depend on what other transforms there are.
+        # Draw only the required numbers. The draws of a run with crop4,flip then do not
+        # depend on the transforms that the package offers.
         seeds = offsets = flips = None
         if self.each:
             seeds = torch.randint(2**62, (count,), generator=generator)
@@ -160,15 +162,15 @@ class Augment:
     def apply(
         self, inputs: Tensor, targets: Tensor, draw: Draw
     ) -> tuple[Tensor, Tensor]:
-        """Return cropped and flipped images (uint8 (B, C, H, W)), and their targets.
+        """Return cropped and flipped images (uint8 (B, C, H, W)) and their targets.
 
         Classes of pixels move with the images; a crop adds 255, the ignored class,
         around them.
         """
         if targets.ndim != 3:
             return self._moved(inputs, draw), targets
-        # The targets are one more channel, complemented: a padding of 0 then means
-        # class 255.
+        # Append the targets as one more channel, complemented: a padding of 0 then
+        # means class 255.
         both = self._moved(torch.cat([inputs, ~targets.unsqueeze(1)], dim=1), draw)
         return both[:, :-1], ~both[:, -1]
 
@@ -192,16 +194,16 @@ def transform_image(
     """Return one image and its classes of pixels after the transforms.
 
     Args:
-        image: uint8 (C, H, W); ``RESIZED_CROP`` takes one of any size.
+        image: uint8 (C, H, W); for ``RESIZED_CROP`` it may have any size.
         mask: the classes of its pixels, uint8 (H, W), or None.
         each: names of ``EACH``.
         size: (height, width) of the result of ``RESIZED_CROP``.
-        seed: of torchvision's draws; the default generator of torch stays as it was.
+        seed: seed of torchvision's draws; torch's default generator does not change.
     """
     # torchvision takes longer to import than torch, and few runs need it here.
     from torchvision import tv_tensors
 
-    # Its transforms draw from torch's default generator and take no other one.
+    # Its transforms draw from torch's default generator and accept no other generator.
     state = torch.default_generator.get_state()
     torch.default_generator.manual_seed(seed)
     try:
@@ -210,7 +212,8 @@ def transform_image(
             if mask is None or name not in _GEOMETRIC:
                 image = transform(image)
                 continue
-            # The types tell torchvision to move both alike, and classes to the nearest.
+            # With these types torchvision moves both alike, and rounds classes to the
+            # nearest pixel.
             pair = tv_tensors.Image(image), tv_tensors.Mask(mask[None])
             image, mask = (part.as_subclass(Tensor) for part in transform(*pair))
             mask = mask[0]
@@ -239,12 +242,12 @@ def _crop(inputs: Tensor, padding: int, offsets: Tensor) -> Tensor:
     Args:
         inputs: uint8 images (B, C, H, W).
         padding: pixels on each side.
-        offsets: rows and columns where the windows begin, (2, B).
+        offsets: row and column of the first pixel of each window, (2, B).
     """
     count, channels, height, width = inputs.shape
     padded = F.pad(inputs, (padding, padding, padding, padding))
-    # The number of each wanted pixel among the padded ones, so that one gather serves
-    # all images: a loop over them is much slower.
+    # The number of each wanted pixel among the padded pixels, so that one gather serves
+    # all images: a loop over the images is much slower.
     rows = (
         offsets[0].view(-1, 1, 1) + torch.arange(height, device=inputs.device)[:, None]
     )

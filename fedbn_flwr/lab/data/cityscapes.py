@@ -1,7 +1,8 @@
 """Cityscapes: street scenes with a class for each pixel and a group for each city.
 
-Cordts et al. 2016. Height to width is 1:2 as published. What does not fit into memory
-stays on the disk, see ``data.image_files``. Targets are bytes; batches convert them.
+Cordts et al. 2016. Height to width is 1:2 as published. Images that do not fit into
+memory stay on the disk, see ``data.image_files``. Targets are bytes; batches convert
+them.
 The validation cities are the test set. They are not training cities, so no client has
 test images from its own city.
 """
@@ -38,7 +39,7 @@ def read_cityscapes(folder: Path, shape: Shape) -> Loaded:
         DataError: a folder is absent, or an image has no label file or a label file of
             another size.
     """
-    # Cities of both parts have one numbering, so that no two groups have a number.
+    # The cities of both parts share one numbering, so no two groups have one number.
     root = root_of(folder, "cityscapes")
     parts = {part: _cities(root / "leftImg8bit" / part) for part in ("train", "val")}
     names = list(parts["train"] | parts["val"])
@@ -59,7 +60,7 @@ def read_cityscapes(folder: Path, shape: Shape) -> Loaded:
 
 
 def _cities(folder: Path) -> dict[str, list[Path]]:
-    """Return the images of each city; cities and images are sorted by name."""
+    """Return the images of each city, both sorted by name."""
     if not folder.is_dir():
         raise DataError(f"folder {folder} is absent.")
     cities = {

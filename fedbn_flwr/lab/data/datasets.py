@@ -39,17 +39,17 @@ class DatasetInfo:
         loader: reads (train, test) from the data folder.
         files: the files that the loader needs in the data folder; "" for an embedded
             data set.
-        mean: mean of the training pixels per channel, pixels scaled to [0, 1]. If it
-            depends on the files or the size, it is the value of the papers' authors
-            (DomainNet, ImageNet, Cityscapes: ImageNet's).
+        mean: mean of the training pixels per channel, pixels scaled to [0, 1]. If the
+            mean depends on the files or the size, it is the value of the papers'
+            authors (DomainNet, ImageNet, Cityscapes: ImageNet's).
         std: standard deviation, in the same way.
         aspect: width of the images divided by their height.
         grouped: the samples have groups (domains, cities), for the splits that need
             them.
         task: the learning task.
-        input_shape: shape of an example that is no image, such as (features,); () for
-            images.
-        class_names: names of the classes, () = numbers.
+        input_shape: shape of an example that is not an image, such as (features,); ()
+            for images.
+        class_names: names of the classes; with (), the classes are numbers.
         client_names: names of the clients that own data name, or ().
     """
 
@@ -72,15 +72,15 @@ class DatasetInfo:
     client_names: tuple[str, ...] = ()
 
 
-# Of ImageNet's pixels, which the authors of many papers use for other photographs, too.
+# The statistics of ImageNet's pixels; many papers use them for other photographs.
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
 _IDX_FILES = (
     "/raw/ with train-images-idx3-ubyte, train-labels-idx1-ubyte,"
-    " t10k-images-idx3-ubyte and t10k-labels-idx1-ubyte, each as it is or with .gz"
+    " t10k-images-idx3-ubyte and t10k-labels-idx1-ubyte, each unpacked or with .gz"
 )
 
-# In the order of the tables of the docs: small ones first.
+# The docs list the data sets in this order, from small to large.
 _INFOS = (
     DatasetInfo(
         "digits",

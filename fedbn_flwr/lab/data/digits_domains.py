@@ -1,4 +1,4 @@
-"""Five domains without a download: scikit-learn's digits under five transformations.
+"""Five domains without a download, made from scikit-learn's digits.
 
 Ours, for tests of feature shift: every domain changes the digits in another way, in
 integer arithmetic and with fixed seeds, so the bytes are the same on every machine and
@@ -35,7 +35,10 @@ def _inverted(images: Tensor, rng: np.random.Generator) -> Tensor:
 
 
 def _blurred(images: Tensor, rng: np.random.Generator) -> Tensor:
-    """Return the images convolved with (1 2 1; 2 4 2; 1 2 1) / 16, zeros around them."""
+    """Return the images convolved with (1 2 1; 2 4 2; 1 2 1) / 16.
+
+    The images are padded with zeros.
+    """
     padded = F.pad(images, (1, 1, 1, 1))
     # The kernel is (1 2 1) twice, over rows and columns; adding 8 rounds.
     rows = padded[:, :, :-2] + 2 * padded[:, :, 1:-1] + padded[:, :, 2:]
@@ -49,7 +52,7 @@ def _noisy(images: Tensor, rng: np.random.Generator) -> Tensor:
 
 
 def _coloured(images: Tensor, rng: np.random.Generator) -> Tensor:
-    """Return each image in two random colours: a dark one for 0, a bright one for 255."""
+    """Return each image in two random colours, dark for 0 and bright for 255."""
     dark, bright = (
         torch.from_numpy(rng.integers(low, low + 128, (len(images), 3, 1, 1)))
         for low in (0, 128)
@@ -73,7 +76,7 @@ DOMAINS: dict[str, Transform] = {
 
 
 def read_digits_domains(folder: Path, shape: Shape) -> Loaded:
-    """Return the five domains, 8x8 RGB; no file is read.
+    """Return the five domains, 8x8 RGB, without reading a file.
 
     There are 1,438 training images in all, and 359 test images in each domain.
     """
@@ -92,13 +95,13 @@ def read_digits_domains(folder: Path, shape: Shape) -> Loaded:
 
 
 def _split_over_domains(targets: Tensor) -> list[Tensor]:
-    """Return the indices of each domain; their sizes differ by at most one."""
+    """Return the indices of each domain, with sizes that differ by at most one."""
     labels = targets.numpy()
     rng = numpy_generator(_SEED, "digits-domains")
     order = np.concatenate(
         [rng.permutation(np.flatnonzero(labels == label)) for label in range(10)]
     )
-    # Every fifth one of the examples by class: the sizes of a class are even, too.
+    # Take every fifth example in the order of classes, so classes are even as well.
     parts = []
     for start in range(len(DOMAINS)):
         parts.append(torch.from_numpy(np.sort(order[start :: len(DOMAINS)])))

@@ -1,4 +1,4 @@
-"""Data sets of several domains: the same classes in other kinds of images.
+"""Data sets of several domains, with the same classes in other kinds of images.
 
 The domains are the groups.
 Each domain is an npz file (x_train, y_train, x_test, y_test; uint8 (N, H, W) or (N, H,
@@ -100,8 +100,7 @@ def read_domains(
 
     def read(folder: Path, shape: Shape) -> Loaded:
         root = root_of(folder, *names)
-        # The first domain stands for all: with some of each kind a reader says what
-        # is absent.
+        # Check only the first domain: in a mixture, the reader reports absent files.
         if (root / f"{domains[0]}.npz").is_file():
             parts = {}
             for name in domains:
@@ -116,10 +115,10 @@ def read_domains(
 def read_digits_five(folder: Path, shape: Shape) -> Loaded:
     """Return the domains of ``DIGITS_FIVE`` that are there.
 
-    Each is there as published, or as the only npz file in ``FOLDER/NAME/``. Nothing is
-    downloaded. Images of all domains get the requested shape, so that one tensor holds
-    them all. The two published parts of USPS are pooled and split anew, see
-    ``_split_anew``.
+    A domain is there as published, or as the only npz file in ``FOLDER/NAME/``. Nothing
+    is downloaded. Images of all domains get the requested shape, so that one tensor
+    contains them all. The two published parts of USPS are pooled and split again, see
+    ``_split_usps``.
 
     Raises:
         DataError: no domain is present, or one is damaged.
@@ -130,28 +129,28 @@ def read_digits_five(folder: Path, shape: Shape) -> Loaded:
         if len(archives) > 1:
             raise DataError(
                 f"domain {domain!r} has {len(archives)} npz files in"
-                f" {archives[0].parent}; one needed."
+                f" {archives[0].parent}. Keep one."
             )
         published, names = _PUBLISHED[domain]
         if archives:
             parts[domain] = read_archive(archives[0], 10)
-        # The reader would download what is absent, and an absent domain is left out.
+        # The reader would download absent files, but an absent domain is left out.
         elif published and all(is_there(folder / name) for name in names):
             loaded = published(folder, shape)
             parts[domain] = (loaded.train, loaded.test)
     if "usps" in parts:
-        parts["usps"] = _split_anew(parts["usps"])
+        parts["usps"] = _split_usps(parts["usps"])
     if not parts:
         raise DataError(f"none of the domains {', '.join(DIGITS_FIVE)} is present")
     return merged(parts, shape)
 
 
-def _split_anew(usps: tuple[Samples, Samples]) -> tuple[Samples, Samples]:
-    """Return USPS with 7,438 training and 1,860 test images: 80 and 20 % of all.
+def _split_usps(usps: tuple[Samples, Samples]) -> tuple[Samples, Samples]:
+    """Return USPS with 7,438 training and 1,860 test images (80 and 20 %).
 
-    So FedBN's authors have it, whose other domains are cut to 7,438 images. Which
-    images are for testing is ours: drawn with a fixed seed, the same in every run.
-    Parts of other sizes are returned as they are: somebody's own split.
+    FedBN's authors use these sizes, and cut their other domains to 7,438 images. Ours:
+    a fixed seed draws the test images, so they are the same in every run. Parts of
+    other sizes are returned unchanged, since somebody else has split them.
     """
     train, test = usps
     if (len(train), len(test)) != _USPS_PARTS:
@@ -177,7 +176,7 @@ def merged(parts: Mapping[str, tuple[Samples, Samples]], shape: Shape) -> Loaded
 
 
 def _joined(parts: Sequence[Samples], shape: Shape) -> Samples:
-    """Return the samples of all domains as one; each domain is a group."""
+    """Return the samples of all domains together, with each domain as a group."""
     pieces = [reshaped(samples, shape) for samples in parts]
     sizes = torch.tensor([len(piece) for piece in pieces])
     return Samples(
@@ -188,7 +187,7 @@ def _joined(parts: Sequence[Samples], shape: Shape) -> Samples:
 
 
 def _of_files(files: Mapping[str, Files], shape: Shape) -> Loaded:
-    """Return domains that are all folders of files; each domain is a group."""
+    """Return domains that are all folders of files, with each domain as a group."""
     train, test = Files(), Files()
     train_groups, test_groups = list[int](), list[int]()
     for number, of_domain in enumerate(files.values()):
@@ -197,7 +196,7 @@ def _of_files(files: Mapping[str, Files], shape: Shape) -> Loaded:
         test += test_files
         train_groups += [number] * len(train_files)
         test_groups += [number] * len(test_files)
-    # Together, so that what fits into memory is decided for all domains at once.
+    # Open all domains together, so that one decision about memory covers them all.
     loaded = open_image_files([train, test], shape)
     return Loaded(
         loaded[0].regrouped(torch.tensor(train_groups)),
@@ -207,7 +206,7 @@ def _of_files(files: Mapping[str, Files], shape: Shape) -> Loaded:
 
 
 def read_class_folders(files: Files, shape: Shape) -> tuple[Samples, Samples]:
-    """Return the (train, test) files; every 5th file of a class is a test file."""
+    """Return the (train, test) files, where every 5th file of a class is for tests."""
     train, test = open_image_files(_train_and_test(files), shape)
     return train, test
 
@@ -240,19 +239,19 @@ def _checked(
     labels: np.ndarray[Any, Any],
     num_classes: int,
 ) -> Samples:
-    # Other numbers would become bytes and classes without a word.
+    # Other numbers would silently become bytes and classes.
     are_bytes = images.dtype == np.uint8
     are_classes = labels.dtype.kind in "iu" and labels.shape == images.shape[:1]
     if not are_bytes or not are_classes:
         raise DataError(
             f"{path}: {images.dtype} images {images.shape} with {labels.dtype} labels"
-            f" {labels.shape}; uint8 images with an integer each needed, the class"
-            " number: y.astype('int64')."
+            f" {labels.shape}. Use uint8 images and one integer for each image, the"
+            " number of its class: y.astype('int64')."
         )
     if labels.size and not 0 <= labels.min() <= labels.max() < num_classes:
         raise DataError(
-            f"{path}: labels run from {labels.min()} to {labels.max()}; 0 to"
-            f" {num_classes - 1} allowed."
+            f"{path}: labels run from {labels.min()} to {labels.max()}. Use labels from"
+            f" 0 to {num_classes - 1}."
         )
     return as_samples(images, labels)
 
@@ -272,7 +271,7 @@ def _read_synth_digits(folder: Path, shape: Shape) -> Loaded:
     return Loaded(parts[0], parts[1])
 
 
-# The reader of each domain's published files, and these files; MNIST-M is published in
+# The reader of each domain's published files, and these files. MNIST-M is published in
 # another form.
 _PUBLISHED: dict[str, tuple[Reader | None, Sequence[str]]] = {
     "mnist": (read_idx("MNIST"), [f"MNIST/raw/{name}" for name in IDX_FILES]),

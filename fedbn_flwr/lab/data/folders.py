@@ -1,4 +1,4 @@
-"""Sets of image files, a folder per class; what is in memory: ``data.image_files``."""
+"""Sets of image files with a folder per class."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def files_of_classes(folder: Path, classes: Sequence[str]) -> Files:
 def open_image_files(
     parts: Sequence[Files], shape: Shape, centre: bool = False
 ) -> list[Samples]:
-    """Return the images of each part: ``data.image_files.open_images``."""
+    """Return the images of each part, see ``data.image_files.open_images``."""
     paths, labels = list[Path](), list[int]()
     for part in parts:
         paths += [path for path, _ in part]
@@ -73,7 +73,7 @@ def open_image_files(
 
 
 def read_tiny_imagenet(folder: Path, shape: Shape) -> Loaded:
-    """Return Tiny-ImageNet; its validation set is the test set.
+    """Return Tiny-ImageNet, with its validation set as the test set.
 
     Files are ``train/WNID/images/*`` and ``val/images/*`` with
     ``val/val_annotations.txt``. The labels of the published test set are not public.
@@ -82,7 +82,7 @@ def read_tiny_imagenet(folder: Path, shape: Shape) -> Loaded:
     root = root_of(folder, "tiny-imagenet-200")
     classes = _class_folders(root / "train", 200)
     train = files_of_classes(root / "train", [f"{name}/images" for name in classes])
-    # The images for tests are in one folder; a file says the class of each.
+    # All images for tests are in one folder, and a file lists their classes.
     annotations = (root / "val/val_annotations.txt").read_text(encoding="utf-8")
     test = []
     for line in annotations.splitlines():
@@ -94,10 +94,11 @@ def read_tiny_imagenet(folder: Path, shape: Shape) -> Loaded:
 
 
 def read_imagenet(folder: Path, shape: Shape) -> Loaded:
-    """Return ImageNet-1K: ``train/WNID/*``, and ``val/WNID/*`` as the test set.
+    """Return ImageNet-1K, with its validation set as the test set.
 
-    Of each image it is the central square. Classes are numbered by WNID; a folder may
-    have only some of them, the same in train and val.
+    Files are ``train/WNID/*`` and ``val/WNID/*``. Each image is cut to its central
+    square. Classes are numbered by WNID; a folder may have only some of them, but train
+    and val must have the same classes.
     """
     root = root_of(folder, "imagenet")
     classes = _class_folders(root / "train", 1000)
@@ -112,7 +113,7 @@ def _class_folders(folder: Path, most: int) -> list[str]:
     names = sorted(path.name for path in folder.iterdir() if path.is_dir())
     if not 1 <= len(names) <= most:
         raise DataError(
-            f"folder {folder} has {len(names)} class folders; 1 to {most} needed."
+            f"folder {folder} has {len(names)} class folders. Use 1 to {most}."
         )
     return names
 

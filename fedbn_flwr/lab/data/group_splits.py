@@ -1,11 +1,11 @@
-"""Splits by group: each client holds one domain, city or writer.
+"""Splits by group, where each client has one domain, city or writer.
 
 ``domain``: Li et al. 2021 (FedBN), Zhuang & Lyu 2024 (FedWon): a client's examples are
 of one domain, and a domain may have several clients. ``natural``: a client for each
 group with training examples.
 
-Ours: client i of N holds domain i mod D, so more clients do not change the domain of
-the first ones. The examples of a domain are drawn at random; their classes do not
+Ours: client i of N has domain i mod D, so additional clients do not change the domain
+of the others. The examples of a domain are drawn at random; their classes do not
 matter.
 """
 
@@ -24,12 +24,14 @@ __all__ = ["split_domain", "split_natural"]
 
 
 def split_domain(request: PartitionRequest) -> list[Indices]:
-    """Split a share of each domain evenly over its clients; sizes differ by at most 1.
+    """Split a share of each domain evenly over its clients.
+
+    The sizes of its clients differ by at most 1.
 
     ``domain_share`` up to 1 is the fraction of each domain's examples (rounded down)
     that is used; a whole number above 1 is the number of examples of each domain.
     """
-    # Fewer clients than domains would leave out a domain without a word.
+    # Fewer clients than domains would silently leave out a domain.
     parts: list[Indices] = [np.empty(0, np.int64)] * request.num_clients
     members = _members("domain", request)
     if request.num_clients < len(members):
@@ -58,13 +60,13 @@ def split_domain(request: PartitionRequest) -> list[Indices]:
 
 
 def split_natural(request: PartitionRequest) -> list[Indices]:
-    """Give each client all examples of one group; empty groups have no client."""
+    """Give each client all examples of one group that has examples."""
     members = _members("natural", request)
     if request.num_clients != len(members):
         without = [
             name for at, name in enumerate(request.group_names) if at not in members
         ]
-        # A function is asked for as many sites as there are clients and held-out ones.
+        # A function gets the number of sites: the clients plus the held-out clients.
         also = f" with held-out-clients={','.join(without)}" if without else ""
         raise ConfigError(
             f"partition 'natural' makes a client of each of the {len(members)} groups"
@@ -88,20 +90,20 @@ def _members(name: str, request: PartitionRequest) -> dict[int, Indices]:
 
 
 def _named(request: PartitionRequest, members: Iterable[int]) -> str:
-    """Return the names of the groups; their numbers if they have no names."""
+    """Return the names of the groups, or their numbers without names."""
     if not request.group_names:
         return ", ".join(map(str, members))
     return ", ".join(request.group_names[group] for group in members)
 
 
 def _used(share: float, count: int, domain: str) -> int:
-    """Return how many of a domain's ``count`` examples are used."""
+    """Return the number of used examples among a domain's ``count`` examples."""
     if 0 < share <= 1:
         return share_of(share, count)
     if not 1 < share < float("inf") or share != int(share):
         raise ConfigError(
-            f"domain-share={share}: a fraction in (0, 1] of each domain, or a whole"
-            " number of examples above 1."
+            f"domain-share={share} is not allowed. Use a fraction in (0, 1] of each"
+            " domain, or a whole number of examples above 1."
         )
     if share > count:
         raise DataError(

@@ -15,8 +15,8 @@ from fedbn_flwr.lab.data.samples import Dataset, Shape, fitted, per_channel
 
 __all__ = ["load_dataset"]
 
-# With functools.cache alone, two threads could load the same data set; with this lock
-# the second one waits.
+# With functools.cache and no lock, two threads could load the same data set. With this
+# lock, the second thread waits.
 _LOADING = threading.Lock()
 
 
@@ -40,12 +40,13 @@ def load_dataset(
         data_dir: the folder that has the files or gets the downloads; embedded data
             sets do not use it. Folders of image files are decoded once per process and
             never downloaded.
-        channels: 1 or 3; None = as published. Grey is repeated over 3 channels (without
-            a copy); RGB becomes grey by ITU-R 601 luma, and its mean and std are
-            averaged over the channels.
-        size: height in pixels, also the width unless the data set's ``aspect`` is not
-            1; None = as published. Images are resized once, bilinear with antialiasing,
-            and rounded to bytes; mean and std are those of the published size.
+        channels: 1 or 3; None keeps the published channels. Grey is repeated over 3
+            channels (without a copy); RGB becomes grey by ITU-R 601 luma, and its mean
+            and std are averaged over the channels.
+        size: height in pixels; the width is the height times the data set's ``aspect``.
+            None keeps the published size. Images are resized once, bilinear with
+            antialiasing, and rounded to bytes; mean and std belong to the published
+            size.
         device: device of the samples.
         originals: image files stay on the disk, for augmentation of the images as
             stored (``resized-crop``).
@@ -62,10 +63,10 @@ def load_dataset(
     size = info.size if size is None else size
     if not info.input_shape and channels not in (1, 3):
         raise ConfigError(
-            f"data set {info.name!r} with {channels} channels: 1 or 3 are possible."
+            f"data set {info.name!r} with {channels} channels: use 1 or 3 channels."
         )
-    # The cache must not hold a second copy under other spellings of the arguments, so
-    # these get one form first.
+    # The cache must not contain a second copy under other spellings of the arguments,
+    # so the arguments get one form first.
     folder, device = _folder(info, data_dir), str(torch.device(device))
     shape = Shape(channels, size, info.aspect * size, originals)
     with _LOADING:
@@ -74,11 +75,11 @@ def load_dataset(
 
 @functools.lru_cache(maxsize=8)
 def _load(info: DatasetInfo, folder: Path, shape: Shape, device: str) -> Dataset:
-    # The reader's own errors say what is wrong, but not what it needs in the folder.
+    # The reader's own errors name the fault, but not the files that the folder needs.
     try:
         loaded = info.loader(folder, shape)
     except READ_ERRORS as error:
-        # Own data have no folder, and their message says it all.
+        # Own data have no folder, and their message is complete.
         if isinstance(error, FedBNError) and not info.files:
             raise
         reason = " ".join(str(error).split()).rstrip(".") or type(error).__name__
@@ -102,7 +103,7 @@ def _load(info: DatasetInfo, folder: Path, shape: Shape, device: str) -> Dataset
 
 
 def _folder(info: DatasetInfo, data_dir: str | Path) -> Path:
-    """Return the absolute data folder; an embedded or shared data set ignores it."""
+    """Return the absolute data folder, or an empty path for data without files."""
     if not info.files:
         return Path()
     folder = Path(data_dir).expanduser().resolve()

@@ -1,4 +1,7 @@
-"""A client's local data, which never leave it: an npz file, or folders of images."""
+"""A client's local data from an npz file or folders of images.
+
+The data never leave the client.
+"""
 
 from __future__ import annotations
 
@@ -37,16 +40,16 @@ def load_local_dataset(
             images (N, H, W) or (N, H, W, 3) and their classes), or a folder with a
             folder of images per class; every 5th image of a class, by name, is a test
             image. The path is absolute.
-        like: the data set of the run; it gives mean and std of the pixels, height to
-            width, and number of classes.
+        like: the data set of the run. It determines mean and std of the pixels, the
+            ratio of height to width, and the number of classes.
         channels: 1 or 3.
         size: height and width in pixels.
-        classes: names of the class folders in the order of their numbers; a class
-            without a folder has no images here. Without names the folders are ``0``,
-            ``1``, ...
+        classes: names of the class folders in the order of their numbers. A class
+            without a folder has no images here. If there are no names, the folders are
+            ``0``, ``1``, ...
         device: device of the samples.
-        num_classes: number of classes of the model; 0 = that of the data set of the
-            run.
+        num_classes: number of classes of the model; with 0, the number of the run's
+            data set.
 
     Raises:
         DataError: the path is relative or absent, or has no training images or another
@@ -61,7 +64,7 @@ def load_local_dataset(
             f"data-path={path!r} is relative, but apps run in their own folders. Write"
             " an absolute path."
         )
-    # Read; without names the folders are called by the numbers of their classes.
+    # Without names, the folders are called by the numbers of their classes.
     classes = classes or tuple(map(str, range(num_classes)))
     try:
         if where.is_file():
@@ -70,12 +73,12 @@ def load_local_dataset(
             train, test = _read_folders(where, classes, shape)
     except READ_ERRORS as error:
         raise DataError(f"data-path={path!r} could not be read: {error}") from error
-    # In the shape of the run's model, with the run's mean and std: all clients train
-    # one model.
+    # All clients train one model. The images therefore get the shape of the run's
+    # model, and the run's mean and std.
     found = train.shape[0]
     if found > channels:
         logger.warning(
-            "data-path=%r: images have %d channels, and the run's model takes %d: their"
+            "data-path=%r: images have %d channels, but the run's model takes %d. Their"
             " colours are lost.",
             path,
             found,
@@ -103,19 +106,19 @@ def _read_folders(
         for entry in path.iterdir()
         if entry.is_dir() and not entry.name.startswith(".")
     }
-    # A client need not have every class: one without a folder has no examples here.
+    # A client may lack a class: without a folder, it has no examples of it.
     files, absent = Files(), list[str]()
     for label, name in enumerate(classes):
         if name in folders:
             files += [(image, label) for image in image_files(path / name)]
         else:
             absent.append(name)
-    # A folder without a class is more often a misspelt name than one to leave out.
+    # A folder without a class is more often a misspelt name than a folder to leave out.
     others = folders - {*classes}
     if not files:
         raise DataError(
-            f"no folder is called after a class ({', '.join(classes[:5])}, ...; found:"
-            f" {', '.join(sorted(others)[:5])}). Name the classes in the node config:"
+            f"no folder has the name of a class ({', '.join(classes[:5])}, ...). Found:"
+            f" {', '.join(sorted(others)[:5])}. Name the classes in the node config:"
             " data-classes='cat,dog'"
         )
     if others:

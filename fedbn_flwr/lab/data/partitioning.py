@@ -1,4 +1,4 @@
-"""The registry of splits: partitions of the training examples over the clients.
+"""The registry of splits of the training examples over the clients.
 
 Every split depends only on its arguments: the same seed gives the same indices on every
 machine. A partition is a list of sorted, disjoint int64 index vectors, by partition id.
@@ -81,14 +81,14 @@ def make_partition(
         labels: class of each training example, int64 (N,).
         num_clients: number of parts.
         seed: the run's seed.
-        num_classes: number of classes; None = largest label + 1.
+        num_classes: number of classes; by default, the largest label + 1.
         alpha: ``dirichlet``, ``dirichlet-equal``: concentration; with small values
             clients have few classes.
         classes_per_client: ``classes``: number of consecutive classes of each client.
         min_size: ``dirichlet``: draw again until every client has this many examples
             (default as in flwr-datasets).
-        shards_per_client: ``shards``: for each client, 0 = 2; ``unbalanced-shards``:
-            maximum for a client, 0 = 30.
+        shards_per_client: ``shards``: number of shards of each client, 2 if it is 0;
+            ``unbalanced-shards``: the maximum for a client, 30 if it is 0.
         domain_share: ``domain``: fraction (up to 1) or number (above 1) of each
             domain's examples.
         groups: ``domain``, ``natural``: group of each training example, int64 (N,);
@@ -109,10 +109,10 @@ def make_partition(
         num_classes = int(labels.max(initial=-1)) + 1
     if not 1 <= num_clients <= len(labels):
         raise DataError(
-            f"num-clients={num_clients}: 1 to {len(labels)} needed, the number of"
-            " training examples."
+            f"num-clients={num_clients} is not allowed. Use 1 to {len(labels)}, the"
+            " number of training examples."
         )
-    # Each split uses what it needs of the request.
+    # Each split uses only some fields of the request.
     request = PartitionRequest(
         labels=labels,
         num_classes=num_classes,
@@ -126,7 +126,7 @@ def make_partition(
         groups=groups,
         group_names=tuple(group_names),
     )
-    # Sorted: the order of the draws is no property of a partition.
+    # Sorted, because the order of the draws is not a property of a partition.
     partition = [np.sort(part) for part in PARTITIONS[name].split(request)]
     empty = sum(not len(part) for part in partition)
     if empty:
@@ -143,7 +143,7 @@ def split_dataset(
 ) -> tuple[list[Indices], list[Indices]]:
     """Return the training and the test examples of each client.
 
-    These are ``make_partition`` and ``partition_test_set``; under ``natural`` a client
+    These are ``make_partition`` and ``partition_test_set``. Under ``natural``, a client
     has all test examples of its group.
 
     Args:
@@ -152,8 +152,8 @@ def split_dataset(
         num_clients: number of parts.
         seed: the run's seed.
         settings: other keyword arguments of ``make_partition``; classes and groups come
-            from the data set. Examples of one unit go to one client, as the first of
-            them would.
+            from the data set. All examples of one unit go to the client of its first
+            example.
 
     Raises:
         ConfigError: as ``make_partition``, or the split is by class and the images have
@@ -165,7 +165,7 @@ def split_dataset(
             info.name for info in PARTITIONS.values() if not info.by_class
         )
         raise ConfigError(
-            f"partition {name!r} splits by class; the examples of dataset"
+            f"partition {name!r} splits by class, but the examples of dataset"
             f" {dataset.name!r} have no single class. Use one of {allowed}."
         )
     labels = dataset.train.labels.cpu().numpy()
@@ -179,7 +179,7 @@ def split_dataset(
     if units is None:
         train = make_partition(name, labels, num_clients, groups=groups, **settings)
     else:
-        # A patient of two hospitals is one of each.
+        # A patient of two hospitals is two units, one for each hospital.
         if groups is not None and PARTITIONS[name].by_group:
             units = units * (int(groups.max()) + 1) + groups
         # The first example of each unit is split; the others of the unit follow it.
@@ -190,8 +190,8 @@ def split_dataset(
         train = []
         for part in make_partition(name, labels[first], num_clients, **settings):
             train.append(np.sort(np.concatenate([members[unit] for unit in part])))
-    # A client of ``natural`` is a group, so its tests are all of the group, also of
-    # classes that it has no training examples of.
+    # A client of ``natural`` is a group, so its tests are all tests of the group, even
+    # tests of classes without a training example.
     if name == "natural" and groups is not None and test_groups is not None:
         of_clients = [groups[part[0]] for part in train]
         tests = [np.flatnonzero(test_groups == group) for group in of_clients]
@@ -208,10 +208,10 @@ def _array(values: Tensor | None) -> Indices | None:
 
 
 def _examples_of_units(units: Indices) -> list[Indices]:
-    """Return the examples of each unit, in their order; units in that of their numbers."""
+    """Return the examples of each unit in their order, by the units' numbers."""
     order = np.argsort(units, kind="stable")
     starts = np.flatnonzero(np.diff(units[order], prepend=-1))
-    # Cut at each start, also at the first one, before which nothing is.
+    # Cut at each start, then drop the empty part before the first start.
     return np.split(order, starts)[1:]
 
 
@@ -288,14 +288,15 @@ def partition_test_set(
     train_groups: Indices | None = None,
     test_groups: Indices | None = None,
 ) -> list[Indices]:
-    """Return each client's test examples: its share of a class as in training.
+    """Return each client's test examples, a share of each class as in training.
 
-    The rule is the same for every kind of split. If the data set has groups, a class in
-    one group counts as a class, so clients of one domain get test examples of that
-    domain. The test examples of a class are split in proportion to the clients'
+    The rule does not depend on the kind of split. If the data set has groups, each
+    class in each group counts as a class, so clients of one domain get test examples of
+    that domain. The test examples of a class are split in proportion to the clients'
     training counts, by largest remainder (ties go to the lower partition id); the seed
-    decides which examples a client gets. A test example goes to exactly one client, or
-    to none if no client has its class in training. A client with few training examples
+    determines the examples of a client. A test example goes to exactly one client, or
+    to no client if none has its class in training. A client with few training examples
+    may get no test example.
     may get no test example.
 
     Args:
@@ -303,9 +304,8 @@ def partition_test_set(
         train_labels: class of each training example, int64.
         test_labels: class of each test example, int64.
         seed: the run's seed.
-        train_groups: group of each training example, int64; None where there are no
-            groups.
-        test_groups: group of each test example, int64; None where there are no groups.
+        train_groups: group of each training example, int64, or None without groups.
+        test_groups: group of each test example, int64, or None without groups.
     """
     # A cell is a class, or a class in a group.
     train_cells, test_cells = np.asarray(train_labels), np.asarray(test_labels)
@@ -323,16 +323,16 @@ def partition_test_set(
         total = int(of_clients.sum())
         if not total:
             continue
-        # The quota of each client; the largest remainders get what these leave. All
-        # numbers are integers, so every machine sees the same ties.
+        # The quota of each client; the largest remainders get the rest. All numbers are
+        # integers, so every machine sees the same ties.
         sizes, remainders = np.divmod(of_clients * len(examples), total)
         left = len(examples) - int(sizes.sum())
         sizes[np.argsort(-remainders, kind="stable")[:left]] += 1
         # "deal-test" is part of the seed: another word would change every split.
         given.append(numpy_generator(seed, "deal-test", cell).permutation(examples))
         owners.append(np.repeat(clients, sizes))
-    # Sorted once by client, then by example: no loop over clients and cells, of which
-    # there may be thousands each.
+    # Sort once by client, then by example: there may be thousands of clients and of
+    # cells, so a loop over both would be slow.
     all_given, all_owners = np.concatenate(given), np.concatenate(owners)
     by_client = all_given[np.lexsort((all_given, all_owners))]
     ends = np.cumsum(np.bincount(all_owners, minlength=len(clients)))
@@ -347,7 +347,7 @@ def partition_counts(
     partition: Sequence[Indices], labels: Indices, num_classes: int
 ) -> Indices:
     """Return the examples of each class on each client, int64 (clients, classes)."""
-    # One count of (client, class) pairs: thousands of clients take no loop.
+    # Count (client, class) pairs in one call, without a loop over thousands of clients.
     clients = np.repeat(np.arange(len(partition)), [len(part) for part in partition])
     pairs = clients * num_classes + labels[np.concatenate(partition)]
     counts = np.bincount(pairs, minlength=len(partition) * num_classes)

@@ -1,4 +1,4 @@
-"""A picture and a table of a partition: the examples of each class on each client."""
+"""A picture and a table of the examples of each class on each client."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def partition_picture(
         title: text above the picture.
         names: names of the classes; if empty, their numbers.
     """
-    # matplotlib takes long to import. Without pyplot: it would want a display.
+    # matplotlib takes long to import. Pyplot is not used, since it needs a display.
     from matplotlib import colormaps
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
@@ -37,7 +37,7 @@ def partition_picture(
     axis = figure.subplots()
     few = len(classes) <= _MOST_COLUMNS
     colours = colormaps["tab20" if few else "viridis"].resampled(len(classes))
-    # Class by class, each on top of the ones before.
+    # Draw class by class, each on top of the classes before.
     clients, bottom = np.arange(len(counts)), np.zeros(len(counts), np.int64)
     for label, of_class in enumerate(counts.T):
         axis.bar(
@@ -54,7 +54,9 @@ def partition_picture(
 
 
 def partition_table(counts: Indices, names: Sequence[str] = ()) -> str:
-    """Return a text table: a client's examples of each class a line, then the totals.
+    """Return a text table with a line for each client and a line of the totals.
+
+    The columns are the classes.
 
     With more than 20 classes, the columns are instead a client's number of classes and
     its largest class.
@@ -69,7 +71,7 @@ def partition_table(counts: Indices, names: Sequence[str] = ()) -> str:
     classes = names or _numbers(counts)
     table = pd.DataFrame(counts, columns=classes).rename_axis("client")
     table.loc["all"] = table.sum()
-    # A line of more columns would be wider than a terminal.
+    # With more columns, a line would be wider than a terminal.
     if len(classes) > _MOST_COLUMNS:
         columns = {"classes": (table > 0).sum(axis=1), "largest": table.idxmax(axis=1)}
         shown = pd.DataFrame(columns).assign(all=table.sum(axis=1))

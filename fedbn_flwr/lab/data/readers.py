@@ -1,7 +1,7 @@
-"""Readers of public image data sets: torchvision's files and downloads as byte tensors.
+"""Readers that return public image data sets as byte tensors.
 
-They import torchvision themselves, which takes long, as most processes read one data
-set.
+Each function imports torchvision itself. The import takes long, and most processes read
+only one data set.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ __all__ = [
 
 
 class Loaded(NamedTuple):
-    """What a reader returns: both sets, and the names of the groups, if there are any."""
+    """Training and test set of a reader, and the names of the groups, if any."""
 
     train: Samples
     test: Samples
@@ -46,7 +46,7 @@ class Loaded(NamedTuple):
 
 
 Reader = Callable[[Path, Shape], Loaded]
-"""Reads a data set from a folder, in the requested shape or in the published one."""
+"""Reads a data set from a folder, in the requested or the published shape."""
 
 READ_ERRORS = (
     OSError,
@@ -75,17 +75,17 @@ _DIGITS_TEST_SHARE = 0.2
 
 
 def read_digits(folder: Path, shape: Shape) -> Loaded:
-    """Return scikit-learn's 1,797 digits, 8x8 grey; 20 % of each class are for tests.
+    """Return scikit-learn's 1,797 digits, 8x8 grey, with 20 % of each class as tests.
 
-    The file is the one that ``sklearn.datasets.load_digits`` reads.
+    ``sklearn.datasets.load_digits`` reads the same file.
     """
     # All readers have the same signature.
     del folder, shape
-    # Found without importing scikit-learn, which takes as long as the whole run of a
-    # small model.
+    # Found without importing scikit-learn: the import takes as long as the whole run of
+    # a small model.
     spec = find_spec("sklearn")
     if spec is None or spec.origin is None:
-        raise DataError("scikit-learn, whose files hold the digits, is not installed")
+        raise DataError("scikit-learn is not installed, but its files have the digits")
     path = Path(spec.origin).parent / "datasets/data/digits.csv.gz"
     with gzip.open(path, "rt") as file:
         rows = np.loadtxt(file, delimiter=",", dtype=np.int64)
@@ -128,7 +128,7 @@ def read_idx(class_name: str) -> Reader:
 
 
 def is_there(path: Path) -> bool:
-    """Return whether a file is there as it is or with .gz."""
+    """Return whether a file is there, unpacked or with .gz."""
     return path.exists() or path.with_name(path.name + ".gz").exists()
 
 
@@ -142,7 +142,7 @@ def read_torchvision(class_name: str) -> Reader:
         source = getattr(datasets, class_name)
         both = []
         for part in ("train", "test"):
-            # SVHN has an argument, attributes and an order of axes of its own.
+            # SVHN has its own argument, attributes and order of axes.
             if class_name == "SVHN":
                 data = _present_or_downloaded(source, str(folder), split=part)
                 samples = as_samples(data.data.transpose(0, 2, 3, 1), data.labels)
@@ -159,8 +159,9 @@ def read_torchvision(class_name: str) -> Reader:
 def _present_or_downloaded(
     source: Callable[..., Any], folder: str, **split: Any
 ) -> Any:
-    """Return torchvision's data set; if its files fail, download them first."""
-    # First without: with download=True it writes into the folder, which may be read-only.
+    """Return torchvision's data set, after a download if its files fail."""
+    # Try without a download first: with download=True, torchvision writes into the
+    # folder, but the folder may be read-only.
     try:
         return source(folder, download=False, **split)
     except (OSError, RuntimeError):
@@ -187,7 +188,7 @@ def _idx_array(path: Path) -> np.ndarray[Any, np.dtype[np.uint8]]:
     shape = tuple(
         int.from_bytes(content[at : at + 4], "big") for at in range(4, start, 4)
     )
-    # Both ways: a cut download, and one that was written over a longer file.
+    # Check both directions: a cut download, or one written over a longer file.
     values = np.frombuffer(content[start:], dtype=np.uint8)
     if len(content) < start or values.size != math.prod(shape):
         raise DataError(
@@ -209,7 +210,7 @@ def as_samples(images: np.ndarray[Any, Any], labels: Any) -> Samples:
         rows = images.transpose(0, 3, 1, 2)
     else:
         raise DataError(
-            f"images of shape {images.shape}: (N, H, W) or (N, H, W, 3) needed."
+            f"images have shape {images.shape}. Use (N, H, W) or (N, H, W, 3)."
         )
     # Copies: readers return views of files, or arrays that cannot be written to.
     inputs = torch.from_numpy(np.array(rows, dtype=np.uint8, order="C"))

@@ -1,5 +1,7 @@
-"""Labelled examples: images as bytes, rows of tables and signals as float32; the shape of
-images in memory; and a data set, of examples to train on and to test on.
+"""Labelled examples, the shape of images in memory, and data sets.
+
+Images are bytes; rows of tables and signals are float32. A data set has examples to
+train on and to test on.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """The shape that a reader is asked for.
+    """The shape that a caller requests from a reader.
 
     Attributes:
         channels: 1 or 3.
@@ -54,15 +56,16 @@ def reshaped(samples: Samples, shape: Shape, chunk: int = 4096) -> Samples:
     RGB becomes grey by ITU-R 601 luma; grey is repeated over three channels without a
     copy. Images are resized bilinear with antialiasing, pixel targets to the nearest.
     """
-    # What is not in memory has it: its files are decoded in this shape.
+    # Files outside memory are decoded in this shape anyway.
     size = (shape.height, shape.width)
     if not samples.in_memory:
         return samples
     inputs, targets = samples.inputs, samples.targets
     if inputs.shape[1:] == (shape.channels, *size):
         return samples
-    # Fewer channels first, more last: one of them is resized, not three. In chunks, as
-    # integers and floats take four times the memory of bytes.
+    # Remove channels before resizing and add them after it, so that one channel is
+    # resized, not three. Work in chunks, as integers and floats take four times the
+    # memory of bytes.
     if shape.channels < inputs.shape[1]:
         inputs = torch.cat([_luma(part) for part in torch.split(inputs, chunk)])
     if inputs.shape[2:] != size:
@@ -77,20 +80,20 @@ def reshaped(samples: Samples, shape: Shape, chunk: int = 4096) -> Samples:
 
 
 def fitted(samples: Samples, shape: Shape) -> Samples:
-    """Return the examples in this shape: rows and signals have none to change."""
+    """Return the examples, with images in this shape and others unchanged."""
     return reshaped(samples, shape) if samples.as_bytes else samples
 
 
 def per_channel(values: tuple[float, ...], channels: int) -> tuple[float, ...]:
-    """Return a mean or std of pixels for so many channels; () stays ()."""
+    """Return a mean or std of pixels for this number of channels."""
     if len(values) in (0, channels):
         return values
-    # For other channels than the known ones, the average of these.
+    # For another number of channels, use the average of the known channels.
     return (sum(values) / len(values),) * channels
 
 
 def _luma(images: Tensor) -> Tensor:
-    """Return RGB bytes as grey: (299 R + 587 G + 114 B) / 1000, rounded."""
+    """Return RGB bytes as grey by (299 R + 587 G + 114 B) / 1000, rounded."""
     # In integers, so that every machine has the same bytes.
     red, green, blue = torch.split(images.to(torch.int32), 1, dim=1)
     return ((299 * red + 587 * green + 114 * blue + 500) // 1000).to(torch.uint8)
@@ -109,13 +112,15 @@ _TARGETS = (torch.int64, torch.uint8, torch.float32)
 
 
 class LazyInputs(ABC):
-    """Inputs that are not in memory: each batch reads its own; see ``Samples``.
+    """Inputs that are not in memory, see ``Samples``.
+
+    Each batch reads its own inputs.
 
     Attributes:
         shape: (N, ...), of all inputs.
-        dtype: uint8 for images, else float32.
+        dtype: uint8 for images, otherwise float32.
         by_pixel: whether they are read with a class for each pixel or voxel.
-        device: of what ``read`` returns.
+        device: the device of the results of ``read``.
     """
 
     shape: tuple[int, ...]
@@ -128,7 +133,7 @@ class LazyInputs(ABC):
         return self.shape[0]
 
     def to(self, device: str | torch.device) -> Self:
-        """Return the same inputs, whose batches come on ``device``."""
+        """Return the same inputs, with batches on ``device``."""
         moved = copy.copy(self)
         moved.device = torch.device(device)
         return moved
@@ -143,7 +148,7 @@ class LazyInputs(ABC):
         """Return the inputs with these numbers, and the targets that come with them.
 
         Args:
-            numbers: of the inputs, 0..N-1.
+            numbers: numbers of the inputs, 0..N-1.
             each: transforms of single images, see ``data.augment``.
             seeds: a seed for the transforms of each image, or () for no transform.
         """
@@ -156,9 +161,9 @@ Block = tuple[Tensor, Tensor, list[int]]
 class LastTest:
     """The positions of the last test, and its batches from its second time on.
 
-    Clients are often tested on the same examples. For a small model it takes as long to
-    make floats of their bytes as to test on them. A process that gets the samples makes
-    batches of its own.
+    Clients are often tested on the same examples. If the model is small, converting
+    their bytes to floats takes as long as the test. A process that receives the samples
+    makes its own batches.
     """
 
     def __init__(self, about: Sequence[Tensor] = ()) -> None:
@@ -167,17 +172,17 @@ class LastTest:
         self._versions: list[int] = []
 
     def __reduce__(self) -> tuple[type[LastTest], tuple[()]]:
-        """Pickle it without batches."""
+        """Pickle the value without batches."""
         return LastTest, ()
 
     def is_of(self, about: Sequence[Tensor]) -> bool:
-        """Return whether the test had these positions, and the like."""
+        """Return whether the test had these positions and the other given tensors."""
         same = len(about) == len(self._about)
         return same and all(map(torch.equal, about, self._about))
 
     def blocks(self, made: Callable[[], Iterable[Block]]) -> Iterable[Block]:
-        """Return the batches, made anew if somebody has written to them."""
-        # torch counts writes, but not in inference mode
+        """Return the batches, made again if somebody has written to them."""
+        # torch counts writes, but not in inference mode.
         if torch.is_inference_mode_enabled():
             return made()
         if not self._blocks or _versions(self._blocks) != self._versions:
@@ -194,14 +199,14 @@ class Samples:
     """Labelled examples on one device.
 
     Attributes:
-        source: the inputs: pixels 0..255, uint8, (N, C, H, W), which may be an expanded
-            (stride 0) tensor over C; or float32 (N, ...), features or signals; or what
-            reads such inputs for each batch.
-        groups: group of each example (a domain, a city, a hospital), int64 (N,); None
-            if there are no groups.
-        units: examples with the same number (those of a patient) stay together in a
-            split, int64 (N,); None if every example is its own unit.
-        last_test: what ``Subset`` remembers of the last test.
+        source: the inputs: pixels 0..255, uint8, (N, C, H, W), possibly a tensor that
+            is expanded (stride 0) over C; or float32 (N, ...), features or signals; or
+            a ``LazyInputs`` that reads such inputs for each batch.
+        groups: group of each example (a domain, a city, a hospital), int64 (N,), or
+            None without groups.
+        units: unit of each example, int64 (N,); examples of one unit (a patient) stay
+            together in a split. None if every example is its own unit.
+        last_test: positions and batches of the last test, for ``Subset``.
     """
 
     __slots__ = ("_targets", "groups", "last_test", "source", "units")
@@ -213,19 +218,19 @@ class Samples:
         groups: Tensor | None = None,
         units: Tensor | None = None,
     ) -> None:
-        """Create the samples; nothing is copied.
+        """Create the samples without a copy.
 
         Args:
             inputs: the ``source``, see ``Samples``.
             targets: class of each image, int64 (N,); class of each pixel or voxel,
-                uint8 (N, H, W) or (N, D, H, W), 255 = ignored; or float32 (N,) or (N,
-                K), the target of a regression or labels 0 and 1; None if they are read
-                with the inputs.
+                uint8 (N, H, W) or (N, D, H, W), with 255 for ignored pixels; or float32
+                (N,) or (N, K), the target of a regression or labels 0 and 1. None if
+                they are read with the inputs.
             groups: see ``Samples``.
             units: see ``Samples``.
 
         Raises:
-            DataError: dtypes or numbers are not as above.
+            DataError: dtypes or numbers differ from these.
         """
         self.source, self._targets = inputs, targets
         self.groups, self.units = groups, units
@@ -234,8 +239,8 @@ class Samples:
         numbers = inputs.dtype == torch.float32 and len(inputs.shape) >= 2
         if not images and not numbers:
             raise DataError(
-                f"sample inputs are {inputs.dtype} of shape {tuple(inputs.shape)};"
-                " uint8 (N, C, H, W) needed for images, float32 (N, ...) for features"
+                f"sample inputs are {inputs.dtype} of shape {tuple(inputs.shape)}."
+                " Use uint8 (N, C, H, W) for images, float32 (N, ...) for features"
                 " and signals."
             )
         if targets is not None and (
@@ -243,8 +248,8 @@ class Samples:
         ):
             raise DataError(
                 f"sample targets are {targets.dtype} of shape {tuple(targets.shape)}"
-                f" for {len(inputs)} inputs; int64, float32, or uint8 for classes of"
-                " pixels, one each, needed."
+                f" for {len(inputs)} inputs. Use one target for each input, in int64,"
+                " float32, or uint8 for classes of pixels."
             )
 
     def __len__(self) -> int:
@@ -252,13 +257,13 @@ class Samples:
         return len(self.source)
 
     def to(self, device: str | torch.device) -> Samples:
-        """Return the same samples on ``device``, without a copy of what is there."""
+        """Return the samples on ``device``, copying only tensors from elsewhere."""
         targets, groups, units = (
             None if part is None else part.to(device)
             for part in (self._targets, self.groups, self.units)
         )
         inputs = self.source
-        # The channels of grey images share their memory: one is moved, not three.
+        # The channels of grey images share their memory, so move one, not three.
         if isinstance(inputs, Tensor) and inputs.ndim == 4 and inputs.stride(1) == 0:
             moved = inputs[:, :1].to(device).expand_as(inputs)
             return Samples(moved, targets, groups, units)
@@ -275,11 +280,11 @@ class Samples:
 
     @property
     def inputs(self) -> Tensor:
-        """The inputs, which are in memory."""
+        """The inputs, if they are in memory."""
         if isinstance(self.source, LazyInputs):
             raise DataError(
-                "all inputs are asked for, but they are not in memory: each batch reads"
-                " its own."
+                "the inputs are not in memory, since each batch reads its own. Read"
+                " them with take()."
             )
         return self.source
 
@@ -312,14 +317,14 @@ class Samples:
 
     @property
     def targets(self) -> Tensor:
-        """Target of each example; reads all inputs where targets come with them."""
+        """Target of each example. This may read all inputs."""
         if self._targets is None:
             return self.take(torch.arange(len(self)))[1]
         return self._targets
 
     @property
     def labels(self) -> Tensor:
-        """The class of each example for splits, int64 (N,); 0 where there is not one."""
+        """The class of each example for splits, int64 (N,), or 0 without classes."""
         if self.by_class:
             return self.targets
         return torch.zeros(len(self), dtype=torch.int64, device=self.device)
@@ -328,8 +333,8 @@ class Samples:
         self, chosen: Tensor, augment: Augment | None = None, draw: Draw | None = None
     ) -> tuple[Tensor, Tensor]:
         """Return these examples (int64 (B,)) and their targets, augmented as drawn."""
-        # Transforms of single images come before those of the batch. Files take part in
-        # them as they are stored, before they are resized, so ``read`` applies them.
+        # Transforms of single images come before transforms of the batch. They act on
+        # files as stored, before these are resized, so ``read`` applies them.
         if isinstance(self.source, LazyInputs):
             each = () if augment is None else augment.each
             seeds = () if draw is None or draw.seeds is None else draw.seeds.tolist()
@@ -357,10 +362,10 @@ class Dataset:
         num_classes: targets are 0..num_classes - 1; for other tasks the number of the
             model's outputs.
         mean: mean of the training pixels per channel, pixels scaled to [0, 1]; () if
-            inputs are taken as they are.
+            inputs are used unchanged.
         std: standard deviation, in the same way.
-        group_names: names of the groups 0, 1, ... of training and test samples; () if
-            there are no groups.
+        group_names: names of the groups 0, 1, ... of training and test samples; ()
+            without groups.
         class_names: names of the classes (labels, target columns) 0, 1, ...; () if they
             have no names.
     """
@@ -376,9 +381,9 @@ class Dataset:
 
     @property
     def label_names(self) -> tuple[str, ...]:
-        """A name for each class of a label, its number where it has none."""
-        # Labels may have more classes than the model has outputs: one output stands for
-        # two classes.
+        """The name of each class of a label, or its number without a name."""
+        # Labels may have more classes than the model has outputs: a single output can
+        # distinguish two classes.
         count = self.num_classes
         if len(self.train):
             count = max(count, int(self.train.labels.max()) + 1)

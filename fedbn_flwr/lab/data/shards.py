@@ -1,13 +1,13 @@
-"""Splits by shards: equal pieces of the examples sorted by class; clients get whole ones.
+"""Splits by shards (equal pieces of the examples sorted by class).
 
 ``shards``: McMahan et al. 2017, section 3; Li et al. (FedBS) V-A, "balanced label
 distribution skew": 200 shards of 300 (MNIST) or 250 (CIFAR-10) examples, two for each
 of 100 clients. ``unbalanced-shards``: FedBS, "unbalanced label distribution skew": 1200
 (MNIST) or 1000 (CIFAR-10) shards of 50 examples, 1 to 30 per client.
 
-Differs from the paper: FedBS does not say how many shards a client draws. Here each
+Differs from the paper: FedBS does not define how many shards a client draws. Here each
 client draws 1 to 30 uniformly, given that together they use every shard (all such draws
-are equally likely). If the size of a class is not a multiple of the shard size, a shard
+are equally likely). If the shard size does not divide the size of a class, a shard
 may have two classes, and a client with two shards more than two classes.
 """
 
@@ -27,13 +27,13 @@ _SHARD_SIZE = 50
 
 
 def split_shards(request: PartitionRequest) -> list[Indices]:
-    """Give each client ``shards_per_client`` (0 = 2) random shards; all are used."""
+    """Give each client ``shards_per_client`` random shards, 2 by default."""
     each = request.shards_per_client or _SHARDS_PER_CLIENT
     return _split_shards(request, [each] * request.num_clients, "shards")
 
 
 def split_unbalanced_shards(request: PartitionRequest) -> list[Indices]:
-    """Give each client 1 to ``shards_per_client`` (0 = 30) shards of 50 examples."""
+    """Give each client 1 to ``shards_per_client`` shards, at most 30 by default."""
     clients = request.num_clients
     most = request.shards_per_client or _MOST_SHARDS_PER_CLIENT
     shards = len(request.labels) // _SHARD_SIZE
@@ -63,12 +63,12 @@ def _drawn_sizes(
                 number -= before[total - 1 - most]
             row.append(number)
         ways.append(row)
-    # A client's number has the share of the ways that go on with it; each later client
-    # needs at least one of the shards that are left.
+    # The chance of a client's number is its share of the remaining ways; each later
+    # client needs at least one of the remaining shards.
     sizes = []
     for later in range(clients - 1, -1, -1):
         options = range(1, min(most, shards - later) + 1)
-        # The division of integers is correctly rounded, also beyond the floating point
+        # The division of integers is correctly rounded, even beyond the floating point
         # range.
         chances = [
             ways[later][shards - option] / ways[later + 1][shards] for option in options
@@ -81,11 +81,11 @@ def _drawn_sizes(
 def _split_shards(
     request: PartitionRequest, sizes: list[int], purpose: str
 ) -> list[Indices]:
-    """Return each client's examples: as many random shards as ``sizes`` says."""
+    """Return each client's examples, from its number of random shards in ``sizes``."""
     count = sum(sizes)
     if count > len(request.labels):
         raise ConfigError(
-            f"shards-per-client={sizes[0]} needs {count} shards, more than the"
+            f"shards-per-client={sizes[0]} needs {count} shards, but there are only"
             f" {len(request.labels)} training examples."
         )
     # Shuffled before the stable sort, so that a shard is a random part of its class.

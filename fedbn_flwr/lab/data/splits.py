@@ -1,21 +1,21 @@
-"""Splits by class: a request in, one index vector per client out, in any order.
+"""Splits by class that map a request to one index vector per client.
 
-``dirichlet-equal``: Hsu, Qi & Brown 2019, section 2: each client draws its class mix q
-and takes examples that are left in these proportions. Later clients do not use a class
-that has no examples left.
+The vectors may be in any order. ``dirichlet-equal``: Hsu, Qi & Brown 2019, section 2:
+each client draws its class mix q and takes remaining examples in these proportions.
+Later clients do not use a class that has no examples left.
 
 Differs from the paper: q ~ Dir(alpha, ..., alpha), so ``partition-alpha`` means the
 same as in ``dirichlet``. Hsu draws q ~ Dir(alpha p) with p the class shares: Hsu's
 alpha is ours times the number of (equally large) classes.
 
-``dirichlet`` is flwr-datasets' partitioner on a table of labels; its import takes
-seconds, so it is in the function. ``iid`` has the parts of the IidPartitioner there,
-which makes a table for every client. ``classes``: Wang, Shi & Chang 2023 (FedTAN),
-Appendix D.
+``dirichlet`` is flwr-datasets' partitioner on a table of labels. Its import takes
+seconds, so it is in the function. ``iid`` gives the same parts as the IidPartitioner
+there, but does not make a table for every client. ``classes``: Wang, Shi & Chang 2023
+(FedTAN), Appendix D.
 
 Differs from the paper: its five tables cover all classes. If classes-per-client is
-below ceil(classes / clients), the classes of all clients leave gaps; the examples of
-the classes in the gaps are not used.
+below ceil(classes / clients), the clients' classes leave gaps. The examples of the
+classes in these gaps are not used.
 """
 
 from __future__ import annotations
@@ -45,15 +45,15 @@ __all__ = [
 Indices = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 
-# flwr-datasets gives up after 10 redraws. With alpha 0.1 and 100 clients few draws give
-# every client 10 examples.
+# flwr-datasets gives up after 10 redraws. With alpha 0.1 and 100 clients, few draws
+# give every client 10 examples.
 _DIRICHLET_SEEDS = 20
 _DRAWS_PER_SEED = 11
 
 
 @dataclass(frozen=True, slots=True)
 class PartitionRequest:
-    """The arguments of a split, see ``make_partition``; each kind uses what it needs."""
+    """The arguments of all splits, see ``make_partition``."""
 
     labels: Indices
     num_classes: int
@@ -69,25 +69,28 @@ class PartitionRequest:
 
 
 def split_iid(request: PartitionRequest) -> list[Indices]:
-    """Split at random; sizes differ by at most 1, larger ones at lower partition ids."""
+    """Split at random into sizes that differ by at most 1.
+
+    The first partition ids have the larger parts.
+    """
     order, _ = _shuffled(request, "iid")
     return np.array_split(order, request.num_clients)
 
 
 def split_dirichlet(request: PartitionRequest) -> list[Indices]:
-    """Split each class in Dirichlet proportions, so that each client has ``min_size``."""
+    """Split each class in Dirichlet proportions, with ``min_size`` for each client."""
     _check_alpha(request.alpha)
     if request.num_clients * request.min_size > len(request.labels):
         raise DataError(
             f"partition 'dirichlet' needs {request.min_size} examples for each of"
-            f" {request.num_clients} clients; there are {len(request.labels)}. Use at"
-            f" most {len(request.labels) // request.min_size} clients."
+            f" {request.num_clients} clients, but there are {len(request.labels)}. Use"
+            f" at most {len(request.labels) // request.min_size} clients."
         )
     for attempt in range(_DIRICHLET_SEEDS):
         try:
             return _drawn(request, attempt, request.min_size)
         except ValueError as error:
-            # flwr-datasets has no error of its own for it
+            # flwr-datasets has no error class for this failure.
             if "max number of attempts" not in str(error):
                 raise
     raise DataError(
@@ -104,7 +107,7 @@ def _drawn(request: PartitionRequest, attempt: int, min_size: int) -> list[Indic
     Raises:
         ValueError: no draw of flwr-datasets gives every client ``min_size``.
     """
-    # Its import takes seconds, and other splits do without it.
+    # Its import takes seconds, and other splits do not need it.
     from flwr_datasets.partitioner import DirichletPartitioner
 
     partitioner = DirichletPartitioner(
@@ -116,14 +119,14 @@ def _drawn(request: PartitionRequest, attempt: int, min_size: int) -> list[Indic
         shuffle=False,
         seed=derive_seed(request.seed, "partition", "dirichlet", attempt),
     )
-    # It warns of each draw that is too uneven; the next one is made without a word.
+    # It warns of each draw that is too uneven, although it then draws again.
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The specified min_partition_size")
         return _partitioned(partitioner, *_shuffled(request, "dirichlet-order"))
 
 
 def split_dirichlet_equal(request: PartitionRequest) -> list[Indices]:
-    """Give every client as many examples (sizes differ by at most 1), in its own mix."""
+    """Give each client its own class mix, in sizes that differ by at most 1."""
     _check_alpha(request.alpha)
     rng = numpy_generator(request.seed, "partition", "dirichlet-equal")
     order, labels = _shuffled(request, "dirichlet-equal-order")
@@ -135,7 +138,7 @@ def split_dirichlet_equal(request: PartitionRequest) -> list[Indices]:
         # Hsu et al., section 2: q of this client, then its examples by q.
         mix = rng.dirichlet(np.full(request.num_classes, float(request.alpha)))
         taken = _filled(small + (client < larger), mix, left, rng)
-        # Taken from the end of each class, so that ``left`` says where the rest ends.
+        # Taken from the end of each class, so ``left`` is also the end of the rest.
         left = left - taken
         slices = [
             pool[rest : rest + size]
@@ -146,7 +149,7 @@ def split_dirichlet_equal(request: PartitionRequest) -> list[Indices]:
 
 
 def _filled(size: int, mix: Floats, left: Indices, rng: np.random.Generator) -> Indices:
-    """Return how many of the examples ``left`` of each class ``size`` draws take."""
+    """Return how many examples of each class a client with ``size`` draws takes."""
     taken = np.zeros_like(left)
     missing = size
     while missing > 0:
@@ -154,7 +157,7 @@ def _filled(size: int, mix: Floats, left: Indices, rng: np.random.Generator) -> 
         # No class of the mix has examples left: draw in proportion to the other classes.
         if not weights.sum() > 0:
             weights = (left - taken).astype(np.float64)
-        # A class gives at most what is left; what it lacks is drawn again.
+        # A class gives at most its remaining examples; the missing ones are redrawn.
         drawn = rng.multinomial(missing, weights / weights.sum())
         taken = np.minimum(taken + drawn, left)
         missing = size - int(taken.sum())
@@ -164,8 +167,8 @@ def _filled(size: int, mix: Floats, left: Indices, rng: np.random.Generator) -> 
 def _check_alpha(alpha: float) -> None:
     if not 0 < alpha < float("inf"):
         raise ConfigError(
-            f"partition-alpha={alpha}: a number above 0 needed (0.1 skewed, 100 nearly"
-            " iid)."
+            f"partition-alpha={alpha} is not allowed. Use a number above 0 (0.1 is"
+            " skewed, 100 nearly iid)."
         )
 
 
@@ -194,22 +197,22 @@ def _partitioned(
 def split_classes(request: PartitionRequest) -> list[Indices]:
     """Give client i of N the k consecutive classes from floor(i * C / N) on, cyclic.
 
-    The clients of a class get equal parts of it; sizes differ by at most 1, larger ones
-    at lower partition ids.
+    The clients of a class get equal parts of it, in sizes that differ by at most 1; the
+    first partition ids have the larger parts.
     """
     classes, wanted = request.num_classes, request.classes_per_client
     if not 1 <= wanted <= classes:
         raise ConfigError(
-            f"classes-per-client={wanted}: 1 to {classes} allowed, the number of"
-            " classes."
+            f"classes-per-client={wanted} is not allowed. Use 1 to {classes}, the"
+            " number of classes."
         )
-    # The clients of each class, by Appendix D: k classes from a client's first one on.
+    # The clients of each class, by Appendix D: k classes from a client's first on.
     clients_of = [list[int]() for _ in range(classes)]
     for client in range(request.num_clients):
         start = client * classes // request.num_clients
         for label in range(start, start + wanted):
             clients_of[label % classes].append(client)
-    # Each class is shuffled by itself, so that its parts do not depend on the others.
+    # Shuffle each class separately, so that its parts do not depend on other classes.
     parts = [list[Indices]() for _ in range(request.num_clients)]
     for label, clients in enumerate(clients_of):
         if not clients:

@@ -1,4 +1,4 @@
-"""Subsets of shared examples, without a copy of these: they make normalised batches."""
+"""Subsets of shared examples that make normalised batches without a copy."""
 
 from __future__ import annotations
 
@@ -16,16 +16,19 @@ from fedbn_flwr.lab.data.samples import Block, LastTest, Samples
 
 __all__ = ["Subset"]
 
-# Bytes of floats that are made at once: so many stay in a cache.
+# The most bytes of floats in one conversion: so many stay in a cache.
 _BLOCK = 2**21
-# Bytes of floats of a test that are kept for the next one.
+# The most bytes of floats that are kept from one test for the next.
 _KEPT = 2**25
 # Bytes, the alignment of torch's memory.
 _ALIGNED = 64
 
 
 class Subset:
-    """The examples of one client or one test: positions 0..len-1 of shared examples."""
+    """The examples of one client or test, at positions 0..len-1.
+
+    The examples are shared with other subsets.
+    """
 
     __slots__ = ("_augment", "_indices", "_mean", "_samples", "_std")
 
@@ -38,14 +41,14 @@ class Subset:
         std: Sequence[float] = (),
         augment: Augment | None = None,
     ) -> None:
-        """Create the subset; no example is copied.
+        """Create the subset without a copy of an example.
 
         Args:
             samples: the shared samples.
-            indices: integers (n,), the example at each position; None = all examples in
-                order.
+            indices: integers (n,), the example at each position; None for all examples
+                in order.
             mean: subtracted per channel from pixels scaled to [0, 1], or per feature
-                (channel) of other inputs; () = other inputs are taken as they are.
+                (channel) of other inputs; with (), other inputs are used unchanged.
             std: divisor per channel or feature, above 0; or ().
             augment: ``batch`` applies it if it gets a generator.
         """
@@ -83,13 +86,13 @@ class Subset:
 
     @property
     def groups(self) -> Tensor | None:
-        """Groups of the examples, int64 (n,), on the samples' device; None without."""
+        """Groups of the examples, int64 (n,), on the samples' device, or None."""
         groups = self._samples.groups
         return None if groups is None else self._of_positions(groups)
 
     @property
     def units(self) -> Tensor | None:
-        """The unit (patient) of each example, int64 (n,); None if each is its own."""
+        """The unit of each example, int64 (n,), or None if each is its own unit."""
         units = self._samples.units
         return None if units is None else self._of_positions(units)
 
@@ -101,17 +104,18 @@ class Subset:
     ) -> tuple[Tensor, Tensor]:
         """Return the examples at ``positions``, normalised, and their targets.
 
-        Images are (x / 255 - mean) / std. Only the batch becomes floating point; images stay bytes.
+        Images are (x / 255 - mean) / std. Only the batch becomes floating point; images
+        stay bytes.
 
         Args:
             positions: int64 (B,), each in 0..len-1, repeats allowed, on any device.
-            generator: a CPU generator for the augmentation; None = no augmentation
+            generator: a CPU generator for the augmentation; None disables augmentation
                 (evaluation).
 
         Returns:
-            On the samples' device: float32 (B, C, H, W), or (B, ...) as the inputs are;
-            and int64 (B,), int64 (B, H, W) for the classes of pixels, or float32 (B,)
-            or (B, K).
+            On the samples' device: float32 (B, C, H, W), or (B, ...) in the shape of
+            the inputs; and int64 (B,), int64 (B, H, W) for the classes of pixels, or
+            float32 (B,) or (B, K).
 
         Raises:
             IndexError: a position is outside the subset (on the CPU; on other devices
@@ -130,9 +134,9 @@ class Subset:
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield ``batch`` of each of the ``positions``, in order.
 
-        Images in memory become floating point several batches at a time, which has the
-        same bits in fewer calls, as long as these take at most ``_BLOCK`` bytes. A
-        small test set that is read again, for another client say, is kept converted.
+        Images in memory become floating point several batches at a time, as long as
+        these take at most ``_BLOCK`` bytes. The bits are equal, in fewer calls. A small
+        test set that is read again, for example for another client, is kept converted.
         """
         # Augmentation draws batch by batch, and files are read for one batch at a time.
         augmented = generator is not None and self._augment is not None
@@ -153,7 +157,7 @@ class Subset:
             yield *self.batch(together), [len(batch) for batch in block]
 
     def _of_test(self, order: Sequence[Tensor]) -> Iterable[Block]:
-        """Return the blocks of a test: those of the last one if it was the same."""
+        """Return the blocks of a test, reused if the last test was equal."""
         sizes = torch.tensor([len(batch) for batch in order])
         positions = torch.cat([sizes[:0], *order])
         same_as = (positions, sizes, self.indices, self._mean, self._std)
@@ -166,26 +170,26 @@ class Subset:
         return known.blocks(lambda: self._made(order))
 
     def _prepared(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        # In place after the first operation, which makes a copy: the samples stay.
+        # Only the first operation copies; the others act in place on that copy.
         if inputs.dtype == torch.uint8:
             inputs = inputs.to(torch.float32).div_(255).sub_(self._mean).div_(self._std)
         elif len(self._mean):
             inputs = inputs.sub(self._mean).div_(self._std)
-        # Bytes are classes of pixels; losses need int64.
+        # Bytes are classes of pixels, but losses need int64.
         if targets.dtype == torch.uint8:
             targets = targets.to(torch.int64)
         return inputs, targets
 
 
 def _blocks(positions: Iterable[Tensor], size: int) -> Iterator[list[Tensor]]:
-    """Yield lists of batches: of one, or of more with at most ``_BLOCK`` bytes.
+    """Yield lists of batches with at most ``_BLOCK`` bytes, or single batches.
 
     Args:
         positions: the batches.
         size: bytes of one example.
     """
     # Matrix products of the same numbers at another alignment may differ in their last
-    # bits, so examples of an odd size are not put together.
+    # bits, so examples of an odd size are never combined.
     block: list[Tensor] = []
     room = _BLOCK
     for batch in positions:

@@ -1,4 +1,4 @@
-"""A seeded part of some examples, put aside: a client's validation examples."""
+"""A seeded part of some examples, for example a client's validation examples."""
 
 from __future__ import annotations
 
@@ -21,22 +21,21 @@ def split_off(
     seed: int,
     units: Indices | None = None,
 ) -> tuple[Indices, Indices]:
-    """Return (rest, part): ``part`` has ``share`` of the examples, and of each class.
+    """Return (rest, part), where ``part`` has ``share`` of all and of each class.
 
     The size of the part is ``share`` of the examples, rounded half up, and at least one
-    example or unit stays in the rest. With units, these go over as a whole, in a random
-    order: each one that brings the part nearer to its numbers by class (the sum of the
-    differences). Without units the numbers are exact; with them they are as near as
-    that.
+    example or unit stays in the rest. If there are units, each moves as a whole. They
+    are visited in a random order, and a unit moves if the part's numbers by class then
+    come nearer to the wanted numbers (by the sum of the differences). Without units,
+    the numbers are exact; with units, they are only this near.
 
     Args:
-        indices: the examples to split, int64 (n,), each once; their order has no
-            meaning.
+        indices: the examples to split, int64 (n,), each once, in any order.
         labels: class of each example of the data set, int64 (N,).
         share: in [0, 1).
         seed: seed of the draw.
         units: unit of each example of the data set, int64 (N,), such as its patient;
-            None = each one is its own.
+            None if each example is its own unit.
 
     Returns:
         Two sorted int64 vectors.
@@ -54,12 +53,12 @@ def split_off(
     wanted = _shares(np.bincount(classes), Fraction(str(share)), rng)
     order = rng.permutation(len(examples))
     if units is None:
-        # Of each class the first ones in a random order.
+        # Take the first examples of each class in a random order.
         chosen = np.zeros(len(examples), bool)
         for label, number in enumerate(wanted):
             chosen[order[classes[order] == label][:number]] = True
     else:
-        # The examples of each unit by class, and the units that bring nearer to these.
+        # Count the examples of each unit by class, then take nearer units.
         _, unit_of = np.unique(np.asarray(units)[examples], return_inverse=True)
         num_units = int(unit_of.max(initial=-1)) + 1
         counts = np.zeros((num_units, len(wanted)), np.int64)
@@ -76,14 +75,14 @@ def split_off(
 
 
 def _shares(counts: Indices, share: Fraction, rng: np.random.Generator) -> Indices:
-    """Return how many examples of each class go over, by largest remainder."""
-    # Fractions, since a share such as 0.1 has no exact float: ties would not be ties.
+    """Return the number of examples of each class in the part, by remainder."""
+    # Fractions, because a share such as 0.1 has no exact float: ties would not be ties.
     total = int(counts.sum())
     size = max(0, min(math.floor(share * total + Fraction(1, 2)), total - 1))
     exact = [share * int(count) for count in counts]
     numbers = np.array([math.floor(number) for number in exact], np.int64)
     remainders = [float(number - math.floor(number)) for number in exact]
-    # Equal remainders are in a random order, or the first classes would win each tie.
+    # Order equal remainders at random, or the first classes would win each tie.
     ranking = rng.permutation(len(counts)).tolist()
     ranking.sort(key=lambda label: -remainders[label])
     missing = size - int(numbers.sum())

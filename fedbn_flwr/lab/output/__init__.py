@@ -1,11 +1,12 @@
-"""The folder of a run: metrics, curves, checkpoints, model and summary.
+"""The folder of a run, with metrics, curves, checkpoints, model and summary.
 
 In reading order:
 
 - ``folder``: the files of the folder, written whole or not at all; its lock.
-- ``result_writer``: what a run writes, round by round and at its end.
-- ``checkpoint``: the server's checkpoints, and where a run starts.
-- ``run_tests``, ``site_tests``: the tests of the run, and those of each site.
-- ``summary``: what the last files say besides numbers, also of the model.
+- ``result_writer``: the results of a run, written round by round and at its end.
+- ``checkpoint``: the server's checkpoints, and the starting point of a run.
+- ``run_tests``, ``site_tests``: the tests of the run, and the tests of each site.
+- ``summary``: contents of the last files in addition to numbers, such as the
+  description of the model.
 - ``statistics_log``, ``curves``, ``tensorboard_log``: a file each.
 """

@@ -1,12 +1,12 @@
-"""Checkpoints of the server: the last two, each with all that an exact resume needs.
+"""Checkpoints of the server.
 
-They are in ``OUT/checkpoint``. With early stopping, those of the rounds whose state may
-be the run's result stay, too.
+The last two are in ``OUT/checkpoint``; each has all data for an exact resume. With
+early stopping, the checkpoints of rounds that may become the run's result stay as well.
 
-A checkpoint holds the global model, the strategy's ``state_dict()``, and the id of the
-run, with which clients find their kept state in the state folder. Every random draw has
-its own stream by seed, purpose, round and partition, so no generator is saved. History
-and traffic are in ``metrics.jsonl``; a resume removes later rounds from it.
+A checkpoint contains the global model, the strategy's ``state_dict()``, and the id of
+the run. Clients find their local state in the state folder by this id. Every random
+draw has its own stream by seed, purpose, round and partition, so no generator is saved.
+History and traffic are in ``metrics.jsonl``; a resume removes later rounds from it.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ __all__ = [
 
 logger = logging.getLogger("flwr")
 
-_FORMAT = 3  # of a checkpoint
+_FORMAT = 3  # version of the format of a checkpoint
 _KEPT = 2
-_LONG = 20.0  # seconds of work that a kill may cost, and one round
-# a resume may change these; others would make another run
+_LONG = 20.0  # seconds of work that a kill may lose, in addition to one round
+# A resume may change these keys. Another value of any other key makes another run.
 _FREE = PLACES | {"num-server-rounds", "on-divergence"}
 
 
@@ -57,8 +57,8 @@ class Checkpoint:
     Attributes:
         server_round: the last finished round; 0 before the first.
         state: the global model.
-        strategy: ``state_dict()`` of the strategy; of the centralized reference what
-            its optimizer keeps.
+        strategy: ``state_dict()`` of the strategy; for the centralized reference, the
+            state of its optimizer.
         run: id of the run and its resumptions; see ``Continuity``.
         resumed_after: the rounds after which the run was resumed so far.
     """
@@ -110,7 +110,7 @@ class Checkpoints:
     def save(
         self, checkpoint: Checkpoint, stopping: EarlyStopping | None = None
     ) -> None:
-        """Write a checkpoint, and remove old ones.
+        """Write a checkpoint, and remove old checkpoints.
 
         The last two stay, and for each of them the best round at its time.
 
@@ -128,8 +128,8 @@ class Checkpoints:
             self.folder.mkdir(exist_ok=True, mode=0o700)
             remove_leftovers(self.folder)
             write_checked(self._path(checkpoint.server_round), content)
-            # After the new one is whole. A run that is resumed from the older of the
-            # two goes on from another best round.
+            # Remove old checkpoints only after the new checkpoint is complete. A run
+            # that is resumed from the older of the two has another best round.
             last = self.rounds[-_KEPT:]
             needed: set[int | None] = {*last}
             if stopping:
@@ -147,10 +147,10 @@ class Checkpoints:
             ) from error
 
     def latest(self) -> Checkpoint | None:
-        """Return the newest good checkpoint; None if there are no checkpoints.
+        """Return the newest good checkpoint, or None if the folder has none.
 
-        A damaged checkpoint, or one of another run, is skipped with a warning that
-        gives the reason.
+        A damaged checkpoint, or a checkpoint of another run, is skipped with a warning
+        that gives the reason.
 
         Raises:
             ConfigError: there are checkpoints, but none can be used; the error gives
@@ -172,14 +172,13 @@ class Checkpoints:
         return None
 
     def to_resume(self) -> Checkpoint | None:
-        """Return the checkpoint that the folder's run goes on from.
+        """Return the checkpoint from which the folder's run continues.
 
-        None: it was stopped before its first one.
+        None: the run was stopped before its first checkpoint.
 
         Raises:
             ConfigError: the config asks for fewer rounds than the run has.
-            NotResumableError: the run has rounds and no checkpoint, or none can be
-                used.
+            NotResumableError: the run has rounds but no checkpoint, or no usable one.
         """
         out = self.folder.parent
         RunFolder.refuse_shorter(out, self._config.num_server_rounds)
@@ -196,10 +195,10 @@ class Checkpoints:
         return saved
 
     def best(self, stopping: EarlyStopping) -> Checkpoint | None:
-        """Return the checkpoint of the best round, or None if there is no score.
+        """Return the checkpoint of the best round, or None without a score.
 
         Raises:
-            EngineError: it cannot be used.
+            EngineError: the checkpoint cannot be used.
         """
         best = stopping.best()
         if best is None:
@@ -228,7 +227,7 @@ class Checkpoints:
                 " run with that version, or start a new run."
             )
 
-        # The same run: settings, model, the user's code, the round.
+        # Compare everything that makes a run: settings, model, user's code and round.
         saved = Config.make(content["config"]).to_mapping()
         changed = changed_settings(saved, self._config.to_mapping(), _FREE)
         if changed:
@@ -246,20 +245,20 @@ class Checkpoints:
         if changed:
             raise StateError(f"{path}: {changed}")
         if content["server_round"] != server_round:
-            raise StateError(f"{path} holds round {content['server_round']}")
+            raise StateError(f"{path} contains round {content['server_round']}")
         if server_round > self._config.num_server_rounds:
             raise ConfigError(
                 f"{path} is past num-server-rounds={self._config.num_server_rounds}"
             )
 
-        # Other versions go on, with other bits at worst.
+        # Another version of a package may only change the last bits, so only warn.
         here, other = versions(), []
         for package, version in content["versions"].items():
             if here.get(package) != version:
                 other.append(f"{package} {version}, now {here.get(package)}")
         if other:
             logger.warning(
-                "the checkpoint was written with %s: the last bits may differ",
+                "the checkpoint was written with %s. The last bits may differ.",
                 "; ".join(other),
             )
         entries = {key: content[key] for key in Checkpoint.__dataclass_fields__}
@@ -267,7 +266,7 @@ class Checkpoints:
 
     def set_aside_after(self, server_round: int) -> None:
         """Rename checkpoints after the round of a resume."""
-        # They were refused, and must not count among the last two.
+        # They were refused, so they must not count among the last two.
         for later in self.rounds:
             if later > server_round:
                 self._path(later).rename(self._path(later).with_suffix(".refused"))
@@ -284,9 +283,9 @@ def _rounds(folder: Path) -> list[int]:
 
 
 def after_interrupt(out: Path, options: str = "") -> str:
-    """Return what an interrupted run has left, and the command that goes on.
+    """Return the saved results of an interrupted run, and the command to continue.
 
-    "": nothing was written.
+    The text is empty if nothing was written.
 
     Args:
         out: the run's folder.
@@ -303,23 +302,23 @@ def after_interrupt(out: Path, options: str = "") -> str:
     if rounds:
         point = f"a checkpoint of round {rounds[-1]}"
         command = f"fedbn-flwr run --out {shlex.quote(str(out))}{options} --resume"
-        go_on = f"Go on from there: {command}"
+        go_on = f"Continue with: {command}"
     else:
         point = "no checkpoint"
-        go_on = "It cannot be continued: start a new run in another folder."
+        go_on = "It cannot be continued. Start a new run in another folder."
     return f"Saved in {out}: {results}, and {point}.\n{go_on}"
 
 
 @dataclass(frozen=True)
 class StartingPoint:
-    """Where a run starts.
+    """The starting point of a run.
 
     Attributes:
-        checkpoints: those of the run's folder.
-        saved: the checkpoint that the run goes on from; None = it starts with initial
-            weights.
-        after: the round of that checkpoint, 0 without one; None for a run that has not
-            begun.
+        checkpoints: the checkpoints of the run's folder.
+        saved: the checkpoint from which the run continues; None if it starts with
+            initial weights.
+        after: the round of that checkpoint, 0 without a checkpoint; None for a run that
+            has not begun.
     """
 
     checkpoints: Checkpoints
@@ -328,12 +327,12 @@ class StartingPoint:
 
 
 def starting_point(out: Path, config: Config, model: nn.Module) -> StartingPoint:
-    """Return where the run in a folder starts; with ``resume`` it may go on.
+    """Return the starting point of the run in a folder, a checkpoint if it resumes.
 
     Raises:
         ConfigError: the config asks for fewer rounds than the run has.
-        NotResumableError: the run has rounds and no checkpoint, none can be used, or
-            the data have changed.
+        NotResumableError: the run has rounds but no usable checkpoint, or the data have
+            changed.
     """
     shapes = {name: tuple(value.shape) for name, value in model.state_dict().items()}
     checkpoints = Checkpoints(out, config, split_state(model).fingerprint(shapes))

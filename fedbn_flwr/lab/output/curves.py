@@ -1,4 +1,4 @@
-"""Curves of a run: score and loss over rounds, and epsilon where the run has it."""
+"""Curves of a run: score and loss over rounds, and epsilon if the run has it."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ def draw_curves(lines: Sequence[Mapping[str, Any]], score: str) -> bytes:
     """Return a PNG of a run's curves.
 
     Args:
-        lines: those of ``metrics.jsonl``.
-        score: the metric besides the loss.
+        lines: the lines of ``metrics.jsonl``.
+        score: the metric that is drawn in addition to the loss.
     """
-    # Figures without pyplot, which would ask for a screen; here, as matplotlib takes
-    # half a second to import.
+    # Draw without pyplot, since pyplot needs a screen. Import here, since matplotlib
+    # takes half a second.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -45,7 +45,7 @@ def draw_curves(lines: Sequence[Mapping[str, Any]], score: str) -> bytes:
             # A single point has no line.
             marker = "o" if len(rounds) < 4 else ""
             axis.plot(rounds, values, style, label=key, linewidth=1.3, marker=marker)
-        # where BatchNorm is frozen from
+        # the round from which BatchNorm is frozen
         if frozen:
             axis.axvline(frozen[0], color="grey", linewidth=0.8, linestyle=":")
         axis.set(xlabel="server round", ylabel=label)

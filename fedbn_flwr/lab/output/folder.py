@@ -1,4 +1,4 @@
-"""The output folder of a run; its files are written atomically."""
+"""The output folder of a run, with files that are written atomically."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ PRIVACY = "privacy.jsonl"  # see privacy.accounting
 STATISTICS_FILE = "statistics.jsonl"  # see statistics_log
 # in the folder of a run in Flower's simulation: the log of its processes
 FLOWER_LOG = "flower.log"
-# in summary.json and metrics.jsonl: the first round with a loss that is not finite
+# in summary.json and metrics.jsonl: the first round with a non-finite loss
 DIVERGED_AT = "diverged-at"
 
 PLACES = frozenset(
@@ -65,13 +65,13 @@ PLACES = frozenset(
         "fedtan-tls-dir",
     }
 )
-"""Keys that change no result: places of files, timeouts, and how often to save."""
+"""Keys that change no result: places of files, timeouts, and the saving interval."""
 
 
 def changed_settings(
     saved: Mapping[str, Any], now: Mapping[str, Any], free: Collection[str]
 ) -> str:
-    """Return the keys with other values, except ``free``: ``KEY=1, now 2; ...``."""
+    """Return the keys with other values except ``free``, as ``KEY=1, now 2; ...``."""
     changed = []
     for key in sorted({*saved, *now} - {*free}):
         if saved.get(key) != now.get(key):
@@ -91,8 +91,8 @@ def lock_folder(path: Path, what: str = "run") -> Iterator[None]:
         handle = os.open(path, os.O_RDONLY)
     except OSError as error:
         raise ConfigError(f"out={str(path)!r} cannot be written: {error}") from error
-    # The system frees the lock when this process ends, in whatever way. A command that
-    # was killed may have left a process that still writes.
+    # The system frees the lock however this process ends. A killed command may have
+    # left a process that still writes.
     try:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -113,7 +113,7 @@ def writing(path: Path, then: str) -> Iterator[None]:
 
     Args:
         path: the folder.
-        then: ends the message: how to go on after space was freed.
+        then: the end of the message, about continuing after space was freed.
     """
     try:
         yield
@@ -126,15 +126,15 @@ def writing(path: Path, then: str) -> Iterator[None]:
 
 @contextmanager
 def extra(name: str, again: str) -> Iterator[None]:
-    """Log the failure of something that a run makes besides its results, and go on.
+    """Log the failure of an extra in addition to a run's results, and continue.
 
     Args:
         name: the name of the extra.
-        again: a sentence that says how to make it again.
+        again: a sentence on how to make the extra again.
     """
     try:
         yield
-    # Pictures and data call code of other packages, which may raise anything.
+    # Pictures and data call code of other packages, and that may raise any exception.
     except Exception as error:
         logger.warning(
             "%s failed: %s: %s. The results of the run are complete without it. %s",
@@ -148,12 +148,13 @@ def extra(name: str, again: str) -> Iterator[None]:
 class RunFolder:
     """A run's folder, with ``config.yaml``, ``metrics.jsonl`` and ``summary.json``.
 
-    ``model.safetensors`` and ``curves.png`` are there at the end. ``clients/`` has what
-    each client kept of the model, if the clients share the disk; ``statistics.jsonl``
-    is there where the server sees statistics, and ``privacy.jsonl`` with ``dp``. The
-    rounds go to TensorBoard, too, if the config says so.
+    ``model.safetensors`` and ``curves.png`` are written at the end. ``clients/`` has
+    the entries of the model that each client kept, if the clients share the disk.
+    ``statistics.jsonl`` exists if the server sees statistics, and ``privacy.jsonl`` if
+    there is ``dp``. With the config's ``tensorboard``, the rounds are also written for
+    TensorBoard.
 
-    Used in a ``with`` statement, which closes the event file of TensorBoard.
+    Use the folder in a ``with`` statement; it closes the event file of TensorBoard.
 
     Args:
         path: the folder; it is made with its parents.
@@ -175,7 +176,7 @@ class RunFolder:
             path.mkdir(parents=True, exist_ok=True)
             if after is not None:
                 self._cut_back(after)
-                # a run that goes on is not finished
+                # a resumed run is not finished
                 (path / "summary.json").unlink(missing_ok=True)
                 shutil.rmtree(path / "clients", ignore_errors=True)
             content = yaml.safe_dump(settings, sort_keys=False)
@@ -202,16 +203,18 @@ class RunFolder:
         """Raise ConfigError if the folder is not empty."""
         if path.exists() and (not path.is_dir() or any(path.iterdir())):
             raise ConfigError(
-                f"out={str(path)!r} is in use; results are never overwritten. Choose"
+                f"out={str(path)!r} is in use. Results are never overwritten. Choose"
                 " another folder."
             )
 
     @staticmethod
     def begun(path: Path) -> bool:
-        """Return whether a run began in the folder, without a killed one's leftovers.
+        """Return whether a run began in the folder, after removing leftovers.
+
+        Leftovers are partly written files of a killed run.
 
         Raises:
-            ConfigError: the folder holds other files.
+            ConfigError: the folder contains other files.
         """
         remove_leftovers(path)
         names = {entry.name for entry in path.iterdir()} if path.is_dir() else set()
@@ -221,7 +224,7 @@ class RunFolder:
 
     @staticmethod
     def settings(path: Path) -> dict[str, Any]:
-        """Return the ``config.yaml`` of the folder's run; empty without a run."""
+        """Return the ``config.yaml`` of the folder's run, or {} without a run."""
         config = path / "config.yaml"
         content = read_yaml(config, "config") if config.is_file() else None
         return content if isinstance(content, dict) else {}
@@ -233,13 +236,13 @@ class RunFolder:
         if num_rounds < begun_with:
             raise ConfigError(
                 f"num-server-rounds={num_rounds} is below the {begun_with} of the run"
-                f" in out={str(path)!r}: a resume may lengthen a run, never shorten it."
-                f" Set {begun_with} or more, or choose another folder for a new run."
+                f" in out={str(path)!r}. A resume may lengthen a run but never shorten"
+                f" it. Set {begun_with} or more, or use another folder for a new run."
             )
 
     def _cut_back(self, after: int) -> None:
         """Remove the rounds after ``after`` from the files of lines."""
-        # they are repeated
+        # The resumed run repeats these rounds.
         metrics = self.path / "metrics.jsonl"
         lines = read_metrics(metrics)[:after]
         if [line["round"] for line in lines] != list(range(1, after + 1)):
@@ -248,14 +251,14 @@ class RunFolder:
                 " a new run."
             )
         for path in (metrics, self.path / STATISTICS_FILE):
-            # also if its only line is incomplete, and the next one would follow it
+            # even if its only line is incomplete, or the next line would follow it
             if path.exists():
                 lines = [line for line in read_metrics(path) if line["round"] <= after]
                 kept = "".join(json.dumps(line) + "\n" for line in lines)
                 write_atomically(path, kept)
 
     def add_round(self, line: Mapping[str, Any]) -> None:
-        """Append one round to ``metrics.jsonl``, and give it to TensorBoard.
+        """Append one round to ``metrics.jsonl`` and to the file for TensorBoard.
 
         Raises:
             EngineError: the line was not written, or only in part; readers ignore an
@@ -267,9 +270,9 @@ class RunFolder:
                 self._tensorboard.add_round(line)
 
     def append(self, name: str, line: Mapping[str, Any]) -> None:
-        """Append a line to a file of the folder; it raises as ``add_round``."""
-        # In one write with fsync: a kill leaves no line in two parts, and a loss of
-        # power no round that a checkpoint already has.
+        """Append a line to a file of the folder, with the errors of ``add_round``."""
+        # Write once, with fsync. A kill then never splits a line, and a loss of power
+        # never removes a round that a checkpoint already has.
         data = (json.dumps(line) + "\n").encode()
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
         with self._writing():
@@ -282,8 +285,8 @@ class RunFolder:
                 os.close(handle)
 
     def save_clients(self, kept: Iterable[tuple[str, State]]) -> list[str]:
-        """Write the entries of the model that clients kept; return the clients."""
-        # readable for their owner only: they may tell of a client's data
+        """Write the entries of the model that clients kept, and return the clients."""
+        # readable for their owner only, since they may reveal a client's data
         clients = []
         with self._writing():
             for client, entries in kept:
@@ -303,8 +306,8 @@ class RunFolder:
     def finish(
         self, state: State, about: Mapping[str, str], summary: Mapping[str, Any]
     ) -> None:
-        """Write the model, with ``about`` as metadata, and the summary; then the curves."""
-        # The summary after the model: with it a run counts as finished.
+        """Write the model with ``about`` as metadata, the summary and the curves."""
+        # The summary comes after the model: a run with a summary counts as finished.
         with self._writing():
             model = encode_safetensors(state, about)
             write_atomically(self.path / "model.safetensors", model)
@@ -312,7 +315,7 @@ class RunFolder:
         with extra(
             "curves.png", f"For a page with curves: fedbn-flwr report {self.path}"
         ):
-            # Here, as a run that is refused does without matplotlib.
+            # Imported here, because a refused run does not need matplotlib.
             from fedbn_flwr.lab.output.curves import draw_curves
 
             lines = read_metrics(self.path / "metrics.jsonl")
@@ -326,7 +329,7 @@ class RunFolder:
 
 
 def _clean(value: Any) -> Any:
-    """Return the value with NaN and infinity, which JSON does not have, as None."""
+    """Return the value with None for NaN and infinity, since JSON lacks these."""
     if isinstance(value, Mapping):
         return {key: _clean(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):

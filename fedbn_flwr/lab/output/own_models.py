@@ -1,7 +1,7 @@
 """The fine-tuned models of the clients at the end of a run.
 
-With ``fine-tune`` a client's own model is the model after the steps before its test. The
-run repeats these steps once for its folder, so all readers use the tested model.
+With ``fine-tune``, a client's own model is the model after the steps before its test.
+The run repeats these steps once for its folder, so all readers use the tested model.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def fine_tuned(
     Args:
         config: the settings.
         model: a model of the run; a copy of it is trained.
-        data: the data of the run; None if they are not on this disk.
+        data: the data of the run, or None if they are not on this disk.
         strategy: the strategy after the run.
         state: the global state after the round.
         server_round: the round of the state.
@@ -72,7 +72,7 @@ def fine_tuned(
         KeptState(context, parts, parts.fingerprint(shapes)).replace(content)
         with extra(f"The fine-tuning of client {client}", again):
             tuned = on_device(copied(model), config)
-            # The run's client, which is asked for no test: it only loads and trains.
+            # The run's client without any test, so it only loads and trains.
             trainee = TorchClient(
                 tuned,
                 data.train_view(client),

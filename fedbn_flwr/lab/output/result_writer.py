@@ -1,7 +1,7 @@
-"""The result writer: tests of the global model, a line per round, and the results.
+"""The result writer tests the global model and writes all results of a run.
 
-Each round: ``test`` while its model is there, ``write`` at its end. After the last one
-``finish`` writes model, curves and summary.
+In each round, call ``test`` while its model is there, and ``write`` at its end. After
+the last round, ``finish`` writes model, curves and summary.
 """
 
 from __future__ import annotations
@@ -80,14 +80,14 @@ class ResultWriter:
     Args:
         folder: the run's folder.
         config: the resolved config.
-        model: gets the entries that are tested.
-        data: the data of the run; None = they are not here.
+        model: receives the entries of each test.
+        data: the data of the run, or None if they are not here.
         strategy: None for the centralized reference.
         on_round: called with each line.
 
     Attributes:
-        stopping: the validation scores, which say when the run ends; None without early
-            stopping.
+        stopping: the validation scores that determine the end of the run; None without
+            early stopping.
     """
 
     def __init__(
@@ -106,16 +106,16 @@ class ResultWriter:
         self._strategy = strategy
         self._on_round = on_round
         self._task = data_of(config).test_task
-        # the tests that are shown; the first one decides
+        # the tests in the log; early stopping and results use the first one's score
         self._headlines = headlines(config)
         dataset = data.dataset if data else None
         self._model_description = ModelDescription.of(config, dataset)
-        # A protection may forbid what tells of single clients, or of few.
+        # A protection may forbid results that reveal single clients or few clients.
         self._withheld = False
         if strategy:
             self._withheld = not strategy.protection.publishes_metrics
 
-        # The tests, tried now: a batch that is too small is no error of round 50.
+        # Try the tests now, so that a batch that is too small fails before round 1.
         domains = {}
         self._domain_of: Callable[[int], str | None] = lambda client: None
         if data and not self._withheld:
@@ -129,13 +129,13 @@ class ResultWriter:
             self._held_out = HeldOut(data, self._task, config.test_bn)
             self._held_out.try_batches(model)
 
-        # A run that was resumed has scores already, and may be at its end.
+        # A resumed run already has scores, and may be at its end.
         self.stopping: EarlyStopping | None = None
         if config.early_stopping:
             self.stopping = EarlyStopping(config, self.lines())
         self._note_stop()
 
-        # what ``test`` has found in this round, until its line is written
+        # results of ``test`` in this round, until its line is written
         self._tested: dict[str, Any] = {}
         self._by_domain: dict[str, dict[str, float]] = {}
         self.start_clock()
@@ -151,11 +151,11 @@ class ResultWriter:
     def test(
         self, server_round: int, arrays: ArrayRecord | None = None
     ) -> dict[str, Any]:
-        """Test the global model if this round has a test; return what ``eval-on`` asks.
+        """Test the global model if this round has a test, and return the metrics.
 
         Args:
             server_round: the round.
-            arrays: the global model; None = the result writer's model is up to date.
+            arrays: the global model, or None if the writer's model is up to date.
         """
         self._tested, self._by_domain = {}, {}
         if not self._due(server_round):
@@ -164,7 +164,7 @@ class ResultWriter:
         metrics, self._by_domain = self._tests.run(state)
         self._tested |= metrics
         if self._held_out:
-            # The centralized reference trains this model on: it gets its state back.
+            # The centralized reference continues to train this model, so restore it.
             if state is None:
                 arrays_now = to_state(self._model.state_dict())
                 state = {name: array.copy() for name, array in arrays_now.items()}
@@ -175,9 +175,9 @@ class ResultWriter:
     def test_at_clients(
         self, server_round: int, tests: Sequence[str]
     ) -> dict[str, Any]:
-        """Return the tests of the result writer's model at each client, as clients reply.
+        """Return the tests of the writer's model at each client, as clients reply.
 
-        There are none in a round without a test.
+        The result is empty in a round without a test.
         """
         if self._data is None or not tests or not self._due(server_round):
             return {}
@@ -185,7 +185,7 @@ class ResultWriter:
 
     def write(self, report: RoundOutcome) -> dict[str, Any]:
         """Write and return the line of a round, and call ``on_round`` with it."""
-        # What was measured: in the training, by the server's tests, by the clients'.
+        # The measurements: of the training, of the server's and of the clients' tests.
         line: dict[str, Any] = {"round": report.server_round, "phase": report.phase}
         reported = self._strategy.methods.reported_metrics if self._strategy else []
         measured = (TRAIN_LOSS, TRAIN_ACCURACY, *reported)
@@ -195,7 +195,7 @@ class ResultWriter:
         domains = client_means_by_domain(report, self._domain_of, self._task)
         domains = self._by_domain | domains
 
-        # What it took, and of whom.
+        # The costs of the round, and the clients' evaluations.
         line |= self._counted(report)
         if report.evaluations:
             line["clients"] = report.evaluations
@@ -203,7 +203,7 @@ class ResultWriter:
             line["domains"] = domains
         line["seconds"] = round(time.monotonic() - self._clock, 4)
 
-        # What went wrong. A reason may tell of a client's data.
+        # The failures. A reason may reveal a client's data.
         line["rejected"] = list(report.rejected.values())
         if self._withheld:
             line["rejected"] = [REFUSED] * len(report.rejected)
@@ -218,7 +218,7 @@ class ResultWriter:
     def _counted(self, report: RoundOutcome) -> dict[str, Any]:
         """Return a round's examples, clients, traffic and spent privacy."""
         counted: dict[str, Any] = {}
-        # the centralized reference has no clients, and its own metrics
+        # The centralized reference has no clients, but metrics of its own.
         clients = report.clients.values() or [report.metrics]
         if not self._withheld:
             examples = sum(client.get(EXAMPLES_PROCESSED, 0) for client in clients)
@@ -233,8 +233,8 @@ class ResultWriter:
         return counted
 
     def _add(self, line: dict[str, Any], absences: str) -> None:
-        """Write the line of a round; tell early stopping, the log and ``on_round``."""
-        # Written first: whoever is told may read the file.
+        """Write the line of a round, and pass it to early stopping, log and ``on_round``."""
+        # Write first, because ``on_round`` may read the file.
         self._folder.add_round(line)
         if self.stopping:
             self.stopping.add(line)
@@ -267,13 +267,14 @@ class ResultWriter:
     def finish(
         self, state: State, strategy: Strategy | None, resumed_after: Sequence[int] = ()
     ) -> dict[str, Any]:
-        """Write local states, model and summary; then what can be made again: fine-tuned
-        models, curves and the table of sites. Return the summary.
+        """Write local states, model and summary, then the extras.
 
-        With early stopping, ``state`` and the strategy are those of the best round.
+        The extras can be made again: fine-tuned models, curves and the table of sites.
+        Return the summary.
+
+        With early stopping, ``state`` and the strategy belong to the best round.
         """
-        # The figures, and what the method says of the run: the round of T*, for
-        # example.
+        # The figures, and the method's own results, for example the round of T*.
         lines = self.lines()
         chosen = len(lines)
         if self.stopping:
@@ -288,8 +289,8 @@ class ResultWriter:
         if resumed_after:
             summary["resumed-after"] = list(resumed_after)
 
-        # What repeats the run. With client-level privacy nothing of single clients is
-        # told, not even the hash of what they keep.
+        # The facts that repeat the run. With client-level privacy, nothing about single
+        # clients is published, not even the hash of their local state.
         kept: Iterable[tuple[str, State]] = ()
         local: Mapping[str, str] = {}
         tunes = 0
@@ -301,7 +302,7 @@ class ResultWriter:
         summary["seed"] = self._config.seed
         summary["versions"] = versions()
 
-        # The model, without the parts of which there is no global value.
+        # The model, without the parts that have no global value.
         contents = summary["model"] = contents_of_model(strategy)
         clients = self._folder.save_clients(kept)
         absent = [part for part, text in contents.items() if text == ABSENT]
@@ -313,7 +314,7 @@ class ResultWriter:
             }
             summary["model-note"] = why_absent(absent, clients)
 
-        # What using the model elsewhere needs.
+        # The metadata that other programs need to use the model.
         about = {"format": "pt", **contents, "sha256": summary["sha256"]}
         about[MODEL_DESCRIPTION] = self._model_description.to_json()
         if strategy and strategy.methods.own_models and local:
@@ -324,10 +325,10 @@ class ResultWriter:
             about[FINE_TUNED] = str(tunes)
         self._folder.finish(shared, about, summary)
 
-        # What can be made again, after all that cannot.
+        # The extras come last, because they can be made again.
         run = self._folder.path
         if strategy and tunes:
-            again = f"Once it can be done: fedbn-flwr run --out {run} --resume"
+            again = f"To repeat it: fedbn-flwr run --out {run} --resume"
             tuned = fine_tuned(
                 self._config, self._model, self._data, strategy, state, chosen, again
             )
@@ -348,14 +349,14 @@ class ResultWriter:
 
     def _figures(self, lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Return the results for the summary."""
-        # The best round by the test is told, and never chosen by.
+        # The best round by the test is only reported; it never selects the result.
         headline = self._headlines[0]
         measured = [line for line in lines if line.get(headline) is not None]
         choose = max if self._task.higher_is_better else min
         best = choose(measured, key=lambda line: line[headline], default={})
 
-        # The result: of the best round with early stopping, else of the last test, also
-        # if that one has no value.
+        # The result belongs to the best round with early stopping, and otherwise to the
+        # last test, even if that test has no value.
         best_validated = self.stopping.best() if self.stopping else None
         last: Mapping[str, Any] = {}
         if best_validated:
@@ -398,7 +399,7 @@ class ResultWriter:
     def _warn_of_result(
         self, final: Mapping[str, Any], headline: str, of_model: int
     ) -> None:
-        """Warn if the result has no value, or is from another round than the model."""
+        """Warn if the result has no value or another round than the model."""
         tested = final["round"]
         if final[headline] is None:
             why = "no reply with it arrived, or it is not defined"
@@ -421,7 +422,7 @@ class ResultWriter:
         self._model.cpu()
 
     def _due(self, server_round: int) -> bool:
-        """Return whether the round has a test; the last one always has."""
+        """Return whether the round has a test, as the last round always has."""
         if server_round == self._config.num_server_rounds:
             return True
         return server_round % self._config.eval_every == 0

@@ -1,5 +1,7 @@
-"""The tests of a run: those of the global model that ``eval-on`` asks for, means over the
-clients that train, and the tests of those that never do.
+"""The tests of a run.
+
+They are the tests of the global model in ``eval-on``, means over the clients that
+train, and the tests of held-out clients.
 """
 
 from __future__ import annotations
@@ -54,7 +56,7 @@ GLOBAL_TESTS |= {name: f"test-{name}" for name in _OTHERS}
 
 
 def headlines(config: Config) -> list[str]:
-    """Return the key of the main score of each test; the first is the run's metric."""
+    """Return the key of each test's main score, with the run's metric first."""
     score = data_of(config).task.score
     tests = method_of(config).tests
     return [f"{GLOBAL_TESTS.get(name, name)}-{score}" for name in tests]
@@ -63,14 +65,14 @@ def headlines(config: Config) -> list[str]:
 class GlobalTests:
     """The tests of ``eval-on`` with the global model, on all test data and by domain.
 
-    ``global-train`` is on the training examples of all clients instead, as they are,
-    without augmentation. The first test of ``eval-on`` is done on the validation
-    examples of all clients, too.
+    ``global-train`` is on the training examples of all clients instead, unchanged by
+    augmentation. The first test of ``eval-on`` is repeated on the validation examples
+    of all clients.
 
     Args:
         config: the settings of the run.
-        model: gets the entries that are tested.
-        data: None = the server has no data, and there are no tests.
+        model: receives the entries of each test.
+        data: the data, or None if the server has no data; then there is no test.
         domains: the test set of each domain.
         strategy: None for the centralized reference.
     """
@@ -88,7 +90,7 @@ class GlobalTests:
         self._strategy = strategy
         self._task = data_of(config).test_task
         self._domains = domains
-        # None where there are no such examples
+        # None without such examples
         self._test = self._validation = self._train = None
         if data:
             self._test = data.test_view() or None
@@ -122,14 +124,14 @@ class GlobalTests:
             )
 
     def try_batches(self) -> None:
-        """Refuse now tests in which a batch is too small for its own statistics.
+        """Refuse tests now if a batch is too small for its own statistics.
 
         Raises:
             NormLayerError: a layer gets one value per channel.
         """
         for name in self._names:
             mode = self._mode(name)
-            if not mode:  # the running ones fit a batch of any size
+            if not mode:  # running statistics fit a batch of any size
                 continue
             views = [self._test, *self._domains.values()]
             if name == self._first:
@@ -143,8 +145,8 @@ class GlobalTests:
         """Return the metrics of all tests, and each metric by domain.
 
         Args:
-            state: the global state, which is loaded into the model; None = the model is
-                up to date.
+            state: the global state to load into the model; None if the model is up to
+                date.
         """
         tested: dict[str, Any] = {}
         domains: dict[str, dict[str, float]] = {}
@@ -156,13 +158,13 @@ class GlobalTests:
             entries: State = {}
             if self._strategy:
                 entries = completing_entries(self._strategy.run, completed)
-            # no statistics were re-estimated or shared; the log gives the reason
+            # Skip the test if nothing was re-estimated or shared; see the log.
             if completed in _COMPLETED and not entries:
                 continue
             if state is not None:
                 load_state(self._model, tensors({**state, **entries}))
 
-            # Its examples.
+            # The examples of this test.
             prefix = GLOBAL_TESTS[name] + "-"
             test = functools.partial(evaluate, self._model, task=self._task)
             mode = self._mode(name)
@@ -183,7 +185,7 @@ class GlobalTests:
         return tested, domains
 
     def _mode(self, test: str) -> TestBNMode:
-        """Return the BatchNorm statistics of a test; "" = the running ones."""
+        """Return the BatchNorm statistics of a test, "" for running statistics."""
         if test == "global-batch-statistics":
             return "batch"
         return self._config.test_bn if test.endswith(TEST_BN) else ""
@@ -194,7 +196,7 @@ def client_means(report: RoundOutcome, task: Task) -> dict[str, float]:
 
     ``NAME`` is the plain mean (arXiv:2301.02982, 6.2.1), ``NAME-weighted`` the mean
     weighted by the clients' test examples. A client whose test set does not define the
-    metric is left out; if there is one, ``NAME-clients`` is the number of the others.
+    metric is left out. In that case, ``NAME-clients`` is the number of the others.
     """
     line: dict[str, float] = {}
     tests = ("own", "global", VALIDATION)
@@ -210,7 +212,7 @@ def client_means(report: RoundOutcome, task: Task) -> dict[str, float]:
             count = of_client.get(f"{name}-{NUM_EXAMPLES}", 0)
             if value is None or count <= 0:
                 continue
-            # With a loss that is not finite, NaN says that the model diverged.
+            # NaN means an undefined metric, unless a non-finite loss shows divergence.
             if math.isnan(value) and math.isfinite(of_client.get(f"{name}-loss", 0.0)):
                 undefined = True
             else:
@@ -259,7 +261,7 @@ def tested_at_clients(
     """Return the tests of one model at each client, as a client replies them.
 
     Args:
-        model: the model, which stays as it is.
+        model: the model. It does not change.
         data: the data of all clients.
         tests: the names of the test sets.
         task: the learning task.
@@ -288,18 +290,21 @@ def _named(name: str, model: nn.Module, view: Subset, task: Task) -> dict[str, A
 
 
 class HeldOut:
-    """The tests of the clients that never train: how a model works for somebody new.
+    """The tests of held-out clients, to show how a model works for new clients.
 
-    Each is tested after every tested round: with the global BN (``global``), or the
-    average of the clients' BN parts where these stay with the clients (``averaged``);
-    with statistics re-estimated on its own training inputs, no target used
-    (``adapted``); and, where the config has ``test-bn``, with statistics of its own
-    test inputs (``test-bn``, see ``batchnorm.adaptation``).
+    Each client is tested after every tested round:
+
+    - ``global``: with the global BN. If the clients keep their BN parts, the test is
+      ``averaged`` instead, with the average of these parts.
+    - ``adapted``: with statistics re-estimated on its own training inputs, without
+      their targets.
+    - ``test-bn``: if the config has ``test-bn``, with statistics of its own test inputs
+      (see ``batchnorm.adaptation``).
 
     Args:
         data: the run's data, with held-out clients.
         task: the learning task.
-        mode: ``test-bn``, of one more test; "" = there is none.
+        mode: ``test-bn`` of one more test; "" for no such test.
     """
 
     def __init__(
@@ -312,7 +317,7 @@ class HeldOut:
         }
 
     def try_batches(self, model: nn.Module) -> None:
-        """Refuse now tests in which a batch is too small for its own statistics.
+        """Refuse tests now if a batch is too small for its own statistics.
 
         Raises:
             NormLayerError: a layer gets one value per channel.
@@ -326,17 +331,17 @@ class HeldOut:
         """Return the tests of each client by name, and means over the clients.
 
         Args:
-            model: gets other entries and keeps the last ones.
+            model: receives the entries of each test; it keeps the last entries.
             state: the global model's state.
-            strategy: knows the clients' BN parts; None for the centralized reference.
+            strategy: the run's strategy; None for the centralized reference.
         """
         entries = completing_entries(strategy.run, SHARED_BN) if strategy else {}
         which = "averaged" if entries else "global"
         task = self._task
         results: dict[str, dict[str, Any]] = {}
         for name, (inputs, tests) in self._clients.items():
-            # As the model is; with statistics of its test inputs; then, last, as this
-            # changes the model, with statistics of its training inputs.
+            # Test the unchanged model, then statistics of the test inputs. Statistics
+            # of the training inputs come last, because they change the model.
             load_state(model, tensors({**state, **entries}))
             metrics: dict[str, Any] = {NUM_EXAMPLES: len(tests)}
             metrics |= evaluate(model, tests, task=task).named(f"{which}-")

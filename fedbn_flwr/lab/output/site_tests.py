@@ -1,4 +1,4 @@
-"""The table by site at the end of a run: each client's tests, with its own model."""
+"""The table of sites at the end of a run, with tests of each client's own model."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ logger = logging.getLogger("flwr")
 HELD_OUT = "held-out"
 """The key of a row whose site took no part in the training."""
 
-# With more clients a row for each says little, and to test them all may cost more than
-# the run.
+# With more clients, a row for each is of little use, and testing them all may cost more
+# than the run.
 _MOST_SITES = 50
 
 
 def site_names(data: PartitionedData) -> list[str]:
-    """Return the name of each client: its group of its own, else "client N"."""
+    """Return the name of each client, by its own group or else as "client N"."""
     names = []
     for at, name in enumerate(client_names(data)):
         names.append(f"client {name}" if name == str(at) else name)
@@ -56,24 +56,25 @@ def table_of_run(
     run: Path,
     clients: Collection[str],
 ) -> list[dict[str, Any]]:
-    """Return a row for each site of a finished run, with its main metric, or with the
-    error of its data.
+    """Return a row for each site of a finished run.
 
-    There are none where it cannot be measured: where the data are not here, there are
-    more than 50 clients, single clients are protected, clients' own models are not on
-    this disk, or the main test has statistics of its inputs. The clients that were held
-    out are the last rows.
+    A row has the site's main metric, or the error of its data. Held-out clients are the
+    last rows.
+
+    There are no rows if the data are not here, if there are more than 50 clients, if
+    single clients are protected, if clients' own models are not on this disk, or if the
+    main test uses statistics of its inputs.
 
     Args:
         config: the settings.
-        model: gets the entries that are tested.
+        model: receives the entries of each test.
         data: the data of the run.
         strategy: None for the centralized reference.
         state: the final global state.
         run: the run's folder.
-        clients: those whose own model is in the folder.
+        clients: the clients with their own model in the folder.
     """
-    # Nothing to measure, nothing that may be told, or too much work.
+    # Stop if nothing can be measured or published, or if the work would be too much.
     test = method_of(config).tests[0]
     if data is None or config.protected or test.endswith(TEST_BN):
         return []
@@ -82,7 +83,7 @@ def table_of_run(
     if len(data.test) + len(data.held_out) > _MOST_SITES:
         return []
 
-    # A client's model: the global one, what completes it, and the client's own entries.
+    # A client's model: the global entries, their completion, and the client's entries.
     own_models = method_of(config).tests_own_models
     if own_models and not clients:
         return []
@@ -114,7 +115,7 @@ def table_of_run(
         load_state(model, entries)
         add(name, data.test_view(client), held_out=False, note=note)
     if data.held_out:
-        # with the average of the BN parts that clients keep
+        # Held-out clients get the average of the BN parts that clients keep.
         load_state(model, tensors(state))
     for at, name in enumerate(data.held_out_names):
         add(name, data.held_out_views(at)[1], held_out=True)
@@ -123,7 +124,7 @@ def table_of_run(
 
 
 def _without_own_model(run: Run, client: str) -> str:
-    """Return why a client is tested with the server's entries only."""
+    """Return the reason why a client is tested with the server's entries only."""
     if client in run.kept.hashes:
         return (
             "its local state is not on this disk: tested with the server's entries only"

@@ -1,7 +1,7 @@
-"""``statistics.jsonl``: clients' statistics besides the global ones (FixBN, Fig. 3).
+"""``statistics.jsonl``, with distances of the clients' statistics (FixBN, Fig. 3).
 
-The server writes a line in rounds 1, 10, 20, ..., 90, 100, 200, ... and in the last,
-where it sees the statistics of each client. ::
+The server writes a line in rounds 1, 10, 20, ..., 90, 100, 200, ... and in the last
+round, if it sees the statistics of each client. ::
 
     {"round": 20, "phase": "train", "clients": ["0", "1"],
      "layers": {"layer1.0.norm1": {
@@ -9,23 +9,22 @@ where it sees the statistics of each client. ::
         "clients": {"l1": [9.2, 8.7], "mean": [0.31, 0.28], "variance": [0.4, 0.38]}}}}
 
 ``clients``
-    partition ids of the replies that were used, the first 64; the lists below have a
-    value for each, in this order.
+    partition ids of the used replies, the first 64. The lists below have a value for
+    each, in this order.
 ``layers``
-    by path, every BatchNorm layer whose running statistics are sent. "" is a model that
-    is a layer itself.
+    every BatchNorm layer that sends its running statistics, by its path. The path "" is
+    a model that is itself a layer.
 ``change``
-    distance of the global statistics after the round from those before it (Fig. 3 a,
+    distance between the global statistics after and before the round (Fig. 3 a,
     "global").
 ``layers.*.clients``
-    distance of each client's local batch statistics from the global ones that it got
-    (Fig. 3 a, "local"); null where the layer did not track in this round (FixBN after
-    T*). The three distances are those of ``doctor.by_batch``; the figure is the sum of
-    ``l1`` over the layers.
+    distance between each client's local batch statistics and the global statistics that
+    it received (Fig. 3 a, "local"); null if the layer did not track in this round
+    (FixBN after T*). ``doctor.by_batch`` defines the three distances. The figure shows
+    the sum of ``l1`` over the layers.
 
-Numbers have six significant digits; null is a number that is not finite. Each line is
-computed from its round alone, so a resumed run has the same lines as one that was never
-interrupted.
+Numbers have six significant digits; null is a non-finite number. Each line depends only
+on its round, so a resumed run has the same lines as an uninterrupted run.
 """
 
 from __future__ import annotations
@@ -52,8 +51,8 @@ Tensors = Mapping[str, Tensor]
 
 
 def rounds_with_statistics(rounds: int) -> frozenset[int]:
-    """Return the rounds that have a line, of a run of so many."""
-    # Often at first, when much changes; so lines cost 1 % of a run.
+    """Return the rounds that have a line, for a run of this length."""
+    # Lines are frequent at first, when much changes. They cost 1 % of a run.
     due = {1, rounds}
     every = 10
     while every <= rounds:
@@ -63,7 +62,7 @@ def rounds_with_statistics(rounds: int) -> frozenset[int]:
 
 
 class StatisticsLog:
-    """Makes the lines of a run, of its model and strategy."""
+    """Computes the lines of a run from its model and strategy."""
 
     def __init__(self, model: nn.Module, strategy: Strategy) -> None:
         self._strategy = strategy
@@ -75,9 +74,10 @@ class StatisticsLog:
     def line(
         self, server_round: int, replies: Sequence[Reply], before: State, after: State
     ) -> dict[str, Any]:
-        """Return the line of a round, of its replies and the state before and after.
+        """Return the line of a round from its replies and the states around it.
 
-        {}: the model has no BatchNorm, or the method sends no statistics.
+        The line is empty if the model has no BatchNorm or the method sends no
+        statistics.
         """
         run = self._strategy.run
         replies = replies[:_CLIENTS]
@@ -109,15 +109,15 @@ def _distances(
     after: Tensors,
     states: Sequence[Tensors],
 ) -> Any:
-    """Return what a line says of a layer: "change" and "clients"."""
+    """Return the values of a layer in a line, with keys "change" and "clients"."""
 
     def statistics(state: Tensors) -> Statistics:
         mean = state[entry_name(path, "running_mean")]
         variance = state[entry_name(path, "running_var")]
         return Statistics(mean.double(), variance.double())
 
-    # What each client's batches had, which its running statistics tell; None for a
-    # layer that saw no batch.
+    # The running statistics reveal the statistics of each client's batches. A layer
+    # that saw no batch has None.
     reference = statistics(before)
     counter = entry_name(path, "num_batches_tracked")
     local: list[Distance | None] = []
@@ -145,11 +145,11 @@ def weight(
     """Return w, the share of a round's batches in the running statistics after it.
 
     It is 1 if the layer does not count. A step does S <- (1 - rho) S + rho S_batch, so
-    after E steps w = 1 - (1 - rho)^E. Without momentum S is the average of all n + E
-    batches, and w = E / (n + E).
+    after E steps w = 1 - (1 - rho)^E. If there is no momentum, S is the average of all
+    n + E batches, and w = E / (n + E).
 
     Args:
-        momentum: rho; None = cumulative average.
+        momentum: rho, or None for a cumulative average.
         before: n, batches seen before the round.
         after: n + E.
     """
@@ -164,9 +164,10 @@ def weight(
 def local_statistics(before: Statistics, after: Statistics, w: float) -> Statistics:
     """Return the average of a client's batch statistics, S + (S' - S) / w.
 
-    S is what the client got, S' what it sent back. With one step these are the
-    statistics of the batch (FixBN's S_m,B), with more steps an average over the batches
-    that gives later ones more weight. The variance is the unbiased one, at least 0.
+    The client received the statistics S and returned S'. After one step, the
+    result is the statistics of the batch (FixBN's S_m,B). After more steps, it is an
+    average over the batches that gives later batches more weight. The variance is
+    unbiased, and at least 0.
     """
     mean = before.mean + (after.mean - before.mean) / w
     variance = before.variance + (after.variance - before.variance) / w

@@ -1,8 +1,7 @@
-"""What a run's files say besides numbers: the saved model, what it is built from, takes and
-gives, and versions.
+"""Descriptions in a run's files, of the saved model and of versions.
 
-``model.safetensors`` holds the description in its metadata, so that the model can be
-used where the data of the run are not.
+The metadata of ``model.safetensors`` contain the description of the model, so that the
+model can be used without the data of the run.
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ def contents_of_model(strategy: Strategy | None) -> dict[str, str]:
     about = {part.value: "global" for part in Part}
     if strategy is None:
         return about
-    # What clients keep is not in the file, but for an average of it.
+    # Entries that clients keep are not in the file, except as an average.
     averaged = completing_entries(strategy.run, SHARED_BN)
     kept = {part for part in strategy.local if strategy.run.parts.select([part])}
     about |= dict.fromkeys(kept, AVERAGED if averaged else ABSENT)
@@ -75,7 +74,7 @@ def contents_of_model(strategy: Strategy | None) -> dict[str, str]:
 def kept_by_clients(
     config: Config, strategy: Strategy, model: State
 ) -> Iterator[tuple[str, State]]:
-    """Yield (client, entries) of each client whose part lies on this disk."""
+    """Yield (client, entries) of each client with local entries on this disk."""
     for client, content in kept_contents(config, strategy, model):
         own = own_entries(content["kept"])
         if own:
@@ -93,7 +92,7 @@ def kept_contents(
     root = Path(config.state_dir)
     if config.state_dir == STATE_IN_OUT:
         root = state_in_out(config)
-    # By the hash that the server saw last: a folder may have other rounds, too.
+    # Use the hash that the server saw last: a folder may also contain other rounds.
     for client, sha256 in strategy.run.kept.hashes.items():
         folder = KeptFiles(root, strategy.continuity, int(client), fingerprint)
         content = folder.look_up(sha256)
@@ -104,8 +103,8 @@ def kept_contents(
 def versions(*more: str) -> dict[str, str]:
     """Return the versions of the packages that a result depends on, and of ``more``.
 
-    That of fedbn-flwr names the commit where it runs from a checkout, as 0.1.0+g1a2b3c4
-    or 0.1.0+g1a2b3c4.changed.
+    If fedbn-flwr runs from a checkout, its version names the commit, as
+    0.1.0+g1a2b3c4 or 0.1.0+g1a2b3c4.changed.
     """
     names = (
         "fedbn-flwr",
@@ -129,9 +128,9 @@ def versions(*more: str) -> dict[str, str]:
 
 @functools.cache
 def commit_of(package: Path) -> str:
-    """Return "+g" and the commit of a package that git tracks; "" elsewhere.
+    """Return "+g" and the commit of a package that git tracks, or "" elsewhere.
 
-    With ".changed" if its files differ from it.
+    ".changed" is added if its files differ from the commit.
     """
 
     def git(*arguments: str) -> str:
@@ -141,7 +140,7 @@ def commit_of(package: Path) -> str:
         ).stdout.strip()
 
     try:
-        # the folder may lie in a repository of something else
+        # the folder may be in another project's repository
         git("ls-files", "--error-unmatch", "__init__.py")
         commit = git("rev-parse", "--short=7", "HEAD")
         changed = git("status", "--porcelain", "--", ".")
@@ -158,20 +157,22 @@ _BYTES = 255.0
 
 @dataclass(frozen=True)
 class ModelDescription:
-    """A model and its inputs, which become (x / scale - mean) / std by channel.
+    """A model and its inputs.
+
+    Inputs become (x / scale - mean) / std by channel.
 
     Attributes:
         build: the arguments of ``build_model``.
         task: the name of the learning task.
         num_classes: classes, labels or target columns of the run's data; the model may
             have more outputs.
-        shape: of an input: (C, H, W) of images, (C,) of rows.
-        mean: of the training data after the division by ``scale``; () if inputs are
-            taken as they are.
-        std: in the same way.
-        scale: 255 for pixels 0..255, 1 for other numbers, among which a NaN becomes the
-            mean.
-        classes: names of the classes 0, 1, ...; () if they have none.
+        shape: shape of an input, (C, H, W) for images, (C,) for rows.
+        mean: mean of the training data after the division by ``scale``; () if inputs
+            are used unchanged.
+        std: standard deviation, in the same way.
+        scale: 255 for pixels 0..255, 1 for other numbers. NaN among other numbers
+            becomes the mean.
+        classes: names of the classes 0, 1, ...; () without names.
         code: ``code_sha256`` of the model.
     """
 
@@ -187,12 +188,12 @@ class ModelDescription:
 
     @classmethod
     def of(cls, config: Config, data: Dataset | None) -> ModelDescription:
-        """Return that of a run; ``data`` None = only their description is here."""
+        """Return the description of a run, from the config if ``data`` is None."""
         shape, info = data_of(config).shape, data_of(config).info
         if data:
             mean, std, as_bytes = data.mean, data.std, data.test.as_bytes
         else:
-            # for the channels that the model takes, as the data are loaded
+            # adjusted to the channels that the model takes, as the data are loaded
             mean = per_channel(info.mean, shape[0])
             std = per_channel(info.std, shape[0])
             as_bytes = not info.input_shape
@@ -210,15 +211,15 @@ class ModelDescription:
 
     @classmethod
     def read(cls, about: Mapping[str, str]) -> ModelDescription:
-        """Return that of the metadata of ``model.safetensors`` or of an exported file.
+        """Return the description in the metadata of a saved or exported model.
 
         Raises:
-            StateError: the file has none.
+            StateError: the file has no description.
         """
         if MODEL_DESCRIPTION not in about:
             raise StateError(
-                "the file has no description of its model: it was not written by a run of"
-                " this version."
+                "the file has no description of its model, so it was not written by a"
+                " run of this version."
             )
         values: dict[str, Any] = json.loads(about[MODEL_DESCRIPTION])
         for key, value in values.items():
@@ -232,7 +233,7 @@ class ModelDescription:
         return self.scale == _BYTES
 
     def code_changed(self) -> str:
-        """Return a sentence if the file of the user's model has changed; else ""."""
+        """Return a sentence if the file of the user's model has changed, or ""."""
         return code_changed(str(self.build["name"]), self.code)
 
     def to_json(self) -> str:

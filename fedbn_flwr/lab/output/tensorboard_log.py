@@ -16,19 +16,18 @@ class TensorBoardLog:
 
     Args:
         folder: the run's folder; the file is in its folder ``tensorboard``.
-        lines: the rounds that a resumed run has already. Its file is written anew, as a
-            process that was killed leaves some rounds out and has others that are
-            repeated.
+        lines: the rounds that a resumed run already has. Its file is written again,
+            because a killed process leaves out some rounds, and others are repeated.
     """
 
     def __init__(self, folder: Path, lines: Iterable[Mapping[str, Any]] = ()) -> None:
-        # An extra of the package: a run without ``tensorboard`` does without it.
+        # An extra of the package: a run without ``tensorboard`` does not need it.
         from torch.utils.tensorboard import SummaryWriter
 
         place = folder / "tensorboard"
         for earlier in place.glob("events.out.tfevents.*"):
             earlier.unlink()
-        # an open TensorBoard drops what it has read
+        # an open TensorBoard drops the events that it has read
         self._writer = SummaryWriter(str(place), purge_step=0)
         for line in lines:
             self.add_round(line)

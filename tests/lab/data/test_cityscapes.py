@@ -98,7 +98,7 @@ def test_a_wrong_folder_or_label_is_named(root: Path) -> None:
     Image.new("L", (8, 3)).save(label)
     with pytest.raises(
         DataError,
-        match=r"labels .*000001.* are of \(8, 3\) pixels, the image of \(8, 4\)",
+        match=r"labels .*000001.* have \(8, 3\) pixels, but the image has \(8, 4\)",
     ):
         load_dataset("cityscapes", root, size=4)
     label.unlink()

@@ -96,11 +96,11 @@ def test_every_fifth_file_of_a_class_is_a_test_file(
 
 
 ARRAYS = {
-    "labels": (TWO_IMAGES, [0, 10], "0 to 10; 0 to 9"),
-    "lengths": (TWO_IMAGES, [0], "an integer each"),
+    "labels": (TWO_IMAGES, [0, 10], "0 to 10. Use labels from 0 to 9"),
+    "lengths": (TWO_IMAGES, [0], "one integer for each image"),
     "floats": (TWO_IMAGES / 255, [0, 1], "float64 images"),
-    "axes": (TWO_IMAGES[..., None, None], [0, 1], "H, W, 3. needed"),
-    "channels": (np.repeat(TWO_IMAGES[..., None], 2, 3), [0, 1], "needed"),
+    "axes": (TWO_IMAGES[..., None, None], [0, 1], "H, W, 3."),
+    "channels": (np.repeat(TWO_IMAGES[..., None], 2, 3), [0, 1], "Use .N, H, W"),
 }
 SPOILT = {
     "image": (lambda root: (root / "mug/image_001.png").write_bytes(b"x"), "image_001"),

@@ -367,7 +367,7 @@ BAD: dict[str, tuple[Any, dict[str, Any], str]] = {
     "another shape than the function's": (
         states_five,
         {},
-        "those of the run have (5,)",
+        "but the run has (5,)",
     ),
     "no test examples": (
         lambda site, part: (

@@ -75,11 +75,11 @@ def test_a_share_is_a_fraction_of_each_domain_or_a_number_of_examples(
 @pytest.mark.parametrize(
     ("clients", "share", "error", "numbers"),
     [
-        (3, 0, ConfigError, "domain-share=0:"),
-        (3, -0.5, ConfigError, "domain-share=-0.5:"),
-        (3, 1.5, ConfigError, "domain-share=1.5:"),
-        (3, float("nan"), ConfigError, "domain-share=nan:"),
-        (3, float("inf"), ConfigError, "domain-share=inf:"),
+        (3, 0, ConfigError, "domain-share=0 is not allowed"),
+        (3, -0.5, ConfigError, "domain-share=-0.5 is not allowed"),
+        (3, 1.5, ConfigError, "domain-share=1.5 is not allowed"),
+        (3, float("nan"), ConfigError, "domain-share=nan is not allowed"),
+        (3, float("inf"), ConfigError, "domain-share=inf is not allowed"),
         (2, 1.0, ConfigError, "num-clients=2 .* 3 or more"),
         (3, 6, DataError, "domain-share=6: domain 1 .* 5 or fewer"),
         (

@@ -280,7 +280,7 @@ ARRAYS = {
     "no examples": (
         np.zeros((0, 2)),
         np.zeros(0),
-        r"x has shape \(0, 2\), without a row",
+        r"x has shape \(0, 2\), so it has no example",
     ),
     "a class below 0": (
         np.zeros((4, 2)),
@@ -292,7 +292,7 @@ ARRAYS = {
         np.arange(3),
         "x has complex numbers .*two channels.*magnitude",
     ),
-    "unequal lengths": (np.zeros((3, 2)), np.zeros(4), r"y has shape \(4,\), x has"),
+    "unequal lengths": (np.zeros((3, 2)), np.zeros(4), r"y has shape \(4,\), but x has"),
     "five channels": (
         np.zeros((3, 4, 4, 5), np.uint8),
         np.arange(3),
@@ -329,17 +329,17 @@ ARRAYS = {
     "pixels of 0 and 255": (
         np.zeros((3, 4, 4), np.uint8),
         np.full((3, 4, 4), [0, 255, 0, 255]),
-        "255 is for pixels that do not count",
+        "255 means an ignored pixel",
     ),
 }
 FOLDERS = {
     "a part without images": ({"train/a": 1, "train/b": 1}, "no test images"),
-    "one class": ({"a": 3}, "two or more classes .*a"),
-    "images without a class": ({".": 2}, "images lie in \\."),
+    "one class": ({"a": 3}, "two or more classes, .*a"),
+    "images without a class": ({".": 2}, "images are in \\."),
     "layouts mixed": ({"x/a": 1, "x/b": 1, "b": 1}, "the same layout"),
     "a validation folder": (
         {"train/a": 1, "val/a": 1, "train/b": 1},
-        "images lie in val/a.*validation-share",
+        "images are in val/a.*validation-share",
     ),
     "parts below the classes": (
         {"cat/train": 1, "cat/test": 1, "dog/train": 1, "dog/test": 1},
@@ -349,10 +349,10 @@ FOLDERS = {
         {"Train": 1, "val": 1, "other": 1},
         "Train, other, val.*train/class/file",
     ),
-    "too deep": ({"x/y/a": 1, "x/y/b": 1}, "images lie in x/y/"),
+    "too deep": ({"x/y/a": 1, "x/y/b": 1}, "images are in x/y/"),
     "a class without images": (
         {"a": 2, "b": 2, "c": 0},
-        "classes needed.*c.*num-classes=3",
+        "classes.*c.*num-classes=3",
     ),
 }
 BAD = {
@@ -360,7 +360,7 @@ BAD = {
     "absent path": (lambda p: {"dataset": f"npz:{p / 'nothing.npz'}"}, "nothing.npz'"),
     "absent array": (
         lambda p: _npz(p, x=np.zeros((3, 2)), z=np.zeros(3)),
-        "no array y; it has x, z",
+        "no array y. It has x, z",
     ),
     "a client for two axes": (
         lambda p: _npz(p, x=np.zeros((3, 2)), y=np.arange(3), client=np.zeros((3, 1))),
@@ -401,7 +401,7 @@ BAD = {
             "partition": "shards",
             "num-clients": 2,
         },
-        "'shards' splits by class; the examples",
+        "'shards' splits by class, but the examples",
     ),
     "relative path": (lambda p: {"dataset": "npz:a.npz"}, "'npz:a.npz'.*'npz:/"),
     "a table": (lambda p: {"dataset": f"csv:{p}"}, "unknown kind of own data 'csv'"),
@@ -418,7 +418,7 @@ BAD = {
     ),
     "a class too many": (
         lambda p: {**_npz(p, x=np.zeros((4, 2)), y=np.arange(4)), "num-classes": 3},
-        "classes 0 to 3; 0 to 2 needed",
+        "classes 0 to 3 instead of 0 to 2",
     ),
     "damaged files": (_cut_off, "2 image files .*\n.*a/1.png.*\n.*b/1.png"),
     "images of 16 bits": (
@@ -431,7 +431,7 @@ BAD = {
     ),
     "a class without a folder": (
         lambda p: _folder(p, {"x/a": 2, "x/b": 2}, **{"num-classes": 3}),
-        "3 classes needed.*a, b.*may be empty",
+        "needs 3 classes.*a, b.*may be empty",
     ),
     "nodes' data undescribed": (lambda p: {"dataset": "folder:"}, "image-size, task"),
     "a key that went": (

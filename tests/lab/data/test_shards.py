@@ -106,7 +106,13 @@ def test_unbalanced_shards_within_any_bounds(
 @pytest.mark.parametrize(
     ("name", "examples", "clients", "options", "numbers"),
     [
-        ("shards", 100, 4, {"shards_per_client": 99}, "396 shards, more than the 100 "),
+        (
+            "shards",
+            100,
+            4,
+            {"shards_per_client": 99},
+            "396 shards, but there are only 100 ",
+        ),
         ("unbalanced-shards", 5000, 3, {}, "100 shards .* 3 clients, 1 to 30 each"),
         ("unbalanced-shards", 5000, 101, {}, "100 shards .* 101 clients"),
         (

@@ -266,7 +266,7 @@ def test_another_version_of_torch_is_named(out: Path, monkeypatch, caplog) -> No
             ).latest()
             is not None
         )
-    assert "the last bits may differ" in caplog.text
+    assert "The last bits may differ" in caplog.text
 
 
 def fingerprint_of(out: Path) -> str:

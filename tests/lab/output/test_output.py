@@ -251,7 +251,7 @@ def test_a_used_folder_is_refused(tmp_path: Path, used: str) -> None:
         RunFolder(out, Config.make({}))
     assert (
         str(caught.value)
-        == f"out={str(out)!r} is in use; results are never overwritten. Choose another"
+        == f"out={str(out)!r} is in use. Results are never overwritten. Choose another"
         " folder."
     )
     assert not (out / "config.yaml").exists()

@@ -95,6 +95,6 @@ def test_a_real_signal_to_all_processes_of_a_command(
         " checkpoint of round " in said
     )
     assert (
-        f"Go on from there: fedbn-flwr run --out {out} --workers {workers} --resume"
+        f"Continue with: fedbn-flwr run --out {out} --workers {workers} --resume"
         in said
     )

@@ -1,12 +1,12 @@
 """Image files as examples, in memory or on the disk.
 
-``open_images`` decides: what fits into ``MAX_BYTES`` is decoded once, into memory; a
-larger set stays on the disk, and each batch decodes its own images. Both give the same
-bits.
+``open_images`` decides: a set that fits into ``MAX_BYTES`` is decoded once, into
+memory; a larger set stays on the disk, and each batch decodes its own images. Both give
+the same bits.
 
 - ``decoding``: the pixels of one file, and many files in several threads.
 - ``image_inputs``: files as the inputs of samples.
-- ``damage``: what is wrong with files, found before a run begins.
+- ``damage``: faults of files, found before a run begins.
 """
 
 from __future__ import annotations
@@ -43,18 +43,18 @@ def open_images(
     Args:
         paths: image files. Every colour mode becomes RGB first; grey is computed from
             RGB.
-        labels: class of each image; with ``masks`` its group.
-        parts: lengths of the parts, which together are all files: for example training
-            and test files.
+        labels: the class of each image, or its group if there are ``masks``.
+        parts: lengths of the parts, for example of training and test files; together
+            the parts are all files.
         shape: shape of the images.
-        centre: cut out the central square before resizing; else the whole image is
-            resized to the shape.
+        centre: cut out the central square before resizing; otherwise the whole image
+            is resized to the shape.
         masks: files with the class of each pixel, one for each image.
         mask_table: 256 bytes, the class of each value in the masks.
 
     Raises:
-        DataError: files are damaged; the message names them. Of a set that stays on the
-            disk headers and ends are looked at.
+        DataError: files are damaged; the message names them. If the set stays on the
+            disk, only headers and ends are checked.
     """
     options: dict[str, Any] = {"centre": centre, "mask_table": mask_table}
     numbers = torch.split(torch.arange(len(paths)), list(parts))

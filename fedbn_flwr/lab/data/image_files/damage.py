@@ -1,4 +1,4 @@
-"""What is wrong with image files."""
+"""Detection of damaged image files."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ _ENDS = {"JPEG": b"\xff\xd9", "MPO": b"\xff\xd9", "PNG": b"IEND"}
 
 
 def refuse_damaged_files(paths: Sequence[Path]) -> None:
-    """Raise DataError if files cannot be read, from headers, and ends of JPEG and PNG."""
+    """Raise DataError if files look damaged, by headers and by ends of JPEG and PNG."""
     looks = for_all(len(paths), lambda number: _look(paths[number]))
     refuse_damaged({number: problem for number, problem in enumerate(looks) if problem})
 
 
 def _look(path: Path) -> str:
-    """Return why a file cannot be read, "" if it looks sound."""
+    """Return the reason why a file cannot be read, or "" if it looks sound."""
     from PIL import Image
 
     try:
         with Image.open(path) as image:
             check_mode(image)
-            # Some files have more bytes after the end: decoding tells.
+            # Some files have more bytes after the end, so decode the whole file.
             if image.format in _ENDS and _ENDS[image.format] not in _end(path):
                 image.load()
     except (
@@ -48,7 +48,7 @@ def _end(path: Path) -> bytes:
 
 
 def refuse_damaged(damaged: Mapping[int, str]) -> None:
-    """Raise DataError with the first ten problems of files, by number, if there are any."""
+    """Raise DataError with the first ten problems, in the order of their numbers."""
     if damaged:
         problems = [damaged[number] for number in sorted(damaged)]
         raise DataError(

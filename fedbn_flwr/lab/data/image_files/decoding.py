@@ -45,8 +45,8 @@ def pixels(path: str, mode: str = "RGB") -> Tensor:
 
     Args:
         path: the file.
-        mode: Pillow's mode of the result; "" = as stored, for example the numbers of a
-            palette.
+        mode: Pillow's mode of the result; with "", the values as stored, for example
+            the numbers of a palette.
     """
     from PIL import Image
 
@@ -60,7 +60,7 @@ def pixels(path: str, mode: str = "RGB") -> Tensor:
             values = np.array(
                 picture.convert(mode) if mode else picture, dtype=np.uint8
             )
-    # What Pillow raises for damaged files, by their format.
+    # These are the exceptions of Pillow's formats for damaged files.
     except (
         OSError,
         ValueError,
@@ -75,7 +75,7 @@ def pixels(path: str, mode: str = "RGB") -> Tensor:
 
 
 def size_of(path: Path) -> tuple[int, int] | None:
-    """Return width and height of an image by its header; None if it cannot be read."""
+    """Return an image's width and height by its header, or None if that fails."""
     from PIL import Image
 
     try:
@@ -86,7 +86,7 @@ def size_of(path: Path) -> tuple[int, int] | None:
 
 
 def is_transparent(path: Path) -> bool:
-    """Return whether an image has transparent pixels, by its header."""
+    """Return whether an image has transparent pixels, from its header."""
     from PIL import Image
 
     try:
@@ -97,20 +97,20 @@ def is_transparent(path: Path) -> bool:
 
 
 def check_mode(image: Any) -> None:
-    """Raise ValueError unless Pillow's open image is one, whose channels have 8 bits."""
-    # A telephone's second picture in a JPEG (MPO) is a thumbnail, or for depth.
+    """Raise ValueError unless Pillow's open image has one page with 8-bit channels."""
+    # A second picture in a telephone's JPEG (MPO) is a thumbnail or a depth map.
     pages = getattr(image, "n_frames", 1)
     if pages > 1 and image.format != "MPO":
         raise ValueError(
-            f"it has {pages} pages or frames; save one as the file, or read them in a"
-            " function of your own, dataset=module:function"
+            f"it has {pages} pages or frames. Save one page as the file, or read all"
+            " pages in your own function, dataset=module:function"
         )
-    # Of colours with 16 bits Pillow keeps 8 without a word, and their mode does not
-    # tell.
+    # Pillow silently reduces colours of 16 bits to 8 bits, and the mode does not reveal
+    # it.
     if image.mode not in _MODES or ";16" in str(getattr(image, "tile", "")):
         raise ValueError(
-            f"its channels are not bytes (mode {image.mode}); save it with 8 bits for"
-            " each channel, or read it in a function of your own,"
+            f"its channels are not bytes (mode {image.mode}). Save it with 8 bits for"
+            " each channel, or read it in your own function,"
             " dataset=module:function"
         )
 

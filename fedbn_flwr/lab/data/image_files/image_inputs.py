@@ -1,4 +1,4 @@
-"""Image files that are decoded each time they are used, or all of them into memory."""
+"""Image files that are decoded at each use, or all together into memory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ __all__ = ["ImageFiles"]
 
 
 class ImageFiles(LazyInputs):
-    """Image files, decoded to bytes of one shape; masks give the classes of pixels."""
+    """Image files, decoded to bytes of one shape.
+
+    Masks give the classes of pixels.
+    """
 
     dtype = torch.uint8
 
@@ -32,7 +35,7 @@ class ImageFiles(LazyInputs):
         masks: Sequence[Path] = (),
         mask_table: Bytes | None = None,
     ) -> None:
-        """Create the inputs; see ``open_images``. No file is read."""
+        """Create the inputs without reading a file, see ``open_images``."""
         self._paths, self._masks = paths, masks
         self._wanted, self._centre, self._table = shape, centre, mask_table
         self.shape = (len(paths), shape.channels, shape.height, shape.width)
@@ -44,18 +47,20 @@ class ImageFiles(LazyInputs):
         each: Sequence[str] = (),
         seeds: Sequence[int] = (),
     ) -> tuple[Tensor, Tensor | None]:
-        """Return uint8 images, and the classes of their pixels, uint8 (B, H, W), or None.
+        """Return uint8 images and the classes of their pixels, or None without masks.
+
+        The classes are uint8 (B, H, W).
 
         Raises:
             DataError: a file is damaged; the message names it.
         """
         images, masks = self._empty(len(numbers))
-        # Threads decode only: what follows uses torch's own threads, which a forked
-        # process must not start.
+        # Threads only decode. The next steps use torch's own threads, and a forked
+        # process must not start those.
         decoded = for_all(len(numbers), lambda at: self._decoded(numbers[at]))
         for at, (image, mask) in enumerate(decoded):
-            # Transforms get what images in memory would be, or the originals if one of
-            # them takes a part of these; what comes out is fitted in any case.
+            # Transforms get the images as they would be in memory, or the originals if
+            # a transform takes a part of them. Their result is fitted in any case.
             if not self._wanted.originals:
                 image, mask = self._fitted(image, mask)
             if seeds:
@@ -68,13 +73,13 @@ class ImageFiles(LazyInputs):
         return images.to(self.device), None if masks is None else masks.to(self.device)
 
     def read_all(self) -> tuple[Tensor, Tensor | None]:
-        """Return all images and classes of pixels; several threads decode them.
+        """Return all images and classes of pixels, decoded by several threads.
 
         Raises:
             DataError: files are damaged; the message names all of them.
         """
         inputs, targets = self._empty(len(self))
-        # All problems are told at once: a user mends the files in one go.
+        # Report all problems together, so that a user mends the files in one go.
         damaged: dict[int, str] = {}
 
         def read(number: int) -> None:
@@ -98,7 +103,7 @@ class ImageFiles(LazyInputs):
         return images, torch.empty(count, *self.shape[2:], dtype=torch.uint8)
 
     def _decoded(self, number: int) -> tuple[Tensor, Tensor | None]:
-        """Return one image as RGB bytes, (3, H, W), and its classes of pixels, (H, W)."""
+        """Return one image as RGB bytes, (3, H, W), and its classes, (H, W)."""
         image = pixels(str(self._paths[number]))
         if not self.by_pixel:
             return image, None
@@ -106,8 +111,8 @@ class ImageFiles(LazyInputs):
         mask = pixels(path, "")
         if mask.shape[1:] != image.shape[1:]:
             raise DataError(
-                f"labels {path} are of {mask.shape[2], mask.shape[1]} pixels, the image"
-                f" of {image.shape[2], image.shape[1]}."
+                f"labels {path} have {mask.shape[2], mask.shape[1]} pixels, but the"
+                f" image has {image.shape[2], image.shape[1]}."
             )
         classes = mask[0]
         if self._table is not None:
@@ -128,7 +133,7 @@ class ImageFiles(LazyInputs):
         # As samples of one image, for the same bits as in memory.
         alone = Samples(image[None], torch.zeros(1, dtype=torch.int64))
         image = reshaped(alone, self._wanted).inputs[0]
-        # Classes have no average: the nearest pixel's is taken.
+        # Classes have no average, so the nearest pixel's class is taken.
         if mask is not None and mask.shape != shape[1:]:
             resized = F.interpolate(mask[None, None], shape[1:], mode="nearest-exact")
             mask = resized[0, 0]

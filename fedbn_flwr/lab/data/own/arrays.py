@@ -1,4 +1,4 @@
-"""npz files with the arrays ``x``, ``y`` and, if any, ``client``, ``group``, ``split``."""
+"""npz files with arrays ``x``, ``y``, and maybe ``client``, ``group``, ``split``."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def read_arrays(request: OwnData) -> Records:
 
     Raises:
         ConfigError: the targets do not fit the config.
-        DataError: the file is no npz file, arrays are absent, or do not fit; the
+        DataError: the file is not an npz file, or arrays are absent or do not fit; the
             message names the array.
     """
     arrays = _load(request)
@@ -75,7 +75,7 @@ def read_arrays(request: OwnData) -> Records:
 
 
 def _load(request: OwnData) -> dict[str, Any]:
-    """Return the known arrays of the file; each has a row for each example of ``x``."""
+    """Return the known arrays of the file, each with a row for each example."""
     path = request.existing()
     arrays = {}
     try:
@@ -85,7 +85,7 @@ def _load(request: OwnData) -> dict[str, Any]:
             for name in ("x", "y", *_OF_EXAMPLES):
                 if name in names:
                     arrays[name] = archive[name]
-    # TypeError: a file of a single array (.npy) is no context manager.
+    # TypeError: a file of a single array (.npy) is not a context manager.
     except (TypeError, *READ_ERRORS) as error:
         raise request.problem(
             f"it cannot be read as an npz file of numbers and text: {error}. Save it"
@@ -94,37 +94,37 @@ def _load(request: OwnData) -> dict[str, Any]:
     others = [name for name in names if name not in arrays]
     if others:
         logger.warning(
-            "%s: its arrays %s are ignored; only x, y, %s are used",
+            "%s: its arrays %s are ignored, since only x, y, %s are used",
             request.name,
             shown(others),
             ", ".join(_OF_EXAMPLES),
         )
     for name in ("x", "y"):
         if name not in arrays:
-            raise request.problem(f"no array {name}; it has {', '.join(names)}.")
+            raise request.problem(f"no array {name}. It has {', '.join(names)}.")
     x = arrays["x"]
     for name, array in arrays.items():
         if array.ndim and not len(array):
             raise request.problem(
-                f"{name} has shape {array.shape}, without a row; one example or more"
-                " needed."
+                f"{name} has shape {array.shape}, so it has no example. Give it at"
+                " least one row."
             )
         if array.ndim == 0 or len(array) != len(x):
             raise request.problem(
-                f"{name} has shape {array.shape}, x has {x.shape}; one row for each"
-                " example needed."
+                f"{name} has shape {array.shape}, but x has {x.shape}. Give each"
+                " example one row."
             )
         if name in _OF_EXAMPLES and (array.ndim != 1 or array.dtype.kind not in "biuU"):
             raise request.problem(
-                f"{name} is {array.dtype} of shape {array.shape}; whole numbers or text"
-                f" ({len(x)},) needed."
+                f"{name} is {array.dtype} of shape {array.shape}. Use whole numbers or"
+                f" text of shape ({len(x)},)."
             )
     return arrays
 
 
 def _inputs(request: OwnData, x: Any) -> Tensor:
     """Return uint8 images as (N, C, H, W) and other numbers as float32 (N, ...)."""
-    # Bytes of three or four dimensions are images, with their channels last.
+    # Bytes of three or four dimensions are images. Their channels are the last axis.
     as_bytes = x.dtype == np.uint8
     if as_bytes and x.ndim == 3:
         x = x[..., None]
@@ -136,8 +136,8 @@ def _inputs(request: OwnData, x: Any) -> Tensor:
     other_channels = as_bytes and x.ndim == 4
     if x.dtype.kind not in "biuf" or x.ndim < 2 or other_channels:
         raise request.problem(
-            f"x is {x.dtype} of shape {x.shape}; needed are uint8 images (N, H, W), (N,"
-            " H, W, 1) or (N, H, W, 3), or numbers (N, F), (N, C, L) or (N, C, H, W)."
+            f"x is {x.dtype} of shape {x.shape}. Use uint8 images (N, H, W), (N, H, W,"
+            " 1) or (N, H, W, 3), or numbers (N, F), (N, C, L) or (N, C, H, W)."
         )
     # Images of 8 or more channels are hardly 1 or 3 pixels wide: the axes are mixed up.
     if channels_last and min(x.shape[1:3]) >= 8:
@@ -145,13 +145,13 @@ def _inputs(request: OwnData, x: Any) -> Tensor:
             f"x has shape {x.shape}, which looks like (N, H, W, C). Images of numbers"
             " are (N, C, H, W): save x.transpose(0, 3, 1, 2)."
         )
-    # What float32 cannot hold becomes infinite, and is refused with the other numbers.
+    # Numbers too large for float32 become infinite, and are refused with the others.
     with np.errstate(over="ignore"):
         inputs = torch.from_numpy(np.ascontiguousarray(x, dtype=np.float32))
     bad = int((~inputs.isfinite()).sum())
     if bad:
         raise request.problem(
-            f"{bad} numbers of x are NaN or infinite, or above 3e38. Fill them in."
+            f"{bad} numbers of x are NaN, infinite, or above 3e38. Replace them."
         )
     return inputs
 
@@ -166,13 +166,13 @@ class _Targets:
 
 
 def _targets(request: OwnData, y: Any, inputs: Tensor) -> _Targets:
-    """Return what ``y`` is: its shape and numbers show the task, or the config says it."""
+    """Return the targets ``y`` and their task, from the config or else from ``y``."""
     if y.dtype.kind not in "biuf" or y.ndim > 3 or not np.isfinite(y).all():
         raise request.problem(
-            f"y is {y.dtype} of shape {y.shape}; finite numbers (N,), (N, K) or (N, H,"
-            " W) needed."
+            f"y is {y.dtype} of shape {y.shape}. Use finite numbers (N,), (N, K) or (N,"
+            " H, W)."
         )
-    # Floats are targets of a regression, unless the config says that they are classes.
+    # Floats are targets of a regression, unless the config sets another task.
     if request.task:
         as_classes = request.task != "regression"
     else:
@@ -195,18 +195,18 @@ def _classes(request: OwnData, y: Any) -> _Targets:
         count = 2
     else:
         count = request.num_classes or max(len(np.unique(y)), 2)
-    # Classes all 0 are more often a column that was filled in wrongly than one class.
+    # All classes 0 are more often a wrongly filled column than a single class.
     stated = request.task or request.num_classes
     if y.min() < 0:
         raise request.problem(
-            f"y has the class {y.min()} in {(y < 0).sum()} rows; classes are 0 to"
+            f"y has the class {y.min()} in {(y < 0).sum()} rows, but classes are 0 to"
             f" {count - 1}. Remove the rows without a class, or number all classes from"
             " 0 on."
         )
     if y.max() >= count or (not stated and not y.any()):
         raise request.problem(
-            f"y has classes {y.min()} to {y.max()}; 0 to {count - 1} needed. If other"
-            f" data have the absent ones, set num-classes={max(y.max() + 1, 2)}."
+            f"y has classes {y.min()} to {y.max()} instead of 0 to {count - 1}. If"
+            f" other data have the absent classes, set num-classes={max(y.max() + 1, 2)}."
         )
     allowed = ["classification"]
     if count == 2:
@@ -218,12 +218,12 @@ def _classes(request: OwnData, y: Any) -> _Targets:
 def _several(request: OwnData, y: Any) -> _Targets:
     """Return labels or numbers, several for each example."""
     are_labels = bool(np.isin(y, (0, 1)).all())
-    # One-hot classes look like labels, and would train with another loss.
+    # One-hot classes look like labels, but would train with another loss.
     if are_labels and not request.task and (y.sum(1) == 1).all():
         raise ConfigError(
             f"dataset={request.name!r}: y has a single 1 in each row. If each example"
-            " is of one class, save y.argmax(1); if several labels could be true, set"
-            " task=multi-label."
+            " has one class, save y.argmax(1). If an example may have several labels,"
+            " set task=multi-label."
         )
     allowed = ["regression"]
     if are_labels:
@@ -233,11 +233,11 @@ def _several(request: OwnData, y: Any) -> _Targets:
 
 
 def _of_pixels(request: OwnData, y: Any, inputs: Tensor) -> _Targets:
-    """Return the class of each pixel, and 255 for pixels that are ignored."""
+    """Return the class of each pixel, and 255 for ignored pixels."""
     if inputs.dtype != torch.uint8 or inputs.shape[2:] != y.shape[1:]:
         raise request.problem(
-            f"y has classes of pixels, {y.shape}; x must be uint8 images of this height"
-            " and width."
+            f"y has classes of pixels, {y.shape}, but x is not uint8 images of this"
+            " height and width. Give both one height and width."
         )
     largest = int(y.max(where=y != IGNORED_PIXEL, initial=0))
     count = request.num_classes or largest + 1
@@ -246,8 +246,8 @@ def _of_pixels(request: OwnData, y: Any, inputs: Tensor) -> _Targets:
     fit_into_bytes = largest <= IGNORED_PIXEL
     if not are_classes or count < 2 or not fit_into_bytes:
         raise request.problem(
-            f"y is {y.dtype}, {y.min()} to {largest}; classes of pixels 0, 1, ... (with"
-            f" num-classes={count}) needed, as 255 is for pixels that do not count."
+            f"y is {y.dtype}, {y.min()} to {largest}. Use classes of pixels 0, 1, ..."
+            f" (with num-classes={count}); 255 means an ignored pixel."
         )
     task = chosen_task(request, "segmentation", ("segmentation",))
     return _Targets(torch.from_numpy(y.astype(np.uint8)), task, count)
@@ -259,7 +259,7 @@ def _tests(request: OwnData, values: Any) -> Any:
     tests = np.array([_SPLIT.get(str(value)) for value in values.tolist()])
     if tests.dtype != bool or tests.all() or not tests.any():
         raise request.problem(
-            f"split has {', '.join(map(str, np.unique(values)[:8]))}; train and test (0"
-            " and 1) needed."
+            f"split has {', '.join(map(str, np.unique(values)[:8]))}. Use both train"
+            " and test (or 0 and 1)."
         )
     return tests

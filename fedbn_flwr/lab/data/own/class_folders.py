@@ -1,4 +1,4 @@
-"""Folders of image files, whose paths say client, part and class.
+"""Folders of image files with client, part and class in their paths.
 
 The layouts are ``class/file``, ``client/class/file``, ``{train,test}/class/file`` and
 ``client/{train,test}/class/file``. The names of the class folders, in the order of the
@@ -29,12 +29,12 @@ logger = logging.getLogger("flwr")
 
 _PARTS = {"train": False, "training": False, "test": True, "testing": True}
 _VALIDATION = {"val", "valid", "validation"}
-# Files whose headers tell the sizes of the images.
+# The number of files whose headers are read for the sizes of the images.
 _MOST_HEADERS = 1000
 
 
 class Place(NamedTuple):
-    """Client, part and class of the images in a folder; "" where its path does not say."""
+    """Client, part and class of a folder's images, "" if its path lacks them."""
 
     client: str
     part: str
@@ -42,22 +42,22 @@ class Place(NamedTuple):
 
 
 def read_folder(request: OwnData) -> Records:
-    """Return the image files of a folder and what their paths say.
+    """Return the image files of a folder with client, part and class of each.
 
     Raises:
         ConfigError: the task does not fit the folder.
         DataError: the folder has no images, another number of classes, or none of the
             layouts.
     """
-    # The layout: what each folder's path says, the same things for all folders.
+    # The layout: all folders must have a client or none, and a part or none.
     root = request.existing()
     folders = _image_folders(root)
     places = {folder: _place(request, folder.relative_to(root)) for folder in folders}
     layouts = {(bool(place.client), bool(place.part)) for place in places.values()}
     if len(layouts) > 1:
         raise request.problem(
-            "some images lie below a client folder (or a train or test folder), and"
-            " others do not. Give all images the same layout."
+            "some images are below a client folder (or a train or test folder), but"
+            " others are not. Give all images the same layout."
         )
     # The files, in the order of their paths, and the place of each.
     paths, of_files = list[Path](), list[Place]()
@@ -92,10 +92,10 @@ def read_folder(request: OwnData) -> Records:
 
 
 def _sizes(paths: Sequence[Path]) -> list[tuple[int, int]]:
-    """Return width and height of the images, of many those of some, evenly spread.
+    """Return width and height of the images, or of an even sample if many.
 
     Raises:
-        DataError: none of these can be read.
+        DataError: none of the chosen images can be read.
     """
     some = paths[:: 1 + len(paths) // _MOST_HEADERS]
     seen = for_all(len(some), lambda at: is_transparent(some[at]))
@@ -103,12 +103,12 @@ def _sizes(paths: Sequence[Path]) -> list[tuple[int, int]]:
         str(path) for path, is_so in zip(some, seen, strict=True) if is_so
     ]:
         logger.warning(
-            "%d images have transparent pixels; their stored colours are used: %s",
+            "%d images have transparent pixels. Their stored colours are used: %s",
             len(transparent),
             shown(transparent),
         )
     sizes = [size for size in for_all(len(some), lambda at: size_of(some[at])) if size]
-    # A few are named when all are read.
+    # Name a few of the damaged files; reading all images names the others.
     if not sizes:
         refuse_damaged_files(some)
     return sizes
@@ -117,12 +117,12 @@ def _sizes(paths: Sequence[Path]) -> list[tuple[int, int]]:
 def _image_folders(root: Path) -> dict[Path, list[str]]:
     """Return the innermost folders with the sorted names of their image files.
 
-    A folder without images is one, too: its class is known. Hidden files and folders
-    are left out.
+    A folder without images counts as well, since its class is known. Hidden files and
+    folders are left out.
     """
     folders, others = {}, list[str]()
     for name, below, files in os.walk(root, followlinks=True):
-        # Changed in place: ``os.walk`` goes on into what is left in the list.
+        # Changed in place: ``os.walk`` visits only the folders left in the list.
         below[:] = [step for step in below if not step.startswith(".")]
         images = list[str]()
         for file in files:
@@ -136,7 +136,7 @@ def _image_folders(root: Path) -> dict[Path, list[str]]:
             folders[Path(name)] = sorted(images)
     if others:
         logger.warning(
-            "folder %s: %d files are left out, as their names do not end in %s: %s",
+            "folder %s: %d files are left out because their names do not end in %s: %s",
             root,
             len(others),
             ", ".join(SUFFIXES),
@@ -158,9 +158,9 @@ def _place(request: OwnData, folder: Path) -> Place:
     in_validation = any(step.lower() in _VALIDATION for step in above)
     if not label or len(clients) > 1 or len(parts) > 1 or in_validation:
         raise request.problem(
-            f"images lie in {folder}. Known are class/file, client/class/file, and"
-            " train and test between client and class; for a validation folder, move"
-            " its images into train and set validation-share."
+            f"images are in {folder}. The layouts are class/file, client/class/file,"
+            " and train and test between client and class. If there is a validation"
+            " folder, move its images into train and set validation-share."
         )
     return Place("".join(clients), "".join(parts), label)
 
@@ -169,32 +169,32 @@ def _check_classes(
     request: OwnData, classes: Sequence[str], with_images: Collection[str]
 ) -> None:
     """Raise DataError unless the class folders can be the classes of the run."""
-    # One alone may be a class: "train", among vehicles.
+    # A single such name may be a class, such as "train" among vehicles.
     if sum(label.lower() in {*_PARTS, *_VALIDATION} for label in classes) > 1:
         raise request.problem(
-            f"folders of classes are called {shown(classes)}. The class lies below"
-            " train and test, as in train/class/file or client/train/class/file."
+            f"folders of classes are called {shown(classes)}. Put the class folders"
+            " below train and test, as in train/class/file or client/train/class/file."
         )
-    # Each client numbers its own folders: with one less, all later classes would have
+    # Each client numbers its own folders: if one is absent, all later classes get
     # another number.
     wanted = 2 if request.task == "binary" else request.num_classes
     if len(classes) != (wanted or max(len(with_images), 2)):
         raise request.problem(
-            f"{wanted or 'two or more'} classes needed, and there are class folders"
-            f" {shown(classes)}. Give each class a folder, at each client by the same"
-            f" name; it may be empty with num-classes={len(classes)}."
+            f"the run needs {wanted or 'two or more'} classes, but the class folders"
+            f" are {shown(classes)}. Give each class a folder with the same name at"
+            f" each client; it may be empty with num-classes={len(classes)}."
         )
 
 
 def _tests(request: OwnData, parts: Sequence[str]) -> NDArray[np.bool_] | None:
-    """Return which images are tests by their folders; None if the folders do not say."""
+    """Return which images are tests, or None without train and test folders."""
     if not any(parts):
         return None
     tests = np.array([_PARTS[part] for part in parts])
     if tests.all() or not tests.any():
         raise request.problem(
             f"it has no {'training' if tests.all() else 'test'} images. Add them, or"
-            " leave the folders train and test out: then test-share of the images are"
+            " remove the folders train and test; then test-share of the images are"
             " tests."
         )
     return tests

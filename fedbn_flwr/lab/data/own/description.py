@@ -1,4 +1,4 @@
-"""What a model must know of own data: found in them, or said by the config."""
+"""The facts that a model needs about own data, from the data or the config."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from fedbn_flwr.training.tasks import TASKS
 
 __all__ = ["own_info"]
 
-# In pixels: the height of larger images, unless image-size says more.
+# In pixels: larger images get this height, unless image-size sets a larger one.
 _LARGEST = 224
 
 
@@ -42,19 +42,19 @@ def own_info(request: OwnData) -> DatasetInfo:
 
 @functools.lru_cache(maxsize=8)
 def _info(request: OwnData, stamp: tuple[int, ...]) -> DatasetInfo:
-    # Images have channels and a height, which can change; other inputs are as they are.
+    # Images have channels and a height that can change; other inputs stay unchanged.
     records = read(request, stamp)
     inputs = records.inputs
     shape: tuple[int, ...] = ()
     channels, height = 3, 0
     if not isinstance(inputs, Tensor):
-        # A thumbnail among them does not decide.
+        # The median, so that a thumbnail among the images does not decide.
         height = statistics.median_low([height for _, height in records.sizes])
     elif inputs.dtype == torch.uint8:
         channels, height = inputs.shape[1:3]
     else:
         shape, channels = tuple(inputs.shape[1:]), 0
-    # Every node must scale pixels alike, so this is no mean of what it happens to have.
+    # Every node must scale pixels alike, so do not use the mean of the node's own data.
     return DatasetInfo(
         request.name,
         num_classes=records.num_classes,
@@ -83,8 +83,8 @@ def _info_of_nodes(request: OwnData) -> DatasetInfo:
     missing = [key for key in needed if not getattr(request, key.replace("-", "_"))]
     if missing:
         raise ConfigError(
-            f"dataset={request.name!r} without a path: only the nodes have the data, so"
-            f" the config must say what the model needs: {', '.join(missing)}. Rows of"
+            f"dataset={request.name!r} has no path, so only the nodes have the data."
+            f" Set the facts that the model needs: {', '.join(missing)}. Rows of"
             " a table come from a function, dataset=module:function."
         )
     task = chosen_task(request, "", tuple(TASKS))
@@ -104,5 +104,5 @@ def _info_of_nodes(request: OwnData) -> DatasetInfo:
 
 
 def _nothing(folder: Path, shape: Shape) -> Loaded:
-    """Refuse to load: where only the nodes have data, ``load_local_dataset`` does."""
+    """Refuse to load, since ``load_local_dataset`` loads the data of nodes."""
     raise ValueError("the data are on the nodes only")

@@ -1,19 +1,19 @@
-"""``dataset=module:function``: the data of a site from a user's function.
+"""The data of a site from a user's function (``dataset=module:function``).
 
 ``function(site, part)`` returns a torch ``Dataset`` for the part ``"train"`` or
 ``"test"``: ``len(d)`` examples, each ``d[i]`` a pair of an input and a target. ``site``
 is the number of the client (its partition id), or the ``data-path`` of a node that has
-one. The inputs are used as they are, as float32: (features,), (channels, length),
+one. The inputs are used unchanged, as float32: (features,), (channels, length),
 (channels, height, width) or (channels, depth, height, width). A target is a class, a
 number, several numbers, or a class for each pixel or voxel.
 
-Optional attributes of the data set: ``targets``, the class of each example, so that
-inputs need not be read to count them; ``groups``, a number or a text for each example
-(a patient), which no split separates.
+Optional attributes of the data set: ``targets``, the class of each example, so that the
+classes can be counted without reading inputs; ``groups``, a number or a text for each
+example (a patient). No split separates the examples of one group.
 
-The shape of an input is that of the first example. Where the server has no example, the
-function says it: ``function.input_shape = (1, 32, 32)``, besides ``task`` and
-``num-classes`` in the config.
+The shape of an input is the shape of the first example. If the server has no example,
+the function has an attribute for it: ``function.input_shape = (1, 32, 32)``. The config
+then also needs ``task`` and ``num-classes``.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from fedbn_flwr.training.tasks import CLASSIFICATION, TASKS, Task
 __all__ = ["function_info", "function_sha256"]
 
 _PARTS = ("train", "test")
-# The largest number of classes where nothing states it: above it, a target is no class.
+# The largest number of classes if nothing states it. A larger target is not a class.
 _MOST = 1000
 
 
@@ -52,10 +52,10 @@ class Site:
     """One part of the data of one site, as the function returned it.
 
     Attributes:
-        name: what messages call it.
+        name: the name in messages.
         data: the data set.
         groups: its ``groups``, a value for each example; None without them.
-        classes: its ``targets``, where these are classes; None without them.
+        classes: its ``targets`` if these are classes; None without them.
     """
 
     name: str
@@ -69,13 +69,13 @@ class Site:
 
 
 def site_names(request: OwnData) -> tuple[str, ...]:
-    """Return the name of each site: a client of the split."""
+    """Return the name of each site (a client of the split)."""
     return tuple(
         f"site-{site}" if isinstance(site, int) else site for site in request.sites
     )
 
 
-# Cached, because a function may read files, and data sets are asked for several times.
+# Cached, because a function may read files, and several callers ask for the data.
 @functools.lru_cache(maxsize=8)
 def sites_of(name: str, sites: tuple[int | str, ...]) -> dict[str, list[Site]]:
     """Return the parts of each site, by part.
@@ -87,7 +87,7 @@ def sites_of(name: str, sites: tuple[int | str, ...]) -> dict[str, list[Site]]:
     if not sites:
         raise ConfigError(
             f"dataset={name!r} is a function of the site, but the number of sites is"
-            " unknown: set num-clients. If only the nodes have the data, set task and"
+            " unknown. Set num-clients. If only the nodes have the data, set task and"
             " num-classes, and set the shape of an input as an attribute of the"
             f" function: {name.partition(':')[2]}.input_shape = (features,)."
         )
@@ -103,18 +103,18 @@ def _site(name: str, function: Callable[..., Any], site: int | str, part: str) -
     data = _called(what, function, site, part)
     if not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
         raise DataError(
-            f"{what}: the function returned a {type(data).__name__}; a torch Dataset"
-            " with a length needed."
+            f"{what}: the function returned a {type(data).__name__}. Return a torch"
+            " Dataset with a length."
         )
     classes = _values(what, data, "targets")
-    # Numbers and masks are no classes: they come with the examples.
+    # Numbers and masks are not classes: they come with the examples.
     if classes is not None and not all(type(value) is int for value in classes):
         classes = None
     return Site(what, data, _values(what, data, "groups"), classes)
 
 
 def _values(what: str, data: Any, attribute: str) -> tuple[Any, ...] | None:
-    """Return an attribute of a data set with a value for each example; None without it."""
+    """Return an attribute with a value for each example, or None if it is absent."""
     given = getattr(data, attribute, None)
     if given is None:
         return None
@@ -145,33 +145,33 @@ def _example(
     Args:
         site: the part of a site.
         at: number of the example there.
-        task: the learning task; None = the target is returned as it is.
-        shape: the shape of all inputs; () = any.
-        classes: number of the classes or columns; 0 = any.
+        task: the learning task; None returns the target unchanged.
+        shape: the shape of all inputs; () accepts any shape.
+        classes: number of the classes or columns; 0 accepts any number.
 
     Raises:
         DataError: the example cannot be read, or does not fit.
     """
     where = f"{site.name}, example {at}"
     inputs, target = _called(where, _as_pair, site.data, at)
-    # The checks are here, at each reading, since nothing else sees every example.
+    # Check at each reading, since no other place sees every example.
     if inputs.dtype == torch.uint8 or not 1 <= inputs.ndim <= 4:
         raise DataError(
-            f"{where} has inputs {inputs.dtype} of shape {tuple(inputs.shape)}; numbers"
-            " as the model takes them needed (images: image.float() / 255),"
+            f"{where} has inputs {inputs.dtype} of shape {tuple(inputs.shape)}. Return"
+            " numbers as the model takes them (images: image.float() / 255), of shape"
             " (features,), (channels, length), (channels, height, width) or (channels,"
             " depth, height, width)."
         )
     inputs = inputs.to(torch.float32)
     if shape and tuple(inputs.shape) != shape:
         raise DataError(
-            f"{where} has inputs of shape {tuple(inputs.shape)}; those of the run have"
+            f"{where} has inputs of shape {tuple(inputs.shape)}, but the run has"
             f" {shape}. The function must return one shape at all sites: crop, pad or"
             " resample there."
         )
     if not inputs.isfinite().all():
         raise DataError(
-            f"{where} has inputs that are NaN or infinite: fill them in in the"
+            f"{where} has inputs that are NaN or infinite. Replace them in the"
             " function."
         )
     if task is not None:
@@ -184,7 +184,7 @@ def _as_pair(data: Any, at: int) -> tuple[Tensor, Tensor]:
     example = data[at]
     if not isinstance(example, (tuple, list)) or len(example) != 2:
         raise TypeError(
-            f"a {type(example).__name__}; a pair of input and target needed"
+            f"got a {type(example).__name__}. Return a pair of input and target"
         )
     return _as_tensor(example[0]), _as_tensor(example[1])
 
@@ -194,7 +194,7 @@ def _as_tensor(value: Any) -> Tensor:
         value = torch.from_numpy(np.array(value))
     if value.is_complex():
         raise TypeError(f"complex numbers ({value.dtype}). {COMPLEX}")
-    # Libraries have tensors of their own kind (MONAI's MetaTensor), which do not stack.
+    # Libraries have their own kinds of tensors (MONAI's MetaTensor) that do not stack.
     plain: Tensor = value.as_subclass(Tensor).detach()
     return plain
 
@@ -207,7 +207,7 @@ def _target(
     Raises:
         DataError: it does not fit the task; the message begins with ``where``.
     """
-    # What the task needs: a shape, and numbers or classes below a limit.
+    # The requirements of the task: a shape, and numbers or classes below a limit.
     shape: tuple[int, ...] = ()
     dtype, limit = torch.int64, classes or _MOST
     if task.by_pixel:
@@ -219,7 +219,7 @@ def _target(
         columns = task.outputs(classes)
         if columns > 1 or task.name != "regression":
             shape = (columns,)
-    # One leading dimension of 1 is what many libraries put before a mask or a class.
+    # Many libraries put one leading dimension of 1 before a mask or a class.
     fits = tuple(target.shape) in (shape, (1, *shape))
     if limit:
         known = target[target != IGNORED_PIXEL] if task.by_pixel else target
@@ -230,27 +230,27 @@ def _target(
         needed = f"classes 0 to {limit - 1}" if limit else "numbers"
         raise DataError(
             f"{where} has a target {target.dtype} of shape"
-            f" {tuple(target.shape)}{values}; for task {task.name} {needed} of shape"
-            f" {shape} needed."
+            f" {tuple(target.shape)}{values}. Task {task.name} needs {needed} of shape"
+            f" {shape}."
         )
     return target.reshape(shape).to(dtype)
 
 
 @functools.lru_cache(maxsize=8)
 def function_info(request: OwnData) -> DatasetInfo:
-    """Return the description of the data, of which as little as possible is read.
+    """Return the description of the data, reading as few examples as possible.
 
     Raises:
-        ConfigError: the config does not say what the targets are.
+        ConfigError: the config does not name the kind of the targets.
         DataError: the function fails for a site, or its data do not fit the config or
             the other sites.
     """
-    # What the function and the config state.
+    # The facts that the function and the config state.
     function = own_function("dataset", request.path, KINDS)
     shape = tuple(getattr(function, "input_shape", ()))
     task = chosen_task(request, request.task, tuple(TASKS)) if request.task else None
     classes = 1 if request.task == "binary" else request.num_classes
-    # The server may have no site at all, so examples are read only for what is left.
+    # The server may have no site, so read an example only if a fact is still missing.
     if not shape or task is None or not classes:
         sites = sites_of(request.path, request.sites)
         with_examples = [site for site in sites["train"] if len(site)]
@@ -279,7 +279,7 @@ def function_info(request: OwnData) -> DatasetInfo:
 
 
 def _task_of(request: OwnData, target: Tensor) -> Task:
-    """Return the task of a target; what is no class must be stated."""
+    """Return the task of a target, where other targets than classes are refused."""
     if target.numel() == 1 and not target.is_floating_point():
         return CLASSIFICATION
     raise ConfigError(
@@ -307,14 +307,14 @@ def _count(request: OwnData, task: Task, target: Tensor) -> int:
 
 
 def _classes_of(site: Site, classes: int) -> Sequence[int]:
-    """Return the class of each example; reads the examples of data without ``targets``."""
+    """Return the class of each example, by reading examples without ``targets``."""
     if site.classes is None:
         found = []
         for at in range(len(site)):
             _, target = _example(site, at, CLASSIFICATION, (), classes)
             found.append(int(target))
         return found
-    # The ends tell whether all are classes of the model.
+    # The smallest and the largest value show whether all are classes of the model.
     if site.classes:
         for value in (min(site.classes), max(site.classes)):
             _target(site.name, torch.tensor(value), CLASSIFICATION, (), classes)
@@ -329,14 +329,14 @@ def _load(
     folder: Path,
     wanted: Shape,
 ) -> Loaded:
-    """Return the training and the test examples of all sites: ``DatasetInfo.loader``.
+    """Return the training and the test examples of all sites.
 
-    Those of a ``TensorDataset`` are in memory; of others each is read when it is used,
-    as a data set may augment.
+    The examples of a ``TensorDataset`` are in memory. Examples of other data sets are
+    read at each use, because a data set may augment.
     """
     del folder, wanted
     parts = sites_of(request.path, request.sites)
-    # One example of every site shows another shape or other classes before any work.
+    # Find another shape or other classes by one example of every site, before any work.
     for sites in parts.values():
         for site in sites:
             if len(site):
@@ -361,8 +361,8 @@ def _examples(
     unit_numbers: dict[Any, int],
 ) -> Samples:
     """Return one part of all sites, each a group, with the groups of a site as units."""
-    # Every example's site, its number there and its unit. Without a group of its own an
-    # example is a unit, numbered after the groups.
+    # Every example's site, its number there and its unit. If an example has no group,
+    # it is its own unit, numbered after the groups.
     places: list[tuple[Site, int]] = []
     groups, units = list[int](), list[int]()
     for which, site in enumerate(sites):
@@ -379,11 +379,11 @@ def _examples(
 
     of_sites = torch.tensor(groups, dtype=torch.int64)
     of_units = torch.tensor(units) if unit_numbers else None
-    # Tensors are in memory anyway, and nothing changes them when they are read.
+    # Tensors are in memory anyway, and reading does not change them.
     if places and all(isinstance(site.data, TensorDataset) for site in sites):
         inputs, targets = zip(*map(read, range(len(places))), strict=True)
         return Samples(torch.stack(inputs), torch.stack(targets), of_sites, of_units)
-    # Splits by class need the classes at once, other targets come with the inputs.
+    # Splits by class need the classes now; other targets come with the inputs.
     labels = None
     if task.name in ("classification", "binary"):
         classes_of_all = list[int]()
@@ -395,10 +395,10 @@ def _examples(
 
 
 def function_sha256(request: OwnData) -> str:
-    """Return the SHA-256 of the function's file and of what its data sets say.
+    """Return the SHA-256 of the function's file and of its data sets' attributes.
 
-    Sizes, groups and classes count. Examples are not read for it: what else has changed
-    in them is not seen.
+    Sizes, groups and classes count. Examples are not read, so other changes of them
+    do not change the digest.
     """
     module = own_module("dataset", request.path, KINDS)
     digest = hashlib.sha256(sha256_of_code(module).encode())

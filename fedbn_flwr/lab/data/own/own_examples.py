@@ -39,21 +39,21 @@ _TEST_SEED = 0
 
 @functools.lru_cache(maxsize=8)
 def read(request: OwnData, stamp: tuple[int, ...]) -> Records:
-    """Return what the reader of the data's kind finds, once for each ``stamp_of``.
+    """Return the records of own data, read once for each ``stamp_of``.
 
     Raises:
         ConfigError: keys do not fit the data.
         DataError: the data cannot be used.
     """
-    # Only a part of the cache's key.
+    # The stamp is only a part of the cache's key.
     del stamp
     return _READERS[request.kind](request)
 
 
 def stamp_of(request: OwnData) -> tuple[int, ...]:
-    """Return times and sizes of a file, or of a folder and what is directly in it.
+    """Return times and sizes of a file, or of a folder and its direct entries.
 
-    With another stamp a process reads the data again.
+    If the stamp differs, a process reads the data again.
     """
     path = Path(request.path)
     stamp = list[int]()
@@ -63,7 +63,7 @@ def stamp_of(request: OwnData) -> tuple[int, ...]:
             paths += sorted(path.iterdir())
         for each in paths:
             stamp += [each.stat().st_mtime_ns, each.stat().st_size]
-    # The reader says better what is absent.
+    # The reader gives a better message about absent files.
     except OSError:
         return ()
     return tuple(stamp)
@@ -72,12 +72,12 @@ def stamp_of(request: OwnData) -> tuple[int, ...]:
 def load(
     request: OwnData, stamp: tuple[int, ...], folder: Path, shape: Shape
 ) -> Loaded:
-    """Return the training and the test examples: ``DatasetInfo.loader`` of own data."""
+    """Return the training and the test examples, see ``DatasetInfo.loader``."""
     # Own data name their path.
     del folder
     records = read(request, stamp)
     if not request.image_size and len(set(records.sizes)) > 1:
-        _tell_sizes(request, records.sizes, shape)
+        _warn_of_sizes(request, records.sizes, shape)
     parts = parts_of(request, records)
     both = []
     for samples, part in zip(_examples(records, parts, shape), parts, strict=True):
@@ -86,15 +86,15 @@ def load(
     return Loaded(both[0], both[1], records.client_names)
 
 
-def _tell_sizes(
+def _warn_of_sizes(
     request: OwnData, sizes: Sequence[tuple[int, int]], shape: Shape
 ) -> None:
-    """Warn of images of several sizes, which all become one."""
+    """Warn of images of several sizes, since all are resized to one."""
     by_area = sorted(sizes, key=math.prod)
     (least_wide, least_high), (most_wide, most_high) = by_area[0], by_area[-1]
     logger.warning(
         "dataset=%r: its images have several sizes, from %dx%d to %dx%d (width x"
-        " height): each becomes %dx%d, by their median height and the limits of"
+        " height). Each becomes %dx%d, by their median height and the limits of"
         " the model. Set image-size for another height.",
         request.name,
         least_wide,
@@ -113,11 +113,11 @@ def _numbers(numbers: Indices | None, part: Indices) -> Tensor | None:
 def _examples(
     records: Records, parts: Sequence[Indices], shape: Shape
 ) -> Sequence[Samples]:
-    """Return the examples of each part; image files are decoded in this shape."""
+    """Return the examples of each part, with image files decoded in this shape."""
     inputs, targets = records.inputs, records.targets
     if isinstance(inputs, Tensor):
         return [Samples(inputs[part], targets[part]) for part in parts]
-    # Together, so that what fits into memory is decided for both parts at once.
+    # Open both parts together, so that one decision about memory covers them both.
     order = np.concatenate(parts)
     paths = [inputs[at] for at in order.tolist()]
     lengths = [len(part) for part in parts]
@@ -128,24 +128,23 @@ def parts_of(request: OwnData, records: Records) -> tuple[Indices, Indices]:
     """Return the numbers of the training and of the test examples.
 
     Raises:
-        ConfigError: the units of one patient are on both sides of the split that the
-            data have.
+        ConfigError: the data's own split has the units of one patient on both sides.
     """
     everything, tests = np.arange(len(records), dtype=np.int64), records.tests
-    # The data say it themselves.
+    # The data have their own split.
     if tests is not None:
         if records.units is not None:
             both = np.intersect1d(records.units[tests], records.units[~tests])
             if len(both):
                 raise ConfigError(
                     f"dataset={request.name!r}: {len(both)} values of group are on both"
-                    " sides of the split that the data have. Correct the split, or"
-                    " leave it out: then a split by group is made."
+                    " sides of the data's own split. Correct the split, or"
+                    " remove it; then a split by group is made."
                 )
         return everything[~tests], everything[tests]
     if request.test_share == 1:
         return everything[:0], everything
-    # Else a share of each class of each client: the cells of this draw.
+    # Otherwise draw a share of each class of each client. These are the draw's cells.
     cells = np.zeros(len(records), np.int64)
     if records.targets.dtype == torch.int64:
         cells = records.targets.numpy()
@@ -155,8 +154,8 @@ def parts_of(request: OwnData, records: Records) -> tuple[Indices, Indices]:
 
 
 def is_divided(request: OwnData) -> bool:
-    """Return whether the data themselves say which are test examples."""
-    # A function is asked for each part.
+    """Return whether the data themselves determine the test examples."""
+    # A function is called for each part.
     if request.kind == FUNCTION:
         return True
     return read(request, stamp_of(request)).tests is not None
@@ -188,11 +187,11 @@ def _relative(request: OwnData, paths: Sequence[Path]) -> list[str]:
 
 
 def own_sha256(request: OwnData) -> str:
-    """Return the SHA-256 of the examples in their order, and of who has and tests them.
+    """Return the SHA-256 of the examples in their order, their split and clients.
 
-    The division into training and test examples counts, and the clients that the data
-    name. Image files count by their paths and sizes, the data of a function by its file
-    and what the data sets say without reading an example.
+    The division into training and test examples counts, and so do the clients that the
+    data name. Image files count by their paths and sizes. The data of a function count
+    by its file and by the attributes of the data sets; no example is read.
 
     Raises:
         ConfigError: keys do not fit the data.
@@ -205,8 +204,8 @@ def own_sha256(request: OwnData) -> str:
 
 @functools.lru_cache(maxsize=8)
 def _sha256(request: OwnData, stamp: tuple[int, ...]) -> str:
-    # Runs have this digest in data.json: another order of the entries would look as if
-    # the data had changed.
+    # Runs save this digest in data.json: with another order of the entries, unchanged
+    # data would look changed.
     records, digest = read(request, stamp), hashlib.sha256()
     if isinstance(records.inputs, Tensor):
         digest.update(records.inputs.contiguous().numpy().tobytes())

@@ -1,4 +1,4 @@
-"""What a reader finds in own data."""
+"""Own data as a reader returns them."""
 
 from __future__ import annotations
 
@@ -25,13 +25,14 @@ class Records:
         targets: int64 (N,), float32 (N,) or (N, K), or uint8 (N, H, W).
         task: the learning task.
         num_classes: outputs of the model: classes, labels or target columns.
-        class_names: their names, () = numbers.
-        sizes: width and height of image files, in pixels; of many those of some.
+        class_names: their names; with (), the classes are numbers.
+        sizes: width and height in pixels of the image files, or of some if there are
+            many.
         clients: client of each example, (N,), and ``client_names``; None if the data
             have no clients.
         units: unit (patient) of each example, (N,), or None, and ``unit_names``.
-        tests: whether each example is a test example, bool (N,); None if the data do
-            not say.
+        tests: whether each example is a test example, bool (N,); None if the data have
+            no split.
     """
 
     inputs: Tensor | Sequence[Path]

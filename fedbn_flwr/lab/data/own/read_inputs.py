@@ -41,7 +41,7 @@ class ReadInputs(LazyInputs):
         """Return the inputs with these numbers, and their targets."""
         # Transforms are for images as bytes; a user's data set may have its own.
         del each, seeds
-        # Nothing can be stacked: an example shows what kind of targets there would be.
+        # Nothing can be stacked, so read one example for the kind of the targets.
         if not numbers:
             like = self._read(0)[1] if len(self) else torch.zeros((), dtype=torch.int64)
             return torch.zeros(0, *self.shape[1:], device=self.device), like.new_zeros(

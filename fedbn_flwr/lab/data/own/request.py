@@ -1,4 +1,4 @@
-"""What a config says of own data."""
+"""The config's description of own data."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ KINDS = {
         "folder:PATH, image files in class/file, client/class/file or"
         " client/{train,test}/class/file"
     ),
-    "npz": "npz:PATH, arrays x, y and, where there are any, client, group and split",
+    "npz": "npz:PATH, arrays x, y and, if there are any, client, group and split",
 }
 """Kinds of own data in files: the prefix of ``dataset``, and its form for messages."""
 
@@ -46,30 +46,32 @@ COMPLEX = (
     "The model takes real numbers: save the real and the imaginary part as two channels"
     " (numpy.stack, torch.view_as_real), or the magnitude (numpy.abs)."
 )
-"""What a user does with complex inputs."""
+"""The remedy for complex inputs."""
 
 
 def is_own(dataset: str) -> bool:
-    """Return whether the config's ``dataset`` names own data: it has a prefix."""
+    """Return whether the config's ``dataset`` names own data by a prefix."""
     return ":" in dataset
 
 
 @dataclass(frozen=True, slots=True)
 class OwnData:
-    """Own data and how to read it; the fields are the config keys of these names.
+    """Own data and how to read them.
 
     Attributes:
         kind: a key of ``KINDS``, or ``FUNCTION``.
-        path: an absolute path (``FUNCTION``: module:function); "" = the nodes alone
+        path: an absolute path (``FUNCTION``: module:function); "" if only the nodes
             have the data.
-        task: name of the task; "" = the one that the targets show.
-        num_classes: number of classes; 0 = those found.
-        image_size: height and width of the images; 0 = their median height
-            (``npz``: that of all).
-        test_share: share of the examples that are test examples, where the data do not
-            say; 1 = all.
-        sites: ``FUNCTION``: the sites that are asked for, by number or by a node's
+        task: name of the task; with "", the targets show the task.
+        num_classes: number of classes; with 0, the classes found are counted.
+        image_size: height and width of the images; with 0, their median height
+            (``npz``: their common height).
+        test_share: share of the examples that are test examples, if the data have no
+            split; 1 makes all of them tests.
+        sites: ``FUNCTION``: the sites to load, by number or by a node's
             ``data-path``.
+
+    The fields are the config keys of these names.
     """
 
     kind: str
@@ -86,7 +88,7 @@ class OwnData:
         return self.path if self.kind == FUNCTION else f"{self.kind}:{self.path}"
 
     def problem(self, text: str) -> DataError:
-        """Return the error that says what is wrong with these data."""
+        """Return the error about these data with the given text."""
         return DataError(f"dataset={self.name!r}: {text}")
 
     @staticmethod
@@ -98,14 +100,14 @@ class OwnData:
         """
         if is_function(dataset, KINDS):
             return FUNCTION, dataset
-        # Else a prefix and a path, which may have more colons (on Windows).
+        # Otherwise a prefix and a path. The path may have more colons (on Windows).
         kind, _, path = dataset.partition(":")
         path = os.path.expanduser(path)
         if kind not in KINDS:
             raise unknown_name("kind of own data", kind, KINDS)
         if path and not Path(path).is_absolute():
             raise ConfigError(
-                f"dataset={dataset!r} is relative, and nodes run in other folders."
+                f"dataset={dataset!r} is relative, but nodes run in other folders."
                 " Write the absolute path (seen from the folder of this process:"
                 f" '{kind}:{Path(path).absolute()}')."
             )
@@ -149,7 +151,7 @@ def shown(names: Sequence[str], most: int = 8) -> str:
 def chosen_task(
     request: OwnData, shown_by_targets: str, allowed: Sequence[str]
 ) -> Task:
-    """Return the task of the config, or the one that the targets show.
+    """Return the task of the config, or else the task that the targets show.
 
     Raises:
         ConfigError: the targets are not for this task.
