@@ -3,10 +3,10 @@
 - ``run.py`` checks a run and starts it in its engine: in process or in workers,
   ``simulation.py`` and ``cluster.py`` on Ray; ``centralized.py`` is the reference.
 - ``serve.py`` is a federated run from top to bottom: the wait for nodes, the clients,
-  the data, the strategy, the rounds. ``folder_listener.py`` records them, and writes the
-  results.
-- ``node.py`` makes a node's client, which ``node_guard.py`` guards over a network;
+  the data, the strategy, the rounds. ``folder_listener.py`` records the rounds and
+  writes the results.
+- ``node.py`` makes a node's client. ``node_guard.py`` guards it over a network;
   ``default_app.py`` is both sides as a Flower app.
 - ``start_checks.py`` has the checks before a run.
-- ``inspection.py`` predicts what a method does with a model.
+- ``inspection.py`` predicts the effect of a method on a model.
 """

@@ -1,4 +1,4 @@
-"""The centralized reference: a plain torch loop over the union of the clients' data."""
+"""The centralized reference, a plain torch loop over all clients' data."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ __all__ = ["centralized", "reference_config"]
 
 logger = logging.getLogger("flwr")
 
-_OPTIMIZER = "optimizer"  # in a checkpoint, in place of a strategy's state
+_OPTIMIZER = "optimizer"  # in a checkpoint, instead of a strategy's state
 
 
 def centralized(
@@ -52,14 +52,14 @@ def centralized(
 ) -> dict[str, Any]:
     """Run the reference over the union of the clients' data, and write its folder.
 
-    A "round" is E steps or epochs. One optimizer is used for all rounds; everything else
-    is as for a client. Arguments and errors are those of ``serve``.
+    A "round" is E steps or epochs. One optimizer is used for all rounds; everything
+    else is done as for a client. ``serve`` describes arguments and errors.
     """
     for line in checked.warnings:
         logger.warning("%s", line)
     config = reference_config(checked.config)
     with lock_folder(out):
-        # the data, and the model as it begins or as the last checkpoint has it
+        # the data, and the model at its beginning or from the last checkpoint
         data = partitioned_data(config, count_clients(config))
         model = on_device(checked.model, config)
         start, _ = beginning(config, model, out)
@@ -92,7 +92,7 @@ def centralized(
 
 
 def reference_config(config: Config) -> Config:
-    """Return the config with the tests that the reference can do: those of one model."""
+    """Return the config with only the tests of a single model."""
     tests = []
     for name in method_of(config).tests:
         if name.startswith(("global", "personal")):
@@ -106,7 +106,7 @@ def _resume(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
 ) -> None:
-    """Give the model and its optimizer, whose momentum goes on, what was saved."""
+    """Restore the saved model and optimizer, so that its momentum continues."""
     logger.info(
         "resumed after round %d from %s", saved.server_round, start.checkpoints.folder
     )
@@ -137,10 +137,10 @@ class _Reference:
         self._stopping = writer.stopping
         self._start = start
         self._tests = tests
-        # after the last whole round: a copy, which training does not change
+        # after the last complete round: a copy, so that training does not change it
         self._whole: Checkpoint | None = None
 
-        # where a resumed run was
+        # the state of a resumed run
         self._best: State = {}
         self._run = uuid4().hex[:16]
         self.resumed_after: list[int] = []
@@ -153,7 +153,7 @@ class _Reference:
             self._best = best.state if best else {}
 
     def train(self, union: Subset) -> Mapping[str, Any]:
-        """Do the rounds that are left; return the line of the run's last round.
+        """Do the remaining rounds, and return the line of the run's last round.
 
         Args:
             union: the training data of all clients.
@@ -163,7 +163,7 @@ class _Reference:
         if self._start.after:
             line = self._writer.lines()[-1]
         settings, task = local_training(config), data_of(config).test_task
-        # a run that is killed in round 1 can be continued, too
+        # so that a run that is killed in round 1 can be continued as well
         if not self._start.saved:
             self._save(0, False)
         first = (self._start.after or 0) + 1
@@ -182,7 +182,7 @@ class _Reference:
             report = _report(server_round, result, self._writer.test(server_round))
             report.evaluations = self._writer.test_at_clients(server_round, self._tests)
             line = self._writer.write(report)
-            # the line has the validation score, which early stopping has read
+            # the line has the validation score, and early stopping has read it
             if self._stopping and self._stopping.best() == server_round:
                 self._best = self._state()
             last = server_round == config.num_server_rounds
@@ -190,7 +190,7 @@ class _Reference:
         return line
 
     def result(self) -> State:
-        """Return the state of the best round with early stopping, else of the last."""
+        """Return the state of the best round with early stopping, or of the last."""
         return self._best or self._state()
 
     def on_signal(self) -> None:
@@ -219,7 +219,7 @@ class _Reference:
 def _report(
     server_round: int, result: TrainResult, tested: Mapping[str, Any]
 ) -> RoundOutcome:
-    """Return the report of a round, and log losses that are not finite."""
+    """Return the report of a round, and log non-finite losses."""
     report = RoundOutcome(server_round, "centralized")
     report.metrics = {
         TRAIN_LOSS: result.loss,
@@ -244,9 +244,9 @@ def _ends(
 
 
 def _state_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return what the optimizer keeps between steps, by number of the parameter.
+    """Return the optimizer's state between steps, by number of the parameter.
 
-    Tensors become arrays, which a checkpoint can have; others stay as they are.
+    Tensors become arrays, because a checkpoint stores arrays. Other values stay.
     """
     state: dict[str, Any] = {}
     for number, entries in optimizer.state_dict()["state"].items():
@@ -261,7 +261,7 @@ def _state_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 def _restore(
     optimizer: torch.optim.Optimizer, kept: Mapping[str, Mapping[str, Any]]
 ) -> None:
-    """Give a new optimizer what ``_state_of`` returned of the earlier one."""
+    """Give a new optimizer the state that ``_state_of`` returned."""
     state = {}
     for number, entries in kept.items():
         restored = dict(entries)
@@ -269,7 +269,7 @@ def _restore(
             if isinstance(value, np.ndarray):
                 restored[name] = torch.from_numpy(value.copy())
         state[int(number)] = restored
-    # the groups are those of the config, which a resume cannot change
+    # the groups come from the config, and a resume cannot change them
     groups = optimizer.state_dict()["param_groups"]
     optimizer.load_state_dict({"state": state, "param_groups": groups})
 

@@ -1,8 +1,8 @@
-"""Ray for runs: a cluster of machines that is running already.
+"""Runs on a Ray cluster that is already running.
 
 The machines of a cluster have the same versions of Python, Ray, Flower and torch, and
-share the disk on which the data and the output folder lie. This package and the user's
-modules go to them with the job, by Ray's ``runtime_env``.
+share the disk with the data and the output folder. The job brings this package and the
+user's modules to them, by Ray's ``runtime_env``.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ __all__ = [
     "user_modules",
 ]
 
-_ANSWER_SECONDS = 5.0  # of the address; ``ray.init`` would wait for minutes
-_WORK_SECONDS = 120.0  # of a machine: it gets the code and starts a Python process
+_ANSWER_SECONDS = 5.0  # limit for the address; ``ray.init`` would wait for minutes
+_WORK_SECONDS = 120.0  # limit for a machine to get the code and start Python
 _PACKAGE = Path(__file__).parents[2]
 
 
@@ -52,10 +52,10 @@ def cluster(
     """Connect this process to Ray for runs of these configs.
 
     Args:
-        configs: the settings; modules of the user that they name go to the machines of
-            the cluster.
-        address: ``host:port`` of a running cluster, of which this machine is one.
-        log_to_driver: print what the tasks print.
+        configs: the settings. The user's modules in them go to the machines of the
+            cluster.
+        address: ``host:port`` of a running cluster that includes this machine.
+        log_to_driver: print the output of the tasks.
     """
     with needs_package("ray", "runs on a cluster"):
         import ray
@@ -79,7 +79,7 @@ def cluster(
 
 
 def user_modules(configs: Sequence[Config]) -> list[Path]:
-    """Return the user's modules, and those beside them that they import, as paths."""
+    """Return the paths of the user's modules, with their own imports next to them."""
     # the modules that the configs name
     named = []
     for config in configs:
@@ -88,7 +88,7 @@ def user_modules(configs: Sequence[Config]) -> list[Path]:
         if data_of(config).by_function:
             named.append(own_code.own_module("dataset", config.dataset, KINDS))
 
-    # the folders in which they lie; what is installed is on each machine of a cluster
+    # their folders; installed packages are on each machine of a cluster anyway
     paths = [sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")]
     installed = [Path(path).resolve() for path in paths]
     own = set()
@@ -100,7 +100,7 @@ def user_modules(configs: Sequence[Config]) -> list[Path]:
         if not any(home.is_relative_to(folder) for folder in installed):
             own.add(home)
 
-    # what was imported from there
+    # the modules that were imported from these folders
     found = set()
     for name in list(sys.modules):
         if "." in name or name == "__main__":
@@ -112,7 +112,7 @@ def user_modules(configs: Sequence[Config]) -> list[Path]:
 
 
 def _location(module: str) -> Path | None:
-    """Return the file of an imported module, or the folder of a package; else None."""
+    """Return the file of an imported module, the folder of a package, or None."""
     imported = sys.modules.get(module)
     paths = [*getattr(imported, "__path__", []), getattr(imported, "__file__", None)]
     if not paths[0]:
@@ -121,7 +121,7 @@ def _location(module: str) -> Path | None:
 
 
 def check_cluster(config: Config, out: Path, address: str) -> None:
-    """Check that a run's clients have room on a cluster, and see the files they keep."""
+    """Check that a run's clients have room on a cluster, and share their files."""
     with cluster([config], address):
         machines = []
         for node in _nodes():
@@ -139,7 +139,7 @@ def check_room(config: Config, machines: Sequence[tuple[str, float]]) -> None:
 
     Args:
         config: the settings.
-        machines: address and CPUs of each.
+        machines: address and number of CPUs of each machine.
     """
     if not method_of(config).methods.whole.needs_all_at_once:
         return
@@ -147,21 +147,21 @@ def check_room(config: Config, machines: Sequence[tuple[str, float]]) -> None:
     places = sum(int(cpus // config.torch_threads) for _, cpus in machines)
     if places < clients:
         raise ConfigError(
-            f"the {clients} clients of a round wait for one another in the channel, and"
+            f"the {clients} clients of a round wait for one another in the channel, but"
             f" the cluster has room for {places}"
             f" (torch-threads={config.torch_threads}). Set fedtan-transport=messages."
         )
     bind = str(getattr(method_of(config).params, "fedtan_bind", ""))
     if len({address for address, _ in machines}) > 1 and is_loopback(bind):
         raise ConfigError(
-            f"fedtan-bind={bind!r} is this machine only. Set fedtan-transport=messages;"
-            " or fedtan-bind to an address that all machines reach, with"
-            " fedtan-tls-dir."
+            f"fedtan-bind={bind!r} is reachable only on this machine. Set"
+            " fedtan-transport=messages, or set fedtan-bind to an address that all"
+            " machines reach, with fedtan-tls-dir."
         )
 
 
 def check_shared(setting: str, folder: Path) -> None:
-    """Check that every machine of the cluster sees what this one writes into a folder.
+    """Check that all machines of the cluster see this machine's files in a folder.
 
     The folder is made if it is absent.
     """
@@ -169,7 +169,7 @@ def check_shared(setting: str, folder: Path) -> None:
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    # a file of a new name, for which each machine looks
+    # write a file with a new name, and let each machine look for it
     folder.mkdir(parents=True, exist_ok=True)
     mark = folder.absolute() / f".{os.getpid()}.{time.time_ns()}"
     mark.touch()
@@ -180,7 +180,7 @@ def check_shared(setting: str, folder: Path) -> None:
             [task.options(scheduling_strategy=place).remote(mark) for place in on],
             timeout=_WORK_SECONDS,
         )
-    except ray.exceptions.RayError as error:  # also that it takes too long
+    except ray.exceptions.RayError as error:  # includes a timeout
         raise EngineError(
             f"a machine of the cluster failed at its first task: {error}"
         ) from error
@@ -212,7 +212,7 @@ def join_cluster(address: str, pyproject: Path) -> None:
 
 
 def _nodes() -> list[dict[str, Any]]:
-    """Return what Ray tells of the machines of the cluster."""
+    """Return Ray's descriptions of the cluster's machines."""
     import ray
 
     nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
@@ -224,7 +224,7 @@ def _check_address(address: str) -> None:
     if "://" in address or not host or not port.isdecimal():
         raise ConfigError(
             f"ray-address={address!r} must be HOST:PORT of a running cluster, as `ray"
-            " start --head` shows it; the command runs on one of its machines, without"
+            " start --head` shows it. Run the command on one of its machines, without"
             " Ray's client (ray://)."
         )
     try:
@@ -241,9 +241,9 @@ def _init(**options: Any) -> None:
     import ray
 
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    # else Ray looks how this process was started
+    # otherwise Ray inspects how this process was started
     os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
-    # Ray puts its own handler of SIGTERM in the place of ours, which saves a run.
+    # Ray replaces our handler of SIGTERM with its own, but ours saves a run.
     main = threading.current_thread() is threading.main_thread()
     handler = signal.getsignal(signal.SIGTERM) if main else None
     try:
@@ -253,8 +253,8 @@ def _init(**options: Any) -> None:
     except (ConnectionError, RuntimeError, ValueError, OSError, TimeoutError) as error:
         ray.shutdown()
         raise EngineError(
-            f"Ray at {options['address']}: {error}. This machine must be one of the"
-            " cluster's, with the same versions of Ray and Python."
+            f"Ray at {options['address']}: {error}. This machine must belong to the"
+            " cluster, with the same versions of Ray and Python."
         ) from error
     finally:
         if handler is not None:

@@ -1,4 +1,4 @@
-"""The default Flower app: all settings are those of the run config."""
+"""The default Flower app, with all settings in the run config."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ def main(grid: Grid, context: Context) -> None:
 
     Results go to ``out``, or to ``$FLWR_HOME/fedbn-runs/RUN_ID``.
     """
-    # A client imports this module, too, for each message, and needs none of these.
+    # A client also imports this module for each message, but does not need these.
     from fedbn_flwr.lab.runs.serve import serve
     from fedbn_flwr.lab.runs.start_checks import check
 
     config = Config.make(context.run_config, complete=True)
     out = _out(config, context.run_id)
-    # docker/run.py repeats it where the run fails.
+    # docker/run.py repeats this line if the run fails.
     if config.checkpoint_every:
         logger.info(
-            "results: %s; if the run ends early, the same command with out='%s'"
-            " resume=true in its --run-config goes on",
+            "results: %s. If the run ends early, continue it by the same command with"
+            " out='%s' resume=true in its --run-config",
             out,
             out,
         )
@@ -49,8 +49,8 @@ def main(grid: Grid, context: Context) -> None:
 def _out(config: Config, run_id: int) -> Path:
     if config.out and not Path(config.out).is_absolute():
         raise ConfigError(
-            f"out={config.out!r} is relative, and under `flwr run` the working"
-            f" directory is not yours. Write out='/the/absolute/path/{config.out}'."
+            f"out={config.out!r} is relative, but the working directory under `flwr"
+            f" run` is not yours. Write out='/the/absolute/path/{config.out}'."
         )
     if config.resume and not config.out:
         raise ConfigError(

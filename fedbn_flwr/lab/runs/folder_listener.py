@@ -1,5 +1,6 @@
-"""Records a federated run while its strategy does the rounds: saves its checkpoints, and
-writes its results.
+"""The recording of a federated run, with its checkpoints and results.
+
+It works while the strategy does the rounds.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ logger = logging.getLogger("flwr")
 
 
 class FolderListener(RunListener):
-    """Tests the global model; writes lines, statistics, checkpoints and the results.
+    """Tests the global model, and writes lines, statistics, checkpoints and results.
 
     It is the ``recording`` of ``Strategy.start``, and its ``test`` the ``evaluate_fn``.
     """
@@ -62,7 +63,7 @@ class FolderListener(RunListener):
         self._checkpoints = checkpoints
         self._folder = folder
         self._statistics = StatisticsLog(model, strategy)
-        # What is protected reaches the server as an average alone.
+        # With a protection, the server sees only averages of the statistics.
         self._with_statistics: frozenset[int] = frozenset()
         if not config.protected:
             self._with_statistics = rounds_with_statistics(config.num_server_rounds)
@@ -76,7 +77,7 @@ class FolderListener(RunListener):
             yield
             self._checkpoints.after_run(self._writer.stopping)
         except (KeyboardInterrupt, SystemExit):
-            # A signal ends a run in mid-round: it goes on after the last whole one.
+            # A signal ends a run in mid-round. It continues after the last full round.
             self._checkpoints.on_signal(self._writer.stopping)
             raise
         finally:
@@ -84,7 +85,7 @@ class FolderListener(RunListener):
 
     @property
     def continuity(self) -> Continuity:  # type: ignore[override]
-        """What clients with a state folder must know of the checkpoints."""
+        """The facts about the checkpoints that clients with a state folder need."""
         return self._checkpoints.continuity
 
     @property
@@ -94,15 +95,15 @@ class FolderListener(RunListener):
         return stopping is not None and stopping.stops
 
     def begin(self, after: int) -> None:
-        """Save where a new run begins, and start the clock of the first round."""
+        """Save the beginning of a new run, and start the clock of the first round."""
         if after == 0:
-            # A run that is killed in round 1 can be continued, too.
+            # so that a run that is killed in round 1 can be continued as well
             self._checkpoints.after_round(0)
         self._writer.start_clock()
 
     def test(self, server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
         """Test the global model after a round that has a test."""
-        # Flower also asks before round 1, where our runs test nothing.
+        # Flower also asks before round 1, but our runs do not test there.
         if server_round == 0:
             return None
         metrics = self._writer.test(server_round, arrays)
@@ -111,7 +112,7 @@ class FolderListener(RunListener):
     def replies(
         self, server_round: int, replies: Sequence[Reply], before: State, after: State
     ) -> None:
-        """Compare the statistics in the replies with the global ones."""
+        """Compare the statistics in the replies with the global statistics."""
         if server_round not in self._with_statistics:
             return
         name = f"Round {server_round} of {STATISTICS_FILE}"
@@ -125,7 +126,7 @@ class FolderListener(RunListener):
         metrics: Mapping[str, MetricRecord],
     ) -> None:
         """Write the lines of a round, and then its checkpoint if one is due."""
-        # A resume cuts lines after its checkpoint off; absent ones it could not write.
+        # A resume can remove lines after its checkpoint, but cannot write absent lines.
         if self._line:
             self._folder.append(STATISTICS_FILE, self._line)
             self._line = {}
@@ -138,15 +139,15 @@ class FolderListener(RunListener):
         """Write the model, the curves and the summary, and return the summary.
 
         Args:
-            result: of the strategy's ``start``.
-            diverged: the error with which it ended.
+            result: the result of the strategy's ``start``.
+            diverged: the error that ended the run; None without an error.
 
         Raises:
             DivergedError: the run diverged, now or before it was resumed.
             NothingTrainedError: no round had enough usable replies.
         """
         lines = self._writer.lines()
-        # A run that diverged and is resumed does no further round.
+        # A resumed run that has diverged does no further round.
         if not diverged and lines and ends_diverged(self._config, lines[-1]):
             advice = " ".join(self._strategy.advice(lines[-1]["round"]))
             diverged = divergence_of(lines[-1], advice, result)
@@ -166,7 +167,7 @@ class FolderListener(RunListener):
         return summary
 
     def _back_to_best(self) -> ArrayRecord | None:
-        """Return the best round's model, and bring the strategy back to that round.
+        """Return the best round's model, and return the strategy to that round.
 
         None without early stopping, or before any score.
         """
@@ -179,9 +180,9 @@ class FolderListener(RunListener):
         volatile = saved.strategy["kept"]["volatile"]
         if volatile:
             logger.warning(
-                "client(s) %s kept their local state in memory only: they continue with"
-                " the state of the last round, not of round %d, the best. Set state-dir, in the"
-                " run's config or in each node's.",
+                "client(s) %s kept their local state in memory only. They continue with"
+                " the state of the last round, not of round %d, the best. Set"
+                " state-dir, in the run's config or in each node's.",
                 ", ".join(volatile),
                 saved.server_round,
             )
@@ -195,7 +196,7 @@ def ends_diverged(config: Config, line: Mapping[str, Any]) -> bool:
 
     Args:
         config: the settings.
-        line: of ``metrics.jsonl``; {} = no round yet.
+        line: a line of ``metrics.jsonl``; {} before the first round.
     """
     return config.on_divergence == "stop" and DIVERGED_AT in line
 
@@ -231,7 +232,7 @@ class CheckpointManager:
         resumed_after: the rounds after which the run was resumed so far.
 
     Raises:
-        ConfigError: clients kept state in memory only, which is lost.
+        ConfigError: clients kept state in memory only, so it is lost.
     """
 
     def __init__(
@@ -253,9 +254,9 @@ class CheckpointManager:
             volatile = saved.strategy["kept"]["volatile"]
             if volatile:
                 raise NotResumableError(
-                    f"cannot resume: client(s) {', '.join(volatile)} kept their part in"
-                    " memory only, and it is lost. Give runs of this strategy a state"
-                    " folder (state-dir) from the start."
+                    f"cannot resume: client(s) {', '.join(volatile)} kept their local"
+                    " state in memory only, and it is lost. Give runs of this strategy"
+                    " a state folder (state-dir) from the start."
                 )
             after = saved.server_round
             logger.info("resumed after round %d from %s", after, checkpoints.folder)
@@ -268,7 +269,7 @@ class CheckpointManager:
     def after_round(
         self, server_round: int, stopping: EarlyStopping | None = None
     ) -> None:
-        """Save a checkpoint if one is due; warn of clients that lose what they keep."""
+        """Save a checkpoint if one is due, and warn of clients without state files."""
         if self._config.series:
             what = f"series={self._config.series} has no effect for them"
             self._warn_of_volatile(what)
@@ -287,7 +288,7 @@ class CheckpointManager:
 
     def after_run(self, stopping: EarlyStopping | None = None) -> None:
         """Save the last round's checkpoint, unless ``after_round`` has done so."""
-        # It could not know yet that the run would be stopped.
+        # ``after_round`` could not foresee that the run would be stopped.
         if not self._strategy.reports:
             return
         last = self._strategy.reports[-1].server_round
@@ -297,8 +298,8 @@ class CheckpointManager:
             self._save(self._checkpoint(last), stopping)
 
     def _checkpoint(self, server_round: int) -> Checkpoint:
-        """Return the run as it is."""
-        # Nothing is copied: a round makes new arrays and states.
+        """Return the current state of the run."""
+        # No copy is necessary, because a round makes new arrays and states.
         state = views(self._strategy.run.arrays)
         strategy = self._strategy.state_dict()
         return Checkpoint(server_round, state, strategy, self._run, self.resumed_after)
@@ -309,13 +310,13 @@ class CheckpointManager:
         self._warn_of_volatile("this run cannot be resumed")
 
     def _warn_of_volatile(self, what: str) -> None:
-        """Warn once of ``what`` follows if clients keep their part in memory only."""
+        """Warn once about the consequence if clients keep state in memory only."""
         volatile = self._strategy.run.kept.volatile
         if volatile and what not in self._warned:
             self._warned.add(what)
             logger.warning(
-                "client(s) %s keep their part in memory only: %s. Set state-dir, in the"
-                " run's config or in each node's.",
+                "client(s) %s keep their local state in memory only: %s. Set state-dir,"
+                " in the run's config or in each node's.",
                 ", ".join(sorted(volatile)),
                 what,
             )

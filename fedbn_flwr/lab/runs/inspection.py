@@ -1,6 +1,7 @@
-"""Predict what a strategy does with a model, without a run.
+"""Predict the effect of a strategy on a model, without a run.
 
-Shared, kept and frozen parts; floats, bytes and exchanges per round.
+The prediction has shared, kept and frozen parts, and floats, bytes and exchanges per
+round.
 """
 
 from __future__ import annotations
@@ -33,9 +34,9 @@ class Phase:
 
     Attributes:
         name: the name of the phase.
-        rounds: number of rounds; None = found out during the run.
+        rounds: number of rounds; None if only the run determines it.
         traffic: traffic of each round.
-        frozen: the parts that do not change (they are sent all the same).
+        frozen: the parts that do not change, although they are sent.
     """
 
     name: str
@@ -58,13 +59,13 @@ class Inspection:
             order; empty without such a step.
         phases: the phases of the run in order.
         reestimation: additional traffic of re-estimated BN statistics in each round
-            with a test; None without.
+            with a test; None without re-estimation.
         plain: traffic of a round of FedAvg with the same model.
-        warnings: why the method would have no effect, or only a part of it.
-        frozen: the parameters that do not train (``train-only``); they are sent all the
-            same.
-        fixed: the BN layers whose running statistics do not move either
-            (``frozen-bn=eval``, or the model's own function leaves them in eval mode).
+        warnings: reasons why the method has no effect, or only part of its effect.
+        frozen: the parameters that do not train (``train-only``), although they are
+            sent.
+        fixed: the BN layers with fixed running statistics (``frozen-bn=eval``, or the
+            model's own function leaves them in eval mode).
     """
 
     parts: Parts
@@ -94,7 +95,7 @@ class Inspection:
         """Return the traffic of the whole run.
 
         Raises:
-            ConfigError: the length of a phase is found out during the run.
+            ConfigError: only the run determines the length of a phase.
         """
         phases = list(self.phases)
         if self.reestimation:
@@ -103,8 +104,8 @@ class Inspection:
         for phase in phases:
             if phase.rounds is None:
                 raise ConfigError(
-                    f"the number of rounds of phase {phase.name!r} is found out during"
-                    " the run"
+                    f"only the run determines the number of rounds of phase"
+                    f" {phase.name!r}"
                 )
             total = total.plus(phase.traffic, phase.rounds)
         return total
@@ -120,8 +121,8 @@ def inspect_model(
             synchronised step.
         strategy: a key of ``STRATEGIES``.
         num_clients: clients of a round.
-        config: gives the number of rounds, the model's input and the method's settings;
-            None = all defaults.
+        config: number of rounds, the model's input and the method's settings; None for
+            all defaults.
 
     Raises:
         KeyError: the strategy is not in ``STRATEGIES``.
@@ -131,7 +132,7 @@ def inspect_model(
     config = config.model_copy(update={"strategy": strategy})
     methods = method_of(config).methods
 
-    # what a round costs, and what its synchronised step adds
+    # the costs of a round and of its synchronised step
     costs = _Costs(model, config, num_clients)
     start, later = costs.rounds()
     calls: tuple[tuple[int, bool], ...] = ()
@@ -140,7 +141,7 @@ def inspect_model(
         calls = batchnorm_calls(model, config)
         step = costs.synchronised_step(calls, model)
 
-    # what a user may not expect
+    # warnings of unexpected behaviour
     warnings = []
     for fit in misfits(config, model):
         has = fit.has or "none"
@@ -170,17 +171,17 @@ def inspect_model(
     )
 
 
-Sizes = tuple[int, int]  # of floats and of counters
+Sizes = tuple[int, int]  # number of floats and of counters
 
 
 class _Costs:
-    """What a method sends of a model in a round with so many clients.
+    """The traffic of a method on a model in a round with this number of clients.
 
     Attributes:
         parts: the split of the model's state.
         sizes: the number of elements of each entry.
         everything: the bytes of the whole state.
-        shared: the bytes of what does not stay with the clients.
+        shared: the bytes of the state without the clients' local parts.
     """
 
     def __init__(self, model: nn.Module, config: Config, num_clients: int) -> None:
@@ -188,7 +189,7 @@ class _Costs:
         self._num_clients = num_clients
         self._travels = method_of(config).methods.whole
 
-        # the whole state, and what of it does not stay with the clients
+        # the whole state, and its entries that do not stay with the clients
         self.parts = method_of(config).parts(model)
         self._state = to_state(model.state_dict())
         self.sizes = {name: array.size for name, array in self._state.items()}
@@ -196,14 +197,14 @@ class _Costs:
         sent = {name: a for name, a in self._state.items() if self._sends(name)}
         self.shared = num_bytes(to_record(sent))
 
-        # bytes of the parameters that train; a tied weight has two names, as in the
+        # bytes of the parameters that train; a tied weight has two names, like in the
         # state dict
         self._trained = 0
         for name, p in model.named_parameters(remove_duplicate=False):
             if p.requires_grad and self._sends(name):
                 self._trained += p.numel() * p.element_size()
 
-        # BN layers whose statistics move, and the bytes of these
+        # BN layers with moving statistics, and the bytes of these statistics
         learning = method_of(config).parts(model, learning=True)
         tracking = [one for one in learning.layers if "running_mean" in one.entries]
         self._layers = len(tracking)
@@ -221,16 +222,16 @@ class _Costs:
         return numbers
 
     def one_round(self, down: Sizes, up: Sizes) -> Traffic:
-        """Return the traffic of a broadcast, and of a reply of each client."""
+        """Return the traffic of a broadcast and of a reply from each client."""
         clients = self._num_clients
         return Traffic(1, down[0], clients * up[0], down[1], clients * up[1])
 
     def rounds(self) -> tuple[Traffic, Traffic]:
-        """Return the traffic of round 1 and of each later one.
+        """Return the traffic of round 1 and of each later round.
 
-        A synchronised step is not in it.
+        A synchronised step is not included.
         """
-        # what stays with the clients is sent to them once
+        # Parts that stay with the clients are sent to them once.
         start = self.one_round(self.everything, self.shared)
         later = self.one_round(self.shared, self.shared)
 
@@ -240,11 +241,11 @@ class _Costs:
         rows_down, rows_up = self._travels.extra_statistics
         more_down = copies_down * self._trained + int(rows_down * self._statistics)
         more_up = copies_up * self._trained + int(rows_up * self._statistics)
-        # moments travel with a count, 8 bytes, for each layer
+        # moments are sent with a count, 8 bytes, for each layer
         records = sum(extra.size == "moments" for extra in self._travels.extras)
         counts_up = 8 * self._layers * records
 
-        # for an average of local BN the clients send what stays with them, too
+        # For an average of local BN, the clients also send their local parts.
         if SHARED_BN in method_of(self._config).tests:
             more_up += self.everything[0] - self.shared[0]
             counts_up += self.everything[1] - self.shared[1]
@@ -262,7 +263,7 @@ class _Costs:
         exchanges = self._travels.exchanges
         if exchanges is None or not calls:
             return Traffic()
-        # each call has its exchanges, whose rows have a value for each channel
+        # each call has its exchanges, with a value for each channel in each row
         number, values = 0, 0
         for channels, gradient in calls:
             exchanged, rows = exchanges.cost(gradient)
@@ -275,26 +276,26 @@ class _Costs:
         return Traffic(number, size, clients * size, apart, clients * apart)
 
     def reestimation(self) -> Phase | None:
-        """Return what re-estimated statistics add in each round with a test."""
+        """Return the traffic that re-estimated statistics add in each tested round."""
         if not method_of(self._config).reestimates or not self._layers:
             return None
-        # the last round has a test, too: rounded up
+        # Round up, because the last round has a test as well.
         tested = -(-self._config.num_server_rounds // self._config.eval_every)
         moments = (self._statistics, 8 * self._layers)
         return Phase("re-estimation", tested, self.one_round(self.shared, moments))
 
 
 def _uncounted(config: Config) -> Iterator[str]:
-    """Yield what a run sends beyond the traffic of ``inspect_model``."""
+    """Yield texts on traffic that ``inspect_model`` does not count."""
     if config.masked_sums:
         yield (
-            "masked-sums: its further exchanges, and the 64 bits of each masked float,"
+            "masked-sums: its further exchanges and the 64 bits of each masked float"
             " are not counted here"
         )
     if config.fraction_train < 1 and method_of(config).methods.local:
         yield (
-            "fraction-train: a client first asked after round 1 gets the whole model;"
-            " this is not counted here"
+            "fraction-train: a client gets the whole model if it is first asked after"
+            " round 1. This is not counted here"
         )
 
 
@@ -310,12 +311,12 @@ def _phases(
     Args:
         start: traffic of round 1, without the synchronised step.
         later: traffic of the other rounds.
-        exchanges: traffic of the synchronised step, which each round has until BN is
-            frozen; None = no such step.
+        exchanges: traffic of the synchronised step in each round until BN is frozen;
+            None without such a step.
         rounds: rounds of the run.
-        methods: those of the run.
+        methods: the methods of the run.
     """
-    # the last round before BN is frozen; None = the run finds it
+    # the last round before BN is frozen; None if only the run determines it
     last: int | None = rounds
     parts: frozenset[Part] = frozenset()
     if methods.freezes_bn:
@@ -344,7 +345,7 @@ def _phases(
             name = "before T*" if parts else "every"
         phases.append(Phase(name, end - begin, traffic))
 
-    # a length that the run finds is that of both phases
+    # If the run determines the length, both phases have an unknown length.
     if last is None:
         phases[-1] = dataclasses.replace(phases[-1], rounds=None)
         phases.append(Phase("frozen", None, later, parts))
@@ -354,8 +355,8 @@ def _phases(
 def batchnorm_calls(model: nn.Module, config: Config) -> tuple[tuple[int, bool], ...]:
     """Return the BatchNorm calls of a forward pass, in their order.
 
-    Of each the channels, and whether its input needs a gradient. A layer called twice
-    counts twice; layers that are kept in eval mode are left out.
+    Each call has the number of channels, and whether its input needs a gradient. A
+    layer called twice counts twice; layers that are kept in eval mode are left out.
     """
     parameter = next(model.parameters())
     calls: list[tuple[int, bool]] = []
@@ -366,7 +367,7 @@ def batchnorm_calls(model: nn.Module, config: Config) -> tuple[tuple[int, bool],
         x = args[0] if args else kwargs["input"]
         calls.append((x.shape[1], x.requires_grad))
 
-    # a synchronised step leaves out what normalises with its running statistics
+    # a synchronised step leaves out layers that normalise with running statistics
     in_eval = stays_in_eval(model)
     handles = []
     for layer in layers_of(model).values():
@@ -374,7 +375,7 @@ def batchnorm_calls(model: nn.Module, config: Config) -> tuple[tuple[int, bool],
             hook = layer.register_forward_pre_hook(note, with_kwargs=True)
             handles.append(hook)
 
-    # in eval mode, so that no statistics move
+    # in eval mode, so that statistics do not move
     shape = (2, *data_of(config).shape)
     inputs = torch.zeros(shape, dtype=parameter.dtype, device=parameter.device)
     try:

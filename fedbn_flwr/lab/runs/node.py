@@ -67,15 +67,15 @@ def client_fn(context: Context) -> TorchClient:
 
     Raises:
         ConfigError: the node config has neither ``partition-id`` and ``num-partitions``
-            nor ``data-path``; or a value that cannot be, or a key that is nearly one of
-            ours.
-        DataError: the node's own data cannot be used, or ``eval-on`` names a test set
-            that they do not have.
+            nor ``data-path``; or it has an impossible value, or a key that is nearly
+            one of ours.
+        DataError: the node's own data cannot be used, or they lack a test set in
+            ``eval-on``.
     """
     for key in context.node_config:
         if key in NODE_KEYS:
             continue
-        # A node serves other apps, too: keys that are unlike ours are theirs.
+        # A node may serve other apps, so keys that differ from ours are allowed.
         if difflib.get_close_matches(key.replace("_", "-"), NODE_KEYS, cutoff=0.9):
             raise unknown_name("key of the node's config", key, NODE_KEYS)
     return _run_clients(tuple(context.run_config.items())).client(context)
@@ -84,14 +84,15 @@ def client_fn(context: Context) -> TorchClient:
 # Kept, because Flower calls client_fn for every message.
 @functools.lru_cache(maxsize=4)
 def _run_clients(items: tuple[tuple[str, Any], ...]) -> RunClients:
-    """Return what makes the clients of a run, known by its run config alone."""
+    """Return the maker of a run's clients, identified only by the run config."""
     config = Config.make(dict(items), complete=True)
     return RunClients(config, functools.partial(training_model, config))
 
 
 class RunClients:
-    """Makes the clients of one run: the nodes of a process share the config, the data
-    and the models.
+    """Makes the clients of one run.
+
+    The nodes of a process share the config, the data and the models.
 
     Args:
         config: the settings.
@@ -105,24 +106,24 @@ class RunClients:
         self._by_function = data_of(config).by_function
         self._settings = local_training(config)
         self._state_in_out = state_in_out(config)
-        # Nodes of a process may say different numbers of parts.
+        # Nodes of a process may have different numbers of partitions.
         split = functools.partial(partitioned_data, config)
         self._split = functools.lru_cache(maxsize=4)(split)
 
     @classmethod
     def of(cls, checked: CheckedConfig) -> RunClients:
-        """Return those of a run that this process has checked."""
-        # They train copies of this copy: the server takes over the model itself.
+        """Return the maker of clients for a run that this process has checked."""
+        # The clients train copies of this copy, because the server uses the model.
         model, config = copied(checked.model), checked.config
         return cls(config, lambda: on_device(copied(model), config))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Send the config alone to a new process, which builds the model itself."""
-        # A model could be of a user's module, which must be imported there first.
+        """Pickle only the config, since a new process builds the model itself."""
+        # The model may need a user's module, so import that module there first.
         return _run_clients, (tuple(self._config.to_mapping().items()),)
 
     def client(self, context: Context) -> TorchClient:
-        """Return a node's client; see ``client_fn``."""
+        """Return a node's client, see ``client_fn``."""
         config = self._config
         torch.set_num_threads(config.torch_threads)
         train, tests = self._node_data(context)
@@ -139,13 +140,13 @@ class RunClients:
 
     @functools.cached_property
     def _task(self) -> Task:
-        # Not with the rest: own data are read for it, and a client tells their errors.
+        # Computed late: this reads own data, and then a client reports their errors.
         return data_of(self._config).test_task
 
     def _state_dir(self, context: Context) -> Path | None:
         """Return a node's state folder.
 
-        For ``state-dir=out`` it is in the run's output folder.
+        For ``state-dir=out``, the folder is in the run's output folder.
         """
         of_run = self._config.state_dir
         own = str(context.node_config.get(STATE_DIR, ""))
@@ -161,12 +162,12 @@ class RunClients:
     def _node_data(self, context: Context) -> tuple[Subset, dict[str, Subset]]:
         """Return a node's training data and its test sets.
 
-        Its validation data, if any, are one of these.
+        Its validation data, if any, are one of the test sets.
         """
         config = self._config
         of_site = self._by_function and on_network_node()
         if DATA_PATH in context.node_config or of_site:
-            # data of the node's own, all for it
+            # the node's own data, all for this node
             shared = {*self._tests} & {"personal-global", "personal-domains"}
             if (data_of(config).on_nodes or of_site) and shared:
                 raise DataError(
@@ -178,7 +179,7 @@ class RunClients:
             split, client = _own_data(config, context)[0], 0
             tests = {"own": split.test_view(0)}
         else:
-            # its part of the data that all nodes have
+            # the node's partition of the data that all nodes have
             client, num_clients = _part(context)
             split = self._split(num_clients)
             tests = {"own": split.test_view(client), "global": split.test_view()}
@@ -191,12 +192,13 @@ class RunClients:
 
 
 def _part(context: Context) -> tuple[int, int]:
-    """Return the number of a node's part of the data, and that of all parts.
+    """Return the number of a node's partition, and the number of partitions.
 
     Raises:
-        ConfigError: the node's config does not say one of them, or there is no such
-            part. The text does not name the node, so that it is the same for all nodes
-            with this fault, which ends the run; the server names the node.
+        ConfigError: the node's config lacks one of the numbers, or the partition does
+            not exist. The text does not name the node, so that it is equal for all
+            nodes with this fault. Then the fault ends the run. The server names the
+            node.
     """
     node = context.node_config
     for key in (PARTITION_ID, NUM_PARTITIONS):
@@ -211,17 +213,17 @@ def _part(context: Context) -> tuple[int, int]:
     if client is None or not num_clients or client >= num_clients:
         raise ConfigError(
             f"partition-id={node[PARTITION_ID]!r}"
-            f" num-partitions={node[NUM_PARTITIONS]!r} in the node's config:"
-            " num-partitions must be a whole number from 1, and partition-id a smaller"
-            " one from 0"
+            f" num-partitions={node[NUM_PARTITIONS]!r} in the node's config: use a"
+            " whole number from 1 for num-partitions, and a smaller number from 0 for"
+            " partition-id"
         )
     return client, num_clients
 
 
 def _data_of_site(config: Config, context: Context) -> PartitionedData:
-    """Return what the run's function gives for a node.
+    """Return the data that the run's function gives for a node.
 
-    It is asked for the node's ``data-path``, else for its partition id.
+    Its argument is the node's ``data-path``, or else its partition id.
 
     Raises:
         DataError: the function fails, or its data do not fit the run's model.
@@ -232,15 +234,15 @@ def _data_of_site(config: Config, context: Context) -> PartitionedData:
     client = partition_of(context) or 0
     site = os.path.expanduser(str(context.node_config.get(DATA_PATH, "")))
     if not site:
-        # which raises where the partition id cannot be
+        # This call raises an error if the partition id is impossible.
         _part(context)
     request = replace(data_of(config).own, sites=(site or client,))
     info = own_info(request)
     shape, num_outputs = data_of(config).shape, data_of(config).num_outputs
     if (info.input_shape, info.num_classes) != (shape, num_outputs):
         raise DataError(
-            f"dataset={config.dataset!r}: it has inputs {info.input_shape} and"
-            f" {info.num_classes} classes or target columns; the run's model takes"
+            f"dataset={config.dataset!r} has inputs {info.input_shape} and"
+            f" {info.num_classes} classes or target columns, but the run's model takes"
             f" {shape} and has {num_outputs} outputs."
         )
     data = load_dataset(info, device=pick_device(config.device))
@@ -248,15 +250,15 @@ def _data_of_site(config: Config, context: Context) -> PartitionedData:
 
 
 def _own_data(config: Config, context: Context) -> tuple[PartitionedData, Config]:
-    """Return the data that a node has for itself, and the config that describes them.
+    """Return the node's own data and the config that describes them.
 
     Raises:
-        DataError: they cannot be used, or do not fit the run's model.
+        DataError: the data cannot be used, or do not fit the run's model.
     """
     if data_of(config).by_function:
         return _data_of_site(config, context), config
 
-    # images in the node's folder, in a run on a data set of ours
+    # images in the node's folder, in a run on one of our data sets
     node = context.node_config
     path = os.path.expanduser(str(node[DATA_PATH]))
     client = partition_of(context) or 0
@@ -281,15 +283,15 @@ def _own_data(config: Config, context: Context) -> tuple[PartitionedData, Config
         data = load_data(here, data_of(config).shape)
         return whole_data(here, data, client), here
     except (ConfigError, DataError) as error:
-        # also an error of the config is one of this node's data, not of the run
+        # An error of this config is also a fault of the node's data, not of the run.
         raise DataError(f"data-path={path!r}: {error}") from error
 
 
 def describe_data(config: Config, context: Context) -> str:
-    """Return the counts of a node's data: its own, or its part of those of all.
+    """Return the counts of a node's data, its own data or its partition.
 
     Raises:
-        DataError: they cannot be used, or do not fit the run's model.
+        DataError: the data cannot be used, or do not fit the run's model.
     """
     # A client needs no texts of counts.
     from fedbn_flwr.lab.partitioned.counts import data_text
@@ -311,22 +313,22 @@ def describe_data(config: Config, context: Context) -> str:
 
 
 def _check_fit(config: Config, here: Config) -> None:
-    """Raise DataError unless a node's data, those of ``here``, fit the run's model."""
+    """Raise DataError unless a node's data (in ``here``) fit the run's model."""
     info, wanted = data_of(here).info, data_of(config).info
     if info.input_shape != wanted.input_shape:
         raise DataError(
-            f"it has inputs {data_of(here).shape}; the run's model takes"
+            f"it has inputs {data_of(here).shape}, but the run's model takes"
             f" {data_of(config).shape}."
         )
     needed, given = data_of(here).num_outputs, data_of(config).num_outputs
     if needed != given:
         raise DataError(
-            f"it needs a model with {needed} outputs; the run's has {given}. Set"
-            " num-classes."
+            f"it needs a model with {needed} outputs, but the run's model has {given}."
+            " Set num-classes."
         )
     if wanted.class_names and info.class_names != wanted.class_names:
         raise DataError(
-            f"its classes are {', '.join(info.class_names[:20])}; the classes of the run are"
-            f" {', '.join(wanted.class_names[:20])}. Give each class a folder of the"
-            " same name; it may be empty."
+            f"its classes are {', '.join(info.class_names[:20])}, but the run's classes"
+            f" are {', '.join(wanted.class_names[:20])}. Give each class a folder of"
+            " the same name; it may be empty."
         )

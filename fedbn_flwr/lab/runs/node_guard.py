@@ -1,4 +1,4 @@
-"""Guards a node: what a run may name there, and what the server reads of an error."""
+"""The guard of a node, for paths in a run's config and texts of its errors."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def check_run(context: Context) -> None:
     """Check the paths and modules that the run's config names, before they are read.
 
     Raises:
-        ConfigError: the node does not allow one.
+        ConfigError: the node does not allow a path or a module.
     """
     for key, path in _paths(context):
         check_path(context, key, path)
@@ -48,7 +48,7 @@ def check_run(context: Context) -> None:
 def guarded(
     message: Message, context: Context, call_next: ClientAppCallable
 ) -> Message:
-    """Refuse what the node does not allow, and withhold texts that may repeat its data.
+    """Refuse runs that the node forbids, and withhold texts that may repeat its data.
 
     It is a mod of Flower.
     """
@@ -58,7 +58,7 @@ def guarded(
     except Exception as error:
         if not _is_withheld(error, context):
             raise
-        # Flower logs both on the node, and sends only this text.
+        # Flower logs both errors on the node, but sends only this text.
         raise FedBNError(reason(error, context)) from error
 
 
@@ -85,7 +85,7 @@ def _paths(context: Context) -> Iterator[tuple[str, str]]:
         yield "dataset", path
     if data_dir:
         yield "data-dir", data_dir
-    # the node's own folder of states needs no leave
+    # the node's own state folder needs no permission
     own = str(context.node_config.get(STATE_DIR, ""))
     if (own or state_dir) == STATE_IN_OUT:
         yield "out", out
@@ -94,18 +94,18 @@ def _paths(context: Context) -> Iterator[tuple[str, str]]:
 
 
 def _path_of_data(dataset: str) -> str:
-    """Return the path in ``KIND:PATH``; "" where there is none, and for a function."""
+    """Return the path in ``KIND:PATH``, or "" without a path and for a function."""
     if is_function(dataset, KINDS):
         return ""
     return dataset.partition(":")[2]
 
 
 def _is_withheld(error: Exception, context: Context) -> bool:
-    """Return whether the text of an error stays here, over a network.
+    """Return whether the text of an error stays on this node of a network.
 
-    Errors of this package name settings and entries of the model, but for those of
-    data. Where the run's config names data by their path or by a function, errors of
-    the config may quote these data.
+    Errors of this package name settings and entries of the model, but errors of data
+    may name more. If the run's config names data by their path or by a function, errors
+    of the config may quote these data.
     """
     allowed = str(context.node_config.get(REPORT_DATA, "")).lower() == "true"
     if allowed or not on_network_node():
@@ -115,5 +115,5 @@ def _is_withheld(error: Exception, context: Context) -> bool:
         return bool(_path_of_data(dataset)) or is_function(dataset, KINDS)
     if isinstance(error, DataError):
         return error.code != ABOUT_THE_RUN
-    # torch's, NumPy's or the user's own may quote anything
+    # errors of torch, NumPy or the user may quote any value
     return not isinstance(error, FedBNError)

@@ -33,7 +33,7 @@ __all__ = ["Engine", "default_workers", "preflight", "run", "start", "work_of"]
 
 Engine = Literal["in-process", "simulation"]
 
-# ``work_of`` from which processes pay: a tenth of a second with the smallest models
+# Processes pay from this ``work_of`` on: a tenth of a second with the smallest models.
 _WORTH_PROCESSES = 1e8
 
 
@@ -47,14 +47,14 @@ def preflight(config: Config, out: Path) -> CheckedConfig:
         FedBNError: settings are bad, data is missing, the split is impossible, or the
             folder is in use.
     """
-    # the folder first: the data may take minutes to read
+    # Check the folder first, because the data may take minutes to read.
     out = out.absolute()
     if config.resume:
         RunFolder.refuse_shorter(out, config.num_server_rounds)
     else:
         RunFolder.refuse_used(out)
 
-    # where clients keep their part: those of both engines share the server's files
+    # the folder of local state: clients of both engines share the server's files
     changes = {"out": str(out)}
     if not config.state_dir and _keeps_files(config):
         changes["state_dir"] = STATE_IN_OUT
@@ -66,7 +66,7 @@ def preflight(config: Config, out: Path) -> CheckedConfig:
             " all runs of the series share."
         )
 
-    # the model, and then the data, whose split may decide the number of clients
+    # the model, then the data, because their split may determine the number of clients
     checked = check(config)
     config = config.model_copy(update={"num_clients": count_clients(config)})
     refuse_too_few_clients(config, config.num_clients)
@@ -84,9 +84,9 @@ def _keeps_files(config: Config) -> bool:
 
 
 def default_workers(checked: CheckedConfig) -> int:
-    """Return how many worker processes make the run faster.
+    """Return the number of worker processes that makes the run faster.
 
-    As many as cores, at most one for a client of a round.
+    It is the number of cores, but at most one for each client of a round.
     """
     config = checked.config
     cores = num_cores() // config.torch_threads
@@ -102,10 +102,10 @@ def default_workers(checked: CheckedConfig) -> int:
 
 
 def work_of(config: Config, model: nn.Module) -> float:
-    """Return the work of a run: examples of all steps times the model's parameters."""
+    """Return the work of a run, as examples of all steps times parameters."""
     num_clients = count_clients(config)
     split = partitioned_data(config, num_clients)
-    # of one client, in one round
+    # examples of one client in one round
     examples = sum(map(len, split.train)) / num_clients
     batch = min(config.batch_size or examples, examples)
     steps = config.local_steps or config.local_epochs * examples / batch
@@ -126,27 +126,28 @@ def run(
     """Do one run and return its summary.
 
     Args:
-        config: the settings; ``num_clients`` = 0 means 5 clients, or one for each group
-            under a split by group.
-        out: the output folder, empty or missing; with ``resume`` also that of a run to
-            resume.
+        config: the settings; with ``num_clients`` 0, there are 5 clients, or one for
+            each group under a split by group.
+        out: the output folder, empty or missing, or with ``resume`` the folder of a run
+            to resume.
         engine: "in-process" runs the clients without Flower's runtime, "simulation" in
             Flower's Ray simulation.
         on_round: called with each line of ``metrics.jsonl``.
-        workers: worker processes of the engine in-process, 0 = none besides this one;
-            None = ``default_workers``. The results have the same bits for any number.
-        ray_address: ``host:port`` of a Ray cluster for the engine "simulation": the
-            clients run on its machines, which get code and data from this one.
+        workers: worker processes of the engine in-process; with 0, only this process
+            works. By default, ``default_workers``. The results have the same bits for
+            any number.
+        ray_address: ``host:port`` of a Ray cluster for the engine "simulation". The
+            clients run on its machines, with code and data from this machine.
 
     Raises:
         FedBNError: settings are bad, data is missing, the folder is in use, or the
-            federation failed. After a DivergedError the folder is complete, up to the
+            federation failed. After a DivergedError, the folder is complete up to the
             round that diverged.
     """
     if ray_address is not None and engine != "simulation":
         raise ConfigError(
-            f"ray-address={ray_address} is for the engine simulation; {engine} runs on"
-            " this machine."
+            f"ray-address={ray_address} is for the engine simulation, but {engine} runs"
+            " on this machine."
         )
     return start(preflight(config, out), engine, on_round, workers, ray_address)
 
@@ -163,11 +164,11 @@ def start(
     out = Path(config.out)
     if config.strategy == CENTRALIZED:
         return centralized(checked, out, on_round)
-    # Flower starts the server in a process of its own, which calls ``serve`` there.
+    # Flower starts the server in its own process, and ``serve`` is called there.
     if engine == "simulation":
         return simulate(config, out, on_round, ray_address=ray_address)
 
-    # the clients get a copy of the model, which the server takes over
+    # the clients get a copy, because the server uses the model itself
     clients = RunClients.of(checked)
     if workers is None:
         workers = default_workers(checked)

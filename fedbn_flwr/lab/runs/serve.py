@@ -1,6 +1,6 @@
 """The server's side of a run, the same in every engine.
 
-``serve`` is the run from top to bottom; below it are its steps, in their order.
+``serve`` is the run from top to bottom. Its steps follow in their order.
 """
 
 from __future__ import annotations
@@ -81,27 +81,27 @@ REPLY_WAIT = 3600.0  # seconds to wait for replies over a network, by default
 def serve(
     grid: Grid, checked: CheckedConfig, out: Path, on_round: OnRound | None = None
 ) -> dict[str, Any]:
-    """Run the server's side of a federated run; write its folder, return the summary.
+    """Run the server's side of a federated run, and return the summary.
 
     Args:
         grid: the federation.
-        checked: the settings and the model; ``num_clients`` = 0 takes all nodes.
+        checked: the settings and the model; ``num_clients`` 0 takes all nodes.
         out: the output folder.
         on_round: called with each line of ``metrics.jsonl``.
 
     Raises:
         ConfigError: the settings cannot run here, the federation has another size, the
             folder is in use, or all clients raise this error.
-        EngineError: there are no nodes.
+        EngineError: no nodes are connected.
         NothingTrainedError: no round had enough usable replies.
-        DivergedError: a loss is not finite, and ``on_divergence`` is "stop"; the folder
-            is complete, up to this round.
+        DivergedError: a loss is not finite, and ``on_divergence`` is "stop". The folder
+            is complete up to this round.
     """
     _refuse_centralized(checked.config)
-    for line in checked.warnings:  # the strategy logs those of the method
+    for line in checked.warnings:  # the strategy logs the warnings of the method
         logger.warning("%s", line)
 
-    # The clients come first: over how many the data are split.
+    # The clients come first, because the data are split over their number.
     grid = polling(grid)
     config = _with_clients(checked.config, grid, out)
     with lock_folder(out):
@@ -136,7 +136,7 @@ def serve(
                         recording=record,
                     )
             except DivergedError as error:
-                # The folder of a run that diverged is complete; then this raises.
+                # Complete the folder of a diverged run, then raise the error.
                 return record.finish(error.result, error)
             return record.finish(result)
 
@@ -155,23 +155,22 @@ def _with_clients(config: Config, grid: ImmediateGrid, out: Path) -> Config:
     if config.resume:
         begun_with = int(RunFolder.settings(out).get("num-clients", 0))
     num_clients = count_nodes(grid, config, begun_with)
-    # Over a network further nodes may join, unless the config says how many there are.
+    # Over a network, more nodes may join, unless the config sets their number.
     if config.num_clients or not over_network(grid):
         refuse_too_few_clients(config, num_clients)
     return config.model_copy(update={"num_clients": num_clients})
 
 
 def count_nodes(grid: ImmediateGrid, config: Config, begun_with: int) -> int:
-    """Wait for the number of nodes in the config, and return the number of clients of
-    the run.
+    """Wait for the config's number of nodes, and return the number of clients.
 
-    Over a network nodes come one after another: ``num_clients`` = 0 is then the number
-    of parts into which they say that they split the data. There a resumed run may also
-    continue with fewer nodes, and one of ``num_clients`` = 0 with more; in other
-    engines this would change the split.
+    Over a network, nodes come one after another. If ``num_clients`` is 0, the number of
+    clients is then the number of partitions that the nodes report. Over a network, a
+    resumed run may also continue with fewer nodes, and with more nodes if
+    ``num_clients`` is 0. In other engines this would change the split.
 
     Raises:
-        EngineError: there are no nodes.
+        EngineError: no nodes are connected.
         ConfigError: the federation has another size.
     """
     wanted = config.num_clients or begun_with
@@ -183,18 +182,18 @@ def count_nodes(grid: ImmediateGrid, config: Config, begun_with: int) -> int:
     connected = _wait_for_nodes(grid, wanted or 1, grace)
     if not connected:
         raise EngineError(
-            f"no nodes connected within {grace:g} s; start the SuperNodes first"
+            f"no nodes connected within {grace:g} s. Start the SuperNodes first"
         )
 
     # a new run of any size
     if not wanted:
         return _all_nodes(grid, config) if network else connected
 
-    # A known size: of it the data were split into parts, so it stays the number of
-    # clients, also where a resumed run over a network finds other nodes.
+    # The data were split for this number of clients. It therefore stays the number of
+    # clients, even if a resumed run over a network finds other nodes.
     if may_differ and connected < wanted == begun_with:
         logger.warning(
-            "the run began with %d nodes and continues with %d: the others may come"
+            "the run began with %d nodes and continues with %d. The others may come"
             " back",
             wanted,
             connected,
@@ -221,12 +220,12 @@ def count_nodes(grid: ImmediateGrid, config: Config, begun_with: int) -> int:
 
 
 def _wait_for_nodes(grid: Grid, at_least: int, grace: float) -> int:
-    """Return how many nodes are connected once there are enough.
+    """Return the number of connected nodes once there are enough.
 
     Args:
         grid: the federation.
-        at_least: how many are enough.
-        grace: seconds to wait for them at the most.
+        at_least: the number of nodes that is enough.
+        grace: the most seconds to wait for them.
     """
     deadline = time.monotonic() + grace
     connected = len(list(grid.get_node_ids()))
@@ -237,11 +236,11 @@ def _wait_for_nodes(grid: Grid, at_least: int, grace: float) -> int:
 
 
 def _all_nodes(grid: ImmediateGrid, config: Config) -> int:
-    """Return the number of nodes: at least that of the parts of the data.
+    """Return the number of nodes, at least the number of partitions.
 
-    Each node with one of the parts knows how many there are: one answer is enough.
+    Each node with a partition has the number of partitions, so one answer is enough.
     """
-    # ask all, and go on with the first answer
+    # Ask all nodes, and continue with the first answer.
     messages = []
     content = RecordDict({"config": ConfigRecord({SERVER_ROUND: 0})})
     for node_id in grid.get_node_ids():
@@ -256,12 +255,12 @@ def _all_nodes(grid: ImmediateGrid, config: Config) -> int:
         if reply.has_content():
             parts = max(parts, NodeProperties.read(reply).num_partitions or 0)
 
-    # the nodes with the other parts may still be on their way
+    # Nodes with other partitions may still be starting.
     connected = _wait_for_nodes(grid, parts, NODE_GRACE)
     if connected < parts:
         logger.warning(
-            "num-partitions=%d, and the run begins with %d node(s): the others may"
-            " join",
+            "num-partitions=%d, but the run begins with %d node(s). The others may join"
+            " later",
             parts,
             connected,
         )
@@ -271,7 +270,7 @@ def _all_nodes(grid: ImmediateGrid, config: Config) -> int:
 def _only_on_nodes(config: Config, grid: Grid) -> bool:
     """Return whether only the nodes have the data.
 
-    A user's function gives each node those of its own site, unless all are here.
+    A user's function gives each node its own site's data, unless all nodes are here.
     """
     data = data_of(config)
     return data.on_nodes or (data.by_function and over_network(grid))
@@ -280,9 +279,9 @@ def _only_on_nodes(config: Config, grid: Grid) -> bool:
 def _server_data(config: Config, on_nodes: bool) -> PartitionedData | None:
     """Return the data of the server.
 
-    None if only the nodes have the data and no test of the server needs it. A protected
-    run whose data only the nodes have is tested by nobody: results on their data would
-    be no sums.
+    None if only the nodes have the data and no test of the server needs them. If only
+    the nodes have the data of a protected run, there are no tests, since results on
+    their data would not be sums.
     """
     if on_nodes and config.protected and not config.held_out_clients:
         return None
@@ -295,7 +294,7 @@ def _server_data(config: Config, on_nodes: bool) -> PartitionedData | None:
     except DataError:
         if needed:
             raise
-        # The nodes may have what is absent here.
+        # The nodes may have the files that are absent here.
         return None
     if needed:
         refuse_no_tests(data, config)
@@ -305,11 +304,11 @@ def _server_data(config: Config, on_nodes: bool) -> PartitionedData | None:
 def beginning(
     config: Config, model: nn.Module, out: Path
 ) -> tuple[StartingPoint, ArrayRecord]:
-    """Return where the run begins or continues, and the global model there.
+    """Return the starting point of a run and the global model there.
 
     The model of a new run gets its initial weights.
     """
-    # The layer is found by its place; the user knows whether it is the classifier.
+    # Log the layer, because only the user can judge whether it is the classifier.
     for path, module in model.named_modules():
         if isinstance(module, NormalisedLinear):
             logger.info(
@@ -331,7 +330,7 @@ def beginning(
 def report_data(
     folder: RunFolder, config: Config, data: PartitionedData | None
 ) -> None:
-    """Log what is unusual in the data; log and write the counts of own data."""
+    """Log faults of the data, and log and write the counts of own data."""
     if data is None:
         return
     warnings = data_warnings(data, config)
@@ -339,7 +338,7 @@ def report_data(
         logger.warning("%s", line)
     if not is_own(config.dataset):
         return
-    # Own data have no name that says what they are: another run can compare.
+    # The name of own data does not identify them. With counts, runs can be compared.
     logger.info("%s", data_text(data, config))
     of_data = {
         "dataset": config.dataset,
@@ -350,14 +349,14 @@ def report_data(
 
 
 def _protection(config: Config, out: Path, model: nn.Module) -> Protection | None:
-    """Return the protection of the clients' replies; None if there is none."""
+    """Return the protection of the clients' replies, or None without one."""
     clients = None
     if config.dp != "off":
         tied = tied_entries(model)
         if tied:
             name, first = next(iter(tied.items()))
             raise ConfigError(
-                f"dp={config.dp}: entries '{first}' and '{name}' are one tensor and"
+                f"dp={config.dp}: entries '{first}' and '{name}' are one tensor, so it"
                 " would get two noises"
             )
         clients = ClientLevelDP(
@@ -371,10 +370,10 @@ def _protection(config: Config, out: Path, model: nn.Module) -> Protection | Non
 
 
 def tests_of_clients(config: Config, data: PartitionedData | None) -> list[str]:
-    """Return the test sets that the clients are asked for; ``data`` know the domains.
+    """Return the test sets of the clients' tests, with domains as in ``data``.
 
     Raises:
-        ConfigError: the domains are asked for, and the server has no data with domains.
+        ConfigError: the tests need domains, but the server has no data with domains.
     """
     tests = client_tests(config)
     if "domains" in tests:
@@ -386,7 +385,7 @@ def tests_of_clients(config: Config, data: PartitionedData | None) -> list[str]:
                 " here. Leave it out."
             )
         tests += [domain_test(name) for name in domains]
-    # The first test gives the run's main metric, and so the score on the validation.
+    # The first test determines the run's main metric, so validation has its score.
     headline = method_of(config).tests[0]
     if tests and config.validation_share and headline.startswith("personal"):
         tests.append(VALIDATION)
@@ -394,11 +393,11 @@ def tests_of_clients(config: Config, data: PartitionedData | None) -> list[str]:
 
 
 def _timeout(config: Config, grid: Grid) -> float:
-    """Return how many seconds a round waits for its replies."""
+    """Return the number of seconds that a round waits for its replies."""
     if config.round_timeout:
         return config.round_timeout
-    # In process no reply can be lost: a client that takes long, or a pause of the whole
-    # process, is no reason to go on.
+    # In process, replies cannot be lost: wait even for a slow client, or for a pause of
+    # the whole process.
     if isinstance(grid, BarrierGrid):
         return threading.TIMEOUT_MAX
     return REPLY_WAIT

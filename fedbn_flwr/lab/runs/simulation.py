@@ -1,4 +1,4 @@
-"""The simulation engine: the default app through ``flwr run``.
+"""The simulation engine runs the default app through ``flwr run``.
 
 It needs only the installed package: the app's files are written for each run.
 """
@@ -30,7 +30,7 @@ __all__ = ["echo", "simulate"]
 
 logger = logging.getLogger("flwr")
 
-# of Flower's log
+# the beginning of a record in Flower's log
 _RECORD = re.compile(
     r"(?P<level>WARNING|ERROR|CRITICAL)(?: ?\d[\d-]* [\d:,.]+)? ?:\s*(?P<text>.*)"
 )
@@ -38,7 +38,7 @@ _OF_EVERY_RUN = (
     "Since flwr 1.32, default simulated SuperNodes",
     "Manually terminating ClientAppActor",
 )
-"""Warnings of Flower that each simulation has and that say nothing about the run."""
+"""Warnings of Flower in each simulation, without information on the run."""
 
 
 def echo(line: str) -> None:
@@ -101,21 +101,21 @@ def simulate(
 ) -> dict[str, Any]:
     """Run a config in Flower's Ray simulation and return its summary.
 
-    Warnings and errors in its log are logged here, too.
+    Warnings and errors in its log are also logged here.
 
     Args:
         config: the settings, with ``num_clients`` and an absolute ``out``.
         out: the output folder; it also gets the run's log, ``flower.log``.
         on_round: called with each line of ``metrics.jsonl`` as it appears.
-        ray_address: ``host:port`` of a Ray cluster, on whose machines the clients run;
-            None = a private Ray here.
+        ray_address: ``host:port`` of a Ray cluster for the clients; by default, a
+            private Ray on this machine.
 
     Raises:
         ConfigError: the cluster cannot do the run.
         EngineError: the run did not complete.
-        DivergedError: it diverged; the folder is complete, up to this round.
+        DivergedError: the run diverged; the folder is complete up to this round.
     """
-    # what can be told before Flower starts
+    # refusals that are possible before Flower starts
     refuse_named_gpu(config)
     if ray_address is not None:
         check_cluster(config, out, ray_address)
@@ -152,7 +152,7 @@ def simulate(
     if summary:
         return summary
     raise EngineError(
-        f"the run wrote no {out / 'summary.json'}; its log:\n" + "\n".join(lines[-40:])
+        f"the run wrote no {out / 'summary.json'}. Its log:\n" + "\n".join(lines[-40:])
     )
 
 
@@ -162,7 +162,7 @@ def _failure(
     """Return the error of a run that did not complete.
 
     Args:
-        error: that of ``flwr run``.
+        error: the error of ``flwr run``.
         out: the run's folder.
         before: the summary that the folder had.
     """
@@ -180,7 +180,7 @@ def _write_app(folder: Path, config: Config, ray_address: str | None) -> None:
     """Write the app of a run."""
     (folder / "fedbn_simulation.py").write_text(_APP)
     module = "fedbn_simulation"
-    # A module of its own connects to a cluster: the server does not import it.
+    # A separate module connects to a cluster, because the server must not import it.
     if ray_address is not None:
         module = "fedbn_cluster"
         (folder / f"{module}.py").write_text(_CLUSTER_APP.format(address=ray_address))
@@ -190,13 +190,13 @@ def _write_app(folder: Path, config: Config, ray_address: str | None) -> None:
 
 
 def _resources(config: Config, private: bool) -> dict[str, Scalar]:
-    """Return the federation config: the nodes, and what each asks of Ray."""
+    """Return the federation config with the nodes and the Ray resources of each."""
     clients, threads = config.num_clients, config.torch_threads
     resources: dict[str, Scalar] = {
         "num-supernodes": clients,
         "client-resources-num-cpus": threads,
     }
-    # A cluster has the CPUs and GPUs that it has.
+    # A cluster sets its own CPUs and GPUs.
     if not private:
         return resources
     at_once = min(clients, num_cores() // threads)

@@ -163,7 +163,7 @@ def test_an_unusable_checkpoint_is_named_and_the_previous_one_is_loaded(
         reason = "SHA-256 does not match"
     elif harm == "renamed":
         newest.write_bytes((out / "checkpoint/round-000004.safetensors").read_bytes())
-        reason = "holds round 4"
+        reason = "contains round 4"
     else:
         content = read_checked(newest)
         if harm == "version":
