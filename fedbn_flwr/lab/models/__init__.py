@@ -3,7 +3,7 @@
 A new model is a file like ``lenet`` and an entry of ``models_by_name``.
 
 - ``models_by_name``: every model by name; builds one for the inputs of a data set.
-- ``info``: the entry of a model: how it is built, what it takes and gives.
+- ``info``: the entry of a model with its construction, inputs and outputs.
 - ``mlp``, ``lenet``, ``resnet``, ``digits``, ``alexnet``, ``fedbs_nets``, ``signal_cnn``:
   the papers' networks, one a file.
 - ``zoo``: torchvision's networks, ``torchvision:NAME`` and ``torchvision-seg:NAME``.

@@ -25,10 +25,10 @@ __all__ = ["FULL", "SMALL", "AlexNet", "Widths"]
 
 @dataclass(frozen=True)
 class Widths:
-    """The sizes in which the two variants differ.
+    """The sizes that differ between the two variants.
 
     Attributes:
-        channels: of the five convolutions.
+        channels: channels of the five convolutions.
         linear: width of the linear layers.
         stem: kernel and stride of the first convolution.
         side: positions per side before the classifier.
@@ -45,7 +45,10 @@ SMALL = Widths((32, 96, 192, 128, 128), 512, (5, 2), 3)
 
 
 class AlexNet(nn.Module):
-    """Five convolutions, pooling after the first, second and fifth, three linear layers."""
+    """AlexNet with five convolutions and three linear layers.
+
+    Pooling follows the first, second and fifth convolution.
+    """
 
     def __init__(self, num_classes: int, widths: Widths) -> None:
         """Build the layers."""
@@ -62,7 +65,7 @@ class AlexNet(nn.Module):
             *_block(nn.Conv2d(d, e, 3, padding=1), nn.BatchNorm2d(e)),
             nn.MaxPool2d(3, stride=2),
         )
-        # Any larger image gives the classifier as many positions.
+        # Any larger image gives the classifier the same number of positions.
         self.pool = nn.AdaptiveAvgPool2d(widths.side)
         width = widths.linear
         self.classifier = nn.Sequential(

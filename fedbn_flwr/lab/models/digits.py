@@ -3,7 +3,8 @@
 Source: Li et al. 2021, arXiv:2102.07623, Table 5 and the authors' code
 (``DigitModel``): 14,219,210 parameters for ten classes, with gamma and beta of its 5
 BatchNorm layers (two of them 1d) and without running statistics. Torch's default
-initialisation; images are (3, 28, 28), grey ones repeated over three channels.
+initialisation; images are (3, 28, 28), and grey images are repeated over three
+channels.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""Networks of optional packages: ``timm:NAME`` and ``smp:ARCHITECTURE/ENCODER``.
+"""Networks of optional packages, ``timm:NAME`` and ``smp:ARCHITECTURE/ENCODER``.
 
-They have no pretrained weights. timm's classifiers take any number of channels. Those of one size (position tables,
-windows) keep it. smp's (segmentation-models-pytorch) networks give logits (N, classes,
-H, W), as FixBN's DeepLabv3+ with MobileNetV2 (``smp:DeepLabV3Plus/mobilenet_v2``) and
-ResNet-50. Most of them need heights and widths that are multiples of 32, so the images
-are scaled to the next one.
+They have no pretrained weights. timm's classifiers take any number of channels.
+Classifiers for one size of images (position tables, windows) keep it. smp's networks
+(segmentation-models-pytorch) give logits (N, classes, H, W), as FixBN's DeepLabv3+ with
+MobileNetV2 (``smp:DeepLabV3Plus/mobilenet_v2``) and ResNet-50. Most of them need
+heights and widths that are multiples of 32, so images are scaled to the next multiple.
 
-The functions import the packages, which need not be installed.
+The functions import the packages, so the packages may be absent.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ __all__ = [
 ]
 
 TIMM_PREFIX, SMP_PREFIX = "timm:", "smp:"
-# The height of images: what smaller ones are scaled to, and what a config may ask for.
+# Heights of images: smaller images become SMALLEST; a config may set SMALLEST_ASKED.
 SMALLEST, SMALLEST_ASKED = 64, 32
 MULTIPLE = 32
 
 
 def timm_info(name: str) -> ModelInfo:
     """Return the entry of timm's classifier ``name``."""
-    # Nothing is imported yet: for an unknown name ``build`` and ``shape`` raise.
+    # Nothing is imported yet: ``build`` and ``shape`` raise for an unknown name.
     return ModelInfo(
         "a timm classifier, e.g. timm:resnet18; any channels, 64 pixels or more (32 by"
         " image-size); extra `timm`",
@@ -53,7 +53,7 @@ def timm_info(name: str) -> ModelInfo:
 
 def smp_info(name: str) -> ModelInfo:
     """Return the entry of an smp network ``ARCHITECTURE/ENCODER``."""
-    # For an unknown name ``build`` raises.
+    # ``build`` raises for an unknown name.
     return ModelInfo(
         "a segmenter, e.g. smp:DeepLabV3Plus/mobilenet_v2; logits per pixel, multiples"
         " of 32 pixels; extra `smp`",
@@ -65,8 +65,8 @@ def smp_info(name: str) -> ModelInfo:
 
 
 def published_timm(name: str, channels: int) -> dict[str, Tensor]:
-    """Download the published weights of timm's network, which timm adapts to channels."""
-    # The network is built for it, and must not move the run's random state.
+    """Download the published weights of timm's network, adapted to the channels."""
+    # This builds the network, but it must not change the run's random state.
     with torch.random.fork_rng(devices=[]):
         model = _imported("timm", "timm").create_model(
             name, pretrained=True, in_chans=channels
@@ -76,7 +76,7 @@ def published_timm(name: str, channels: int) -> dict[str, Tensor]:
 
 
 def published_smp(name: str, channels: int) -> dict[str, Tensor]:
-    """Download ImageNet's weights of an encoder, which smp adapts to the channels."""
+    """Download an encoder's weights from ImageNet, adapted by smp to the channels."""
     smp = _imported("segmentation_models_pytorch", "smp")
     with torch.random.fork_rng(devices=[]):
         model = smp.encoders.get_encoder(
@@ -109,7 +109,7 @@ def _built(
 ) -> nn.Module:
     try:
         return create(*names, **options)
-    # The packages have errors of their own, which name what they know.
+    # The packages have their own errors, with the names that they offer.
     except Exception as error:
         raise ConfigError(f"model {name!r} cannot be built: {error}") from error
 
@@ -131,7 +131,7 @@ def _imported(module: str, extra: str) -> ModuleType:
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
-        # It is there, but lacks a package of its own.
+        # The package is there, but lacks a package that it needs.
         if error.name != module:
             raise
         raise ConfigError(

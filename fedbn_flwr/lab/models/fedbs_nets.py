@@ -1,13 +1,13 @@
 """The two convolutional networks of FedBS, for the MNISTs and for CIFAR-10.
 
 Source: FedBS, section V-A. MNIST: 5x5 convolutions of 16 and 32 channels, then one
-linear layer on 1568 values. CIFAR: a 5x5 convolution of 100 channels, 3x3 ones of 150,
-250 and 500, then linear layers on 4500, 270 and 150 values. After each convolution:
-BatchNorm, ReLU and 2x2 max pooling.
+linear layer on 1568 values. CIFAR: a 5x5 convolution of 100 channels, 3x3 convolutions
+of 150, 250 and 500 channels, then linear layers on 4500, 270 and 150 values. After each
+convolution: BatchNorm, ReLU and 2x2 max pooling.
 
-Ours, because the paper does not say: padding 2 everywhere (28 and 32 pixels then give
-1568 and 4500 values), ReLU between the linear layers, biases, and torch's default
-initialisation.
+Ours, because the paper does not define them: padding 2 everywhere (28 and 32 pixels
+then give 1568 and 4500 values), ReLU between the linear layers, biases, and torch's
+default initialisation.
 """
 
 from __future__ import annotations
@@ -28,7 +28,11 @@ class FedBSNet(nn.Module):
         kernels: tuple[int, ...],
         linear: tuple[int, ...],
     ) -> None:
-        """Build the layers: ``channels`` from the images' on, ``linear`` to the classes."""
+        """Build layers from the channels of images up to the number of classes.
+
+        ``channels`` are the widths of the convolutions, beginning with the images;
+        ``linear`` are the widths of the linear layers.
+        """
         super().__init__()
         blocks: list[nn.Module] = []
         pairs = itertools.pairwise(channels)

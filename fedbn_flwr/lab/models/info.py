@@ -15,25 +15,28 @@ SIZES = {
     "build": ("channels", "size"),
     "volumes": ("channels", "depth", "height", "width"),
 }
-"""The sizes of an example that a model is built from, by the field of ``ModelInfo``."""
+"""The sizes of an example for building a model, by the field of ``ModelInfo``."""
 
 Rule = Callable[[int, int], tuple[int, int]]
-"""From the (channels, size) of a data set's images to those that a model takes."""
+"""From the (channels, size) of a data set's images to the model's own."""
 
 
 def always(channels: int, size: int) -> Rule:
-    """Return the rule of a model whose input is the same for every data set."""
+    """Return the rule of a model with one input shape for all data sets."""
     return lambda _, __: (channels, size)
 
 
 def at_least(smallest: int, channels: int = 0) -> Rule:
-    """Return the rule of a model for images of this size or more; 0 = any channels."""
+    """Return the rule of a model for images of this size or more.
+
+    With ``channels`` 0, the model takes any number of channels.
+    """
     return lambda given, size: (channels or given, max(size, smallest))
 
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """A model with BatchNorm: how it is built, and what it takes and gives.
+    """A model with BatchNorm, with its construction, inputs and outputs.
 
     The size is the height of the images; networks that do not need squares take any
     width.
@@ -41,20 +44,20 @@ class ModelInfo:
     Attributes:
         summary: one line.
         source: the publication.
-        build: ``build(num_classes, channels, size)`` returns the model for images;
-            None = it takes none.
+        build: ``build(num_classes, channels, size)`` returns the model for images; None
+            if it takes no images.
         shape: ``shape(channels, size)`` returns the (channels, size) of its input for
             images of a data set.
-        per_pixel: whether there is a vector of outputs per pixel, not per example;
-            None = not known (a user's model).
-        smallest: a size below that of ``shape`` at which the network also works; a
-            config must ask for it (``image-size``). 0 = none.
+        per_pixel: whether there is a vector of outputs per pixel, not per example; None
+            if this is unknown (a user's model).
+        smallest: a size below the size of ``shape`` for which the network also works,
+            if a config sets it (``image-size``); 0 without such a size.
         rows: ``rows(num_classes, features)`` returns the model for rows of numbers;
-            None = it takes none.
+            None if it takes no rows.
         signals: ``signals(num_classes, channels, length)`` returns the model for
-            signals; None = it takes none.
+            signals; None if it takes no signals.
         volumes: ``volumes(num_classes, channels, depth, height, width)`` returns the
-            model for volumes; None = it takes none.
+            model for volumes; None if it takes no volumes.
     """
 
     summary: str

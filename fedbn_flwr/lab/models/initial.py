@@ -1,8 +1,8 @@
-"""Initial weights from a file or a publisher, loaded by name and shape, with a report.
+"""Initial weights from a file or a publisher, loaded by name and shape.
 
-Torch only. A file is ``.safetensors``, or a state dict that torch saved (``.pt``, ``.pth``), which
-is read without running code. Prefixes of wrappers (``module.``, ``_orig_mod.``,
-``model.``) are taken off if that gives more matching names.
+Torch only. A file is ``.safetensors``, or a state dict that torch saved (``.pt``,
+``.pth``). It is read without running code. Prefixes of wrappers (``module.``,
+``_orig_mod.``, ``model.``) are removed if that gives more matching names.
 
 A BatchNorm layer of the file is loaded into a BatchNorm layer only: the gamma and beta
 of another norm have the same names and shapes, but they scale other values.
@@ -41,7 +41,7 @@ _SHOWN = 6
 
 
 class OtherShape(NamedTuple):
-    """An entry whose shape in the file is not the model's."""
+    """An entry with one shape in the file and another in the model."""
 
     name: str
     there: tuple[int, ...]
@@ -50,7 +50,7 @@ class OtherShape(NamedTuple):
 
 @dataclass(frozen=True)
 class InitReport:
-    """What was loaded into a model, by the names of entries.
+    """A report of the entries that were loaded into a model.
 
     Attributes:
         source: the value of ``init``.
@@ -58,11 +58,11 @@ class InitReport:
         other_shape: entries of another shape; they keep their seeded initial values (a
             head of other classes).
         missing: the model's other entries; they keep their seeded initial values.
-        unused: entries of the source that found no place, by their names there.
-        batchnorm: paths of layers that are BatchNorm in the source or in the model
-            alone; their entries are unused.
-        at: where the entries are in the file, as ``model.state_dict``; "" = they are
-            the file.
+        unused: entries of the source that the model lacks, by their names there.
+        batchnorm: paths of layers that are BatchNorm only in the source or only in the
+            model; their entries are unused.
+        at: the place of the entries in the file, as ``model.state_dict``; "" if they
+            are the whole file.
     """
 
     source: str
@@ -111,18 +111,18 @@ def load_initial(model: nn.Module, init: str, name: str, channels: int) -> InitR
     """Load initial weights into ``model``, in place, and return the report.
 
     Args:
-        model: with its final layers (after ``replace_norm``).
+        model: the model with its final layers (after ``replace_norm``).
         init: a file (``FILES``); ``torchvision`` for the published weights of the
-            model, ``torchvision:NAME`` or ``torchvision:NAME.WEIGHTS`` for those of a
-            network of torchvision; ``timm``; ``smp`` (its encoder's).
+            model, ``torchvision:NAME`` or ``torchvision:NAME.WEIGHTS`` for weights of
+            another network of torchvision; ``timm``; ``smp`` (for the encoder).
         name: the model's name in the registry.
         channels: channels of the model's input, for weights that are adapted to them.
 
     Raises:
-        ConfigError: ``init`` is no such name, it cannot be read or fetched, a value is
-            not finite, or no parameter of the model matches in name and shape.
+        ConfigError: ``init`` is not such a name, it cannot be read or fetched, a value
+            is not finite, or no parameter of the model matches in name and shape.
     """
-    # The source's name of each of the model's entries that has one.
+    # The source's name of each entry of the model that the source has.
     given, at = _chosen(init, _read(init, name, channels))
     state = model.state_dict()
     names = _renamed(given, state)
@@ -131,7 +131,7 @@ def load_initial(model: nn.Module, init: str, name: str, channels: int) -> InitR
     for there, here in names.items():
         if here in state and _layer_of(here) not in batchnorm:
             source[here] = there
-    # Of these, what fits: a head of other classes keeps its seeded values.
+    # Load the entries whose shape fits: a head of other classes keeps its values.
     loaded, other = dict[str, Tensor](), list[OtherShape]()
     for here, there in source.items():
         value, own = given[there], state[here]
@@ -139,7 +139,7 @@ def load_initial(model: nn.Module, init: str, name: str, channels: int) -> InitR
             loaded[here] = value
         else:
             other.append(OtherShape(here, tuple(value.shape), tuple(own.shape)))
-    # Running statistics alone would be weights of nothing.
+    # Without parameters, running statistics would belong to other weights.
     parameters = dict(model.named_parameters(remove_duplicate=False))
     if parameters.keys().isdisjoint(loaded):
         raise ConfigError(
@@ -162,7 +162,7 @@ def load_initial(model: nn.Module, init: str, name: str, channels: int) -> InitR
 
 
 def _chosen(init: str, content: Any) -> tuple[dict[str, Tensor], str]:
-    """Return the entries to load from what was read, and where they are in it."""
+    """Return the entries to load from the content of a file, and their place in it."""
     opened = open_state(content)
     if opened.several:
         raise ConfigError(
@@ -172,8 +172,8 @@ def _chosen(init: str, content: Any) -> tuple[dict[str, Tensor], str]:
         )
     if not opened.entries:
         raise ConfigError(
-            f"init={init!r} holds no tensors by name, as torch.save(model.state_dict(),"
-            " path) does."
+            f"init={init!r} contains no tensors by name. Save them with"
+            " torch.save(model.state_dict(), path)."
         )
     at = opened.at
     if opened.left:
@@ -184,13 +184,13 @@ def _chosen(init: str, content: Any) -> tuple[dict[str, Tensor], str]:
 def _refuse_values(
     init: str, loaded: Mapping[str, Tensor], state: Mapping[str, Tensor]
 ) -> None:
-    """Raise ConfigError if values cannot be those of the model's entries."""
+    """Raise ConfigError if values do not fit the entries of the model."""
     for name, value in loaded.items():
         if state[name].is_floating_point() and not value.is_floating_point():
             raise ConfigError(
                 f"init={init}: {name} ({value.dtype}) has no floating-point numbers."
             )
-        # In the dtype of the model, in which a large number may be infinite.
+        # Check in the dtype of the model: a large number may become infinite there.
         if not torch.isfinite(value.to(state[name].dtype)).all():
             raise ConfigError(f"init={init}: {name} is not finite (NaN or infinity).")
 
@@ -200,10 +200,10 @@ def _layer_of(entry: str) -> str:
 
 
 def _renamed(given: Mapping[str, Tensor], state: Mapping[str, Any]) -> dict[str, str]:
-    """Return the model's name for each of the given ones: the way that fits best.
+    """Return the model's name for each given name, by the way that fits best.
 
-    The ways are the names as they are, with ``model.`` before them, and with one
-    wrapper's prefix after the other taken off.
+    The ways are unchanged names, names with ``model.`` before them, and names after
+    removing one wrapper's prefix after the other.
     """
     ways = [{name: name for name in given}, {name: f"model.{name}" for name in given}]
     while True:
@@ -211,9 +211,9 @@ def _renamed(given: Mapping[str, Tensor], state: Mapping[str, Any]) -> dict[str,
         if shorter == ways[-1]:
             break
         ways.append(shorter)
-    # Two entries cannot have one name.
+    # A way must not give two entries one name.
     ways = [way for way in ways if len(set(way.values())) == len(way)]
-    # Of equals ``max`` takes the first: no prefix is touched without need.
+    # ``max`` takes the first of equal ways, so no prefix is changed without need.
     return max(ways, key=lambda way: sum(here in state for here in way.values()))
 
 
@@ -223,9 +223,9 @@ def _without_prefix(name: str) -> str:
 
 
 def _batchnorm_on_one_side(model: nn.Module, names: Mapping[str, str]) -> list[str]:
-    """Return the paths that are BatchNorm in the source alone or in the model alone."""
-    # BatchNorm of a source is known by its running statistics: gamma and beta of other
-    # norms have the same names.
+    """Return the paths that are BatchNorm in the source or the model, but not both."""
+    # Running statistics identify BatchNorm in a source, since gamma and beta of other
+    # norms have equal names.
     paths, there = set[str](), set[str]()
     for name in names.values():
         path, _, entry = name.rpartition(".")
@@ -241,10 +241,10 @@ def _batchnorm_on_one_side(model: nn.Module, names: Mapping[str, str]) -> list[s
 
 
 def _read(init: str, name: str, channels: int) -> Any:
-    """Return what a file holds, or the tensors that a publisher has."""
+    """Return the content of a file, or the tensors of a publisher."""
     if init.endswith(FILES):
         return _read_file(Path(init))
-    # A publisher has the model's own network, or torchvision the one that is named.
+    # A publisher has the model's own network. torchvision also has named networks.
     publisher, _, network = init.partition(":")
     of_model = ""
     for prefix in _PUBLISHERS.get(publisher, ()):
@@ -254,7 +254,7 @@ def _read(init: str, name: str, channels: int) -> Any:
     if not named and (network or not of_model):
         raise ConfigError(
             f"init={init!r} is neither a file ({', '.join(FILES)}) nor a publisher of"
-            f" model {name!r}: torchvision for torchvision:NAME and"
+            f" model {name!r}. Use torchvision for torchvision:NAME and"
             " torchvision-seg:NAME, timm for timm:NAME, smp for"
             " smp:ARCHITECTURE/ENCODER, or torchvision:NAME for the weights of that"
             " network."
@@ -267,7 +267,7 @@ def _read(init: str, name: str, channels: int) -> Any:
         return published_smp(of_model, channels)
     except ConfigError:
         raise
-    # The packages fetch in ways, and with errors, of their own.
+    # The packages have their own ways to fetch, and their own errors.
     except Exception as error:
         raise ConfigError(
             f"init={init}: the weights could not be fetched: {error}. Fetch them on a"

@@ -1,12 +1,12 @@
-"""The network of the FixBN experiments on CIFAR-10, similar to LeNet, with BatchNorm.
+"""The network of the FixBN experiments on CIFAR-10, a LeNet with BatchNorm.
 
 Source: Zhong, Chen & Chao 2023, arXiv:2303.06530, section 4 and Table F ("LeNet-like
-CNN (LeCun et al., 1998)", "LeNet-CNN"); the paper gives no layer table. Layers and
-widths are those of LeNet-5 (LeCun et al. 1998).
+CNN (LeCun et al., 1998)", "LeNet-CNN"). The paper gives no layer table, so layers and
+widths are taken from LeNet-5 (LeCun et al. 1998).
 
-Ours, because the paper does not say: BatchNorm only after each of the two convolutions,
-ReLU, max pooling, no padding, convolutions with bias (so without BatchNorm the network
-is LeNet), torch's default initialisation.
+Ours, because the paper does not define them: BatchNorm only after each of the two
+convolutions, ReLU, max pooling, no padding, convolutions with bias (so without
+BatchNorm the network is LeNet), torch's default initialisation.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class LeNet(nn.Module):
         self.norm2 = nn.BatchNorm2d(16)
         self.relu = nn.ReLU()
         self.pool = nn.MaxPool2d(2)
-        # A convolution without padding takes 4 pixels of the side, pooling halves it.
+        # A convolution without padding removes 4 pixels of the side; pooling halves it.
         side = ((size - 4) // 2 - 4) // 2
         self.fc1 = nn.Linear(16 * side * side, 120)
         self.fc2 = nn.Linear(120, 84)

@@ -1,4 +1,4 @@
-"""The multilayer perceptron of the FedTAN paper's MNIST runs: 784-30-10.
+"""The multilayer perceptron 784-30-10 of the FedTAN paper's MNIST runs.
 
 BatchNorm is after the hidden layer.
 
@@ -6,10 +6,10 @@ Source: Wang, Shi & Chang 2023, arXiv:2301.02982, section 6.1 ("a 3-layer DNN wi
 dimensions 784 x 30 x 10, where the hidden layer with 30 neurons is followed by a BN
 layer"). Its Table 5 counts 23,920 entries: all except the 60 running statistics.
 
-Ours, because neither the paper nor the authors' code says: ReLU after BatchNorm, and
-torch's default initialisation. The hidden layer has a bias, which the 23,920 entries
-include. Ours, too: other widths and more hidden layers, and rows of numbers (tables) in
-place of images.
+Ours, because neither the paper nor the authors' code defines them: ReLU after
+BatchNorm, and torch's default initialisation. The hidden layer has a bias, since the
+23,920 entries include it. Other widths, more hidden layers, and rows of numbers
+(tables) instead of images are also ours.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ class MLP(nn.Module):
         num_inputs: int = SIDE * SIDE,
         hidden: Sequence[int] = HIDDEN,
     ) -> None:
-        """Build the layers; ``hidden`` are the widths of one or more hidden layers."""
+        """Build the layers, with the widths of one or more hidden layers."""
         super().__init__()
-        # The first layer has no number: with one hidden layer the names are plain.
+        # The first layer has no number, so names are plain with one hidden layer.
         self._numbers = ["", *map(str, range(2, len(hidden) + 1))]
         widths = itertools.pairwise((num_inputs, *hidden))
         for number, (before, after) in zip(self._numbers, widths, strict=True):

@@ -110,7 +110,7 @@ _FAMILIES: dict[str, Callable[[str], ModelInfo]] = {
     SMP_PREFIX: smp_info,
 }
 
-# Layers draw their initial weights from the default generators: two builds at the same
+# Layers draw their initial weights from the default generators. Two builds at the same
 # time would mix their draws.
 _BUILDING = threading.Lock()
 
@@ -132,7 +132,7 @@ def model_info(name: str) -> ModelInfo:
         return MODELS[name]
     if is_own(name):
         return own_info(name)
-    # A frequent slip is a name of torchvision's without its prefix.
+    # A frequent slip is a torchvision name without its prefix.
     by_prefix = {PREFIX: zoo_names(), SEGMENTATION_PREFIX: segmentation_names()}
     for prefix, names in by_prefix.items():
         if name in names:
@@ -150,17 +150,17 @@ def input_shape(
 
     Args:
         name: a model name, see ``model_info``.
-        channels: of the data set's images.
-        size: of the data set's images.
-        asked: the config asks for this size (``image-size``); it may be below the size
-            that the model takes by default.
+        channels: channels of the data set's images.
+        size: height of the data set's images.
+        asked: whether the config sets this size (``image-size``); it may be below the
+            size that the model takes by default.
 
     Raises:
         ConfigError: the model is unknown, or channels or size are below 1.
     """
     if channels < 1 or size < 1:
         raise ConfigError(
-            f"images of {channels} channels and {size} pixels: at least 1 needed."
+            f"images of {channels} channels and {size} pixels: use at least 1 of each."
         )
     info = model_info(name)
     channels_taken, size_taken = info.shape(channels, size)
@@ -190,26 +190,27 @@ def build_model(
 ) -> nn.Module:
     """Return a model on the CPU in training mode, from inputs to logits.
 
-    Logits are (N, num_classes, ...). The model is built with BatchNorm for rows, for signals, or for images of
-    ``input_shape(name, channels, size)``. Then ``replace_norm`` is applied: with every
-    norm all other initial weights are the same (``fixup`` changes some of them). Equal
-    arguments give equal weights. The global random state does not change (a thread that
-    draws from it during the call changes the result).
+    Logits are (N, num_classes, ...). The model is built with BatchNorm for rows, for
+    signals, or for images of ``input_shape(name, channels, size)``. Then
+    ``replace_norm`` is applied, so all other initial weights are equal for every norm
+    (``fixup`` changes some of them). Equal arguments give equal weights. The global
+    random state does not change (a thread that draws from it during the call changes
+    the result).
 
     Args:
         name: a model name, see ``model_info``.
         num_classes: number of logits.
         channels: channels of the data set's images.
         size: height of the data set's images in pixels.
-        input_shape: of an example, in place of ``channels`` and ``size``: (features,)
-            for rows of numbers, (channels, length) for signals, (channels, height,
+        input_shape: shape of an example, instead of ``channels`` and ``size``:
+            (features,) for rows of numbers, (channels, length) for signals, (channels, height,
             width) for images, or (channels, depth, height, width) for volumes.
         norm: a key of ``NORMS``.
         norm_groups: number of groups, for the norms that have groups.
         norm_options: other options of norms by name, see ``replace_norm``; options of
             other norms are ignored.
-        feature_norm: the scale to which the features before the classifier are
-            normalised; None = as they are.
+        feature_norm: the scale of the normalised features before the classifier; None
+            for unchanged features.
         seed: seed of the run.
 
     Raises:
@@ -223,7 +224,8 @@ def build_model(
     build = _builder(name, num_classes, tuple(input_shape) or (channels, size, size))
     with _BUILDING, seeded_on_cpu(derive_seed(seed, "model")):
         model = build()
-    # A study may give the options of all its norms to each run, but no misspelt one.
+    # A study may give the options of all its norms to each run, but misspelt options
+    # are refused.
     options = {"groups": norm_groups, **(norm_options or {})}
     known = {option for info in NORMS.values() for option in info.options}
     for option in options.keys() - known:
@@ -246,7 +248,7 @@ def _builder(
     kind = _KINDS.get(len(shape), "")
     build: Callable[..., nn.Module] | None = getattr(model_info(name), kind or "build")
     if not kind or build is None or min(num_classes, *shape) < 1:
-        # The message names the models that take such examples; a user's model may.
+        # The message names the models that take such examples; a user's model may too.
         fitting = [
             key
             for key, other in MODELS.items()
@@ -254,11 +256,11 @@ def _builder(
         ]
         raise ConfigError(
             f"model {name!r} does not take examples of shape {shape} in {num_classes}"
-            " classes: rows are (features,), signals (channels, length), images"
+            " classes. Rows are (features,), signals (channels, length), images"
             " (channels, height, width), volumes (channels, depth, height, width). Use"
             f" {', '.join([*fitting, 'your own model (module:function)'])}."
         )
-    # Images are scaled to what a model takes; other examples stay as they are.
+    # Images are scaled to the model's size; other examples are not changed.
     if kind == "build":
         shape = _image_input(name, *shape[:2])
     return partial(build, num_classes, *shape)

@@ -1,12 +1,12 @@
-"""``module:function``: a user's own model, from the working directory or Python's path.
+"""A user's own model (``module:function``) from the folder or Python's path.
 
-The function takes any of ``num_classes`` (the number of outputs), ``channels`` and
-``size`` (the images' height), or ``num_classes`` and ``features`` for rows of numbers,
-``num_classes``, ``channels`` and ``length`` for signals, or ``num_classes``,
-``channels``, ``depth``, ``height`` and ``width`` for volumes, by these names; its other
-parameters need defaults. A class of ``nn.Module`` is such a function, too. What it
-draws at random is seeded, as in every other model: with torch, ``np.random`` or
-``random``.
+The module is in the working directory or on Python's path. The function takes any of
+``num_classes`` (the number of outputs), ``channels`` and ``size`` (the images' height),
+or ``num_classes`` and ``features`` for rows of numbers, ``num_classes``, ``channels``
+and ``length`` for signals, or ``num_classes``, ``channels``, ``depth``, ``height`` and
+``width`` for volumes, by these names; its other parameters need defaults. A class of
+``nn.Module`` is also such a function. Its random draws with torch, ``np.random`` or
+``random`` are seeded like the draws of every other model.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ def is_own(name: str) -> bool:
 
 def own_info(name: str) -> ModelInfo:
     """Return the entry of a user's model."""
-    # The function is called when a model is built, and its faults are told then. What
-    # it takes nobody knows before, so it has every kind of input.
+    # The function is called when a model is built, and only then its faults are found.
+    # Its inputs are unknown before, so the entry has every kind of input.
     return ModelInfo(
         "your own model, e.g. my_models:small_net; a function of num_classes, channels,"
         " size (rows: features; signals: channels, length; volumes: channels, depth,"
@@ -51,7 +51,7 @@ def own_info(name: str) -> ModelInfo:
 
 
 def code_sha256(name: str) -> str:
-    """Return the SHA-256 of the file of a user's model; "" for other models.
+    """Return the SHA-256 of the file of a user's model, or "" for other models.
 
     Files that it imports do not count. A module without a file has "".
 
@@ -62,7 +62,7 @@ def code_sha256(name: str) -> str:
 
 
 def code_changed(name: str, sha256: str) -> str:
-    """Return a sentence if the file of a user's model is not that of a run; else "".
+    """Return a sentence if the file of a user's model has changed since a run, or "".
 
     Args:
         name: the model's name.
@@ -78,10 +78,10 @@ def code_changed(name: str, sha256: str) -> str:
 
 
 def _call(name: str, sizes: Sequence[str], *values: int) -> nn.Module:
-    """Return the model of the number of classes and of these sizes of an example."""
+    """Return the model for a number of classes and the sizes of an example."""
     function = own_code.own_function("model", name, PUBLISHERS)
     known = dict(zip(("num_classes", *sizes), values, strict=True))
-    # Only what the function asks for by name; a class of nn.Module has these names, too.
+    # Pass only arguments that the function names; a class has them in its __init__.
     try:
         taken = inspect.signature(function).parameters
         model = function(**{key: value for key, value in known.items() if key in taken})
@@ -90,20 +90,20 @@ def _call(name: str, sizes: Sequence[str], *values: int) -> nn.Module:
     # The user's code may raise anything.
     except Exception as error:
         raise ConfigError(
-            f"model {name!r}: its function raised {type(error).__name__}: {error}. For"
-            f" these data it may take {', '.join(known)}, by these names; give other"
+            f"model {name!r}: its function raised {type(error).__name__}: {error}. With"
+            f" these data, it may take {', '.join(known)}, by these names. Give other"
             " parameters a default."
         ) from error
     if not isinstance(model, nn.Module):
         raise ConfigError(
-            f"model {name!r}: its function returned a {type(model).__name__}; a"
-            " torch.nn.Module needed."
+            f"model {name!r}: its function returned a {type(model).__name__}. Return a"
+            " torch.nn.Module."
         )
-    # Weights without a shape cannot be averaged, nor drawn from the run's seed.
+    # Weights without a shape can neither be averaged nor drawn from the run's seed.
     if any(is_lazy(entry) for entry in (*model.parameters(), *model.buffers())):
         raise ConfigError(
             f"model {name!r}: some layers have no shape yet. Give them their sizes"
-            " (nn.Linear in place of nn.LazyLinear), or pass a batch through the model"
+            " (nn.Linear instead of nn.LazyLinear), or pass a batch through the model"
             " in its function."
         )
     return model

@@ -1,15 +1,16 @@
-"""Residual networks of depth 6n + 2 for small images, with parameter-free shortcuts.
+"""Residual networks of depth 6n + 2 for small images.
 
 Source: He et al. 2016, arXiv:1512.03385, section 4.2: a 3x3 stem of 16 channels, three
 stages of n blocks of two 3x3 convolutions with 16, 32 and 64 channels, global average
 pooling, one linear layer. Option A shortcuts take every second position and fill the
-new channels with zeros. ResNet-20 for three input channels and ten classes has 271,098
-floats, of which 1,376 are running statistics (Wang, Shi & Chang 2023, arXiv:2301.02982,
-Table 3).
+new channels with zeros, without parameters. ResNet-20 for three input channels and ten
+classes has 271,098 floats, including 1,376 running statistics (Wang, Shi & Chang 2023,
+arXiv:2301.02982, Table 3).
 
-As in the code of arXiv:2301.02982, because He et al. do not say: the weights of the
-convolutions and of the classifier are Kaiming-normal (fan-in, gain sqrt 2); half of a
-shortcut's zero channels come before the old channels, half after.
+Two facts are from the code of arXiv:2301.02982, because He et al. do not define them:
+the weights of the convolutions and of the classifier are Kaiming-normal (fan-in, gain
+sqrt 2), and half of a shortcut's zero channels come before the old channels, half
+after.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class BasicBlock(nn.Module):
     """
 
     def __init__(self, channels_in: int, channels_out: int, stride: int) -> None:
-        """Build the branch; a shortcut has no parameters."""
+        """Build the branch, since a shortcut has no parameters."""
         super().__init__()
         self.conv1 = nn.Conv2d(
             channels_in,
@@ -72,7 +73,7 @@ class SmallResNet(nn.Module):
     """The network of depth 6n + 2, for images of any size."""
 
     def __init__(self, depth: int, num_classes: int, channels: int) -> None:
-        """Build the layers; ConfigError if ``depth`` is not 6n + 2."""
+        """Build the layers, or raise ConfigError if ``depth`` is not 6n + 2."""
         super().__init__()
         blocks, rest = divmod(depth - 2, 6)
         if rest or blocks < 1:
@@ -87,7 +88,7 @@ class SmallResNet(nn.Module):
         self.layer2 = _stage(blocks, WIDTHS[0], WIDTHS[1], stride=2)
         self.layer3 = _stage(blocks, WIDTHS[1], WIDTHS[2], stride=2)
         self.fc = nn.Linear(WIDTHS[2], num_classes)
-        # The code of arXiv:2301.02982, not torch's default.
+        # As in the code of arXiv:2301.02982, and not torch's default.
         for module in self.modules():
             if isinstance(module, nn.Conv2d | nn.Linear):
                 nn.init.kaiming_normal_(module.weight)

@@ -1,11 +1,11 @@
-"""A small network for signals, such as an ECG: convolutions and an average over time.
+"""A small network for signals such as an ECG, with an average over time.
 
 Source: the layers of the FCN of Wang, Yan & Oates 2017, "Time Series Classification
 from Scratch with Deep Neural Networks: A Strong Baseline", arXiv:1611.06455, section
 2.B: blocks of convolution, BatchNorm and ReLU with kernels of 8, 5 and 3, then global
 average pooling and a linear classifier.
 
-Ours: 32, 64 and 32 channels in place of 128, 256 and 128, and a first kernel of 7, so
+Ours: 32, 64 and 32 channels instead of 128, 256 and 128, and a first kernel of 7, so
 that a signal keeps its length.
 """
 
@@ -20,7 +20,7 @@ class SignalCNN(nn.Module):
     """Three blocks of convolution, BatchNorm and ReLU, for signals of any length."""
 
     def __init__(self, num_classes: int, channels: int) -> None:
-        """Build the layers for signals of so many channels."""
+        """Build the layers for signals with this number of channels."""
         super().__init__()
         self.conv1 = nn.Conv1d(channels, 32, kernel_size=7, padding=3)
         self.norm1 = nn.BatchNorm1d(32)
@@ -36,6 +36,6 @@ class SignalCNN(nn.Module):
         x = self.relu(self.norm1(self.conv1(x)))
         x = self.relu(self.norm2(self.conv2(x)))
         x = self.relu(self.norm3(self.conv3(x)))
-        # The average over time: the length does not matter to the classifier.
+        # The average over time makes the classifier independent of the length.
         logits: Tensor = self.fc(x.mean(2))
         return logits

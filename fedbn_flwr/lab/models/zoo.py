@@ -1,16 +1,16 @@
-"""torchvision's classifiers and semantic segmenters by name, without pretrained weights.
+"""torchvision's classifiers and segmenters by name, without pretrained weights.
 
-The functions import torchvision: it takes longer to import than torch, and over a
-network a client starts a process for every message.
+The functions import torchvision themselves, because the import takes longer than
+torch's, and over a network a client starts a process for every message.
 
 ``torchvision:<name>``: input is (3, S) with S at least 64, or 32 if asked for (some
 need more, see below). Differs from torchvision's defaults: googlenet and inception_v3
 have no auxiliary classifiers, so training also returns plain logits, and use torch's
-default initialisation, because their own truncated-normal one is slow.
+default initialisation, because their own truncated-normal initialisation is slow.
 
-``torchvision-seg:<name>``: logits are (N, classes, H, W) for images (N, 3, H, W): the
-entry "out" of torchvision's dictionary. There is no auxiliary classifier. FixBN trains
-DeepLabv3+; torchvision has only DeepLabv3; ``smp:`` models have it.
+``torchvision-seg:<name>``: logits are (N, classes, H, W) for images (N, 3, H, W), the
+entry "out" of torchvision's dictionary. The auxiliary classifier is left out. FixBN
+trains DeepLabv3+, but torchvision has only DeepLabv3; ``smp:`` models have DeepLabv3+.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ __all__ = [
 
 PREFIX, SEGMENTATION_PREFIX = "torchvision:", "torchvision-seg:"
 SMALLEST = 64
-# The sizes that torchvision's layers need, for position tables and windows of one size,
-# and for an unpadded stem.
+# torchvision's layers need these sizes, because of position tables and windows of one
+# size, and because of an unpadded stem.
 FIXED_SIZE = {
     "maxvit_t": 224,
     "vit_b_16": 224,
@@ -44,7 +44,7 @@ FIXED_SIZE = {
     "vit_l_32": 224,
 }
 LARGER = {"inception_v3": 75}
-# The same, where a config asks for a size.
+# The smallest sizes if a config sets a size.
 SMALLEST_ASKED = 32
 LARGER_ASKED = {"alexnet": 63, **LARGER}
 WITH_AUXILIARY = ("googlenet", "inception_v3")
@@ -52,7 +52,7 @@ WITH_AUXILIARY = ("googlenet", "inception_v3")
 
 def zoo_info(name: str) -> ModelInfo:
     """Return the entry of the classifier ``name``."""
-    # For an unknown name ``shape`` raises.
+    # ``shape`` raises for an unknown name.
     return ModelInfo(
         "a torchvision classifier, e.g. torchvision:resnet18; 3 channels, 64 pixels or"
         " more (32 by image-size)",
@@ -65,7 +65,7 @@ def zoo_info(name: str) -> ModelInfo:
 
 def segmentation_info(name: str) -> ModelInfo:
     """Return the entry of the segmenter ``name``."""
-    # For an unknown name ``shape`` raises.
+    # ``shape`` raises for an unknown name.
     return ModelInfo(
         "a torchvision segmenter, e.g. torchvision-seg:deeplabv3_mobilenet_v3_large;"
         " logits per pixel",
@@ -113,17 +113,17 @@ def _shape(name: str, channels: int, size: int) -> tuple[int, int]:
         return 3, FIXED_SIZE.get(name, max(size, LARGER.get(name, SMALLEST)))
     if name not in torchvision.models.list_models():
         raise unknown_name("torchvision classifier", name, zoo_names())
-    # A network for another task: torchvision has it in a package of the task's name.
+    # The name is a network for another task; its package has the name of the task.
     family = torchvision.models.get_model_builder(name).__module__.split(".")[2]
     raise ConfigError(
-        f"torchvision model {name!r} is from torchvision.models.{family}; only image"
-        " classifiers can be built so. Use one of torchvision.models itself, e.g."
+        f"torchvision model {name!r} is from torchvision.models.{family}, but only image"
+        " classifiers can be built so. Use a model of torchvision.models itself, e.g."
         " 'torchvision:resnet18' (for segmentation, 'torchvision-seg:' and the name)."
     )
 
 
 class _Segmenter(nn.Module):
-    """A network of torchvision that returns its logits only."""
+    """A network of torchvision that returns only its logits."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()

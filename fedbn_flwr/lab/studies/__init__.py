@@ -3,9 +3,9 @@
 In reading order:
 
 - ``study``: the file, and the runs of the grid (``Cell``).
-- ``study_checks``: what is wrong in it, and the part that a sweep does now.
-- ``sweep``: all runs that are left, then the results.
-- ``one_run``: what became of a run, and doing it, from the start or its checkpoint.
+- ``study_checks``: the problems of a study, and the part that a sweep does now.
+- ``sweep``: all remaining runs, then the results.
+- ``one_run``: the state of a run, and doing it from the start or its checkpoint.
 - ``parallel``: several runs at a time, each in a process.
 - ``tuning``: the settings that a study's trials choose.
 - ``results``: tidy rows, and the table.

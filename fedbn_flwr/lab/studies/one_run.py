@@ -1,4 +1,4 @@
-"""One run of a study: what became of it, and doing it or going on with it."""
+"""One run of a study, with its state, start and continuation."""
 
 from __future__ import annotations
 
@@ -45,15 +45,15 @@ FAILED = "failed.json"
 
 
 def is_done(cell: Cell, out: Path) -> bool:
-    """Return whether a run is finished and its settings are those of the study."""
+    """Return whether a run is finished and has the settings of the study."""
     return finished(cell.folder(out)) and of_study(cell, out)
 
 
 def of_study(cell: Cell, out: Path) -> bool:
-    """Return whether the run in a cell's folder has the settings of the study now.
+    """Return whether the run in a cell's folder has the study's current settings.
 
-    Where the cell's config cannot be made, as its data are elsewhere, the run counts as
-    the study's.
+    If the cell's config cannot be made because its data are elsewhere, the run counts
+    as the study's.
     """
     try:
         config = cell.config
@@ -65,11 +65,11 @@ def of_study(cell: Cell, out: Path) -> bool:
 def changed(config: Config, folder: Path) -> str:
     """Return the settings of the folder's run that differ from the config.
 
-    A ``config.yaml`` that cannot be read differs, too; the text is then its error.
+    A ``config.yaml`` that cannot be read also differs; the text is then its error.
     """
-    # The centralised reference runs with a config that follows from this one.
+    # The centralised reference runs with a config that is derived from the given one.
     now = reference_config(config) if config.strategy == CENTRALIZED else config
-    # 0 follows from the other settings
+    # with 0, the number of clients follows from the other settings
     free = PLACES if config.num_clients else PLACES | {"num-clients"}
     try:
         settings = {**RunFolder.settings(folder), "resume": False}
@@ -77,42 +77,43 @@ def changed(config: Config, folder: Path) -> str:
         return str(error)
     try:
         saved = Config.make(settings).to_mapping()
-    # the data of that run are not here any more, or this version refuses its settings
+    # the data of that run are no longer here, or this version refuses its settings
     except FedBNError:
         saved = settings
     return changed_settings(saved, now.to_mapping(), free)
 
 
 def finished(folder: Path) -> bool:
-    """Return whether the run of the folder is finished: its summary is written last."""
+    """Return whether the folder's run is finished, as its summary is written last."""
     return (folder / "summary.json").is_file()
 
 
 def summary_of(folder: Path) -> dict[str, Any]:
-    """Return the summary of a finished run; empty without one."""
+    """Return the summary of a finished run, or {} without one."""
     return read_json(folder / "summary.json")
 
 
 def failure_of(cell: Cell, out: Path) -> dict[str, Any]:
-    """Return the error with which the last try of a run ended; empty for none."""
+    """Return the error that ended the last try of a run, or {} without an error."""
     return read_json(cell.folder(out) / FAILED)
 
 
 def do_cell(
     cell: Cell, out: Path, on_round: OnRound | None = None, workers: int | None = None
 ) -> str:
-    """Do or continue a run of a study; return its error, "" for none.
+    """Do or continue a run of a study, and return its error or "".
 
-    A run that diverged as the study allows has none. An exception is written to
-    ``failed.json`` in its folder: other runs do not depend on it.
+    A run that diverged with the study's permission has no error. An exception is
+    written to ``failed.json`` in the run's folder, because other runs do not depend on
+    it.
     """
     folder = cell.folder(out)
     threads = torch.get_num_threads()
-    # of the server's tests, too: the same bits on any machine
+    # Also set the threads of the server's tests, for equal bits on any machine.
     torch.set_num_threads(cell.config.torch_threads)
     try:
         _do(cell.config, folder, on_round, workers)
-    except Exception as error:  # whatever it is, the other runs go on
+    except Exception as error:  # the other runs continue after any error
         kind = type(error).__name__
         if not finished(folder):
             note_failure(folder, str(error), kind, traceback.format_exc())
@@ -124,7 +125,7 @@ def do_cell(
 
 
 def note_failure(folder: Path, error: str, kind: str, trace: str = "") -> None:
-    """Write the error with which a run ended."""
+    """Write the error that ended a run."""
     content = {"error": error, "type": kind, "traceback": trace}
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -137,13 +138,14 @@ def _do(
     config: Config, folder: Path, on_round: OnRound | None, workers: int | None
 ) -> None:
     """Resume a run, or do it from the start if its checkpoints do not fit the study."""
-    # A finished run that is not the study's any more makes room; nothing is deleted.
+    # A finished run with other settings is renamed, since nothing is deleted.
     if folder.is_dir():
-        # an error if another process still writes there: nothing is renamed under it
+        # The lock raises an error if another process still writes there. Nothing is
+        # renamed under that process.
         with lock_folder(folder):
             if finished(folder):  # with other settings, see ``_do_all``
                 _set_aside(folder, "earlier")
-            (folder / FAILED).unlink(missing_ok=True)  # of a former try
+            (folder / FAILED).unlink(missing_ok=True)  # the error of a former try
     if (folder / "checkpoint").is_dir():
         try:
             settings = changed(config, folder)
@@ -156,7 +158,7 @@ def _do(
             return
         except NotResumableError as error:
             logger.warning("%s starts from the beginning: %s", folder, error)
-    # What was killed before its first checkpoint, or has one that does not fit.
+    # Set a run aside that has no checkpoint or no fitting checkpoint.
     _set_aside(folder, "unfinished")
     run(config, folder, on_round=on_round, workers=workers)
 

@@ -34,15 +34,15 @@ logger = logging.getLogger("flwr")
 
 # bytes of a process that has imported torch and Flower, measured
 _PROCESS = 0.8 * 2**30
-# examples times parameters; below, the runs are done before the processes have started
+# examples times parameters; smaller studies end before processes have started
 _WORTH_PROCESSES = 1e10
 
 
 def default_parallel(cells: Sequence[Cell]) -> int:
-    """Return how many runs at a time pay on this machine.
+    """Return the number of runs at a time that is fastest on this machine.
 
-    One for each core, or GPU, as far as memory allows; a small study is done one run
-    after another.
+    It is one run for each core or GPU, as far as memory allows. A small study is done
+    one run after another.
     """
     work = sum(work_of(cell.config, make_model(cell.config)) for cell in cells)
     if work < _WORTH_PROCESSES:
@@ -56,7 +56,7 @@ def default_parallel(cells: Sequence[Cell]) -> int:
 
 def _memory_need(config: Config) -> float:
     """Return an estimate of a run's memory in bytes."""
-    # The process, the data twice (as read and as divided), the models of a round.
+    # Add the process, the data twice (as read and as divided), and a round's models.
     clients = count_clients(config)
     data = partitioned_data(config, clients).dataset
     in_memory = sum(
@@ -69,7 +69,7 @@ def _memory_need(config: Config) -> float:
 
 @dataclass(frozen=True)
 class _Running:
-    """A run at work, its process, and its place among the parallel ones."""
+    """A run at work, its process, and its place among the parallel runs."""
 
     cell: Cell
     process: Any
@@ -77,8 +77,8 @@ class _Running:
 
 
 def in_parallel(parallel: int) -> Runner:
-    """Return a runner that does so many runs at a time; runs share the GPUs evenly."""
-    # Not forks: CUDA and the threads of torch do not survive one.
+    """Return a runner that does this number of runs at a time on evenly shared GPUs."""
+    # Processes are not forked, because CUDA and torch's threads do not survive a fork.
     spawn = multiprocessing.get_context("spawn")
 
     def runner(
@@ -98,28 +98,28 @@ def in_parallel(parallel: int) -> Runner:
                     # a copy without the config that the cell has computed
                     args = (sender, replace(cell), out, place)
                     process = spawn.Process(target=_work, args=args)
-                    # Ctrl-C is of the whole terminal; the sweep ends its processes.
+                    # Ctrl-C reaches the whole terminal; the sweep ends its processes.
                     handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
                     process.start()
                     signal.signal(signal.SIGINT, handler)
-                    # so that the end of the process ends the pipe
+                    # The end of the process must end the pipe.
                     sender.close()
                     running[receiver] = _Running(cell, process, place)
                     follower.begin(cell)
 
-                # Wait for one that answers or ends.
+                # Wait for a process that answers or ends.
                 for answered in wait([*running]):
                     ended = running.pop(answered)
                     folder = ended.cell.folder(out)
                     error, warnings = _outcome(answered, ended.process, folder)
                     free.append(ended.place)
                     for warning in warnings:
-                        # several runs of a study often have the same
+                        # several runs of a study often have the same warning
                         if warning not in warned:
                             logger.warning("%s: %s", ended.cell.name, warning)
                             warned.add(warning)
                     yield ended.cell, error
-        # also where the sweep fails, or stops asking for more
+        # even if the sweep fails or requests no more runs
         finally:
             for left in running.values():
                 left.process.terminate()
@@ -129,7 +129,7 @@ def in_parallel(parallel: int) -> Runner:
 
 
 def _outcome(receiver: Any, process: Any, folder: Path) -> tuple[str, list[str]]:
-    """Return the error and the warnings of a run whose process answered or ended."""
+    """Return the error and the warnings of a run with an answer or an ended process."""
     try:
         error, warnings = receiver.recv()
     except EOFError:  # it was killed, for example for lack of memory
@@ -142,13 +142,13 @@ def _outcome(receiver: Any, process: Any, folder: Path) -> tuple[str, list[str]]
 
 
 def _work(sender: Any, cell: Cell, out: Path, place: int) -> None:
-    """Do a run in a process; send its error and what it logged as warnings."""
-    # A sweep that is killed takes its processes along.
+    """Do a run in a process, and send its error and its warnings."""
+    # A killed sweep also ends its processes.
     threading.Thread(target=end_with_the_command, daemon=True).start()
     keep_freed_memory()
     if torch.cuda.is_available():
         torch.cuda.set_device(place % torch.cuda.device_count())
-    # Warnings only, and not on the terminal, where those of several runs would mix.
+    # Collect warnings, because warnings of several runs would mix on the terminal.
     records: queue.SimpleQueue[logging.LogRecord] = queue.SimpleQueue()
     logger.setLevel(logging.WARNING)
     logger.handlers = [QueueHandler(records)]

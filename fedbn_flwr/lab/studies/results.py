@@ -1,7 +1,7 @@
-"""The results of a study: tidy rows in ``results.csv``, and one table of them.
+"""The results of a study, as tidy rows in ``results.csv`` and as a table.
 
-A row has no times, so that a study that was killed and continued has the rows of one
-that was not.
+A row has no times, so a study that was killed and continued has the same rows as an
+uninterrupted study.
 """
 
 from __future__ import annotations
@@ -33,22 +33,22 @@ FIELDS = (
 )
 """The columns of ``results.csv``: a row for each run, metric and domain.
 
-Shares are in percent; ``bytes`` are those of floats, down and up; a missing number is
+Shares are in percent; ``bytes`` are bytes of floats, down and up; a missing number is
 None. ``domain`` is "" for all test examples and "average" for the plain mean over the
-domains. ``rejected`` counts the replies of clients that were lost or refused: the
-result is then not one of all clients. ``main`` is true for the metric by which methods
-are compared, which target and paper are about: the run's main one, or the first that
-``metrics`` of the study names.
+domains. ``rejected`` counts the lost or refused replies of clients. With such replies,
+the result does not come from all clients. ``main`` is true for the metric that compares
+methods; target and paper refer to it. It is the run's main metric, or the first metric
+of the study's ``metrics``.
 """
 
-_ROUNDING = 1e-9  # a target of 50.13 is reached by 5013 of 10000
+_ROUNDING = 1e-9  # for example, 5013 of 10000 reach a target of 50.13
 _NAN = float("nan")
 
 
 def rows_of(study: Study, out: Path) -> list[dict[str, Any]]:
-    """Return the rows of all runs that ended, in the order of the study.
+    """Return the rows of all ended runs, in the order of the study.
 
-    Their keys are of ``FIELDS``.
+    The keys are ``FIELDS``.
     """
     rows = []
     for cell in study.cells():
@@ -74,7 +74,7 @@ def _rows_of_run(study: Study, cell: Cell, out: Path) -> Iterator[dict[str, Any]
     }
     metrics = [name for name in study.metrics if name in final] or [summary["headline"]]
     for metric in metrics:
-        # Paper and target are about the metric by which methods are compared.
+        # Paper and target refer to the metric that compares methods.
         main = metric == metrics[0]
         papers = {}
         if main:
@@ -101,14 +101,14 @@ def _domains(final: Mapping[str, Any], metric: str) -> dict[str, float | None]:
     by_domain: dict[str, float | None] = dict(final.get("domains", {}).get(metric, {}))
     known = [value for value in by_domain.values() if value is not None]
     if known:
-        # without one domain it would be the average of others
+        # Without one domain, the average would be an average of other domains.
         complete = len(known) == len(by_domain)
         by_domain[AVERAGE] = statistics.fmean(known) if complete else None
     return by_domain
 
 
 def _scale(metric: str) -> int:
-    """Return by what tables multiply a metric: shares are in percent."""
+    """Return the factor of a metric in tables, 100 for shares in percent."""
     return 100 if in_percent(metric) else 1
 
 
@@ -126,7 +126,7 @@ def _until_target(
     sign = 1 if higher_is_better(metric) else -1
     exchanges = moved = 0
     for line in lines:
-        # Every round costs, also one without a test.
+        # Every round costs, even a round without a test.
         exchanges += line["exchanges"]
         moved += line["bytes-down"] + line["bytes-up"]
         if line.get(metric) is None:
@@ -139,7 +139,7 @@ def _until_target(
 
 
 def write_results(study: Study, out: Path) -> pd.DataFrame:
-    """Write ``results.csv`` and ``table.md`` of what ended; return the table."""
+    """Write ``results.csv`` and ``table.md`` of the ended runs, returning the table."""
     rows = rows_of(study, out)
     made = table(rows)
     tidy = pd.DataFrame(rows, columns=[*FIELDS], dtype=object)
@@ -151,17 +151,17 @@ def write_results(study: Study, out: Path) -> pd.DataFrame:
 def table(rows: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
     """Return the table of the tidy rows, as text.
 
-    It has a line for each split, method and metric. A domain has a line where the paper
-    has a number for it; the rows have all. Mean and sample standard deviation are those
-    of the runs that finished with a value; costs are means of all runs that ended. A
-    column that says nothing in any line is left out.
+    It has a line for each split, method and metric. A domain has a line if the paper
+    has a number for it, while the rows have all domains. Mean and sample standard
+    deviation are over the finished runs with a value; costs are means of all ended
+    runs. Columns without content are left out.
     """
     frame = pd.DataFrame(rows, columns=[*FIELDS], dtype=object)
     if frame.empty:
         return pd.DataFrame(columns=["split", "method", "metric", "final", "runs"])
     first = frame["method"].iloc[0]
     tests = paired_tests(rows)
-    # How the runs of a method ended, each once: a failed one has no metric.
+    # The state of each run of a method, counted once, since failed runs lack a metric.
     ended = frame.drop_duplicates(["split", "method", "seed"])
     statuses = ended.groupby(["split", "method"])["status"]
 
@@ -171,7 +171,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
     groups = shown.groupby(["split", "method", "metric", "domain"], sort=False)
     for (split, method, metric, domain), runs in groups:
         how = statuses.get_group((split, method)).value_counts()
-        # Failed runs have a line only where no other run has one.
+        # Failed runs have a line only if no other run has one.
         if metric == "-" and set(how.index) != {"failed"}:
             continue
         percent = metric != "-" and in_percent(metric)
@@ -193,8 +193,8 @@ def table(rows: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
 
 
 def _line(runs: pd.DataFrame, statuses: Mapping[Any, int], form: str) -> dict[str, str]:
-    """Return the numbers of one line of the table as text; "" where there is none."""
-    # Costs are those of all runs; values those of the runs that finished.
+    """Return the numbers of one line of the table as text, or "" without a number."""
+    # Costs are means of all runs; values are means of the finished runs.
     texts = ["method", "split", "metric", "domain", "status", "sha256"]
     numbers = runs.drop(columns=texts).apply(pd.to_numeric)
     mean = numbers.mean()
@@ -202,7 +202,7 @@ def _line(runs: pd.DataFrame, statuses: Mapping[Any, int], form: str) -> dict[st
     values = finished["final"].dropna()
     reached = finished["rounds-to-target"].dropna()
 
-    # Nobody shall take the mean for one of all runs and all clients.
+    # Show if the mean does not cover all runs and all clients.
     counts = {
         "without a value": len(finished) - len(values),
         "with lost replies": (finished["rejected"] > 0).sum(),
@@ -239,11 +239,11 @@ def paired_tests(
 ) -> dict[tuple[str, str], tuple[float, float]]:
     """Return by split and method the mean difference to the first method, and p.
 
-    p is that of the paired t test. Runs of two methods with one seed have the same data
-    split and the same initial weights, so they are paired by seed. Main metrics of one
-    quantity are compared, also of different tests: FedBN's accuracy is that of the
-    clients' models, FedAvg's that of the global one. p is NaN with one seed, and where
-    all differences are alike.
+    p is the p value of the paired t test. Runs of two methods with one seed have the
+    same data split and the same initial weights, so they are paired by seed. Main
+    metrics of one quantity are compared, even if their tests differ: FedBN's accuracy
+    belongs to the clients' models, and FedAvg's to the global model. p is NaN with one
+    seed, or if all differences are alike.
     """
     # scipy's statistics take half a second to import, and a sweep's plan needs none.
     from scipy.stats import ttest_rel
@@ -278,7 +278,7 @@ def paired_tests(
 
 def markdown(shown: pd.DataFrame) -> str:
     """Return a table of text as Markdown."""
-    # A cell's own bars do not end it, and asterisks are no emphasis.
+    # Escape bars, so that they do not end a cell, and asterisks against emphasis.
     escapes = str.maketrans({"|": "\\|", "*": "\\*", "\n": " "})
     lines = []
     for row in [shown.columns, ["---"] * len(shown.columns), *shown.to_numpy()]:

@@ -1,4 +1,4 @@
-"""A study: a grid of runs, methods x splits x seeds, read from a file.
+"""A study file with a grid of methods, splits and seeds.
 
 A study file::
 
@@ -10,24 +10,25 @@ A study file::
     skip: [FedBN/iid]
     paper: {FedAvg+BN/iid: 91.35 ± 0.24}
 
-The table shows the main metric of each run, the first one of ``eval-on``; ``metrics``
-names others, by their keys in ``summary.json``:
-``metrics: [personal-own-auroc, held-out-adapted-auroc]``. A metric that a run does not
-have is left out there.
+The table shows the main metric of each run, from the first test of ``eval-on``.
+``metrics`` names other metrics, by their keys in ``summary.json``:
+``metrics: [personal-own-auroc, held-out-adapted-auroc]``. If a run lacks a metric, it
+is left out there.
 
 The paper's number, with its ± or without, may also be given by domain,
-``{amazon: 61.3, average: 66.3 ± 0.7}``: it then stands beside the result of that
-domain, or beside the plain average of the domains.
+``{amazon: 61.3, average: 66.3 ± 0.7}``. The table then shows it next to the result of
+that domain, or next to the plain average of the domains.
 
-``methods`` and ``splits`` override ``base``, a method's settings override those of the
-split, and ``overrides``, by METHOD/SPLIT, override all. A key of ``base`` that has no
-effect in a run is left out there, and the log says so. Each run has the folder
+``methods`` and ``splits`` override ``base``, a method's settings override the split's
+settings, and ``overrides``, by METHOD/SPLIT, override all. A key of ``base`` that has
+no effect in a run is left out there, with a line in the log. Each run has the folder
 ``OUT/METHOD/SPLIT/seed-N``.
 
 ``target: 60`` adds the rounds, exchanges and bytes until the main metric was first at
 60, in the unit of the table.
+60, in the unit of the table.
 
-``tune`` chooses settings before the runs, for each METHOD/SPLIT on its own, by the
+``tune`` chooses settings before the runs, separately for each METHOD/SPLIT, by the
 score on validation examples::
 
     tune:
@@ -35,9 +36,9 @@ score on validation examples::
       base: {validation-share: 0.2, num-server-rounds: 30}
       seeds: [0]
 
-Every combination of the grid is run with the settings of ``tune.base``; the one with
-the highest mean score of the last round (of the best, with ``early-stopping``) over
-``tune.seeds`` is used. The test set is not used to choose. Trials are in
+Every combination of the grid is run with the settings of ``tune.base``. The combination
+with the highest mean score of the last round (of the best, with ``early-stopping``)
+over ``tune.seeds`` is used. The test set is not used to choose. Trials are in
 ``OUT/tune/METHOD/SPLIT/``.
 """
 
@@ -80,16 +81,16 @@ __all__ = [
     "trial_name",
 ]
 
-AVERAGE = "average"  # of the domains
-WHOLE = ""  # in a paper's numbers by domain the key of one that is not by domain
+AVERAGE = "average"  # the average of the domains
+WHOLE = ""  # the key of a paper's number for all domains together
 
 
 class PaperNumber(NamedTuple):
     """A number of a paper, in the unit of the table.
 
     Attributes:
-        mean: the number; None: the paper has none.
-        std: what stands behind its ±; None: nothing.
+        mean: the number; None if the paper has none.
+        std: the number behind its ±; None without it.
     """
 
     mean: float | None = None
@@ -100,16 +101,16 @@ class PaperNumber(NamedTuple):
         """Read a number of a study file, such as 53.97 or "53.97 ± 4.18".
 
         Raises:
-            ValueError: it is neither.
+            ValueError: the value is neither.
         """
-        # A bool is an int for Python, and its text is no number.
+        # A bool is an int for Python, but its text is not a number.
         parts = []
         with suppress(ValueError):
             parts = [float(part) for part in str(value).split("±")]
         finite = all(math.isfinite(part) for part in parts)
         if not finite or len(parts) not in (1, 2) or min(parts[1:], default=0) < 0:
             raise ValueError(
-                f"'{value}' is no number of a paper; write 53.97 or 53.97 ± 4.18"
+                f"'{value}' is not a number of a paper. Write 53.97 or 53.97 ± 4.18"
             )
         return cls(*parts)
 
@@ -119,12 +120,12 @@ class Cell:
     """One run of a study.
 
     Attributes:
-        method: its name.
-        split: its name.
-        seed: its seed.
-        settings: its own settings.
-        base: those of all runs.
-        trial: its point of ``tune``; "" for none.
+        method: name of the method.
+        split: name of the split.
+        seed: seed of the run.
+        settings: the run's own settings.
+        base: the settings of all runs.
+        trial: the point of ``tune``; "" if the run is not a trial.
     """
 
     method: str
@@ -136,7 +137,7 @@ class Cell:
 
     @property
     def name(self) -> str:
-        """METHOD/SPLIT/seed-N; of a trial tune/METHOD/SPLIT/KEY=VALUE/seed-N."""
+        """METHOD/SPLIT/seed-N, or tune/METHOD/SPLIT/KEY=VALUE/seed-N for a trial."""
         pair = f"{self.method}/{self.split}"
         if self.trial:
             return f"tune/{pair}/{self.trial}/seed-{self.seed}"
@@ -161,7 +162,7 @@ class Cell:
         folder = out
         for part in self.name.split("/"):
             name = re.sub(r"[^A-Za-z0-9._+=-]", "_", part)
-            # not ".." or "", which would be another folder
+            # Change ".." and "", because they would be another folder.
             if not name.strip("."):
                 name = "_" * max(1, len(name))
             folder /= name
@@ -177,13 +178,13 @@ def _under_new_names(settings: dict[str, Any]) -> dict[str, Any]:
     return merged([settings])
 
 
-# Renamed when they are read: of two layers the later one wins, under any name.
+# Keys are renamed when read, so that a later layer wins under any name.
 _RENAMED = AfterValidator(_under_new_names)
 StudySettings = Annotated[dict[str, Scalar], _RENAMED]
 
 
 class Tuning(BaseModel):
-    """The trials that choose settings; the module's docstring has an example."""
+    """The trials that choose settings, with an example in the module's docstring."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -198,7 +199,7 @@ class Tuning(BaseModel):
     @field_validator("grid")
     @classmethod
     def _as_numbers(cls, grid: dict[str, list[Scalar]]) -> dict[str, list[Scalar]]:
-        """Take ``1e-3`` as a number, which YAML reads as a text."""
+        """Take ``1e-3`` as a number, because YAML reads it as a text."""
         found: dict[str, list[Scalar]] = {}
         for key, values in grid.items():
             found[key] = []
@@ -214,7 +215,7 @@ class Tuning(BaseModel):
 
 
 class Study(BaseModel):
-    """A study file; the module's docstring has an example."""
+    """A study file, with an example in the module's docstring."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -248,7 +249,7 @@ class Study(BaseModel):
     def read(cls, path: Path, overrides: Sequence[str] = ()) -> Study:
         """Read a study file.
 
-        The configs of its runs are not made: their data may be elsewhere.
+        The configs of its runs are not made, because their data may be elsewhere.
 
         Args:
             path: the YAML file.
@@ -256,10 +257,10 @@ class Study(BaseModel):
                 folder.
 
         Raises:
-            ConfigError: the file is no study.
+            ConfigError: the file is not a study.
         """
         read = read_yaml(path, "study")
-        # What is no mapping is told by the validation.
+        # The validation reports content that is not a mapping.
         if overrides and isinstance(read, dict):
             base = read.get("base") or {}
             if isinstance(base, dict):
@@ -287,8 +288,8 @@ class Study(BaseModel):
         return [f"{method}/{split}" for method in self.methods for split in self.splits]
 
     def cells(self) -> Iterator[Cell]:
-        """Yield all runs except skipped ones."""
-        # Seed by seed: a stopped study has complete tables for the first seeds.
+        """Yield all runs that the study does not skip."""
+        # Seed by seed, so that a stopped study has complete tables for the first seeds.
         for seed in self.seeds:
             yield from self._cells(seed, {})
 
@@ -306,7 +307,7 @@ class Study(BaseModel):
             for method, of_method in self.methods.items():
                 name = f"{method}/{split}"
                 if name not in self.skip:
-                    # the later ones win
+                    # later settings win
                     settings = {
                         **of_split,
                         **of_method,
@@ -317,7 +318,7 @@ class Study(BaseModel):
                     yield Cell(method, split, seed, settings, self.base, trial)
 
     def with_chosen(self, chosen: Mapping[str, StudySettings]) -> Study:
-        """Return the study with the settings that ``tune`` chose in its place."""
+        """Return the study with the chosen settings instead of ``tune``."""
         overrides = dict(self.overrides)
         for name, settings in chosen.items():
             overrides[name] = {**overrides.get(name, {}), **settings}

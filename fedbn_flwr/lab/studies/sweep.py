@@ -1,9 +1,9 @@
 """Doing the runs of a study, one after another or several at a time.
 
-A finished run (with ``summary.json``) is skipped, and an unfinished or failed one is
-resumed from its last checkpoint. A run whose folder has other settings than the study
-is repeated, and so is an unfinished one without a usable checkpoint; the former folder
-is renamed, never removed. A run has the same bits alone, in series and in parallel.
+A finished run (with ``summary.json``) is skipped, and an unfinished or failed run is
+resumed from its last checkpoint. A run is repeated if its folder has other settings
+than the study, or if it is unfinished without a usable checkpoint. The former folder is
+renamed, never removed. A run has the same bits by itself, in series and in parallel.
 """
 
 from __future__ import annotations
@@ -46,16 +46,16 @@ _AGAIN = "give the same command again"
 
 
 class Follower(Protocol):
-    """Is told what happens in a sweep."""
+    """An observer of the events in a sweep."""
 
     def plan(self, cells: Sequence[Cell], left: Sequence[Cell]) -> None:
-        """Take note of all runs of a phase, and of those that are left to do."""
+        """Note all runs of a phase, and the runs that are left to do."""
 
     def begin(self, cell: Cell) -> OnRound | None:
-        """Take note that a run begins; return what takes its new lines, if anything."""
+        """Note that a run begins, and return a function for its new lines, or None."""
 
     def end(self, cell: Cell, error: str) -> None:
-        """Take note that a run ended; ``error`` is "" if it is finished."""
+        """Note that a run ended, with ``error`` "" if it is finished."""
 
 
 class LogFollower:
@@ -76,7 +76,7 @@ class LogFollower:
 
 Outcome = tuple[Cell, str]
 Runner = Callable[[Sequence[Cell], Path, Follower], Generator[Outcome]]
-"""Does runs and yields each that ended, with its error or ""."""
+"""Does runs and yields each run that ended, with its error or ""."""
 
 
 def sweep(
@@ -93,31 +93,31 @@ def sweep(
             shows them.
         out: folder of all runs; ``write_results`` names the files of results.
             ``study.yaml`` is the study with the settings of the command and the tuned
-            ones.
+            settings.
         runner: does the runs; ``in_series`` by default, ``parallel.in_parallel`` on
             several cores.
-        follower: is told what happens; by default a ``LogFollower``.
-        selection: the runs to do now. The tables show all that the folder has.
+        follower: observes the sweep; by default a ``LogFollower``.
+        selection: the runs to do now. The tables show all runs in the folder.
 
     Raises:
-        ConfigError: another process writes to the folder, it is that of a run or of
-            another study, data cannot be used, finished runs are of other data, or what
-            is selected is not in the study; nothing was done.
+        ConfigError: another process writes to the folder, the folder belongs to a run
+            or to another study, data cannot be used, finished runs have other data, or
+            a selected name is not in the study; nothing was done.
         EngineError: the study's own files cannot be written; the runs stay.
         RunFailedError: trials failed; or runs failed, trained nothing, or diverged and
             their ``on-divergence`` is "stop". All other runs are finished, and the
-            error holds the table. The same call tries the failed ones again.
+            error contains the table. The same call tries the failed runs again.
     """
     runner = runner or in_series
     follower = follower or LogFollower()
     selection.check(study)
     _log_dropped(study, selection)
     with lock_folder(out, "study"):
-        # Refuse everything now that would fail or mislead after hours.
+        # Refuse now all faults that would fail or mislead after hours.
         _refuse_folder_of_another(study, out)
         _check_before(study, out, selection)
 
-        # The trials first: they choose settings of the runs.
+        # The trials come first, because they choose settings of the runs.
         trials = [cell for cell in study.trials() if cell in selection]
         if trials:
             study = _tune(study, trials, out, runner, follower)
@@ -125,8 +125,8 @@ def sweep(
             (out / "tuning.md").unlink(missing_ok=True)
         _write(study, out)
 
-        # Results before the runs, too: a sweep that is stopped leaves no tables of
-        # other settings.
+        # Write results before the runs as well: otherwise a stopped sweep could leave
+        # tables of other settings.
         cells = [cell for cell in study.cells() if cell in selection]
         with writing(out, _AGAIN):
             write_results(study, out)
@@ -134,7 +134,7 @@ def sweep(
         with writing(out, _AGAIN):
             table = write_results(study, out)
 
-    # Say what the table lacks.
+    # Report the gaps of the table.
     absent = _absent_metrics(study, out)
     if absent:
         logger.warning("metrics: no run of this study has %s", ", ".join(absent))
@@ -160,7 +160,7 @@ def _log_dropped(study: Study, selection: Selection) -> None:
 
 
 def _check_before(study: Study, out: Path, selection: Selection) -> None:
-    """Raise ConfigError if data cannot be used, or finished runs are of other data."""
+    """Raise ConfigError if data cannot be used, or finished runs have other data."""
     cells = [*study.trials(), *study.cells()]
     done = [cell for cell in cells if is_done(cell, out)]
     left = [cell for cell in cells if cell in selection and cell not in done]
@@ -172,12 +172,12 @@ def _check_before(study: Study, out: Path, selection: Selection) -> None:
 def _tune(
     study: Study, trials: Sequence[Cell], out: Path, runner: Runner, follower: Follower
 ) -> Study:
-    """Do the trials, write ``tuning.md`` and return the study with the chosen settings.
+    """Do the trials, write ``tuning.md``, and return the study with their choice.
 
     Raises:
         RunFailedError: trials failed.
     """
-    # a former one has the settings that its tables are of
+    # A former study file has the settings of its tables.
     if not (out / STUDY_FILE).exists():
         _write(study, out)
     _do_all(trials, out, runner, follower)
@@ -199,18 +199,18 @@ def in_series(
 def _do_all(
     cells: Sequence[Cell], out: Path, runner: Runner, follower: Follower
 ) -> None:
-    """Do the runs that are left."""
+    """Do the remaining runs."""
     left = [cell for cell in cells if not is_done(cell, out)]
     for cell in left:
         folder = cell.folder(out)
         if finished(folder):
             other = changed(cell.config, folder)
             logger.warning(
-                "%s is repeated, its settings are not the study's: %s", cell.name, other
+                "%s is repeated. Its settings are not the study's: %s", cell.name, other
             )
     follower.plan(cells, left)
     if left:
-        # ends the other runs if something fails here
+        # closing ends the other runs if an error occurs here
         with closing(runner(left, out, follower)) as outcomes:
             for cell, error in outcomes:
                 follower.end(cell, error)
@@ -223,7 +223,7 @@ def _write(study: Study, out: Path) -> None:
 
 
 def _absent_metrics(study: Study, out: Path) -> list[str]:
-    """Return the metrics that the study asks for and that no finished run has."""
+    """Return the metrics of the study that no finished run has."""
     known: set[str] = set()
     for cell in study.cells():
         known.update(summary_of(cell.folder(out)).get("final", {}))
@@ -231,42 +231,42 @@ def _absent_metrics(study: Study, out: Path) -> list[str]:
 
 
 def _refuse_folder_of_another(study: Study, out: Path) -> None:
-    """Raise ConfigError if the folder is that of a run or of another study."""
-    # Their files would be replaced.
+    """Raise ConfigError if the folder belongs to a run or to another study."""
+    # The sweep would replace their files.
     if (out / "config.yaml").exists():
         raise ConfigError(
-            f"out={str(out)!r} is the folder of a run; choose another folder for a"
+            f"out={str(out)!r} is the folder of a run. Choose another folder for a"
             " study."
         )
     if not (out / STUDY_FILE).exists():
         return
     content = read_yaml(out / STUDY_FILE, "study")
-    # one that is no study any more is replaced
+    # A file that is no longer a study is replaced.
     name = content.get("name", study.name) if isinstance(content, dict) else study.name
     if name != study.name:
         raise ConfigError(
-            f"out={str(out)!r} has the study {name!r}, whose tables those of"
-            f" {study.name!r} would replace. Choose another folder, or give the study"
+            f"out={str(out)!r} has the study {name!r}. The tables of {study.name!r}"
+            " would replace its tables. Choose another folder, or give the study"
             " its former name."
         )
 
 
 def _refuse_lost(trials: Sequence[Cell], out: Path) -> None:
     """Raise RunFailedError if trials have no result."""
-    # Without them another setting could be chosen.
+    # Without their results, another setting could be chosen.
     lost = [cell.name for cell in trials if not is_done(cell, out)]
     if lost:
         raise RunFailedError(
             f"{len(lost)} of {len(trials)} trials of tune failed: {', '.join(lost)}."
-            " Nothing was chosen; the same command tries them again. (A trial that"
+            " Nothing was chosen. The same command tries them again. (A trial that"
             " diverges is a result: its setting is not chosen.)"
         )
 
 
 def _check_data(cells: Sequence[Cell]) -> None:
     """Raise ConfigError with all problems of the data and their splits."""
-    # One run of each pair, the first one: the seeds have the same data. Of runs with
-    # the same problem the first one, too, is named.
+    # Check the first run of each pair, because all seeds have the same data. If several
+    # runs have one problem, name the first of them.
     first = {(cell.method, cell.split): cell for cell in reversed(cells)}
     problems: dict[str, str] = {}
     for cell in first.values():
@@ -282,7 +282,7 @@ def _check_data(cells: Sequence[Cell]) -> None:
 
 def _refuse_results_of_other_data(done: Sequence[Cell], out: Path) -> None:
     """Raise ConfigError if own data have changed since runs of the study."""
-    # A table would compare results of both.
+    # Otherwise a table would compare results of both data.
     other = [
         cell.name for cell in done if has_other_data(cell.folder(out), cell.config)
     ]
@@ -291,14 +291,14 @@ def _refuse_results_of_other_data(done: Sequence[Cell], out: Path) -> None:
         if len(other) > 3:
             shown += ", ..."
         raise ConfigError(
-            f"{len(other)} finished runs of the study in {out} ({shown}) are of other"
-            " data: those of dataset have changed since, or are divided in another"
+            f"{len(other)} finished runs of the study in {out} ({shown}) have other"
+            " data: the data of dataset have changed since, or are divided in another"
             " way. Restore the data, or choose another --out."
         )
 
 
 def _failed(cell: Cell, out: Path) -> bool:
-    """Return whether a run is not done, or diverged against the study's will."""
+    """Return whether a run is not done, or diverged although the study forbids it."""
     if not is_done(cell, out):
         return True
     diverged = DIVERGED_AT in summary_of(cell.folder(out))

@@ -26,14 +26,14 @@ logger = logging.getLogger("flwr")
 
 @dataclass(frozen=True)
 class Tuned:
-    """The score of each point of the grid for one METHOD/SPLIT, and the best one.
+    """The score of each point of the grid for one METHOD/SPLIT, and the best point.
 
     Attributes:
         name: METHOD/SPLIT.
         metric: the name of the score.
-        scores: by point, such as "learning-rate=0.1", the mean over the seeds; None if
+        scores: the mean over the seeds by point, such as "learning-rate=0.1"; None if
             a run failed or diverged.
-        best: the point with the best score, the first of equal ones; None if no point
+        best: the point with the best score, the first of equal points; None if no point
             has a score.
     """
 
@@ -46,9 +46,9 @@ class Tuned:
 def tuned(study: Study, out: Path) -> tuple[list[Tuned], dict[str, StudySettings]]:
     """Return the scores of the trials, and by METHOD/SPLIT the best settings.
 
-    A METHOD/SPLIT with a trial that is not done is left out. One whose trials all
-    diverged keeps the study's own settings, with a warning; a warning, too, tells of a
-    best point at the end of a grid: a larger grid may have a better one.
+    A METHOD/SPLIT with an unfinished trial is left out. If all its trials diverged, it
+    keeps the study's own settings, with a warning. There is also a warning if the best
+    point is at the end of a grid, because a larger grid may have a better point.
     """
     if not study.tune:
         return [], {}
@@ -73,19 +73,19 @@ def tuned(study: Study, out: Path) -> tuple[list[Tuned], dict[str, StudySettings
         results.append(Tuned(name, validation_metric(config), scores, best))
         if best is None:
             logger.warning(
-                "%s: no trial of tune has a score; the study's own settings are used",
+                "%s: no trial of tune has a score. The study's own settings are used",
                 name,
             )
             continue
 
-        # At the end of a grid of numbers the best one may lie outside.
+        # If the best number is at the end of its grid, a better one may be outside.
         chosen[name] = points[best]
         for key, value in chosen[name].items():
             values = study.tune.grid[key]
             grid = [each for each in values if isinstance(each, (int, float))]
             if len(grid) > 2 and value in (min(grid), max(grid)):
                 logger.warning(
-                    "%s: %s=%s is best and ends the grid; a larger grid may do better",
+                    "%s: %s=%s is best and ends the grid. A larger grid may do better",
                     name,
                     key,
                     value,
@@ -106,7 +106,7 @@ def tuning_markdown(name: str, results: Sequence[Tuned]) -> str:
 def _grouped(
     cells: Iterable[Cell], key: Callable[[Cell], str]
 ) -> dict[str, list[Cell]]:
-    """Return the cells by key, in the order in which the keys come first."""
+    """Return the cells by key, ordered by the first cell of each key."""
     groups: dict[str, list[Cell]] = {}
     for cell in cells:
         groups.setdefault(key(cell), []).append(cell)
@@ -114,8 +114,8 @@ def _grouped(
 
 
 def _score(cells: Sequence[Cell], out: Path) -> float | None:
-    """Return the mean over the seeds of the last validation score; None without one."""
-    # One seed without a score is enough: the mean of the others would favour the point.
+    """Return the mean over the seeds of the last validation score, or None."""
+    # A single seed without a score gives None: the other seeds would favour the point.
     values = []
     for cell in cells:
         summary = summary_of(cell.folder(out))

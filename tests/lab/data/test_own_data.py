@@ -292,7 +292,11 @@ ARRAYS = {
         np.arange(3),
         "x has complex numbers .*two channels.*magnitude",
     ),
-    "unequal lengths": (np.zeros((3, 2)), np.zeros(4), r"y has shape \(4,\), but x has"),
+    "unequal lengths": (
+        np.zeros((3, 2)),
+        np.zeros(4),
+        r"y has shape \(4,\), but x has",
+    ),
     "five channels": (
         np.zeros((3, 4, 4, 5), np.uint8),
         np.arange(3),

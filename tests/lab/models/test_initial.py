@@ -238,7 +238,7 @@ def test_published_weights_of_torchvision_from_its_cache(
         ("{}/noise.safetensors", "could not be read"),
         ("{}/other.pt", r"blocks\.0.*conv1\.weight"),
         ("{}/nan.pt", r"conv1\.weight is not finite"),
-        ("{}/empty.pt", "holds no tensors"),
+        ("{}/empty.pt", "contains no tensors"),
         ("torchvision", "'lenet'"),
         ("torchvision:resnet81", "resnet81"),
         ("torchvision:resnet18.V9", "IMAGENET1K_V1"),

@@ -244,7 +244,7 @@ def test_warnings_name_what_is_not_counted() -> None:
     assert inspect_model(make_model(config), "fedavg", 2, config).warnings == ()
     (warning,) = inspect_model(make_model(config), "fedbn", 2, config).warnings
     assert warning.startswith(
-        "fraction-train: a client first asked after round 1 gets the whole model"
+        "fraction-train: a client gets the whole model if it is first asked"
     )
 
 

@@ -199,7 +199,7 @@ def test_what_it_took_to_reach_the_target(tmp_path: Path, monkeypatch) -> None:
     for wrong in ("high", "70 ± 1 ± 2", "70 ±", "70 ± -1", ".nan", "{cat: 70 +- 1}"):
         with pytest.raises(
             ConfigError,
-            match=r"paper: A/all.*: '.*' is no number of a paper; write 53.97 or 53.97",
+            match=r"paper: A/all.*: '.*' is not a number of a paper. Write 53.97 or 53.97",
         ):
             load(tmp_path, TARGETS.replace("70 ± 2.5", wrong))
     with pytest.raises(

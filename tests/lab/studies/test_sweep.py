@@ -773,7 +773,7 @@ def test_the_folder_of_a_run_or_of_another_study_is_refused(
     (out / "study.yaml").rename(out / "config.yaml")
     with pytest.raises(
         ConfigError,
-        match=r"out=.* is the folder of a run; choose another folder for a study",
+        match=r"out=.* is the folder of a run. Choose another folder for a study",
     ):
         sweep(study, out)
     assert [path.name for path in out.iterdir()] == ["config.yaml"]
