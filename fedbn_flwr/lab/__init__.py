@@ -1,7 +1,8 @@
-"""The laboratory: what runs experiments with the methods. It may import anything; the
-package never imports it.
+"""The laboratory for experiments with the methods.
 
-- ``config``: the settings of a run and what is refused. ``setup.py``: its model, local
+It may import every module, but the rest of the package never imports it.
+
+- ``config``: the settings of a run and their refusals. ``setup.py``: its model, local
   training and strategy.
 - ``data`` with ``models`` and ``export``: data sets, networks, and files of models to
   take away.
@@ -13,7 +14,7 @@ package never imports it.
 - ``finished_runs``: evaluate and export the model of a run.
 - ``studies``: grids of runs, their results and tables. ``report``: the HTML page of a
   run or a study.
-- ``doctor.py``: what went wrong with BatchNorm in a run.
+- ``doctor.py``: the faults of BatchNorm in a run.
 - ``deployment``: a federation over a network. ``cli``: the command line.
 """
 
@@ -40,18 +41,18 @@ _NEEDS = (
     ),
     *("torchvision", "typer", "yaml"),
 )
-"""What the extra ``lab`` installs, by the names of modules."""
+"""The packages of the extra ``lab``, by the names of modules."""
 
 
 class _Door:
-    """Finder that stops an import of the laboratory where only the core is installed.
+    """Finder that stops an import of the laboratory if only the core is installed.
 
     ``make certs`` needs only ``cryptography``, so ``deployment`` is open.
     """
 
     @staticmethod
     def find_spec(name: str, *_: object) -> None:
-        """Name the line to type.
+        """Raise the error with the command that installs the packages.
 
         Raises:
             MissingExtraError: a package of the extra ``lab`` is absent.

@@ -1,7 +1,7 @@
-"""``fedbn-flwr doctor``: for a run's folder, a model with data, or a saved state.
+"""The command ``fedbn-flwr doctor``, for a run, a model with data, or a saved state.
 
-``fedbn_flwr.doctor`` does the work; here it gets the model, the data and what the
-settings say of the training, and its remedies are fitted to the settings.
+``fedbn_flwr.doctor`` does the work. This module passes it the model, the data and the
+settings of the training, and fits its remedies to the settings.
 """
 
 from __future__ import annotations
@@ -79,31 +79,30 @@ def diagnose_run(run: Path, max_examples: int = 1024) -> Diagnosis:
         max_examples: examples of each client to use, drawn at random.
 
     Raises:
-        ConfigError: the folder has no run, or its data are not here and nothing else
-            can be said; or they have changed since the run.
+        ConfigError: the folder has no run; or its data are not here and its state shows
+            nothing; or they have changed since the run.
         StateError: the run is not finished.
     """
     config = run_config(run)
     if has_other_data(run, config):
         raise ConfigError(
-            f"dataset={config.dataset!r} has changed since the run in {run}: its"
-            " figures would be those of other examples. Restore the data; or look at"
-            " the model on the data of now, fedbn-flwr doctor MODEL --dataset D"
-            " --state FILE; or at the state alone, fedbn-flwr doctor FILE."
+            f"dataset={config.dataset!r} has changed since the run in {run}, so its"
+            " figures would describe other examples. Restore the data; or check"
+            " the model on the present data, fedbn-flwr doctor MODEL --dataset D"
+            " --state FILE; or check only the state, fedbn-flwr doctor FILE."
         )
     state, kept, notes = _state_of_run(run, config)
     model = make_model(config).eval()
     load_state(model, state)
     training, local = training_of(config, run), _local_parts(config)
 
-    # Measure on the run's data; without them its state still tells something.
+    # Measure on the run's data. Without them, use only the state.
     clients, tests = list[ClientData](), list[ClientData]()
     try:
         clients, tests = _examples_of(config, max_examples, notes)
     except DataError as error:
         notes.append(
-            "the data of the run are not here, so its state alone was looked at:"
-            f" {error}"
+            f"the data of the run are not here, so only its state was checked: {error}"
         )
         diagnosis = diagnose_state(state, model=model, training=training)
         diagnosis = replace(diagnosis, notes=notes)
@@ -119,7 +118,7 @@ def diagnose_run(run: Path, max_examples: int = 1024) -> Diagnosis:
             own=kept if local else {},
         )
 
-    # A client's own fault may be the cause of what all show, so it goes first.
+    # A client's own fault may cause the faults of all clients, so it goes first.
     findings = _of_clients(model, kept, diagnosis.findings)
     if clients and Part.STATISTICS in local:
         findings += _mismatch_of_clients(model, kept, tests, config)
@@ -135,17 +134,17 @@ def diagnose_run(run: Path, max_examples: int = 1024) -> Diagnosis:
 
 
 def _local_parts(config: Config) -> Collection[Part]:
-    """Return the parts that stay with the clients; a centralised run has no clients."""
+    """Return the parts that stay with the clients, none in a centralised run."""
     if config.strategy == CENTRALIZED:
         return ()
     return method_of(config).methods.local
 
 
 def examine(folder: Path) -> None:
-    """Write ``doctor.json`` of a finished run, which the report shows.
+    """Write ``doctor.json`` of a finished run for the report.
 
-    Where the file is newer than the run it stays; where the doctor cannot look, it says
-    why. A study is left as it is.
+    If the file is newer than the run, it stays. If the doctor cannot check the run, the
+    file has the reason. Folders of studies do not change.
     """
     run, file = folder / "summary.json", folder / "doctor.json"
     if not run.is_file():
@@ -156,7 +155,7 @@ def examine(folder: Path) -> None:
         diagnosis = diagnose_run(folder).to_json()
     except FedBNError as error:
         diagnosis = {"findings": [], "not-measured": [str(error)]}
-    # A folder that cannot be written has its report elsewhere.
+    # If the folder cannot be written, its report is elsewhere.
     with suppress(OSError):
         write_atomically(file, json.dumps(diagnosis, indent=2) + "\n")
 
@@ -164,11 +163,11 @@ def examine(folder: Path) -> None:
 def _of_clients(
     model: nn.Module, kept: Mapping[str, TensorState], known: Sequence[Finding]
 ) -> list[Finding]:
-    """Return the faults in what the clients kept, without the known ones.
+    """Return the faults of the clients' local entries, without the known faults.
 
     An equal fault of several clients is one finding.
     """
-    # Shared entries are 1 here: a fault in them is the model's, not the client's.
+    # Shared entries are 1 here, since a fault in them belongs to the model.
     sound = {}
     for name, value in tensors_by_name(model.state_dict()).items():
         sound[name] = value.cpu()
@@ -202,8 +201,8 @@ def _mismatch_of_clients(
 ) -> list[Finding]:
     """Return the mismatch of the clients' own models, on their own test examples.
 
-    Where statistics stay with the clients these models are what is used; the average of
-    their BatchNorm is not.
+    If statistics stay with the clients, these models are used, and the average of their
+    BatchNorm is not.
     """
     evidence, tries = {}, MISMATCH
     loss = data_of(config).task.loss
@@ -213,7 +212,7 @@ def _mismatch_of_clients(
         # A mean over one example has no standard error.
         if test.name not in kept or len(test) < 2:
             continue
-        # The shared entries are the run's, the others what the client kept.
+        # The shared entries come from the run, the others from the client.
         own = copied(model)
         load_state(own, {**own.state_dict(), **kept[test.name]})
         with threads(config.torch_threads):
@@ -244,13 +243,13 @@ def diagnose_model(
     max_examples: int = 1024,
     split: Split | None = None,
 ) -> Diagnosis:
-    """Return the diagnosis of a model by name on a data set, split as a run has it.
+    """Return the diagnosis of a model by name on a data set, split as in a run.
 
     Args:
         model: the config key ``model``.
         dataset: the config key ``dataset``.
         settings: further config keys: the split, E, the batch size, the method.
-        state: a saved state of the model; None = its initial weights.
+        state: a saved state of the model; None for its initial weights.
         max_examples: examples of each client to use, drawn at random.
         split: ``local_keys`` of ``diagnose``.
     """
@@ -258,7 +257,7 @@ def diagnose_model(
     built = make_model(config).eval()
     saved, notes = None, []
     if state is None:
-        notes.append("the model has its initial weights: --state gives it others.")
+        notes.append("the model has its initial weights. Set others with --state.")
     else:
         saved = named(read_state_file(state), built.state_dict())
         load_state(built, saved)
@@ -284,7 +283,7 @@ def diagnose_saved_state(
 ) -> Diagnosis:
     """Return the diagnosis of a saved state without data.
 
-    With a model's name its layers are found by type, else by names.
+    With a model's name, its layers are found by type, and otherwise by names.
 
     Raises:
         StateError: the file cannot be read.
@@ -299,10 +298,10 @@ def diagnose_saved_state(
 
 
 def read_names(path: Path) -> list[str]:
-    """Return the names in a file: one a line, a JSON list, or a saved state's entries.
+    """Return the names in a file with lines, a JSON list, or a saved state.
 
     Raises:
-        ConfigError: the file is absent or holds no names.
+        ConfigError: the file is absent or contains no names.
     """
     if path.suffix in STATE_FILES:
         return [*read_state_file(path)]
@@ -315,7 +314,7 @@ def read_names(path: Path) -> list[str]:
         ) from error
     if not names or not all(isinstance(name, str) for name in names):
         raise ConfigError(
-            f"{str(path)!r} holds no names. Write one a line, or a JSON list of names."
+            f"{str(path)!r} contains no names. Write one a line, or a JSON list."
         )
     return list(names)
 
@@ -323,16 +322,16 @@ def read_names(path: Path) -> list[str]:
 def fitting(findings: Sequence[Finding], config: Config) -> list[Finding]:
     """Return the findings with the remedies that fit a run with these settings.
 
-    A remedy fits if the run can take it and has not taken it yet. Of a remedy with two
-    settings the first one is left, where the second one does not fit.
+    A remedy fits if the run can take it and has not taken it yet. If a remedy has two
+    settings and the second does not fit, only the first is left.
     """
     try:
         settings = config.to_mapping()
         Config.make(settings)
     except FedBNError:
-        # Own data that are not here: nothing can be said.
+        # Own data are not here, so nothing can be checked.
         return [*findings]
-    # Another test is no obstacle: the remedy is for training.
+    # Another test is not an obstacle, because the remedy is for training.
     del settings["eval-on"]
     fitted = []
     for finding in findings:
@@ -348,7 +347,7 @@ def fitting(findings: Sequence[Finding], config: Config) -> list[Finding]:
 def _first_that_fits(
     setting: str, settings: Mapping[str, Any], config: Config
 ) -> str | None:
-    """Return a remedy's setting in the form that fits the run; None = none does."""
+    """Return a remedy's setting in the form that fits the run, or None."""
     ways = [setting, setting.split()[0]]
     if setting.startswith("norm="):
         # The run's method may need BatchNorm.
@@ -360,23 +359,23 @@ def _first_that_fits(
 
 
 def _fits(setting: str, settings: Mapping[str, Any], config: Config) -> bool:
-    """Return whether a run can take a setting, and would change by it."""
+    """Return whether a run can take a setting and would change by it."""
     words = setting.split()
     if not all(word.partition("=")[0] in settings for word in words):
-        # A call, or a sentence.
+        # The setting is a call or a sentence.
         return True
     asked = read_overrides(words)
     try:
         then, _ = Config.make_of_shared(settings, asked)
     except FedBNError:
         return False
-    # Batches are all of a client's examples already, and no number is more.
+    # A batch already has all of a client's examples, so no number is larger.
     if then.batch_size and not config.batch_size:
         return False
     if then.strategy != CENTRALIZED:
         if config.strategy == CENTRALIZED:
             return False
-        # The method may need BatchNorm, and the norm leave none.
+        # The method may need BatchNorm, but the norm may leave none.
         needed = model_needs(method_of(then).methods.whole)
         if needed and then.norm not in _BATCHNORM:
             return False
@@ -391,7 +390,7 @@ def _with_data(
     **options: Any,
 ) -> Diagnosis:
     loss = data_of(config).task.loss
-    # As in training: the last digits depend on the number of threads.
+    # Use the threads of training, because the last digits depend on their number.
     with threads(config.torch_threads):
         return diagnose_clients(
             on_device(model, config),
@@ -408,16 +407,14 @@ def _examples_of(
 ) -> tuple[list[ClientData], list[ClientData]]:
     """Return training and test examples of each client.
 
-    How they differ from those of training is added to ``notes``.
+    Their differences from the training examples are added to ``notes``.
 
     Raises:
         DataError: the data are not here.
     """
     data = partitioned_data(config, count_clients(config))
     if config.augment:
-        notes.append(
-            f"examples were taken as they are, without augment={config.augment}."
-        )
+        notes.append(f"examples were used without augment={config.augment}.")
     data = replace(data, augment=None)
     if config.strategy == CENTRALIZED:
         train, test = {"all": data.train_view()}, {"all": data.test_view()}
@@ -443,7 +440,7 @@ def _drawn(
             continue
         which = torch_generator(config.seed, "doctor", name)
         places = torch.randperm(len(view), generator=which)[:max_examples]
-        # Read in the order of the file, and mixed afterwards.
+        # Read in the order of the file, and mix afterwards.
         inputs, targets = view.batch(places.sort().values)
         order = torch_generator(config.seed, "doctor-order", name)
         mixed = torch.randperm(len(places), generator=order)
@@ -453,9 +450,9 @@ def _drawn(
 
 
 def training_of(config: Config, run: Path | None = None) -> Training:
-    """Return what the settings say of the training.
+    """Return the training of these settings for the doctor.
 
-    A run's folder says whether its statistics are frozen by now.
+    A run's folder shows whether its statistics are frozen by now.
     """
     method = method_of(config)
     tested = method.tests[0] == "global-batch-statistics"
@@ -464,18 +461,18 @@ def training_of(config: Config, run: Path | None = None) -> Training:
     methods = method.methods
     steps = config.local_steps
     if not steps and not config.batch_size:
-        # An epoch of one batch is a step; other epochs have more, by client.
+        # An epoch of one batch is a step. Other epochs have more steps, by client.
         steps = config.local_epochs
 
-    # The findings for which the method is a remedy already.
+    # The findings that the method already remedies.
     handled = set[str]()
-    # Of more steps than one only the first is synchronised.
+    # If there are several steps, only the first is synchronised.
     synchronised = methods.whole.exchanges and steps == 1
     if methods.freezes_bn or synchronised:
         handled |= {"label-skew", "clients-differ"}
     if run and methods.freezes_bn and Part.STATISTICS in methods.whole.frozen:
         lines = read_metrics(run / "metrics.jsonl")
-        # Training and test normalise by the same statistics by now.
+        # Training and test now normalise by the same statistics.
         if lines and lines[-1]["phase"] == "frozen":
             handled |= {"small-batch", "train-test-mismatch"}
     if Part.STATISTICS in methods.local:
@@ -490,14 +487,14 @@ def training_of(config: Config, run: Path | None = None) -> Training:
 def _state_of_run(
     run: Path, config: Config
 ) -> tuple[dict[str, Tensor], dict[str, dict[str, Tensor]], list[str]]:
-    """Return the global state of a run, what each client kept, and notes.
+    """Return the global state of a run, each client's local entries, and notes.
 
-    Where the clients keep BatchNorm, the state holds the average of what they kept.
+    If the clients keep BatchNorm, the state contains the average of their entries.
     """
     if not (run / "model.safetensors").is_file():
         raise StateError(
-            f"{run} has no model.safetensors: the run is not finished. Continue it with"
-            " --resume."
+            f"{run} has no model.safetensors, so the run is not finished. Continue it"
+            " with --resume."
         )
     state, about = read_state(run / "model.safetensors")
     notes = []
@@ -514,7 +511,7 @@ def _state_of_run(
     absent = [part for part in Part if about.get(part) == ABSENT]
     names = parts.select(absent)
     if names and kept:
-        # A client that has not trained yet may lack some.
+        # A client that has not trained yet may lack some entries.
         whole = [
             to_state({name: entries[name] for name in names})
             for entries in kept.values()
@@ -523,14 +520,14 @@ def _state_of_run(
         if whole:
             state = {**state, **tensors(average(whole, [1.0] * len(whole), parts))}
         notes.append(
-            f"{', '.join(absent)} entries stay with the clients: the plain average of"
+            f"{', '.join(absent)} entries stay with the clients. The plain average of"
             f" {len(whole)} clients was used."
         )
     elif names:
         initial = model.state_dict()
         state = {**state, **{name: initial[name] for name in names}}
         notes.append(
-            f"{', '.join(absent)} entries stay with the clients and are not here:"
-            " initial values were used."
+            f"{', '.join(absent)} entries stay with the clients and are not here."
+            " Initial values were used."
         )
     return {name: state[name] for name in parts.names}, kept, notes

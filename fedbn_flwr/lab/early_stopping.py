@@ -1,9 +1,9 @@
-"""Early stopping: which round has the best validation score, and whether a run ends.
+"""Early stopping by the best validation score of a run.
 
-The scores are those of ``metrics.jsonl``, so a resumed run decides as an uninterrupted
-one. The result of the run is the state after the best round, also if the run is not
-stopped. That round's checkpoint is kept for it, with what each client kept in that
-round.
+The scores are read from ``metrics.jsonl``, so a resumed run decides as an uninterrupted
+run. The result of the run is the state after the best round, even if the run is not
+stopped. That round's checkpoint is kept for this purpose, together with the clients'
+local state of that round.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["EarlyStopping", "validation_metric"]
 def validation_metric(config: Config) -> str:
     """Return the name of the validation score in ``metrics.jsonl``."""
     score = f"{VALIDATION}-{data_of(config).task.score}"
-    # The first test decides whose model it is: the clients' own, or the global one.
+    # The first test determines the model: the clients' own, or the global model.
     if method_of(config).tests[0].startswith("personal"):
         return f"personal-{score}"
     return score
@@ -31,9 +31,9 @@ def validation_metric(config: Config) -> str:
 class EarlyStopping:
     """The validation scores of a run.
 
-    The score is the main metric of the task: of the global model on the validation
-    examples of all clients, or, if the first entry of ``eval-on`` is a personal test,
-    the mean over the clients, each with its own part.
+    The score is the main metric of the task for the global model on the validation
+    examples of all clients. If the first entry of ``eval-on`` is a personal test, the
+    score is the mean over the clients, each with its own validation examples.
 
     Args:
         config: the settings; ``early-stopping`` is above 0.
@@ -46,9 +46,9 @@ class EarlyStopping:
     def __init__(self, config: Config, lines: Iterable[Mapping[str, Any]]) -> None:
         self.metric = validation_metric(config)
         self._patience = config.early_stopping
-        # of a loss or an error the lowest score is the best
+        # for a loss or an error, the lowest score is the best
         self._sign = 1 if data_of(config).task.higher_is_better else -1
-        # the rounds with a better score than all before: the last one is the best
+        # the rounds with a better score than all before; the last of them is the best
         self._better: list[int] = []
         # the score of that round, and the number of tested rounds after it
         self._best = -math.inf
@@ -62,7 +62,7 @@ class EarlyStopping:
             return
         self._since += 1
         score = line[self.metric]
-        # A score that is not finite, None in a file, improves nothing.
+        # A non-finite score (None in a file) improves nothing.
         if score is None or not math.isfinite(score):
             return
         if self._sign * score > self._best:
@@ -71,7 +71,7 @@ class EarlyStopping:
             self._better.append(line["round"])
 
     def best(self, upto: float = math.inf) -> int | None:
-        """Return the first round with the best score up to ``upto``; None without one."""
+        """Return the first round with the best score up to ``upto``, or None."""
         at = bisect_right(self._better, upto)
         if at == 0:
             return None

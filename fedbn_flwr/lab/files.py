@@ -1,4 +1,4 @@
-"""Files of runs and studies that several modules know: names, and reading them."""
+"""Names and reading of the files of runs and studies, for several modules."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ __all__ = [
 ]
 
 CONFIG_FILE = "config.yaml"  # in the folder of a run: its settings
-STUDY_FILE = "study.yaml"  # in the folder of a study: the study as it is done
+STUDY_FILE = "study.yaml"  # in the folder of a study: the study with final settings
 
 COUNTED = (
     "examples",
@@ -37,7 +37,7 @@ COUNTED = (
     "counter-bytes-down",
     "counter-bytes-up",
 )
-"""The keys of ``metrics.jsonl`` that a ledger sums; of tests with ``evaluation-``."""
+"""The keys of ``metrics.jsonl`` in a ledger; tests add ``evaluation-`` before them."""
 
 _REPEAT = "Restore the file, or remove the run's folder and repeat the run."
 
@@ -49,7 +49,7 @@ def site_label(row: Mapping[str, Any]) -> str:
 
 
 def refuse_no_run(run: Path) -> None:
-    """Raise ConfigError if a folder is none of a run."""
+    """Raise ConfigError if a folder does not belong to a run."""
     if (run / STUDY_FILE).is_file():
         raise ConfigError(
             f"{run} is the folder of a study. Name one of its runs:"
@@ -57,24 +57,24 @@ def refuse_no_run(run: Path) -> None:
         )
     if not (run / CONFIG_FILE).is_file():
         raise ConfigError(
-            f"{run} is no folder of a run: {CONFIG_FILE} is absent. It needs"
-            f" {CONFIG_FILE} and model.safetensors, which a run writes (a site gets"
+            f"{run} is not the folder of a run, since {CONFIG_FILE} is absent. A run"
+            f" writes {CONFIG_FILE} and model.safetensors (a site gets"
             " these two files)."
         )
 
 
 def refuse_no_results(folder: Path) -> None:
-    """Raise ConfigError if a folder is neither of a run nor of a study."""
+    """Raise ConfigError if a folder belongs neither to a run nor to a study."""
     if not any((folder / name).is_file() for name in (CONFIG_FILE, STUDY_FILE)):
         raise ConfigError(
-            f"{str(folder)!r} is not the folder of a run or a study: it has neither"
-            f" {CONFIG_FILE} nor {STUDY_FILE}. Give the --out of `fedbn-flwr run` or"
-            " `fedbn-flwr sweep`."
+            f"{str(folder)!r} is not the folder of a run or a study, since it has"
+            f" neither {CONFIG_FILE} nor {STUDY_FILE}. Give the --out of `fedbn-flwr"
+            " run` or `fedbn-flwr sweep`."
         )
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the mapping in a JSON file of a run's folder; empty without the file.
+    """Return the mapping in a JSON file of a run's folder, or {} without the file.
 
     Raises:
         StateError: the file is damaged.
@@ -85,7 +85,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Return the lines of a ``metrics.jsonl``, without an incomplete last one.
+    """Return the lines of a ``metrics.jsonl``, without an incomplete last line.
 
     Raises:
         StateError: another line is damaged.
@@ -104,7 +104,7 @@ def ledger_of(lines: Iterable[Mapping[str, Any]]) -> dict[str, int]:
 
 
 def numbers_of(line: Mapping[str, Any]) -> dict[str, float]:
-    """Return the numbers of a line; those of a domain as ``metric/domain``."""
+    """Return the numbers of a line, with a domain's numbers as ``metric/domain``."""
     values = {**line}
     for metric, of_domains in line.get("domains", {}).items():
         for domain, value in of_domains.items():
@@ -118,20 +118,20 @@ def _is_number(value: Any) -> bool:
 
 
 def lost_lines(summary: Mapping[str, Any], lines: Sequence[Mapping[str, Any]]) -> str:
-    """Return what is left out of a run that has lost lines; "" if it has all."""
+    """Return a text on the results that a run with lost lines lacks, or ""."""
     if len(lines) == summary["rounds"]:
         return ""
     return (
-        f"metrics.jsonl has {len(lines)} of {summary['rounds']} rounds: the run's best"
-        f" result, its target and its curves are left out. {_REPEAT}"
+        f"metrics.jsonl has {len(lines)} of {summary['rounds']} rounds, so the run's"
+        f" best result, its target and its curves are left out. {_REPEAT}"
     )
 
 
 class NewLines:
-    """The lines that a ``metrics.jsonl`` gets while its run goes on, each read once.
+    """The lines that a running run adds to ``metrics.jsonl``, each read once.
 
     Args:
-        path: the file; it may be absent yet.
+        path: the file; it may still be absent.
     """
 
     def __init__(self, path: Path) -> None:
@@ -146,14 +146,14 @@ class NewLines:
         """
         try:
             file = self._path.open("rb")
-        # a file that comes later is that of a run from its beginning
+        # a file that appears later belongs to a run from its beginning
         except FileNotFoundError:
             self._lines, self._bytes, self._inode = 0, 0, 0
             return []
         passed = 0
         with file:
-            # Another file has taken its place: a resume has cut it back. It is read
-            # from its beginning, and the lines that were read before are passed over.
+            # Another file has replaced it, because a resume has shortened it. Read it
+            # from its beginning, but skip the lines that were read before.
             status = os.fstat(file.fileno())
             if status.st_ino != self._inode or status.st_size < self._bytes:
                 passed = self._lines
@@ -176,5 +176,5 @@ def _mapping(text: bytes, where: str) -> dict[str, Any]:
     except ValueError as error:
         raise StateError(f"{where} is damaged: {error}. {_REPEAT}") from error
     if not isinstance(content, dict):
-        raise StateError(f"{where} is damaged: it holds no mapping. {_REPEAT}")
+        raise StateError(f"{where} is damaged: it contains no mapping. {_REPEAT}")
     return content

@@ -1,4 +1,4 @@
-"""``module:function``: a user's own code, from the working directory or Python's path."""
+"""A user's own code (``module:function``), from the folder or Python's path."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["is_function", "own_function", "own_module", "sha256_of_code"]
 def is_function(name: str, prefixes: Collection[str] = ()) -> bool:
     """Return whether a name has the form ``module:function``.
 
-    What begins with one of the prefixes has another meaning.
+    A name that begins with one of the prefixes has another meaning.
     """
     module, separator, function = name.partition(":")
     if not separator or module in prefixes:
@@ -35,9 +35,9 @@ def own_function(
     """Return the function of a name.
 
     Args:
-        kind: what the function is for: the config key.
+        kind: the purpose of the function: the config key.
         name: ``module:function``.
-        prefixes: what else may stand before the colon, for the suggestion.
+        prefixes: other words before the colon, for the suggestion.
 
     Raises:
         ConfigError: the module cannot be imported, or has no such function.
@@ -56,18 +56,18 @@ def own_function(
 
 
 def own_module(kind: str, name: str, prefixes: Collection[str] = ()) -> ModuleType:
-    """Return the module of a name; the arguments are those of ``own_function``.
+    """Return the module of a name, with the arguments of ``own_function``.
 
     Raises:
-        ConfigError: it cannot be imported.
+        ConfigError: the module cannot be imported.
     """
     module = name.partition(":")[0]
     # The working directory comes after Python's own path, so that it hides nothing.
     for _ in range(2):
         try:
             return importlib.import_module(module)
-        except Exception as error:  # the user's code may raise anything
-            # a module that this one imports may be absent, too
+        except Exception as error:  # the user's code may raise any exception
+            # a module that this module imports may be absent as well
             absent = isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(
                 f"{error.name}."
             )
@@ -81,7 +81,7 @@ def own_module(kind: str, name: str, prefixes: Collection[str] = ()) -> ModuleTy
         sys.path.append(os.getcwd())
         importlib.invalidate_caches()
 
-    # a name that is nearly this one
+    # Find similar names.
     known = list(prefixes)
     for path in Path.cwd().iterdir():
         if path.suffix == ".py" or path.is_dir():
@@ -94,16 +94,16 @@ def own_module(kind: str, name: str, prefixes: Collection[str] = ()) -> ModuleTy
     if near:
         hint = f" Did you mean {near[0] + ':' + name.partition(':')[2]!r}?"
     raise ConfigError(
-        f"unknown {kind} {name!r}: there is no module {module!r} in the working"
-        f" directory {os.getcwd()} or on Python's path.{hint} Under `flwr run` it"
-        f" belongs in the app's bundle: here in apps, as 'apps.{module}:...'."
+        f"unknown {kind} {name!r}: module {module!r} is neither in the working"
+        f" directory {os.getcwd()} nor on Python's path.{hint} Under `flwr run`, put"
+        f" it into the app's bundle: here in apps, as 'apps.{module}:...'."
     )
 
 
-# Kept: a file that changes during a run does not change the module that runs.
+# Cached, because a file that changes during a run does not change the running module.
 @lru_cache(maxsize=8)
 def sha256_of_code(module: ModuleType) -> str:
-    """Return the SHA-256 of a module's file; files that it imports do not count.
+    """Return the SHA-256 of a module's file, without the files that it imports.
 
     It is "" without a file: in a console, a notebook, or read from standard input.
     """

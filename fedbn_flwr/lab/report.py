@@ -1,8 +1,9 @@
-"""``fedbn-flwr report``: one HTML page of a run or a study, which loads nothing.
+"""The command ``fedbn-flwr report``, for one HTML page of a run or a study.
 
-First the page, then what is on that of a run and on that of a study, then pictures and
-pieces of HTML. Pictures are matplotlib's SVG, tables those of ``pandas.to_html``. A
-page of a run that goes on shows what is there.
+The page loads no other file. The module begins with the page, then has the contents for
+a run and for a study, then pictures and pieces of HTML. Pictures are matplotlib's SVG,
+and tables come from ``pandas.to_html``. The page of an unfinished run shows its present
+state.
 """
 
 from __future__ import annotations
@@ -59,18 +60,18 @@ _STYLE = Path(__file__).with_name("report.css")
 
 
 def write_report(folder: Path, out: Path | None = None) -> Path:
-    """Write the report of a run or a study as it is now; return the file.
+    """Write the report of a run or a study in its present state, and return the file.
 
     Args:
         folder: the folder of a run or a study, finished or not.
-        out: the file; None = ``report.html`` in the folder. An older report is
+        out: the file; by default, ``report.html`` in the folder. An older report is
             replaced.
 
     Raises:
         ConfigError: the folder is neither, the file is not a report, or it cannot be
             written.
     """
-    # Whatever else has this name is not ours to replace.
+    # Another file of this name must not be replaced.
     target = out or folder / REPORT_FILE
     is_other = target.is_dir()
     if target.is_file():
@@ -86,7 +87,7 @@ def write_report(folder: Path, out: Path | None = None) -> Path:
         refuse_no_results(folder)
         title, parts = _run_page(RunFiles.read(folder))
 
-    # The style is in the page: a report is sent as one file.
+    # The style is in the page, because a report is sent as one file.
     style = _STYLE.read_text(encoding="utf-8")
     now = f"{datetime.now():%Y-%m-%d at %H:%M:%S}"
     head = (
@@ -107,14 +108,14 @@ def write_report(folder: Path, out: Path | None = None) -> Path:
 
 @dataclass(frozen=True)
 class RunFiles:
-    """What a run's folder holds at one time.
+    """The contents of a run's folder at one time.
 
     Attributes:
         folder: the folder.
         config: the run's settings.
-        lines: those of ``metrics.jsonl``; none if some of a finished run are lost.
-        summary: that of a finished run, else empty.
-        lost: which lines are lost; "" for none.
+        lines: the lines of ``metrics.jsonl``; empty if a finished run has lost some.
+        summary: the summary of a finished run, otherwise empty.
+        lost: a text on lost lines; "" if there are none.
     """
 
     folder: Path
@@ -125,9 +126,9 @@ class RunFiles:
 
     @classmethod
     def read(cls, folder: Path) -> RunFiles:
-        """Read a folder; ConfigError if it is none of a run."""
+        """Read a folder, or raise ConfigError if it does not belong to a run."""
         config = run_config(folder)
-        # before the lines: with a summary they are complete
+        # Read the summary before the lines: with a summary, the lines are complete.
         summary = read_json(folder / "summary.json")
         lines = read_metrics(folder / "metrics.jsonl")
         lost = lost_lines(summary, lines) if summary else ""
@@ -138,7 +139,7 @@ class RunFiles:
         """The key of the main metric."""
         try:
             return str(self.summary.get("headline") or headlines(self.config)[0])
-        # The data that the config names are not here: the first metric of a test.
+        # The config's data are not here, so take the first metric of a test.
         except FedBNError:
             for line in self.lines:
                 for key in line:
@@ -157,21 +158,21 @@ class RunFiles:
 
     @property
     def diverged_at(self) -> int:
-        """The first round with a loss that is not finite; 0 = none."""
+        """The first round with a non-finite loss, or 0."""
         if self.summary.get(DIVERGED_AT):
             return int(self.summary[DIVERGED_AT])
         return max((int(line.get(DIVERGED_AT, 0)) for line in self.lines), default=0)
 
     @property
     def divergence(self) -> str:
-        """Which losses are not finite in that round."""
+        """The non-finite losses in that round."""
         for line in self.lines:
             if line.get("diverged"):
                 return "; ".join(line["diverged"])
         return "a loss is not finite"
 
     def curve(self, key: str) -> tuple[list[int], list[float]]:
-        """Return the rounds that have a metric, and its values as they are shown."""
+        """Return the rounds that have a metric, and its values in the shown unit."""
         tested = [line for line in self.lines if line.get(key) is not None]
         scale = 100 if in_percent(key) else 1
         rounds = [line["round"] for line in tested]
@@ -205,8 +206,8 @@ def _run_page(run: RunFiles) -> tuple[str, list[str]]:
 
 def _headline(run: RunFiles) -> dict[str, Any]:
     """Return the result and its costs."""
-    # What was reached. The last round's is the result; the best one is not chosen by
-    # a test of its own.
+    # The result comes from the last round. The best round is shown, but a test of its
+    # own does not choose it.
     facts: dict[str, Any] = {}
     headline, final = run.headline, run.final
     rounds, values = run.curve(headline)
@@ -218,7 +219,7 @@ def _headline(run: RunFiles) -> dict[str, Any]:
         at = rounds[values.index(best)]
         facts["best"] = f"{best:{_form(headline)}} in round {at}"
 
-    # What it cost.
+    # The costs of the run.
     done = run.summary.get("rounds", len(run.lines))
     facts["rounds"] = f"{done} of {run.config.num_server_rounds}"
     totals = run.summary.get("ledger") or ledger_of(run.lines)
@@ -232,7 +233,7 @@ def _headline(run: RunFiles) -> dict[str, Any]:
 
 
 def run_warnings(run: RunFiles) -> Iterator[str]:
-    """Yield what a reader must know before the numbers, the worst first."""
+    """Yield the warnings that belong before the numbers, the worst first."""
     if run.diverged_at:
         yield f"The run diverged in round {run.diverged_at}: {run.divergence}."
     if not run.summary:
@@ -253,8 +254,8 @@ def run_warnings(run: RunFiles) -> Iterator[str]:
 
 
 def _run_curves(run: RunFiles) -> str:
-    """Return a picture for each quantity: the main one first, the loss last."""
-    # The tests of each quantity, in the order in which the lines have them.
+    """Return a picture for each quantity, with the main one first, the loss last."""
+    # The tests of each quantity, in the order of the lines.
     curves: dict[str, dict[str, _Curve]] = {}
     for key in dict.fromkeys(itertools.chain.from_iterable(run.lines)):
         # a list of values, one for each client
@@ -328,7 +329,7 @@ def _settings(config: Config) -> pd.DataFrame:
 
 
 def _findings(run: RunFiles) -> Iterator[str]:
-    """Yield what the doctor has said, if its ``doctor.json`` is in the run's folder."""
+    """Yield the doctor's findings, if ``doctor.json`` is in the run's folder."""
     if not (run.folder / _DIAGNOSIS).is_file():
         return
     diagnosis = read_json(run.folder / _DIAGNOSIS)
@@ -348,24 +349,24 @@ def _findings(run: RunFiles) -> Iterator[str]:
         yield _table(remedies.astype(object).fillna("").rename(columns=columns))
     more = [*diagnosis.get("not-measured", []), *diagnosis.get("notes", [])]
     if more:
-        yield "<h3>What the doctor could not measure, and notes</h3>" + _list(more)
+        yield "<h3>Notes, and measurements that were impossible</h3>" + _list(more)
 
 
 def _batchnorm(run: RunFiles) -> Iterator[str]:
-    """Yield the pictures of ``statistics.jsonl``, or how to get it."""
+    """Yield the pictures of ``statistics.jsonl``, or the reason why it is absent."""
     recorded = read_metrics(run.folder / STATISTICS_FILE)
     lines = [line for line in recorded if line.get("layers")]
     if not lines:
         yield _text("The server saw no statistics of single clients.")
         return
     yield _text(
-        "Distances of each client's batch statistics from the global ones that it got,"
-        " and of the global ones after a round from those before it (L1 norms, FixBN's"
-        " Fig. 3). Far apart, BatchNorm normalises with other numbers in training than"
-        " in tests."
+        "Distances of each client's batch statistics from the global statistics that it"
+        " got, and of the global statistics after a round from the statistics before it"
+        " (L1 norms, FixBN's Fig. 3). If they are far apart, BatchNorm normalises with"
+        " other numbers in training than in tests."
     )
 
-    # The clients' distances, with a band, and how far the global statistics moved.
+    # The clients' distances, with a band, and the change of the global statistics.
     clients = _distances(lines)
     rounds = list(clients.index)
     curves = {"clients, median": (rounds, list(clients["median"]))}
@@ -373,11 +374,11 @@ def _batchnorm(run: RunFiles) -> Iterator[str]:
     change = {}
     for line in lines:
         of_layers = [layer["change"]["l1"] or 0 for layer in line["layers"].values()]
-        # 0, where BatchNorm is frozen, has no logarithm
+        # Frozen BatchNorm has the distance 0, but 0 has no logarithm.
         if sum(of_layers):
             change[line["round"]] = sum(of_layers)
     if change:
-        curves["change of the global ones"] = list(change), list(change.values())
+        curves["change of the global statistics"] = list(change), list(change.values())
     caption = (
         "Sums over the layers. The band reaches from the nearest to the farthest"
         " client."
@@ -432,7 +433,7 @@ def _heat_map(lines: Sequence[Mapping[str, Any]]) -> str:
             values, aspect="auto", cmap="cividis", interpolation="nearest"
         )
         axes.figure.colorbar(image, ax=axes, label="L1 distance")
-        # as many names as there is room for
+        # Show as many names as the height allows.
         rows = range(0, len(layers), _step(layers, 25))
         axes.set_yticks(rows, [layers[at] or "(model)" for at in rows], fontsize=7)
         columns = range(0, values.shape[1], _step(values.columns, 6))
@@ -448,13 +449,13 @@ def _heat_map(lines: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _step(many: Sequence[Any], most: int) -> int:
-    """Return the step that leaves at most so many."""
+    """Return the step that leaves at most this number of elements."""
     return -(-len(many) // most)
 
 
 def _study_page(folder: Path) -> tuple[str, list[str]]:
     """Return the title and the parts of the page of a study."""
-    # The runs that have begun; another study's may lie in the same folder.
+    # Use the begun runs of this study, since another study's may be in the folder.
     study = Study.read(folder / STUDY_FILE)
     cells = list(study.cells())
     runs = []
@@ -467,8 +468,8 @@ def _study_page(folder: Path) -> tuple[str, list[str]]:
 
     # The table of the sweep, and a picture for each split.
     note = (
-        "Means over the seeds ± the sample standard deviation. p is that of the paired"
-        " t test over the seeds."
+        "Means over the seeds ± the sample standard deviation. p is the p value of the"
+        " paired t test over the seeds."
     )
     parts += ["<h2>Results</h2>", _table(table(rows_of(study, folder))), _text(note)]
     pictures = []
@@ -485,7 +486,7 @@ def _study_page(folder: Path) -> tuple[str, list[str]]:
 
 
 def _incomplete(cells: Sequence[Cell], out: Path) -> Iterator[str]:
-    """Yield the runs that the means do not have."""
+    """Yield the runs that the means lack."""
     lists: dict[str, list[str]] = {"Diverged": [], "Failed": [], "Not finished": []}
     for cell in cells:
         if not is_done(cell, out):
@@ -499,9 +500,9 @@ def _incomplete(cells: Sequence[Cell], out: Path) -> Iterator[str]:
 
 
 def _mean_curves(runs: Sequence[tuple[str, RunFiles]], where: str) -> str:
-    """Return the main metric of each method: mean over the seeds, lowest, highest."""
-    # The values of each method and round, over the seeds. Methods may have metrics of
-    # their own; a run that diverged has no place in a mean.
+    """Return the main metric of each method, with the seeds' mean and range."""
+    # The values of each method and round, over the seeds. Methods may have their own
+    # metrics. A diverged run has no place in a mean.
     metrics: dict[str, None] = {}
     values: dict[str, dict[int, list[float]]] = {}
     for method, run in runs:
@@ -541,18 +542,18 @@ def _curves(
 
     Args:
         curves: rounds and values by name.
-        label: of the axis of values.
+        label: label of the axis of values.
         caption: the text below.
         marks: rounds that get a vertical line.
         bands: the lowest and highest values of some curves, by name.
         log: whether the axis of values is logarithmic.
     """
-    # Here, as a command that makes no picture does without matplotlib.
+    # Imported here, because a command without pictures does not need matplotlib.
     from matplotlib.ticker import LogFormatter, MaxNLocator
 
     def draw(axes: Axes) -> None:
-        # Curves differ in dashes, too: not everybody sees colours. A short curve shows
-        # its points: a single one has no line.
+        # Curves also differ in dashes, because not everybody sees colours. A short
+        # curve shows its points, because a single point has no line.
         handles = []
         for at, (name, (rounds, values)) in enumerate(curves.items()):
             colour = _COLOURS[at % len(_COLOURS)]
@@ -581,8 +582,8 @@ def _curves(
         axes.set_ylabel(label)
         axes.grid(color="#dddddd", linewidth=0.5)
 
-        # Below the picture, where it covers nothing. With an underscore matplotlib
-        # leaves a name out.
+        # The legend is below the picture, so that it covers nothing. matplotlib would
+        # leave out a name with an underscore.
         names = [name.lstrip("_") for name in curves]
         axes.figure.legend(
             handles,
@@ -597,16 +598,16 @@ def _curves(
 
 
 def _picture(draw: Callable[[Axes], None], caption: str, height: float) -> str:
-    """Return a drawing as inline SVG, for a screen of 400 pixels, too."""
-    # as in ``_curves``
+    """Return a drawing as inline SVG, even for a screen of 400 pixels."""
+    # imported here as in ``_curves``
     import matplotlib
     from matplotlib.figure import Figure
 
     settings: dict[Any, Any] = {
-        # text stays text, which readers can search, and a "$" in a name a "$"
+        # Text stays text, so that readers can search it, and "$" in a name stays "$".
         "svg.fonttype": "none",
         "text.parse_math": False,
-        # Captions differ, and so do the ids that two pictures of a page refer to.
+        # Captions differ, so the ids of two pictures on a page differ as well.
         "svg.hashsalt": caption,
     }
     written = io.StringIO()
@@ -615,7 +616,7 @@ def _picture(draw: Callable[[Axes], None], caption: str, height: float) -> str:
         draw(figure.subplots())
         figure.savefig(written, format="svg", metadata={"Date": None, "Creator": None})
 
-    # Without the XML's own head, and with a name for screen readers.
+    # Remove the XML's own head, and add a name for screen readers.
     text = html.escape(caption)
     _, _, svg = written.getvalue().partition("<svg")
     drawing = f'<svg role="img" aria-label="{text}"{svg}'
@@ -636,7 +637,7 @@ def _facts(facts: Mapping[str, Any]) -> str:
 
 
 def _html_of(frame: pd.DataFrame, **how: Any) -> str:
-    # pandas would cut long texts; the block scrolls where the screen is narrow
+    # pandas would cut long texts; the block scrolls if the screen is narrow
     with pd.option_context("display.max_colwidth", None):
         return f'<div class="table">{frame.to_html(border=0, **how)}</div>'
 
@@ -662,7 +663,7 @@ def _form(key: str) -> str:
 
 
 def _shown(key: str, value: float | None) -> str:
-    """Return a value of a metric as the page shows it."""
+    """Return a value of a metric in the form of the page."""
     if value is None:
         return "-"
     scale = 100 if in_percent(key) else 1

@@ -76,15 +76,15 @@ def pick_device(name: str) -> torch.device:
 
 
 def refuse_named_gpu(config: Config) -> None:
-    """Refuse ``device=cuda:N`` where Ray gives out the GPUs.
+    """Refuse ``device=cuda:N`` if Ray chooses the GPUs.
 
     Raises:
         ConfigError: the device is named.
     """
     if config.device.startswith("cuda:"):
         raise ConfigError(
-            f"device={config.device} names a GPU, and Ray chooses it. Set device=cuda"
-            " or auto."
+            f"device={config.device} names a GPU, but Ray chooses the GPUs. Set"
+            " device=cuda or auto."
         )
 
 
@@ -98,12 +98,12 @@ def gpu_share(at_once: int, gpus: int) -> float:
 
 
 def on_device(model: nn.Module, config: Config) -> nn.Module:
-    """Return the model on the device of a config, in the memory format that suits it."""
+    """Return the model on the device of a config, in its best memory format."""
     return in_memory_format(model.to(pick_device(config.device)), config)
 
 
 def in_memory_format(model: nn.Module, config: Config) -> nn.Module:
-    """Return the model in the memory format that suits it."""
+    """Return the model in the memory format that suits it best."""
     return set_memory_format(model, lambda: torch.zeros(2, *data_of(config).shape))
 
 
@@ -113,7 +113,7 @@ def training_model(config: Config) -> nn.Module:
 
 
 def build_options(config: Config) -> dict[str, Any]:
-    """Return the arguments of ``build_model`` of a config, as JSON can hold them."""
+    """Return the arguments of ``build_model`` of a config, in the types of JSON."""
     options: dict[str, Any] = {
         "name": config.model,
         "num_classes": data_of(config).num_outputs,
@@ -133,7 +133,7 @@ def make_model(config: Config) -> nn.Module:
 
 
 def model_and_warnings(config: Config) -> tuple[nn.Module, list[str]]:
-    """Return the model as ``make_model``, and what a user may not expect of its BN."""
+    """Return the model as ``make_model``, and warnings about its BN."""
     model = build_model(**build_options(config))
     why = no_tensors(model)
     if why:
@@ -145,7 +145,7 @@ def model_and_warnings(config: Config) -> tuple[nn.Module, list[str]]:
         warnings += partly_without_effect(parts, method_of(config).methods)
         ignored += [problem.key for problem in method_of(config).problems("unused")]
 
-    # the momentum: every BN layer gets that of the config
+    # Every BN layer gets the momentum of the config.
     replaced = []
     for path, layer in layers_of(model).items():
         if layer.momentum not in (0.1, config.bn_momentum):
@@ -158,7 +158,7 @@ def model_and_warnings(config: Config) -> tuple[nn.Module, list[str]]:
             f" {replaced[0]}). Set bn-momentum to the value that the model should have."
         )
 
-    # what is frozen: by the model's own function, then by train-only
+    # Freeze the layers of the model's own function, then the layers of train-only.
     kept = force_eval_as_built(model)
     if kept:
         warnings.append(
@@ -172,7 +172,7 @@ def model_and_warnings(config: Config) -> tuple[nn.Module, list[str]]:
 
 
 def partly_without_effect(parts: Parts, methods: Methods) -> list[str]:
-    """Return which BatchNorm layers lack entries that the method is about."""
+    """Return texts on BatchNorm layers that lack entries that the method needs."""
     lines = []
     affine = frozenset(parts.affine)
     no_affine, no_statistics = [], []
@@ -197,8 +197,8 @@ def partly_without_effect(parts: Parts, methods: Methods) -> list[str]:
 def initialise(model: nn.Module, config: Config) -> InitReport | None:
     """Load the initial weights of a config into the model, in place.
 
-    The server alone does so, and sends them: the nodes need no such file, and a resumed
-    run has its checkpoint.
+    Only the server loads them, and then sends them: the nodes need no such file, and a
+    resumed run has its checkpoint.
 
     Returns:
         The report; None without ``init``.
@@ -208,7 +208,7 @@ def initialise(model: nn.Module, config: Config) -> InitReport | None:
     """
     if not config.init:
         return None
-    # It imports the readers of files of weights.
+    # load_initial imports the readers of files of weights.
     from fedbn_flwr.lab.models import load_initial
 
     return load_initial(model, config.init, config.model, data_of(config).shape[0])
@@ -238,7 +238,7 @@ def make_strategy(config: Config, model: nn.Module, num_nodes: int) -> Strategy:
     settings = method.params.model_dump()
     kept = method.methods.local & {Part.AFFINE, Part.STATISTICS, Part.PERSONAL}
     if config.held_out_clients and kept and not method.shares_nothing:
-        # Held-out clients have no entries of their own: they are tested with the average.
+        # Held-out clients have no own entries, so they are tested with the average.
         settings["eval_on"] = ",".join(dict.fromkeys((*method.tests, SHARED_BN)))
     if config.validation_share and config.strategy == FedBS.name:
         settings["loss_key"] = VALIDATION_LOSS
@@ -247,19 +247,19 @@ def make_strategy(config: Config, model: nn.Module, num_nodes: int) -> Strategy:
         fraction_evaluate=config.fraction_evaluate,
         min_train_nodes=1,
         min_evaluate_nodes=1,
-        # All nodes were there at the start (``serve`` counts them); a round does not
-        # wait for nodes lost since.
+        # All nodes were there at the start (``serve`` counts them). A round does not
+        # wait for nodes that were lost since then.
         min_available_nodes=min(num_nodes, config.min_replies),
         parts=method.parts(model),
-        # Nodes that split into another number would train on the examples of held-out
-        # clients.
+        # Nodes with another number of partitions would train on the examples of
+        # held-out clients.
         num_partitions=config.num_clients if config.held_out_clients else 0,
-        # The result writer tests with and without averaged BN, and says which.
+        # The result writer tests with and without averaged BN, and names the tests.
         completes_tests=False,
         **settings,
     )
     if not client_tests(config):
-        # As an argument it makes Flower warn that clients will not evaluate.
+        # As an argument, 0 makes Flower warn that clients will not evaluate.
         strategy.fraction_evaluate = 0.0
     return strategy
 

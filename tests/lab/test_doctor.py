@@ -415,7 +415,7 @@ def test_a_model_with_data_and_its_saved_state(tmp_path: Path) -> None:
     given = call("mlp", *skew, "--json", "--state", tmp_path / "averaged.pt")
     assert (plain.exit_code, given.exit_code) == (0, 0)
     assert (
-        "the model has its initial weights: --state gives it others."
+        "the model has its initial weights. Set others with --state."
         in json.loads(plain.output)["notes"]
     )
     assert json.loads(given.output)["findings"][0]["id"] == "averaged-counters"

@@ -1,4 +1,4 @@
-"""What a federation over a network needs.
+"""The keys and files of a federation over a network.
 
 - ``certificates``: keys, certificates and secrets, a folder for each role.
 - ``certs``: the command of ``make certs``.

@@ -1,17 +1,16 @@
-"""Certificates, keys and secrets of a federation: a folder with those of each role.
+"""Certificates, keys and secrets of a federation, in a folder for each role.
 
-======================
-=========================================================================================
-``ca/``                 ``ca.key`` signs all certificates and has no other use: do not
-copy it to the machines ``superlink/``          ``server.crt``, ``server.key``,
-``superexec.secret`` ``serverapp/``          ``superexec.secret`` ``channel/``
-``server.crt``, ``server.key`` of FedTAN's channel (``fedtan-tls-dir``) ``cli/``
-``node-N.pub``, to register the nodes ``node-N/``             ``node.key`` (the node's
-identity), ``server.crt``, ``server.key``, ``superexec.secret`` ``clientapp-N/``
-``superexec.secret`` ======================
-=========================================================================================
+- ``ca/``: ``ca.key`` signs all certificates and has no other use. Do not copy it to the
+  machines.
+- ``superlink/``: ``server.crt``, ``server.key``, ``superexec.secret``.
+- ``serverapp/``: ``superexec.secret``.
+- ``channel/``: ``server.crt``, ``server.key`` of FedTAN's channel (``fedtan-tls-dir``).
+- ``cli/``: ``node-N.pub``, to register the nodes.
+- ``node-N/``: ``node.key`` (the node's identity), ``server.crt``, ``server.key``,
+  ``superexec.secret``.
+- ``clientapp-N/``: ``superexec.secret``.
 
-Each folder except ``ca/`` also has ``ca.crt``, which verifies the certificates of the
+Each folder except ``ca/`` also has ``ca.crt``. It verifies the certificates of the
 others. A SuperExec and its SuperLink or SuperNode have the same secret. All keys are
 elliptic-curve keys on P-384, as Flower requires for nodes.
 """
@@ -57,10 +56,11 @@ def make_certificates(
 
     Args:
         folder: new or empty; existing files are never overwritten.
-        num_nodes: nodes 1 .. num_nodes.
-        hosts: names and addresses of the server, besides the names of its services. No
-            node's certificate has them: with them a node could claim to be the server.
-        days: until the certificates expire.
+        num_nodes: number of nodes; they are numbered from 1.
+        hosts: names and addresses of the server, in addition to the names of its
+            services. No node's certificate has them, because a node could then claim to
+            be the server.
+        days: number of days until the certificates expire.
 
     Raises:
         ConfigError: the folder is not empty, or a number is out of range.
@@ -69,9 +69,9 @@ def make_certificates(
         raise ConfigError(f"num_nodes={num_nodes} and days={days} must be at least 1")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(
-            f"{str(folder)!r} is in use: keys are never overwritten, since running"
-            " nodes depend on them. --add N makes those of one more node, --renew new"
-            " certificates for the same keys. For a new set name another folder."
+            f"{str(folder)!r} is in use, and keys are never overwritten, since running"
+            " nodes depend on them. --add N makes keys of one more node, --renew new"
+            " certificates for the same keys. For a new set, name another folder."
         )
     authority = _Authority(_new_key(), days)
     _write(folder / "ca/ca.key", _private(authority.key))
@@ -89,7 +89,7 @@ def make_certificates(
 
 
 def add_node(folder: Path, number: int, days: int = 365) -> None:
-    """Write the keys of one more node; no other file changes.
+    """Write the keys of one more node without changing another file.
 
     Raises:
         ConfigError: the node has keys, the folder has no authority, or a number is out
@@ -104,7 +104,7 @@ def add_node(folder: Path, number: int, days: int = 365) -> None:
             f"node {number} has keys: {' '.join(map(str, there))}. To make new keys,"
             " remove these first."
         )
-    # the one that all others have, and not one that they would have to get first
+    # Keep the certificate that all others have, so that they need no new one.
     authority.certificate = (folder / "ca/ca.crt").read_bytes()
     _node(folder, authority, number)
 
@@ -112,13 +112,13 @@ def add_node(folder: Path, number: int, days: int = 365) -> None:
 def renew(folder: Path, hosts: Sequence[str] = (), days: int = 365) -> list[Path]:
     """Write new certificates for the same keys, and return their paths.
 
-    Machines may get them one after the other: the authority has its key and its name
-    still, so the old certificates and the new ones verify each other.
+    Machines may get them one after the other. The authority keeps its key and its name,
+    so old and new certificates verify each other.
 
     Args:
-        folder: that of ``make_certificates``.
-        hosts: names and addresses of the server, instead of those that it has.
-        days: until the certificates expire.
+        folder: the folder of ``make_certificates``.
+        hosts: names and addresses of the server, instead of its present names.
+        days: number of days until the certificates expire.
 
     Raises:
         ConfigError: the folder has no authority, or a number is out of range.
@@ -146,8 +146,8 @@ class _Authority:
         self.key = key
         self._until = datetime.timedelta(days=days)
         self._name = _name("fedbn-flwr federation CA")
-        # All of them must be named. This key signs certificates, and none of them may
-        # sign others: path_length=0.
+        # All keys of the usage must be given. This key signs certificates, and none of
+        # these may sign others: path_length=0.
         usage = x509.KeyUsage(
             digital_signature=False,
             content_commitment=False,
@@ -192,7 +192,7 @@ class _Authority:
             .issuer_name(self._name)
             .public_key(public)
             .serial_number(x509.random_serial_number())
-            # clocks of machines differ
+            # the clocks of machines differ
             .not_valid_before(now - datetime.timedelta(minutes=5))
             .not_valid_after(now + self._until)
             .add_extension(subject, critical=False)
@@ -210,8 +210,8 @@ def _authority_of(folder: Path, days: int) -> _Authority:
         raise ConfigError(f"days={days} must be at least 1")
     if not path.is_file():
         raise ConfigError(
-            f"{path} is missing, but it is needed to sign certificates. Name the"
-            " folder in which `make certs` created it."
+            f"{path} is missing, but it is needed to sign certificates. Name the folder"
+            " of `make certs`."
         )
     return _Authority(_load_key(path), days)
 
@@ -227,7 +227,7 @@ def _node(folder: Path, authority: _Authority, number: int) -> None:
     secret, key = secrets.token_bytes(_SECRET_BYTES), _new_key()
     _role(own, authority, secret, [f"supernode-{number}"])
     _write(own / "node.key", _private(key, PrivateFormat.OpenSSH))
-    # The server gets the public key alone, by which it registers the node.
+    # The server gets only the public key, and registers the node by it.
     public = key.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH)
     _write(registered, public + f" node-{number}\n".encode())
     _role(clientapp, authority, secret)
@@ -236,7 +236,7 @@ def _node(folder: Path, authority: _Authority, number: int) -> None:
 def _role(
     folder: Path, authority: _Authority, secret: bytes | None, names: Sequence[str] = ()
 ) -> None:
-    """Write the files of a role: the CA's certificate, and what else it has."""
+    """Write the CA's certificate and the other files of a role."""
     _write(folder / "ca.crt", authority.certificate)
     if secret is not None:
         _write(folder / "superexec.secret", secret)
@@ -263,7 +263,7 @@ def _name(text: str) -> x509.Name:
 
 
 def _names_of(certificate: x509.Certificate) -> list[str]:
-    """Return the names of a server's certificate, without those of this machine."""
+    """Return the names of a server's certificate, without local names."""
     extension = certificate.extensions.get_extension_for_class(
         x509.SubjectAlternativeName
     )
@@ -282,7 +282,7 @@ def _write(path: Path, content: bytes) -> None:
     """Write a new file, secret unless it is a certificate or a public key."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     mode = 0o644 if path.suffix in (".crt", ".pub") else 0o600
-    # With its mode from the beginning, and never over another file.
+    # Open it with its mode from the beginning, and never over another file.
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
     with os.fdopen(handle, "wb") as file:
         file.write(content)

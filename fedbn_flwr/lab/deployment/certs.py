@@ -1,7 +1,7 @@
-"""The command behind ``make certs``, which needs Python and ``cryptography`` alone.
+"""The command of ``make certs``, with only Python and ``cryptography``.
 
-Besides the keys it writes what ``docker-compose.yml`` needs to know of them into
-``.env``: the user whose they are.
+In addition to the keys, it writes the owner of the keys into ``.env`` for
+``docker-compose.yml``.
 """
 
 from __future__ import annotations
@@ -17,16 +17,17 @@ from fedbn_flwr.lab.deployment.certificates import add_node, make_certificates, 
 
 __all__ = ["add_variables", "main"]
 
-_ORDINARY = 1000  # the containers' user where root makes the keys; it needs no account
+_ORDINARY = 1000  # the containers' user if root makes the keys; it needs no account
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Make the keys and certificates, and write ``.env``; later on, those of one more
-    node, or new certificates.
+    """Make the keys and certificates, and write ``.env``.
+
+    Later calls make the keys of one more node, or new certificates.
 
     Raises:
-        SystemExit: the folder is not empty, or lacks what is needed, or a number is out
-            of range; nothing is written then.
+        SystemExit: the folder is not empty, or lacks necessary files, or a number is
+            out of range; nothing is written then.
     """
     parser = argparse.ArgumentParser(
         prog="make certs", description="keys and certificates"
@@ -36,20 +37,24 @@ def main(arguments: Sequence[str] | None = None) -> None:
         type=Path,
         nargs="?",
         default=Path("certs"),
-        help="new, or with --add, --renew the one in use",
+        help="a new folder, or with --add or --renew the folder in use",
     )
-    parser.add_argument("--nodes", type=int, default=3, help="how many nodes get keys")
+    parser.add_argument(
+        "--nodes", type=int, default=3, help="number of nodes with keys"
+    )
     later = parser.add_mutually_exclusive_group()
-    later.add_argument("--add", type=int, metavar="N", help="keys of one more node")
+    later.add_argument(
+        "--add", type=int, metavar="N", help="make keys of one more node"
+    )
     later.add_argument(
         "--renew",
         action="store_true",
-        help="new certificates for the same keys, with --hosts for other names",
+        help="make new certificates for the same keys; --hosts sets other names",
     )
     parser.add_argument(
         "--hosts",
         default="",
-        help="comma list: names and addresses at which nodes reach the server",
+        help="comma list of names and addresses by which nodes reach the server",
     )
     parser.add_argument(
         "--days", type=int, default=365, help="days until the certificates expire"
@@ -58,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--env",
         type=Path,
         default=Path(".env"),
-        help="variables for docker-compose.yml",
+        help="file for the variables of docker-compose.yml",
     )
     given = parser.parse_args(arguments)
     hosts = [host for host in given.hosts.split(",") if host]
@@ -76,12 +81,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except FedBNError as error:
         parser.exit(1, f"{error}\n")
 
-    # The containers run as the user whose the keys are, or could not read them.
+    # The containers run as the owner of the keys, or could not read them.
     user, group = _give_to_containers(folder)
     variables = {"FEDBN_UID": str(user), "FEDBN_GID": str(group)}
     variables["COMPOSE_PROFILES"] = "cpu"
     added = add_variables(given.env, variables)
-    print(f"{folder}: {done}. docs/operations.md says which machine needs what.")
+    print(f"{folder}: {done}. docs/operations.md lists the folders of each machine.")
     print(f"{given.env}: {', '.join(added) or 'nothing to add'}")
 
 
@@ -91,7 +96,7 @@ def add_variables(path: Path, variables: dict[str, str]) -> list[str]:
     present = set()
     for line in text.splitlines():
         present.add(line.partition("=")[0].removeprefix("export ").strip())
-    # Its own lines stay, also a last one without an end.
+    # Existing lines stay, even a last line without an end.
     if text and not text.endswith("\n"):
         text += "\n"
     added = []
@@ -105,11 +110,11 @@ def add_variables(path: Path, variables: dict[str, str]) -> list[str]:
 
 
 def _give_to_containers(folder: Path) -> tuple[int, int]:
-    """Return the user and the group of the keys, which the containers run as."""
+    """Return the user and the group of the keys and of the containers."""
     user, group = os.getuid(), os.getgid()
     if user:
         return user, group
-    # Never as root: its keys become an ordinary user's, all but the CA's.
+    # Containers never run as root. An ordinary user gets the keys, except the CA's.
     for role in folder.iterdir():
         if role.name != "ca":
             for path in (role, *role.iterdir()):

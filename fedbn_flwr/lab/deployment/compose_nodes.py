@@ -1,6 +1,6 @@
-"""``docker-compose.yml`` and its overrides for more nodes: ``make compose NODES=5``.
+"""``docker-compose.yml`` and its overrides for more nodes (``make compose NODES=5``).
 
-Node 1's part of the files is repeated.
+The part of node 1 in the files is repeated.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _ELSEWHERE = "".join(
 def files_for_nodes(root: Path, num_nodes: int) -> dict[Path, str]:
     """Return the compose file and its overrides for ``num_nodes`` nodes, by path.
 
-    Each node has an override for a machine of its own; the server's has no node.
+    Each node has an override for its own machine; the server's override has no node.
 
     Args:
         root: the folder of ``docker-compose.yml`` and ``docker``.
@@ -41,14 +41,14 @@ def files_for_nodes(root: Path, num_nodes: int) -> dict[Path, str]:
     compose, docker = root / "docker-compose.yml", root / "docker"
     numbers = range(1, num_nodes + 1)
 
-    # Services: what is above node 1's, then a copy of node 1's for each node.
+    # Services: the text above node 1's, then a copy of node 1's for each node.
     services, rest = _split(compose, _VOLUMES)
     above, nodes = _split(compose, _FIRST, services)
     first, _ = _split(compose, _SECOND, _FIRST + nodes)
     copies = [_of_node(first.rstrip("\n"), n, num_nodes) for n in numbers]
 
-    # Volumes: those of no node, which a user may have added, then the nodes'. They end
-    # where the next section begins, in the first column.
+    # Volumes: the user's own volumes, then the nodes' volumes. They end at the next
+    # section, which begins in the first column.
     next_section = re.search(r"(?m)^[^ \n]", rest)
     end = next_section.start() if next_section else len(rest)
     volumes = ""
@@ -58,7 +58,7 @@ def files_for_nodes(root: Path, num_nodes: int) -> dict[Path, str]:
     for n in numbers:
         volumes += f"  supernode-{n}-state:\n  clientapp-{n}-state:\n"
 
-    # Networks: one for each node, in which it reaches nobody else.
+    # Networks: one for each node, so that it reaches nobody else.
     networks = "".join(f"  node-{n}: {{ internal: true }}\n" for n in numbers)
     below = re.sub(r"(?m)^  node-\d+:.*\n", "", rest[end:])
     below = below.replace(_NETWORKS, _NETWORKS + networks)
@@ -79,10 +79,10 @@ def files_for_nodes(root: Path, num_nodes: int) -> dict[Path, str]:
 
 
 def write_for_nodes(root: Path, num_nodes: int) -> list[str]:
-    """Write ``files_for_nodes``; return a line for each changed file.
+    """Write ``files_for_nodes``, and return a line for each changed file.
 
-    Overrides of further nodes are removed. What was changed by hand in the parts of
-    nodes 2 and up is lost; what was changed in node 1's part all nodes get.
+    Overrides of further nodes are removed. Manual changes in the parts of nodes 2 and
+    up are lost; manual changes in the part of node 1 go to all nodes.
 
     Raises:
         ConfigError: as ``files_for_nodes``; nothing is written then.
@@ -101,7 +101,7 @@ def write_for_nodes(root: Path, num_nodes: int) -> list[str]:
 
 
 def _of_node(text: str, number: int, num_nodes: int) -> str:
-    """Return node 1's part of a file, changed to that of another node."""
+    """Return node 1's part of a file, adapted to another node."""
     text = _renumbered(text, number).replace("# Node 1 ", f"# Node {number} ")
     text = text.replace("partition-id=0", f"partition-id={number - 1}")
     return re.sub(r"(?<=num-partitions=)\d+", str(num_nodes), text)
@@ -119,7 +119,7 @@ def _elsewhere(numbers: Iterable[int]) -> str:
 
 
 def _split(path: Path, mark: str, text: str | None = None) -> tuple[str, str]:
-    """Return what is before and after a line in a file, or in ``text`` of it."""
+    """Return the text before and after a line in a file, or in ``text``."""
     if text is None:
         try:
             text = path.read_text()
@@ -128,7 +128,8 @@ def _split(path: Path, mark: str, text: str | None = None) -> tuple[str, str]:
     before, has_mark, after = text.partition(mark)
     if not has_mark:
         raise ConfigError(
-            f"{path} has no {mark.strip()!r}: it is not the compose file of a checkout"
+            f"{path} has no {mark.strip()!r}, so it is not the compose file of a"
+            " checkout"
         )
     return before, after
 
@@ -137,7 +138,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(
         prog="make compose", description="docker-compose.yml for its nodes"
     )
-    parser.add_argument("--nodes", type=int, default=3, help="how many nodes")
+    parser.add_argument("--nodes", type=int, default=3, help="number of nodes")
     try:
         changed = write_for_nodes(Path(), parser.parse_args().nodes)
     except ConfigError as error:

@@ -1,15 +1,15 @@
 """BatchNorm folded into the convolution or linear layer before it. Torch only.
 
-In eval mode BatchNorm is a scale and a shift per channel, y = a * x + b, a = gamma /
-sqrt(var + eps), b = beta - a * mean. After a layer x = W u + c both are one layer with
-the weight a * W and the bias a * c + b. Batch renormalisation is BatchNorm in eval
-mode. A subclass that is BatchNorm and then its own modules, as timm's
+In eval mode, BatchNorm is a scale and a shift per channel, y = a * x + b, a = gamma /
+sqrt(var + eps), b = beta - a * mean. After a layer x = W u + c, both together are one
+layer with the weight a * W and the bias a * c + b. Batch renormalisation is BatchNorm
+in eval mode. A subclass that is BatchNorm and then its own modules, as timm's
 ``BatchNormAct2d`` with ``drop`` and ``act``, leaves these modules in its place. Filters
 that are derived from a weight (``norm=wsconv``, ``group+ws``) become plain weights.
 
-Which layer is before which is seen in a forward pass, never read from names. Whether a
-BatchNorm can be folded is seen in the outputs: a layer whose output or weight is used
-elsewhere, too, would change them.
+The order of the layers comes from a forward pass, never from names. The outputs show
+whether a BatchNorm can be folded: they would change if the model also uses the layer's
+output or weight elsewhere.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ _NORMS = (_BatchNorm, nn.GroupNorm, nn.LayerNorm, nn.modules.instancenorm._Insta
 
 @dataclass(frozen=True)
 class Folding:
-    """What ``fold`` did, by layer path.
+    """The result of ``fold``, by layer path.
 
     Attributes:
-        folded: the layer that each BatchNorm is in now, by path of the BatchNorm.
-        baked: convolutions whose derived filters are now plain weights.
-        left: norm layers that stay as they are, and why.
+        folded: the layer that now contains each BatchNorm, by path of the BatchNorm.
+        baked: convolutions with derived filters that are now plain weights.
+        left: unchanged norm layers, with the reason.
     """
 
     folded: Mapping[str, str]
@@ -60,7 +60,7 @@ class Folding:
     left: Mapping[str, str]
 
     def lines(self, shown: int = 1_000_000) -> list[str]:
-        """Return a report of lines: what was done, and the layers that stay, by reason.
+        """Return a report of the changes, and of the unchanged layers by reason.
 
         Args:
             shown: the most layers of a reason that are named.
@@ -85,17 +85,17 @@ class Folding:
 
 
 def fold(model: nn.Module, example: Tensor) -> tuple[nn.Module, Folding]:
-    """Return a copy in eval mode with BatchNorm folded where that is exact, and a report.
+    """Return a copy in eval mode with exactly folded BatchNorm, and a report.
 
     Args:
         model: any model; it does not change.
-        example: a batch of inputs; the model runs on it, and the new one, on a GPU
-            without TF32.
+        example: a batch of inputs; the model and its copy run on it, on a GPU without
+            TF32.
     """
     conv = torch.backends.cudnn.conv  # type: ignore[attr-defined]
     before = conv.fp32_precision
-    # TF32 rounds the old and the new filters differently, which would look as if
-    # folding changed the outputs.
+    # TF32 rounds the old and the new filters differently. It would look as if folding
+    # changed the outputs.
     conv.fp32_precision = "ieee"
     try:
         return _fold(model, example)
@@ -104,7 +104,7 @@ def fold(model: nn.Module, example: Tensor) -> tuple[nn.Module, Folding]:
 
 
 def _fold(model: nn.Module, example: Tensor) -> tuple[nn.Module, Folding]:
-    # The layer before each norm layer, or why there is none.
+    # Find the layer before each norm layer, or the reason why it has none.
     model = copied(model).eval()
     inputs, expected = _inputs_of_norms(model, example)
     pairs, left = dict[str, str](), dict[str, str]()
@@ -113,8 +113,8 @@ def _fold(model: nn.Module, example: Tensor) -> tuple[nn.Module, Folding]:
             left[path] = _why_not(norm, inputs[norm])
             if not left[path]:
                 pairs[path] = next(iter(inputs[norm]))
-    # All at once, as in most models. If the outputs change, some layers are used
-    # elsewhere, too: folding one after the other shows which.
+    # Fold all together, since this works for most models. If the outputs change, the
+    # model also uses some layers elsewhere: folding one after the other shows which.
     folded: dict[str, str] = {}
     if _is_exact(model, pairs, example, expected):
         folded = pairs
@@ -124,12 +124,12 @@ def _fold(model: nn.Module, example: Tensor) -> tuple[nn.Module, Folding]:
                 folded[path] = layer
             else:
                 left[path] = (
-                    "folding it would change the outputs: its layers, or what they"
-                    " compute, are used elsewhere"
+                    "folding it would change the outputs: the model uses its layers, or"
+                    " their outputs, elsewhere"
                 )
     left = {path: why for path, why in left.items() if path not in folded}
     # Derived filters become plain weights even if nothing is folded, unless the model's
-    # own code uses what they are derived from.
+    # own code uses the source of these filters.
     if not folded and not _is_exact(model, {}, example, expected):
         return model, Folding({}, (), left)
     baked = [
@@ -144,11 +144,11 @@ def _fold(model: nn.Module, example: Tensor) -> tuple[nn.Module, Folding]:
 def _inputs_of_norms(
     model: nn.Module, example: Tensor
 ) -> tuple[Mapping[nn.Module, set[str]], Any]:
-    """Return the layers whose outputs each norm layer gets, and the model's outputs.
+    """Return the layers with outputs into each norm layer, and the model's outputs.
 
-    The layers are paths, "" for any other value.
+    The layers are paths; "" means any other value.
     """
-    # By the id of an output. The tensor is kept, or a later one could get its id.
+    # By the id of an output. Keep the tensor, or a later tensor could get its id.
     outputs: dict[int, tuple[str, Tensor]] = {}
     inputs: defaultdict[nn.Module, set[str]] = defaultdict(set)
 
@@ -158,7 +158,7 @@ def _inputs_of_norms(
         value = args[0] if args else kwargs["input"]
         inputs[norm].add(outputs[id(value)][0] if id(value) in outputs else "")
 
-    # Hooks see what the forward pass does, which no name of a module tells.
+    # Hooks see the steps of the forward pass, but no module name reveals them.
     with ExitStack() as hooks:
         for path, layer in model.named_modules():
             if isinstance(layer, _NORMS):
@@ -178,7 +178,7 @@ def _inputs_of_norms(
 
 
 def _why_not(norm: nn.Module, inputs: set[str]) -> str:
-    """Return why a norm layer with such inputs cannot be folded; "" if it may be."""
+    """Return the reason why a norm layer cannot be folded, or "" if it may be."""
     if not isinstance(norm, _BatchNorm):
         return f"{type(norm).__name__} computes its statistics from each example"
     if norm.running_mean is None:
@@ -194,15 +194,15 @@ def _why_not(norm: nn.Module, inputs: set[str]) -> str:
 def _is_exact(
     model: nn.Module, pairs: Mapping[str, str], example: Tensor, expected: Any
 ) -> bool:
-    """Return whether the model with these pairs folded has these outputs, rounded."""
+    """Return whether the model with these folded pairs has these outputs, rounded."""
     try:
         outputs = folded_at(model, pairs)(example)
-    # The model's own code uses what the new layers lack.
+    # The model's own code uses attributes that the new layers lack.
     except Exception:
         return False
     for one, other in zip(tree_leaves(outputs), tree_leaves(expected), strict=True):
         if isinstance(other, Tensor) and other.is_floating_point() and other.numel():
-            # Infinite numbers may be equal, and their difference is NaN.
+            # Infinite numbers may be equal, but their difference is NaN.
             apart = torch.where(one == other, 0.0, (one - other).abs()).max()
             largest = float(other.abs().max())
             if not float(apart) <= 1000 * torch.finfo(other.dtype).eps * largest:
@@ -217,13 +217,13 @@ def folded_at(model: nn.Module, pairs: Mapping[str, str]) -> nn.Module:
 
     Args:
         model: any model; it does not change.
-        pairs: the path of a layer by the path of the BatchNorm after it, as in
+        pairs: the path of a layer by the path of the BatchNorm after it, like in
             ``Folding.folded``.
     """
-    # A holder, since the model itself may be the layer that is replaced.
+    # Use a holder, since the model itself may be the replaced layer.
     holder = nn.Sequential(copied(model).eval())
     layers = dict(holder[0].named_modules(remove_duplicate=False))
-    # What each layer becomes. A norm layer with an activation inside leaves this.
+    # The replacement of each layer. A norm layer with an activation inside leaves this.
     new: dict[nn.Module, nn.Module] = {}
     for path, of_layer in pairs.items():
         norm, layer = layers[path], layers[of_layer]
@@ -233,13 +233,13 @@ def folded_at(model: nn.Module, pairs: Mapping[str, str]) -> nn.Module:
     for layer in layers.values():
         if isinstance(layer, DerivedWeightConv) and layer not in new:
             new[layer] = _plain(layer)
-    # In all places, as a layer may be in a model twice.
+    # Replace in all places, as a layer may be in a model twice.
     for module in list(holder.modules()):
         for name, child in module._modules.items():
             if child in new:
                 module.add_module(name, new[child])
-    # A model may reach an old layer in another way than by its path, a list say, and
-    # would then compute without what was folded.
+    # A model may reach an old layer in another way than by its path, such as by a list.
+    # It would then compute without the folded part.
     for layer in new:
         layer.register_forward_pre_hook(_refuse)
     result: nn.Module = holder[0]
@@ -251,15 +251,15 @@ def _refuse(layer: nn.Module, args: Any) -> None:
 
 
 def _fused(layer: nn.Module, norm: Any) -> Any:
-    """Return a plain layer for both; computed in double precision."""
-    # Without affine parameters gamma is 1 and beta is 0.
+    """Return a plain layer for both, computed in double precision."""
+    # Without affine parameters, gamma is 1 and beta is 0.
     mean, var = norm.running_mean.double(), norm.running_var.double()
     gamma, beta = torch.ones_like(var), torch.zeros_like(var)
     if norm.weight is not None:
         gamma = norm.weight.detach().double()
     if norm.bias is not None:
         beta = norm.bias.detach().double()
-    # W and b of the layer; a bias is there afterwards in any case.
+    # Get W and b of the layer; the result has a bias in any case.
     plain = _plain(layer)
     bias = None if plain.bias is None else plain.bias.double()
     entries = (plain.weight.double(), bias, mean, var, norm.eps, gamma, beta)
@@ -278,12 +278,12 @@ def _plain(layer: nn.Module) -> Any:
     plain = copied(layer).requires_grad_(False)
     if not isinstance(plain, DerivedWeightConv):
         return plain
-    # What the weight is derived from goes, such as a gain of each filter.
+    # Remove the sources of the weight, such as a gain of each filter.
     weight = nn.Parameter(plain.derived_weight(), False)
     for name in set(plain._parameters) - {"weight", "bias"}:
         delattr(plain, name)
     plain.weight = weight
-    # Its class is changed in place: a new layer would need every argument of this one.
+    # Change its class in place, since a new layer would need all constructor arguments.
     for kind in (nn.Conv1d, nn.Conv2d, nn.Conv3d):
         if isinstance(plain, kind):
             plain.__class__ = kind

@@ -1,4 +1,4 @@
-"""Two formats with the graph of a model, torch.export and ONNX, and how they are run.
+"""Two formats with the graph of a model (torch.export, ONNX), and their use.
 
 The number of examples of a batch is free. TorchScript is not offered: torch has
 deprecated it.
@@ -35,11 +35,11 @@ def encode_torch_export(
     """Return the ``.pt2`` file of a model.
 
     Args:
-        model: in eval mode.
+        model: the model in eval mode.
         example: a batch of at least two inputs.
-        about: what to write besides the graph: an extra file ``about.KEY`` each.
+        about: texts in addition to the graph, each in an extra file ``about.KEY``.
     """
-    # A batch of one would be traced as a constant: the file would take no other batch.
+    # torch would treat a batch of one as a constant, so the file would fix the batch.
     program = torch.export.export(
         model, (example,), dynamic_shapes=({0: torch.export.Dim("batch", min=1)},)
     )
@@ -60,14 +60,17 @@ def check_onnx_is_installed() -> None:
     absent = [name for name in names if importlib.util.find_spec(name) is None]
     if absent:
         raise ConfigError(
-            f"format=onnx needs {', '.join(absent)}, which is not installed;"
+            f"format=onnx needs {', '.join(absent)}, but it is not installed."
             f" {install_extra('onnx')}. format=torch-export needs nothing more."
         )
 
 
 def encode_onnx(model: nn.Module, example: Tensor, about: Mapping[str, str]) -> bytes:
-    """Return the ``.onnx`` file of a model, from "input" to "output"; else as ``.pt2``."""
-    # They tell at length what they translate.
+    """Return the ``.onnx`` file of a model, from "input" to "output".
+
+    The arguments are as for ``encode_torch_export``.
+    """
+    # Hide the long reports of the translation.
     with _quiet("torch.onnx", "onnxscript", "onnx_ir"):
         program = torch.onnx.export(
             model,
@@ -89,7 +92,7 @@ def encode_onnx(model: nn.Module, example: Tensor, about: Mapping[str, str]) -> 
 
 def run_onnx(path: Path) -> Run:
     """Return the function of an ``.onnx`` file under onnxruntime on the CPU."""
-    # A package of the extra ``onnx``.
+    # onnxruntime is a package of the extra ``onnx``.
     import onnxruntime
 
     session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])

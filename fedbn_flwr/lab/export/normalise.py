@@ -1,4 +1,4 @@
-"""The layer before an exported model: the model takes what the data hold."""
+"""The layer before an exported model that normalises inputs as in the data."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ class Normalise(nn.Module):
     """(x / scale - mean) / std in float32, with the bits of the tests of a run.
 
     Args:
-        mean: per channel of images (N, C, H, W), or per feature of rows (N, C); () = 0.
-        std: in the same way, above 0; () = 1.
+        mean: per channel of images (N, C, H, W), or per feature of rows (N, C); 0
+            if it is ().
+        std: in the same way, above 0; () means 1.
         scale: 255 for pixels 0..255, 1 for other numbers.
         dims: dimensions of an input after its channels: 2 for images, 0 for rows.
     """
@@ -40,7 +41,7 @@ class Normalise(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the normalised inputs, float32, in the shape of ``x``."""
-        # One multiplication and one addition would do, with other last bits.
+        # One multiplication and one addition would be enough, but with other last bits.
         return (x.to(torch.float32) / self.scale - self.mean) / self.std
 
 

@@ -1,6 +1,6 @@
-"""What a finished run is used for: its models on any data, by site, and as files.
+"""Uses of a finished run, with its models on any data, by site, and as files.
 
-- ``saved_model``: the model of a run: the global one, or a client's own.
+- ``saved_model``: the model of a run, global or a client's own.
 - ``evaluate``: a model on any data, with metrics and predictions.
 - ``sites``: the table by site, with intervals and differences between runs.
 - ``export``: a model as one file that runs without the run.

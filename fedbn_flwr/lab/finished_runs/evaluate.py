@@ -1,4 +1,4 @@
-"""``fedbn-flwr evaluate``: the model of a finished run on any data."""
+"""The command ``fedbn-flwr evaluate``, for a finished run's model on any data."""
 
 from __future__ import annotations
 
@@ -47,32 +47,32 @@ __all__ = ["ADAPT", "ALL", "Evaluation", "Row", "evaluate_run", "predictions"]
 logger = logging.getLogger("flwr")
 
 ADAPT = "adapt"
-"""The BN whose statistics are re-estimated on the new inputs; no target is used."""
+"""The BN with statistics re-estimated on the new inputs; no target is used."""
 ALL = "all"
 
 _CLIENT = re.compile(r"own:(\d+)")
 # The model and its inputs depend on these settings of the run.
 _OF_THE_MODEL = ("norm", "norm-groups", "model", "bn-momentum", "seed", "batch-size")
-# How data are read: as in the run, unless the new data have other settings.
+# Reading of data: as in the run, unless the new data have other settings.
 _OF_READING = ("task", "metrics", "test-share")
-# What the new data may say.
+# The keys that new data may set.
 _OF_DATA = ("dataset", "data-dir", "image-size", "num-classes", "device", *_OF_READING)
 
 
 @dataclass(frozen=True)
 class Row:
-    """The result on some of the data: all, or one group."""
+    """The result on all of the data or on one group."""
 
     data: str
     result: EvalResult
 
 
 class Evaluation(NamedTuple):
-    """What ``evaluate_run`` finds.
+    """The results of ``evaluate_run``.
 
     Attributes:
-        what: what model it is, and on which examples.
-        rows: the results: with all data first, then by group.
+        what: a description of the model and of its examples.
+        rows: the results, first on all data, then by group.
     """
 
     what: str
@@ -88,20 +88,20 @@ def evaluate_run(
 ) -> Evaluation:
     """Evaluate the model of a run on any data.
 
-    The run gives the model, the normalisation of the inputs and the size of the images;
-    ``data`` gives the rest. Of own data without a split of their own all examples are
-    used, unless they are those of the run; else the test examples.
+    The run determines the model, the normalisation of the inputs and the size of the
+    images; ``data`` sets the rest. If own data have no split, all examples are used,
+    unless they are the run's own data. Otherwise, the test examples are used.
 
     Args:
         run: the run's folder.
-        data: config keys of the data, at least ``dataset``; for own data those of the
-            run are the defaults.
+        data: config keys of the data, at least ``dataset``; for own data, the run's
+            keys are the defaults.
         bn: "" for the global model, "averaged" or "own:CLIENT" for that BN, ``ADAPT``
             for statistics that are re-estimated on these inputs.
-        out: a new folder for ``predictions.csv`` and ``metrics.json``; None = nothing
-            is written.
+        out: a new folder for ``predictions.csv`` and ``metrics.json``; None writes
+            nothing.
         state_dir: the state folder of a site, for its own model; "own:CLIENT" chooses
-            where it has several.
+            if it has several.
 
     Raises:
         ConfigError: the data do not fit the model, or a setting is bad.
@@ -109,8 +109,8 @@ def evaluate_run(
         StateError: the run lacks the model, or a part of it.
         EngineError: the folder cannot be written.
     """
-    # What the run gives, what the new data give, and the examples under both. A folder
-    # that is in use is refused before any work.
+    # Combine the facts of the run and of the new data, then load the examples. Refuse a
+    # used folder before any work.
     if out is not None:
         RunFolder.refuse_used(out)
     saved = load_model(run, _choice(bn, state_dir))
@@ -124,8 +124,8 @@ def evaluate_run(
     for warning in warnings:
         logger.warning("%s", warning)
 
-    # The tests; outputs are kept where they are written. Those of pixels are not: a
-    # table of them would be larger than the images.
+    # Do the tests, and keep outputs that are written. Outputs of pixels are not kept,
+    # since their table would be larger than the images.
     outputs: list[Tensor] = []
 
     def keep(of_batch: Tensor, _: Tensor) -> None:
@@ -149,7 +149,7 @@ def evaluate_run(
 
 
 def _choice(bn: str, state_dir: Path | None) -> Choice:
-    """Return the model that ``bn`` names; ``ADAPT`` starts from the global one."""
+    """Return the model that ``bn`` names; ``ADAPT`` starts from the global model."""
     if bn in ("", ADAPT):
         return Choice(state_dir=state_dir)
     if bn == "averaged":
@@ -167,7 +167,7 @@ def _adapt(model: nn.Module, data: Subset, task: Task, saved: SavedModel) -> Non
     """Give the model the BN statistics of these inputs.
 
     Raises:
-        ConfigError: they cannot be re-estimated: there is no BatchNorm, or one example.
+        ConfigError: re-estimation is impossible without BatchNorm, or with one example.
     """
     moments = reestimate_statistics(model, data, batch_size=task.test_batch)
     if not moments:
@@ -180,7 +180,7 @@ def _adapt(model: nn.Module, data: Subset, task: Task, saved: SavedModel) -> Non
 
 
 def _config(saved: SavedModel, data: Mapping[str, Any]) -> Config:
-    """Return the settings of the run's model with those of the new data.
+    """Return the settings of the run's model and of the new data.
 
     Raises:
         ConfigError: a setting does not describe data, or is bad.
@@ -197,12 +197,12 @@ def _config(saved: SavedModel, data: Mapping[str, Any]) -> Config:
     settings = {"partition": "iid", "num-clients": 1, **data}
     dataset = str(data.get("dataset"))
     if is_own(dataset):
-        # The targets of a few examples may look like those of another task, and may
-        # lack a class.
+        # The targets of a few examples may look like another task, and may lack a
+        # class.
         shared["task"] = saved.description.task
         if saved.description.task in (CLASSIFICATION.name, SEGMENTATION.name):
             shared["num-classes"] = saved.description.num_classes
-        # A function is asked site by site: for all sites of the run.
+        # A function is called for each site, here for all sites of the run.
         if OwnData.parse(dataset)[0] == FUNCTION:
             settings["num-clients"] = saved.config.num_clients
     return Config.make_of_shared(shared, settings)[0]
@@ -212,10 +212,10 @@ class _Examples(NamedTuple):
     """The examples of a test.
 
     Attributes:
-        all: all of them.
-        groups: those of each group (domain) by name; empty if the data have none.
-        where: the first columns of ``predictions.csv``: where each example is in the
-            user's data.
+        all: all examples.
+        groups: the examples of each group (domain) by name; empty without groups.
+        where: the first columns of ``predictions.csv``, for the place of each example
+            in the user's data.
         which: whether they are all examples of the data, or the test examples.
     """
 
@@ -233,9 +233,9 @@ def _examples(saved: SavedModel, config: Config) -> _Examples:
             examples of the run.
     """
     taken = saved.description
-    # Before the data are loaded, which may be large.
+    # Refuse before loading the data, because the data may be large.
     _refuse_other_task(taken, config)
-    # Own data without a split of their own are all new, unless they are the run's.
+    # Own data without a split are all new, unless they are the run's data.
     which = "on the test examples"
     if is_own(config.dataset) and not is_divided(data_of(config).own):
         if _place(config) != _place(saved.config):
@@ -246,12 +246,12 @@ def _examples(saved: SavedModel, config: Config) -> _Examples:
                 f"dataset={config.dataset!r} has changed since the run, or is divided"
                 " in another way (test-share), so its test examples may be training"
                 " examples of the run. Restore the data and the settings, or put the"
-                " examples that the run has not seen into a folder of their own."
+                " examples that the run has not seen into a separate folder."
             )
     data = load_data(config, taken.shape if len(taken.shape) == 3 else ())
     _refuse_unfit(taken, data, config.dataset)
 
-    # The run's mean and std: the model has learned from inputs that these scaled.
+    # Use the run's mean and std, because the model was trained on such inputs.
     def view(indices: Tensor | None = None) -> Subset:
         return Subset(data.test, indices, mean=taken.mean, std=taken.std)
 
@@ -263,14 +263,14 @@ def _examples(saved: SavedModel, config: Config) -> _Examples:
         for number in torch.unique(numbers).tolist():
             chosen = torch.nonzero(numbers == number).flatten()
             groups[data.group_names[number]] = view(chosen)
-    # A user finds a file or a row of an array, but no position of ours.
+    # A user can find a file or a row of an array, but not our positions.
     if is_own(config.dataset) and not data_of(config).by_function:
         where = {**own_tests(data_of(config).own)}
     return _Examples(view(), groups, where, which)
 
 
 def _place(config: Config) -> tuple[str, Path | str]:
-    """Return the kind of a config's data, and where they are, in one spelling."""
+    """Return the kind of a config's data and their place, in one spelling."""
     kind, _, path = config.dataset.partition(":")
     return kind, Path(path).resolve() if path else path
 
@@ -278,7 +278,7 @@ def _place(config: Config) -> tuple[str, Path | str]:
 def _overlap(ran: Config, config: Config) -> str:
     """Return a sentence if the data are in the folder of a run's data or around it."""
     (kind, here), (other, there) = _place(config), _place(ran)
-    # The same place is the run's own data, which are divided as in the run.
+    # The same place has the run's own data, and they are divided as in the run.
     if kind != other or here == there:
         return ""
     if not isinstance(here, Path) or not isinstance(there, Path):
@@ -287,8 +287,8 @@ def _overlap(ran: Config, config: Config) -> str:
         return ""
     return (
         f"dataset={config.dataset!r} and the data of the run, {ran.dataset!r}, have"
-        " files in common: training examples of the run may be among them, unless they"
-        " are of a held-out client."
+        " files in common. Training examples of the run may be among them, unless they"
+        " belong to a held-out client."
     )
 
 
@@ -296,10 +296,12 @@ def _refuse_other_task(taken: ModelDescription, config: Config) -> None:
     """Raise ConfigError if the model is for another task or number of classes."""
     task, num_classes = data_of(config).task.name, data_of(config).info.num_classes
     if task != taken.task:
-        raise ConfigError(f"the model is for {taken.task}, the data are for {task}.")
+        raise ConfigError(
+            f"the model is for {taken.task}, but the data are for {task}."
+        )
     if num_classes != taken.num_classes:
         raise ConfigError(
-            f"the data of the run have {taken.num_classes} classes,"
+            f"the data of the run have {taken.num_classes} classes, but"
             f" dataset={config.dataset} has {num_classes}. Bring these data to the"
             " classes of the run, in the same order."
         )
@@ -310,19 +312,19 @@ def _refuse_unfit(taken: ModelDescription, data: Dataset, dataset: str) -> None:
     if data.test.shape != taken.shape:
         raise ConfigError(
             f"the model takes inputs {taken.shape}, but the inputs of"
-            f" dataset={dataset} are {data.test.shape}: give data with as many channels or features, and of"
-            " the same height and width."
+            f" dataset={dataset} are {data.test.shape}. Use data with as many channels"
+            " or features, and of the same height and width."
         )
     known, given = _names(taken.classes), _names(data.class_names)
     if known and given and known != given:
         raise ConfigError(
             f"the classes of the run are {', '.join(known)}, but the classes of"
-            f" dataset={dataset} are {', '.join(given)}: use the same names."
+            f" dataset={dataset} are {', '.join(given)}. Use the same names."
         )
 
 
 def _names(classes: Sequence[str]) -> tuple[str, ...]:
-    """Return the names of classes; () if they are called by their numbers."""
+    """Return the names of classes, or () if the names are only numbers."""
     if list(classes) == [str(number) for number in range(len(classes))]:
         return ()
     return tuple(classes)
@@ -331,7 +333,7 @@ def _names(classes: Sequence[str]) -> tuple[str, ...]:
 def predictions(
     outputs: Tensor, targets: Tensor, task: Task, classes: Sequence[str]
 ) -> dict[str, list[float]]:
-    """Return the columns of ``predictions.csv``: target, prediction and probability.
+    """Return the columns of ``predictions.csv`` with target, prediction, probability.
 
     Args:
         outputs: the model's outputs (N, ...).
@@ -340,7 +342,7 @@ def predictions(
         classes: the names of the classes or labels.
     """
     count = len(outputs)
-    # In double precision, or probabilities near 1 would be 1.
+    # Compute in double precision, or probabilities near 1 would become 1.
     outputs, probabilities = outputs.double().reshape(count, -1), task.probabilities()
     values = {"target": targets.cpu().reshape(count, -1)}
     if isinstance(task, LabelTask):
@@ -353,7 +355,7 @@ def predictions(
     else:
         values["prediction"] = outputs.argmax(1, keepdim=True)
         values["probability"] = probabilities(outputs)
-    # One column keeps its name; several have the names of the classes added.
+    # A single column keeps its name; several get the names of the classes added.
     columns: dict[str, list[float]] = {}
     for kind, value in values.items():
         for at, column in enumerate(value.T.tolist()):

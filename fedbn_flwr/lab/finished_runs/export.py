@@ -1,4 +1,7 @@
-"""A model of a run as one file that needs no run, checked against the evaluated model."""
+"""A model of a run as one file that needs no run.
+
+The file's outputs are checked against the evaluated model.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +61,7 @@ BOUND = 1e-4
 
 # Examples of the check: more than one size shows that the batch is free.
 _BATCHES = [1, 5, 26]
-# The metadata of a file that says which BatchNorm layers were folded.
+# The key of the metadata with the folded BatchNorm layers.
 _FOLDED = "folded"
 
 
@@ -67,7 +70,7 @@ class Check:
     """The comparison of a file with the evaluated model.
 
     Attributes:
-        inputs: what the inputs were.
+        inputs: a description of the inputs.
         error: largest difference of an output.
         largest: the largest absolute value of an output.
     """
@@ -92,13 +95,13 @@ class Check:
 
 @dataclass(frozen=True)
 class Exported:
-    """What ``export`` wrote.
+    """The result of ``export``.
 
     Attributes:
-        file: the model.
-        what: which model of the run it is.
-        check: how far its outputs are from those of the evaluated model.
-        folding: what was folded; None without ``fold_bn``.
+        file: the file of the model.
+        what: a description of the model.
+        check: the distance of its outputs from the evaluated model's outputs.
+        folding: the folded layers; None without ``fold_bn``.
     """
 
     file: Path
@@ -115,16 +118,16 @@ def export(
     *,
     fold_bn: bool = False,
 ) -> Exported:
-    """Write a model of a run as a new file, which takes inputs as the data hold them.
+    """Write a model of a run as a new file for inputs in the form of the data.
 
-    The file is loaded again, and its outputs are compared with those of the evaluated
-    model, on test data of the run where these are here, else on random inputs.
+    The file is loaded again, and its outputs are compared with the evaluated model's
+    outputs, on test data of the run if these are here, and otherwise on random inputs.
 
     Args:
         run: the run's folder.
-        out: the file to write; its suffix is that of the format.
+        out: the file to write, with the suffix of the format.
         format: "torch" (the state, see ``load_exported``), "torch-export" or "onnx".
-        choice: which model; None = the global one.
+        choice: the model to export; by default, the global model.
         fold_bn: BatchNorm becomes a part of the layers before it, see
             ``lab.export.fold``.
 
@@ -137,12 +140,12 @@ def export(
     """
     _check_place(out, format)
     saved = load_model(run, choice or Choice())
-    # A file of another model would look right, and nobody has the run's to compare.
+    # A file of another model would look right, and nobody could compare it.
     changed = saved.description.code_changed()
     if changed:
         raise ConfigError(changed)
     inputs, what = _inputs(saved)
-    # A copy: the saved model is what the file is compared with.
+    # Copy the saved model, since the file is compared with it.
     normalise = saved.description.normalise()
     model = copied(saved.model).to(memory_format=torch.contiguous_format)
     folding = None
@@ -161,7 +164,7 @@ def export(
         write_atomically(out, content)
     except OSError as error:
         raise EngineError(f"out={str(out)!r} cannot be written: {error}.") from error
-    # The file as its user would load it; one that fails must not stay.
+    # Load the file like its user. A failing file must not stay.
     try:
         check = _check(saved.model, _LOADERS[format](out), normalise, inputs, what)
     except BaseException:
@@ -173,7 +176,7 @@ def export(
 def load_exported(path: str | Path) -> nn.Module:
     """Return the model of a file that ``export`` wrote with format "torch".
 
-    It is in eval mode on the CPU, and takes what the data hold (pixels 0..255).
+    It is in eval mode on the CPU, and takes inputs as in the data (pixels 0..255).
 
     Raises:
         ConfigError: the file is not one of these.
@@ -202,7 +205,7 @@ _LOADERS: dict[str, Callable[[Path], Any]] = {
     "torch-export": run_torch_export,
     "onnx": run_onnx,
 }
-"""By format, what returns the model of a file."""
+"""The function that returns the model of a file, by format."""
 
 
 def _check_place(out: Path, format: str) -> None:
@@ -211,7 +214,7 @@ def _check_place(out: Path, format: str) -> None:
     problems = []
     if out.exists():
         problems.append(
-            f"{out} is there; nothing is written over. Choose another file."
+            f"{out} is there, and existing files are kept. Choose another file."
         )
     if out.suffix != SUFFIXES[format]:
         problems.append(
@@ -224,22 +227,22 @@ def _check_place(out: Path, format: str) -> None:
 
 
 def _inputs(saved: SavedModel) -> tuple[Tensor, str]:
-    """Return inputs of the check as the data hold them, float32, and what they are."""
+    """Return inputs of the check as in the data, float32, with a description."""
     count, taken = sum(_BATCHES), saved.description
-    # Test data of the run, spread over all of them.
+    # Use test data of the run, spread over all of them.
     why = "the data of the run are not here"
     with suppress(DataError, ConfigError):
         test = load_data(saved.config.model_copy(update={"device": "cpu"})).test
         if test.shape == taken.shape and len(test):
             positions = torch.linspace(0, len(test) - 1, count).long()
             inputs, _ = test.take(positions)
-            # Without the folders of a path: the text goes into the file's report.
+            # Remove the folders of a path, because the text goes into the report.
             kind, colon, path = saved.config.dataset.partition(":")
             name = f"{kind}{colon}{Path(path).name}"
             used = min(count, len(test))
             return inputs.float(), f"{used} test examples of {name}"
         why = "the data have changed since the run"
-    # Else random ones of the same kind; pixels are whole numbers.
+    # Otherwise use random inputs of the same kind; pixels are whole numbers.
     generator = torch.Generator().manual_seed(0)
     inputs = torch.rand(count, *taken.shape, generator=generator)
     if taken.as_bytes:
@@ -261,7 +264,7 @@ def _encode(
         return encode(normalised_inside(model, normalise), example, about)
     except FedBNError:
         raise
-    # torch.export raises many kinds for models that it cannot trace.
+    # torch.export raises many kinds of errors for models that it cannot trace.
     except Exception as error:
         first = str(error).strip().split("\n")[0]
         raise EngineError(
@@ -278,30 +281,30 @@ def _check(
     inputs: Tensor,
     what: str,
 ) -> Check:
-    """Compare the outputs batch by batch; raise EngineError above the bound."""
+    """Compare the outputs batch by batch, with EngineError above the bound."""
     error = largest = 0.0
     prepared = inputs_for(model)
     for batch in torch.split(inputs, _BATCHES):
         expected, outputs = model(prepared(normalise(batch))), exported(batch)
         if not expected.isfinite().all():
             raise StateError(
-                "the model's own outputs are not finite: it diverged. Export the model"
-                " of another run."
+                "the model's own outputs are not finite, since it diverged. Export the"
+                " model of another run."
             )
         if outputs.shape != expected.shape:
             raise EngineError(
-                f"the file gives outputs {tuple(outputs.shape)}, the model"
+                f"the file gives outputs {tuple(outputs.shape)}, but the model gives"
                 f" {tuple(expected.shape)}."
             )
         # ``max`` would lose a NaN.
         difference = float((outputs - expected).abs().max())
         error = difference if math.isnan(difference) else max(error, difference)
         largest = max(largest, float(expected.abs().max()))
-    # Written so that a NaN is above the bound.
+    # The condition is written so that a NaN exceeds the bound.
     check = Check(what, error, largest)
     if not check.relative <= BOUND:
         raise EngineError(
-            f"the exported model is not the evaluated one: {check}. No file is written;"
-            " please report it."
+            f"the exported model differs from the evaluated model: {check}. No file is"
+            " written. Please report it."
         )
     return check

@@ -1,4 +1,4 @@
-"""The model of a finished run: the global one, with averaged BN, or a client's own."""
+"""The model of a finished run, global, with averaged BN, or a client's own."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ from fedbn_flwr.lab.setup import in_memory_format
 
 __all__ = ["Choice", "SavedModel", "load_model", "run_config"]
 
-# The metadata of a part that is the server's.
+# The metadata of a part that belongs to the server.
 GLOBAL = "global"
 
 
 @dataclass(frozen=True)
 class Choice:
-    """Which model of a run; without any setting the global one.
+    """The choice of a model of a run, by default the global model.
 
     Attributes:
         client: the own model of the client with this partition id.
         averaged: the global model with the average of the clients' BN entries.
-        state_dir: the own model of a site, with what its node kept in this state
-            folder.
+        state_dir: the own model of a site, with the local state that its node kept in
+            this state folder.
     """
 
     client: int | None = None
@@ -55,10 +55,10 @@ class SavedModel:
     Attributes:
         run: the run's folder.
         config: the run's settings.
-        model: in eval mode, on the CPU, in the run's memory format.
-        description: what it is built from, takes and gives.
+        model: the model in eval mode, on the CPU, in the run's memory format.
+        description: the construction, the inputs and the outputs of the model.
         about: the metadata of ``model.safetensors``.
-        what: which model it is, and where its BN entries are from.
+        what: a description of the model and of the origin of its BN entries.
     """
 
     run: Path
@@ -73,13 +73,13 @@ def run_config(run: Path) -> Config:
     """Return the settings of a run.
 
     Raises:
-        ConfigError: the folder has none, or this version cannot read them.
+        ConfigError: the folder has no settings, or this version cannot read them.
     """
     refuse_no_run(run)
     try:
         return Config.load(run / CONFIG_FILE)
-    # A check of own data reads them, and they may be on another machine: the settings
-    # of a finished run were checked when it began.
+    # A check of the settings reads own data, but these may be on another machine. The
+    # settings of a finished run were checked when it began.
     except ConfigError:
         values = RunFolder.settings(run)
         fields = {
@@ -96,14 +96,14 @@ def load_model(run: Path, choice: Choice) -> SavedModel:
 
     Raises:
         ConfigError: the choice does not fit the run.
-        StateError: the folder lacks the model or a part of it; the error says what to
-            do.
+        StateError: the folder lacks the model or a part of it; the error names the
+            remedy.
     """
     # A resumed run has the model of its earlier end until it ends again.
     if (run / "checkpoint").is_dir() and not (run / "summary.json").is_file():
         raise StateError(
-            f"the run in {run} is not finished; a model there is that of an earlier"
-            f" end. Let it end: fedbn-flwr run --out {run} --resume"
+            f"the run in {run} is not finished, so a model there is from an earlier"
+            f" end. Finish it: fedbn-flwr run --out {run} --resume"
         )
     config, about = run_config(run), metadata(run)
     description = ModelDescription.read(about)
@@ -125,7 +125,7 @@ def _personal_state(run: Path, config: Config, client: int) -> dict[str, Tensor]
     """Return the state of a client's own model from the run's folder."""
     try:
         return personal_state(run, client)
-    # A run over a network never has it: each site has its own. Perhaps it is this one.
+    # A run over a network lacks it, because each site has its own. It may be this site.
     except StateError as error:
         folder = config.state_dir
         if not folder or folder == STATE_IN_OUT or not Path(folder).is_dir():
@@ -142,17 +142,17 @@ def _state(
     about: Mapping[str, str],
     choice: Choice,
 ) -> tuple[dict[str, Tensor], str]:
-    """Return the state of the chosen model, and what it is."""
-    # A run over a network counts its nodes: num-clients=0 says nothing.
+    """Return the state of the chosen model, and its description."""
+    # A run over a network counts its nodes, so num-clients may be 0.
     client, clients = choice.client, config.num_clients
     if client is not None and clients and not 0 <= client < clients:
         raise ConfigError(
-            f"client={client}: the run has the clients 0 to {clients - 1}."
+            f"client={client} is unknown: the run has the clients 0 to {clients - 1}."
         )
     if choice.averaged:
         _check_averaged(run, about, choice)
     parts = method_of(config).parts(model)
-    # A site's own model, a client's of the run's folder, or the global one.
+    # Take a site's own model, a client's own from the run's folder, or the global model.
     if choice.state_dir is not None:
         shapes = {
             name: tuple(entry.shape) for name, entry in model.state_dict().items()
@@ -196,7 +196,7 @@ def _what_of_client(config: Config, parts: Parts, client: int, kept_here: bool) 
 
 
 def _what_of_all(parts: Parts, about: Mapping[str, str]) -> str:
-    # The parts by where they are from: averages of the clients', say.
+    # Group the parts by their source, such as averages over the clients.
     notes: dict[str, list[str]] = {}
     for part in Part:
         source = about.get(part, GLOBAL)
@@ -211,13 +211,13 @@ def _what_of_all(parts: Parts, about: Mapping[str, str]) -> str:
 def _check_averaged(run: Path, about: Mapping[str, str], choice: Choice) -> None:
     if choice.client is not None or choice.state_dir is not None:
         raise ConfigError(
-            "bn=averaged is a model of all clients: leave out the client and the state"
+            "bn=averaged is a model of all clients. Leave out the client and the state"
             " folder."
         )
     if AVERAGED not in about.values():
-        # If BN is absent altogether, this raises, and says what to do.
+        # If BN is completely absent, this raises an error with the remedy.
         global_state(run)
         raise ConfigError(
-            f"{run}: bn=averaged is for runs whose clients keep BN; here it is global."
-            " Leave it out."
+            f"{run}: bn=averaged is for runs with BN kept by the clients, but here BN"
+            " is global. Leave it out."
         )

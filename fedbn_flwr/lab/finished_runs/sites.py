@@ -1,10 +1,10 @@
-"""The table by site of a finished run, also beside that of another run.
+"""The table by site of a finished run, or of two finished runs.
 
 A row has the main metric with an interval, and the paired difference to the other run.
 
 The interval is the percentile bootstrap of ``scipy.stats`` over the groups of a site
-(patients): all examples of a group are drawn together. It speaks of other groups of the
-same site, not of other seeds of the training.
+(patients): all examples of a group are drawn together. It covers other groups of the
+same site, but not other seeds of the training.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ _SEED = 0
 
 @dataclass(frozen=True)
 class SiteTest:
-    """What a model gives for the N test examples of one site.
+    """The outputs of a model for the N test examples of one site.
 
     Attributes:
         task: the learning task; its score is the metric.
-        outputs: (N, ...); of a segmentation the confusion matrices of the examples.
+        outputs: (N, ...); for a segmentation, the confusion matrices of the examples.
         targets: (N, ...).
         groups: the positions of the examples of each group.
-        error: why the data cannot be read; then there are no outputs.
-        note: why the site has no model of its own; then there may be no outputs.
+        error: the reason why the data cannot be read; then outputs are empty.
+        note: the reason why the site lacks its own model; then outputs may be empty.
     """
 
     task: Task
@@ -62,16 +62,16 @@ class SiteTest:
     note: str = ""
 
     def metric(self, groups: Indices) -> float:
-        """Return the main metric of these groups together; one may be there twice."""
-        # The examples of the groups. Where each is its own group, a thousand draws of
-        # lists would take a minute.
+        """Return the main metric of these groups together; a group may be repeated."""
+        # Take the examples of the groups. If each example is its own group, a thousand
+        # draws of lists would take a minute.
         if len(self.groups) == len(self.targets):
             chosen = np.concatenate(self.groups)[groups]
         else:
             chosen = np.concatenate([self.groups[group] for group in groups])
         rows = torch.from_numpy(chosen)
         outputs, targets = self.outputs[rows], self.targets[rows]
-        # As ``evaluate`` defines each metric, from what was kept of a single test.
+        # Each metric is defined as in ``evaluate``, from the values of a single test.
         score = self.task.score
         if score == "loss":
             return float(self.task.loss(outputs, targets))
@@ -87,14 +87,14 @@ class SiteTest:
 
     @property
     def words(self) -> dict[str, str]:
-        """What a row says of the site in words, by key."""
+        """The error and the note of a row about the site, by key."""
         return {"error": self.error, "note": self.note}
 
     def has_examples_of(self, other: SiteTest) -> bool:
         """Return whether the other test has the same targets in the same groups."""
         if self.targets.shape != other.targets.shape:
             return False
-        # NaN is a target that is not known.
+        # NaN is an unknown target.
         same = torch.isclose(self.targets, other.targets, 0, 0, equal_nan=True)
         if len(self.groups) != len(other.groups) or not same.all():
             return False
@@ -110,13 +110,13 @@ def _score_of_pixels(score: str, counts: Tensor) -> float:
 
 
 def test_site(model: nn.Module, data: Subset, task: Task) -> SiteTest:
-    """Return what the model gives for the examples of a site."""
+    """Return the outputs of the model for the examples of a site."""
     if task.score != "loss":
         task = replace(task, metrics=(task.score,))
     outputs, targets = [], []
 
     def keep(of_batch: Tensor, targets_of_batch: Tensor) -> None:
-        # A confusion matrix for each image: outputs of all pixels would fill the memory.
+        # Keep a confusion matrix for each image, since all outputs would fill the memory.
         if task.by_pixel and task.score != "loss":
             counts = []
             for row in range(len(of_batch)):
@@ -125,7 +125,7 @@ def test_site(model: nn.Module, data: Subset, task: Task) -> SiteTest:
                     confusion(of_batch[here], targets_of_batch[here], task.ignore)
                 )
             of_batch = torch.stack(counts)
-            # The number of targets of each class.
+            # These are the numbers of targets of each class.
             targets_of_batch = of_batch.sum(2)
         outputs.append(of_batch.cpu())
         targets.append(targets_of_batch.cpu())
@@ -136,17 +136,17 @@ def test_site(model: nn.Module, data: Subset, task: Task) -> SiteTest:
         return SiteTest(task, torch.empty(0), torch.empty(0), [], str(error))
     if not outputs:
         return SiteTest(task, torch.empty(0), torch.empty(0), [])
-    # Without patients each example is drawn by itself.
+    # Without patients, each example is drawn separately.
     units = np.arange(len(data)) if data.units is None else data.units.cpu().numpy()
     groups = [np.flatnonzero(units == unit) for unit in np.unique(units)]
     return SiteTest(task, torch.cat(outputs), torch.cat(targets), groups)
 
 
-test_site.__test__ = False  # type: ignore[attr-defined]  # no test of pytest's
+test_site.__test__ = False  # type: ignore[attr-defined]  # not a test of pytest
 
 
 class Interval(NamedTuple):
-    """A metric, or a difference of two, and the ends of its interval; None = undefined."""
+    """A metric or difference and the ends of its interval, None if undefined."""
 
     value: float | None = None
     low: float | None = None
@@ -159,8 +159,8 @@ def interval(site: SiteTest) -> Interval:
 
 
 def difference(one: SiteTest, other: SiteTest) -> Interval:
-    """Return the metric of a model minus that of another one on the same examples."""
-    # Each draw is used for both: the examples that are hard for both cancel out.
+    """Return one model's metric minus another model's on the same examples."""
+    # Each draw is used for both models, so examples that are hard for both cancel out.
     return _bootstrap(
         lambda groups: one.metric(groups) - other.metric(groups), len(one.groups)
     )
@@ -171,7 +171,7 @@ def _bootstrap(metric: Callable[[Indices], float], num_groups: int) -> Interval:
         return Interval()
     everyone = np.arange(num_groups)
     value = metric(everyone)
-    # One group drawn again and again is that group.
+    # Repeated draws of a single group give the same group.
     if not np.isfinite(value) or num_groups == 1:
         return Interval(_or_none(value))
     # SciPy takes long to import, and only this table needs it.
@@ -188,8 +188,8 @@ def _bootstrap(metric: Callable[[Indices], float], num_groups: int) -> Interval:
             method="percentile",
         )
         ends = found.confidence_interval
-    # With AUROC, say, a draw may lack a class: then the ends are NaN, and there is no
-    # interval.
+    # For metrics such as AUROC, a draw may lack a class. The ends are then NaN, so the
+    # interval is missing.
     return Interval(value, _or_none(ends.low), _or_none(ends.high))
 
 
@@ -202,16 +202,16 @@ def sites_of_run(run: Path, against: Path | None = None) -> list[dict[str, Any]]
 
     Args:
         run: the run's folder.
-        against: that of a run with the same test examples, for the difference; None =
-            there is none.
+        against: the folder of a run with the same test examples, for the difference;
+            None without a comparison.
 
     Raises:
         ConfigError: the runs do not test the same examples, their data have changed, or
             the main test has statistics of its inputs.
         DataError: the data are not here.
-        StateError: a run lacks its model, or a client's own one.
+        StateError: a run lacks its model, or a client's own model.
     """
-    # Both by the metric of the first run.
+    # Both runs are compared by the metric of the first run.
     tested = _tests(run, "")
     others = {}
     if against:
@@ -230,7 +230,7 @@ def sites_of_run(run: Path, against: Path | None = None) -> list[dict[str, Any]]
             if other is None or (len(pair) == 2 and not site.has_examples_of(other)):
                 raise ConfigError(
                     f"{against} does not test the examples of {run}: its data, number"
-                    " of clients or split (partition, seed, test-share) are others."
+                    " of clients or split (partition, seed, test-share) differ."
                     " Compare runs on one split."
                 )
             found = difference(site, other) if len(pair) == 2 else Interval()
@@ -248,13 +248,13 @@ def _tests(run: Path, metric: str) -> dict[str, SiteTest]:
 
     Args:
         run: the run's folder.
-        metric: the main metric, "" = that of the run.
+        metric: the main metric; with "", the run's own main metric.
     """
-    # The test examples must be those of the run, and a model must give one result.
+    # Test examples must be the run's examples, and a model must give one result.
     config = run_config(run)
     if has_other_data(run, config):
         raise ConfigError(
-            f"dataset={config.dataset!r} has changed since the run in {run}: its test"
+            f"dataset={config.dataset!r} has changed since the run in {run}. Its test"
             " examples may be training examples of the run. Restore the data, or"
             " evaluate new data with --dataset."
         )
@@ -269,20 +269,20 @@ def _tests(run: Path, metric: str) -> dict[str, SiteTest]:
     if metric:
         task = task.scored_by(metric)
 
-    # The model of all sites is loaded once; one at a time, as each may fill a GPU.
+    # Load the model of all sites once, and keep one at a time, as each may fill a GPU.
     @functools.lru_cache(1)
     def model_of(choice: Choice) -> nn.Module:
         return on_device(load_model(run, choice).model, config)
 
     data = partitioned_data(config, count_clients(config))
     tests = {}
-    # The run knows why a site has no model of its own.
+    # The run's summary has the reason why a site lacks its own model.
     notes: dict[str, str] = {}
     if (run / "summary.json").is_file():
         for row in read_json(run / "summary.json").get("sites", ()):
             notes[row["site"]] = row.get("note", "")
     for client, name in enumerate(site_names(data)):
-        # its own one, or that of all
+        # the client's own model, or the model of all clients
         choice = Choice(client=client) if method.tests_own_models else Choice()
         note = notes.get(name, "")
         try:

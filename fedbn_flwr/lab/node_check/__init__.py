@@ -1,9 +1,11 @@
-"""``fedbn-flwr check-node``: what a site finds out before it joins; nothing is sent.
+"""The command ``fedbn-flwr check-node``, for a site before it joins.
 
-- ``check``: the steps: config, data, a short round, the way to the server.
-- ``trial_rounds``: the short round, a federation of this node alone.
-- ``connection``: the way to the server.
-- ``page``: what was found, as text.
+Nothing is sent.
+
+- ``check``: the steps: config, data, a short round, the connection to the server.
+- ``trial_rounds``: the short round, in a federation of only this node.
+- ``connection``: the connection to the server.
+- ``page``: the findings as text.
 """
 
 from __future__ import annotations

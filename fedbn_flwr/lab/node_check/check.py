@@ -1,4 +1,4 @@
-"""The check of a node: config, data, a short round, and the way to the server."""
+"""The check of a node's config, data, a short round, and its connection."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ def check_node(
     Nothing of its data, its model or its counts leaves the process.
 
     Args:
-        settings: those of the run.
+        settings: the settings of the run.
         node_config: the text of ``flower-supernode --node-config``.
-        connection: how the node reaches the server.
+        connection: the connection from the node to the server.
     """
     with as_network_node():
         return Page((*_of_node(settings, node_config), *check_connection(connection)))
 
 
 def _of_node(settings: Mapping[str, Any], node_config: str) -> Iterator[Finding]:
-    """Yield what is found about the settings, the data and a round."""
-    # Each step needs what the one before has made, and its fault ends the check.
+    """Yield the findings about the settings, the data and a round."""
+    # Each step needs the result of the step before, and its fault ends the check.
     try:
         config = Config.make(settings)
     except FedBNError as error:
@@ -52,7 +52,7 @@ def _of_node(settings: Mapping[str, Any], node_config: str) -> Iterator[Finding]
     )
     yield Finding("ok", "config", run)
 
-    # The client is made as a node makes it, with its guard.
+    # Make the client as a node does, with its guard.
     try:
         node = node_config_of(node_config)
         context = Context(1, 1, node, RecordDict(), config.to_mapping())
@@ -67,12 +67,12 @@ def _of_node(settings: Mapping[str, Any], node_config: str) -> Iterator[Finding]
         yield Finding("fault", "data", _plain(error))
         return
     shape, outputs = tuple(data_of(config).shape), data_of(config).num_outputs
-    fits = f"the run's model takes {shape} and has {outputs} outputs: they fit."
+    fits = f"the run's model takes {shape} and has {outputs} outputs, so they fit."
     yield Finding("ok", "data", f"{report}\n{fits}")
     for line in dict.fromkeys(logged):
         yield Finding("warning", "data", line)
 
-    # Examples, and one step on them.
+    # Check the examples, then one step on them.
     yield from _of_examples(client, config)
     if len(client.data.train):
         yield _of_round(config, context.node_config)
@@ -80,7 +80,7 @@ def _of_node(settings: Mapping[str, Any], node_config: str) -> Iterator[Finding]
 
 @contextmanager
 def _warnings() -> Iterator[list[str]]:
-    """Gather what is logged as a warning in the block; it is not printed."""
+    """Collect warnings of the log in the block instead of printing them."""
     lines = []
 
     class Gather(logging.Handler):
@@ -97,28 +97,28 @@ def _warnings() -> Iterator[list[str]]:
 
 
 def _of_examples(client: TorchClient, config: Config) -> Iterator[Finding]:
-    """Yield whether there are training and test examples."""
+    """Yield the faults if there are no training or no test examples."""
     if not len(client.data.train):
         text = "there is no training example. Give this node data, or leave it out."
         yield Finding("fault", "data", text)
     if not len(client.data.tests.get("own", ())):
         needed = any(name.startswith("personal") for name in method_of(config).tests)
         text = (
-            "the test part is empty: no test of this site counts. Give it test"
+            "the test part is empty, so no test of this site counts. Give it test"
             " examples, or a larger test-share."
         )
         yield Finding("fault" if needed else "warning", "test-part", text)
 
 
 def _of_round(config: Config, node: Mapping[str, Any]) -> Finding:
-    """Return what is found in two short rounds."""
+    """Return the finding of two short rounds."""
     try:
-        with _warnings():  # of the server's side
+        with _warnings():  # hides warnings of the server's side
             try_rounds(config, node)
     except OSError as error:
-        text = f"{error}. Make room in state-dir, or name another one."
+        text = f"{error}. Free space in state-dir, or set another state-dir."
         return Finding("fault", "training", text)
-    except Exception as error:  # of the user's model, or of the method
+    except Exception as error:  # from the user's model or the method
         return Finding("fault", "training", _plain(error))
     text = "one step of each part of a round was done here."
     left_out = []
@@ -127,11 +127,11 @@ def _of_round(config: Config, node: Mapping[str, Any]) -> Finding:
     if config.dp != "off":
         left_out.append(f"dp={config.dp}")
     if left_out:
-        text += f" Left out, since they need other clients: {', '.join(left_out)}."
+        text += f" Left out, because they need other clients: {', '.join(left_out)}."
     return Finding("ok", "training", text)
 
 
 def _plain(error: Exception) -> str:
-    """Return the text of an error without the code with which it travels."""
+    """Return the text of an error without the code for messages."""
     name = "" if isinstance(error, FedBNError) else f"{type(error).__name__}: "
     return name + split_code(str(error))[1]

@@ -1,6 +1,6 @@
-"""The way to the server: address, certificate and the node's key.
+"""The connection to the server, with its address, certificate and the node's key.
 
-Nothing but one activation of the key is sent.
+Only one activation of the key is sent.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _SECONDS = 10.0
 
 @dataclass(frozen=True)
 class Connection:
-    """How the node reaches the server, as ``flower-supernode`` is told.
+    """A node's connection to the server, by the options of ``flower-supernode``.
 
     Attributes:
-        address: ``host:port`` of the SuperLink; "" = it is not tried.
+        address: ``host:port`` of the SuperLink; "" skips the check.
         root_certificates: file of ``--root-certificates``.
-        key: file of ``--auth-supernode-private-key``; None = the SuperLink needs none.
+        key: file of ``--auth-supernode-private-key``; None if the SuperLink needs none.
         insecure: without TLS.
     """
 
@@ -39,11 +39,11 @@ class Connection:
 
 
 def check_connection(connection: Connection) -> Iterator[Finding]:
-    """Yield what is found about the way to the server, as far as it goes."""
+    """Yield the findings about the connection to the server, up to the first fault."""
     # Is there an address, and does somebody answer there?
     address = connection.address
     if not address:
-        text = "no server was named: add --superlink HOST:PORT to try the way to it."
+        text = "no server was named. Add --superlink HOST:PORT to test the connection."
         yield Finding("not tried", "address", text)
         return
     host, _, port = address.rpartition(":")
@@ -62,7 +62,7 @@ def check_connection(connection: Connection) -> Iterator[Finding]:
         return
     yield Finding("ok", "address", f"{address} answers.")
 
-    # The key goes only to a server that is the right one.
+    # The key goes only to the right server.
     trusted = _certificate(connection, place)
     yield trusted
     if trusted.level != "fault":
@@ -70,14 +70,14 @@ def check_connection(connection: Connection) -> Iterator[Finding]:
 
 
 def _certificate(connection: Connection, place: tuple[str, int]) -> Finding:
-    """Return whether the server's certificate is signed by the CA that the node has."""
-    # What the node trusts.
+    """Return whether the node's CA has signed the server's certificate."""
+    # Load the certificates that the node trusts.
     path = connection.root_certificates
     if connection.insecure:
-        text = "--insecure: anybody on the way can read and change what is sent."
+        text = "--insecure: anybody on the way can read and change the messages."
         return Finding("warning", "certificate", text)
     if path is None:
-        text = "name the server's CA: --root-certificates FILE (or --insecure)."
+        text = "name the server's CA by --root-certificates FILE (or use --insecure)."
         return Finding("fault", "certificate", text)
     try:
         context = ssl.create_default_context(cadata=path.read_text())
@@ -85,13 +85,13 @@ def _certificate(connection: Connection, place: tuple[str, int]) -> Finding:
         text = f"{str(path)!r} cannot be read as certificates in PEM: {error}."
         return Finding("fault", "certificate", text)
 
-    # What the server shows: it is read in TLS's handshake, before anything is sent.
+    # Read the server's certificate in TLS's handshake, before anything is sent.
     try:
         with (
             socket.create_connection(place, timeout=_SECONDS) as plain,
             context.wrap_socket(plain, server_hostname=place[0]),
         ):
-            text = f"that of {connection.address} is signed by {path.name}."
+            text = f"{path.name} has signed the certificate of {connection.address}."
             return Finding("ok", "certificate", text)
     except ssl.SSLCertVerificationError as error:
         text = (
@@ -105,22 +105,22 @@ def _certificate(connection: Connection, place: tuple[str, int]) -> Finding:
 
 
 def _key(connection: Connection) -> Finding:
-    """Return what the one activation of the key finds."""
-    # The file.
+    """Return the finding of one activation of the key."""
+    # Read the file.
     if connection.key is None:
-        text = "no key was named: add --key FILE where the server asks for one."
+        text = "no key was named. Add --key FILE if the server requires one."
         return Finding("not tried", "key", text)
     try:
         key = private_key(connection.key.read_bytes())
     except (OSError, ValueError) as error:
         text = (
-            f"{str(connection.key)!r} cannot be read as a node's key: {error}. Needed"
-            " is the private key of the registered pair, an OpenSSH file on P-384"
+            f"{str(connection.key)!r} cannot be read as a node's key: {error}. Use the"
+            " private key of the registered pair, an OpenSSH file on P-384"
             " without a password."
         )
         return Finding("fault", "key", text)
 
-    # The server's answer, of which Flower has one for two causes.
+    # Ask the server. Flower has one answer for two causes.
     certificates = None
     if connection.root_certificates and not connection.insecure:
         certificates = connection.root_certificates.read_bytes()
@@ -130,8 +130,8 @@ def _key(connection: Connection) -> Finding:
         if error.code != REFUSED:
             return Finding("fault", "key", f"the server refuses this node: {error}")
         text = (
-            "the server refuses it: it is not registered there, or a SuperNode is"
-            " online with it; Flower's answer is the same. On the server: flwr"
+            "the server refuses the key: it is not registered there, or a SuperNode is"
+            " online with it (Flower's answer is the same). On the server, use flwr"
             " supernode list, and flwr supernode register KEY.pub. A killed SuperNode's"
             " key is refused for about 44 s."
         )
@@ -140,7 +140,7 @@ def _key(connection: Connection) -> Finding:
         text = f"{connection.address} does not answer as a SuperLink: {error}."
         return Finding("fault", "key", text)
     text = (
-        "the server knows it: it was activated once, and the activation was ended at"
-        " once."
+        "the server accepts the key: it was activated once, and then deactivated"
+        " immediately."
     )
     return Finding("ok", "key", text)

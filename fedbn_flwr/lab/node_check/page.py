@@ -1,4 +1,4 @@
-"""The result of a node's check: one page of findings."""
+"""The result of a node's check as one page of findings."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ _WIDTH = 110
 
 @dataclass(frozen=True)
 class Finding:
-    """What one step of the check found.
+    """The finding of one step of the check.
 
     Attributes:
-        level: "fault": the node cannot take part so. "warning": it can, and its
-            operator should know. "not tried": the text says why.
-        code: what was checked: ``config``, ``node-config``, ``data``, ``test-part``,
-            ``training``, ``address``, ``certificate``, ``key``.
-        text: what was found, and for a fault what to do.
+        level: "fault" if the node cannot take part in this state; "warning" if it can,
+            but its operator should read the text; "not tried" with the reason in the
+            text.
+        code: the subject of the check: ``config``, ``node-config``, ``data``,
+            ``test-part``, ``training``, ``address``, ``certificate``, ``key``.
+        text: the finding, and the remedy of a fault.
     """
 
     level: Literal["ok", "warning", "fault", "not tried"]
@@ -43,7 +44,7 @@ class Page:
         """Return the page as text."""
         lines = []
         for finding in self.findings:
-            # A text's first line is wrapped; the others may be a table.
+            # The first line of a text is wrapped; the other lines may be a table.
             head = f"{finding.level:<9}  {finding.code:<11}  "
             indent = " " * len(head)
             first, *others = finding.text.split("\n")

@@ -1,4 +1,4 @@
-"""One step of each part of a round: a federation of this node alone."""
+"""One step of each part of a round, in a federation of only this node."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fedbn_flwr.messages.protocol import STATE_DIR
 
 __all__ = ["try_rounds"]
 
-# What belongs to the server, to other clients or to later rounds.
+# Settings of the server, of other clients or of later rounds.
 _ALONE: dict[str, Scalar] = {
     "num-server-rounds": 2,  # a method's phases are one round each
     "num-clients": 0,
@@ -44,10 +44,10 @@ _ALONE: dict[str, Scalar] = {
 
 
 def try_rounds(config: Config, node: Mapping[str, Any]) -> None:
-    """Play two rounds of one local step with this node alone.
+    """Do two rounds of one local step with only this node.
 
-    What it keeps goes to a folder in its ``state-dir``. Masks and the server's noise,
-    which need other clients, are left out.
+    Its local state goes to a folder in its ``state-dir``. Masks and the server's noise
+    are left out, because they need other clients.
 
     Raises:
         FedBNError: a round failed.
@@ -72,7 +72,7 @@ def try_rounds(config: Config, node: Mapping[str, Any]) -> None:
 
 
 def _alone(config: Config) -> Config:
-    """Return the settings of the short rounds: the run's, without other clients."""
+    """Return the settings of the short rounds, from the run without other clients."""
     # A method with two phases has one round of each.
     changes = dict(_ALONE)
     if config.strategy != CENTRALIZED:
@@ -81,14 +81,14 @@ def _alone(config: Config) -> Config:
             if key in own:
                 changes[key.replace("_", "-")] = 1
 
-    # A function is asked for the same data: it may have told the task and the classes.
+    # A function is called for the same data, and may have set the task and the classes.
     if data_of(config).by_function:
         info = data_of(config).info
         changes["task"] = info.task.name
         if info.task.outputs(2) == 2:
             changes["num-classes"] = info.num_classes
 
-    # What the run leaves at its default may follow from a change.
+    # Keys with default values in the run may follow from a change.
     defaults = {
         field.alias or name: field.default
         for name, field in Config.model_fields.items()

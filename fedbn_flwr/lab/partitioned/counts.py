@@ -1,4 +1,4 @@
-"""What is reported of a split, and whether own data are still those of a run."""
+"""Reports on a split, and on changes of own data since a run."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ __all__ = [
     "sha256_of_data",
 ]
 
-# Clients and classes that a text shows.
+# The most clients and classes in a text.
 _MOST = 20
 
 
 def data_counts(split: PartitionedData, of_node: bool = False) -> dict[str, int]:
     """Return the number of training, validation and test examples.
 
-    ``of_node``: the split has only the part of one node.
+    ``of_node``: the split has only the partition of one node.
     """
     # Tests of the server also use examples that no client has.
     tests = sum(map(len, split.test)) if of_node else len(split.test_view())
@@ -46,7 +46,7 @@ def data_counts(split: PartitionedData, of_node: bool = False) -> dict[str, int]
 def data_text(split: PartitionedData, config: Config, of_node: bool = False) -> str:
     """Return the counts of own data by part, client and class as text, several lines.
 
-    ``of_node``: the split has only the part of one node.
+    ``of_node``: the split has only the partition of one node.
     """
     data, names = split.dataset.train, client_names(split)
     counted = data_counts(split, of_node).items()
@@ -55,7 +55,7 @@ def data_text(split: PartitionedData, config: Config, of_node: bool = False) -> 
         f"{config.dataset}: {data_of(config).task.name}, {parts} examples of shape"
         f" {data.shape}"
     ]
-    # The table, and who its clients are, which it calls by their numbers.
+    # Show the table, and the names of its clients, because it has only their numbers.
     classes = split.dataset.label_names
     if data.by_class and len(names) <= _MOST and len(classes) <= _MOST:
         counts = partition_counts(split.train, data.labels.cpu().numpy(), len(classes))
@@ -73,7 +73,7 @@ def data_text(split: PartitionedData, config: Config, of_node: bool = False) -> 
 
 
 def data_warnings(split: PartitionedData, config: Config) -> list[str]:
-    """Return what looks wrong in a split, a sentence each."""
+    """Return warnings about a split, a sentence each."""
     warnings = _unused_classes(split)
     # A split of a registered data set refuses clients without examples.
     if not is_own(config.dataset):
@@ -83,9 +83,9 @@ def data_warnings(split: PartitionedData, config: Config) -> list[str]:
         for name, rows in sites_of_tests(split.dataset).items():
             if name not in split.held_out_names and len(rows):
                 warnings.append(
-                    f"site {name} has {len(rows)} test examples and no training example:"
-                    " no client tests them. To test the site apart in every tested"
-                    f" round, set held-out-clients={name}"
+                    f"site {name} has {len(rows)} test examples but no training"
+                    " example, so no client tests them. To test the site separately in"
+                    f" every tested round, set held-out-clients={name}"
                 )
     without = []
     for name, train, test in zip(
@@ -95,14 +95,14 @@ def data_warnings(split: PartitionedData, config: Config) -> list[str]:
             warnings.append(f"client {name} has no training examples")
         elif len(train) == 1:
             warnings.append(
-                f"client {name} has 1 training example: BatchNorm has no variance from"
-                " it alone"
+                f"client {name} has 1 training example, so BatchNorm gets no variance"
+                " from it"
             )
         if not len(test):
             without.append(name)
     if without:
         warnings.append(
-            f"no test examples: client {', '.join(without[:_MOST])}; no mean counts"
+            f"no test examples: client {', '.join(without[:_MOST])}. No mean counts"
             " their own tests"
         )
     return warnings
@@ -144,7 +144,7 @@ def _untrained_classes(split: PartitionedData) -> list[str]:
         ("validation", train, split.validation),
         ("test", test, tests),
     ):
-        # The classes of each client that nobody trains on.
+        # The classes of each client without training examples of any client.
         labels = samples.labels.cpu().numpy()
         found = {
             name: np.setdiff1d(labels[rows], trained)
@@ -165,10 +165,10 @@ def _untrained_classes(split: PartitionedData) -> list[str]:
 
 
 def sha256_of_data(config: Config) -> str | None:
-    """Return the SHA-256 of own data; None where the files are not here."""
+    """Return the SHA-256 of own data, or None if the files are not here."""
     try:
         return own_sha256(data_of(config).own)
-    # A run's folder may be looked at on another machine than the one with the data.
+    # A user may look at a run's folder on another machine, without the data.
     except DataError:
         return None
 
@@ -176,7 +176,7 @@ def sha256_of_data(config: Config) -> str | None:
 def has_other_data(run: Path, config: Config) -> bool:
     """Return whether own data have changed, or are divided otherwise, since a run.
 
-    False where the run's folder does not say what they were.
+    The answer is False if the run's folder has no digest of the data.
     """
     if not is_own(config.dataset) or data_of(config).on_nodes:
         return False
@@ -188,8 +188,8 @@ def has_other_data(run: Path, config: Config) -> bool:
 
 
 def refuse_other_data(run: Path, config: Config) -> None:
-    """Raise NotResumableError if a run would go on with other data."""
-    # Examples that are for tests now may have been trained on before.
+    """Raise NotResumableError if a run would continue with other data."""
+    # Examples of today's tests may have been training examples before.
     if has_other_data(run, config):
         raise NotResumableError(
             f"dataset={config.dataset!r} has changed since the run in {run} began:"
@@ -203,15 +203,15 @@ def refuse_no_tests(split: PartitionedData, config: Config) -> None:
     if not is_own(config.dataset) or len(split.dataset.test):
         return
     raise DataError(
-        f"dataset={config.dataset!r}: there are no test examples"
-        f" (test-share={config.test_share:g}), and a run without them has no results."
+        f"dataset={config.dataset!r} has no test examples"
+        f" (test-share={config.test_share:g}), so a run would have no results."
         " Use a larger test-share, or data with a test part; a"
         " function returns it for the part 'test'."
     )
 
 
 def client_names(split: PartitionedData) -> list[str]:
-    """Return the name of each client: its group, if that is its own; else its number."""
+    """Return each client's name, by its group if it has its own, or by its number."""
     groups, known = split.dataset.train.groups, split.dataset.group_names
     numbers = [str(at) for at in range(len(split.train))]
     if groups is None:

@@ -39,13 +39,13 @@ __all__ = [
     "whole_data",
 ]
 
-# Of num-clients=0 in process, which has no federation to count.
+# The number for num-clients=0 in process, without a federation to count.
 DEFAULT_CLIENTS = 5
 
 
 @dataclass(frozen=True)
 class _SplitKeys:
-    """The config keys that a split depends on: runs with the same values share it."""
+    """The config keys that determine a split; runs with the same values share it."""
 
     partition: str
     partition_alpha: float
@@ -65,10 +65,10 @@ class PartitionedData:
         dataset: all training and test examples.
         train: training examples by partition id.
         test: test examples by partition id.
-        augment: the changes of training images; None = none.
+        augment: the changes of training images, or None without changes.
         validation: validation examples by partition id; () without them.
         held_out_names: names of the clients that take no part in the training.
-        held_out: training and test examples of each of these.
+        held_out: training and test examples of each held-out client.
     """
 
     dataset: Dataset
@@ -86,7 +86,7 @@ class PartitionedData:
         return inputs, self._view(self.dataset.test, test)
 
     def train_view(self, partition_id: int | None = None) -> Subset:
-        """Return a client's training data; without a partition id those of all."""
+        """Return a client's training data, or by default the data of all clients."""
         if partition_id is None:
             indices = np.concatenate(self.train)
         else:
@@ -94,9 +94,9 @@ class PartitionedData:
         return self._view(self.dataset.train, indices, self.augment)
 
     def test_view(self, partition_id: int | None = None) -> Subset:
-        """Return a client's own test data; without a partition id those of all.
+        """Return a client's own test data, or by default the data of all clients.
 
-        Those of held-out clients are left out.
+        Test data of held-out clients are left out.
         """
         if partition_id is None:
             indices = self._tests()
@@ -116,31 +116,32 @@ class PartitionedData:
         )
 
     def _tests(self) -> Indices | None:
-        """Return the test examples of no held-out client; None = all."""
+        """Return the test examples without held-out clients, or None for all."""
         if not self.held_out:
             return None
         apart = np.concatenate([test for _, test in self.held_out])
         return np.setdiff1d(np.arange(len(self.dataset.test)), apart)
 
     def validation_view(self, partition_id: int | None = None) -> Subset:
-        """Return a client's validation data; without a partition id those of all.
+        """Return a client's validation data, or by default the data of all clients.
 
-        They are a part of the training examples that no client trains on, and not
-        augmented. Empty if ``validation-share`` is 0.
+        They are a part of the training examples that no client trains on, and are not
+        augmented. They are empty if ``validation-share`` is 0.
         """
         parts = self.validation
         if partition_id is not None:
             parts = parts[partition_id : partition_id + 1]
-        # The empty part is for no validation examples: nothing cannot be concatenated.
+        # The empty part serves the case without validation examples, as concatenate
+        # needs at least one array.
         indices = np.concatenate([np.empty(0, np.int64), *parts])
         return self._view(self.dataset.train, indices)
 
     def domain_views(self) -> dict[str, Subset]:
-        """Return the test set of each domain (group) by name; {} without groups."""
+        """Return the test set of each domain (group) by name, or {} without groups."""
         groups = self.dataset.test.groups
         if groups is None:
             return {}
-        # A domain of a held-out client only is no test of the clients' model.
+        # If only held-out clients have a domain, it does not test the clients' model.
         tests = self._tests()
         known = torch.ones_like(groups, dtype=torch.bool)
         if tests is not None:
@@ -154,7 +155,7 @@ class PartitionedData:
         return views
 
     def domain_of(self, partition_id: int) -> str | None:
-        """Return the domain of a client's test data; None if it is not a single one."""
+        """Return the domain of a client's test data, or None without a single one."""
         # A node may have a higher number than the split has clients.
         if partition_id >= len(self.test):
             return None
@@ -174,8 +175,8 @@ def domain_test(domain: str) -> str:
 def count_clients(config: Config) -> int:
     """Return the number of clients of a run in process.
 
-    Without ``num_clients`` a split by group has a client for each group that is not
-    held out, and other splits have ``DEFAULT_CLIENTS``.
+    Without ``num_clients``, a split by group has a client for each group that is not
+    held out. Other splits have ``DEFAULT_CLIENTS``.
 
     Raises:
         DataError: the data is missing.
@@ -186,7 +187,7 @@ def count_clients(config: Config) -> int:
     if not PARTITIONS[split].by_group:
         return DEFAULT_CLIENTS
     data = load_data(config)
-    # Any number will do: the split raises.
+    # Any number is right here, because the split raises the error.
     if data.train.groups is None:
         return DEFAULT_CLIENTS
     apart, _ = _held_out(config.held_out_clients, split, data)
@@ -200,14 +201,14 @@ def partitioned_data(
 
     Args:
         config: the settings of the run.
-        num_clients: over which the data are split.
-        shape: of images, (C, H, W); () = that of the model.
+        num_clients: number of clients of the split.
+        shape: shape of images, (C, H, W); by default, the shape of the model.
 
     Raises:
         DataError: the data is missing, or it cannot be split in this way.
     """
-    # The split is cached by what it depends on; ``load_data`` returns the same object
-    # for the same data, so that it can be a part of the key.
+    # The split is cached by its determining keys. ``load_data`` returns the same object
+    # for the same data, so the object can be a part of the key.
     keys = [getattr(config, field.name) for field in fields(_SplitKeys)]
     data, augment = load_data(config, shape), data_of(config).augmentation
     return _partitioned(num_clients, data, augment, _SplitKeys(*keys))
@@ -241,7 +242,7 @@ def _whole(
 
 
 def load_data(config: Config, shape: tuple[int, ...] = ()) -> Dataset:
-    """Return the data of a run; images in a shape (C, H, W), () = that of the model.
+    """Return the data of a run, with images in a shape (C, H, W) or the model's.
 
     Raises:
         DataError: the data is missing, or only the nodes have it.
@@ -249,11 +250,11 @@ def load_data(config: Config, shape: tuple[int, ...] = ()) -> Dataset:
     if data_of(config).on_nodes:
         raise DataError(
             f"dataset={config.dataset!r} has no path: only the nodes have the data,"
-            " each at the data-path of its node config, and tests of the server need"
-            " some. Use eval-on=personal-own over a network; or name the path."
+            " each at the data-path of its node config, but tests of the server need"
+            " data. Use eval-on=personal-own over a network, or set the path."
         )
     shape, augment = shape or data_of(config).shape, data_of(config).augmentation
-    # Rows and signals stay as they are.
+    # Rows and signals do not change.
     channels, size = shape[:2] if len(shape) == 3 else (None, None)
     return load_dataset(
         data_of(config).info,
@@ -265,14 +266,14 @@ def load_data(config: Config, shape: tuple[int, ...] = ()) -> Dataset:
     )
 
 
-# Cached, because Flower calls client_fn for every message; all clients of a process
+# Cached, because Flower calls client_fn for every message. All clients of a process
 # share one copy of the images.
 @functools.lru_cache(maxsize=4)
 def _partitioned(
     num_clients: int, data: Dataset, augment: Augment | None, keys: _SplitKeys
 ) -> PartitionedData:
-    # The data are split over all clients, and then some are held out: these are clients
-    # of the same kind.
+    # The data are split over all clients, and then some are held out, so these are
+    # clients of the same kind.
     apart, of_tests = _held_out(keys.held_out_clients, keys.partition, data)
     train, test = split_dataset(
         data,
@@ -284,11 +285,11 @@ def _partitioned(
         shards_per_client=keys.shards_per_client,
         domain_share=keys.domain_share,
     )
-    # A place of -1 is that of the last client.
+    # A place of -1 means the last client.
     places = [at % len(train) for at in apart.values()]
     held_out = [(train[at], test[at]) for at in places]
     held_out += [(np.empty(0, np.int64), rows) for rows in of_tests.values()]
-    # The others have the numbers from 0 on, as if there had been no more.
+    # The other clients are numbered from 0 on, as if they were all.
     train = [part for at, part in enumerate(train) if at not in places]
     test = [part for at, part in enumerate(test) if at not in places]
     rest, validation = _validated(
@@ -350,24 +351,24 @@ def sites_of_tests(data: Dataset) -> dict[str, Indices]:
 def _held_out(
     text: str, partition: str, data: Dataset
 ) -> tuple[dict[str, int], dict[str, Indices]]:
-    """Return the held-out clients and their places; sites of tests and their examples.
+    """Return held-out clients with their places, and test sites with their examples.
 
-    A place among all clients of -1 is that of the last client. A held-out site without
-    training examples is no client of the split.
+    A place of -1 among all clients means the last client. A held-out site without
+    training examples does not count as a client of the split.
 
     Raises:
         ConfigError: a name is unknown, or the split does not give each client a group,
             or no client is left.
     """
-    # Only clients of ``natural`` have names: those of the groups. Names of clients are
-    # in this form of Unicode; a file system may have another one.
+    # Only clients of ``natural`` have names, and these are the names of the groups. The
+    # names have this form of Unicode, but a file system may have another form.
     text = unicodedata.normalize("NFC", text).strip()
     natural, groups = partition == "natural", list[str]()
     of_tests: dict[str, Indices] = {}
     if natural and data.train.groups is not None:
         for number in torch.unique(data.train.groups).tolist():
             groups.append(data.group_names[number])
-    # A number, unless a group is called so: that many, from the last client on.
+    # If the text is a number and not a group, hold out the last clients.
     if text.isdecimal() and text not in groups:
         count = int(text)
         if natural:
@@ -375,15 +376,15 @@ def _held_out(
         else:
             last = [f"held-out-{at}" for at in range(count)]
         held_out = {name: at - count for at, name in enumerate(last)}
-    # Else names; one with a comma in it is a name as well.
+    # Otherwise the text has names, or is a single name with a comma in it.
     else:
         sites = sites_of_tests(data)
         wanted = [text] if text in (*groups, *sites) else listed(text)
         for name in wanted:
             if not natural:
                 raise ConfigError(
-                    f"held-out-clients={text!r} names clients, which"
-                    f" partition={partition} has not. Use partition=natural, or a"
+                    f"held-out-clients={text!r} names clients, but"
+                    f" partition={partition} has no names. Use partition=natural, or a"
                     " number of clients."
                 )
             if name not in groups and name not in sites:

@@ -1,4 +1,4 @@
-"""The tables and the picture of a split: examples by client and class, or group."""
+"""The tables and the picture of a split by client and class, or group."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class Counts:
     """The examples of each client, by class or group.
 
     Attributes:
-        what: what the columns are.
+        what: the kind of the columns.
         counts: int64 (clients, columns).
-        names: of the columns.
-        of: of which examples: training or validation.
+        names: names of the columns.
+        of: the counted examples, training or validation.
     """
 
     what: str
@@ -33,10 +33,10 @@ class Counts:
 
 
 def count_split(config: Config) -> tuple[Counts, ...]:
-    """Return the tables of a config's split: by class, and by group, where there are any.
+    """Return the tables of a config's split by class, and by group if any.
 
-    With ``validation-share``, the tables of the validation examples follow those of the
-    training examples.
+    If there is ``validation-share``, tables of the validation examples come after the
+    tables of the training examples.
 
     Raises:
         ConfigError: the split does not fit the data, or the number of clients.
@@ -49,7 +49,7 @@ def count_split(config: Config) -> tuple[Counts, ...]:
         columns.append(("class", samples.labels, split.dataset.label_names))
     if samples.groups is not None:
         columns.append(("group", samples.groups, split.dataset.group_names))
-    # With neither, labels are all 0: a single column counts the examples.
+    # With neither, all labels are 0, so a single column counts the examples.
     if not columns:
         columns.append(("example", samples.labels, ("examples",)))
     parts = {"training": split.train}
@@ -72,8 +72,8 @@ def draw_split(config: Config, table: Counts, path: Path) -> None:
     """
     if path.exists():
         raise ConfigError(
-            f"out={str(path)!r} is there; results are never overwritten. Choose another"
-            " file."
+            f"out={str(path)!r} is there, and results are never overwritten. Choose"
+            " another file."
         )
     title = (
         f"{config.dataset}, partition={config.partition}, {len(table.counts)} clients,"

@@ -181,7 +181,7 @@ def test_the_command_needs_cryptography_alone_and_overwrites_nothing(
         command, capture_output=True, text=True, check=False, env=environment
     )
     assert again.returncode == 1
-    assert "is in use: keys are never overwritten" in again.stderr
+    assert "is in use, and keys are never overwritten" in again.stderr
     assert {
         path: path.read_bytes() for path in folder.rglob("*") if path.is_file()
     } == before

@@ -168,7 +168,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         ("batch", DIGITS, "own", "config", "own:CLIENT"),
         ("batch", DIGITS, "own:7", "config", "0 to 2"),
         ("group", DIGITS, "adapt", "config", "norm=group"),
-        ("absent", DIGITS, "", "config", "no folder of a run"),
+        ("absent", DIGITS, "", "config", "not the folder of a run"),
     ],
 )
 def test_what_does_not_fit_is_refused(
@@ -426,7 +426,7 @@ def test_images_of_the_run_are_warned_of_and_other_classes_refused(
     evaluate_run(run, {"dataset": f"folder:{sites / 'west'}"})
     assert "have files in common" not in caplog.text
     evaluate_run(run, {"dataset": f"folder:{sites}"})
-    assert "training examples of the run may be among them" in caplog.text
+    assert "Training examples of the run may be among them" in caplog.text
     with pytest.raises(ConfigError, match=r"x, y, .* x, z"):
         evaluate_run(run, {"dataset": f"folder:{tmp_path / 'new'}"})
 
@@ -447,7 +447,7 @@ def test_a_run_that_goes_on_has_no_model_yet(fedavg) -> None:
     with pytest.raises(
         StateError,
         match=(
-            r"is not finished; a model there is that of an earlier end\. Let it end:"
+            r"is not finished, so a model there is from an earlier end\. Finish it:"
             r" .*--resume"
         ),
     ):

@@ -221,7 +221,7 @@ def test_averaged_bn_is_exported_where_the_run_saved_it(
         export(run, tmp_path / "other/model.safetensors", "torch", Choice(client=1))
     plain, _, _ = finished(tmp_path / "run")
     with pytest.raises(
-        ConfigError, match="bn=averaged is for runs whose clients keep BN"
+        ConfigError, match="bn=averaged is for runs with BN kept by the clients"
     ):
         export(
             plain, tmp_path / "other/model.safetensors", "torch", Choice(averaged=True)
@@ -270,7 +270,7 @@ def test_an_export_that_differs_leaves_no_file(tmp_path: Path, monkeypatch) -> N
     state[name] = state[name] * float("nan")
     about = metadata(run)
     (run / "model.safetensors").write_bytes(encode_safetensors(state, about))
-    with pytest.raises(StateError, match="not finite: it diverged"):
+    with pytest.raises(StateError, match="not finite, since it diverged"):
         export(run, tmp_path / "home/model.safetensors", "torch")
 
 
@@ -301,7 +301,7 @@ def test_bad_input_is_refused_before_anything_is_written(
     for source, out, format, named in (
         (run, there, "torch", r"is there(?s:.*)ends in \.safetensors"),
         (run, new / "model.onnx", "onnx", r"\[onnx\]"),
-        (tmp_path, new / "m.pt2", "torch-export", "no folder of a run"),
+        (tmp_path, new / "m.pt2", "torch-export", "not the folder of a run"),
         (run, new / "m.pt", "torchscript", "torchscript"),
     ):
         with pytest.raises(ConfigError, match=named):
