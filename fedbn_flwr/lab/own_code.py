@@ -1,4 +1,7 @@
-"""A user's own code (``module:function``), from the folder or Python's path."""
+"""A user's own code, ``module:function``.
+
+The module is in the working directory or on Python's path.
+"""
 
 from __future__ import annotations
 

@@ -1,12 +1,13 @@
-"""The typed config of a run: the same keys in YAML, ``--set``, ``--run-config`` and
-``[tool.flwr.app.config]``.
+"""The typed config of a run, with one set of keys for all sources.
 
-``fields.py`` has the keys; those of the methods come from
+The sources are YAML, ``--set``, ``--run-config`` and ``[tool.flwr.app.config]``.
+
+``fields.py`` has the keys; keys of the methods come from
 ``server/methods/params_by_method.py``. ``config.py`` reads and writes them. They are
-checked in two halves: ``checks.py`` needs no torch, so that a wrong key or value is
-told at once, and ``run_checks.py`` asks the registries, the data and the methods.
-``data.py`` and ``method_of_config.py`` say what the settings mean: ``data_of(config)``,
-``method_of(config)``. A name here costs its module when it is used.
+checked in two halves. ``checks.py`` needs no torch, so a wrong key or value is reported
+immediately. ``run_checks.py`` uses the registries, the data and the methods.
+``data.py`` and ``method_of_config.py`` resolve the settings: ``data_of(config)``,
+``method_of(config)``. A name here imports its module when it is used.
 """
 
 from __future__ import annotations

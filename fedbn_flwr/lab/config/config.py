@@ -1,4 +1,4 @@
-"""``Config``: settings that were checked, and how they are read and written."""
+"""``Config``, the checked settings of a run, and its reading and writing."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from fedbn_flwr.lab.config.values import (
 __all__ = ["Config", "Scalar", "state_in_out"]
 
 Scalar = str | int | float | bool
-# The service `cli` of docker-compose.yml sets these in every run config. A user cannot
-# leave them out there, so a run that cannot use them goes without.
+# The service `cli` of docker-compose.yml sets these in every run config, and a user
+# cannot leave them out there. They are therefore ignored in a run that cannot use them.
 _OF_THE_COMPOSE_FILE = (
     "fedtan-transport",
     "fedtan-bind",
@@ -40,11 +40,13 @@ _OF_THE_COMPOSE_FILE = (
 
 
 class Config(Fields):
-    """All settings of a run. Keys are the kebab-case names of the fields; values are
-    scalars, lists are comma strings.
+    """All settings of a run.
+
+    Keys are the kebab-case names of the fields; values are scalars, and lists are comma
+    strings.
 
     "Not set" is "" for text and 0 for numbers. ``docs/config.md`` is the table of this
-    class. ``data_of`` and ``method_of`` say what the settings mean.
+    class. ``data_of`` and ``method_of`` resolve the settings.
     """
 
     @classmethod
@@ -55,9 +57,9 @@ class Config(Fields):
 
         Args:
             values: the settings; missing keys take their defaults.
-            complete: whether ``values`` holds all keys, as Flower's run config does; a
-                key with its default value then counts as not set, and what
-                ``docker-compose.yml`` sets in every run is left out where it has no
+            complete: whether ``values`` has all keys, as Flower's run config does. A
+                key with its default value then counts as not set. The settings that
+                ``docker-compose.yml`` makes in every run are left out if they have no
                 effect.
 
         Raises:
@@ -71,7 +73,7 @@ class Config(Fields):
         problems += _no_effect(config, unused, complete)
         _refuse(problems)
 
-        # the registries, the data and the methods, which need torch
+        # Check with the registries, the data and the methods. These need torch.
         from fedbn_flwr.lab.config.run_checks import (
             has_no_effect_in_run,
             problems_of_run,
@@ -82,7 +84,7 @@ class Config(Fields):
         unused |= has_no_effect_in_run(config)
         _refuse(_no_effect(config, unused, complete))
 
-        # what remains of the compose file's settings counts as not set
+        # Remaining settings of the compose file count as not set.
         preset = _OF_THE_COMPOSE_FILE if complete else ()
         dropped = [key for key in preset if key in unused]
         return config._resolved(_defaults_for(cls, dropped))
@@ -105,11 +107,11 @@ class Config(Fields):
         settings, twice = new_names(values)
         problems = [Problem("conflict", "", text) for text in twice]
         steps, epochs = settings.get("local-steps"), settings.get("local-epochs")
-        # Flower's run config always has local-epochs, whose default is 1.
+        # Flower's run config always has local-epochs, with the default 1.
         not_set = 1 if complete else 0
         if steps and epochs and epochs != not_set:
             text = (
-                f"local-steps={steps} and local-epochs={epochs} are both set; set one"
+                f"local-steps={steps} and local-epochs={epochs} are both set. Set one"
                 " of them"
             )
             problems.append(Problem("conflict", "local-steps", text))
@@ -117,7 +119,7 @@ class Config(Fields):
         return config, [*problems, *invalid, *problems_together(config)]
 
     def _resolved(self, changes: Mapping[str, Any]) -> Config:
-        """Return the config with these changes, and what "not set" stands for."""
+        """Return the config with these changes, and with values for "not set"."""
         from fedbn_flwr.lab.config.data import data_of
         from fedbn_flwr.lab.config.method_of_config import method_of
 
@@ -135,21 +137,21 @@ class Config(Fields):
     def make_of_shared(
         cls, shared: Mapping[str, Any], own: Mapping[str, Any]
     ) -> tuple[Config, dict[str, str]]:
-        """Return the config of settings that runs share, and of a run's own.
+        """Return the config of settings that runs share, and of a run's own settings.
 
-        Those of the run's own take precedence.
+        The run's own settings take precedence.
 
         Returns:
             The config, and the shared keys that were left out because they have no
             effect in this run, with the reason.
 
         Raises:
-            ConfigError: as ``make``; also if a key of the run's own has no effect.
+            ConfigError: as ``make``, or a key of the run's own settings has no effect.
         """
         settings = merged([shared, own])
         stay = {RENAMED.get(key, key) for key in own}
         dropped: dict[str, str] = {}
-        # Again and again: without one key another may have no effect either.
+        # Repeat, because without one key another key may have no effect either.
         while True:
             unused = cls._unused(settings)
             drop = {key: why for key, why in unused.items() if key not in stay}
@@ -161,9 +163,9 @@ class Config(Fields):
 
     @classmethod
     def _unused(cls, settings: Mapping[str, Any]) -> dict[str, str]:
-        """Return the keys that are set and have no effect, with the reason.
+        """Return the keys that are set but have no effect, with the reason.
 
-        None if the settings have other problems, which ``make`` tells.
+        The result is empty if the settings have other problems. ``make`` reports those.
         """
         config, problems = cls._first_half(settings)
         if problems:
@@ -188,13 +190,13 @@ class Config(Fields):
         Values are read as YAML.
 
         Raises:
-            ConfigError: the file is missing, unreadable or no mapping, an override has
-                no "=", or as ``make``.
+            ConfigError: the file is missing, unreadable or not a mapping, an override
+                has no "=", or as ``make``.
         """
         return cls.make(merged(read_settings(path, overrides)))
 
     def to_mapping(self) -> dict[str, Scalar]:
-        """Return every key with its value, as Flower's run config has it.
+        """Return every key with its value, in the form of Flower's run config.
 
         ``make`` gives the same config back.
         """
@@ -202,20 +204,20 @@ class Config(Fields):
         return {key: values[key] for key in _KEYS}
 
     def late_decays(self) -> list[str]:
-        """Return a warning for each decay that the run is too short for."""
+        """Return a warning for each decay that is later than the run's end."""
         rounds = self.num_server_rounds
         warnings = []
         for text in split(self.lr_decay_at):
             at = number(text)
             if isinstance(at, int) and at >= rounds:
                 warnings.append(
-                    f"lr-decay-at={text}: the run has {rounds} rounds; only a resumed"
+                    f"lr-decay-at={text}: the run has {rounds} rounds. Only a resumed"
                     " run may reach it"
                 )
         return warnings
 
     def warnings(self) -> list[str]:
-        """Return what these settings do that a user may not expect, one line each."""
+        """Return the effects of these settings that may surprise, one line each."""
         if self.strategy == CENTRALIZED:
             return self.late_decays()
         from fedbn_flwr.lab.config.method_of_config import method_of
@@ -228,9 +230,9 @@ class Config(Fields):
             and self.momentum_scope == "none"
         ):
             lines.append(
-                f"sgd-momentum={self.sgd_momentum} has no effect: a round has one step,"
-                " and momentum is reset in each round. momentum-scope=local or global"
-                " keeps it."
+                f"sgd-momentum={self.sgd_momentum} has no effect, because a round has"
+                " one step and momentum is reset in each round. momentum-scope=local or"
+                " global keeps it."
             )
         return lines
 
@@ -247,7 +249,7 @@ def _refuse(problems: Sequence[Problem]) -> None:
 def _no_effect(
     config: Config, unused: Mapping[str, str], complete: bool
 ) -> list[Problem]:
-    """Return the problems of keys that are set and have no effect."""
+    """Return the problems of keys that are set but have no effect."""
     values, defaults = values_of(config), defaults_of(type(config))
     preset = _OF_THE_COMPOSE_FILE if complete else ()
     problems = []
@@ -265,7 +267,7 @@ def _defaults_for(kind: type[Config], keys: Iterable[str]) -> dict[str, Any]:
 
 
 def _with_nobody_held_out(config: Config) -> Config:
-    """Read ``held-out-clients=0`` as none, unless a client is called 0."""
+    """Read ``held-out-clients=0`` as no client, unless a client is called 0."""
     if config.held_out_clients.strip() != "0":
         return config
     from fedbn_flwr.lab.config.data import data_of

@@ -1,6 +1,6 @@
-"""What the config says of a run's data.
+"""The data of a run by its config.
 
-The data set, the shape of an example, the task, the split.
+They are the data set, the shape of an example, the task and the split.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _TEST_VALUES = 500 * 3 * 64 * 64
 
 
 def data_of(config: Fields) -> RunData:
-    """Return what the config says of the data."""
+    """Return the data of a run by its config."""
     return RunData(config)
 
 
@@ -37,8 +37,8 @@ def data_of(config: Fields) -> RunData:
 class RunData:
     """The data of a run.
 
-    Own data are read for it, once: their reader keeps what it has read until the files
-    change. So nothing is kept here.
+    Own data are read once, because their reader caches them until the files change. This
+    class therefore caches nothing.
     """
 
     config: Fields
@@ -50,22 +50,22 @@ class RunData:
 
     @property
     def by_function(self) -> bool:
-        """Whether a user's function gives them: a node asks it for its own site alone."""
+        """Whether a user's function gives the data; a node calls it for its site."""
         return self.is_own and OwnData.parse(self.config.dataset)[0] == FUNCTION
 
     @property
     def on_nodes(self) -> bool:
-        """Whether only the nodes have the data: own data without a path."""
+        """Whether only the nodes have the data, so that the path is empty."""
         return self.is_own and self.config.dataset.endswith(":")
 
     @property
     def own(self) -> OwnData:
-        """What the config says of own data."""
+        """The config's settings of own data."""
         config = self.config
         kind, path = OwnData.parse(config.dataset)
         sites: tuple[int, ...] = ()
         if kind == FUNCTION and config.num_clients:
-            # A held-out client is one more site: the last ones, or by name.
+            # Each held-out client is one more site, given by number or by name.
             held_out = config.held_out_clients.strip()
             if held_out.isdecimal():
                 count = int(held_out)
@@ -77,7 +77,7 @@ class RunData:
 
     @property
     def info(self) -> DatasetInfo:
-        """The description of the data; own data are read first.
+        """The description of the data, after reading own data.
 
         Raises:
             ConfigError: the data set is unknown, or keys do not fit own data.
@@ -85,7 +85,7 @@ class RunData:
         """
         name = self.config.dataset
         if self.is_own:
-            # It imports the readers of arrays and images.
+            # own_info imports the readers of arrays and images.
             from fedbn_flwr.lab.data import own_info
 
             return own_info(self.own)
@@ -95,7 +95,7 @@ class RunData:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the model's input: (C, H, W) of images, or (features,), ...
+        """The shape of the model's input, such as (C, H, W) or (features,).
 
         Raises:
             ConfigError: the model is unknown.
@@ -103,7 +103,7 @@ class RunData:
         info, asked = self.info, self.config.image_size
         if info.input_shape:
             return info.input_shape
-        # The model may need other images than those of the data.
+        # The model may need another size or number of channels than the data have.
         channels, height = input_shape(
             self.config.model, info.channels, asked or info.size, asked=bool(asked)
         )
@@ -119,7 +119,7 @@ class RunData:
 
     @property
     def split_name(self) -> str:
-        """The name of the split: ``partition``, or its default for the data."""
+        """The name of the split, from ``partition`` or the default for the data."""
         if self.config.partition or not self.is_own:
             return self.config.partition or "classes"
         return "natural" if self.info.grouped else "iid"
@@ -134,11 +134,11 @@ class RunData:
 
     @property
     def task(self) -> Task:
-        """The learning task: the loss, the metrics, and which targets count."""
+        """The learning task with its loss, its metrics, and the counted targets."""
         task, names = self.plain_task, split(self.config.metrics)
         if not names:
             return task
-        # Each test has a loss; a run may be judged by it.
+        # Each test has a loss, and a run may be judged by it.
         further = names[1:] if names[0] == "loss" else names
         return task.measuring(further).scored_by(names[0])
 
@@ -146,8 +146,8 @@ class RunData:
     def test_task(self) -> Task:
         """The learning task with the examples per batch of its tests.
 
-        An example is held in memory in many forms, so their number falls with its size.
-        A batch of the training fits into the memory, and needs more of it.
+        Many forms of an example are in memory together, so the number of examples falls
+        with their size. A training batch fits into memory, and needs more than a test.
         """
         task = self.task
         fits = _TEST_VALUES // math.prod(self.shape)
@@ -156,7 +156,7 @@ class RunData:
 
     @property
     def augmentation(self) -> Augment | None:
-        """The augmentation; None without one.
+        """The augmentation, or None without one.
 
         Raises:
             ConfigError: an entry of ``augment`` cannot be read.

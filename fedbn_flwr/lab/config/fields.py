@@ -1,7 +1,7 @@
 """The keys of a run, by group.
 
-Each key has a type, a default, limits, a meaning, and the conditions under which it has
-an effect. A key is the kebab-case name of its field. This module does not import torch,
+Each key has a type, a default, limits, a meaning, and the conditions for its effect. A
+key is the kebab-case name of its field. This module does not import torch,
 so that a wrong key or value is reported immediately. The settings of the methods come
 from ``server.methods.params_by_method``, the settings of the protections from
 ``privacy.protection_settings``.
@@ -51,7 +51,7 @@ def key(
     Args:
         default: its default.
         meaning: the text in the table of keys.
-        only_if: the condition under which the key has an effect. It maps other keys to
+        only_if: the condition for the effect of the key. It maps other keys to
             their values, or to ``SET`` for any value but the default. A value that ends
             with ":" is a prefix.
         limits: ``ge``, ``gt``, ``le``, ``lt``.
@@ -86,7 +86,7 @@ def config_fields(kind: type[Settings]) -> dict[str, str]:
 
 
 def methods_with(field: str, params: Mapping[str, type[Params]] = PARAMS) -> list[str]:
-    """Return the methods with a field; empty if every method has it."""
+    """Return the methods with a field, or nothing if every method has it."""
     if field in Params.model_fields:
         return []
     return [name for name, kind in params.items() if field in config_fields(kind)]
@@ -331,7 +331,7 @@ class Model(Group):
 
 
 class Rounds(Group):
-    """The rounds; more of them in ``Params``."""
+    """The rounds. ``Params`` has more keys about them."""
 
     group = "rounds"
 
@@ -355,7 +355,7 @@ class Rounds(Group):
 
 
 class LocalTraining(Group):
-    """The training of a client in a round; more in ``Params``."""
+    """The training of a client in a round. ``Params`` has more keys about it."""
 
     group = "local training"
 
@@ -402,7 +402,7 @@ class LocalTraining(Group):
 
 
 class Tests(Group):
-    """The tests; more of them in ``Params``."""
+    """The tests. ``Params`` has more keys about them."""
 
     group = "tests"
 
@@ -464,8 +464,8 @@ class Files(Group):
     )
 
 
-# A type checker sees the fields of all methods. At run time the fields are made from the
-# declarations of the methods, so that each key is written once.
+# A type checker sees the fields of all methods. At run time, the fields are made from
+# the declarations of the methods, so that each key is written once.
 if TYPE_CHECKING:
 
     class SettingsOfMethods(Params, DPSettings, MaskSettings):
@@ -567,7 +567,7 @@ class Fields(
 
 
 def only_if_of(kind: type[BaseModel], key: str) -> dict[str, Any]:
-    """Return the values of other keys under which a key has an effect."""
+    """Return the values of other keys that a key needs for an effect."""
     field = kind.model_fields[key.replace("-", "_")]
     conditions: dict[str, Any] = _extra(field).get("only_if", {})
     return conditions

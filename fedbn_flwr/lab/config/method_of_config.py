@@ -1,6 +1,6 @@
-"""What the config says of a run's method.
+"""The method of a run by its config.
 
-Its strategy, settings, tests, protections and learning rate.
+It has the strategy, settings, tests, protections and learning rate.
 """
 
 from __future__ import annotations
@@ -40,22 +40,22 @@ __all__ = [
 ]
 
 
-# The same value for the same settings: each question is resolved once in a run.
+# Equal settings give the same object, so each property is computed once in a run.
 @functools.lru_cache(maxsize=8)
 def method_of(config: Fields) -> MethodOfConfig:
-    """Return what the config says of the method."""
+    """Return the method of a run by its config."""
     return MethodOfConfig(config)
 
 
 @dataclass(frozen=True)
 class MethodOfConfig:
-    """The method of a run; ``strategy=centralized`` has tests alone."""
+    """The method of a run; with ``strategy=centralized``, only its tests."""
 
     config: Fields
 
     @property
     def centralized(self) -> bool:
-        """Whether there are no clients: the reference on all data."""
+        """Whether the run is the reference on all data, without clients."""
         return self.config.strategy == CENTRALIZED
 
     @cached_property
@@ -75,10 +75,10 @@ class MethodOfConfig:
         given: dict[str, Any] = {}
         for name, setting in config_fields(kind).items():
             value = getattr(self.config, name)
-            # A value that stands for "the method's own default" is left to the method.
+            # Leave a value that selects the method's own default to the method.
             if name not in stands_for_own or value != stands_for_own[name]:
                 given[setting] = value
-        # each test once; one of adapted BN adds the plain one
+        # Use each test once. A test of adapted BN adds the plain test.
         given["eval_on"] = ",".join(tests_in(self.config.eval_on))
         return kind(**given)
 
@@ -92,7 +92,7 @@ class MethodOfConfig:
         split = learning_parts if learning else split_state
         if self.centralized:
             return split(model)
-        # Two inputs, for a model whose pass needs them to show its head.
+        # Use two inputs, for a model that shows its head only in a forward pass.
         parts = split(
             model,
             self.params.layers,
@@ -104,7 +104,7 @@ class MethodOfConfig:
 
     @property
     def run_settings(self) -> RunSettings:
-        """The settings of the run that the methods check their own against."""
+        """The settings of the run for the checks of the methods."""
         config = self.config
         return RunSettings(
             num_rounds=config.num_server_rounds,
@@ -112,13 +112,13 @@ class MethodOfConfig:
             sgd_momentum=config.sgd_momentum,
             tests=self.tests,
             optimizer=config.optimizer,
-            # Of epochs it is known where a batch has all examples.
+            # The steps of epochs are known if a batch has all examples.
             local_steps=config.local_steps
             or (0 if config.batch_size else config.local_epochs),
         )
 
     def problems(self, kind: str) -> list[Problem]:
-        """Return what does not fit or has no effect; see ``Problem.kind``."""
+        """Return the misfits or settings without effect, see ``Problem.kind``."""
         found = self.methods.problems(self.run_settings)
         return [problem for problem in found if problem.kind == kind]
 
@@ -126,19 +126,19 @@ class MethodOfConfig:
     def tests(self) -> tuple[str, ...]:
         """The tests of ``eval-on`` or their default.
 
-        The first one gives the run's main metric.
+        The first test determines the run's main metric.
         """
         asked = tests_in(self.config.eval_on)
         if asked:
             return asked
-        # With local parts no client uses the global model as it is.
+        # With local parts, no client uses the unchanged global model.
         if not self.centralized and self.methods.own_models:
             return ("personal-own",)
         return ("global",)
 
     @property
     def tests_own_models(self) -> bool:
-        """Whether the main test is that of each client's own model."""
+        """Whether the main test is the test of each client's own model."""
         if self.centralized or not self.tests[0].startswith("personal"):
             return False
         return self.methods.own_models or self.params.fine_tune > 0
@@ -191,11 +191,11 @@ def learning_rate_of(config: Fields) -> LearningRate:
 
 
 def schedule_changes(config: Fields, begun_with: int) -> list[str]:
-    """Return a warning for each decay at a share of R, if the run began with another R.
+    """Return a warning for each decay at a share of R if the run's R has changed.
 
     Args:
         config: the settings of the resumed run.
-        begun_with: the number of rounds that it began with; 0 = not known.
+        begun_with: the number of rounds at the run's beginning; 0 if it is unknown.
     """
     rounds = config.num_server_rounds
     if begun_with in (0, rounds):
@@ -205,7 +205,7 @@ def schedule_changes(config: Fields, begun_with: int) -> list[str]:
     ]
     return [
         f"the run began with {begun_with} rounds and now has {rounds}:"
-        f" lr-decay-at={text} is of the new number, also where earlier rounds followed"
-        " the old one"
+        f" lr-decay-at={text} refers to the new number, although earlier rounds"
+        " followed the old number"
         for text in shares
     ]

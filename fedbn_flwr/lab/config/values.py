@@ -1,7 +1,8 @@
-"""How settings are read: files, old names, values that are texts; and the names that keys
-take, as ``fedbn-flwr list`` shows them.
+"""Reading of settings, and the names that keys take.
 
-The registries need torch: ``make generate`` writes their names into ``names.json``.
+Settings come from files, have old names, and may be texts. ``fedbn-flwr list`` shows
+the names that keys take. The registries need torch, so ``make generate`` writes their
+names into ``names.json``.
 """
 
 from __future__ import annotations
@@ -34,21 +35,21 @@ __all__ = [
 __all__ += ["refuse_bool", "split"]
 
 RENAMED = {"fedtan-exchange": "fedtan-transport"}
-"""Old name to new name of keys; YAML and ``--set`` may still have the old name."""
+"""Old to new names of keys; YAML and ``--set`` may still use the old name."""
 
 logger = logging.getLogger("flwr")
 
 
 def read_settings(path: Path | None, overrides: Sequence[str]) -> list[dict[str, Any]]:
-    """Return the settings of a YAML file, if any, and those of ``key=value`` texts.
+    """Return the settings of a YAML file, if any, and of ``key=value`` texts.
 
     Values are read as YAML.
 
     Raises:
-        ConfigError: the file is missing, unreadable or no mapping, or an override has
-            no "=".
+        ConfigError: the file is missing, unreadable or not a mapping, or an override
+            has no "=".
     """
-    # A client has its settings from Flower, and does without YAML.
+    # A client gets its settings from Flower, so it does not need YAML.
     from fedbn_flwr.lab.config.yaml_text import read_overrides, read_yaml
 
     in_file = read_yaml(path, "config") if path else {}
@@ -80,34 +81,34 @@ def merged(sources: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def new_names(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Return the settings under their new names, and a line for each that has both.
+    """Return the settings under their new names, and a line for each with both names.
 
-    Old names are warned of.
+    Old names cause a warning.
     """
     twice = []
     for old, new in RENAMED.items():
         if old not in values:
             continue
         logger.warning(
-            "config key %r is now %r; the old name is read in this release only",
+            "config key %r is now %r. Only this release still reads the old name",
             old,
             new,
         )
         if new in values:
             both = f"{old}={values[old]} and {new}={values[new]} are both set"
-            twice.append(f"{both}; {old} is the old name: remove it")
+            twice.append(f"{both}. {old} is the old name: remove it")
     return {RENAMED.get(key, key): value for key, value in values.items()}, twice
 
 
 def refuse_bool(key: str, value: Any, wanted: str) -> Any:
-    """Return the value of a key; refuse true and false for a number or a text.
+    """Return the value of a key, but refuse true and false for a number or a text.
 
     Pydantic would read them as 1 and 0.
 
     Args:
         key: the key or the field's name; ``dp`` reads YAML's ``off``.
-        value: what was given.
-        wanted: the type of the key: "bool", "str", or another one.
+        value: the given value.
+        wanted: the type of the key: "bool", "str", or another type.
 
     Raises:
         ValueError: the value is true or false, and another type is wanted.
@@ -124,22 +125,23 @@ def refuse_bool(key: str, value: Any, wanted: str) -> Any:
 
 # --- values that are texts ------------------------------------------------------------
 def split(text: str) -> list[str]:
-    """Return the entries of a comma string, stripped, without empty ones."""
+    """Return the entries of a comma string, stripped, without empty entries."""
     return [entry.strip() for entry in text.split(",") if entry.strip()]
 
 
 def listed(text: str) -> list[str]:
-    """Return the entries of a comma list, stripped, without empty ones.
+    """Return the entries of a comma list, stripped, without empty entries.
 
     Args:
-        text: ``north,"Paris, Sud"``, say: one with a comma stands in quotes, as in CSV.
+        text: the list, such as ``north,"Paris, Sud"``. As in CSV, an entry with a comma
+            has quotes.
     """
     rows = csv.reader([text.strip()], skipinitialspace=True)
     return [entry.strip() for entry in next(rows, []) if entry.strip()]
 
 
 def number(text: str) -> int | float | None:
-    """Return the whole or decimal number that a text is; None for another text."""
+    """Return the whole or decimal number of a text, or None for another text."""
     for kind in (int, float):
         with suppress(ValueError):
             return kind(text)
@@ -147,7 +149,7 @@ def number(text: str) -> int | float | None:
 
 
 def read_decays(at: str, factor: str) -> list[tuple[str, float]]:
-    """Return when the learning rate decays, as it is written, each with its factor.
+    """Return the texts of the times of decays, each with its factor.
 
     Args:
         at: ``lr-decay-at``.
@@ -157,7 +159,7 @@ def read_decays(at: str, factor: str) -> list[tuple[str, float]]:
         ConfigError: an entry is neither a round, a fraction of the rounds nor "freeze",
             or the factors do not fit.
     """
-    # when: each entry is a round, a share of the rounds or "freeze"
+    # The times: each entry is a round, a share of the rounds or "freeze".
     entries = split(at)
     for entry in entries:
         value = number(entry)
@@ -169,7 +171,7 @@ def read_decays(at: str, factor: str) -> list[tuple[str, float]]:
                 " 'freeze'"
             )
 
-    # by how much: one factor for all, or one for each; what is no number counts as 0
+    # The factors: one for all, or one for each; a text without a number counts as 0.
     factors = [float(number(text) or 0) for text in split(factor)]
     positive = all(one > 0 for one in factors)
     if not positive or len(factors) not in (1, len(entries)):

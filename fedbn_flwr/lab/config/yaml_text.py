@@ -1,4 +1,4 @@
-"""Settings in YAML: files, and texts ``--set key=value``."""
+"""Settings in YAML, from files and from texts ``--set key=value``."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ _INT = "tag:yaml.org,2002:int"
 
 
 class _Loader(yaml.SafeLoader):
-    """Reads ``01`` and ``1:30`` as texts, such as the name of a client; in YAML 1.1
-    they are 1, in octal, and 90.
+    """Reads ``01`` and ``1:30`` as texts, such as the name of a client.
+
+    In YAML 1.1 they are 1 (in octal) and 90.
     """
 
 
-# SafeLoader's resolvers without that of whole numbers: a copy, since yaml's own loader
-# is everybody's
+# Use SafeLoader's resolvers without whole numbers. This is a copy, since yaml's own
+# loader is shared with other code.
 _Loader.yaml_implicit_resolvers = {}
 for _first, _resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items():
     _Loader.yaml_implicit_resolvers[_first] = [
@@ -45,9 +46,9 @@ def read_yaml(path: Path, what: str) -> Any:
         what: "config" or "study", for errors.
 
     Raises:
-        ConfigError: the file is absent, is not YAML, or has keys twice in one mapping,
-            which are all named. Readers of YAML usually take the last value of such a
-            key.
+        ConfigError: the file is absent, is not YAML, or has keys twice in one mapping.
+            The error names all these keys. Readers of YAML usually take the last value
+            of such a key.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -59,14 +60,14 @@ def read_yaml(path: Path, what: str) -> Any:
         ) from error
     except (OSError, *UNREADABLE) as error:
         raise ConfigError(f"{what} {path}: {error}") from error
-    lines = [f"{what} {path}: {one}; remove one of them" for one in repeated]
+    lines = [f"{what} {path}: {one}. Remove one of them" for one in repeated]
     if lines:
         raise ConfigError("\n".join(lines))
     return content
 
 
 def read_value(text: str) -> Any:
-    """Return the value of a YAML text; raises one of ``UNREADABLE``."""
+    """Return the value of a YAML text, or raise one of ``UNREADABLE``."""
     return yaml.load(text, _Loader)  # a SafeLoader
 
 
@@ -74,10 +75,10 @@ def _repeated(node: yaml.Node | None, seen: set[int]) -> Iterator[str]:
     """Yield each key that occurs again in its mapping, with both lines.
 
     Args:
-        node: a part of the document; None for an empty one.
-        seen: ids of the nodes that were visited; grows.
+        node: a part of the document; None for an empty document.
+        seen: ids of the visited nodes; the function adds to it.
     """
-    # An alias is the same node again, and may be in itself.
+    # An alias is a repeated node, and may contain itself.
     if node is None or id(node) in seen:
         return
     seen.add(id(node))
@@ -96,7 +97,7 @@ def _repeated(node: yaml.Node | None, seen: set[int]) -> Iterator[str]:
 
 
 def read_overrides(overrides: Sequence[str]) -> dict[str, Any]:
-    """Return the settings of ``key=value`` texts; values are read as YAML.
+    """Return the settings of ``key=value`` texts with values in YAML.
 
     Raises:
         ConfigError: a text has no "=", or its value cannot be read.
@@ -108,7 +109,7 @@ def read_overrides(overrides: Sequence[str]) -> dict[str, Any]:
             raise ConfigError(f"--set {override!r} must be key=value")
         try:
             text = value.strip()
-            # YAML would read nothing as None, and "npz:" as a mapping.
+            # YAML would read an empty text as None, and "npz:" as a mapping.
             if not text or text.endswith(":"):
                 values[key.strip()] = text
             else:

@@ -1,4 +1,4 @@
-"""A user's own model (``module:function``) from the folder or Python's path.
+"""A user's own model, ``module:function``.
 
 The module is in the working directory or on Python's path. The function takes any of
 ``num_classes`` (the number of outputs), ``channels`` and ``size`` (the images' height),
