@@ -206,8 +206,8 @@ def _run_page(run: RunFiles) -> tuple[str, list[str]]:
 
 def _headline(run: RunFiles) -> dict[str, Any]:
     """Return the result and its costs."""
-    # The result comes from the last round. The best round is shown, but a test of its
-    # own does not choose it.
+    # The result has the final figures. The best round is only shown, because the same
+    # test selected it.
     facts: dict[str, Any] = {}
     headline, final = run.headline, run.final
     rounds, values = run.curve(headline)

@@ -256,11 +256,11 @@ def test_partition_shows_the_warnings_of_a_run(tmp_path: Path) -> None:
     result = call("partition", "--set", f"dataset=npz:{tmp_path / 't.npz'}")
     assert result.output.count("warning: ") == 2
     assert (
-        "warning: client 1 has 1 training example: BatchNorm has no variance from it"
-        " alone\n" in result.output
+        "warning: client 1 has 1 training example, so BatchNorm gets no variance from it"
+        "\n" in result.output
     )
     assert (
-        "warning: no test examples: client 1; no mean counts their own tests\n"
+        "warning: no test examples: client 1. No mean counts their own tests\n"
         in result.output
     )
 
@@ -296,7 +296,7 @@ def test_partition_draws_a_png_and_never_overwrites_it(tmp_path: Path) -> None:
     again = call(*arguments, "--set", "seed=1")
     assert again.exit_code == 2
     assert (
-        f"out='{picture}' is there; results are never overwritten. Choose another file."
+        f"out='{picture}' is there, and results are never overwritten. Choose another file."
         in again.stderr
     )
     assert picture.read_bytes() == drawn

@@ -285,7 +285,7 @@ def test_parts_of_the_best_round_that_were_in_memory_only_are_missed_by_name(
     ):
         serve(grid, check(config), tmp_path)
     assert (
-        "client(s) 0, 1, 2 kept their local state in memory only: they continue with"
+        "client(s) 0, 1, 2 kept their local state in memory only. They continue with"
         " the state of the last round" in caplog.text
     )
 

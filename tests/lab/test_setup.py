@@ -74,7 +74,7 @@ def test_the_clients_of_a_simulation_get_gpus(
     assert asked.get("client-resources-num-gpus") == share
     with pytest.raises(
         ConfigError,
-        match=r"device=cuda:1 names a GPU, and Ray chooses it. Set device=cuda or auto",
+        match=r"device=cuda:1 names a GPU, but Ray chooses the GPUs. Set device=cuda or auto",
     ):
         simulation.simulate(
             Config.make({"num-clients": 2, "device": "cuda:1"}), tmp_path

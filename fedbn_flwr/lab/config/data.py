@@ -37,8 +37,8 @@ def data_of(config: Fields) -> RunData:
 class RunData:
     """The data of a run.
 
-    Own data are read once, because their reader caches them until the files change. This
-    class therefore caches nothing.
+    Own data are read once, because their reader caches them until the files change.
+    This class therefore caches nothing.
     """
 
     config: Fields

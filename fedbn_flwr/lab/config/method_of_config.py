@@ -88,7 +88,7 @@ class MethodOfConfig:
         return self.strategy.combination.methods(self.params)
 
     def parts(self, model: nn.Module, learning: bool = False) -> Parts:
-        """Return the split by the settings, of ``split_state`` or ``learning_parts``."""
+        """Return ``split_state`` or ``learning_parts`` by the settings."""
         split = learning_parts if learning else split_state
         if self.centralized:
             return split(model)

@@ -212,8 +212,8 @@ def transform_image(
             if mask is None or name not in _GEOMETRIC:
                 image = transform(image)
                 continue
-            # With these types torchvision moves both alike, and rounds classes to the
-            # nearest pixel.
+            # With these types, torchvision moves image and mask alike, and takes the
+            # class of the nearest pixel.
             pair = tv_tensors.Image(image), tv_tensors.Mask(mask[None])
             image, mask = (part.as_subclass(Tensor) for part in transform(*pair))
             mask = mask[0]

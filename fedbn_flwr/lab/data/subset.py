@@ -16,7 +16,7 @@ from fedbn_flwr.lab.data.samples import Block, LastTest, Samples
 
 __all__ = ["Subset"]
 
-# The most bytes of floats in one conversion: so many stay in a cache.
+# The most bytes of floats in one conversion, so that they stay in a cache.
 _BLOCK = 2**21
 # The most bytes of floats that are kept from one test for the next.
 _KEPT = 2**25

@@ -140,7 +140,7 @@ def export(
     """
     _check_place(out, format)
     saved = load_model(run, choice or Choice())
-    # A file of another model would look right, and nobody could compare it.
+    # A file of another model would look right, with no model of the run to compare.
     changed = saved.description.code_changed()
     if changed:
         raise ConfigError(changed)

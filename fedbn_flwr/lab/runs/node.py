@@ -196,9 +196,9 @@ def _part(context: Context) -> tuple[int, int]:
 
     Raises:
         ConfigError: the node's config lacks one of the numbers, or the partition does
-            not exist. The text does not name the node, so that it is equal for all
-            nodes with this fault. Then the fault ends the run. The server names the
-            node.
+            not exist. The text does not name the node, so that all nodes with this
+            fault raise an equal error. Such an error ends the run. The server names
+            the node.
     """
     node = context.node_config
     for key in (PARTITION_ID, NUM_PARTITIONS):

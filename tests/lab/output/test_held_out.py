@@ -285,7 +285,7 @@ def test_a_number_that_is_the_name_of_a_client_is_that_client(tmp_path: Path) ->
         ({"held-out-clients": -1}, r"unknown held-out client '-1'"),
         (
             {"held-out-clients": "a", "partition": "iid", "num-clients": 2},
-            r"names clients, which partition=iid has not",
+            r"names clients, but partition=iid has no names",
         ),
         (
             {"held-out-clients": "a", "strategy": "standalone"},

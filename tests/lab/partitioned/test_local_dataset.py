@@ -234,7 +234,7 @@ def test_unusable_local_data_is_refused(tmp_path: Path) -> None:
         ): "float64 labels (2,); uint8 images with an integer each needed",
         str(
             tmp_path / "text.npz"
-        ): "<U3 labels (2,); uint8 images with an integer each needed",
+        ): "<U3 labels (2,). Use uint8 images and one integer for each image",
     }
     for path, said in cases.items():
         with pytest.raises(DataError) as caught:

@@ -149,7 +149,7 @@ def test_a_federation_without_nodes_is_refused(
         monkeypatch.setattr(grid, "get_node_ids", list)
         with pytest.raises(
             EngineError,
-            match=r"no nodes connected within 0\.1 s; start the SuperNodes first",
+            match=r"no nodes connected within 0\.1 s. Start the SuperNodes first",
         ):
             serve(grid, check(quick_config()), tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
@@ -203,7 +203,7 @@ def test_over_a_network_all_nodes_are_as_many_as_the_data_have_parts(
         serve(grid, check(config), tmp_path / "alone")
     assert Config.load(tmp_path / "alone/config.yaml").num_clients == 3
     assert (
-        "num-partitions=3, and the run begins with 1 node(s): the others may join"
+        "num-partitions=3, but the run begins with 1 node(s). The others may join"
         in caplog.messages
     )
 
@@ -246,8 +246,8 @@ def test_flwr_run_refuses_the_centralised_reference_and_a_relative_folder(
             main(grid, context)
         assert (
             str(caught.value)
-            == "out='runs/1' is relative, and under `flwr run` the working directory is"
-            " not yours. Write out='/the/absolute/path/runs/1'."
+            == "out='runs/1' is relative, but the working directory under"
+            " `flwr run` is not yours. Write out='/the/absolute/path/runs/1'."
         )
     assert list(tmp_path.iterdir()) == []
 

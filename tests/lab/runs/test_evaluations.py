@@ -714,7 +714,9 @@ def test_the_keys_task_and_metrics(monkeypatch, quick_run) -> None:
 def test_momentum_without_effect_is_told() -> None:
     keys = {"sgd-momentum": 0.9, "local-steps": 1}
     (said,) = Config.make(keys).warnings()
-    assert said.startswith("sgd-momentum=0.9 has no effect: a round has one step")
+    assert said.startswith(
+        "sgd-momentum=0.9 has no effect, because a round has one step"
+    )
     for other in (
         {"local-steps": 2},
         {"momentum-scope": "local"},

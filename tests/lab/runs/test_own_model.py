@@ -256,7 +256,7 @@ def test_it_is_seeded_and_takes_rows_and_norms() -> None:
             ),
         ),
         ("my_nets:broken", "its function raised KeyError: 10"),
-        ("my_nets:no_module", "returned a int; a torch.nn.Module needed"),
+        ("my_nets:no_module", "returned a int. Return a torch.nn.Module"),
         (
             "my_nets:two_outputs",
             (

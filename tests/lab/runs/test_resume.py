@@ -457,14 +457,14 @@ def test_parts_kept_only_in_memory_cannot_be_resumed(
         serve(grid, check(config), tmp_path)
     assert (
         caplog.text.count(
-            "client(s) 0, 1, 2 keep their part in memory only: this run cannot be"
+            "client(s) 0, 1, 2 keep their local state in memory only: this run cannot be"
             " resumed"
         )
         == 1
     )
     with pytest.raises(
         ConfigError,
-        match=r"cannot resume: client\(s\) 0, 1, 2 kept their part in memory only",
+        match=r"cannot resume: client\(s\) 0, 1, 2 kept their local state in memory only",
     ):
         start(tmp_path, strategy="scaffold", resume=True)
 
@@ -489,7 +489,7 @@ def test_a_series_without_a_state_folder_is_named(tmp_path: Path, caplog) -> Non
     ):
         serve(grid, check(config), tmp_path / "out")
     assert [text for text in caplog.messages if "in memory only" in text] == [
-        "client(s) 1, 2 keep their part in memory only: series=a has no effect for"
+        "client(s) 1, 2 keep their local state in memory only: series=a has no effect for"
         " them. Set state-dir, in the run's config or in each node's."
     ]
 

@@ -572,7 +572,7 @@ def test_results_of_data_that_have_changed_do_not_stand_beside_those_of_the_new_
     with pytest.raises(
         ConfigError,
         match=(
-            r"1 finished runs of the study in .*FedAvg/all/seed-0\) are of other data"
+            r"1 finished runs of the study in .*FedAvg/all/seed-0\) have other data"
         ),
     ):
         sweep(loaded([0, 1]), tmp_path / "out")
@@ -766,7 +766,7 @@ def test_the_folder_of_a_run_or_of_another_study_is_refused(
     with pytest.raises(
         ConfigError,
         match=(
-            r"out=.* has the study 'other', whose tables those of 'small' would replace"
+            r"out=.* has the study 'other'. The tables of 'small' would replace its tables"
         ),
     ):
         sweep(study, out)
