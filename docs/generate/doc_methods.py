@@ -251,11 +251,8 @@ def _settings(method: StrategyClass) -> Iterator[str]:
             if in_config != field.default:
                 default += f", in a config {in_config!r}"
             own.append(f"`{name}` ({default})")
-    if own:
-        yield f"{', '.join(own)}, each with its default; as keys with `-` for `_`."
-    else:
-        yield "The method has no settings of its own."
-    yield "[Config keys](../config.md) explains them and those of every method."
+    own = own or ["none of its own"]
+    yield f"{', '.join(own)}. See the [config keys](../config.md)."
 
 
 def _recipe(name: str) -> str:
@@ -265,41 +262,38 @@ def _recipe(name: str) -> str:
 def _reached(
     method: StrategyClass, root: Path, results: Mapping[str, Any]
 ) -> Iterator[str]:
-    yield (
-        "Test accuracy in per cent; behind each link are the settings, the seeds and"
-        " the commits."
-    )
+    """Yield the recipe's result, the results beside a paper's, and links to others."""
+    yield "Test accuracy in per cent; each link leads to settings, seeds and commits."
     yield ""
     yield "| setting | here | paper |"
     yield "|---|---|---|"
     same = [
         other for other in STRATEGIES.values() if other.__module__ == method.__module__
     ]
+    elsewhere: dict[str, None] = {}
     for other in same:
         of = f"{other.__name__}: " if len(same) > 1 else ""
-        for row in _rows_reached(other.name, root, results):
-            yield f"| {of}{row}"
-
-
-def _rows_reached(name: str, root: Path, results: Mapping[str, Any]) -> Iterator[str]:
-    found = _REACHED.search((root / _recipe(name)).read_text(encoding="utf-8"))
-    if found:
-        yield f"{found[1]}, on {found[3]}: its recipe, {found[4]} | {found[2]} | - |"
-    order = list(results["studies"]).index
-    for row in sorted(
-        results["methods"].get(name, ()), key=lambda row: order(row["study"])
-    ):
-        study = results["studies"][row["study"]]
-        setting = (
-            f"[{study['name']}](../results/{study['page']})"
-            if "page" in study
-            else study["title"]
-        )
-        details = [str(row[key]) for key in ("case", "note") if key in row]
-        yield (
-            f"{', '.join([setting, *details])} | {row.get('here', 'not run')} |"
-            f" {row.get('paper', '-')} |"
-        )
+        found = _REACHED.search((root / _recipe(other.name)).read_text("utf-8"))
+        if found:
+            text = f"{found[1]}, on {found[3]}: its recipe, {found[4]}"
+            yield f"| {of}{text} | {found[2]} | - |"
+        order = list(results["studies"]).index
+        rows = results["methods"].get(other.name, ())
+        for row in sorted(rows, key=lambda row: order(row["study"])):
+            study = results["studies"][row["study"]]
+            link = study["title"]
+            if "page" in study:
+                link = f"[{study['name']}](../results/{study['page']})"
+            if "paper" in row or "page" not in study:
+                details = [str(row[key]) for key in ("case", "note") if key in row]
+                text = ", ".join([link, *details])
+                numbers = f"{row.get('here', 'not run')} | {row.get('paper', '-')}"
+                yield f"| {of}{text} | {numbers} |"
+            else:
+                elsewhere[link] = None
+    if elsewhere:
+        yield ""
+        yield f"More results: {', '.join(elsewhere)}."
 
 
 def _combinations() -> str:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -240,59 +239,20 @@ def class_list() -> str:
 
 
 def key_table() -> str:
-    """Return a table of every key that travels: those of all methods, then those of
-    single methods, by file.
-    """
-    head = ["| key | type | writes | reads |", "|---|---|---|---|"]
-    lines = ["", *head, *(_row(key) for key in _declared(protocol))]
+    """Return a table of the keys without a prefix: of all methods, then of single ones."""
     kinds = [
         kind for method in (*OPTIONS, *METHODS.values()) for kind in method.__mro__
     ]
-    modules = dict.fromkeys(
-        sys.modules[kind.__module__]
-        for kind in kinds
-        if kind.__module__.startswith("fedbn_flwr.")
-    )
-    of_all = _declared(protocol)
-    own = {
-        key: None
-        for module in modules
-        for key in _declared(module)
-        if key not in of_all
-    }
-    files = dict.fromkeys(_file(key) for key in own)
-    for file in files:
-        lines += [
-            "",
-            f"`{file}`:",
-            "",
-            *head,
-            *(_row(key) for key in own if _file(key) == file),
-        ]
+    modules = [sys.modules[kind.__module__] for kind in kinds]
+    keys: dict[Key, None] = {}
+    for module in (protocol, *modules):
+        for value in vars(module).values():
+            if isinstance(value, Key) and not value.startswith("fedbn-flwr."):
+                keys[value] = None
+    lines = ["", "| key | type | writes | reads |", "|---|---|---|---|"]
+    for key in keys:
+        lines.append(f"| `{key}` | {key.kind} | {key.writer} | {key.reader} |")
     return "\n".join([*lines, ""])
-
-
-def _row(key: Key) -> str:
-    return f"| `{key}` | {key.kind} | {key.writer} | {key.reader} |"
-
-
-def _declared(module: object) -> list[Key]:
-    return [value for value in vars(module).values() if isinstance(value, Key)]
-
-
-def _file(key: Key) -> str:
-    """Return the file that declares the key: of those that know it, the one that calls
-    ``Key``.
-    """
-    for name, module in sys.modules.items():
-        if name.startswith("fedbn_flwr.") and module.__file__:
-            for constant in [
-                constant for constant, value in vars(module).items() if value is key
-            ]:
-                source = Path(module.__file__).read_text(encoding="utf-8")
-                if re.search(rf"^{constant} = Key(\.\w+)?\(", source, re.MULTILINE):
-                    return name.removeprefix("fedbn_flwr.").replace(".", "/") + ".py"
-    raise LookupError(f"no module declares the key {key!r}")
 
 
 def _with_defaults(pyproject: str) -> str:

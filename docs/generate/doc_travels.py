@@ -26,11 +26,7 @@ _RECORDS = {
     "local": "a copy of what stays with the client",
     "scalar": "a number",
 }
-_SYMBOLS = (
-    "$F$ = floats of the model, $T$ = of its shared trainable entries, $S$ = of its"
-    " running statistics, $L$ = BN layers, $F_l$ = floats of what stays with the"
-    " client. ResNet-20: $F$ = 271,098, $S$ = 1,376, $L$ = 19."
-)
+_SYMBOLS = "See the [symbols](index.md#symbols)."
 
 
 def travels_section(method: Method[Any, Any]) -> list[str]:
