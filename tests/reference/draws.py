@@ -7,6 +7,7 @@ defaults, and ``repr`` shows only the values that differ from them.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +21,16 @@ STEPS = ("fedadam", "fedavgm", "fedyogi", "fedadagrad")
 ALONE = ("standalone", "feddna", "bn-scaffold", "fedbs", "fedwon")
 LOOPS = ("loop", "two-optimizers", "closure", "around", "named")
 STATISTICS = ("fixbn", "staticbn", "fbn", "hbn", "fedtan", "fedtan2")
+TOGETHER = (STATISTICS, LOCAL, STEPS, ("fedprox",), ("scaffold",), ("fedrep", "ditto"))
+"""At most one method of each group."""
+APART = {
+    "fedbn": STATISTICS,
+    "silobn": STATISTICS,
+    "mtfl": ("fedtan", "fedtan2", "staticbn"),
+    "scaffold": (*STEPS, "fedtan", "fedtan2"),
+    "fedrep": ("staticbn",),
+}
+"""The methods that cannot be combined with a method."""
 
 
 @dataclass(frozen=True)
@@ -153,13 +164,10 @@ def cases(draw: Any) -> Case:
         """A default that is drawn in half of the cases."""
         return one(value, *more) if draw(st.booleans()) else value
 
-    if one(False, False, False, True):
-        methods = [one(*ALONE)]
-    else:
-        local, step = some("", *LOCAL), some("", *STEPS)
-        statistics, prox = some("", *STATISTICS), some("", "fedprox")
-        scaffold, second = some("", "scaffold"), some("", "fedrep", "ditto")
-        methods = [local, step, statistics, prox, scaffold, second]
+    # The first method is drawn evenly, and the others only if they fit it.
+    methods = [one("", *itertools.chain(*TOGETHER), *ALONE)]
+    if methods[0] not in ALONE:
+        methods += [some("", *group) for group in TOGETHER if methods[0] not in group]
     values: dict[str, Any] = {"methods": lawful([m for m in methods if m])}
     has = {*values["methods"]}
     values["model"] = some("mlp", *NETWORKS)
@@ -273,17 +281,10 @@ def lawful(methods: list[str]) -> tuple[str, ...]:
     """Leave out methods that cannot be combined with those before them."""
     chosen: list[str] = []
     for name in methods:
-        others = {*chosen}
-        statistics = others & {*STATISTICS}
-        if name in STATISTICS and others & {"fedbn", "silobn"}:
-            continue
-        if name in ("fedtan", "fedtan2", "staticbn") and others & {"mtfl"}:
-            continue
-        if name == "scaffold" and (
-            others & {*STEPS} or statistics & {"fedtan", "fedtan2"}
-        ):
-            continue
-        if name == "fedrep" and "staticbn" in others:
-            continue
-        chosen.append(name)
+        if not any(_apart(name, other) or _apart(other, name) for other in chosen):
+            chosen.append(name)
     return tuple(chosen)
+
+
+def _apart(name: str, other: str) -> bool:
+    return other in APART.get(name, ())

@@ -283,7 +283,8 @@ class Federation:
     def normalise(
         self, client: Client, path: str, layer: Any, h: Tensor, methods: Sequence[Any]
     ) -> Tensor:
-        one_value = layer.training and h.numel() == h.shape[1]
+        of_batch = layer.training or layer.running_mean is None
+        one_value = of_batch and h.numel() == h.shape[1]
         if one_value and not any(method.takes_one_value(path) for method in methods):
             raise Lost
         for method in methods:
@@ -412,7 +413,11 @@ class Federation:
         self.t += 1
         case, t = self.case, self.t
         faults = {i: kind for r, i, kind in case.faults if r == t}
-        asked = [c for c in self.drawn(t) if faults.get(c.number) != "raise"]
+        # A step in common needs the clients whose replies the round needs.
+        joint = any(method.in_common(t) for method in self.methods)
+        least = case.min_replies if joint else 1
+        drawn = self.drawn(t) if len(self.drawn(t)) >= least else []
+        asked = [c for c in drawn if faults.get(c.number) != "raise"]
         for method in self.methods:
             method.opens(t)
         refusing = [c for c in asked if any(m.refuses(c) for m in self.methods)]
@@ -426,11 +431,9 @@ class Federation:
                 continue
         for client in begun:
             client.p = len(client) / sum(len(c) for c in begun)
-        # A step in common needs the clients whose replies the round needs.
-        joint = any(method.in_common(t) for method in self.methods)
-        least = case.min_replies if joint else 1
+        begun = begun if len(begun) >= least else []
         try:
-            trained = self.train(begun) if len(begun) >= least else []
+            trained = self.train(begun) if begun else []
             refusing += [c for c in begun if any(m.incomplete(c) for m in self.methods)]
         except Lost:  # one value in the batches of all clients
             trained, refusing = [], begun
