@@ -10,11 +10,9 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-import torchvision.models as tv
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.data import DataLoader, TensorDataset
 
 from fedbn_flwr.batchnorm import reestimation
@@ -25,62 +23,11 @@ from fedbn_flwr.doctor import diagnose
 from fedbn_flwr.errors import NormLayerError
 from fedbn_flwr.strategies.fbn import SurveyedStatistics
 from fedbn_flwr.strategies.hbn import HybridStatistics
-from fedbn_flwr.training.batches import Batches
 from fedbn_flwr.training.client_hook import ClientHook
 from fedbn_flwr.training.single_examples import takes_one_example
 from tests.support.many_layers import Many
 from tests.support.points import Points
 from tests.support.strange_layers import others_move
-
-
-def slow(
-    model: nn.Module, datasets: list[Batches], batches: list[list[list[int]]]
-) -> dict[str, np.ndarray]:
-    """All inputs of every BN layer, (values, C): plain passes of a copy in train mode,
-    layer after layer.
-    """
-    net, seen = copy.deepcopy(model).train(), {}
-    for path, layer in net.named_modules():
-        if isinstance(layer, _BatchNorm):
-            seen[path] = []
-            layer.register_forward_pre_hook(
-                lambda _, args, path=path: seen[path].append(args[0].detach())
-            )
-    with torch.no_grad():
-        for data, split in zip(datasets, batches, strict=True):
-            for positions in split:
-                net(data.batch(torch.tensor(positions))[0])
-    found = {}
-    for path, inputs in seen.items():
-        rows = [x.movedim(1, -1).flatten(0, -2) for x in inputs]
-        found[path] = torch.cat(rows).numpy()
-    return found
-
-
-@pytest.mark.parametrize(
-    "make", [tv.resnet18, tv.mobilenet_v3_small], ids=["resnet18", "mobilenet_v3_small"]
-)
-def test_every_layer_of_a_torchvision_model_over_uneven_clients(points, make) -> None:
-    """Last batches are smaller, one of them a single example: 64 x 64 leaves every
-    layer several values of it.
-    """
-    torch.manual_seed(0)
-    options = {"dropout": 0.0} if make is tv.mobilenet_v3_small else {}
-    model = make(num_classes=3, **options).double()
-    datasets = [points(n, i, shape=(3, 64, 64)) for i, n in enumerate((4, 5, 2))]
-    split = [[[0, 1, 2, 3]], [[0, 1, 2, 3], [4]], [[0, 1]]]
-    expected = slow(model, datasets, split)
-    own = [reestimate_statistics(model, data, batch_size=4) for data in datasets]
-    assert [list(moments) for moments in own] == [list(expected)] * 3
-    for path, values in expected.items():
-        total = merge([moments[path] for moments in own])
-        assert total.count == len(values)
-        np.testing.assert_allclose(
-            total.mean, values.mean(0), rtol=1e-10, atol=1e-12, err_msg=path
-        )
-        np.testing.assert_allclose(
-            total.variance, values.var(0, ddof=1), rtol=1e-10, atol=1e-14, err_msg=path
-        )
 
 
 def test_layers_called_twice_or_never_or_frozen_or_at_two_paths(points) -> None:

@@ -18,7 +18,6 @@ from fedbn_flwr.batchnorm.reestimation import (
     MomentSums,
     batch_statistics,
     moments_of,
-    pool,
     reestimate_statistics,
 )
 from fedbn_flwr.batchnorm.replaced_forward import (
@@ -293,34 +292,3 @@ def test_sums_over_batches_are_the_moments_of_all_values(
     assert found.count == want.count == 28
     torch.testing.assert_close(found.mean, want.mean, rtol=1e-14, atol=1e-14)
     torch.testing.assert_close(found.m2, want.m2, rtol=1e-9, atol=0)
-
-
-def test_pooling_by_counts_is_the_union_and_by_weights_the_weighted_mixture() -> None:
-    """Equal counts of unequal clients: the two ways differ; each equals its oracle."""
-    torch.manual_seed(0)
-    clients = [torch.randn(8, 3, dtype=torch.float64) * (1 + i) + i for i in range(3)]
-    own, weights = [moments_of(values) for values in clients], [2, 5, 13]
-    union, by_count = moments_of(torch.cat(clients)), pool(own)
-    repeated = torch.cat(
-        [
-            values
-            for values, times in zip(clients, weights, strict=True)
-            for _ in range(times)
-        ]
-    )
-    by_weight: Any = pool(own, weights)
-    assert by_count.count == by_weight.count == union.count == 24
-    for leaf in ("mean", "m2"):
-        torch.testing.assert_close(
-            getattr(by_count, leaf), getattr(union, leaf), rtol=1e-13, atol=1e-13
-        )
-    torch.testing.assert_close(by_weight.mean, repeated.mean(0), rtol=1e-13, atol=1e-13)
-    torch.testing.assert_close(
-        by_weight.variance,
-        repeated.var(0, correction=0) * 24 / 23,
-        rtol=1e-13,
-        atol=1e-13,
-    )
-    assert (by_weight.mean - by_count.mean).abs().min() > 0.1
-    equal = pool(own, [1.0] * 3)
-    torch.testing.assert_close(equal.m2, union.m2, rtol=1e-13, atol=1e-13)

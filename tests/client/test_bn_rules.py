@@ -578,41 +578,6 @@ def test_a_survey_after_a_step_of_a_compiled_model_is_refused(mlp, points) -> No
             hook.end(model)
 
 
-def test_alpha_learns_with_the_users_own_optimizer(mlp, points) -> None:
-    model, data, hook = mlp(), points(10), HybridStatistics(False, share=False)
-    hook.begin(model)
-    rules = Hooks(model, {"hybrid-statistics": hook})
-    rules.survey(DataLoader(TensorDataset(data.inputs, data.targets), 4))
-    optimizer = rules.wrap(torch.optim.AdamW(model.parameters(), 0.1))
-    F.cross_entropy(model(data.inputs), data.targets).backward()
-    optimizer.step()
-    hook.end(model)
-    assert (hook.keep()["1.alpha"] != 0).all()
-
-
-def test_alpha_has_the_largest_rate_and_an_optimizer_of_one_group_is_refused_by_name(
-    mlp,
-) -> None:
-    model = mlp()
-    for warm_up in (True, False):
-        frozen_first = [
-            {"params": model[0].parameters(), "lr": 0.0},
-            {"params": model[1].parameters(), "lr": 0.3},
-        ]
-        hook = HybridStatistics(warm_up, share=False)
-        hook.begin(model)
-        rules = Hooks(model, {"hybrid-statistics": hook})
-        with pytest.raises(ConfigError, match=r"hbn: LBFGS .* one group of parameters"):
-            rules.wrap(torch.optim.LBFGS(model.parameters()))
-        optimizer = rules.wrap(torch.optim.SGD(frozen_first, 0.1))
-        assert [group["lr"] for group in optimizer.param_groups] == [
-            0.0,
-            0.3,
-            *[0.3] * (not warm_up),
-        ]
-        hook.end(model)
-
-
 def test_a_layer_with_a_forward_of_its_own_is_refused_in_the_warm_up_too() -> None:
     class Own(nn.BatchNorm1d):
         def forward(self, input: torch.Tensor) -> torch.Tensor:

@@ -28,8 +28,6 @@ from fedbn_flwr.strategies.fedrep import HeadThenBody
 from fedbn_flwr.strategies.hbn import HybridStatistics
 from fedbn_flwr.strategies.scaffold import ControlVariates
 from fedbn_flwr.training import ClientHook
-from fedbn_flwr.training.gradient_clipping import clip_gradients, exclude_head
-from fedbn_flwr.training.optimizer_hooks import parameters_of
 
 MU, RATE = 2.0, 0.1
 
@@ -128,85 +126,6 @@ def alternating(
                 optimizer.step()
 
 
-@pytest.mark.parametrize("frozen", ["", "0.weight", "3.bias"])
-def test_each_of_several_wrapped_optimizers_has_the_proximal_term(
-    mlp, points, frozen: str
-) -> None:
-    """An optimizer may hold parameters that are frozen."""
-    data, ours, plain = points(12, 1), mlp(), mlp()
-    for model in (ours, plain):
-        if frozen:
-            model.get_parameter(frozen).requires_grad_(False)
-    start = [p.detach().clone() for p in plain.parameters()]
-    for _ in alternating(ours, data, ProximalTerm(MU)):
-        pass
-    for optimizer in alternating(plain, data, None):
-        for p, received in zip(plain.parameters(), start, strict=True):
-            if p in parameters_of(optimizer) and p.requires_grad:
-                p.grad += MU * (p.detach() - received)
-    torch.testing.assert_close(weights(ours), weights(plain), rtol=1e-12, atol=1e-14)
-
-
-@pytest.mark.parametrize("alone", [0, 2])
-def test_variates_of_several_optimizers_are_the_mean_gradients_of_each_parameter(
-    alone: int, mlp, points
-) -> None:
-    model, hook = mlp(), ControlVariates()
-    hook.receive(
-        {
-            "variates": {
-                name: torch.full_like(p, 0.3) for name, p in model.named_parameters()
-            }
-        },
-        {},
-    )
-    seen = {name: [] for name, _ in model.named_parameters()}
-    for optimizer in alternating(model, points(12, 1), hook, alone=alone):
-        for name, p in model.named_parameters():
-            if p in parameters_of(optimizer):
-                seen[name].append(p.grad.clone())
-    for name, gradients in seen.items():
-        torch.testing.assert_close(
-            hook.keep()[name],
-            torch.stack(gradients).mean(0),
-            rtol=1e-9,
-            atol=1e-12,
-            msg=name,
-        )
-
-
-def test_several_optimizers_keep_the_momentum_of_their_parameters(mlp, points) -> None:
-    """Two rounds are one of twice the length."""
-    data, whole, model = points(24, 1), mlp(), mlp()
-    hook = MomentumBuffers("local", frozenset())
-    for _ in alternating(whole, data, hook):
-        pass
-    kept: dict[str, Tensor] = {}
-    for half in (slice(12), slice(12, 24)):
-        hook = MomentumBuffers("local", frozenset())
-        hook.receive({}, {name: buffer.clone() for name, buffer in kept.items()})
-        part = type(
-            "Data", (), {"inputs": data.inputs[half], "targets": data.targets[half]}
-        )
-        for _ in alternating(model, part, hook):
-            pass
-        kept = dict(hook.keep())
-    assert kept.keys() == dict(model.named_parameters()).keys()
-    torch.testing.assert_close(weights(model), weights(whole), rtol=1e-12, atol=1e-14)
-
-
-def test_gradients_are_clipped_before_the_step_of_their_own_optimizer(
-    mlp, points
-) -> None:
-    data, ours, plain = points(12, 1), mlp(), mlp()
-    for _ in alternating(ours, data, ClipGradients(0.01)):
-        pass
-    for optimizer in alternating(plain, data, None):
-        own = [p for group in optimizer.param_groups for p in group["params"]]
-        clip_gradients(own, 0.01, exclude=exclude_head(plain))
-    assert torch.equal(weights(ours), weights(plain))
-
-
 HEAD = frozenset({"3.weight", "3.bias"})
 
 
@@ -234,16 +153,6 @@ def test_phases_in_two_optimizers_one_after_the_other_are_those_of_the_steps(
                 optimizer.step()
                 moved.append(not torch.equal(weights(model), before))
     assert moved == [step < head_steps or step >= 5 for step in range(10)]
-
-
-def test_optimizers_that_share_a_backward_pass_share_its_phase(mlp, points) -> None:
-    data, ours, plain = points(12, 1), mlp(), mlp()
-    for _ in alternating(ours, data, HeadThenBody(HEAD, 2)):
-        pass
-    for number, optimizer in enumerate(alternating(plain, data, None)):
-        if (number < 4) != (plain[3].weight in parameters_of(optimizer)):
-            optimizer.zero_grad()
-    assert torch.equal(weights(ours), weights(plain))
 
 
 def test_a_loop_that_steps_the_body_first_is_refused(mlp, points) -> None:
@@ -469,21 +378,3 @@ def test_weights_of_an_earlier_step_are_taken_where_a_method_does_not_depend_on_
     make, mlp, points
 ) -> None:
     epochs(mlp(), points(12, 1), make(), load, wrap=True, when=2)
-
-
-def test_variates_belong_to_all_steps_where_the_best_epoch_is_loaded_after_the_block(
-    mlp, points
-) -> None:
-    model, hook, data = mlp(), ControlVariates(), points(12, 1)
-    start = {name: p.detach().clone() for name, p in model.named_parameters()}
-    epochs(model, data, hook, None, wrap=True, when=-1)
-    end = {name: p.detach().clone() for name, p in model.named_parameters()}
-    load(model, mlp().state_dict())
-    for name, variate in hook.keep().items():
-        torch.testing.assert_close(
-            variate,
-            (start[name] - end[name]) / (9 * RATE),
-            rtol=1e-9,
-            atol=1e-12,
-            msg=name,
-        )

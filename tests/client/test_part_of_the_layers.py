@@ -5,7 +5,6 @@ Networks of torchvision in float64, and clients of different sizes.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -16,7 +15,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedbn_flwr.batchnorm.parts import Parts, batchnorm_layers, split_state
-from fedbn_flwr.errors import ConfigError, NormLayerError, RunFailedError
+from fedbn_flwr.errors import ConfigError, FedBNError, RunFailedError
 from fedbn_flwr.messages.records import from_record, to_record
 from fedbn_flwr.server.methods.method import RunSettings
 from fedbn_flwr.strategies import (
@@ -29,23 +28,11 @@ from fedbn_flwr.strategies import (
     FedTAN,
     FedTAN2,
     FixBN,
-    StaticBN,
 )
 from tests.support.small_vision import VISION
-from tests.support.user_loops import SIZES, hooked_loop
+from tests.support.user_loops import SIZES
 
 TRACKED = ("running_mean", "running_var", "num_batches_tracked")
-# of each network: the layers of its first half, as a user names them
-FIRST_HALF = {
-    "densenet": (
-        "features.norm0,*block1,features.transition1.*",
-        ("features.norm0", "features.denseblock1.", "features.transition1."),
-    ),
-    "mobilenet_v2": (
-        ",".join(f"features.{number}" for number in range(9)),
-        tuple(f"features.{number}." for number in range(9)),
-    ),
-}
 
 
 def network(name: str = "densenet") -> nn.Module:
@@ -72,40 +59,6 @@ def entries_below(
     return entries
 
 
-class Around(nn.Module):
-    """A user's module around the network, as Lightning's."""
-
-    def __init__(self, net: nn.Module) -> None:
-        super().__init__()
-        self.net = net
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.net(x)  # type: ignore[no-any-return]
-
-
-@pytest.mark.parametrize("make", [functools.partial(FixBN, freeze_at=1), StaticBN])
-def test_layers_are_found_in_a_module_around_the_network(
-    user_app: Any, run_app: Any, same_bits: Any, make: Callable[..., Any]
-) -> None:
-    def around(model: nn.Module, *rest: Any) -> float:
-        return hooked_loop(Around(model), *rest)
-
-    runs = [
-        run_app(
-            make(layers=FIRST_HALF["densenet"][0]),
-            user_app(loop, query=True, model=network),
-            model=network,
-            rounds=2,
-        )
-        for loop in (hooked_loop, around)
-    ]
-    same_bits(runs[1].state, runs[0].state)
-    # Two networks inside: which one is meant does not show.
-    two = nn.ModuleList([network(), network()])
-    with pytest.raises(NormLayerError):
-        batchnorm_layers(two, ["features.norm0"])
-
-
 def test_the_automatic_round_follows_the_chosen_layers_alone(
     federate: Any, datasets: Any
 ) -> None:
@@ -126,6 +79,9 @@ def test_the_automatic_round_follows_the_chosen_layers_alone(
 
 
 WRONG = {
+    "which of two networks": lambda: batchnorm_layers(
+        nn.ModuleList([network(), network()]), ["features.norm0"]
+    ),
     "no layer": lambda: FedBN(layers="features.norm0,features.nrm5").prepare(
         to_record(network().state_dict()), 2, 1
     ),
@@ -144,7 +100,7 @@ WRONG = {
 
 @pytest.mark.parametrize("make", WRONG.values(), ids=list(WRONG))
 def test_layers_that_choose_nothing_are_refused(make: Callable[[], Any]) -> None:
-    with pytest.raises(ConfigError):
+    with pytest.raises(FedBNError):
         make()
 
 

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedbn_flwr.batchnorm.parts import split_state
 from fedbn_flwr.client import TorchClient, client_app
@@ -29,14 +28,12 @@ from fedbn_flwr.strategies import (
     FedTAN,
     FixBN,
     Scaffold,
-    SiloBN,
     Standalone,
     StaticBN,
     combined,
 )
 from fedbn_flwr.training import LearningRate, LocalTraining
-from fedbn_flwr.training.evaluation import evaluate
-from tests.support.user_loops import SIZES, batches, hooked_loop, plain_loop
+from tests.support.user_loops import SIZES, hooked_loop
 from tests.support.written_out import (
     State,
     below,
@@ -54,15 +51,6 @@ from tests.support.written_out import (
 def datasets(points: Any) -> list[Any]:
     """The images of three clients of different sizes."""
     return [points(n, i, shape=(3, 16, 16)) for i, n in enumerate(SIZES)]
-
-
-def of_batchnorm(model: nn.Module) -> set[str]:
-    return {
-        f"{path}.{leaf}"
-        for path, layer in model.named_modules()
-        if isinstance(layer, _BatchNorm)
-        for leaf in layer.state_dict()
-    }
 
 
 def written_out(
@@ -83,82 +71,6 @@ def written_out(
         shared = mean(clients, shared)
         history.append(shared)
     return history, clients
-
-
-CASES: dict[str, tuple[str, Any, Any, Callable[[nn.Module], set[str]]]] = {
-    "fedper": ("densenet", FedAvg, "classifier", lambda m: below(m, "classifier.")),
-    "lg-fedavg": (
-        "mobilenet_v2",
-        FedAvg,
-        ["features.*"],
-        lambda m: below(m, "features."),
-    ),
-    "a half, with its BatchNorm": (
-        "densenet",
-        FedAvg,
-        "*denseblock1,features.norm0",
-        lambda m: below(m, "features.denseblock1.", "features.norm0."),
-    ),
-    "fedbn and a head": (
-        "mobilenet_v2",
-        FedBN,
-        "classifier.*",
-        lambda m: of_batchnorm(m) | below(m, "classifier."),
-    ),
-    "silobn and BatchNorm that is personal": (
-        "densenet",
-        SiloBN,
-        "*.denseblock1",
-        lambda m: (
-            below(m, "features.denseblock1.")
-            | {n for n in of_batchnorm(m) if n.endswith(("mean", "var", "tracked"))}
-        ),
-    ),
-    "layernorm by its class": (
-        "vit",
-        FedAvg,
-        "type:LayerNorm",
-        lambda m: {n for n in m.state_dict() if "ln" in n},
-    ),
-}
-
-
-@pytest.mark.parametrize("by", ["torch client", "mod"])
-@pytest.mark.parametrize("case", CASES)
-def test_what_is_named_stays_and_the_others_are_averaged(
-    federate: Any, user_app: Any, run_app: Any, datasets: Any, case: str, by: str
-) -> None:
-    name, method, personal, of = CASES[case]
-    build = functools.partial(network, name)
-    stays = of(build())
-    strategy = method(personal=personal, parts=split_state(build()))
-    if by == "mod":
-        run = run_app(
-            strategy, user_app(plain_loop, model=build), model=build, rounds=2
-        )
-    else:
-        run = federate(strategy, build, datasets, rounds=2)
-    assert [report.rejected for report in run.strategy.reports] == [{}, {}]
-    history, clients = written_out([build] * 3, datasets, stays, 2)
-    for found, wanted in zip(run.history[1:], history, strict=True):
-        close(found, wanted)
-    for i in range(3):
-        own = run.local_state(i)
-        assert set(own) == stays
-        close(own, {entry: clients[i][entry] for entry in stays})
-    # no message has what stays, after the first one, and the server has its start
-    replies = [m for m in run.grid.received if m.metadata.message_type == "train"]
-    for message in replies:
-        for record in message.content.array_records.values():
-            assert stays.isdisjoint(record)
-    start = numbers(build())
-    for entry in stays:
-        assert run.state[entry].tobytes() == start[entry].tobytes()
-    if by == "torch client":
-        for i in range(3):
-            tested = evaluate(loaded(build, {**clients[i], **history[-1]}), datasets[i])
-            of_client = run.strategy.reports[-1].evaluations[str(i)]
-            assert of_client["loss"] == pytest.approx(tested.loss, rel=1e-11)
 
 
 @pytest.mark.parametrize("given", [False, True])
@@ -329,21 +241,6 @@ def test_a_second_model_and_fine_tuning_need_a_torch_client(
         run_app(Ditto(), user_app(hooked_loop, model=network), model=network, rounds=1)
 
 
-def two_optimizers(model: nn.Module, data: Any, msg: Any, context: Any) -> float:
-    """One for the head, and one for the body."""
-    head = [p for n, p in model.named_parameters() if n.startswith("classifier.")]
-    body = [p for n, p in model.named_parameters() if not n.startswith("classifier.")]
-    with bn_rules(model, msg, context) as rules:
-        both = [rules.wrap(torch.optim.SGD(own, 0.1)) for own in (head, body)]
-        model.train()
-        for inputs, targets in batches(data, msg, context):
-            model.zero_grad()
-            nn.functional.cross_entropy(model(inputs), targets).backward()
-            for optimizer in both:
-                optimizer.step()
-    return 0.0
-
-
 def fails_at_once(model: nn.Module, data: Any, msg: Any, context: Any) -> float:
     """Client 0 raises after its first step, which is one of its head."""
     if context.node_config["partition-id"]:
@@ -355,16 +252,7 @@ def fails_at_once(model: nn.Module, data: Any, msg: Any, context: Any) -> float:
         raise ValueError("the user's")
 
 
-def test_a_users_loop_may_have_two_optimizers_and_errors_of_its_own(
-    user_app: Any, run_app: Any
-) -> None:
-    runs = [
-        run_app(
-            FedRep(personal="classifier"), user_app(loop, model=network), model=network
-        )
-        for loop in (hooked_loop, two_optimizers)
-    ]
-    close(runs[1].state, runs[0].state)
+def test_a_users_loop_may_have_errors_of_its_own(user_app: Any, run_app: Any) -> None:
     app = user_app(fails_at_once, model=network)
     run = run_app(FedRep(head_steps=1), app, model=network, rounds=1)
     assert "the user's" in run.reason(0)

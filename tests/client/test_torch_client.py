@@ -13,7 +13,6 @@ import pytest
 import torch
 from flwr.app import Context, Message, RecordDict
 from torch import nn
-from torch.nn import functional as F
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -390,39 +389,6 @@ def test_fit_trains_with_the_random_streams_and_rate_of_the_round(
     }
 
 
-@pytest.mark.parametrize("given", ["a model", "a function"])
-def test_batchnorm_that_the_model_has_in_eval_mode_stays_so(
-    given: str, points, mlp, caplog
-) -> None:
-    """Against a step of plain torch on all examples; the model is named once."""
-
-    def build() -> nn.Module:
-        model = mlp().train()
-        model[1].eval()
-        return model
-
-    plain, data = build(), points(10, 1)
-    nn.init.constant_(plain[1].running_mean, 0.3)
-    start = arrays(plain)
-    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
-    F.cross_entropy(plain(data.inputs), data.targets).backward()
-    optimizer.step()
-    settings = LocalTraining(learning_rate=LearningRate(0.1), batch_size=0)
-    for _ in range(2):
-        client = TorchClient(
-            build() if given == "a model" else build, data, points(6, 2), settings
-        )
-        got, _, _ = client.fit(start, {"server-round": 1})
-        assert all(
-            np.allclose(a, b, rtol=1e-12)
-            for a, b in zip(got, arrays(plain), strict=True)
-        )
-        assert client.statistics(start, {"server-round": 1})[0] == []
-    assert (
-        len([record for record in caplog.records if "eval mode" in record.message]) <= 1
-    )
-
-
 class Counted(nn.Linear):
     """Its extra state is whatever it is given."""
 
@@ -562,23 +528,6 @@ def test_an_unknown_test_set_is_refused_before_the_others_are_tested(
             )
 
 
-def test_evaluate_changes_no_entry(client, mlp) -> None:
-    model = mlp(dropout=0.2)
-    client.evaluate(arrays(model), {})
-    assert all(
-        np.array_equal(a, b)
-        for a, b in zip(arrays(client.model), arrays(model), strict=True)
-    )
-
-
-def test_counters_received_as_floats_are_rounded(client) -> None:
-    start = client.get_parameters({})
-    start[6] = np.asarray(9.999999999999998)
-    client.evaluate(start, {})
-    assert client.model[1].num_batches_tracked == 10
-    assert client.model[1].num_batches_tracked.dtype == torch.int64
-
-
 def test_local_parts_are_kept_and_not_returned(client) -> None:
     start = client.get_parameters({})
     config = {"fedbn-flwr.local-entries": BN, "server-round": 1}
@@ -640,14 +589,6 @@ def test_kept_entries_win_over_received_ones(client) -> None:
     assert torch.equal(client.model[1].running_mean, mean)
     client.evaluate(start, {})
     assert not client.model[1].running_mean.any()
-
-
-def test_a_client_that_lost_its_local_part_raises_an_error(client) -> None:
-    names = ["0.weight", "0.bias", "4.weight", "4.bias"]
-    values = [client.get_parameters({})[i] for i in (0, 1, 7, 8)]
-    told = {"fedbn-flwr.local-entries": BN, "fedbn-flwr.array-names": json.dumps(names)}
-    with pytest.raises(StateError, match=r"5 entries \('1.weight'"):
-        client.fit(values, {"server-round": 1, **told})
 
 
 @pytest.mark.parametrize("key", ["server-round", "server_round"])

@@ -119,31 +119,6 @@ def test_a_refused_reply_takes_all_back_that_the_client_keeps(
         same_bits(twice, once)
 
 
-@pytest.mark.parametrize(
-    "hidden", [{1: {1}, 3: {2}}, {2: {1}}, {1: {2}, 2: {1}, 3: {0}}]
-)
-def test_clients_come_and_go(hidden, federate, datasets, mlp) -> None:
-    """N is the number of clients so far, whether or not they are ever there together."""
-    run = federate(Scaffold(), mlp, datasets, rounds=3, hide=hidden)
-    assert state_of(run).num_clients == CLIENTS
-    assert_mean(run)
-
-
-@pytest.mark.parametrize("first", [{}, {1: {0}}], ids=["all", "never together"])
-@pytest.mark.parametrize("min_replies", [1, 2], ids=["round used", "not used"])
-@pytest.mark.parametrize("method", [Scaffold, BNScaffold, combined(FedBN, Scaffold)])
-def test_a_client_that_is_gone_before_a_reply_of_it_was_used_still_counts(
-    method, min_replies, first, federate, datasets, mlp, monkeypatch
-) -> None:
-    """Of round 1 at most the reply of client 0 is usable."""
-    lose_replies(monkeypatch, {1: 2})
-    bad = functools.partial(spoiling, spoil_state(dict.popitem), rounds={1})
-    strategy, hidden = method(min_replies=min_replies), {**first, 2: {2}, 3: {2}}
-    run = federate(strategy, mlp, datasets, rounds=3, hide=hidden, wrap=bad)
-    assert strategy.reports[0].kept_previous == (min_replies == 2 or bool(first))
-    assert state_of(run).num_clients == CLIENTS
-
-
 def test_a_client_without_its_variate_begins_with_zero_and_is_named(
     federate, datasets, mlp, monkeypatch, caplog
 ) -> None:

@@ -114,18 +114,3 @@ def test_unusual_convolutions_are_refused_by_name(kind: str) -> None:
     for conv in unusual:
         with pytest.raises(NormLayerError, match=r"standardisation .* layers: 0\.0 \("):
             replace_norm(nn.Sequential(nn.Sequential(conv), nn.BatchNorm2d(4)), kind)
-
-
-def test_filters_equal_timms_except_for_eps_and_the_unbiased_variance() -> None:
-    """StdConv2d of timm has the biased variance and eps inside the root."""
-    layers = pytest.importorskip("timm.layers")
-    conv = nn.Conv2d(4, 6, 3, bias=False).double()
-    new, _ = replace_norm(nn.Sequential(conv, nn.BatchNorm2d(6).double()), "group+ws")
-    theirs = layers.StdConv2d(4, 6, 3, padding=0, eps=1e-24).double()
-    theirs.load_state_dict(conv.state_dict())
-    x = torch.randn(2, 4, 5, 5, dtype=torch.float64)
-    std = conv.weight.std((1, 2, 3), correction=1)
-    factor = (35 / 36) ** 0.5 * std / (std + 1e-5)
-    torch.testing.assert_close(
-        new[0](x), theirs(x) * factor.view(-1, 1, 1), rtol=1e-11, atol=1e-11
-    )

@@ -55,6 +55,12 @@ def test_the_package_equals_the_reference_in_other_draws(case: Case) -> None:
 
 
 RARE = (
+    Case(rounds=3, eval_every=2),
+    Case(
+        rounds=4, recalibrate=True, eval_every=2, min_replies=3, hidden=((3, 1), (4, 1))
+    ),
+    Case(methods=("scaffold",), rounds=3, hidden=((1, 2), (2, 1), (3, 0))),
+    Case(methods=("scaffold",), way="two-optimizers", sizes=(6, 9, 12)),
     Case(
         methods=("hbn",),
         rounds=4,

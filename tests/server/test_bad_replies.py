@@ -259,34 +259,6 @@ def test_metrics_of_another_kind_do_not_end_the_run(federate, datasets, mlp) -> 
     assert run.result.train_metrics_clientapp[1]["steps"] == 2 + 3 + 2
 
 
-def test_a_client_takes_part_again_when_it_recovers(federate, datasets, mlp) -> None:
-    spoil = entry("0.weight", put(np.nan))
-    run = federate(
-        FedAvg(), mlp, datasets, wrap=functools.partial(spoiling, spoil, rounds=(2,))
-    )
-    assert [r.participants for r in run.strategy.reports] == [
-        [0, 1, 2],
-        [0, 2],
-        [0, 1, 2],
-    ]
-
-
-def test_below_the_minimum_the_previous_model_is_kept(
-    federate, datasets, mlp, same_bits
-) -> None:
-    spoil = entry("0.weight", put(np.nan))
-    run = federate(
-        FedAvg(min_replies=3),
-        mlp,
-        datasets,
-        wrap=functools.partial(spoiling, spoil, rounds=(2,)),
-    )
-    same_bits(run.history[2], run.history[1])
-    assert [r.kept_previous for r in run.strategy.reports] == [False, True, False]
-    assert not np.array_equal(run.history[3]["0.weight"], run.history[2]["0.weight"])
-    assert sorted(run.result.train_metrics_clientapp) == [1, 3]
-
-
 def test_a_bad_test_is_reported_beside_a_bad_training(federate, datasets, mlp) -> None:
     def report_of(spoil: Spoil, kinds: Collection[str]) -> Any:
         def wrap(client_fn: Any) -> ClientApp:

@@ -482,23 +482,6 @@ def test_rounds_with_values_that_are_not_finite_count_if_they_follow_each_other(
     assert [report.diverged for report in run.strategy.reports] == [[]] * 5
 
 
-def test_rounds_without_replies_for_other_reasons_do_not_diverge(
-    federate, datasets, mlp
-) -> None:
-    def fit(self, server_round, result):
-        if server_round in (2, 3):
-            raise RuntimeError("disk full")
-        return result
-
-    run = federate(FedAvg(), mlp, datasets, rounds=4, client=client(fit))
-    assert [report.kept_previous for report in run.strategy.reports] == [
-        False,
-        True,
-        True,
-        False,
-    ]
-
-
 def test_fixbn_names_its_frozen_statistics(federate, datasets, mlp) -> None:
     run = federate(
         FixBN(freeze_at=1),

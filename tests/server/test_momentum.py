@@ -5,9 +5,6 @@ are compared in tests/reference.
 from __future__ import annotations
 
 import pytest
-import torch
-from torch import nn
-from torch.nn import functional as F
 
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.messages.records import from_record
@@ -16,25 +13,6 @@ from fedbn_flwr.strategies import FedAvg, FedBN
 SIZES = (6, 13, 9)
 
 ROUNDS, RATE, MOMENTUM = 4, 0.1, 0.9
-
-
-def centralized(model, datasets, frozen: bool = False, rate: float = RATE):
-    net = model().train()
-    if frozen:
-        for module in net.modules():
-            if isinstance(module, nn.BatchNorm1d | nn.BatchNorm2d):
-                module.eval()
-    optimizer = torch.optim.SGD(
-        net.parameters(), rate, momentum=MOMENTUM, weight_decay=0.01
-    )
-    inputs, targets = (
-        torch.cat([getattr(d, key) for d in datasets]) for key in ("inputs", "targets")
-    )
-    for _ in range(ROUNDS):
-        optimizer.zero_grad()
-        F.cross_entropy(net(inputs), targets).backward()
-        optimizer.step()
-    return net.state_dict()
 
 
 def run(federate, strategy, model, datasets, **settings):

@@ -202,11 +202,6 @@ def test_an_app_without_a_function_for_queries_is_asked_no_more(
     assert first.asked == ([[11]] if one_first else [[11, 12]])
 
 
-def test_the_reason_why_a_node_cannot_take_part_is_known(nodes: NodeRegistry) -> None:
-    grid = Answers({11: node(0), 12: node(1, 0, unusable="no images")})
-    assert [n.unusable for n in nodes.present(grid, 1)] == ["", "no images"]
-
-
 def test_nodes_whose_properties_the_engine_knows_are_not_asked(
     nodes: NodeRegistry,
 ) -> None:

@@ -23,15 +23,11 @@ from fedbn_flwr.strategies import (
     MTFL,
     FedAvg,
     FedBN,
-    FedTAN,
-    FixBN,
     Scaffold,
     SiloBN,
     Standalone,
-    StaticBN,
 )
 from tests.support.bad_replies import spoil_state, spoiling
-from tests.support.synchronised import client_data
 
 SIZES = (6, 13, 9)
 STATISTICS = ("1.running_mean", "1.running_var")
@@ -52,62 +48,26 @@ def trained(run) -> list[bytes]:
 
 @pytest.mark.parametrize(
     "method",
-    [
-        FedAvg,
-        functools.partial(FixBN, freeze_at=2),
-        Scaffold,
-        functools.partial(SiloBN, fraction_train=0.5, seed=3),
-        functools.partial(FedAvg, fraction_train=0.5, seed=1),
-    ],
-    ids=["fedavg", "fixbn", "scaffold", "silobn half", "fedavg half"],
+    [FedAvg, Scaffold, functools.partial(SiloBN, fraction_train=0.5, seed=3)],
+    ids=["fedavg", "scaffold", "silobn half"],
 )
 def test_recalibration_asks_every_client_and_does_not_change_training(
     federate, datasets, mlp, method
 ) -> None:
     model = functools.partial(mlp, dropout=0.3)
-    plain = federate(method(), model, datasets, rounds=3)
-    mine = federate(method(recalibrate=True), model, datasets, rounds=3)
-    beside = federate(method(eval_on="global, recalibrated"), model, datasets, rounds=3)
+    plain = federate(method(), model, datasets, rounds=2)
+    mine = federate(method(recalibrate=True), model, datasets, rounds=2)
+    beside = federate(method(eval_on="global, recalibrated"), model, datasets, rounds=2)
     assert trained(plain) == trained(mine) == trained(beside)
-    union = torch.cat([data.inputs for data in datasets])
-    for found, without in zip(mine.history[1:], plain.history[1:], strict=True):
-        assert all(
-            found[n].tobytes() == without[n].tobytes()
-            for n in without
-            if n not in STATISTICS
-        )
-        hidden = torch.nn.functional.linear(
-            union, *(torch.from_numpy(found[f"0.{n}"]) for n in ("weight", "bias"))
-        )
-        for name, value in zip(
-            STATISTICS, (hidden.mean(0), hidden.var(0)), strict=True
-        ):
-            assert not np.allclose(without[name], value)
-            np.testing.assert_allclose(found[name], value, rtol=1e-12)
-    for name in STATISTICS:  # beside the plain model: offered, and not put into it
-        assert beside.state[name].tobytes() == plain.state[name].tobytes()
-        assert (
-            completing_entries(beside.strategy.run, "recalibrated")[name].tobytes()
-            == mine.state[name].tobytes()
-        )
+    asked = [m.metadata.message_type for m in mine.grid.sent]
+    assert asked.count("query.statistics") == 2 * len(SIZES)
+    offered = completing_entries(beside.strategy.run, "recalibrated")
+    assert offered.keys() == {*STATISTICS}
+    for name, value in plain.state.items():
+        # Beside the plain model they are offered, and not put into it.
+        assert beside.state[name].tobytes() == value.tobytes()
+        assert mine.state[name].tobytes() == offered.get(name, value).tobytes()
     assert completing_entries(plain.strategy.run, "recalibrated") == {}
-
-
-def test_recalibration_does_not_change_the_training_of_fedtan(run_step, mlp) -> None:
-    data = client_data((5,), (6, 13, 9))
-    runs = [
-        run_step(
-            FedTAN(recalibrate=on), mlp(), data, rounds=3, local_steps=2, batch_size=4
-        )
-        for on in (False, True)
-    ]
-    plain, mine = runs
-    for name in plain.state:
-        assert (plain.state[name].tobytes() == mine.state[name].tobytes()) == (
-            name not in STATISTICS
-        ), name
-    reports = zip(mine.strategy.reports, plain.strategy.reports, strict=True)
-    assert [a.train.exchanges - b.train.exchanges for a, b in reports] == [1, 1, 1]
 
 
 def test_recalibration_runs_before_tests_and_its_traffic_is_counted(
@@ -151,45 +111,6 @@ def test_between_two_tests_the_model_has_the_statistics_of_the_training(
         same_bits(run.history[number], plain.history[number])
 
 
-@pytest.mark.parametrize(
-    "method", [functools.partial(FedAvg, recalibrate=True), StaticBN]
-)
-@pytest.mark.parametrize("eval_every", [1, 2])
-def test_statistics_of_a_kept_model_are_measured_again_if_other_clients_are_there(
-    federate, datasets, mlp, method, eval_every
-) -> None:
-    """No reply is used after round 1 or 2; then client 2 joins, and client 0 leaves."""
-    last = eval_every
-    spoil = spoil_state(lambda state: state.pop("0.weight"))
-    bad = functools.partial(spoiling, spoil, who=range(3), rounds=range(last + 1, 9))
-    run = federate(
-        method(eval_every=eval_every),
-        mlp,
-        datasets,
-        rounds=8,
-        hide={1: {2}, 2: {2}, 3: {2}, 4: {2}, 7: {0}, 8: {0}},
-        wrap=bad,
-    )
-    asked = {config["server-round"] for config in run.grid.config("query.statistics")}
-    assert asked == ({1, 5, 7} if eval_every == 1 else {2, 6, 8})
-    for number in range(last, 9, eval_every):
-        there = (0, 1) if number < 5 else (0, 1, 2) if number < 7 else (1, 2)
-        inputs = torch.cat([datasets[i].inputs for i in there])
-        weights = (torch.from_numpy(run.state[f"0.{n}"]) for n in ("weight", "bias"))
-        expected = torch.nn.functional.linear(inputs, *weights).var(0)
-        np.testing.assert_allclose(run.history[number][STATISTICS[1]], expected, 1e-12)
-
-
-def test_too_few_answers_leave_the_statistics_of_a_kept_model(
-    federate, datasets, mlp, same_bits
-) -> None:
-    strategy = FedAvg(recalibrate=True, eval_every=2, min_replies=3)
-    run = federate(strategy, mlp, datasets, rounds=4, hide={3: {1}, 4: {1}})
-    kept = [report.kept_previous for report in strategy.reports]
-    assert kept == [False, False, True, True]
-    same_bits(run.state, run.history[2])
-
-
 def spoil_statistics(change):
     """Return an app whose bad client changes the statistics that it sends."""
     return functools.partial(spoiling, spoil_state(change), kind="query.statistics")
@@ -227,14 +148,6 @@ def test_bad_statistics_are_rejected_and_the_others_pooled(
         kept, *(torch.from_numpy(run.state[f"0.{n}"]) for n in ("weight", "bias"))
     )
     np.testing.assert_allclose(run.state["1.running_var"], hidden.var(0), rtol=1e-12)
-
-
-def test_below_min_replies_the_model_keeps_its_statistics(
-    federate, datasets, mlp, same_bits
-) -> None:
-    wrap = spoil_statistics(lambda state: state.clear() or state.update(x=np.zeros(1)))
-    run = federate(FedAvg(recalibrate=True, min_replies=3), mlp, datasets, wrap=wrap)
-    same_bits(run.state, federate(FedAvg(), mlp, datasets).state)
 
 
 @pytest.mark.parametrize("method", [FedBN, MTFL, Standalone])

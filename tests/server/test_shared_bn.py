@@ -17,13 +17,9 @@ from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.messages.records import from_record
 from fedbn_flwr.server.rounds.testing import completing_entries
 from fedbn_flwr.strategies import (
-    MTFL,
     FedAvg,
     FedBN,
-    Scaffold,
-    SiloBN,
     Standalone,
-    combined,
 )
 from fedbn_flwr.training import LearningRate, LocalTraining
 from tests.support.federation import torch_clients
@@ -38,50 +34,6 @@ def participants(run: Any) -> list[int]:
     for report in run.strategy.reports:
         found |= {*report.participants}
     return sorted(found)
-
-
-@pytest.mark.parametrize("variance", ["mean", "pooled"])
-@pytest.mark.parametrize("method", [FedBN, SiloBN, MTFL])
-def test_the_final_model_holds_the_average_of_each_clients_latest_parts(
-    federate, datasets, mlp, method, variance
-):
-    """Half of the clients a round; what each keeps at the end is what it shared last.
-    Training is as without.
-    """
-    options = {"fraction_train": 0.5, "seed": 1}
-    run = federate(
-        method(eval_on=f"personal-own,{AVERAGED}", variance=variance, **options),
-        mlp,
-        datasets,
-        rounds=4,
-    )
-    # the others average no variances without
-    options |= {"variance": variance} if method is MTFL else {}
-    plain = federate(method(**options), mlp, datasets, rounds=4)
-    own = split_state(mlp()).select(method().local)
-    trained = participants(run)
-    assert len(trained) >= 2
-    kept = {i: run.local_state(i) for i in trained}
-    total = sum(SIZES[i] for i in trained)
-    p = {i: SIZES[i] / total for i in trained}
-    for name in run.state:
-        if name not in own:
-            assert run.state[name].tobytes() == plain.state[name].tobytes(), name
-            continue
-        assert not np.array_equal(run.state[name], plain.state[name]), (
-            "the initial values, without"
-        )
-        if name.endswith("tracked"):
-            assert run.state[name] == max(kept[i][name] for i in trained)
-            continue
-        expected = sum(p[i] * kept[i][name] for i in trained)
-        if variance == "pooled" and name == "1.running_var":
-            # the spread of the means comes on top of the mean of the variances
-            means = {i: kept[i]["1.running_mean"] for i in trained}
-            mean = sum(p[i] * means[i] for i in trained)
-            spread = sum(p[i] * (means[i] - mean) ** 2 for i in trained)
-            expected = expected + spread
-        np.testing.assert_allclose(run.state[name], expected, rtol=1e-14, err_msg=name)
 
 
 def test_only_the_upload_grows_and_only_if_averaged_bn_is_tested(
@@ -148,52 +100,6 @@ def test_a_client_that_has_not_trained_is_tested_with_the_average(
     for arrays in begun:
         for name in names:
             assert np.array_equal(arrays[name], start[name])
-
-
-def test_a_client_that_does_not_share_is_only_left_out_of_the_average(
-    federate, datasets, mlp
-) -> None:
-    class Reserved(TorchClient):
-        def fit(self, parameters, config):
-            return super().fit(
-                parameters,
-                (
-                    {**config, "fedbn-flwr.hooks": ""}
-                    if self.partition_id == 1
-                    else config
-                ),
-            )
-
-    run = federate(FedBN(eval_on=AVERAGED), mlp, datasets, rounds=2, client=Reserved)
-    assert [report.participants for report in run.strategy.reports] == [
-        [0, 1, 2, 3]
-    ] * 2
-    kept = {i: run.local_state(i) for i in (0, 2, 3)}
-    expected = sum(SIZES[i] / 20 * kept[i]["1.running_mean"] for i in (0, 2, 3))
-    np.testing.assert_allclose(run.state["1.running_mean"], expected, rtol=1e-14)
-
-
-@pytest.mark.parametrize("method", [FedBN, combined(Scaffold, FedBN)])
-def test_after_a_round_with_too_few_replies_the_average_is_of_what_the_clients_keep(
-    federate, datasets, mlp, method
-) -> None:
-    """Under SCAFFOLD the clients go back to the round before."""
-
-    class Failing(TorchClient):
-        def fit(self, parameters, config):
-            if self.partition_id == 1 and config["server-round"] == 2:
-                raise RuntimeError("down")
-            return super().fit(parameters, config)
-
-    run = federate(
-        method(min_replies=4, eval_on=AVERAGED), mlp, datasets, rounds=2, client=Failing
-    )
-    assert run.strategy.reports[1].kept_previous
-    expected = sum(
-        size / sum(SIZES) * run.local_state(i)["1.running_mean"]
-        for i, size in enumerate(SIZES)
-    )
-    np.testing.assert_allclose(run.state["1.running_mean"], expected, rtol=1e-14)
 
 
 @pytest.mark.parametrize("loop", ["start", "legacy"])
@@ -277,15 +183,6 @@ def test_methods_without_averaged_bn_refuse_it(method) -> None:
         ConfigError, match=f"strategy '{method.name}' has no such model"
     ):
         method(eval_on=AVERAGED)
-
-
-def test_recalibrated_statistics_replace_averaged_ones(federate, datasets, mlp) -> None:
-    run = federate(SiloBN(eval_on=AVERAGED, recalibrate=True), mlp, datasets, rounds=2)
-    reestimated = completing_entries(run.strategy.run, "recalibrated")
-    assert all(
-        run.state[name].tobytes() == reestimated[name].tobytes() for name in reestimated
-    )
-    assert len(reestimated) == 2
 
 
 def test_a_test_that_does_not_exist_is_refused() -> None:

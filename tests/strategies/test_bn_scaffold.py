@@ -2,29 +2,24 @@
 
 from __future__ import annotations
 
-import copy
 import functools
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
-from fedbn_flwr.batchnorm.averaging import Variance
-from fedbn_flwr.batchnorm.reestimation import Moments, mixture, moments_of
+from fedbn_flwr.batchnorm.reestimation import moments_of, reestimate_statistics
 from fedbn_flwr.client import TorchClient
 from fedbn_flwr.messages.records import from_record, tensors, to_record
 from fedbn_flwr.strategies import BNScaffold, Scaffold
-from fedbn_flwr.strategies.bn_scaffold import BNControlVariates, _track
+from fedbn_flwr.strategies.bn_scaffold import _track
 from tests.support.bad_replies import spoiling
+from tests.support.points import Points
 
 SIZES = (6, 14, 10, 8)
 
-ROUNDS, FLOOR = 4, 0.7
 SHARE = "variance-floor-share"
 
 
@@ -116,115 +111,42 @@ def test_a_corrected_step_tracks_statistics_as_torch_does_with_and_without_a_cou
 
 
 UNEVEN = (5, 12, 8)
+FULL = {"batch_size": 0, "local_steps": 1}
 
 
-def frozen_rounds(
-    model: nn.Module, data: Sequence[Tensor], count: int, variance: Variance = "pooled"
-) -> tuple[list[BNControlVariates], list[dict[str, Tensor]]]:
-    """The rule alone under fixed weights and full batches, ``count`` rounds.
-
-    Returns:
-        The hooks for the next round, and for each round the outputs of each BN layer
-        for all clients together.
-    """
-    paths = [
-        path for path, layer in model.named_modules() if isinstance(layer, _BatchNorm)
-    ]
-    kept: list[dict[str, Tensor]] = [{} for _ in data]
-    outputs: list[dict[str, Tensor]] = []
-
-    def next_hooks() -> list[BNControlVariates]:
-        common: dict[str, Tensor] = {}
-        for path in paths if any(kept) else ():
-            clients = [moments(own, path) for own in kept]
-            u, s = mixture(clients, [len(x) for x in data], spread=variance == "pooled")
-            common |= {f"{path}.mean": u, f"{path}.var": s}
-        hooks = [BNControlVariates(floor=1e-9) for _ in data]
-        for hook, own in zip(hooks, kept, strict=True):
-            hook.receive({"bn-variates": common}, own)
-        return hooks
-
-    for number in range(count):
-        seen = {path: [] for path in paths}
-        shares = []
-        for at, (hook, x) in enumerate(zip(next_hooks(), data, strict=True)):
-            hook.begin(model)
-            with noted(model, seen), torch.no_grad():
-                model.train()(x)
-            shares.append(hook.end(model)[SHARE])
-            kept[at] = dict(hook.keep())
-        outputs.append({path: torch.cat(parts) for path, parts in seen.items()})
-        assert number < len(paths) or not any(shares), (
-            "in the end no variance is at the floor"
-        )
-    return next_hooks(), outputs
-
-
-@contextmanager
-def noted(model: nn.Module, seen: dict[str, list[Tensor]]) -> Iterator[None]:
-    """Note the outputs of the layers at these paths."""
-
-    def note(path: str, _: nn.Module, args: Any, out: Tensor) -> None:
-        seen[path].append(out.detach())
-
-    marks = [
-        model.get_submodule(path).register_forward_hook(functools.partial(note, path))
-        for path in seen
-    ]
-    yield
-    for mark in marks:
-        mark.remove()
-
-
-def moments(entries: dict[str, Tensor], path: str) -> Moments:
-    count = entries[f"bn-variates/{path}.count"]
-    mean = entries[f"bn-variates/{path}.mean"]
-    m2 = entries[f"bn-variates/{path}.m2"]
-    return Moments(int(count), mean, m2)
-
-
-@pytest.fixture
-def union(torchvision_net, points) -> tuple[nn.Module, list[Any], dict[str, Tensor]]:
-    """A torchvision model, uneven clients, and the output of each BN layer for all
-    examples in one batch.
-    """
-    model, data = (
-        torchvision_net(),
-        [points(n, i, (3, 20, 20)) for i, n in enumerate(UNEVEN)],
-    )
-    whole = {
-        path: []
-        for path, layer in model.named_modules()
-        if isinstance(layer, _BatchNorm)
-    }
-    with noted(model, whole), torch.no_grad():
-        copy.deepcopy(model).train()(torch.cat([x.inputs for x in data]))
-    return model, data, {path: parts[0] for path, parts in whole.items()}
-
-
-def apart(found: Tensor, want: Tensor) -> float:
-    return float((found - want).abs().max())
-
-
-def test_under_fixed_weights_layer_l_has_the_statistics_of_the_union_from_round_l_plus_one_on(
-    union,
+def test_under_fixed_weights_layer_l_has_the_unions_statistics_from_round_l_plus_one_on(
+    federate, torchvision_net, points
 ) -> None:
-    """So after as many rounds as layers the forward pass is the centralized one; with
-    variance=mean it never is.
+    """The moments that the clients measure in a round are (u, s) of the next one. After
+    as many rounds as layers the forward pass is the centralized one.
     """
-    model, data, whole = union
-    rounds = len(whole) + 2
-    _, outputs = frozen_rounds(model, [x.inputs for x in data], rounds)
-    for at, (path, want) in enumerate(whole.items()):
-        for number in range(at + 1, rounds):  # rounds count from 0 here
-            assert apart(outputs[number][path], want) < 1e-12, (path, number)
-        assert apart(outputs[0][path], want) > 1e-2
-    last = list(whole)[-1]
-    assert apart(outputs[1][last], whole[last]) > 1e-2, "one exchange is not enough"
-    _, without = frozen_rounds(model, [x.inputs for x in data], 3, "mean")
-    for found in without:
-        assert apart(found[next(iter(whole))], whole[next(iter(whole))]) > 1e-2
-        assert apart(found[last], whole[last]) > 1e-2
+    data = [points(n, i, (3, 20, 20)) for i, n in enumerate(UNEVEN)]
+    inputs, targets = (
+        torch.cat([getattr(one, leaf) for one in data])
+        for leaf in ("inputs", "targets")
+    )
+    union = Points(inputs, targets)
+    wanted = reestimate_statistics(torchvision_net(), union, batch_size=0)
+    run = federate(
+        BNScaffold(variance="pooled", variance_floor=1e-9, fraction_evaluate=0.0),
+        torchvision_net,
+        data,
+        rounds=len(wanted) + 2,
+        rate=1e-300,
+        **FULL,
+    )
+    apart: dict[str, list[float]] = {path: [] for path in wanted}
+    for message in run.grid.sent[:: len(data)]:
+        if message.content.array_records.get("bn-variates"):
+            sent = tensors(from_record(message.content["bn-variates"]))
+            for path, layer in wanted.items():
+                mean, var = sent[f"{path}.mean"], sent[f"{path}.var"]
+                off = [mean - layer.mean, var - layer.m2 / layer.count]
+                apart[path].append(float(torch.stack(off).abs().max()))
+    for at, found in enumerate(apart.values()):
+        assert len(found) == len(wanted) + 1
+        assert max(found[at:]) < 1e-12
+    assert found[0] > 1e-2, "one exchange is not enough"
 
 
 def test_under_bfloat16_autocast_the_variates_are_those_of_float32(

@@ -14,6 +14,7 @@ from torch import nn
 from fedbn_flwr.batchnorm.reestimation import moments_of
 from fedbn_flwr.batchnorm.replaced_forward import normalise
 from fedbn_flwr.client.hooks import Hooks
+from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.messages.records import to_record
 from fedbn_flwr.server.methods.disclosures import disclosures
 from fedbn_flwr.strategies import HBN
@@ -87,6 +88,9 @@ def test_alpha_learns_at_the_largest_rate_of_the_groups(mlp, rates) -> None:
     optimizer = torch.optim.SGD(groups)
     hybrid(model, 0.3).start(model, optimizer)
     assert [group["lr"] for group in optimizer.param_groups] == [*rates, 0.05]
+    with pytest.raises(ConfigError, match="one group of parameters"):
+        other = mlp().train()
+        hybrid(other, 0.3).start(other, torch.optim.LBFGS(other.parameters()))
 
 
 def test_an_optimizer_that_a_client_keeps_has_alpha_in_a_round_alone(

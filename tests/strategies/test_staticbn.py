@@ -77,16 +77,6 @@ def test_a_layer_that_is_no_batchnorm_is_told_from_a_missing_client_part(
         federate(strategy, model, datasets, rounds=1)
 
 
-def test_the_hook_restores_the_model(mlp) -> None:
-    model, hook = mlp().train(), Untracked()
-    hook.begin(model)
-    model(torch.randn(4, 5, dtype=torch.float64))
-    assert model[1].num_batches_tracked == 0
-    hook.end(model)
-    model(torch.randn(4, 5, dtype=torch.float64))
-    assert model[1].num_batches_tracked == 1
-
-
 def test_a_model_that_is_in_eval_mode_before_its_training_is_not_tracked(mlp) -> None:
     model, hook = mlp().eval(), Untracked()
     hook.begin(model)

@@ -91,33 +91,6 @@ def _distance(one: State, other: State, names: Sequence[str]) -> Tensor:
     return torch.cat(differences).norm()
 
 
-class WeightedBatchNorm(nn.Module):
-    """BatchNorm whose moments weigh example j by q_j (sum 1), in autograd."""
-
-    def __init__(self, layer: nn.Module, q: Tensor) -> None:
-        super().__init__()
-        self.q, self.eps, self.momentum = q, layer.eps, layer.momentum
-        self.weight, self.bias = layer.weight, layer.bias
-        for name, buffer in layer.named_buffers():
-            self.register_buffer(name, buffer)
-
-    def moment(self, y: Tensor) -> Tensor:
-        return (self.q.view(-1, 1) * y.mean(2)).sum(0)
-
-    def forward(self, y: Tensor) -> Tensor:
-        flat = y.reshape(*y.shape[:2], -1)
-        mean = self.moment(flat)
-        centred = flat - mean.view(1, -1, 1)
-        var = self.moment(centred**2)
-        n = flat.shape[0] * flat.shape[2]
-        with torch.no_grad():
-            self.running_mean += self.momentum * (mean - self.running_mean)
-            self.running_var += self.momentum * (var * n / (n - 1) - self.running_var)
-            self.num_batches_tracked += 1
-        x = centred / (var + self.eps).sqrt().view(1, -1, 1)
-        return (x * self.weight.view(1, -1, 1) + self.bias.view(1, -1, 1)).view_as(y)
-
-
 class Branches(nn.Module):
     """Two branches with a BatchNorm each, another used twice, one without affine
     parameters, one frozen.

@@ -74,30 +74,6 @@ def test_without_examples_the_metrics_are_nan(points, mlp) -> None:
     assert result.num_examples == 0
 
 
-def test_statistics_of_each_test_batch(points, mlp) -> None:
-    """BatchNorm by hand on each batch; no running statistics, no dropout."""
-    data, model = points(10), mlp(dropout=0.5)
-    before = copy.deepcopy(model.state_dict())
-    with without_running_statistics(model):
-        found = evaluate(model, data, batch_size=6)
-    losses = []
-    with torch.no_grad():
-        for part in torch.arange(10).split(6):
-            hidden = model[0](data.inputs[part])
-            scaled = (hidden - hidden.mean(0)) / (
-                hidden.var(0, unbiased=False) + model[1].eps
-            ).sqrt()
-            outputs = model[4]((scaled * model[1].weight + model[1].bias).relu())
-            losses.append(F.cross_entropy(outputs, data.targets[part], reduction="sum"))
-    assert found.loss == pytest.approx(float(sum(losses)) / 10, rel=1e-12)
-    assert found.loss != evaluate(model, data, batch_size=6).loss
-    assert all(
-        torch.equal(value, model.state_dict()[name]) for name, value in before.items()
-    )
-    assert model[1].running_mean is not None
-    assert model.training
-
-
 @pytest.mark.parametrize(
     ("norm", "batches"), [(nn.BatchNorm1d, [4, 5]), (nn.BatchNorm2d, [4, 4, 1])]
 )

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from fedbn_flwr.batchnorm.sync import combine, synchronised
-from tests.support.synchronised import WeightedBatchNorm, distances
+from tests.support.synchronised import distances
 
 LR, WEIGHT_DECAY = 0.1, 1e-2
 Batch = tuple[Tensor, Tensor]
@@ -131,26 +131,6 @@ def centralised(
     return sgd_step(model)
 
 
-def weighted_centralised(
-    model: nn.Module, batches: Sequence[Batch], weights: Sequence[float]
-) -> State:
-    """One step on the loss sum p_i mean_i(loss): examples of client i have weight p_i /
-    b_i, also in BatchNorm.
-    """
-    shares = []
-    for w, (x, _) in zip(weights, batches, strict=True):
-        shares.append(x.new_full((len(x),), w / sum(weights) / len(x)))
-    q = torch.cat(shares)
-    model = copy.deepcopy(model)
-    for module in list(model.modules()):
-        for name, child in list(module.named_children()):
-            if isinstance(child, nn.modules.batchnorm._BatchNorm):
-                setattr(module, name, WeightedBatchNorm(child, q))
-    x, target = (torch.cat(parts) for parts in zip(*batches, strict=True))
-    (q * functional.cross_entropy(model(x), target, reduction="none")).sum().backward()
-    return sgd_step(model)
-
-
 def client_batches(
     shape: Sequence[int], sizes: Sequence[int], *, classes: int = 3, seed: int = 0
 ) -> list[Batch]:
@@ -171,7 +151,6 @@ def lab() -> SimpleNamespace:
         sgd_step=sgd_step,
         federated=federated,
         centralised=centralised,
-        weighted_centralised=weighted_centralised,
         distance=lambda found, oracle, start: max(distances(found, oracle, start)),
         client_batches=client_batches,
     )

@@ -18,7 +18,6 @@ from torch.utils.checkpoint import checkpoint
 
 from fedbn_flwr.batchnorm.sync import combine, synchronised, try_synchronised_step
 from fedbn_flwr.errors import ConfigError, NormLayerError, ReplyError
-from fedbn_flwr.strategies import FedDNA, FedTAN
 from fedbn_flwr.strategies.fedtan import SynchroniseFirstStep
 
 
@@ -93,20 +92,6 @@ def test_tags_shapes_and_types_of_the_exchanges(exchanges, backward, tags):
     assert " ".join(seen) == tags
     assert watched.num_layers == 2
     assert watched.num_exchanges == len(seen)
-
-
-def test_exchanges_of_a_round():
-    """ResNet-20 has 19 layers: methods of 3L + 1, 2L + 1 and, without the backward
-    half, 2L + 1, L + 1.
-    """
-    methods = [
-        method(fedtan_exchanges=e)
-        for method in (FedTAN, FedDNA)
-        for e in ("3L+1", "2L+1")
-    ]
-    assert [
-        19 * method.methods.whole.exchanges.cost()[0] + 1 for method in methods
-    ] == [58, 39, 39, 20]
 
 
 @pytest.mark.parametrize(
@@ -436,26 +421,6 @@ def test_the_trial_of_a_step_has_no_effect(refused):
     )
     assert [module.training for module in drawing.modules()] == modes
     assert torch.equal(torch.get_rng_state(), generator)
-
-
-def test_the_trial_names_a_layer_that_is_skipped_at_random():
-    class StochasticDepth(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.stem, self.block, self.head = (
-                nn.BatchNorm1d(3),
-                nn.BatchNorm1d(3),
-                nn.Linear(3, 2),
-            )
-
-        def forward(self, x):
-            x = self.stem(x)
-            return self.head(
-                x if self.training and torch.rand(()) < 0.5 else x + self.block(x)
-            )
-
-    with pytest.raises(NormLayerError, match="'block' is called at random"):
-        try_synchronised_step(StochasticDepth(), torch.randn(2, 3), 2)
 
 
 class InPlace(nn.Module):
