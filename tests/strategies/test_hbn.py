@@ -88,8 +88,8 @@ def test_alpha_learns_at_the_largest_rate_of_the_groups(mlp, rates) -> None:
     optimizer = torch.optim.SGD(groups)
     hybrid(model, 0.3).start(model, optimizer)
     assert [group["lr"] for group in optimizer.param_groups] == [*rates, 0.05]
+    other = mlp().train()
     with pytest.raises(ConfigError, match="one group of parameters"):
-        other = mlp().train()
         hybrid(other, 0.3).start(other, torch.optim.LBFGS(other.parameters()))
 
 
