@@ -228,6 +228,11 @@ def test_a_run_goes_on_with_the_entries_that_its_clients_keep(
         federate(strategy, network, datasets, rounds=2)
 
 
+def test_a_pattern_names_the_entries_of_a_class() -> None:
+    found = split_state(model := network("vit"), personal="type:LayerNorm").personal
+    assert {*found} == {name for name in model.state_dict() if "ln" in name}
+
+
 def test_a_pattern_of_no_entry_names_the_nearest() -> None:
     with pytest.raises(ConfigError) as caught:
         split_state(network(), personal="classifer")

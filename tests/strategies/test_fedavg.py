@@ -221,12 +221,12 @@ def content(**metrics) -> RecordDict:
 def test_a_metric_is_averaged_over_the_clients_that_report_it(caplog) -> None:
     logging.getLogger("flwr").propagate = True
     contents = [
-        content(n=1, a=2.0, b=10.0, c=[1.0, 2.0], d=1.0),
-        content(n=3, a=4.0, c=[3.0, 4.0], d=[1.0]),
+        content(n=1, a=2.0, b=10.0, c=[1.0, 2.0], d=1.0, r2=float("nan")),
+        content(n=3, a=4.0, c=[3.0, 4.0], d=[1.0], r2=0.5),
     ]
     with caplog.at_level(logging.WARNING, logger="flwr"):
         averaged = average_metrics(contents, "n")
-    assert dict(averaged) == {"a": 3.5, "b": 10.0, "c": [2.5, 3.5]}
+    assert dict(averaged) == {"a": 3.5, "b": 10.0, "c": [2.5, 3.5], "r2": 0.5}
     assert caplog.messages == [
         "metric 'd' has different shapes at different clients and is not averaged"
     ]

@@ -33,7 +33,7 @@ def local_names(method: type[FedAvg], model: nn.Module) -> set[str]:
     names = set()
     for path, layer in model.named_modules():
         if isinstance(layer, _BatchNorm):
-            own = layer.state_dict().keys() & set(LEAVES[method.name])
+            own = layer.state_dict().keys() & set(LEAVES.get(method.name, ()))
             names |= {f"{path}.{leaf}" for leaf in own}
     return names
 
@@ -55,8 +55,13 @@ def test_personal_entries_of_a_given_split_stay_as_those_of_the_setting(
         assert set(by_split.local_state(i)) == {"3.weight", "3.bias"}
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_no_message_contains_a_local_part(federate, points, method) -> None:
+@pytest.mark.parametrize(
+    ("method", "personal"),
+    [*((method, "") for method in METHODS), (FedAvg, "fc"), (FedBN, "fc")],
+)
+def test_no_message_contains_a_local_part(
+    federate, points, method, personal: str
+) -> None:
     """Of a residual network, in whose shortcuts BatchNorm has other names."""
 
     def build() -> nn.Module:
@@ -65,12 +70,13 @@ def test_no_message_contains_a_local_part(federate, points, method) -> None:
             return tv.ResNet(tv.resnet.BasicBlock, [1, 1, 1, 1], num_classes=3)
 
     datasets = [points(2 + i, i, shape=(3, 32, 32)) for i in range(2)]
-    strategy, model = method(fraction_evaluate=0.0), build()
+    strategy, model = method(fraction_evaluate=0.0, personal=personal), build()
     run = federate(
         strategy, build, datasets, rounds=2, local_steps=1, batch_size=0, rate=1e-3
     )
     everything = list(model.state_dict())
     own = local_names(method, model)
+    own |= {n for n in everything if personal and n.startswith(personal)}
     shared = [n for n in everything if n not in own]
     sent = [m for m in run.grid.sent if m.metadata.message_type == "train"]
     replies = [m for m in run.grid.received if m.metadata.message_type == "train"]

@@ -50,10 +50,10 @@ def reference(weight: Tensor, gradient: Tensor, clipping: float, eps: float) -> 
 def reference_of_unit(w: Tensor, g: Tensor, clipping: float, eps: float) -> Tensor:
     allowed = clipping * max(math.sqrt(float((w * w).sum())), eps)
     norm = math.sqrt(float((g * g).sum()))
-    return g * (allowed / norm) if norm > allowed else g
+    return g * (allowed / max(norm, 1e-6)) if norm > allowed else g
 
 
-@pytest.mark.parametrize("clipping", [0.01, 0.1, 2.0])
+@pytest.mark.parametrize("clipping", [1e-5, 0.01, 0.1, 2.0])
 @pytest.mark.parametrize("eps", [1e-3, 0.5])
 def test_equals_the_formula(clipping: float, eps: float) -> None:
     given = parameters()
