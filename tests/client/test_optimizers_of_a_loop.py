@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -89,41 +90,6 @@ def weights(model: nn.Module) -> Tensor:
 
 def small_batches(data: Any) -> list[tuple[Tensor, Tensor]]:
     return list(zip(data.inputs.split(4), data.targets.split(4), strict=True))
-
-
-# Several optimizers.
-def alternating(
-    model: nn.Module,
-    data: Any,
-    hook: ClientHook | None,
-    wrapped: int = 2,
-    alone: int = 0,
-) -> Iterator[torch.optim.Optimizer]:
-    """Train body and head with an optimizer each, the head first; yield the optimizer
-    before each step.
-
-    The gradients that one step does not use stay for the next, as in a GAN. In the
-    first ``alone`` batches the body trains, and has the only optimizer.
-    """
-    rules = Hooks(model, {} if hook is None else {"hook": hook})
-    settings = {"momentum": 0.9} if isinstance(hook, MomentumBuffers) else {}
-    with rules._block():
-        body = torch.optim.SGD(
-            [*model[0].parameters(), *model[1].parameters()], RATE, **settings
-        )
-        head = torch.optim.SGD(model[3].parameters(), RATE / 2, **settings)
-        begun: list[torch.optim.Optimizer] = []
-        for at, (inputs, targets) in enumerate(small_batches(data)):
-            for number, optimizer in enumerate((body, head)):
-                if at == number * alone:
-                    begun.insert(0, optimizer)
-                    if number < wrapped:
-                        rules.wrap(optimizer)
-            model.zero_grad()
-            F.cross_entropy(model(inputs), targets).backward()
-            for optimizer in begun:
-                yield optimizer
-                optimizer.step()
 
 
 HEAD = frozenset({"3.weight", "3.bias"})
@@ -222,24 +188,32 @@ def test_a_state_that_is_loaded_between_two_optimizers_is_refused(mlp, points) -
         ControlVariates(),
         ClipGradients(0.1),
         MomentumBuffers("local", frozenset()),
+        None,
     ],
 )
 def test_an_optimizer_of_the_model_that_is_not_wrapped_is_refused(
-    hook: ClientHook, mlp, points
+    hook: ClientHook | None, mlp, points
 ) -> None:
-    """Its parameters would train without the method's term."""
-    hook.receive({}, {})
-    with pytest.raises(
-        ConfigError,
-        match=r"SGD steps 2 parameters \('3\.weight', \.\.\.\) and was not wrapped",
-    ):
-        list(alternating(mlp(), points(12, 1), hook, wrapped=1))
-    list(alternating(mlp(), points(12, 1), None, wrapped=1))  # FedAvg needs none
+    """Its parameters would train without the method's term; FedAvg has none."""
+    model, data = mlp(), points(12, 1)
+    settings = {"momentum": 0.9} if isinstance(hook, MomentumBuffers) else {}
+    both = [
+        torch.optim.SGD(p.parameters(), RATE, **settings) for p in (model[:2], model[3])
+    ]
+    if hook:
+        hook.receive({}, {})
+    rules = Hooks(model, {"hook": hook} if hook else {})
 
+    def train() -> None:
+        with rules._block():
+            rules.wrap(both[0])
+            F.cross_entropy(model(data.inputs), data.targets).backward()
+            for optimizer in both:
+                optimizer.step()
 
-def test_alpha_learns_in_one_optimizer(mlp, points) -> None:
-    with pytest.raises(ConfigError, match="hbn: alpha learns in one optimizer"):
-        list(alternating(mlp(), points(12, 1), HybridStatistics(True, share=False)))
+    said = r"SGD steps 2 parameters \('3\.weight', \.\.\.\) and was not wrapped"
+    with pytest.raises(ConfigError, match=said) if hook else nullcontext():
+        train()
 
 
 # Optimizers around another one.

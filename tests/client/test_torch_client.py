@@ -40,7 +40,6 @@ from fedbn_flwr.training.loaded import (
     first_batch,
     num_examples,
 )
-from fedbn_flwr.training.randomness import torch_generator
 
 SETTINGS = LocalTraining(
     learning_rate=LearningRate(0.1, (1,), (0.5,)), batch_size=4, sgd_momentum=0.9
@@ -357,36 +356,6 @@ class Endless(IterableDataset):
 
     def __iter__(self):
         return iter(())
-
-
-@pytest.mark.parametrize("server_round", [1, 2])
-def test_fit_trains_with_the_random_streams_and_rate_of_the_round(
-    client, points, mlp, server_round: int
-) -> None:
-    start = mlp(dropout=0.2, seed=9)
-    got, num_examples, metrics = client.fit(
-        arrays(start), {"server-round": server_round}
-    )
-    result = train(
-        start,
-        points(10, 1),
-        SETTINGS,
-        learning_rate={1: 0.1, 2: 0.05}[server_round],
-        stream=lambda purpose: torch_generator(5, purpose, server_round, 3),
-    )
-    assert all(
-        a.tobytes() == b.tobytes() for a, b in zip(got, arrays(start), strict=True)
-    )
-    assert num_examples == 10, (
-        "the size of the training set, not the examples processed"
-    )
-    assert metrics == {
-        "train-loss": result.loss,
-        "train-accuracy": result.accuracy,
-        "examples-processed": 10,
-        "steps": 3,
-        "dropped-batches": 0,
-    }
 
 
 class Counted(nn.Linear):

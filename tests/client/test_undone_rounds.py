@@ -10,16 +10,14 @@ from __future__ import annotations
 
 import copy
 import functools
-import logging
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from flwr.app import Context, Message, RecordDict
+from flwr.app import Context, Message
 
-from fedbn_flwr.client import client_app
 from fedbn_flwr.client.kept_files import Continuity
 from fedbn_flwr.messages.records import from_record
 from fedbn_flwr.strategies import BNScaffold, FedBN, Scaffold, combined
@@ -119,41 +117,6 @@ def test_a_refused_reply_takes_all_back_that_the_client_keeps(
         same_bits(twice, once)
 
 
-def test_a_client_without_its_variate_begins_with_zero_and_is_named(
-    federate, datasets, mlp, monkeypatch, caplog
-) -> None:
-    """Its process ends after a round whose reply is lost: nothing to go back to."""
-
-    def forgetful(client_fn):
-        def client(context):
-            about = context.state.config_records.get("fedbn-flwr.local.about", {})
-            if (
-                context.node_config["partition-id"] == 0
-                and about.get("server-round") == 2
-            ):
-                context.state = RecordDict()
-            return client_fn(context)
-
-        return client_app(client)
-
-    lose_replies(monkeypatch, {2: 0})
-    with caplog.at_level(logging.WARNING, "flwr"):
-        run = federate(
-            Scaffold(fraction_evaluate=0.0), mlp, datasets, rounds=4, wrap=forgetful
-        )
-    assert [report.replied for report in run.strategy.reports] == [
-        CLIENTS,
-        CLIENTS - 1,
-        CLIENTS,
-        CLIENTS,
-    ]
-    assert [
-        text
-        for text in caplog.messages
-        if "(partition 0) had lost its local state" in text
-    ]
-
-
 @pytest.mark.parametrize("rounds", [range(99), (4,)], ids=["always", "once"])
 def test_nodes_restart(rounds, on_disk, monkeypatch, tmp_path) -> None:
     """The file of the last used round is there, also after two lost ones; the undone
@@ -191,17 +154,6 @@ def test_a_node_returns_under_another_id(query, on_disk, monkeypatch) -> None:
     run = on_disk(strategy, 4, query=query)
     assert [report.rejected for report in strategy.reports] == [{}] * 4
     assert_mean(run)
-
-
-@pytest.mark.parametrize("query", [True, False], ids=["a query", "no query"])
-def test_a_resumed_run(query, on_disk, tmp_path) -> None:
-    before, after = Scaffold(), Scaffold()
-    first = on_disk(before, 2, query=query)
-    after.load_state_dict(before.state_dict(), 2)
-    run = on_disk(after, 4, start=first.state, committed=(2,), query=query)
-    assert [report.rejected for report in after.reports] == [{}] * 2
-    assert_mean(run)
-    assert "2" in files(tmp_path, 1), "a second resume needs it"
 
 
 @pytest.mark.parametrize(

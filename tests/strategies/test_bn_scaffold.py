@@ -23,37 +23,12 @@ SIZES = (6, 14, 10, 8)
 SHARE = "variance-floor-share"
 
 
-SHAPES = {"1d": (5,), "2d": (2, 4, 4), "3d": (2, 3, 3, 3)}
-
-
-def network(kind: str) -> nn.Module:
-    """Two BN layers of a kind, float64; the 3d ones without gamma and beta, the 1d ones
-    with a cumulative average.
-    """
-    conv: Any
-    norm: Any
-    if kind == "1d":
-        conv, norm = nn.Linear, functools.partial(nn.BatchNorm1d, momentum=None)
-        first, features = 5, 3
-    elif kind == "2d":
-        conv, norm = functools.partial(nn.Conv2d, kernel_size=2), nn.BatchNorm2d
-        first, features = 2, 12
-    else:
-        conv = functools.partial(nn.Conv3d, kernel_size=2)
-        norm = functools.partial(nn.BatchNorm3d, affine=False)
-        first, features = 2, 3
+def network() -> nn.Module:
+    """Two BN layers."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        layers = [
-            conv(first, 4),
-            norm(4),
-            nn.Tanh(),
-            conv(4, 3),
-            norm(3),
-            nn.Flatten(),
-            nn.Linear(features, 3),
-        ]
-        return nn.Sequential(*layers).double()
+        layers = [nn.Conv2d(2, 4, 2), nn.BatchNorm2d(4), nn.Tanh(), nn.Conv2d(4, 3, 2)]
+        return nn.Sequential(*layers, nn.BatchNorm2d(3), nn.Flatten(), nn.Linear(12, 3))
 
 
 @pytest.mark.parametrize(
@@ -153,7 +128,7 @@ def test_under_bfloat16_autocast_the_variates_are_those_of_float32(
     federate, points
 ) -> None:
     """Of inputs that are rounded to bfloat16, and of nothing else."""
-    datasets = [points(8, i, SHAPES["2d"]) for i in range(2)]
+    datasets = [points(8, i, (2, 4, 4)) for i in range(2)]
     datasets = [type(data)(data.inputs.float(), data.targets) for data in datasets]
     seen: dict[int, dict[str, list[Tensor]]] = {}
 
@@ -169,7 +144,7 @@ def test_under_bfloat16_autocast_the_variates_are_those_of_float32(
 
     run = federate(
         BNScaffold(),
-        lambda: network("2d").float(),
+        network,
         datasets,
         rounds=3,
         amp=True,

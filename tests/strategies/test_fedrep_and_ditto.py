@@ -30,7 +30,6 @@ from tests.support.written_out import (
     network,
 )
 
-NETWORKS = {"densenet": "classifier.", "mobilenet_v2": "classifier."}
 RATE = 0.005
 
 
@@ -58,26 +57,20 @@ def test_fedrep_with_fedbn_keeps_both_and_other_heads_by_their_names(
 
 
 @pytest.mark.parametrize("strength", [0.0, 0.5])
-@pytest.mark.parametrize("name", NETWORKS)
 @pytest.mark.parametrize("method", [FedAvg, FedBN])
 def test_ditto_changes_no_bit_of_the_method_and_without_a_term_is_standalone(
-    federate: Any,
-    datasets: Any,
-    same_bits: Any,
-    method: Any,
-    name: str,
-    strength: float,
+    federate: Any, points: Any, mlp: Any, same_bits: Any, method: Any, strength: float
 ) -> None:
     """Beside FedAvg or FedBN, whose model does not know of it."""
-    build = functools.partial(network, name)
+    data = [points(n, i) for i, n in enumerate(SIZES)]
     strategy = combined(method, Ditto)(proximal_mu=strength)
-    run = federate(strategy, build, datasets, rounds=2, rate=RATE)
+    run = federate(strategy, mlp, data, rounds=2)
     assert [report.rejected for report in strategy.reports] == [{}, {}]
-    plain = federate(method(), build, datasets, rounds=2, rate=RATE)
+    plain = federate(method(), mlp, data, rounds=2)
     for mine, wanted in zip(run.history, plain.history, strict=True):
         same_bits(mine, wanted)
-    alone = federate(Standalone(), build, datasets, rounds=2, rate=RATE)
-    for i in range(len(datasets)) if not strength else ():
+    alone = federate(Standalone(), mlp, data, rounds=2)
+    for i in range(len(data)) if not strength else ():
         same_bits(personal_model(run, i), alone.local_state(i))
 
 

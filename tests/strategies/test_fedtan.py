@@ -21,7 +21,7 @@ from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.models import build_model
 from fedbn_flwr.lab.runs.inspection import inspect_model
 from fedbn_flwr.norms import replace_norm
-from fedbn_flwr.strategies import FedAvg, FedDNA, FedTAN, FedTAN2
+from fedbn_flwr.strategies import FedDNA, FedTAN, FedTAN2
 from tests.support.synchronised import (
     TRANSPORTS,
     Branches,
@@ -70,17 +70,6 @@ def test_the_traffic_of_fedtan_with_resnet20_is_table_3(
         {"strategy": "fedtan", "dataset": "cifar10", "model": "resnet20"}
     )
     assert report == inspect_model(model, "fedtan", 5, config).first
-
-
-def test_the_traffic_of_fedavg_with_resnet20_is_table_3(run_step) -> None:
-    model = build_model("resnet20", num_classes=10, channels=3, size=32)
-    data = client_data((3, 8, 8), [2] * 5, classes=10, dtype=torch.float32)
-    plain = (
-        run_step(FedAvg(fraction_evaluate=0.0), model, data).strategy.reports[0].train
-    )
-    assert round(plain.megabytes, 4) == 6.2049
-    assert (plain.exchanges, plain.down) == (1, 4 * 271098)
-    assert (plain.counters_down, plain.counters_up) == (19 * 8, 5 * 19 * 8)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fractions import Fraction
+from statistics import pvariance
 
 import pytest
 import torch
@@ -13,8 +13,15 @@ from fedbn_flwr.batchnorm.parts import split_state
 from fedbn_flwr.client import TorchClient
 from fedbn_flwr.errors import ConfigError, NothingTrainedError
 from fedbn_flwr.messages.records import to_record
+from fedbn_flwr.server.methods.method import Facts, Node, Replies, Reply
 from fedbn_flwr.strategies import FBN, MTFL, FedAvg, FedBS, FedTAN2, FixBN, combined
-from fedbn_flwr.strategies.fixbn import FreezeBN, MeasureDrift
+from fedbn_flwr.strategies.fixbn import (
+    DELTA,
+    FixBNMethod,
+    FixBNParams,
+    FreezeBN,
+    MeasureDrift,
+)
 
 SIZES = (6, 13, 9)
 STATISTICS = ("1.running_mean", "1.running_var", "1.num_batches_tracked")
@@ -73,65 +80,35 @@ def test_a_window_as_long_as_the_run_is_refused(
     federate(method(**auto, freeze_window=2), mlp, datasets, rounds=3)
 
 
-def scripted(deltas: list[list[float]]) -> type[TorchClient]:
-    """A client that reports the deltas of a script, by round and partition."""
-
-    class Scripted(TorchClient):
-        def fit(self, parameters, config):
-            arrays, count, metrics = super().fit(parameters, config)
-            if "statistics-delta" in metrics:
-                metrics["statistics-delta"] = deltas[config["server-round"] - 1][
-                    self.partition_id
-                ]
-            return arrays, count, metrics
-
-    return Scripted
-
-
-def first_round_under(deltas: list[list[float]], window: int, tau: float) -> int:
-    """The rule, in rational arithmetic: p-weighted mean, population variance of the
-    last W, first time below tau.
-    """
-    means = []
-    for row in deltas:
-        weighted = [Fraction(d) * n for d, n in zip(row, SIZES, strict=True)]
-        means.append(sum(weighted) / sum(SIZES))
-    for t in range(window, len(means) + 1):
-        last = means[t - window : t]
-        centre = sum(last) / window
-        if sum((m - centre) ** 2 for m in last) / window < Fraction(tau):
-            return t
-    raise AssertionError("never")
-
-
 @pytest.mark.parametrize(
     ("window", "tau", "t_star"),
     [(3, 0.012, 4), (3, 0.0116, 5), (2, 0.02, 3), (4, 0.012, 5)],
 )
 def test_the_automatic_t_star_is_the_round_of_the_rule(
-    federate, datasets, mlp, window: int, tau: float, t_star: int
+    window: int, tau: float, t_star: int
 ) -> None:
     """Tau = 0.012 lies between the population and the sample variance of round 4;
     unweighted means differ by round.
     """
-    base = [1.0, 0.5, 0.3, 0.25, 0.24, 0.235, 0.5, 0.9, 1.5]
-    tilt = [0.0, 0.03, 0.0, 0.015, 0.03, 0.0, 0.01, 0.0, 0.0]
-    deltas = [[b + 13 * k, b - 6 * k, b] for b, k in zip(base, tilt, strict=True)]
-    assert first_round_under(deltas, window, tau) == t_star
-    strategy = FixBN(freeze_at="auto", freeze_window=window, freeze_tau=tau)
-    run = federate(strategy, mlp, datasets, rounds=9, client=scripted(deltas))
-    assert strategy.state.frozen_after == t_star, (
-        "and for good, though the later deltas grow"
-    )
-    assert [r.phase for r in strategy.reports] == ["train"] * t_star + ["frozen"] * (
-        9 - t_star
-    )
-    assert strategy.state.deltas == pytest.approx(base[:t_star], rel=1e-12)
-    assert [c["fedbn-flwr.hooks"] for c in run.grid.config()] == [
-        "report-drift"
-    ] * 3 * t_star + ["freeze-bn"] * 3 * (9 - t_star)
-    for name in STATISTICS:
-        assert run.state[name].tobytes() == run.history[t_star][name].tobytes()
+    params = FixBNParams(freeze_at="auto", freeze_window=window, freeze_tau=tau)
+    method, parts = FixBNMethod(params), split_state({})
+    means = [1.0, 0.5, 0.3, 0.25, 0.24, 0.235, 0.5, 0.9, 1.5]
+    tilts = [0.0, 0.03, 0.0, 0.015, 0.03, 0.0, 0.01, 0.0, 0.0]
+    of_rule = [pvariance(means[t - window : t]) < tau for t in range(window, 10)]
+    assert window + of_rule.index(True) == t_star
+    state = method.begin(Facts(0, 9, parts, {}))
+    for number, (mean, tilt) in enumerate(zip(means, tilts, strict=True), start=1):
+        phase = method.phase(state, number)
+        assert phase == ("train" if number <= t_star else "frozen")
+        deltas = (mean + 13 * tilt, mean - 6 * tilt, mean)
+        sent = [
+            Reply(Node(i, i), n, {}, {DELTA: delta})
+            for i, (n, delta) in enumerate(zip(SIZES, deltas, strict=True))
+        ]
+        facts = Facts(number, 9, parts, {})
+        _, state = method.aggregate(state, facts, Replies(sent), {})
+    assert state.frozen_after == t_star, "for good, though the later deltas grow"
+    assert state.deltas == pytest.approx(means[:t_star], rel=1e-12)
 
 
 @pytest.mark.parametrize(

@@ -59,36 +59,39 @@ def tied() -> functools.partial:
 def test_a_variate_is_the_mean_of_the_gradients_by_the_rates_of_their_steps(
     mlp, points, unfreeze: bool
 ) -> None:
-    """Layer 0 trains from the second step on, or never; 3.bias is in no group."""
+    """Layer 0 trains from the second step on, or never; 3.bias is in no group. The
+    optimizer of 3.weight begins after a step of the other one.
+    """
     model, data, hook = mlp(), points(8, 1), ControlVariates()
     parameters = dict(model.named_parameters())
     own = {name: torch.full_like(p, -0.2) for name, p in parameters.items()}
     hook.receive({"variates": {name: c + 0.5 for name, c in own.items()}}, own)
-    groups = [
-        {"params": model[0].parameters(), "lr": 0.05},
-        {"params": model[1].parameters()},
-        {"params": [model[3].weight], "lr": 0.5},
-    ]
-    optimizer = torch.optim.SGD(groups, 0.005)
+    groups = [{"params": layer.parameters()} for layer in model[:2]]
+    groups[0]["lr"] = 0.05
+    optimizers = [torch.optim.SGD(groups, 0.005)]
+    optimizers.append(torch.optim.SGD([model[3].weight], 0.5))
     model[0].requires_grad_(False)
-    Hooks(model, {"variates": hook}).wrap(optimizer)
+    rules = Hooks(model, {"variates": hook})
     sums = {name: torch.zeros_like(p) for name, p in parameters.items()}
     rates = dict.fromkeys(parameters, 0.0)
     for step in range(3):
         model[0].requires_grad_(unfreeze and step > 0)
+        if step < 2:
+            rules.wrap(optimizers[step])
         model.zero_grad()
         F.cross_entropy(model(data.inputs), data.targets).backward()
-        for group in optimizer.param_groups:
-            group["lr"] *= 0.44
-            for name, p in parameters.items():
-                if p.grad is not None and any(p is one for one in group["params"]):
-                    sums[name] += group["lr"] * p.grad
-                    rates[name] += group["lr"]
-        optimizer.step()
+        for optimizer in optimizers[: step + 1]:
+            for group in optimizer.param_groups:
+                group["lr"] *= 0.44
+                for name, p in parameters.items():
+                    if p.grad is not None and any(p is one for one in group["params"]):
+                        sums[name] += group["lr"] * p.grad
+                        rates[name] += group["lr"]
+            optimizer.step()
     hook.end(model)
     kept, sent = hook.keep(), hook.reply()["variates"]
     trained = [name for name in parameters if unfreeze or not name.startswith("0.")]
-    assert [*kept] == [*sent] == trained
+    assert {*kept} == {*sent} == {*trained}
     for name in trained:
         wanted = sums[name] / rates[name] if rates[name] else own[name]
         torch.testing.assert_close(kept[name], wanted, rtol=1e-9, atol=1e-12, msg=name)

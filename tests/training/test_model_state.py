@@ -29,7 +29,6 @@ from fedbn_flwr.strategies import (
 )
 from fedbn_flwr.training import LearningRate, LocalTraining
 from fedbn_flwr.training.model_state import unwrap, view_with_names, wrapper_prefix
-from tests.support.loops_of_others import METHODS, compare_with_ours
 
 
 class Replicated(nn.DataParallel):
@@ -228,42 +227,3 @@ def test_timm(name: str) -> None:
     for parts in (split_state(model), split_state(model.state_dict())):
         assert set(parts.affine + parts.statistics + parts.counters) == bn_names(model)
         assert len(parts.layers) > 19
-
-
-def returning_logits(net: nn.Module) -> nn.Module:
-    """Return a transformers model for our client; its state's names stay."""
-    net.register_forward_hook(lambda net, args, outputs: outputs.logits)
-    return net
-
-
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("kind", ["ResNet", "MobileNetV2"])
-def test_transformers(kind: str, method: str, same_bits) -> None:
-    transformers = pytest.importorskip("transformers")
-    small = (
-        {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1]}
-        if kind == "ResNet"
-        else {}
-    )
-    config = getattr(transformers, f"{kind}Config")(num_labels=3, **small)
-
-    def model() -> nn.Module:
-        net: nn.Module = getattr(transformers, f"{kind}ForImageClassification")(config)
-        for dropout in (m for m in net.modules() if isinstance(m, nn.Dropout)):
-            dropout.p = 0.0  # the two sides draw from different generators
-        return net
-
-    parts = split_state(model())
-    assert set(parts.affine + parts.statistics + parts.counters) == bn_names(model())
-    assert parts.layers
-
-    def loop(net: nn.Module, loader: Any, rules: Any) -> None:
-        optimizer = rules.wrap(torch.optim.SGD(net.parameters(), lr=0.1))
-        net.train()
-        for inputs, targets in loader:
-            optimizer.zero_grad()
-            with rules.step(len(inputs)):
-                net(inputs, labels=targets).loss.backward()
-            optimizer.step()
-
-    compare_with_ours(method, model, lambda: returning_logits(model()), loop, same_bits)
