@@ -316,7 +316,7 @@ def test_hooks_that_send_arrays_need_message_and_context(mlp) -> None:
 
 
 def test_a_first_batch_that_changes_between_exchanges_is_refused(
-    run_app, user_app, datasets
+    run_app, user_app
 ) -> None:
     """By messages the training function is called again for every exchange."""
     calls = iter(range(1000))

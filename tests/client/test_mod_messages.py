@@ -161,8 +161,7 @@ def test_an_app_without_a_query_handler_is_asked_nothing(
 def test_a_draw_among_nodes_that_cannot_say_who_they_are_is_told(
     queries, user_app, caplog
 ) -> None:
-    with caplog.at_level("WARNING", "flwr"):
-        asked = queries(FedAvg(fraction_train=0.4), user_app(hooked_loop))
+    asked = queries(FedAvg(fraction_train=0.4), user_app(hooked_loop))
     assert asked == []
     assert (
         sum("the draw of clients is not repeatable" in one for one in caplog.messages)
@@ -199,12 +198,11 @@ def test_a_client_that_lost_what_a_hook_kept_is_named(
             context.state = RecordDict()
         return call_next(message, context)
 
-    with caplog.at_level("WARNING", "flwr"):
-        run_app(
-            Scaffold(),
-            user_app(hooked_loop, mods=(forget, bn_mod), query=True),
-            rounds=4,
-        )
+    run_app(
+        Scaffold(),
+        user_app(hooked_loop, mods=(forget, bn_mod), query=True),
+        rounds=4,
+    )
     lost = [text for text in caplog.messages if "had lost its local state" in text]
     assert ["(partition 1)" in text for text in lost] == [True] * loses
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -140,7 +139,6 @@ def test_the_error_of_a_query_handler_or_of_a_mod_is_told(
         def broken(msg, context):
             raise FileNotFoundError("/data/train.csv")
 
-    logging.getLogger("flwr").propagate = True
     with pytest.raises(
         ConfigError,
         match=(

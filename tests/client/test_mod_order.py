@@ -174,7 +174,7 @@ def test_a_mod_that_raises_on_a_later_query_is_named(run_app, user_app) -> None:
         run_app(StaticBN(), app)
 
 
-def test_an_error_of_the_app_itself_blames_no_mod(run_app, user_app, caplog) -> None:
+def test_an_error_of_the_app_itself_blames_no_mod(run_app, user_app) -> None:
     app = user_app(
         hooked_loop,
         [bn_mod, lambda message, context, call_next: call_next(message, context)],

@@ -4,7 +4,6 @@ of it where it is the first.
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import numpy as np
@@ -80,8 +79,7 @@ def test_mods_and_app_see_records_and_the_reply_is_as_the_message(pack: bool) ->
     assert "fedbn-flwr.packs" not in found["properties"]
 
 
-def test_the_app_says_that_it_can_if_the_mod_is_the_first(caplog, monkeypatch) -> None:
-    monkeypatch.setattr(logging.getLogger("flwr"), "propagate", True)
+def test_the_app_says_that_it_can_if_the_mod_is_the_first(caplog) -> None:
     query = Message(RecordDict(), 5, "query")
 
     def said(*mods: Any) -> object:

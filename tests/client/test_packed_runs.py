@@ -149,7 +149,6 @@ def test_it_is_the_way_over_a_network_and_nowhere_else(
     network: bool, run, monkeypatch, caplog
 ) -> None:
     monkeypatch.setattr(polling_grid, "is_network_grid", lambda grid: network)
-    monkeypatch.setattr(logging.getLogger("flwr"), "propagate", True)
     with caplog.at_level(logging.INFO, logger="flwr"):
         lines = [
             run(FedAvg(), None).line,

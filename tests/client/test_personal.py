@@ -215,7 +215,7 @@ def test_a_pattern_of_no_entry_names_the_nearest() -> None:
 
 
 def test_a_second_model_and_fine_tuning_need_a_torch_client(
-    user_app: Any, run_app: Any, datasets: Any
+    user_app: Any, run_app: Any
 ) -> None:
     with pytest.raises(FedBNError):
         run_app(Ditto(), user_app(hooked_loop, model=network), model=network, rounds=1)

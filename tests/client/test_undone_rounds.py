@@ -184,7 +184,7 @@ def test_a_run_resumed_from_a_round_whose_reply_was_lost(
     assert_mean(run)
 
 
-def test_the_next_run_of_a_series_begins_with_zero(on_disk, same_bits) -> None:
+def test_the_next_run_of_a_series_begins_with_zero(on_disk) -> None:
     """The server begins with c = 0. What FedBN keeps goes on."""
     kind = combined(FedBN, Scaffold)
     first = on_disk(kind(), 2)

@@ -7,7 +7,6 @@ from __future__ import annotations
 import asyncio
 import errno
 import gc
-import logging
 import multiprocessing
 import multiprocessing.context
 import os
@@ -274,10 +273,7 @@ def test_a_fault_of_a_client_costs_its_own_reply_only(
             return act(message)
         return Message(RecordDict(), reply_to=message)
 
-    with (
-        caplog.at_level(logging.ERROR, "flwr"),
-        InProcessGrid(app_of(work), 6, workers=workers) as grid,
-    ):
+    with InProcessGrid(app_of(work), 6, workers=workers) as grid:
         before = pids(grid) if workers else []
         for _ in range(2):
             replies = grid.send_and_receive(to(grid, *range(6)), timeout=30)
@@ -572,10 +568,7 @@ def test_without_worker_processes_clients_run_in_the_commands_process(
     if why == "no more processes":
         no_more_processes(monkeypatch, after=2)
     threads = 2 if why == "an app that cannot travel" else 1
-    with (
-        caplog.at_level(logging.WARNING, "flwr"),
-        InProcessGrid(app_of(work), 2, workers=3, torch_threads=threads) as grid,
-    ):
+    with InProcessGrid(app_of(work), 2, workers=3, torch_threads=threads) as grid:
         replies = grid.send_and_receive(to(grid, 0, 1), timeout=15)
     assert {reply.content["pid"]["pid"] for reply in replies} == {os.getpid()}
     assert "clients run in the command's own process" in caplog.text

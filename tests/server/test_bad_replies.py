@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import io
-import logging
 import threading
 from collections.abc import Callable, Collection
 from typing import Any
@@ -228,14 +227,13 @@ def test_a_count_other_than_that_of_the_query_is_told_once_for_each_node(
     federate, datasets, mlp, caplog
 ) -> None:
     """The query's count weighs the reply: the result is that of replies with it."""
-    with caplog.at_level(logging.WARNING, "flwr"):
-        run = federate(
-            FedAvg(),
-            mlp,
-            datasets,
-            rounds=2,
-            wrap=functools.partial(spoiling, count(99)),
-        )
+    run = federate(
+        FedAvg(),
+        mlp,
+        datasets,
+        rounds=2,
+        wrap=functools.partial(spoiling, count(99)),
+    )
     node_id, size = run.grid.get_node_ids()[BAD], len(datasets[BAD])
     (said,) = [text for text in caplog.messages if "num-examples" in text]
     assert f"node {node_id} (partition {BAD}): " in said

@@ -5,7 +5,6 @@ clients are expected to hold.
 from __future__ import annotations
 
 import functools
-import logging
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -304,7 +303,7 @@ def test_going_back_to_a_round_is_as_if_the_run_had_ended_there(
 
 @pytest.mark.parametrize("fraction", [1.0, 0.0])
 def test_in_the_legacy_loop_the_callback_is_called_too(
-    federate, run_legacy_loop, mlp, points, fraction
+    run_legacy_loop, mlp, points, fraction
 ) -> None:
     ends, data = Ends(), two(points)
     training = LocalTraining(learning_rate=LearningRate(0.1), batch_size=4)
@@ -570,8 +569,7 @@ def test_a_client_that_lost_what_it_kept_is_named(
         return client_app(client)
 
     data = [points(8), points(12, 1), points(6, 2)]
-    with caplog.at_level(logging.WARNING, logger="flwr"):
-        federate(make(), mlp, data, rounds=4, wrap=forgetful)
+    federate(make(), mlp, data, rounds=4, wrap=forgetful)
     lost = [text for text in caplog.messages if "had lost its local state" in text]
     assert len(lost) == loses
     assert all("(partition 1)" in text for text in lost)
@@ -656,8 +654,7 @@ def test_a_start_of_ones_own_is_told_how_to_complete_the_model(
         caplog.clear()
         strategy = make(**callback)
         strategy.start = functools.partial(FlowerFedAvg.start, strategy)
-        with caplog.at_level(logging.WARNING, logger="flwr"):
-            federate(strategy, mlp, two(points), rounds=1)
+        federate(strategy, mlp, two(points), rounds=1)
         return [
             text
             for text in caplog.messages

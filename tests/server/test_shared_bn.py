@@ -4,7 +4,6 @@ clients are tested with it.
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import numpy as np
@@ -121,7 +120,6 @@ def test_the_users_own_test_gets_the_average_or_a_warning(
             dict(zip(mlp().state_dict(), arrays, strict=True)) for arrays in got.history
         ]
 
-    logging.getLogger("flwr").propagate = True
     start = {name: tensor.numpy() for name, tensor in mlp().state_dict().items()}
     strategy = FedBN(eval_on=AVERAGED)
     seen = history(strategy)
@@ -150,7 +148,6 @@ def test_an_average_that_no_client_shared_is_named(
         def fit(self, parameters, config):
             return super().fit(parameters, {**config, "fedbn-flwr.hooks": ""})
 
-    logging.getLogger("flwr").propagate = True
     run = federate(FedBN(eval_on=AVERAGED), mlp, datasets, rounds=2, client=Reserved)
     start = mlp().state_dict()["1.running_mean"].numpy()
     assert np.array_equal(run.history[-1]["1.running_mean"], start)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import time
 
 import numpy as np
@@ -157,7 +156,7 @@ def test_too_few_nodes_is_an_error_after_the_timeout(federate, datasets, mlp) ->
 
 
 def test_an_app_without_query_works_and_one_node_is_asked(
-    federate, datasets, mlp, same_bits, caplog
+    federate, datasets, mlp
 ) -> None:
     def without_query(client_fn) -> ClientApp:
         whole, app = client_app(client_fn), ClientApp()
@@ -172,9 +171,7 @@ def test_an_app_without_query_works_and_one_node_is_asked(
 
         return app
 
-    logging.getLogger("flwr").propagate = True
-    with caplog.at_level(logging.WARNING, logger="flwr"):
-        run = federate(FedAvg(), mlp, datasets, wrap=without_query)
+    run = federate(FedAvg(), mlp, datasets, wrap=without_query)
     asked = [m for m in run.grid.sent if m.metadata.message_type == MessageType.QUERY]
     assert len(asked) == 1, "Flower logs an exception at each node that is asked"
     assert run.strategy.reports[-1].participants == [None] * 3
@@ -219,13 +216,11 @@ def content(**metrics) -> RecordDict:
 
 
 def test_a_metric_is_averaged_over_the_clients_that_report_it(caplog) -> None:
-    logging.getLogger("flwr").propagate = True
     contents = [
         content(n=1, a=2.0, b=10.0, c=[1.0, 2.0], d=1.0, r2=float("nan")),
         content(n=3, a=4.0, c=[3.0, 4.0], d=[1.0], r2=0.5),
     ]
-    with caplog.at_level(logging.WARNING, logger="flwr"):
-        averaged = average_metrics(contents, "n")
+    averaged = average_metrics(contents, "n")
     assert dict(averaged) == {"a": 3.5, "b": 10.0, "c": [2.5, 3.5], "r2": 0.5}
     assert caplog.messages == [
         "metric 'd' has different shapes at different clients and is not averaged"

@@ -258,7 +258,7 @@ def test_statistics_that_no_round_has_changed_are_not_frozen(
 
 
 def test_statistics_of_a_trained_initial_model_and_of_one_round_are_frozen(
-    federate, datasets, mlp, same_bits
+    federate, datasets, mlp
 ) -> None:
     def trained() -> nn.Module:
         model = mlp()

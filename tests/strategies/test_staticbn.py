@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-
 import numpy as np
 import pytest
 import torch
@@ -95,9 +93,7 @@ def test_a_run_that_stops_between_two_tests_ends_with_the_unions_statistics(
     def stop(server_round: int) -> None:
         strategy.stopped = server_round == 5
 
-    logging.getLogger("flwr").propagate = True
-    with caplog.at_level(logging.WARNING, "flwr"):
-        stopped = federate(strategy, mlp, datasets, rounds=9, evaluate_fn=stop)
+    stopped = federate(strategy, mlp, datasets, rounds=9, evaluate_fn=stop)
     told = [
         text[:7]
         for text in caplog.messages

@@ -192,7 +192,7 @@ SENT = Key("tests.sent", "ArrayRecord: what is sent", "client", "server")
 
 
 def test_a_record_that_only_clients_send_is_asked_for_counted_once_and_refused_by_privacy(
-    federate, mlp, points
+    mlp,
 ) -> None:
     class Mine(Strategy):
         method = OnlyUp

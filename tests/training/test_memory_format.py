@@ -129,7 +129,7 @@ def test_inputs_get_the_dtype_of_the_first_real_entry(table: torch.Tensor) -> No
 
 
 @pytest.mark.parametrize("make", [VISION["resnet"], VISION["mobilenet_v2"]])
-def test_the_format_changes_rounding_only(points, make) -> None:
+def test_the_format_changes_rounding_only(make) -> None:
     """In float64 to 1e-12 after two steps."""
 
     class Images:

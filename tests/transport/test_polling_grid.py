@@ -94,7 +94,6 @@ def test_replies_are_mapped_to_nodes_lost_ones_included() -> None:
 
 
 def test_at_the_timeout_replies_are_returned_and_silent_nodes_named(caplog) -> None:
-    logging.getLogger("flwr").propagate = True
     grid = SlowGrid(polls=1, silent=[5, 7])
     start = time.monotonic()
     with caplog.at_level(logging.WARNING, logger="flwr"):
@@ -232,15 +231,14 @@ def test_a_reply_to_another_message_is_left_out_and_named(caplog) -> None:
             replies[0].metadata.__dict__["_reply_to_message_id"] = ""
             return replies
 
-    with caplog.at_level(logging.WARNING, logger="flwr"):
-        assert (
-            list(
-                PollingGrid(Strange(polls=1, lost=[4])).send_and_receive(
-                    messages(4), timeout=0.05
-                )
+    assert (
+        list(
+            PollingGrid(Strange(polls=1, lost=[4])).send_and_receive(
+                messages(4), timeout=0.05
             )
-            == []
         )
+        == []
+    )
     assert (
         "A reply that answers none of the awaited messages is ignored (error 5: Node"
         " unavailable)." in caplog.text
@@ -249,7 +247,6 @@ def test_a_reply_to_another_message_is_left_out_and_named(caplog) -> None:
 
 @pytest.mark.parametrize("no_id", [None, ""])  # before Flower 1.43, and since
 def test_messages_that_could_not_be_pushed_are_named(no_id: str | None, caplog) -> None:
-    logging.getLogger("flwr").propagate = True
 
     class Refusing(SlowGrid):
         def push_messages(self, messages):
