@@ -18,17 +18,14 @@ from fedbn_flwr.batchnorm.reestimation import (
     MomentSums,
     batch_statistics,
     moments_of,
-    reestimate_statistics,
 )
 from fedbn_flwr.batchnorm.replaced_forward import (
-    layers_in_training,
     normalise,
     replace_forward,
     replaceable_layers,
 )
 from fedbn_flwr.errors import NormLayerError
 from fedbn_flwr.strategies.fbn import GlobalStatistics
-from tests.support.many_layers import Many
 
 KINDS = {
     "1d": (nn.BatchNorm1d, (6, 5)),
@@ -219,34 +216,6 @@ def test_gradients_are_those_of_differences(
     torch.testing.assert_close(
         by_function, 2 * (x - x.mean((0, 2, 3), keepdim=True)).detach() / 16
     )
-
-
-def test_layers_called_twice_or_frozen_or_at_two_paths(points) -> None:
-    model, sums = Many().double().eval(), MomentSums()
-    data = points(9, 1)
-    plain = reestimate_statistics(model, data, batch_size=0)
-
-    def compute(layer: _BatchNorm, x: Tensor) -> Tensor:
-        sums.add(layer, x)
-        return by_batch(layer, x)
-
-    assert list(layers_in_training(model)) == ["twice", "a", "idle"]
-    assert not any(module.training for module in model.modules())
-    replace_forward(replaceable_layers(model), compute)
-    model(data.inputs)
-    assert sums.by_path(model) == {}, "a model in eval mode normalises as it did"
-    again = reestimate_statistics(model, data, batch_size=0)
-    assert sums.by_path(model) == {}, "re-estimation uses the layers' own forward pass"
-    model.train()(data.inputs)
-    found = sums.by_path(model)
-    assert list(found) == list(plain) == ["twice", "a", "b"]
-    for path, own in found.items():
-        assert own.count == plain[path].count == again[path].count
-        for leaf in ("mean", "m2"):
-            torch.testing.assert_close(
-                getattr(own, leaf), getattr(plain[path], leaf), rtol=1e-12, atol=1e-12
-            )
-            assert torch.equal(getattr(again[path], leaf), getattr(plain[path], leaf))
 
 
 class Renormalised(nn.BatchNorm1d):

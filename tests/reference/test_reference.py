@@ -55,7 +55,8 @@ def test_the_package_equals_the_reference_in_other_draws(case: Case) -> None:
 
 
 RARE = (
-    Case(rounds=3, eval_every=2),
+    Case(rounds=3, eval_every=2, steps=0, batch_size=4),
+    Case(steps=4, batch_size=4, sampling="without-replacement"),
     Case(
         rounds=4, recalibrate=True, eval_every=2, min_replies=3, hidden=((3, 1), (4, 1))
     ),

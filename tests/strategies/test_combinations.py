@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from fedbn_flwr.batchnorm.parts import split_state
 from fedbn_flwr.client.hooks import Hooks
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.server.methods.options import ClipGradients
@@ -27,8 +26,6 @@ from fedbn_flwr.strategies import (
     FedBN,
     FedProx,
     FixBN,
-    Method,
-    Travels,
     combined,
 )
 from fedbn_flwr.strategies.fedbn import FedBNMethod
@@ -127,38 +124,6 @@ def test_the_own_subclass_of_fedavg_adds_nothing_to_a_combination() -> None:
             assert combined(*mine, *methods) is combined(*methods)
             assert combined(*methods, *mine) is combined(*methods)
     assert combined(Mine, Other) is Mine
-
-
-def test_a_server_step_of_the_users_own_does_not_move_what_fixbn_has_frozen(
-    federate, datasets, mlp, same_bits
-) -> None:
-    class MomentumMethod(Method):
-        name = "momentum"
-        role = "server-step"
-
-        def travels(self, num_rounds=None):
-            return (Travels(decides=frozenset({"server step"})),)
-
-        def begin(self, facts):
-            return {}
-
-        def aggregate(self, state, facts, replies, model):
-            v = {}
-            for name in (*facts.parts.affine, *facts.parts.rest):
-                v[name] = 0.9 * state.get(name, 0.0) + model[name] - facts.before[name]
-                model[name] = (facts.before[name] + v[name]).astype(model[name].dtype)
-            return model, v
-
-    class Momentum(Strategy):
-        method = MomentumMethod
-
-    strategy = combined(FixBN, Momentum)(freeze_at=1, freeze_affine=True)
-    assert strategy.name == "momentum+fixbn"
-    history = federate(strategy, mlp, datasets, rounds=3).history
-    affine = split_state(mlp()).affine
-    frozen = {name: history[1][name] for name in affine}
-    last = {name: history[3][name] for name in affine}
-    same_bits(frozen, last)
 
 
 def test_a_class_that_overrides_calls_of_flower_is_not_combined_without_a_word(

@@ -70,41 +70,6 @@ def test_an_epoch_uses_every_example_once_in_a_fresh_order(points, mlp) -> None:
     assert first != second != list(range(10))
 
 
-def test_local_steps_draw_with_replacement(points, mlp) -> None:
-    data = points(6)
-    result = run(mlp(), data, local_steps=40, batch_size=5)
-    assert (result.num_steps, result.num_processed) == (40, 200)
-    assert {len(p) for p in data.asked} == {5}
-    assert any(len(set(p)) < 5 for p in data.asked)
-    assert set(chain(*data.asked)) == set(range(6))
-
-
-@pytest.mark.parametrize("steps", [1, 2, 3, 4, 8])
-def test_local_steps_without_replacement_are_passes_cut_short(
-    points, mlp, steps: int
-) -> None:
-    data = points(10)
-    result = run(
-        mlp(), data, local_steps=steps, batch_size=4, sampling="without-replacement"
-    )
-    assert result.num_steps == steps
-    assert [len(p) for p in data.asked] == [4, 4, 2, 4, 4, 2, 4, 4][:steps]
-    passes = [list(chain(*data.asked[i : i + 3])) for i in range(0, steps, 3)]
-    assert all(len(set(one)) == len(one) for one in passes)
-    assert all(sorted(one) == list(range(10)) for one in passes[: steps // 3])
-    epochs = points(10)
-    run(mlp(), epochs, local_epochs=3, batch_size=4)
-    assert data.asked == epochs.asked[:steps], "the same passes as epochs"
-
-
-@pytest.mark.parametrize("changes", [{"local_steps": 3}, {"local_epochs": 3}])
-@pytest.mark.parametrize("size", [0, 6, 100])
-def test_a_batch_of_all_data_is_in_order(points, mlp, changes: dict, size: int) -> None:
-    data = points(6)
-    assert run(mlp(), data, batch_size=size, **changes).num_processed == 18
-    assert data.asked == [list(range(6))] * 3
-
-
 def test_the_same_streams_give_the_same_bits_without_global_draws(points, mlp) -> None:
     first, second = mlp(dropout=0.5), mlp(dropout=0.5)
     before = torch.get_rng_state()

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
 from torch import nn
 from torchvision.models import resnet18
 
-from fedbn_flwr.training import LearningRate, LocalTraining, train
 from fedbn_flwr.training.batches import inputs_for, set_memory_format
-from tests.support.small_vision import VISION
 
 LAST = {"memory_format": torch.channels_last}
 
@@ -126,41 +122,3 @@ def test_inputs_get_the_dtype_of_the_first_real_entry(table: torch.Tensor) -> No
         inputs_for(nn.Linear(4, 2, dtype=torch.complex64))(torch.rand(2, 4)).dtype
         == torch.complex64
     )
-
-
-@pytest.mark.parametrize("make", [VISION["resnet"], VISION["mobilenet_v2"]])
-def test_the_format_changes_rounding_only(make) -> None:
-    """In float64 to 1e-12 after two steps."""
-
-    class Images:
-        inputs, targets = (
-            torch.randn(8, 3, 64, 64, dtype=torch.float64),
-            torch.randint(2, (8,)),
-        )
-
-        def __len__(self) -> int:
-            return 8
-
-        def batch(self, positions, generator=None):
-            return self.inputs[positions], self.targets[positions]
-
-    torch.manual_seed(0)
-    model = make(num_classes=2).double()
-    found = []
-    for memory_format in (torch.contiguous_format, torch.channels_last):
-        own = copy.deepcopy(model).to(memory_format=memory_format)
-        settings = LocalTraining(
-            learning_rate=LearningRate(0.01), local_steps=2, batch_size=8
-        )
-        train(
-            own,
-            Images(),
-            settings,
-            learning_rate=0.01,
-            stream=lambda purpose: torch.Generator().manual_seed(1),
-        )
-        found.append(own.state_dict())
-    for name, value in found[0].items():
-        torch.testing.assert_close(
-            found[1][name], value, rtol=1e-12, atol=1e-12, msg=name
-        )

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedbn_flwr.batchnorm.parts import split_state
 from fedbn_flwr.client import TorchClient, client_app
@@ -209,21 +208,3 @@ def test_a_wrapped_model_only_on_the_server(federate, points, mlp, make: Any) ->
 
 
 # Models of other libraries.
-
-
-def bn_names(model: nn.Module) -> set[str]:
-    layers = [
-        (path, m) for path, m in model.named_modules() if isinstance(m, _BatchNorm)
-    ]
-    return {f"{path}.{leaf}" for path, layer in layers for leaf in layer.state_dict()}
-
-
-@pytest.mark.parametrize(
-    "name", ["resnet18", "mobilenetv2_100", "efficientnet_b0", "densenet121"]
-)
-def test_timm(name: str) -> None:
-    timm = pytest.importorskip("timm")
-    model = timm.create_model(name, pretrained=False, num_classes=3)
-    for parts in (split_state(model), split_state(model.state_dict())):
-        assert set(parts.affine + parts.statistics + parts.counters) == bn_names(model)
-        assert len(parts.layers) > 19
