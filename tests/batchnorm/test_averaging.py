@@ -101,15 +101,6 @@ def test_pooled_statistics_are_finite_or_left_out(
         np.testing.assert_allclose(average_of, float(biased), rtol=1e-3, atol=1e-7)
 
 
-def test_sums_of_half_precision_are_in_float64() -> None:
-    states = [{"x": np.asarray([1.0], dtype=np.float16)}] + [
-        {"x": np.asarray([2.0**-11], np.float16)}
-    ] * 2048
-    got = average(states, [1.0] * 2049, split_state({"x": None}))["x"]
-    assert got.dtype == np.float16
-    assert got == np.float16(2 / 2049)
-
-
 def test_counters_take_the_maximum_and_stay_int64() -> None:
     states = [{"c": np.asarray(n, dtype=np.int64)} for n in (9, 2**53 + 1, 10)]
     got = average(states, [1.0, 1.0, 1.0], split_state({"c": None}))["c"]

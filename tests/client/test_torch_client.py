@@ -205,32 +205,6 @@ def pairs(data) -> TensorDataset:
     return TensorDataset(data.inputs, data.targets)
 
 
-def test_torch_data_sets_give_the_bits_of_batches(client, points, mlp) -> None:
-    train_data, test_data, kept = points(10, 1), points(6, 2), points(5, 3)
-    named = {
-        "own": pairs(test_data),
-        "batches": test_data,
-        "validation": pairs(kept),
-    }
-    other = TorchClient(
-        mlp(dropout=0.2),
-        pairs(train_data),
-        named,
-        SETTINGS,
-        context=context(),
-        seed=5,
-    )
-    start = arrays(mlp(seed=9))
-    (got, *told), (expected, *expected_told) = (
-        each.fit(start, {"server-round": 2}) for each in (other, client)
-    )
-    assert all(a.tobytes() == b.tobytes() for a, b in zip(got, expected, strict=True))
-    assert told == expected_told
-    metrics, single = other.evaluate(got, {})[2], client.evaluate(got, {})[2]
-    assert metrics["own-loss"] == metrics["batches-loss"] == single["loss"]
-    assert "validation-loss" in metrics
-
-
 class Transformed(Dataset):
     """Examples with noise of torch, NumPy and Python; its ``batch`` is something else
     than that of ``Batches``.
@@ -451,18 +425,6 @@ def test_arrays_returned_by_fit_do_not_change_later(client) -> None:
     client.fit(first, {"server-round": 2})
     for held, kept in ((first, copies), (start, before)):
         assert all(np.array_equal(a, b) for a, b in zip(held, kept, strict=True))
-
-
-def test_evaluate_with_one_unnamed_test_set(client, points, mlp) -> None:
-    model = mlp(dropout=0.2, seed=4)
-    loss, num_examples, metrics = client.evaluate(arrays(model), {})
-    want = evaluate(model, points(6, 2))
-    assert (loss, num_examples) == (want.loss, 6)
-    assert metrics == {
-        "loss": want.loss,
-        "accuracy": want.accuracy,
-        "examples-tested": 6,
-    }
 
 
 def test_evaluate_with_named_test_sets(points, mlp) -> None:

@@ -277,27 +277,19 @@ def test_two_rounds_with_values_that_are_not_finite_diverged_in_the_first(
 
 
 @pytest.mark.parametrize("strategy", [FedAvg, FedBN, HBN, FixBN])
-def test_nan_in_the_inputs_of_one_client_is_named_and_the_others_go_on(
-    federate, datasets, mlp, strategy
+@pytest.mark.parametrize("value", [NAN, 1e39], ids=["NaN", "not of float32"])
+def test_an_input_of_one_client_that_no_model_takes_is_named_and_the_others_go_on(
+    federate, datasets, mlp, strategy, value: float
 ) -> None:
-    """By an error of the client's, whose code is that of the cause."""
-    datasets[1].inputs[2, 3] = NAN
-    run = federate(strategy(), mlp, datasets, rounds=2)
+    """By an error of the client's, whose code is that of the cause. In the data 1e39 is
+    finite: a sentinel in float64, bytes in half precision.
+    """
+    datasets[1].inputs[2, 3] = value
+    run = federate(strategy(), lambda: mlp().float(), datasets, rounds=2)
     for report in run.strategy.reports:
         assert report.diverged_at is None
         assert [*report.codes.values()] == [{INPUTS_NOT_FINITE}]
         assert "(partition 1)" in "".join(report.rejected.values())
-
-
-def test_inputs_that_the_models_numbers_do_not_hold_are_named(
-    federate, datasets, mlp
-) -> None:
-    """They are finite in the data: a sentinel in float64, bytes in half precision."""
-    datasets[1].inputs[2, 3] = 1e39
-    run = federate(FedBN(), lambda: mlp().float(), datasets, rounds=2)
-    for report in run.strategy.reports:
-        assert report.diverged_at is None
-        assert [*report.codes.values()] == [{INPUTS_NOT_FINITE}]
 
 
 def root_of_zero(outputs: Tensor, targets: Tensor) -> Tensor:

@@ -20,22 +20,6 @@ from fedbn_flwr.strategies import FedAvg, FedBN
 SIZES = (6, 13, 9)
 
 
-def test_the_order_of_arrival_does_not_matter(federate, points, mlp, same_bits) -> None:
-    datasets = [points(5 + 3 * i, i) for i in range(5)]
-    runs = [
-        federate(FedAvg(variance="pooled"), mlp, datasets, backwards=backwards)
-        for backwards in (False, True)
-    ]
-    same_bits(runs[0].state, runs[1].state)
-    assert (
-        runs[0].result.train_metrics_clientapp == runs[1].result.train_metrics_clientapp
-    )
-    assert (
-        runs[0].result.evaluate_metrics_clientapp
-        == runs[1].result.evaluate_metrics_clientapp
-    )
-
-
 def test_traffic_is_one_broadcast_and_an_upload_per_client(
     federate, datasets, mlp
 ) -> None:

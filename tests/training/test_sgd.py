@@ -5,6 +5,7 @@ clipped before them.
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -29,40 +30,26 @@ def test_steps_have_the_bits_of_torchs_optimizer(momentum: float, decay: float) 
     settings = LocalTraining(
         learning_rate=LearningRate(0.1), sgd_momentum=momentum, weight_decay=decay
     )
-    torch.manual_seed(0)
-    ours = nn.Sequential(
-        nn.Conv2d(3, 4, 3),
-        nn.BatchNorm2d(4),
-        nn.Flatten(),
-        nn.Linear(144, 5),
-        nn.Linear(5, 2),
-    )
-    theirs = copy.deepcopy(ours)
-    optimizers = [sgd(model, settings) for model in (ours, theirs)]
-    if momentum:
-        for model, optimizer in zip((ours, theirs), optimizers, strict=True):
+    ends: list[list[Any]] = []
+    for step in (sgd_step, torch.optim.SGD.step):
+        torch.manual_seed(0)
+        layers = [nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten()]
+        model = nn.Sequential(*layers, nn.Linear(144, 5), nn.Linear(5, 2))
+        optimizer = sgd(model, settings)
+        if momentum:
             optimizer.state[model[3].weight]["momentum_buffer"] = torch.ones(5, 144)
-    for step in range(5):
-        inputs = torch.randn(6, 3, 8, 8)
-        for model, optimizer in zip((ours, theirs), optimizers, strict=True):
-            optimizer.param_groups[0]["lr"] = 0.1 / (step + 1)
+        for number in range(5):
+            optimizer.param_groups[0]["lr"] = 0.1 / (number + 1)
             model.zero_grad()
-            features = model[:4](inputs)
-            (model[4](features) if step > 1 else features).square().mean().backward()
+            features = model[:4](torch.randn(6, 3, 8, 8))
+            (model[4](features) if number > 1 else features).square().mean().backward()
             model[1].bias.grad = None
-        sgd_step(optimizers[0])
-        optimizers[1].step()
-    for (name, a), b in zip(
-        ours.state_dict().items(), theirs.state_dict().values(), strict=True
-    ):
-        assert torch.equal(a, b), name
-    for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
-        buffers = [
-            o.state.get(p, {}).get("momentum_buffer")
-            for o, p in zip(optimizers, (a, b), strict=True)
-        ]
-        assert (buffers[0] is None) == (buffers[1] is None)
-        assert buffers[0] is None or torch.equal(*buffers)
+            step(optimizer)
+        ends.append([*model.state_dict().values()])
+        for p in model.parameters():
+            ends[-1].append(optimizer.state.get(p, {}).get("momentum_buffer"))
+    for ours, theirs in zip(*ends, strict=True):
+        assert ours is theirs is None or torch.equal(ours, theirs)
 
 
 def test_a_step_of_a_large_model_takes_as_many_calls_as_of_a_small_one(
