@@ -235,7 +235,7 @@ def test_a_count_other_than_that_of_the_query_is_told_once_for_each_node(
         wrap=functools.partial(spoiling, count(99)),
     )
     node_id, size = run.grid.get_node_ids()[BAD], len(datasets[BAD])
-    (said,) = [text for text in caplog.messages if "num-examples" in text]
+    (said,) = [text for text in caplog.messages if "num-examples=99" in text]
     assert f"node {node_id} (partition {BAD}): " in said
     assert f"num-examples=99, but it answered the query with {size}" in said
     run_with_query_count = federate(FedAvg(), mlp, datasets, rounds=2)
