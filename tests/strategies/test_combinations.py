@@ -126,6 +126,30 @@ def test_the_own_subclass_of_fedavg_adds_nothing_to_a_combination() -> None:
     assert combined(Mine, Other) is Mine
 
 
+class Moves(Method):
+    """A server step of a user's."""
+
+    name = "moves"
+    role = "server-step"
+
+    def aggregate(self, state, facts, replies, model):
+        return {n: (a + 1).astype(a.dtype) for n, a in model.items()}, state
+
+
+class Moving(Strategy):
+    method = Moves
+
+
+def test_a_server_step_of_the_users_own_does_not_move_what_fixbn_has_frozen(
+    federate, datasets, mlp, same_bits
+) -> None:
+    strategy = combined(FixBN, Moving)(freeze_at=1, freeze_affine=True)
+    assert strategy.name == "moves+fixbn"
+    _, first, *_, last = federate(strategy, mlp, datasets, rounds=3).history
+    affine = split_state(mlp()).affine
+    same_bits(*({name: state[name] for name in affine} for state in (first, last)))
+
+
 def test_a_class_that_overrides_calls_of_flower_is_not_combined_without_a_word(
     federate, datasets, mlp
 ) -> None:

@@ -41,3 +41,5 @@ def test_fedtan2_is_fedtan_up_to_m_and_frozen_after(
     reports = run.strategy.reports
     assert [r.phase for r in reports] == ["synchronised"] * 2 + ["frozen"] * 2
     assert [r.train.exchanges for r in reports] == [4, 4, 1, 1]
+    asked = [config["fedbn-flwr.hooks"] for config in run.grid.config()[:: len(data)]]
+    assert asked == ["synchronise-first-step"] * 2 + ["freeze-bn"] * 2

@@ -15,8 +15,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from fedbn_flwr.batchnorm.averaging import Array
+from fedbn_flwr.batchnorm.reestimation import Moments, pool
 from fedbn_flwr.messages.records import from_record, to_record
 from fedbn_flwr.strategies import (
     FBN,
@@ -61,42 +63,34 @@ def mean_of_those_who_have_it(sent: Replies) -> dict[str, Array]:
     return found
 
 
-def pooled(sent: Replies, path: str, by_count: bool) -> tuple[Array, Array, int]:
-    """A layer's mean, biased variance, count: over clients that sent them."""
-    having = [
-        (record, size)
-        for record, size in zip(sent, SIZES, strict=True)
-        if f"{path}.count" in record
-    ]
-    counts = [int(record[f"{path}.count"]) for record, _ in having]
-    p = shares(counts if by_count else [size for _, size in having])
-    means = [record[f"{path}.mean"] for record, _ in having]
-    mean = sum(w * m for w, m in zip(p, means, strict=True))
-    variances = [
-        r[f"{path}.m2"] / n + (m - mean) ** 2
-        for (r, _), n, m in zip(having, counts, means, strict=True)
-    ]
-    return mean, sum(w * v for w, v in zip(p, variances, strict=True)), sum(counts)
+def pooled(sent: Replies, path: str, by_count: bool) -> Moments:
+    """A layer's moments over the clients that sent them."""
+    moments, sizes = [], []
+    for record, size in zip(sent, SIZES, strict=True):
+        if f"{path}.count" in record:
+            mean, m2 = (
+                torch.tensor(record[f"{path}.{leaf}"]) for leaf in ("mean", "m2")
+            )
+            moments.append(Moments(int(record[f"{path}.count"]), mean, m2))
+            sizes.append(size)
+    return pool(moments, None if by_count else sizes)
 
 
-def statistics(sent: Replies, by_count: bool = False) -> dict[str, Array]:
+def statistics(sent: Replies, by_count: bool = False) -> dict[str, Any]:
     """The running statistics of the next model in a warm-up."""
     found = {}
     for path in LAYERS:
-        mean, variance, count = pooled(sent, path, by_count)
-        found |= {
-            f"{path}.running_mean": mean,
-            f"{path}.running_var": variance * count / (count - 1),
-        }
+        one = pooled(sent, path, by_count)
+        found |= {f"{path}.running_mean": one.mean, f"{path}.running_var": one.variance}
     return found
 
 
-def variates(sent: Replies) -> dict[str, Array]:
+def variates(sent: Replies) -> dict[str, Any]:
     """(u, s) of BN-SCAFFOLD."""
     found = {}
     for path in LAYERS:
-        mean, variance, _ = pooled(sent, path, by_count=False)
-        found |= {f"{path}.mean": mean, f"{path}.var": variance}
+        one = pooled(sent, path, by_count=False)
+        found |= {f"{path}.mean": one.mean, f"{path}.var": one.m2 / one.count}
     return found
 
 

@@ -275,57 +275,49 @@ def from_the_definitions(
     task: Task, outputs: Tensor, targets: Tensor
 ) -> dict[str, float]:
     """Each metric label by label and target by target, over those where it is defined."""
+    known = [
+        (~column.isnan(), column) for column in targets.T.reshape(-1, len(targets))
+    ]
+    pairs = [
+        (column[k].numpy(), outputs[k, i].numpy())
+        for i, (k, column) in enumerate(known)
+    ]
+    if task.name == "regression":
+        errors = np.concatenate([t - o for t, o in pairs])
+        explained = [
+            1 - ((t - o) ** 2).sum() / ((t - t.mean()) ** 2).sum() for t, o in pairs
+        ]
+        return {
+            "mae": abs(errors).mean(),
+            "rmse": math.sqrt((errors**2).mean()),
+            "r2": np.mean(explained),
+        }
     if task.name == "classification":
         told, chance = outputs.argmax(1).numpy(), outputs.log_softmax(1).numpy()
         truth = targets.numpy()
-        present = sorted(set(truth))
-        return {
-            "accuracy": np.mean(told == truth),
-            "balanced-accuracy": np.mean(
-                [recall(truth == c, told == c) for c in present]
-            ),
-            "macro-f1": np.mean(
-                [f1(truth == c, told == c) for c in sorted({*present, *told})]
-            ),
-            "auroc": np.mean([auroc(truth == c, chance[:, c]) for c in present]),
-            "auprc": np.mean([auprc(truth == c, chance[:, c]) for c in present]),
-        }
-    known = [~targets[:, i].isnan() for i in range(targets.shape[1])]
-    pairs = [
-        (targets[k, i].numpy(), outputs[k, i].numpy()) for i, k in enumerate(known)
-    ]
-    if task.name == "regression":
-        mae = sum(abs(t - o).sum() for t, o in pairs) / sum(len(t) for t, _ in pairs)
-        square = sum(((t - o) ** 2).sum() for t, o in pairs) / sum(
-            len(t) for t, _ in pairs
-        )
-        rest = {"mae": mae, "rmse": math.sqrt(square)}
-        return {
-            **rest,
-            "r2": np.mean(
-                [
-                    1 - ((t - o) ** 2).sum() / ((t - t.mean()) ** 2).sum()
-                    for t, o in pairs
-                ]
-            ),
-        }
-    decided = [(t == 1, o > 0) for t, o in pairs]
-    some = [(t == 1, o) for t, o in pairs if t.any()]
-    recalls = []
-    for t, o in decided:
+        labels = [(truth == c, told == c, chance[:, c]) for c in range(chance.shape[1])]
+        right = told == truth
+    else:
+        labels = [(t == 1, o > 0, o) for t, o in pairs]
+        right = np.concatenate([yes == told for yes, told, _ in labels])
+    some = [label for label in labels if label[0].any()]
+    recalls = [recall(yes, told) for yes, told, _ in some]
+    if task.name != "classification":
         # of the label, and of its absence; a test set may lack one of them
-        both = [recall(*pair) for pair in ((t, o), (~t, ~o)) if pair[0].any()]
-        recalls.append(np.mean(both))
+        recalls = []
+        for yes, told, _ in labels:
+            both = [(yes, told), (~yes, ~told)]
+            recalls.append(np.mean([recall(*one) for one in both if one[0].any()]))
     found = {
-        "accuracy": (
-            sum((o == t).sum() for t, o in decided) / sum(len(t) for t, _ in decided)
-        ),
+        "accuracy": right.mean(),
         "balanced-accuracy": np.mean(recalls),
-        "macro-f1": np.mean([f1(t, o) for t, o in decided if (t | o).any()]),
-        "auroc": np.mean([auroc(t, o) for t, o in some]),
-        "auprc": np.mean([auprc(t, o) for t, o in some]),
+        "macro-f1": np.mean(
+            [f1(yes, told) for yes, told, _ in labels if (yes | told).any()]
+        ),
+        "auroc": np.mean([auroc(yes, scores) for yes, _, scores in some]),
+        "auprc": np.mean([auprc(yes, scores) for yes, _, scores in some]),
     }
-    return found if task is MULTI_LABEL else {**found, "f1": found["macro-f1"]}
+    return {**found, "f1": found["macro-f1"]} if task is BINARY else found
 
 
 @pytest.mark.parametrize(
