@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
+from fedbn_flwr.batchnorm.parts import split_state
 from fedbn_flwr.client.hooks import Hooks
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.server.methods.options import ClipGradients
@@ -26,6 +27,7 @@ from fedbn_flwr.strategies import (
     FedBN,
     FedProx,
     FixBN,
+    Method,
     combined,
 )
 from fedbn_flwr.strategies.fedbn import FedBNMethod
