@@ -234,7 +234,7 @@ def run(case: Any, moved: float = 0.0) -> Result:
     # Clients that meet in a channel are at work at the same time.
     threads = len(datasets) if case.transport == "channel" else 1
     with InProcessGrid(app, len(datasets), workers=workers, threads=threads) as inner:
-        grid = grid_of(inner, lambda: hidden, backwards=False)
+        grid = grid_of(inner, lambda: hidden)
         start = functools.partial(_start, case, grid, make(), hidden)
         if case.again == "second-run":
             start(Result(), 0)

@@ -128,7 +128,7 @@ class Federation:
     """Three clients for one strategy after another; ``away``: who is missing."""
 
     def __init__(self, inner: InProcessGrid, model: Callable[[], nn.Module]) -> None:
-        self.grid = RecordingBarrierGrid(inner, self._hidden, backwards=False)
+        self.grid = RecordingBarrierGrid(inner, self._hidden)
         self._model = model
         self._strategy: FedAvg[Any]
         self._away: Absent = {}

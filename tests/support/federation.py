@@ -39,21 +39,19 @@ class RecordingGrid(PollingGrid):
     """Keeps every message sent and every reply. It has no barrier, so FedTAN's
     exchanges travel by messages.
 
-    ``hidden()`` returns the partitions that the server does not see now; ``backwards``
-    reverses the order of replies.
+    ``hidden()`` returns the partitions that the server does not see now.
     """
 
     def __init__(
         self,
         grid: InProcessGrid,
         hidden: Callable[[], Collection[int]],
-        backwards: bool,
     ) -> None:
         super().__init__(grid)
         self.inner: InProcessGrid = grid
         self.sent: list[Message] = []
         self.received: list[Message] = []
-        self._hidden, self._backwards = hidden, backwards
+        self._hidden = hidden
 
     def get_node_ids(self) -> list[int]:
         hidden = self._hidden()
@@ -70,7 +68,7 @@ class RecordingGrid(PollingGrid):
         replies = list(self.inner.send_and_receive(batch, timeout=timeout))
         self.sent += batch
         self.received += replies
-        return replies[::-1] if self._backwards else replies
+        return replies
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
         batch = list(messages)
@@ -150,7 +148,6 @@ def run_strategy(
     rounds: int = 3,
     barrier: bool = False,
     hide: Mapping[int, Collection[int]] | None = None,
-    backwards: bool = False,
     timeout: float = 60,
     train_config: Mapping[str, Any] | None = None,
     grid_options: Mapping[str, Any] | None = None,
@@ -172,7 +169,6 @@ def run_strategy(
         barrier: whether clients wait for each other at a barrier; else FedTAN's
             exchanges travel by messages.
         hide: round to the partitions that the server does not see in it.
-        backwards: whether replies arrive in reverse order.
         timeout: seconds that a round waits for replies.
         train_config: the user's config of training.
         grid_options: further arguments of ``InProcessGrid``; by default one client
@@ -182,7 +178,7 @@ def run_strategy(
     """
     inner = grids.enter_context(InProcessGrid(app, num_nodes, **(grid_options or {})))
     kind = RecordingBarrierGrid if barrier else RecordingGrid
-    grid = kind(inner, lambda: (hide or {}).get(len(strategy.reports), ()), backwards)
+    grid = kind(inner, lambda: (hide or {}).get(len(strategy.reports), ()))
     history: list[dict[str, Array]] = []
     began = time.monotonic()
 
