@@ -1,5 +1,5 @@
-"""The adapter to Flower's internals, which may change.
+"""The adapter to those internals of Flower that may change.
 
-- ``flower``: all uses of Flower's internals in the core.
-- ``node_key``, ``node_list``, ``secret_sharing``: internals that only one module uses.
+- ``flower``: the core's uses of Flower's internals.
+- ``node_key``, ``node_list``, ``secret_sharing``: internals for only one module each.
 """

@@ -1,9 +1,9 @@
 """All uses of Flower's internals.
 
-No other module imports or reads what Flower does not document, but for ``node_key``,
-``node_list`` and ``secret_sharing`` beside this one.
-Each function has a test in ``tests/compat/test_flower.py`` that says what broke, and
-what to do, when a new version of Flower changes it. Supported: Flower 1.28 to 1.43.
+No other module uses undocumented parts of Flower, except ``node_key``, ``node_list``
+and ``secret_sharing`` in this package. Each function has a test in
+``tests/compat/test_flower.py``. If a new version of Flower changes an internal, the
+test names the fault and the remedy. Supported versions are Flower 1.28 to 1.43.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ except ModuleNotFoundError:  # before Flower 1.32
 try:
     from flwr.supercore.task_identity import TaskIdentity
 except ModuleNotFoundError:
-    # Before Flower 1.38 messages need none. The command's name alone tells the
-    # process that a SuperNode starts for an app.
+    # Before Flower 1.38, messages need no identity. Only the command's name identifies
+    # a process that a SuperNode starts for an app.
     class TaskIdentity:  # type: ignore[no-redef]
         """The identity of this process."""
 
@@ -111,46 +111,47 @@ __all__ = [
     "with_mods",
 ]
 
-# Flower has it since 1.32.
+# Flower has this type since 1.32.
 Mod = Callable[[Message, Context, ClientAppCallable], Message]
 
 T = TypeVar("T")
 R = TypeVar("R", ArrayRecord, ConfigRecord, MetricRecord, RecordDict)
-QUERY_FUNCTION = f"{MessageType.QUERY}.default"  # as an app lists it
+QUERY_FUNCTION = f"{MessageType.QUERY}.default"  # name in an app's list of functions
 _SERVER_ERROR = 500
-_TRIES = 8  # of a request that the SuperLink answers with HTTP 500
+_TRIES = 8  # for a request that the SuperLink answers with HTTP 500
 
 
 def node_config_of(text: str) -> dict[str, Any]:
     """Return the entries of ``flower-supernode --node-config``.
 
     Raises:
-        ConfigError: the text is no ``key=value key='text' ...``. Flower leaves out
-            words without ``=``; here they are refused.
+        ConfigError: the text does not have the form ``key=value key='text' ...``.
+            Flower ignores words without ``=``, but this function refuses them.
     """
-    # Flower's command line, which a run does without.
+    # These import Flower's command line, which a run does not need.
     from click import ClickException
     from flwr.common.config import parse_config_args
 
-    # a quotation without an end; a value that is none
+    # The errors mean an unclosed quotation or an invalid value.
     with suppress(ValueError, ClickException):
         if all("=" in word for word in shlex.split(text)):
             return parse_config_args([text])
     raise ConfigError(
-        f"--node-config={text!r} is not key=value key='text' ..., as flower-supernode"
-        " takes it. Texts stand in quotes: data-path='/data'."
+        f"--node-config={text!r} does not have the form key=value key='text' ..., as"
+        " for flower-supernode. Texts need quotes: data-path='/data'."
     )
 
 
 def empty_run(run_id: int) -> Run:
-    """Return a ``Run`` that no SuperLink knows."""
+    """Return a ``Run`` without a SuperLink."""
     return Run.create_empty(run_id=run_id)
 
 
 def later_mods(call_next: ClientAppCallable) -> tuple[list[Mod], ClientAppCallable]:
     """Return the mods between a mod and the app's function, and that function."""
-    # Flower wraps the function mod by mod, the first one outermost, each in the same
-    # closure: its code tells it, and its variables are the mod and what it calls.
+    # Flower wraps the function mod by mod, and the first mod is the outermost. Each
+    # wrapper is the same closure, so its code identifies it. The variables of the
+    # closure are the mod and the wrapped function.
     mods = []
     while isinstance(call_next, FunctionType) and call_next.__code__ is _CHAINED:
         variables = inspect.getclosurevars(call_next).nonlocals
@@ -160,8 +161,8 @@ def later_mods(call_next: ClientAppCallable) -> tuple[list[Mod], ClientAppCallab
 
 
 def earlier_mods() -> int:
-    """Return how many mods of the app come before the mod that calls this."""
-    # From -1, as the caller is one of them.
+    """Return the number of the app's mods that come before the calling mod."""
+    # Start at -1, because the calling mod is one of them.
     count, frame = -1, sys._getframe(1)
     while frame is not None:
         count += frame.f_code is _CHAINED
@@ -170,7 +171,7 @@ def earlier_mods() -> int:
 
 
 def with_mods(function: ClientAppCallable, mods: Sequence[Mod]) -> ClientAppCallable:
-    """Return an app's function with mods around it, the first one outermost."""
+    """Return an app's function with mods around it, the first mod outermost."""
     return make_ffn(function, list(mods))
 
 
@@ -180,8 +181,8 @@ _CHAINED = make_ffn(
 
 
 def identify_process(run_id: int) -> None:
-    """Give this process an identity, as Flower's engines do; keep an existing one."""
-    # Flower makes no message without one.
+    """Give this process an identity, as Flower's engines do, unless it has one."""
+    # Without an identity, Flower cannot make messages.
     try:
         _ = TaskIdentity.run_id
     except RuntimeError:
@@ -192,16 +193,16 @@ def identify_process(run_id: int) -> None:
 
 def on_network_node() -> bool:
     """Return whether this process works for a SuperNode."""
-    # Flower gives it that node's id; the server's processes have the SuperLink's.
+    # Flower gives it the node's id; processes of the server have the SuperLink's id.
     try:
         return TaskIdentity.node_id != SUPERLINK_NODE_ID
-    except RuntimeError:  # it has none, as in simulation
+    except RuntimeError:  # the process has no identity, for example in simulation
         return False
 
 
 @contextmanager
 def as_network_node() -> Iterator[None]:
-    """Let the block refuse what a process that works for a SuperNode refuses."""
+    """Let the block refuse the same things as a process of a SuperNode."""
     identify_process(1)
     before = TaskIdentity.node_id
     if before == SUPERLINK_NODE_ID:
@@ -213,20 +214,20 @@ def as_network_node() -> Iterator[None]:
 
 
 def is_simulation_grid(grid: Grid) -> bool:
-    """Return whether the grid is that of Flower's simulation."""
+    """Return whether the grid belongs to Flower's simulation."""
     return _is_instance(grid, "InMemoryGrid")
 
 
 def is_network_grid(grid: Grid) -> bool:
-    """Return whether the grid's nodes are separate processes, which may come and go."""
-    # the second one before Flower 1.35
+    """Return whether the grid's nodes are separate processes that may come and go."""
+    # ``GrpcGrid`` is the class before Flower 1.35.
     return _is_instance(grid, "HttpGrid", "GrpcGrid")
 
 
 def _is_instance(grid: Grid, *class_names: str) -> bool:
-    """Return whether the grid is an instance of one of these classes of Flower's."""
-    # By name: their modules have moved, and SQLAlchemy and FastAPI come with them
-    # (0.7 s).
+    """Return whether the grid is an instance of one of these Flower classes."""
+    # Compare names, because the modules of the classes have moved, and they import
+    # SQLAlchemy and FastAPI (0.7 s).
     return any(
         kind.__name__ in class_names and kind.__module__.startswith("flwr.")
         for kind in type(grid).__mro__
@@ -244,7 +245,7 @@ def copied_message(message: Message) -> Message:
 
 def copied_context(context: Context) -> Context:
     """Return an equal context whose records and configs may be changed."""
-    # with the attributes that an app may have added
+    # The copy keeps attributes that an app may have added.
     copied = _shallow(context)
     copied.state = _copied(context.state)
     copied.node_config = dict(context.node_config)
@@ -253,20 +254,20 @@ def copied_context(context: Context) -> Context:
 
 
 def _shallow(value: T) -> T:
-    """Return ``copy.copy(value)`` of an object whose attributes are in its dict."""
-    # in a fifth of its time
+    """Return ``copy.copy(value)`` of an object with its attributes in its dict."""
+    # This takes a fifth of the time.
     copied = object.__new__(type(value))
     copied.__dict__.update(value.__dict__)
     return copied
 
 
 def _copied(records: RecordDict) -> RecordDict:
-    """Return a copy of the records that shares their arrays, which nobody changes."""
+    """Return a copy of the records that shares their constant arrays."""
     copied = {key: record.copy() for key, record in records.items()}
     for record in copied.values():
         if isinstance(record, ArrayRecord):
             continue
-        # Flower's copy shares the lists in a record, which can be changed.
+        # Flower's copy shares the lists in a record, but lists can be changed.
         for name, value in record.items():
             if isinstance(value, list):
                 record.__dict__["_data"][name] = list(value)
@@ -274,8 +275,8 @@ def _copied(records: RecordDict) -> RecordDict:
 
 
 def filled(kind: type[R], values: Mapping[str, Any]) -> R:
-    """Return a record of this class with values that it takes."""
-    # Unchecked: Flower checks each assignment, in four to nine calls.
+    """Return a record of this class with valid values."""
+    # The values are not checked, because Flower checks each one in four to nine calls.
     record: R = _EMPTY[kind].copy()
     record.__dict__["_data"] = dict(values)
     return record
@@ -290,14 +291,14 @@ def array_of_bytes(
     dtype: str, shape: tuple[int, ...], data: bytes, stype: str = "numpy.ndarray"
 ) -> Array:
     """Return ``Array(dtype, shape, stype, data)``."""
-    # Flower's constructor takes longer than a copy of the bytes.
+    # Flower's constructor takes longer than copying the bytes.
     array = Array.__new__(Array)
     array.__dict__.update(dtype=dtype, shape=shape, stype=stype, data=data)
     return array
 
 
 class BufferArray(Array):
-    """An ``Array`` over any buffer of bytes, of which ``data`` is a copy."""
+    """An ``Array`` over any buffer of bytes. ``data`` returns a copy of the buffer."""
 
     def __init__(
         self, dtype: str, shape: tuple[int, ...], stype: str, buffer: bytes | memoryview
@@ -316,7 +317,7 @@ class BufferArray(Array):
         self.buffer = value
 
     def __eq__(self, other: object) -> bool:
-        """Compare as Array does, also with a plain one."""
+        """Compare like ``Array``, including with a plain ``Array``."""
         if not isinstance(other, Array):
             return False
         own = (self.dtype, self.shape, self.stype, self.data)
@@ -325,7 +326,7 @@ class BufferArray(Array):
     __hash__ = None  # type: ignore[assignment]
 
     def __reduce__(self) -> tuple[type[Array], tuple[str, tuple[int, ...], str, bytes]]:
-        """Pickle and copy it as a plain Array."""
+        """Pickle and copy it as a plain ``Array``."""
         return Array, (self.dtype, self.shape, self.stype, self.data)
 
 
@@ -339,7 +340,7 @@ def stamped(message: Message, message_id: str, run_id: int) -> Message:
 
 
 def readdressed(message: Message, content: RecordDict, node_id: int) -> Message:
-    """Return the same message with another content to another node."""
+    """Return the same message with new content for another node."""
     # Flower's constructor makes forty calls.
     sent = _shallow(message)
     metadata = _shallow(message.metadata)
@@ -362,7 +363,7 @@ def answer(message: Message, content: RecordDict) -> Message:
         _created_at=now,
         _ttl=about["_created_at"] + about["_ttl"] - now,
     )
-    # since Flower 1.31
+    # These exist since Flower 1.31.
     if "_src_task_id" in about:
         sender = about["_src_task_id"]
         about.update(_src_task_id=about["_dst_task_id"], _dst_task_id=sender)
@@ -378,14 +379,14 @@ def set_message_id(message: Message, message_id: str) -> None:
 
 
 def set_reply_source(reply: Message, node_id: int) -> None:
-    """Set the node that sent a reply: an error reply for a lost node lacks it."""
+    """Set the node that sent a reply, because error replies for lost nodes lack it."""
     reply.metadata.__dict__["_src_node_id"] = node_id
 
 
 def set_reply_address(reply: Message, message: Message) -> bool:
-    """Address ``reply`` to ``message``; return whether it was addressed otherwise."""
-    # Flower's mods answer their own reply where they refuse it, and Flower's own
-    # engines lose such an answer.
+    """Address ``reply`` to ``message``, and return whether this changed it."""
+    # Flower's mods answer their own reply if they refuse it, and Flower's own engines
+    # lose such an answer.
     wanted = {
         "_reply_to_message_id": message.metadata.message_id,
         "_src_node_id": message.metadata.dst_node_id,
@@ -399,7 +400,7 @@ def set_reply_address(reply: Message, message: Message) -> bool:
 def app_error(message: Message, reason: str | Exception) -> Message:
     """Return the reply of a node whose app raised an exception."""
     if isinstance(reason, Exception):
-        # the text of Flower's own engines
+        # Use the text of Flower's own engines.
         raised = ClientAppException(str(reason))
         reason = f"{type(raised)}:<'{raised}'>"
     return Message(
@@ -408,7 +409,7 @@ def app_error(message: Message, reason: str | Exception) -> Message:
 
 
 def as_error(reply: Message, reason: str) -> Message:
-    """Return the reply with an error in the place of its content."""
+    """Return the reply with an error instead of its content."""
     failed = _shallow(reply)
     failed.__dict__.update(_content=None, _error=Error(ErrorCode.UNKNOWN, reason))
     return failed
@@ -420,22 +421,22 @@ def is_app_error(reply: Message) -> bool:
 
 
 def is_mod_refusal(reply: Message) -> bool:
-    """Return whether the reply is that of a mod of Flower's that refuses a message."""
+    """Return whether the reply comes from a mod of Flower that refuses a message."""
     return reply.has_error() and reply.error.code == ErrorCode.MOD_FAILED_PRECONDITION
 
 
 def loaded_apps(seconds: float) -> list[ClientApp]:
-    """Return the ClientApps of this process, complete ones; [] if there are none after
-    these seconds.
+    """Return the complete ClientApps of this process.
 
-    A simulation loads its app in its server's process, while the server starts.
+    The list is empty if there are none after the given seconds. A simulation loads its
+    app in its server's process while the server starts.
     """
     end = time.monotonic() + seconds
     while time.monotonic() < end:
-        # An app has its functions when its module is loaded.
+        # An app has its functions after its module is loaded.
         specs = [getattr(one, "__spec__", None) for one in [*sys.modules.values()]]
         if not any(getattr(spec, "_initializing", False) for spec in specs):
-            # The type, not isinstance: a lazy object would load what it stands for.
+            # Do not use isinstance, because a lazy object would then load its target.
             apps = [one for one in gc.get_objects() if issubclass(type(one), ClientApp)]
             if apps:
                 return apps
@@ -445,25 +446,25 @@ def loaded_apps(seconds: float) -> list[ClientApp]:
 
 def has_function(app: Any, message_type: str) -> bool:
     """Return whether the app has a function for such messages."""
-    # one of a client_fn, or no ClientApp, takes all of them
+    # An app with a client_fn, or another object, accepts all messages.
     functions = getattr(app, "_registered_funcs", {message_type: app})
     return message_type in functions or getattr(app, "_call", None) is not None
 
 
 def lacks_function(reply: Message, message_type: str) -> bool:
-    """Return whether the reply says that the app has no function for such messages."""
+    """Return whether the reply reports that the app lacks a function for messages."""
     if not reply.has_error() or not is_app_error(reply):
         return False
-    # such as query.exchange; the text is all that Flower says
+    # An example is query.exchange. Flower reports it only by this text.
     category, _, action = message_type.partition(".")
     missing = f"No {category} function registered with name '{action}'"
     return missing in str(reply.error.reason)
 
 
 def calling_dp_wrapper() -> str:
-    """Return the class of Flower's DP wrapper that calls the caller; "" for none."""
-    # A wrapped strategy is not told that it is wrapped, in the Message API or in the
-    # legacy one: the wrapper's call is found on the stack.
+    """Return the class of Flower's DP wrapper that calls the caller, or ""."""
+    # A wrapped strategy does not know of its wrapper, neither in the Message API nor in
+    # the legacy one. Find the call of the wrapper on the stack.
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_globals.get("__name__", "").startswith(
@@ -477,8 +478,9 @@ def calling_dp_wrapper() -> str:
 def legacy_records(
     kind: str,
 ) -> tuple[Callable[[Any], RecordDict], Callable[[RecordDict], Any]]:
-    """Return how a call of the legacy loop, of this message type, is written as records,
-    and how its result is read.
+    """Return two functions for calls of the legacy loop with this message type.
+
+    The first writes a call as records, the second reads its result.
     """
     legacy = recorddict_compat
     if kind == "get_properties":
@@ -486,7 +488,7 @@ def legacy_records(
             legacy.getpropertiesins_to_recorddict,
             legacy.recorddict_to_getpropertiesres,
         )
-    # The second argument: whether the arrays stay where they were read, too.
+    # The second argument decides whether the arrays also stay in the source.
     if kind == "train":
         return (
             lambda ins: legacy.fitins_to_recorddict(ins, True),
@@ -509,18 +511,18 @@ def log_start(
     train_config: ConfigRecord | None,
     evaluate_config: ConfigRecord | None,
 ) -> None:
-    """Log what Flower's own ``start`` logs first."""
+    """Log the first lines of Flower's own ``start``."""
     log_strategy_start_info(num_rounds, arrays, train_config, evaluate_config)
 
 
 def retry_http_500(grid: Grid) -> None:
     """Make Flower's HTTP grid repeat a request after an answer 500.
 
-    It does so itself after 502 to 504. A SuperLink answers 500 while writes of the
-    nodes lock its SQLite database. Other grids do not change.
+    Flower itself repeats requests after 502 to 504. A SuperLink answers 500 while
+    writes of the nodes lock its SQLite database. Other grids do not change.
     """
-    # The request, not ``pull_messages``: that has taken messages from the SuperLink,
-    # which would be lost.
+    # Repeat the request, not ``pull_messages``. The latter has already taken messages
+    # from the SuperLink, and they would be lost.
     invoker = getattr(grid, "_retry_invoker", None)
     if invoker is None or isinstance(invoker.should_giveup, _GiveUp):
         return
@@ -537,16 +539,16 @@ def retry_http_500(grid: Grid) -> None:
 
 
 class _GiveUp:
-    """Whether to give up a request: as Flower, and after repeated answers 500."""
+    """Decides when to give up a request, including after repeated answers 500."""
 
     def __init__(self, otherwise: Callable[[Exception], bool]) -> None:
         self._otherwise = otherwise
-        # Flower's own threads use the same grid, so each thread, and with it each
+        # Flower's own threads use the same grid. Each thread, and therefore each
         # request, has its own count.
         self._thread = threading.local()
 
     def reset(self) -> None:
-        """Count from 0 again, for the thread's next request."""
+        """Start at 0 again for the thread's next request."""
         self._thread.failures = 0
 
     def __call__(self, error: Exception) -> bool:

@@ -1,12 +1,12 @@
-"""What the check of a node takes from Flower's Fleet API: one activation of its key.
+"""An activation of a node's key by Flower's Fleet API, to check the node.
 
-No other module imports it. ``tests/compat/test_node_key.py`` says what broke when a new
-version of Flower changes it.
+No other module imports it. If a new version of Flower changes it,
+``tests/compat/test_node_key.py`` names the fault.
 
-Read in Flower 1.41: the SuperLink activates a key that is registered and not online,
-and answers the same error (2004) for one that is not registered and for one that is
-online; it then changes nothing. A node cannot ask about a key otherwise. An activation
-that is not ended lasts two heartbeat intervals, the shortest 20 s.
+In Flower 1.41, the SuperLink activates a key that is registered and not online. It
+answers with the same error (2004) for keys that are not registered and keys that are
+online, and then changes nothing. A node has no other way to ask about a key. An
+activation that is not ended lasts two heartbeat intervals, at least 20 s each.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class RefusedKey(Exception):
     """The SuperLink did not activate a key.
 
     Attributes:
-        code: ``REFUSED`` (the key is not registered, or is online), or "" for another
+        code: ``REFUSED`` if the key is not registered or is online; empty for another
             answer.
     """
 
@@ -53,35 +53,35 @@ def private_key(content: bytes) -> ec.EllipticCurvePrivateKey:
     """Return the key in the file of ``flower-supernode --auth-supernode-private-key``.
 
     Raises:
-        ValueError: it is no OpenSSH key on an elliptic curve, or has a password.
+        ValueError: it is not an OpenSSH key on an elliptic curve, or has a password.
     """
     try:
         key = load_ssh_private_key(content, None)
     except (UnsupportedAlgorithm, TypeError) as error:
         raise ValueError(str(error)) from error
     if not isinstance(key, ec.EllipticCurvePrivateKey):
-        raise ValueError("it is no key on an elliptic curve")
+        raise ValueError("it is not a key on an elliptic curve")
     return key
 
 
 def public_bytes(key: ec.EllipticCurvePrivateKey) -> bytes:
-    """Return the public key, by which the SuperLink knows the node."""
+    """Return the public key that identifies the node for the SuperLink."""
     return public_key_to_bytes(key.public_key())
 
 
 def try_key(
     address: str, root_certificates: bytes | None, key: ec.EllipticCurvePrivateKey
 ) -> None:
-    """Activate a key and end the activation at once; nothing else is sent.
+    """Activate a key and end the activation immediately, without other requests.
 
     Args:
         address: ``host:port`` of the SuperLink.
-        root_certificates: PEM; None = without TLS.
-        key: the node's private key, which signs both requests.
+        root_certificates: PEM, or None without TLS.
+        key: the node's private key, for signing both requests.
 
     Raises:
         RefusedKey: the SuperLink did not activate the key.
-        httpx.HTTPError: it does not answer.
+        httpx.HTTPError: the SuperLink does not answer.
     """
     signed: list[ProtobufClientInterceptor] = [
         _Version(),
@@ -98,21 +98,21 @@ def try_key(
             node_id = client.ActivateNode(request).node_id
         except httpx.HTTPStatusError as error:
             refusal = FlowerError.from_json(error.response.text)
-            # such as the answer of a proxy
+            # This may be the answer of a proxy.
             if refusal is None:
                 text = f"HTTP {error.response.status_code}: {error.response.text[:200]}"
                 raise RefusedKey(text) from error
             refused = refusal.code == ApiErrorCode.FLEET_NODE_ACTIVATION_FAILED
             raise RefusedKey(refusal.message, REFUSED if refused else "") from error
-        # An activation that is not ended would keep the node itself out for a while.
-        with suppress(httpx.HTTPError):  # the activation ends by itself
+        # Otherwise the activation would prevent the node from connecting for a while.
+        with suppress(httpx.HTTPError):  # the activation ends on its own
             client.DeactivateNode(DeactivateNodeRequest(node_id=node_id))
 
 
 class _Version:
-    """Says the version of Flower, as a SuperNode does.
+    """Adds the version of Flower to a request, as a SuperNode does.
 
-    Flower's own interceptor ends the process at a refusal.
+    Flower's own interceptor would end the process after a refusal.
     """
 
     def intercept(

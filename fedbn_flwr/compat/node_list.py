@@ -1,10 +1,10 @@
-"""What registering nodes takes from Flower's Control API: the SuperLink's list of them.
+"""The SuperLink's list of nodes in Flower's Control API, to register nodes.
 
-``docker/register.py`` alone imports it. ``tests/compat/test_node_list.py`` says what
-broke when a new version of Flower changes it.
+Only ``docker/register.py`` imports it. If a new version of Flower changes it,
+``tests/compat/test_node_list.py`` names the fault.
 
-Read in Flower 1.41: ``flwr supernode list`` prints neither the names nor the keys that
-the SuperLink has. A key that was unregistered stays known, and is never taken again.
+In Flower 1.41, ``flwr supernode list`` does not print the SuperLink's names or keys of
+nodes. The SuperLink remembers an unregistered key and never accepts it again.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ __all__ = ["register_exactly"]
 
 
 def register_exactly(connection: str, keys: Mapping[str, bytes]) -> list[str]:
-    """Register these nodes, unregister all others, and say what was done of each.
+    """Register these nodes, unregister all others, and return a line for each node.
 
     Args:
         connection: the SuperLink's name in Flower's config.
-        keys: name to public key (PEM) of each node.
+        keys: public key (PEM) of each node by name.
 
     Raises:
         click.ClickException: the SuperLink does not answer, or refuses a key.
@@ -41,7 +41,7 @@ def register_exactly(connection: str, keys: Mapping[str, bytes]) -> list[str]:
             for node in client.ListNodes(ListNodesRequest()).nodes_info:
                 known[node.public_key] = node
 
-            # Those that are registered, and shall not be; also by another name.
+            # Find registered keys that should not be, even under another name.
             wanted = set(keys.values())
             for key, node in known.items():
                 if key not in wanted and node.status != NodeStatus.UNREGISTERED:

@@ -1,8 +1,9 @@
-"""What masked sums take from Flower's: key agreement, secret sharing, encryption.
+"""The parts of Flower that masked sums use.
 
-No other module imports it. ``tests/compat/test_secret_sharing.py`` says what broke when
-a new version changes it. Flower's stream of masks (``pseudo_rand_gen``) is not used: it
-folds the agreed key to 32 bits.
+They are key agreement, secret sharing and encryption. No other module imports them. If
+a new version of Flower changes them, ``tests/compat/test_secret_sharing.py`` names the
+fault. Flower's stream of masks (``pseudo_rand_gen``) is not used, because it folds the
+agreed key to 32 bits.
 """
 
 from __future__ import annotations
@@ -36,26 +37,26 @@ __all__ = [
     "public_of",
 ]
 
-_BYTES = 48  # of a secret key on the curve P-384
+_BYTES = 48  # length of a secret key on the curve P-384
 
 
 def new_pair() -> tuple[bytes, bytes]:
-    """Return a fresh secret key of 48 bytes, and its public key."""
+    """Return a new secret key of 48 bytes and its public key."""
     secret, public = generate_key_pairs()
     number = secret.private_numbers().private_value
     return number.to_bytes(_BYTES, "big"), public_key_to_bytes(public)
 
 
 def public_of(secret: bytes) -> bytes:
-    """Return the public key of a secret key; ValueError if it is none."""
+    """Return the public key of a secret key, or raise ValueError."""
     return public_key_to_bytes(_private(secret).public_key())
 
 
 def agreed(secret: bytes, public: bytes) -> bytes:
-    """Return the key that two owners agree on: 32 bytes in URL-safe base64.
+    """Return the key that two owners agree on, as 32 bytes in URL-safe base64.
 
     Raises:
-        ValueError: a key is none.
+        ValueError: a key is invalid.
     """
     return generate_shared_key(_private(secret), bytes_to_public_key(public))
 

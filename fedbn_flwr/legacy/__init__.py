@@ -1,9 +1,9 @@
-"""Flower's older loop, in which messages number their arrays.
+"""Flower's older loop, with numbered arrays in its messages.
 
 In reading order:
 
-- ``legacy_strategy``: ``to_legacy``, the strategies in this loop.
-- ``legacy_client``: ``to_client_fn``, an app with its mods for ``start_client``.
-- ``legacy_messages``: the loop's messages as messages with named arrays.
-- ``secure_aggregation``: the average that the loop's secure aggregation returns.
+- ``legacy_strategy``: ``to_legacy`` adapts the strategies to this loop.
+- ``legacy_client``: ``to_client_fn`` adapts an app with mods to ``start_client``.
+- ``legacy_messages``: converts the loop's messages to messages with named arrays.
+- ``secure_aggregation``: the average from the loop's secure aggregation.
 """

@@ -1,4 +1,4 @@
-"""A ClientApp of Flower's older kind, with its mods, for ``flwr.client.start_client``.
+"""A ClientApp of Flower's older kind, with its mods, for ``start_client``.
 
 ::
 
@@ -35,19 +35,22 @@ __all__ = ["to_client_fn"]
 def to_client_fn(
     app: ClientApp, node_config: Mapping[str, Any] | None = None
 ) -> Callable[[Context], Client]:
-    """Return the app as the ``client_fn`` of ``start_client``, which takes no mods and
-    no node config; ``start_simulation`` takes it, too.
+    """Return the app as the ``client_fn`` of ``start_client``.
+
+    ``start_client`` itself takes no mods and no node config. ``start_simulation`` also
+    accepts the result.
 
     Args:
         app: ``ClientApp(client_fn, mods=[...])``.
-        node_config: as of a SuperNode: ``{"partition-id": 0}``, and the ``state-dir``.
+        node_config: the config of a SuperNode, ``{"partition-id": 0}`` and the
+            ``state-dir``.
 
     Raises:
-        ConfigError: the app is none, as a ``client_fn`` by itself.
+        ConfigError: the app is not a ClientApp, for example only a ``client_fn``.
     """
     if not isinstance(app, ClientApp):
         raise ConfigError(
-            f"to_client_fn takes a ClientApp, and app={app!r:.80} is none: write"
+            f"to_client_fn takes a ClientApp, but app={app!r:.80} is not one. Write"
             " to_client_fn(ClientApp(client_fn, mods=[bn_mod]), node_config)"
         )
     own = dict(node_config or {})
@@ -60,7 +63,7 @@ def to_client_fn(
 
 
 class _AppClient(Client):
-    """A client that hands each call to an app, as the message that the call came in."""
+    """A client that passes each call to an app, as the original message of the call."""
 
     def __init__(self, app: ClientApp, context: Context) -> None:
         self._app = app
@@ -79,11 +82,11 @@ class _AppClient(Client):
         return res
 
     def _answer(self, kind: str, ins: Any) -> Any:
-        # the process of start_client has no identity, and makes no message without one
+        # The process of start_client has no identity, but messages need one.
         identify_process(1)
         write, read = legacy_records(kind)
         content: RecordDict = write(ins)
         reply = self._app(Message(content, self._context.node_id, kind), self._context)
-        if reply.has_error():  # a mod of Flower's has refused it
+        if reply.has_error():  # a mod of Flower has refused the message
             raise StateError(reply.error.reason)
         return read(reply.content)

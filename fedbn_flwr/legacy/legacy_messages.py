@@ -1,9 +1,9 @@
-"""Messages of Flower's legacy loop as messages with named arrays, for one mod on both.
+"""Conversion of the legacy loop's messages, so that a mod works in both loops.
 
-The loop's messages number their arrays. ``to_legacy`` sends the names in
-``config["fedbn-flwr.array-names"]``, as ``messages.numpy_client`` does. A reply has a
-config of scalars and one list of arrays, so the entries of ``ReplyInfo`` are added to
-its metrics.
+The messages of Flower's legacy loop number their arrays. ``to_legacy`` sends the names
+in ``config["fedbn-flwr.array-names"]``, as ``messages.numpy_client`` does. A reply has
+only a config of scalars and one list of arrays, so the entries of ``ReplyInfo`` are
+added to its metrics.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ _ASKED, _KNOWN = "getpropertiesins.config", "getpropertiesres"
 
 
 def with_names(mod: Mod) -> Mod:
-    """Return the mod as one that also works on the legacy loop's messages.
+    """Return the mod, extended to messages of the legacy loop.
 
-    Messages without array names, from other strategies than ``to_legacy``'s, skip the
-    mod.
+    Messages without array names skip the mod, because they are from strategies other
+    than ``to_legacy``.
     """
 
     @functools.wraps(mod)
@@ -53,7 +53,7 @@ def with_names(mod: Mod) -> Mod:
         for kind in _REPLY:
             if f"{kind}.config" not in message.content:
                 continue
-            # of another strategy than ours
+            # The message comes from a strategy of another package.
             if ARRAY_NAMES not in message.content.config_records[f"{kind}.config"]:
                 return call_next(message, context)
             return _through(mod, kind, message, context, call_next)
@@ -69,8 +69,8 @@ def _through(
     context: Context,
     call_next: ClientAppCallable,
 ) -> Message:
-    """Call the mod with a message of named arrays, and give its reply numbers again."""
-    # In: the list of arrays becomes the records that the names tell.
+    """Call the mod with a message of named arrays, and number those of its reply."""
+    # On the way in, the list of arrays becomes records according to the names.
     key, result = f"{kind}.parameters", _REPLY[kind]
     config = message.content.config_records[f"{kind}.config"]
     names = json.loads(str(config[ARRAY_NAMES]))
@@ -81,7 +81,7 @@ def _through(
 
     def by_number(message: Message, context: Context) -> Message:
         """Call the client, and add names to the arrays that it returns."""
-        # The mod may have taken out and added entries: the client sees their order.
+        # The mod may have removed or added entries, so use their current order.
         names = list(message.content.array_records[key])
         config[ARRAY_NAMES] = json.dumps(names)
         reply = call_next(message, context)
@@ -91,14 +91,14 @@ def _through(
             returned = _decoded(reply.content.array_records.pop(f"{result}.parameters"))
             if len(returned) != len(names):
                 raise StateError(
-                    f"fit returned {len(returned)} arrays; the mod takes out what stays"
-                    f" from the whole state dict, {len(names)} arrays in the order"
-                    " received"
+                    f"fit returned {len(returned)} arrays, but it must return the whole"
+                    f" state dict, {len(names)} arrays in the order received. The mod"
+                    " removes the local entries"
                 )
             reply.content[key] = to_record(dict(zip(names, returned, strict=True)))
         return reply
 
-    # Out: the mod's reply as the loop reads it.
+    # On the way out, convert the mod's reply to the loop's form.
     try:
         reply = mod(message, context, by_number)
     except _Unanswered as unanswered:
@@ -109,7 +109,7 @@ def _through(
 
 
 class _Unanswered(Exception):
-    """The client failed: its reply goes back unchanged, without the mod."""
+    """The client failed, so its reply is returned unchanged, without the mod."""
 
     def __init__(self, reply: Message) -> None:
         super().__init__()
@@ -117,7 +117,7 @@ class _Unanswered(Exception):
 
 
 def _answered(reply: Message, result: str) -> bool:
-    """Return whether the client succeeded; if not, the reply gives the reason.
+    """Return whether the client succeeded. If not, the reply has the reason.
 
     Raises:
         StateError: the reply is not a reply of the legacy loop.
@@ -126,22 +126,22 @@ def _answered(reply: Message, result: str) -> bool:
         return False
     if f"{result}.status" not in reply.content:
         raise StateError(
-            "the app answers the Message API, and the server runs Flower's legacy loop"
-            " (to_legacy): there it is ClientApp(client_fn, mods=[bn_mod])"
+            "the app answers the Message API, but the server runs Flower's legacy loop"
+            " (to_legacy). For this loop, use ClientApp(client_fn, mods=[bn_mod])"
         )
     return reply.content.config_records[f"{result}.status"]["code"] == Code.OK.value
 
 
 def _decoded(record: ArrayRecord) -> list[Array]:
-    # an empty list travels as one empty array
+    # An empty list is sent as one empty array.
     return [view(array) for array in record.values() if array.data]
 
 
 def _numbered(reply: Message, key: str, result: str) -> None:
-    """Give a reply the legacy form: one list of arrays, all else in the metrics."""
+    """Give a reply the legacy form, with one list of arrays and the rest in metrics."""
     records = reply.content.array_records
     metrics = reply.content.config_records[f"{result}.metrics"]
-    # The records become one list, whose names go among the metrics.
+    # The records become one list, and the metrics contain its names.
     if key in records:
         entries = {}
         for record in list(records):
@@ -159,7 +159,7 @@ def _numbered(reply: Message, key: str, result: str) -> None:
             reported[name] = counted.pop(name)
     info: Mapping[str, Any] = reply.content.config_records.pop(INFO, {})
     reported |= info
-    # A partition id among the metrics would be averaged; it is in the properties.
+    # Remove the partition id, which would be averaged. It is in the properties.
     reported.pop(PARTITION_ID, None)
     metrics.update(reported)
 
@@ -172,11 +172,11 @@ def _introduced(reply: Message, context: Context) -> Message:
             f"{_KNOWN}.properties", {}
         )
         stated = known.get(PARTITION_ID)
-        # the server reads no text and no float
+        # The server does not read a text or a float.
         number = stated if type(stated) is int else partition_id
         entries = {**known, PARTITION_ID: number}
         reply.content[f"{_KNOWN}.properties"] = ConfigRecord(entries)
-        # as Flower's NumPyClient
+        # Flower's NumPyClient sets the same status.
         reply.content[f"{_KNOWN}.status"] = ConfigRecord(
             {"code": Code.OK.value, "message": "Success"}
         )

@@ -1,11 +1,11 @@
 """The strategies in Flower's legacy loop, as a ``flwr.server.strategy.Strategy``.
 
-For projects with ``flwr.server.ServerApp`` and ``ServerAppComponents``, with
-``start_server``, or with ``DefaultWorkflow`` and ``SecAggPlusWorkflow``. The legacy
-loop sends a list of arrays
-and a config of scalars each way, with one ``fit`` and one ``evaluate`` per round. The
-config has the names, as for ``client_app`` (``messages.numpy_client``). Methods that
-need exchanges inside a round are refused.
+This module is for projects with ``flwr.server.ServerApp`` and ``ServerAppComponents``,
+with ``start_server``, or with ``DefaultWorkflow`` and ``SecAggPlusWorkflow``. The
+legacy loop sends a list of arrays and a config of scalars in each direction, with one
+``fit`` and one ``evaluate`` per round. The config has the names of the arrays, as for
+``client_app`` (``messages.numpy_client``). Methods that need exchanges inside a round
+are refused.
 """
 
 from __future__ import annotations
@@ -76,38 +76,38 @@ Failures = list[tuple[ClientProxy, Any] | BaseException]
 
 
 class LegacyStrategy(FlowerLegacyStrategy):
-    """A strategy for Flower's legacy loop; ``to_legacy`` is its other name.
+    """A strategy for Flower's legacy loop, also named ``to_legacy``.
 
-    ``ServerAppComponents(strategy=to_legacy(...), config=...)`` takes it, and so does
-    ``DefaultWorkflow``:
-    ``LegacyContext(context, config=..., strategy=to_legacy(...))``, also with
-    ``SecAggPlusWorkflow`` for fit. A project's own strategy that overrides methods of
-    Flower's FedAvg is derived from this class in its place.
+    Pass it as ``ServerAppComponents(strategy=to_legacy(...), config=...)`` or, for
+    ``DefaultWorkflow``, as
+    ``LegacyContext(context, config=..., strategy=to_legacy(...))``. The latter also
+    works with ``SecAggPlusWorkflow`` for fit. If a project's own strategy overrides
+    methods of Flower's FedAvg, derive it from this class instead.
 
-    Clients are NumPyClients. FedAvg and the server optimizers need nothing more; the
+    Clients are NumPyClients. FedAvg and the server optimizers need nothing more. The
     other methods need the mod ``bn_mod`` (and ``bn_rules`` in ``fit``), or a
     ``TorchClient`` in Flower's own ``ClientApp(client_fn=...)``. ``start_client`` takes
-    an app with the mod as ``to_client_fn(app, node_config)``. Runs repeat bit for
-    bit only with the mod, or with a ``get_properties`` that returns the
-    ``partition-id``; without them the order of sums depends on node ids.
+    an app with the mod as ``to_client_fn(app, node_config)``. Runs repeat bit for bit
+    only with the mod, or with a ``get_properties`` that returns the ``partition-id``.
+    Otherwise the order of sums depends on node ids.
 
-    A run that diverged ends as with ``start``, with a DivergedError. A run in which no
-    round had enough usable replies ends with a NothingTrainedError, in its last round
-    if ``num_rounds`` says which it is, else in the second.
+    A diverged run ends with a DivergedError, as with ``start``. If no round had enough
+    usable replies, the run ends with a NothingTrainedError: in its last round if
+    ``num_rounds`` is given, otherwise in the second round.
 
     Args:
         strategy: a strategy of this package, with Flower's Message-API arguments
             (``fraction_train``, ...).
-        initial_arrays: the common start, ``ArrayRecord(model.state_dict())``; it gives
-            names and parts.
-        num_rounds: rounds of the run, which the legacy loop does not pass; needed if a
-            setting is a share of them.
+        initial_arrays: the common start, ``ArrayRecord(model.state_dict())``, which
+            determines names and parts.
+        num_rounds: number of rounds, because the legacy loop does not pass it. It is
+            necessary if a setting is a share of the rounds.
         evaluate_fn: as in Flower's legacy FedAvg,
             ``(round, arrays, config) -> (loss, metrics)``.
-        on_fit_config_fn: as in FedAvg, more config for training.
-        on_evaluate_config_fn: as in FedAvg, more config for evaluation.
-        fit_metrics_aggregation_fn: as in FedAvg, for the results that were used;
-            default: the average of numbers.
+        on_fit_config_fn: as in FedAvg, adds config for training.
+        on_evaluate_config_fn: as in FedAvg, adds config for evaluation.
+        fit_metrics_aggregation_fn: as in FedAvg, called with the used results. The
+            default averages numbers.
         evaluate_metrics_aggregation_fn: as in FedAvg, for evaluation.
         timeout: seconds to wait for enough clients, and for their properties.
 
@@ -116,7 +116,7 @@ class LegacyStrategy(FlowerLegacyStrategy):
 
     Raises:
         ConfigError: the method exchanges messages inside a round, settings do not fit,
-            or an argument is of another type.
+            or an argument has the wrong type.
     """
 
     def __init__(
@@ -144,22 +144,22 @@ class LegacyStrategy(FlowerLegacyStrategy):
         self._evaluate_metrics = evaluate_metrics_aggregation_fn
         self._ids = _NodeIds()
         self._sent: dict[int, Message] = {}  # by node id
-        # why a client's training failed, by node id
+        # Reason for a client's failed training, by node id.
         self._failed: dict[int, str] = {}
         self._secure = False  # whether secure aggregation has been seen
-        self._fitting = 0  # the round whose results have not been aggregated
+        self._fitting = 0  # round whose results are not aggregated yet
         self._fits = 0
 
     def initialize_parameters(self, client_manager: ClientManager) -> Parameters:
-        """Return the initial arrays; the loop calls this first."""
-        # start_simulation does not, and no message could be made
+        """Return the initial arrays. The loop calls this first."""
+        # start_simulation gives the process no identity, but messages need one.
         identify_process(secrets.randbits(63))
-        # Also for a second run of the same strategy, which begins anew.
+        # This includes a second run of the same strategy, which starts again.
         self._fits += 1
         if self._fits > 1:
             run = self.strategy.run
             self.strategy.prepare(self._initial, run.num_rounds, run.timeout)
-        # Another run on the same nodes may be of another object, or of another process.
+        # Another run on the same nodes may have another object or another process.
         self.strategy.run.start_id = secrets.token_hex(8)
         return _parameters(self._initial)
 
@@ -175,8 +175,7 @@ class LegacyStrategy(FlowerLegacyStrategy):
             self._fit_config(server_round),
             client_manager,
         )
-        # Without messages the loop leaves aggregate_fit out, and the round would not
-        # end.
+        # Without messages, the loop does not call aggregate_fit, so end the round here.
         if opened:
             self._fitting = server_round
         else:
@@ -193,12 +192,13 @@ class LegacyStrategy(FlowerLegacyStrategy):
         results: list[tuple[ClientProxy, FitRes]],
         failures: Failures,
     ) -> tuple[Parameters | None, dict[str, Scalar]]:
-        """Return the aggregated model, None if it stays as it is, and the metrics."""
+        """Return the aggregated model, or None if it is unchanged, and the metrics."""
         self._fitting = 0
         run = self.strategy.run
 
-        # Under secure aggregation every result is the same average of all clients. Not
-        # each method can use it, which the results are the first to show.
+        # Under secure aggregation, every result is the same average over all clients.
+        # Some methods cannot use this average. Only the results reveal that secure
+        # aggregation is on, so check here.
         secure = is_secure_average(res for _, res in results)
         if secure and not self._secure:
             check(self.strategy)
@@ -209,7 +209,7 @@ class LegacyStrategy(FlowerLegacyStrategy):
             arrays = parameters_to_ndarrays(res.parameters)
             made = reply_to_fit(message, arrays, res.num_examples, res.metrics)
             if secure:
-                # made once, and shared by all replies
+                # Make it once, and share it between all replies.
                 for key, record in made.content.array_records.items():
                     if key not in average:
                         whole = restored(from_record(record), run.before, run.parts)
@@ -217,7 +217,7 @@ class LegacyStrategy(FlowerLegacyStrategy):
                     made.content[key] = average[key]
             return made
 
-        # The strategy refuses bad replies itself; the project's function has the rest.
+        # The strategy refuses bad replies, and the project's function gets the others.
         rejected_before = dict(run.report.rejected)
         replies = self._replies(reply, results, failures)
         arrays, averaged = self.strategy.aggregate_train(server_round, replies)
@@ -240,7 +240,7 @@ class LegacyStrategy(FlowerLegacyStrategy):
             self._evaluate_config(server_round),
             client_manager,
         )
-        # as in configure_fit: the loop leaves aggregate_evaluate out
+        # As in configure_fit, the loop does not call aggregate_evaluate.
         if not opened:
             self.strategy.aggregate_evaluate(server_round, [])
         return [
@@ -272,14 +272,14 @@ class LegacyStrategy(FlowerLegacyStrategy):
     def evaluate(
         self, server_round: int, parameters: Parameters
     ) -> tuple[float, dict[str, Scalar]] | None:
-        """Return the result of ``evaluate_fn``; None without one."""
+        """Return the result of ``evaluate_fn``, or None without the function."""
         if self._evaluate_fn is None:
             return None
-        # A method may test other values than those that it trains on.
+        # A method may test other values than those used in training.
         arrays = self.strategy.for_evaluate_fn(server_round, self._record(parameters))
         found = self._evaluate_fn(server_round, list(from_record(arrays).values()), {})
-        # A loss that is not finite is a divergence; before round 1 the model is the
-        # project's own, and nothing has been trained.
+        # A non-finite loss is a divergence, except before round 1: the model is then
+        # the project's own, and nothing has been trained.
         if found is not None and server_round:
             losses = losses_not_finite({"": {LOSS: float(found[0])}})
             note_losses(self.strategy.run, losses)
@@ -300,7 +300,7 @@ class LegacyStrategy(FlowerLegacyStrategy):
         Args:
             fn: the project's function.
             results: results of the clients.
-            before: rejected replies of this round before these results, by node.
+            before: replies that this round rejected before these results, by node.
         """
         rejected = self.strategy.run.report.rejected
         used = []
@@ -308,7 +308,7 @@ class LegacyStrategy(FlowerLegacyStrategy):
             node_id = self._ids.of(proxy)
             if rejected.get(node_id) != before.get(node_id):
                 continue
-            # without the keys that the mod adds: the project does not know them
+            # Leave out the mod's keys, because the project does not use them.
             own = {k: v for k, v in res.metrics.items() if k not in CLIENT_KEYS}
             used.append((res.num_examples, own))
         if not used:
@@ -324,14 +324,14 @@ class LegacyStrategy(FlowerLegacyStrategy):
         client_manager: ClientManager,
     ) -> list[tuple[ClientProxy, NDArrays, Config]]:
         """Return a round's messages as clients with their arrays and config."""
-        # The strategy asks for nodes and makes messages as under the Message API.
+        # The strategy asks for nodes and makes messages as in the Message API.
         grid = _ManagerGrid(client_manager, self.strategy, self._ids)
         record = self._record(parameters)
         messages = configure(server_round, record, ConfigRecord(dict(config)), grid)
         self._sent = {message.metadata.dst_node_id: message for message in messages}
         self._failed.clear()
 
-        # Clients come and go meanwhile; one that has gone fails in ``_replies``.
+        # Clients may leave meanwhile. A client that has left fails in ``_replies``.
         proxies = self._ids.connected(client_manager)
         opened: list[tuple[ClientProxy, NDArrays, Config]] = []
         for node_id, message in self._sent.items():
@@ -344,8 +344,8 @@ class LegacyStrategy(FlowerLegacyStrategy):
     def _end_halted_fit(self) -> None:
         """Report a round whose training ended without results.
 
-        Secure aggregation has halted, or a wrapper has kept the results to itself
-        because a client failed.
+        Secure aggregation has halted, or a wrapper did not pass on the results because
+        a client failed.
         """
         server_round = self._fitting
         if server_round:
@@ -360,7 +360,7 @@ class LegacyStrategy(FlowerLegacyStrategy):
         results: Sequence[tuple[ClientProxy, Any]],
         failures: Failures,
     ) -> list[Message]:
-        """Return the results as replies; a failure is an error reply."""
+        """Return the results as replies, with an error reply for each failure."""
         named = [failure for failure in failures if isinstance(failure, tuple)]
         replies = []
         heard: set[int] = set()
@@ -376,8 +376,8 @@ class LegacyStrategy(FlowerLegacyStrategy):
                 reason = str(error) or type(error).__name__
                 replies.append(app_error(message, reason))
 
-        # A workflow passes failures without their clients: each client that is missing
-        # gets all of them, each reason once.
+        # A workflow passes failures without their clients. Therefore each missing
+        # client gets all of the reasons, without repetitions.
         unnamed = [failure for failure in failures if not isinstance(failure, tuple)]
         if unnamed:
             reasons = "; or: ".join(dict.fromkeys(map(_reason, unnamed)))
@@ -394,18 +394,20 @@ def _reason(failure: BaseException) -> str:
 
 
 to_legacy = LegacyStrategy
-"""What an app writes; a class of its own derives from ``LegacyStrategy``."""
+"""Name for use in an app. To define a subclass, derive from ``LegacyStrategy``."""
 
 
 class _NodeIds:
-    """The node id of each client, whatever the loop calls its clients."""
+    """The node id of each client, for all ways in which the loop names clients."""
 
     def __init__(self) -> None:
         self._numbers: dict[str, int] = {}
 
     def of(self, proxy: ClientProxy) -> int:
-        """Return Flower's id of the client's node; under ``start_server``, which has no
-        nodes, the client's number in the order in which they connected.
+        """Return Flower's id of the client's node.
+
+        There are no nodes under ``start_server``. There it is the number of the client
+        in the order of connections.
         """
         own: int | None = getattr(proxy, "node_id", None)
         if own is not None:
@@ -420,13 +422,13 @@ class _NodeIds:
 class _NamingProxy(ClientProxy):
     """A client whose exceptions become results with the error.
 
-    The loop does not say which client raised one.
+    The loop does not report the client that raised an exception.
 
     Args:
-        proxy: Flower's.
-        node_id: the client's node; the workflows address clients by it.
-        failed: gets the error of its training, for a wrapper may not pass on the
-            result.
+        proxy: Flower's proxy.
+        node_id: the client's node, used by the workflows to address clients.
+        failed: receives the error of its training, because a wrapper may not pass on
+            the result.
     """
 
     def __init__(
@@ -441,7 +443,7 @@ class _NamingProxy(ClientProxy):
         try:
             res = self._proxy.fit(ins, timeout, group_id)
         except Exception as error:
-            # Flower has no code for an exception
+            # Flower has no code for an exception.
             status = Status(Code.FIT_NOT_IMPLEMENTED, str(error))
             res = FitRes(status, Parameters([], ""), 0, {})
         if res.status.code is not Code.OK:
@@ -472,7 +474,7 @@ class _NamingProxy(ClientProxy):
 
 
 class _ManagerGrid(Grid):
-    """The parts of a Grid that configure a round: node ids and clients' properties."""
+    """The parts of a Grid that configure a round."""
 
     def __init__(
         self, client_manager: ClientManager, strategy: Strategy, ids: _NodeIds
@@ -487,8 +489,8 @@ class _ManagerGrid(Grid):
     def send_and_receive(
         self, messages: Iterable[Message], *, timeout: float | None = None
     ) -> list[Message]:
-        """Return the clients' properties; an error reply for one without them."""
-        # The loop has no messages but fit, evaluate and this query.
+        """Return the clients' properties, or error replies for clients without them."""
+        # The loop only has the messages fit, evaluate and this query.
         batch = list(messages)
         for message in batch:
             own = merged_config(message).keys() - {SERVER_ROUND}
@@ -502,14 +504,14 @@ class _ManagerGrid(Grid):
                 res = proxies[message.metadata.dst_node_id].get_properties(
                     GetPropertiesIns(merged_config(message)), timeout, None
                 )
-            # it has gone, or Flower's proxy raises what the client raised
+            # The client has left, or Flower's proxy raises the client's exception.
             except Exception:
                 return silent
             if res.status.code is not Code.OK:
                 return silent
             return describe(message, dict(res.properties))
 
-        # each proxy waits for its client
+        # Use threads, because each proxy waits for its client.
         with ThreadPoolExecutor() as pool:
             return list(pool.map(ask, batch))
 
@@ -519,7 +521,7 @@ class _ManagerGrid(Grid):
     def _refuse_messages(self) -> NoReturn:
         _refuse(
             self._strategy,
-            "sends messages of its own between the rounds' fit and evaluate",
+            "sends additional messages between the rounds' fit and evaluate",
         )
 
     def pull_messages(
@@ -559,11 +561,11 @@ def _prepare(
     Raises:
         ConfigError: as ``LegacyStrategy``.
     """
-    # What this loop cannot do, with what to do instead.
+    # Refuse settings that this loop cannot run, with an alternative.
     if not isinstance(strategy, Strategy):
         raise ConfigError(
-            "to_legacy takes a strategy of fedbn_flwr.strategies, and"
-            f" strategy={strategy!r:.80} is none: write to_legacy(FedBN(), arrays),"
+            "to_legacy takes a strategy of fedbn_flwr.strategies, but"
+            f" strategy={strategy!r:.80} is not one. Write to_legacy(FedBN(), arrays),"
             " with the brackets"
         )
     if strategy.methods.whole.exchanges:
@@ -586,9 +588,9 @@ def _prepare(
         )
     if type(strategy.protection) is not Protection:
         raise ConfigError(
-            "differential privacy works on Flower's Message API alone: the legacy loop"
-            " hands the clients' metrics to the project's functions, and secure"
-            " aggregation gives averages whose parts were not clipped"
+            "differential privacy works only on Flower's Message API. The legacy loop"
+            " passes the clients' metrics to the project's functions, and secure"
+            " aggregation gives averages of updates that were not clipped"
         )
 
 
@@ -598,13 +600,13 @@ def _parameters(arrays: ArrayRecord) -> Parameters:
 
 _EXCHANGES = (
     "Keep the NumPyClient, with rules.step(...) around its steps and a get_properties"
-    " that returns num-examples and batch-size, and give it to"
+    " that returns num-examples and batch-size. Then pass it to"
     " fedbn_flwr.client_app(client_fn, mods=[bn_mod])."
 )
 _STATISTICS = (
-    "No method of a NumPyClient measures statistics: make the client a TorchClient in"
-    " fedbn_flwr.client_app(client_fn), or the app one of the Message API with"
-    " answer_statistics."
+    "A NumPyClient has no method that measures statistics. Make the client a"
+    " TorchClient in fedbn_flwr.client_app(client_fn), or use an app of the Message API"
+    " with answer_statistics."
 )
 
 
@@ -614,7 +616,8 @@ def _refuse(
     client: str = "Give the NumPyClient to client_app(client_fn).",
 ) -> NoReturn:
     raise ConfigError(
-        f"strategy {strategy.name!r} {does}, and Flower's legacy loop has one fit and"
-        " one evaluate a round. Start the strategy from the Message API's ServerApp."
+        f"strategy {strategy.name!r} {does}, but Flower's legacy loop has only one fit"
+        " and one evaluate per round. Start the strategy from the Message API's"
+        " ServerApp."
         f" {client}"
     )

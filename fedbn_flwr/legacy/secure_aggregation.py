@@ -1,8 +1,8 @@
-"""What Flower's secure aggregation returns, in the form of the strategies' replies.
+"""The average from Flower's secure aggregation, in the form of replies.
 
 ``SecAggPlusWorkflow`` sums masked and quantised vectors. It calls ``aggregate_fit``
-with the average, weighted by ``num_examples``, in place of every client's arrays: in
-float64, within ``clipping_range``, with errors of quantisation.
+with the average, weighted by ``num_examples``, instead of every client's arrays. The
+average is in float64, within ``clipping_range``, with quantisation errors.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ logger = logging.getLogger("flwr")
 
 
 def is_secure_average(results: Iterable[FitRes]) -> bool:
-    """Return whether the results are one average, as only this workflow gives them."""
-    # one and the same object, not only equal values
+    """Return whether the results are one average, as only in this workflow."""
+    # Compare identities, because equal values are not enough.
     parameters = [result.parameters for result in results]
     return len(parameters) > 1 and all(own is parameters[0] for own in parameters)
 
 
 def check(strategy: Strategy) -> None:
-    """Refuse what secure aggregation cannot do; warn of counters, which it loses.
+    """Refuse methods that need more than an average, and warn of lost counters.
 
     Raises:
         ConfigError: the method or a setting needs the arrays of each client, or an
             entry has no dimension.
     """
-    # Only the average is known. The last method of several says what to use instead.
+    # Only the average is available. The last method names the alternative.
     for method in reversed([*strategy.methods]):
         if not sums_suffice(together(declared(method))):
             raise ConfigError(
-                f"{method.title} needs the arrays of each client, and Flower's secure"
+                f"{method.title} needs the arrays of each client, but Flower's secure"
                 " aggregation gives only their average, weighted by num-examples. Use"
                 f" {method.instead}, or a workflow without SecAggPlusWorkflow."
             )
@@ -55,26 +55,26 @@ def check(strategy: Strategy) -> None:
     lost = [name for name in shared if name not in parts.counters]
     if lost:
         raise ConfigError(
-            f"entry '{lost[0]}' ({len(lost)} such) has no dimension, and Flower's"
+            f"entry '{lost[0]}' ({len(lost)} such) has no dimension, but Flower's"
             " secure aggregation returns a wrong value for it. Give it the shape (1,)."
         )
     if shared:
         logger.warning(
             "Flower's secure aggregation returns wrong values for entries without a"
-            " dimension: BN's counters ('%s', ...) stay as they were sent. Only layers"
-            " with momentum=None use them.",
+            " dimension. Therefore BN's counters ('%s', ...) keep the values that were"
+            " sent. Only layers with momentum=None use them.",
             shared[0],
         )
 
 
 def restored(entries: State, before: State, parts: Parts) -> dict[str, Array]:
-    """Return an averaged record in the types of the model.
+    """Return an averaged record in the dtypes of the model.
 
     Args:
-        entries: the average, in float64; entries that the model does not have are left
-            to the server's checks.
+        entries: the average, in float64. The server's checks handle entries that the
+            model does not have.
         before: the global state that was sent.
-        parts: its split.
+        parts: the split of this state.
     """
     parts = parts.whole
     variances = {running_var for _, running_var in parts.moments()}
@@ -84,7 +84,7 @@ def restored(entries: State, before: State, parts: Parts) -> dict[str, Array]:
         if name in parts.counters and name in before:
             found[name] = sent
             continue
-        # A variance near zero may come back below it, quantised.
+        # Quantisation may make a variance near zero negative.
         if name in variances:
             average = np.maximum(average, 0)
         found[name] = average.astype(sent.dtype)

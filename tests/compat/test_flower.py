@@ -844,7 +844,9 @@ def test_node_config_of(seam: ModuleType) -> None:
         "data-path='/data",
         "partition-id=0 more",
     ):
-        with pytest.raises(ConfigError, match="is not key=value key='text'"):
+        with pytest.raises(
+            ConfigError, match="does not have the form key=value key='text'"
+        ):
             seam.node_config_of(wrong)
 
 

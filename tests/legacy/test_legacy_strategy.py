@@ -641,7 +641,7 @@ def test_counters_stay_as_sent_under_secure_aggregation(run_workflow, caplog) ->
     assert [int(state["1.num_batches_tracked"]) for state in run.history] == [1000] * 3
     assert (
         caplog.text.count(
-            "BN's counters ('1.num_batches_tracked', ...) stay as they were sent"
+            "BN's counters ('1.num_batches_tracked', ...) keep the values that were sent"
         )
         == 1
     )

@@ -478,7 +478,7 @@ def test_wrappers_and_strategies_that_do_not_fit_are_refused(
     assert wrapper.privacy.accountant.delta == 1e-3
     with pytest.raises(ConfigError, match="has a protection already"):
         DPWrapper(strategy, 1.0)
-    with pytest.raises(ConfigError, match="works on Flower's Message API alone"):
+    with pytest.raises(ConfigError, match="works only on Flower's Message API"):
         to_legacy(strategy, to_record(mlp().state_dict()))
     with pytest.raises(
         ConfigError,
