@@ -1,4 +1,7 @@
-"""The command ``fedbn-flwr``; without the extra ``lab`` it says what to install."""
+"""The command ``fedbn-flwr``.
+
+Without the extra ``lab``, it prints the command for installing the extra.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ def main() -> None:
     """Run the command line.
 
     Raises:
-        SystemExit: always, with the exit code: 2 where the extra is absent.
+        SystemExit: always, with the exit code, or 2 if the extra is absent.
     """
     try:
         from fedbn_flwr.lab.cli import app

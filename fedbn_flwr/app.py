@@ -1,4 +1,4 @@
-"""The default Flower app: all settings are those of the run config."""
+"""The default Flower app, configured only by the run config."""
 
 from __future__ import annotations
 

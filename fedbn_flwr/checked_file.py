@@ -1,7 +1,7 @@
-"""Files that are written in one step, and checked by their SHA-256 when they are read.
+"""Files that are written in one step and checked by SHA-256 when they are read.
 
 A checked file is a safetensors file. Its metadata are ``about``, a JSON tree with the
-names of the arrays, and ``sha256`` of this text and all arrays.
+names of the arrays, and ``sha256``, a hash of this text and all arrays.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ __all__ = [
     "write_checked",
 ]
 
-# {"__array__": "model/fc.weight"} in the tree stands for that array
+# {"__array__": "model/fc.weight"} in the tree is replaced by that array.
 _ARRAY = "__array__"
 
 
 def encode_safetensors(arrays: State, metadata: Mapping[str, str]) -> bytes:
-    """Return a safetensors file whose bytes depend on the content alone."""
+    """Return a safetensors file whose bytes depend only on the content."""
     in_order = {name: np.asarray(array, order="C") for name, array in arrays.items()}
     data = save(in_order, metadata=dict(metadata))
-    # ``save`` puts the metadata in random order: the header is written anew, behind its
-    # length of 8 bytes.
+    # ``save`` puts the metadata in random order, so write the header again. Its length
+    # precedes it, in 8 bytes.
     start = 8 + int.from_bytes(data[:8], "little")
     header: dict[str, Any] = {"__metadata__": dict(sorted(metadata.items()))}
     for name, place in json.loads(data[8:start]).items():
@@ -50,10 +50,10 @@ def encode_safetensors(arrays: State, metadata: Mapping[str, str]) -> bytes:
 
 
 def write_checked(path: Path, content: Mapping[str, Any]) -> None:
-    """Write a tree of JSON values and arrays; only the owner can read the file (0600).
+    """Write a tree of JSON values and arrays to a file for the owner only (0600).
 
     Raises:
-        OSError: the file could not be written; an old file does not change.
+        OSError: the file could not be written. Then an old file does not change.
     """
     arrays: dict[str, Array] = {}
     about = json.dumps(_take_out(content, "", arrays))
@@ -62,7 +62,7 @@ def write_checked(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def read_checked(path: Path) -> dict[str, Any]:
-    """Return the tree of a checked file, with the same bits; tuples become lists.
+    """Return the tree of a checked file with the same bits, and with lists for tuples.
 
     Raises:
         StateError: the file is incomplete, was edited, or is not a checked file.
@@ -72,7 +72,7 @@ def read_checked(path: Path) -> dict[str, Any]:
             metadata = file.metadata() or {}
             arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         about, expected = metadata["about"], metadata["sha256"]
-        # The file has its arrays by size; their hash is that of the tree's order.
+        # The arrays in the file are sorted by size, but the hash uses the tree's order.
         in_order: dict[str, Array] = {}
         content: dict[str, Any] = _put_back(json.loads(about), arrays, in_order)
     except (OSError, SafetensorError, KeyError, ValueError, TypeError) as error:
@@ -81,8 +81,8 @@ def read_checked(path: Path) -> dict[str, Any]:
         ) from error
     if _sha256(about, in_order) != expected or len(in_order) != len(arrays):
         raise StateError(
-            f"{path} is damaged or was edited: its SHA-256 does not match. Restore it"
-            " from a copy, or delete it and start from an earlier one"
+            f"{path} is damaged or was edited, because its SHA-256 does not match."
+            " Restore it from a copy, or delete it and start from an earlier file"
         )
     return content
 
@@ -92,11 +92,11 @@ def _sha256(about: str, arrays: State) -> str:
 
 
 def _take_out(value: Any, name: str, arrays: dict[str, Array]) -> Any:
-    """Return the tree with names instead of arrays; put the arrays into ``arrays``."""
-    # np.float64 is a float, and JSON keeps its bits
+    """Return the tree with names for arrays, and add the arrays to ``arrays``."""
+    # np.float64 is a float, and JSON preserves its bits.
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
-    # Each array has the path to its place in the tree as its name.
+    # The name of each array is the path to its place in the tree.
     prefix = f"{name}/" if name else ""
     if isinstance(value, Mapping):
         items = value.items()
@@ -109,7 +109,7 @@ def _take_out(value: Any, name: str, arrays: dict[str, Array]) -> Any:
 
 
 def _put_back(value: Any, arrays: State, in_order: dict[str, Array]) -> Any:
-    """Return the tree with its arrays; put them into ``in_order`` as ``_take_out``."""
+    """Return the tree with its arrays, and add them to ``in_order`` in tree order."""
     if isinstance(value, dict):
         if value.keys() == {_ARRAY}:
             in_order[value[_ARRAY]] = arrays[value[_ARRAY]]

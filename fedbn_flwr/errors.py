@@ -1,4 +1,4 @@
-"""Errors of the package: a message names subject, value, allowed values and remedy.
+"""Errors of the package, with subject, value, allowed values and remedy.
 
 Each class has a ``code``, and an instance may have a finer one. Code and tests decide
 by class and code, never by the words of a message. Flower sends a client's error only
@@ -51,7 +51,7 @@ __all__ = [
 NOT_FINITE = "not-finite"
 """The code of a value that is NaN or infinite."""
 INPUTS_NOT_FINITE = "inputs-not-finite"
-"""The code of a non-finite loss that is caused by a client's non-finite inputs."""
+"""The code of a non-finite loss caused by a client's non-finite inputs."""
 FIRST_PASS_NOT_FINITE = "first-pass-not-finite"
 """The code of a loss or gradient that is not finite before a step is taken."""
 STATISTICS_NOT_FINITE = "statistics-not-finite"
@@ -130,7 +130,7 @@ class ConfigError(FedBNError, ValueError):
 
 
 class NotResumableError(ConfigError):
-    """A run has no checkpoint from which it could continue; it must start again."""
+    """A run has no checkpoint, so it must start again."""
 
     code = "not-resumable"
 
@@ -160,13 +160,13 @@ class StateError(FedBNError, ValueError):
 
 
 class ReplyError(FedBNError, ValueError):
-    """A client's reply cannot be used; the round continues without it."""
+    """A client's reply cannot be used, so the round continues without it."""
 
     code = "reply"
 
 
 class ClientPartError(ReplyError):
-    """A client's app lacks the method's client code; if all apps do, the run ends."""
+    """A client's app lacks the method's client code. If all apps do, the run ends."""
 
     code = "client-part"
 
@@ -257,7 +257,7 @@ def split_code(reason: str) -> tuple[str | None, str]:
 
 
 def code_of(reason: str) -> str | None:
-    """Return the code in the text of an error; None if there is none."""
+    """Return the code in the text of an error, or None if there is none."""
     # Search the whole text: Flower adds words before a client's text.
     match = _CODE.search(reason)
     return match[1] if match else None
@@ -270,7 +270,8 @@ def raise_shared_config_error(reasons: Sequence[str], num_asked: int) -> None:
         reasons: the reasons of the error replies.
         num_asked: number of clients that were asked.
     """
-    # All clients: it would come again in every round. One client: it may be its own.
+    # If all clients raise it, it would come again in every round. If only one does, it
+    # may be the client's own fault.
     texts = {_text_of_config_error(reason) for reason in reasons}
     if len(reasons) != num_asked or len(texts) != 1:
         return
@@ -283,7 +284,7 @@ def raise_shared_config_error(reasons: Sequence[str], num_asked: int) -> None:
 
 
 def _text_of_config_error(reason: str) -> str:
-    """Return the text of the ConfigError in a reason from Flower; empty if none."""
+    """Return the text of the ConfigError in a reason from Flower, or an empty text."""
     _, *texts = _CONFIG_ERROR.split(reason)
     if not texts:
         return ""
@@ -307,7 +308,7 @@ def needs_package(package: str, what: str) -> Iterator[None]:
         yield
     except ModuleNotFoundError as error:
         raise ConfigError(
-            f"{what} need the package {package}, which is not installed; pip install"
+            f"{what} need the package {package}, but it is not installed: pip install"
             f" {package}"
         ) from error
 

@@ -1,6 +1,6 @@
 """Names of a package whose modules are imported when they are used (PEP 562).
 
-A process pays for what it needs::
+A process then imports only the modules that it needs::
 
     if TYPE_CHECKING:
         from package.module import name
@@ -21,10 +21,10 @@ __all__ = ["imported_when_used"]
 def imported_when_used(
     package: str, where: Mapping[str, str]
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Return the ``__getattr__`` and the ``__dir__`` of a package.
+    """Return the functions ``__getattr__`` and ``__dir__`` for a package.
 
     Args:
-        package: its name.
+        package: name of the package.
         where: the module of each name, relative to the package.
     """
 

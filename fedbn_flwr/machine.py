@@ -1,4 +1,4 @@
-"""What this process may use of its machine, and what the machine can do."""
+"""The resources of the machine that this process may use, and its capabilities."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ __all__ = [
     "threads",
 ]
 
-_ARENA_MAX, _MMAP_THRESHOLD, _TRIM_THRESHOLD = -8, -3, -1  # of mallopt(3)
+_ARENA_MAX, _MMAP_THRESHOLD, _TRIM_THRESHOLD = -8, -3, -1  # options of mallopt(3)
 _GROUPS, _OWN = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
 def num_cores() -> int:
-    """Return how many cores this process may keep busy."""
-    # A batch system pins it to some of them, a container gives it a share of the time.
+    """Return the number of cores that this process may keep busy."""
+    # A batch system pins the process to some cores, a container limits its CPU time.
     cores = os.cpu_count() or 1
     if hasattr(os, "sched_getaffinity"):
         cores = len(os.sched_getaffinity(0))
@@ -41,7 +41,7 @@ def num_cores() -> int:
 
 
 def memory_bytes() -> int:
-    """Return the bytes that this process may have: the machine's or its container's."""
+    """Return the bytes that this process may use, of the machine or its container."""
     machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return min([machine, *map(int, _limits("memory.max"))])
 
@@ -49,24 +49,25 @@ def memory_bytes() -> int:
 def has_bfloat16(device: torch.device) -> bool:
     """Return whether a device has instructions for bfloat16.
 
-    Without them it is emulated, several times slower. On a CPU torch's convolutions and
-    matrix products then take loops of their own in place of oneDNN's kernels.
+    Without such instructions, bfloat16 is emulated and several times slower. On a CPU,
+    torch's convolutions and matrix products then use their own loops instead of
+    oneDNN's kernels.
     """
-    import torch  # the command line, which also begins here, answers without it
+    import torch  # imported here, because the command line also needs this module
 
     if device.type == "cuda":
         return bool(torch.cuda.is_bf16_supported(including_emulation=False))
-    # a build without oneDNN has none
+    # A build of torch without oneDNN has no such function.
     supported = getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", None)
     return bool(supported and supported())
 
 
 @contextmanager
 def threads(count: int) -> Iterator[None]:
-    """Let torch use so many threads in the block.
+    """Let torch use this number of threads in the block.
 
-    One is faster where operations are small and many, or where the caller has threads
-    of its own.
+    One thread is faster if operations are many and small, or if the caller uses threads
+    itself.
     """
     import torch
 
@@ -80,13 +81,13 @@ def threads(count: int) -> Iterator[None]:
 
 @contextmanager
 def forking() -> Iterator[None]:
-    """Let the block fork this process; the fork calls ``begin_fork`` first."""
-    # No collection in the fork until then, see there.
+    """Let the block fork this process. The fork must call ``begin_fork`` first."""
+    # Prevent garbage collection in the fork until then, see ``begin_fork``.
     collects = gc.isenabled()
     gc.disable()
     try:
         with warnings.catch_warnings():
-            # of forks beside threads, which our forks do not use
+            # Ignore warnings about forks with threads, as our forks do not use those.
             warnings.simplefilter("ignore", DeprecationWarning)
             yield
     finally:
@@ -95,38 +96,38 @@ def forking() -> Iterator[None]:
 
 
 def begin_fork() -> None:
-    """Collect garbage in this process, a fork, but none that it has inherited.
+    """Collect garbage in this process, a fork, but no inherited garbage.
 
-    To end a native object (a channel, a session) may need threads that its library has
-    in the parent alone: a worker was ended by SIGSEGV in a collection.
+    Ending a native object (a channel, a session) may need threads of its library that
+    exist only in the parent. Otherwise a collection could end a worker by SIGSEGV.
     """
     gc.freeze()
     gc.enable()
 
 
 def keep_freed_memory() -> None:
-    """Let this process keep the memory that it has freed, for its next tensors; for
-    processes of this package only.
+    """Let this process keep freed memory for its next tensors.
 
-    A training step frees some hundred megabytes, and the next one needs them again.
-    glibc gives them back to the system in between, most of all in threads, which have
-    pools of their own: getting them page by page takes up to a tenth of a step's time.
-    The process then holds the most that it has needed so far. Without effect under
-    another C library, and where the environment has such settings itself
-    (``MALLOC_ARENA_MAX``, ``GLIBC_TUNABLES``, ...).
+    Use it only in processes of this package. A training step frees some hundred
+    megabytes, and the next step needs them again. glibc returns them to the system in
+    between, most of all in threads, because these have their own pools. Getting memory
+    page by page takes up to a tenth of a step's time. With this setting the process
+    keeps the maximum that it has needed so far. The setting has no effect with another
+    C library, or if the environment has such settings (``MALLOC_ARENA_MAX``,
+    ``GLIBC_TUNABLES``, ...).
     """
     if any(name.startswith(("MALLOC_", "GLIBC_TUNABLES")) for name in os.environ):
         return
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt:
         mallopt(_ARENA_MAX, 1)
-        mallopt(_MMAP_THRESHOLD, 2**25)  # the most that glibc takes
+        mallopt(_MMAP_THRESHOLD, 2**25)  # the largest value that glibc accepts
         mallopt(_TRIM_THRESHOLD, 2**31 - 1)
 
 
 def _limits(name: str) -> Iterator[str]:
-    """Yield a limit of this process's control group (version 2) and of those above."""
-    # The line of version 2 is "0::/path/of/the/group"; other systems have none.
+    """Yield the limits of this process's control group (version 2) and its parents."""
+    # The line of version 2 is "0::/path/of/the/group". Other systems have no such line.
     try:
         lines = _OWN.read_text().splitlines()
     except OSError:
@@ -135,11 +136,11 @@ def _limits(name: str) -> Iterator[str]:
     if not paths:
         return
     group = _GROUPS / paths[0].strip("/")
-    # The smallest limit counts, at whatever height it is.
+    # The smallest limit counts, at any height in the tree.
     for folder in (group, *group.parents):
         try:
             limit = (folder / name).read_text().strip()
-        # the root has none; in a container the path may be that of the host
+        # The root has none. In a container, the path may belong to the host.
         except OSError:
             limit = "max"
         if not limit.startswith("max"):

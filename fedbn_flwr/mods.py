@@ -1,4 +1,4 @@
-"""The client half for other people's apps: ``from fedbn_flwr.mods import bn_mod``."""
+"""The client code for other people's apps, such as the mod ``bn_mod``."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def bn_mod(message: Message, context: Context, call_next: ClientAppCallable) -> 
     Raises:
         StateError: an entry was neither sent nor kept here, the local state belongs to
             another model or is not finite, or the app's reply is not the whole model.
-        ConfigError: the app's model has made entries.
+        ConfigError: the app's model created further entries in a forward pass.
     """
     return apply_mod(message, context, call_next)
 

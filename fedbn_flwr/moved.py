@@ -1,4 +1,4 @@
-"""Documented modules that have moved: the old name works, with a warning."""
+"""Old names of documented modules that have moved. They work with a warning."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _PACKAGE = __name__.rpartition(".")[0]
 
 
 class OldNames(Loader):
-    """Finder of moved modules; Python asks it for a module that has no file."""
+    """Finder of moved modules. Python asks it for modules without a file."""
 
     def find_spec(self, name: str, *_: object) -> ModuleSpec | None:
         """Return the spec of a moved module, or None."""
@@ -30,10 +30,10 @@ class OldNames(Loader):
         return ModuleSpec(name, self)
 
     def exec_module(self, module: ModuleType) -> None:
-        """Put the new module in the place of the old one."""
+        """Replace the old module by the new one."""
         old = module.__name__
         new = f"{_PACKAGE}.{MOVED[old.removeprefix(f'{_PACKAGE}.')]}"
         warnings.warn(
-            f"{old} has moved: import from {new}", FutureWarning, stacklevel=2
+            f"{old} has moved. Import from {new}", FutureWarning, stacklevel=2
         )
         sys.modules[old] = importlib.import_module(new)

@@ -1,4 +1,4 @@
-"""Flower's interface: a strategy passes each of Flower's calls to the run.
+"""Flower's interface, in terms of the run.
 
 ``server.rounds.round`` does the work; a strategy sends its messages. The run never
 refers to the strategy.
@@ -108,7 +108,7 @@ class Combination:
 
 
 def _aggregation_note(aggregate: object) -> str:
-    """Return a note that metrics are averages; empty for the user's own function."""
+    """Return a note that metrics are averages, or nothing for the user's function."""
     return f" ({AVERAGED})" if aggregate is average_metrics else ""
 
 
@@ -161,7 +161,7 @@ class _Half:
 
 
 class Strategy(FlowerFedAvg):
-    """A method as a strategy of Flower: Flower's arguments, and the method's settings.
+    """A method as a strategy of Flower, with Flower's arguments and its own settings.
 
     ``start`` runs all rounds. Flower's own loops use the single calls instead. A class
     may override Flower's methods (``configure_train``, ``aggregate_train``, ...) and
@@ -578,7 +578,7 @@ class Strategy(FlowerFedAvg):
     def prepare(
         self, initial_arrays: ArrayRecord, num_rounds: int | None, timeout: float
     ) -> int:
-        """Prepare a new run and forget an earlier one; ``start`` calls this first.
+        """Prepare a new run and forget an earlier run. ``start`` calls this first.
 
         Args:
             initial_arrays: the initial state of the global model.
@@ -651,12 +651,12 @@ class Strategy(FlowerFedAvg):
         )
 
     def _follow_recording(self) -> None:
-        """Take the continuity of the recording, which changes with each checkpoint."""
+        """Take the continuity of the recording. It changes with each checkpoint."""
         if self._recording is not None and self._recording.continuity is not None:
             self.run.continuity = self._recording.continuity
 
     def _options(self) -> Options:
-        """Return the current attributes; a user may change them between rounds."""
+        """Return the current attributes. A user may change them between rounds."""
         recording = self._recording
         return Options(
             fraction_train=self.fraction_train,
@@ -757,7 +757,7 @@ class Strategy(FlowerFedAvg):
     def send_training(
         self, messages: Iterable[Message], grid: Grid
     ) -> Sequence[Message]:
-        """Send the training messages; return the replies that come in time.
+        """Send the training messages, and return the replies that come in time.
 
         In a synchronised round it also answers the exchanges of the step.
         """
@@ -768,7 +768,7 @@ class Strategy(FlowerFedAvg):
         return self._note_delivery(messages, replies)
 
     def send_tests(self, messages: Iterable[Message], grid: Grid) -> Sequence[Message]:
-        """Send messages without a synchronised step; return the replies in time."""
+        """Send messages without a synchronised step, and return the replies in time."""
         messages = list(messages)
         replies = polling(grid).receive(messages, timeout=self.run.timeout)
         return self._note_delivery(messages, replies)
@@ -802,7 +802,7 @@ class Strategy(FlowerFedAvg):
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """Return the evaluation messages, if due; re-estimate if needed."""
+        """Return the evaluation messages if due, after a re-estimation if necessary."""
         refuse_own_keys(config=config)
         played = play_tests(self.run, server_round, arrays, config, grid)
         return self._open("configure_evaluate", server_round, played, arrays).messages
@@ -821,7 +821,7 @@ class Strategy(FlowerFedAvg):
         return metrics
 
     def end_round(self, server_round: int, server_test: MetricRecord | None) -> None:
-        """End a round after the server's own test, if any; ``start`` calls this."""
+        """End a round after the server's own test, if any. ``start`` calls this."""
         self.run.options = self._options()
         close_round(self.run, server_round, server_test)
 
@@ -888,7 +888,7 @@ class Strategy(FlowerFedAvg):
 
     @property
     def state(self) -> Any:
-        """The method's state, a value: ``FixBN().state.frozen_after``.
+        """The method's state as a value, such as ``FixBN().state.frozen_after``.
 
         With several methods it is a mapping by name.
         """
@@ -899,7 +899,7 @@ class Strategy(FlowerFedAvg):
 
     @property
     def parts(self) -> Parts | None:
-        """The split of the model's state; None if it is still unknown."""
+        """The split of the model's state, or None if it is still unknown."""
         return self.run.parts_or_none
 
     @parts.setter
@@ -913,7 +913,7 @@ class Strategy(FlowerFedAvg):
 
     @property
     def continuity(self) -> Continuity | None:
-        """The run as it is sent to clients with a state folder; None if not sent."""
+        """The id of the run for clients with a state folder, or None if not sent."""
         return self.run.continuity
 
     @continuity.setter
@@ -938,7 +938,7 @@ class Strategy(FlowerFedAvg):
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state for a checkpoint: JSON values and arrays, no model."""
+        """Return the state for a checkpoint, as JSON values and arrays."""
         return self.run.saved()
 
     def load_state_dict(self, state: Mapping[str, Any], server_round: int) -> None:

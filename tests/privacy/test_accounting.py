@@ -29,7 +29,7 @@ def delta_of(epsilon: float, noises: list[float]) -> float:
 def test_a_missing_library_names_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "dp_accounting", None)
     with pytest.raises(
-        ConfigError, match=r'not installed; pip install "\.\[privacy\]"'
+        ConfigError, match=r'not installed: pip install "\.\[privacy\]"'
     ):
         PrivacyAccountant(1e-5, releases=[1.0]).epsilon()
 

@@ -1,4 +1,4 @@
-"""Methods: everything that the author of a method needs. No message is sent here.
+"""Everything that the author of a method needs. No message is sent here.
 
 Read the modules in this order:
 

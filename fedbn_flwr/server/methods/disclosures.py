@@ -1,4 +1,4 @@
-"""The values that clients send in addition to their update, for the privacy checks.
+"""Values that clients send in addition to their update, for the privacy checks.
 
 They follow from the declarations of the methods. This module also decides which of
 Flower's differential-privacy wrappers work around a strategy of this package.

@@ -1,4 +1,4 @@
-"""The interface of a method, a paper's algorithm: declaration, state and arithmetic.
+"""The interface of a method, with a paper's declaration, state and arithmetic.
 
 This module does not use Flower. A method contains only its settings. Its state is a
 value: ``begin`` returns the first state, ``aggregate`` returns the next one, and a
@@ -59,7 +59,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A client from the server's point of view; None if its app did not report a value.
+    """A client as the server sees it. None means that its app did not report a value.
 
     ``server.runs.nodes`` collects the values.
 
@@ -91,12 +91,12 @@ class Node:
 
     @property
     def label(self) -> str:
-        """The partition id; the node id if the partition id is unknown."""
+        """The partition id, or the node id if the partition id is unknown."""
         return str(self.node_id if self.partition_id is None else self.partition_id)
 
     @property
     def order(self) -> tuple[bool, int, int]:
-        """Sorting key: by partition id, then nodes without a partition by node id."""
+        """Sorting key by partition id, or after these by node id."""
         return self.partition_id is None, self.partition_id or 0, self.node_id
 
     def __str__(self) -> str:
@@ -159,7 +159,7 @@ class Facts:
 
     @cached_property
     def channel_shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """The shape of ``PATH.alpha`` of each BN layer: a number per channel."""
+        """The shape of ``PATH.alpha`` of each BN layer, with a number per channel."""
         shapes = {}
         for layer in self.parts.layers:
             mean = layer.entries.get("running_mean")
@@ -400,12 +400,12 @@ class HookContext:
 
     @property
     def reducer(self) -> Reducer:
-        """The reducer of a synchronised step; reading it opens a channel."""
+        """The reducer of a synchronised step. Reading it opens a channel."""
         return connect(self.config) if self.replayed is None else self.replayed
 
     @property
     def layers(self) -> tuple[str, ...]:
-        """The paths of the method's BatchNorm layers; empty for all layers."""
+        """The paths of the method's BatchNorm layers, or nothing for all layers."""
         return MessageConfig.read(self.config).layers
 
     @property
@@ -424,7 +424,7 @@ S = TypeVar("S", default=None)
 
 
 class Method(Generic[P, S]):
-    """A method: FedAvg by default. A subclass overrides the parts its paper changes.
+    """A method, by default FedAvg. A subclass overrides the parts its paper changes.
 
     Attributes:
         name: the name in configs and messages.
@@ -478,7 +478,7 @@ class Method(Generic[P, S]):
         return (Travels(),)
 
     def begin(self, facts: Facts) -> S:
-        """Return the state before round 1: a ``State`` with the defaults of its fields.
+        """Return the state before round 1, a ``State`` with the defaults of its fields.
 
         Raises:
             ConfigError: a setting does not fit the run.

@@ -1,4 +1,4 @@
-"""Clients' moments of BN inputs, layer by layer, for methods that pool statistics."""
+"""Clients' moments of BN inputs, for methods that pool statistics."""
 
 from __future__ import annotations
 

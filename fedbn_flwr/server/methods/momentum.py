@@ -1,4 +1,4 @@
-r"""Momentum across rounds: SGD's buffers persist between rounds.
+r"""Momentum across rounds, with SGD's buffers persistent between rounds.
 
 Zhong et al. 2023, "Making Batch Normalization Great in Federated Deep Learning",
 arXiv:2303.06530, section 7.
@@ -53,13 +53,13 @@ Scope = Literal["none", "local", "global"]
 
 @dataclass(frozen=True)
 class Momentum:
-    """The averaged momentum by entry; empty unless the scope is "global"."""
+    """The averaged momentum by entry, only used if the scope is "global"."""
 
     momentum: Mapping[str, Any] = field(default_factory=dict)
 
 
 class MomentumBuffers(ClientHook):
-    """Client code: load SGD's buffers before training, then send or keep them."""
+    """Client code that loads SGD's buffers, and sends or keeps them after training."""
 
     def __init__(self, scope: Scope, local: frozenset[str]) -> None:
         self._scope = scope
@@ -69,7 +69,7 @@ class MomentumBuffers(ClientHook):
         self._optimizers: list[torch.optim.Optimizer] = []
 
     def receive(self, sent: Extras, kept: Entries) -> None:
-        """Store the server's buffers; kept buffers replace them."""
+        """Store the server's buffers, except those that kept buffers replace."""
         self._start = {**sent.get(MOMENTUM, {}), **kept}
 
     def start(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -96,8 +96,8 @@ class MomentumBuffers(ClientHook):
         self._parameters |= {name: p for name, p in parameters if p.requires_grad}
         for name, parameter in self._parameters.items():
             if name in self._start:
-                # Use the parameter's memory order, as torch does. Otherwise torch's
-                # fast updates fall back to slow ones.
+                # Use the parameter's memory order, as torch does. Otherwise torch
+                # cannot use its fast updates.
                 buffer = torch.empty_like(parameter, requires_grad=False).copy_(
                     self._start[name]
                 )
@@ -110,14 +110,15 @@ class MomentumBuffers(ClientHook):
         return {MOMENTUM: self._buffers(shared=True)}
 
     def keep(self) -> Entries:
-        """Return the buffers that stay here: all, or only those of local parts."""
+        """Return the buffers that stay here, either all or only local ones."""
         kept = self._buffers(shared=False)
         if self._scope == "local":
             kept |= self._buffers(shared=True)
         return kept
 
     def _buffers(self, shared: bool) -> dict[str, Tensor]:
-        # If two optimizers have a state of a parameter, use the one that steps it.
+        # If two optimizers have a state of a parameter, use the state of the optimizer
+        # that steps it.
         states: dict[Tensor, dict[str, Tensor]] = {}
         for optimizer in self._optimizers:
             own = parameters_of(optimizer)

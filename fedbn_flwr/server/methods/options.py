@@ -43,7 +43,7 @@ S = TypeVar("S", default=None)
 
 
 class Option(Method[Params, S]):
-    """An option of every method; ``name`` is the setting in the user's spelling."""
+    """An option of every method. ``name`` is the setting in the user's spelling."""
 
     role = "option"
 
@@ -54,7 +54,7 @@ class Option(Method[Params, S]):
 
 
 class MomentumScope(Option[Momentum]):
-    """SGD's momentum between rounds: kept by the client, or averaged by the server."""
+    """SGD's momentum between rounds, kept by the client or averaged by the server."""
 
     name = "momentum-scope"
     instead = "momentum-scope=none"
@@ -102,7 +102,7 @@ class MomentumScope(Option[Momentum]):
 
 
 class ClipGradients(ClientHook):
-    """Client code: adaptive gradient clipping in every step."""
+    """Client code for adaptive gradient clipping in every step."""
 
     def __init__(self, clipping: float) -> None:
         self._clipping = clipping
@@ -151,7 +151,7 @@ class AveragedBN(Option):
         return (Travels(extras=(Extra(SHARED_BN, "local", why, read="mean"),)),)
 
     def on_clients(self, state: None, facts: Facts) -> list[Ask]:
-        """Request the copies; a client may leave them out."""
+        """Request the copies, although a client may leave them out."""
         # A training loop of another project lacks this hook, but may train anyway.
         return [Ask("share-bn", shown=True)]
 

@@ -117,7 +117,7 @@ class Settings(BaseModel):
 
     @classmethod
     def _problem(cls, problem: Any) -> str:
-        """Return pydantic's problem as text: the setting, its value, what is allowed."""
+        """Return pydantic's problem as text, with setting, value and limits."""
         name, value = str(problem["loc"][0]), problem["input"]
         if problem["type"] == "literal_error":
             return str(
@@ -132,7 +132,7 @@ class Settings(BaseModel):
 
 
 class Params(Settings):
-    """The settings that all methods share; a method adds its own settings."""
+    """The settings that all methods share. A method adds its own settings."""
 
     layers: str = setting(
         "",
@@ -229,7 +229,7 @@ class Params(Settings):
 
 
 def limits(field: FieldInfo) -> str:
-    """Return the limits of a field in words; empty if it has none."""
+    """Return the limits of a field in words, or nothing without limits."""
     # pydantic has an object for each limit.
     bounds = {}
     for limit in field.metadata:

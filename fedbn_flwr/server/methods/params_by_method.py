@@ -1,4 +1,4 @@
-"""The settings of the methods: a class for each file of ``strategies/``.
+"""The settings of the methods, in a class for each file of ``strategies/``.
 
 They are separate from the algorithms because a config is checked without torch, whose
 import takes seconds.
@@ -121,7 +121,7 @@ class AdaptiveParams(FedAdagradParams):
 
 
 class FedYogiParams(AdaptiveParams):
-    """Parameters of FedYogi: FedAdam's parameters, with Flower's own default of eta."""
+    """Parameters of FedYogi, as for FedAdam but with Flower's own default of eta."""
 
     eta: float = setting(0.01, _RATE, key="server-learning-rate", gt=0)
 
@@ -159,7 +159,7 @@ At = int | float | str  # a round, a fraction of all rounds, or "auto"
 
 
 def _check_at(at: At) -> At:
-    """Return ``at``: a round >= 0 (int), a fraction in [0, 1] (float) or "auto".
+    """Return ``at`` as a round >= 0 (int), a fraction in [0, 1] (float) or "auto".
 
     Raises:
         ValueError: the value is none of these.
@@ -243,7 +243,7 @@ class FedTAN2Params(WindowParams, FedTANParams):
 
     @property
     def freeze_at(self) -> At:
-        """M; BN is frozen after this round."""
+        """M, the round after which BN is frozen."""
         return self.fedtan_rounds
 
 
@@ -267,7 +267,7 @@ class PooledParams(Params):
 
 
 def trimmed_share(value: str) -> float | None:
-    """Return the share that a trimmed mean removes at either end; None for the mean.
+    """Return the share that a trimmed mean removes at each end, or None for the mean.
 
     Raises:
         ValueError: the value is not a mean or a trimmed mean.

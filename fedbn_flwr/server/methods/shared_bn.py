@@ -1,4 +1,4 @@
-"""Averaged BN parts: tests of a global model whose clients keep their own BN.
+"""Averaged BN parts, to test a global model whose clients keep their own BN.
 
 In a test, a client that has no BN of its own yet uses the average as well. The idea is
 from Idrissi, Berrada, Noubir 2021, "FEDBS: Learning on Non-IID Data in Federated
@@ -42,7 +42,7 @@ SHARED_BN = Key("averaged-bn", "ArrayRecord: a client's BN parts", "client", "se
 
 
 class ShareBN(ClientHook):
-    """Client code: send a copy of the local parts to the server after training."""
+    """Client code that sends a copy of the local parts to the server after training."""
 
     def __init__(self, local: frozenset[str]) -> None:
         self._local = local

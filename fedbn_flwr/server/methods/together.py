@@ -196,7 +196,7 @@ class Methods:
     def fold(
         self, states: States, facts: Facts, replies: Replies, model: dict[str, Any]
     ) -> tuple[dict[str, Any], States]:
-        """Let each method in turn make the new model; return it and the new states."""
+        """Let each method in turn make the new model. Return it and the new states."""
         after = dict(states)
         for method in self._methods:
             state = after[method.name]
@@ -236,7 +236,7 @@ class Methods:
     def restored(
         self, states: States, saved: Mapping[str, Mapping[str, Any]]
     ) -> States:
-        """Return the states from ``saved``; ``states`` come from ``begin``.
+        """Return the states from ``saved``, given ``states`` from ``begin``.
 
         Raises:
             ConfigError: the saved states belong to other methods.
@@ -509,7 +509,7 @@ def reads_undeclared(kind: type[Method[Any, Any]]) -> bool:
 def why_not_combined(
     first: type[Method[Any, Any]], second: type[Method[Any, Any]]
 ) -> str:
-    """Return why two methods cannot be combined; "" if they can."""
+    """Return why two methods cannot be combined, or "" if they can."""
     for kind in (first, second):
         if kind.alone or not kind.role:
             return kind.alone or f"{kind.name} is not combined with other methods"

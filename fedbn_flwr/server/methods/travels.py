@@ -1,4 +1,4 @@
-"""The declarations of methods: what each phase sends, keeps and freezes, as data.
+"""The declarations of methods, as data that describe each phase.
 
 Code here and in its readers derives all else from them: the entries that stay with the
 clients, the model that a method needs, the ledger of ``inspect``, the shape checks of
@@ -147,7 +147,7 @@ class Travels:
 
     @property
     def extra_copies(self) -> tuple[int, int]:
-        """Additional copies of the shared trainable floats: down and up.
+        """Additional copies of the shared trainable floats, down and up.
 
         The server sends none in round 1.
         """
@@ -156,7 +156,7 @@ class Travels:
 
     @property
     def extra_statistics(self) -> tuple[float, float]:
-        """Additional copies of the running statistics' floats: down and up.
+        """Additional copies of the running statistics' floats, down and up.
 
         The server sends none in round 1. With "moments" a client also sends an integer
         for each BN layer.
@@ -225,7 +225,7 @@ def in_parallel(methods: Iterable[Sequence[Travels]]) -> list[Travels]:
 def _merged_phases(
     first: Sequence[Travels], second: Sequence[Travels]
 ) -> Iterator[Travels]:
-    """Yield the phases of two lists; each lasts until a phase of either list ends."""
+    """Yield the phases of two lists. Each lasts until a phase of either list ends."""
     left, right = list(first), list(second)
     while left and right:
         a, b = left[0], right[0]

@@ -1,4 +1,4 @@
-"""A round: sending messages, reading replies, computing the next model.
+"""The steps of a round, from sending messages to computing the next model.
 
 Read the modules in this order:
 

@@ -41,7 +41,7 @@ Read = TypeVar("Read")
 
 @dataclass(frozen=True)
 class Usable(Generic[Read]):
-    """A usable reply: its sender, the message, and the result of reading it."""
+    """A usable reply, with its sender, its message and the result of reading it."""
 
     node: Node
     message: Message
@@ -50,7 +50,7 @@ class Usable(Generic[Read]):
 
 @dataclass(frozen=True)
 class Refused:
-    """A refused reply: its sender, the message, and the error."""
+    """A refused reply, with its sender, its message and the error."""
 
     node: Node
     message: Message
@@ -251,7 +251,7 @@ def read_replies(
     report: RoundOutcome,
     what: str = "",
 ) -> tuple[list[Usable[Read]], list[Refused]]:
-    """Read all replies; return the usable and the refused replies, in the given order.
+    """Read all replies, and return the usable and the refused replies in order.
 
     ``read`` raises ReplyError for a bad reply, and ``report`` records it. ``what`` is
     the kind of reply; empty for training.

@@ -1,4 +1,4 @@
-"""A round on one page: ``play_training``, then ``play_tests``, then ``close_round``.
+"""A round, with ``play_training``, ``play_tests`` and ``close_round`` in order.
 
 ``play_training`` and ``play_tests`` are generators, because Flower returns to its
 caller between sending messages and reading replies: each yields the messages, receives
@@ -49,7 +49,7 @@ Played = Generator[Any, Any, None]
 def play_training(
     run: Run, number: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
 ) -> Played:
-    """Train for a round: yield the messages, then the new model and the metrics.
+    """Train for a round. Yield the messages, then the new model and the metrics.
 
     The generator receives the replies in between. Model and metrics may be None.
     """
@@ -96,7 +96,7 @@ def play_training(
 def play_tests(
     run: Run, number: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
 ) -> Played:
-    """Test the model after a round: yield the messages, then the metrics or None.
+    """Test the model after a round. Yield the messages, then the metrics or None.
 
     The generator receives the replies in between.
     """
@@ -115,7 +115,7 @@ def play_tests(
 
 
 def close_round(run: Run, number: int, server_test: MetricRecord | None) -> None:
-    """End a round: record the server's own test, and call ``on_round_end``."""
+    """End a round. Record the server's own test, and call ``on_round_end``."""
     if server_test is not None:
         run.metrics["evaluate_metrics_serverapp"] = server_test
         note_losses(run, losses_not_finite({"": server_test}))

@@ -1,4 +1,4 @@
-"""The testing half of a round: address, read, average; and the model that is tested.
+"""The testing half of a round, and the tested model.
 
 The tested model, which a run also returns, is the global model, completed with BN
 entries: averages of BN parts that stay with the clients (``server.methods.shared_bn``),
@@ -99,7 +99,7 @@ def read_tests(run: Run, sent: Sent, replies: Iterable[Message]) -> list[Message
 
 
 def test_metrics(run: Run, tests: Sequence[Message]) -> MetricRecord | None:
-    """Return the averaged metrics of the clients' tests; None if there was no test."""
+    """Return the averaged metrics of the clients' tests, or None without a test."""
     if not tests:
         return None
     contents = [message.content for message in tests]

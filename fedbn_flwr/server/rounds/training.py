@@ -1,4 +1,4 @@
-"""The training half of a round: sample, address, read, release, average.
+"""The training half of a round, from sampling clients to the new model.
 
 ``server.rounds.round`` calls the functions in this order.
 """
@@ -81,7 +81,7 @@ def sample_for_training(run: Run, number: int, grid: Grid) -> list[Node]:
 
 
 def _drawn(run: Run, able: list[Node], number: int) -> list[Node]:
-    """Return the nodes of a round: a new draw, or the cohort of several rounds."""
+    """Return the nodes of a round, either a new draw or a cohort of several rounds."""
     fraction, least = run.options.fraction_train, run.options.min_train_nodes
     rounds = run.methods.params.cohort_rounds
     if rounds == 1:
@@ -170,7 +170,7 @@ def address_training(
     config: ConfigRecord,
     asks: Sequence[Ask],
 ) -> Sent:
-    """Return the training messages of a round; ``config`` has the user's entries."""
+    """Return the training messages of a round. ``config`` has the user's entries."""
     if not nodes:
         return NOTHING
     extras = {key: to_record(state) for key, state in _records(facts, asks).items()}
@@ -186,7 +186,7 @@ def address_training(
 def sum_ahead(
     run: Run, facts: Facts, sent: Sent, messages: Iterable[Message]
 ) -> SumAhead | None:
-    """Return the sum to which each reply is added as it comes; None if it is useless.
+    """Return the sum to which each reply is added on arrival, or None if useless.
 
     It requires that all weights are known before the replies, and that no protection
     acts in between. If a reply is lost or refused, ``average_replies`` starts again.

@@ -1,4 +1,4 @@
-"""The run: the server's knowledge that lasts longer than a round.
+"""The server's knowledge that lasts longer than a round.
 
 Read the modules in this order:
 

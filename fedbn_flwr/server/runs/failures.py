@@ -1,4 +1,4 @@
-"""Failing rounds and runs: non-finite losses and too few usable replies.
+"""Failing rounds and runs, with non-finite losses or too few usable replies.
 
 The module has four parts: detecting a failure, noting it in the round's report, raising
 the error that ends the run, and composing the error message.
@@ -277,7 +277,7 @@ def nothing_trained(min_replies: int, reports: Sequence[RoundOutcome]) -> str:
 
 @contextmanager
 def with_refusals(run: Run) -> Iterator[None]:
-    """Extend a NothingTrainedError of the block, with which a round begins.
+    """Extend a NothingTrainedError of the block at the start of a round.
 
     Add the reasons of refused replies and the result so far.
     """

@@ -110,7 +110,7 @@ class Kept:
         return replace(self, hashes=hashes, volatile=frozenset(volatile), shared=shared)
 
     def saved(self) -> dict[str, Any]:
-        """Return the content for a checkpoint: JSON values and arrays."""
+        """Return the content for a checkpoint, as JSON values and arrays."""
         return {
             "hashes": dict(self.hashes),
             "volatile": sorted(self.volatile),

@@ -134,7 +134,7 @@ class NodeRegistry:
         return self._last_nodes
 
     def node(self, node_id: int) -> Node:
-        """Return the node; an unknown id has empty metadata."""
+        """Return the node, with empty metadata for an unknown id."""
         return self._nodes.get(node_id, Node(node_id))
 
     def identify_sender(self, reply: Message) -> Node:
@@ -214,7 +214,7 @@ class NodeRegistry:
             )
 
     def cohort(self, nodes: list[Node], count: int, number: int) -> list[Node]:
-        """Return ``count`` of the nodes in the same order: the cohort of this number.
+        """Return the cohort of this number, ``count`` of the nodes in the same order.
 
         Each cohort has its own ranking of the nodes, and the first ones train. The rank
         of a node does not depend on other nodes: if one is lost, the others stay.
@@ -342,7 +342,7 @@ class NodeRegistry:
         return replies
 
     def _replies(self, grid: Grid, node_ids: list[int]) -> Iterable[Message]:
-        """Send the query to these nodes; return the replies that come in time."""
+        """Send the query to these nodes, and return the replies that come in time."""
         if not node_ids:
             return ()
         messages = [
@@ -381,7 +381,7 @@ class NodeRegistry:
     def _conflict(
         self, node: Node, holders: Mapping[int | None, Node]
     ) -> _Conflict | None:
-        """Return the reason why a new node cannot take part; None if it can."""
+        """Return the reason why a new node cannot take part, or None if it can."""
         holder = holders.get(node.partition_id)
         if holder is not None:
             return _Conflict(
@@ -436,7 +436,7 @@ def _node(node_id: int, said: NodeProperties) -> Node:
 
 
 def _answered(node_id: int, reply: Message) -> Node:
-    """Return a node from its reply; warn if it has other versions than the server."""
+    """Return a node from its reply, and warn if its versions differ from ours."""
     said = NodeProperties.read(reply)
     node = _node(node_id, said)
     other = differences(own_versions(), said.versions)

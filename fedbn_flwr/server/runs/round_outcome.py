@@ -76,7 +76,7 @@ class RoundOutcome:
     evaluations: dict[str, dict[str, float]] = field(default_factory=dict)
 
     def reject(self, node_id: int, reason: str) -> None:
-        """Add the reason why a node's reply was refused; it may have a code."""
+        """Add the reason why a node's reply was refused, possibly with a code."""
         code, text = split_code(reason)
         if code:
             self.codes.setdefault(node_id, set()).add(code)
@@ -86,7 +86,7 @@ class RoundOutcome:
         self.rejected[node_id] = text
 
     def absences(self) -> str:
-        """Return how many clients took part and who is missing; empty if all did."""
+        """Return how many clients took part and who is missing, or nothing."""
         used = len(self.participants)
         if used >= self.expected:
             return ""

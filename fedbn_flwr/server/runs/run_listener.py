@@ -14,7 +14,7 @@ __all__ = ["RunListener"]
 
 
 class RunListener:
-    """The listener of a run: ``strategy.start(..., recording=...)``.
+    """The listener of a run, for ``strategy.start(..., recording=...)``.
 
     A subclass overrides the methods that it needs.
 
@@ -29,7 +29,7 @@ class RunListener:
     finished: bool = False
 
     def begin(self, after: int) -> None:
-        """Receive the round after which the run begins; 0 if it is not resumed."""
+        """Receive the round after which the run begins, or 0 if it is not resumed."""
 
     def replies(
         self, server_round: int, replies: Sequence[Reply], before: State, after: State

@@ -1,4 +1,4 @@
-"""The state of a run: methods and their states, nodes, reports, local states."""
+"""The state of a run, with methods, nodes, reports and local states."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ class Run:
 
     @property
     def parts(self) -> Parts:
-        """The split of the model's state; ConfigError if it is still unknown."""
+        """The split of the model's state, or ConfigError if it is still unknown."""
         if self.parts_or_none is None:
             raise ConfigError(
                 "the split of the state is unknown before the first arrays: pass"
@@ -190,7 +190,7 @@ class Run:
 
     @property
     def layers(self) -> tuple[str, ...]:
-        """The paths of the methods' BatchNorm layers; empty for all layers."""
+        """The paths of the methods' BatchNorm layers, or nothing for all layers."""
         if not self.parts.averaged:
             return ()
         return tuple(layer.path for layer in self.parts.layers)
@@ -221,7 +221,7 @@ class Run:
         return stops and bool(self.reports) and bool(self.report.diverged)
 
     def facts(self, number: int, travels: Travels | None = None) -> Facts:
-        """Return the facts of a round for the methods; round 0 is before the first."""
+        """Return the facts of a round for the methods. Round 0 is before the first."""
         return Facts(
             number,
             self.num_rounds,
@@ -427,7 +427,7 @@ class Run:
         return saved
 
     def resume(self, after: int, saved: Mapping[str, Any]) -> None:
-        """Continue after a round with the result of ``saved``; the run has begun.
+        """Continue after a round with the result of ``saved``. The run has begun.
 
         Raises:
             ConfigError: the state belongs to another strategy, or to another version.
