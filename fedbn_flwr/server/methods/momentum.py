@@ -1,4 +1,4 @@
-r"""Momentum across rounds, with SGD's buffers persistent between rounds.
+r"""Momentum across rounds: SGD's buffers persist between rounds.
 
 Zhong et al. 2023, "Making Batch Normalization Great in Federated Deep Learning",
 arXiv:2303.06530, section 7.

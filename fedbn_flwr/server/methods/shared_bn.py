@@ -1,4 +1,4 @@
-"""Averaged BN parts, to test a global model whose clients keep their own BN.
+"""Averaged BN parts: tests of a global model whose clients keep their own BN.
 
 In a test, a client that has no BN of its own yet uses the average as well. The idea is
 from Idrissi, Berrada, Noubir 2021, "FEDBS: Learning on Non-IID Data in Federated

@@ -1,4 +1,4 @@
-r"""Re-estimation of BN statistics by a pass over the clients' data.
+r"""Re-estimation: BN statistics from the clients' data under global weights.
 
 The weights are the current ones. The literature calls this "precise BN". The server
 uses no data of its own, and training does not use the result.
