@@ -505,7 +505,7 @@ def _state_of_run(
     for path in sorted((run / "clients").glob("client-*")):
         kept[path.stem.removeprefix("client-")], _ = read_state(path)
 
-    # The file has no entries of the parts that stay with the clients.
+    # model.safetensors has no entries of the parts that stay with the clients.
     model = make_model(config)
     parts = method_of(config).parts(model)
     absent = [part for part in Part if about.get(part) == ABSENT]

@@ -53,7 +53,7 @@ REPORT_FILE = "report.html"
 _GENERATOR = '<meta name="generator" content="fedbn-flwr report">'
 _DIAGNOSIS = "doctor.json"
 _TESTS = ("test-", "personal-", "validation-", "held-out-", "train-")
-# Okabe and Ito, yellow darker
+# the colours of Okabe and Ito, with a darker yellow
 _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#8a6d00", "#000000")
 _DASHES = ("-", "--", ":", "-.")
 _STYLE = Path(__file__).with_name("report.css")

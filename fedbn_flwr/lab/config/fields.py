@@ -499,7 +499,7 @@ class Fields(
         frozen=True,
         alias_generator=lambda name: name.replace("_", "-"),
         allow_inf_nan=False,
-        coerce_numbers_to_str=True,  # YAML and --set do not separate them
+        coerce_numbers_to_str=True,  # YAML and --set mix numbers and texts
     )
 
     @property

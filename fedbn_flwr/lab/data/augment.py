@@ -116,7 +116,7 @@ class Augment:
         if self.crop >= min(height, width):
             raise ConfigError(
                 f"augment: crop{self.crop} could miss an image of {height}x{width}"
-                f" pixels altogether. Use crop1 to crop{min(height, width) - 1}."
+                f" pixels. Use crop1 to crop{min(height, width) - 1}."
             )
 
     def draw(self, count: int, generator: torch.Generator) -> Draw:

@@ -83,7 +83,7 @@ DOMAINNET10 = (
 DIGITS_FIVE = ("mnist", "svhn", "usps", "synth-digits", "mnist-m")
 """Domains of Digits-Five, in the order of FedBN's authors."""
 
-# As published: training and test images.
+# The published numbers of training and test images.
 _USPS_PARTS = (7291, 2007)
 _USPS_TEST = 1860
 _SEED = 0

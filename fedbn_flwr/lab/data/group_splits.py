@@ -70,7 +70,7 @@ def split_natural(request: PartitionRequest) -> list[Indices]:
         also = f" with held-out-clients={','.join(without)}" if without else ""
         raise ConfigError(
             f"partition 'natural' makes a client of each of the {len(members)} groups"
-            f" with training examples ({_named(request, members)});"
+            f" with training examples ({_named(request, members)}), but"
             f" num-clients={request.num_clients}. Use num-clients={len(members)}{also}."
         )
     return list(members.values())

@@ -89,7 +89,7 @@ def _load(info: DatasetInfo, folder: Path, shape: Shape, device: str) -> Dataset
             " data-dir to the folder with these files, or use the embedded"
             " dataset='digits'."
         ) from error
-    # Readers may return images as published: all are fitted here, once in a process.
+    # Readers may return images as published. Fit all of them here, once in a process.
     return Dataset(
         info.name,
         fitted(loaded.train, shape).to(device),

@@ -124,8 +124,8 @@ def _read_folders(
     if others:
         logger.warning(
             "data-path=%r: folders whose name is not a class are ignored: %s. Classes"
-            " without a folder: %s. Names are case-sensitive. Rename the folders, or name their"
-            " classes in data-classes.",
+            " without a folder: %s. Names are case-sensitive. Rename the folders, or"
+            " name their classes in data-classes.",
             str(path),
             ", ".join(sorted(others)),
             ", ".join(absent) or "none of the classes",

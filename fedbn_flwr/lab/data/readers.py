@@ -212,6 +212,6 @@ def as_samples(images: np.ndarray[Any, Any], labels: Any) -> Samples:
         raise DataError(
             f"images have shape {images.shape}. Use (N, H, W) or (N, H, W, 3)."
         )
-    # Copies: readers return views of files, or arrays that cannot be written to.
+    # Copy, because readers return views of files, or read-only arrays.
     inputs = torch.from_numpy(np.array(rows, dtype=np.uint8, order="C"))
     return Samples(inputs, torch.from_numpy(np.array(labels, dtype=np.int64)))

@@ -94,14 +94,14 @@ def per_channel(values: tuple[float, ...], channels: int) -> tuple[float, ...]:
 
 def _luma(images: Tensor) -> Tensor:
     """Return RGB bytes as grey by (299 R + 587 G + 114 B) / 1000, rounded."""
-    # In integers, so that every machine has the same bytes.
+    # Compute in integers, so that every machine has the same bytes.
     red, green, blue = torch.split(images.to(torch.int32), 1, dim=1)
     return ((299 * red + 587 * green + 114 * blue + 500) // 1000).to(torch.uint8)
 
 
 def _resized(images: Tensor, size: tuple[int, int]) -> Tensor:
     """Return uint8 images in the new size."""
-    # Computed in float32: torch's kernels for uint8 round differently by CPU.
+    # Compute in float32, since torch's kernels for uint8 round differently by CPU.
     resized = F.interpolate(
         images.float(), size, mode="bilinear", align_corners=False, antialias=True
     )
@@ -159,7 +159,7 @@ Block = tuple[Tensor, Tensor, list[int]]
 
 
 class LastTest:
-    """The positions of the last test, and its batches from its second time on.
+    """The positions of the last test, and its batches if it was repeated.
 
     Clients are often tested on the same examples. If the model is small, converting
     their bytes to floats takes as long as the test. A process that receives the samples

@@ -135,7 +135,7 @@ def split_dirichlet_equal(request: PartitionRequest) -> list[Indices]:
     small, larger = divmod(len(order), request.num_clients)
     partition = []
     for client in range(request.num_clients):
-        # Hsu et al., section 2: q of this client, then its examples by q.
+        # Hsu et al., section 2: draw q of this client, then its examples by q.
         mix = rng.dirichlet(np.full(request.num_classes, float(request.alpha)))
         taken = _filled(small + (client < larger), mix, left, rng)
         # Taken from the end of each class, so ``left`` is also the end of the rest.
@@ -154,7 +154,7 @@ def _filled(size: int, mix: Floats, left: Indices, rng: np.random.Generator) -> 
     missing = size
     while missing > 0:
         weights = np.where(taken < left, mix, 0.0)
-        # No class of the mix has examples left: draw in proportion to the other classes.
+        # If no class of the mix has examples left, draw in proportion to the others.
         if not weights.sum() > 0:
             weights = (left - taken).astype(np.float64)
         # A class gives at most its remaining examples; the missing ones are redrawn.
@@ -188,7 +188,7 @@ def _partitioned(
     partitioner.dataset = datasets.Dataset.from_dict({"index": order, "label": labels})
     parts = []
     for client in range(partitioner.num_partitions):
-        # As Arrow's columns: a list of Python's numbers takes seconds.
+        # Read Arrow's columns, because a list of Python's numbers takes seconds.
         table = partitioner.load_partition(client).with_format("arrow")[:]
         parts.append(table["index"].to_numpy().astype(np.int64))
     return parts

@@ -20,7 +20,7 @@ __all__ = ["Subset"]
 _BLOCK = 2**21
 # The most bytes of floats that are kept from one test for the next.
 _KEPT = 2**25
-# Bytes, the alignment of torch's memory.
+# The alignment of torch's memory in bytes.
 _ALIGNED = 64
 
 
@@ -56,7 +56,7 @@ class Subset:
         self._indices: Tensor | None = None
         if indices is not None:
             self._indices = torch.as_tensor(indices, device=samples.device)
-        # As (C, 1, 1), to be broadcast over the images of a batch.
+        # Reshape to (C, 1, 1), to broadcast over the images of a batch.
         shape = (-1, *[1] * len(samples.shape[1:]))
         self._mean, self._std = (
             torch.tensor(values, dtype=torch.float32, device=samples.device).view(shape)

@@ -32,7 +32,7 @@ class Normalise(nn.Module):
         dims: int = 2,
     ) -> None:
         super().__init__()
-        # Buffers, so that they are in the file of an exported model.
+        # Use buffers, so that they are in the file of an exported model.
         for name, values in (("mean", mean or (0.0,)), ("std", std or (1.0,))):
             self.register_buffer(
                 name, torch.tensor(values, dtype=torch.float32).view(-1, *[1] * dims)

@@ -59,7 +59,7 @@ FORMATS = get_args(Format)
 BOUND = 1e-4
 """The largest error of an exported file's outputs, divided by the largest output."""
 
-# Examples of the check: more than one size shows that the batch is free.
+# Batch sizes of the check. Several sizes show that the batch size is free.
 _BATCHES = [1, 5, 26]
 # The key of the metadata with the folded BatchNorm layers.
 _FOLDED = "folded"

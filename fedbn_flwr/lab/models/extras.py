@@ -123,7 +123,7 @@ def _timm_shape(name: str, channels: int, size: int) -> tuple[int, int]:
 
 
 def _smp_shape(name: str, channels: int, size: int) -> tuple[int, int]:
-    # Rounded up.
+    # Round up to a multiple.
     return channels, -(-max(size, SMALLEST) // MULTIPLE) * MULTIPLE
 
 

@@ -36,7 +36,7 @@ __all__ = ["FILES", "InitReport", "OtherShape", "load_initial"]
 FILES = (".safetensors", ".pt", ".pth")
 # DataParallel, torch.compile and Lightning put these before the names of entries.
 _WRAPPERS = ("module", "_orig_mod", "model")
-# Names of each kind that a report shows.
+# The most names of each kind in a report.
 _SHOWN = 6
 
 
@@ -295,7 +295,7 @@ def _read_file(path: Path) -> Any:
 
 
 def _of_torchvision(which: str) -> Any:
-    # It takes longer to import than torch, and most runs need no published weights.
+    # torchvision takes longer to import than torch, and most runs need no published weights.
     import torchvision.models
 
     network, _, version = which.partition(".")

@@ -234,7 +234,7 @@ def build_model(
     for option in NORMS[norm].options:
         if option in options:
             taken[option] = options[option]
-    # After the build, so that every norm has the same initial weights of other layers.
+    # Replace after the build, so that every norm has the same initial weights of other layers.
     model, _ = replace_norm(model, norm, **taken)
     if feature_norm:
         model, _ = use_feature_norm(model, feature_norm, num_classes)

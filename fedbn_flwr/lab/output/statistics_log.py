@@ -45,7 +45,8 @@ from fedbn_flwr.training.freezing import layers_of
 
 __all__ = ["StatisticsLog", "local_statistics", "rounds_with_statistics", "weight"]
 
-_CLIENTS = 64  # in a line: more would take hundreds of kilobytes
+# The most clients in a line. More would take hundreds of kilobytes.
+_CLIENTS = 64
 
 Tensors = Mapping[str, Tensor]
 

@@ -65,7 +65,7 @@ def contents_of_model(strategy: Strategy | None) -> dict[str, str]:
         about[Part.STATISTICS.value] = (
             "re-estimated from the clients' data under these weights"
         )
-        # a model with statistics is whole with them
+        # With these statistics and initial counters, the model is complete.
         if about[Part.COUNTERS.value] == ABSENT:
             about[Part.COUNTERS.value] = "initial values"
     return about

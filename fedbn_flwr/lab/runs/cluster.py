@@ -165,7 +165,7 @@ def check_shared(setting: str, folder: Path) -> None:
 
     The folder is made if it is absent.
     """
-    # The package works without Ray.
+    # Imported here, because the package also works without Ray.
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 

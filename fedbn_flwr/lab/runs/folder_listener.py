@@ -246,7 +246,7 @@ class CheckpointManager:
         self._config = config
         self._strategy = strategy
         self._warned: set[str] = set()
-        # the run after the last whole round
+        # the run after the last complete round
         self._whole: Checkpoint | None = None
         self._run = uuid4().hex[:16]
         self.resumed_after: list[int] = []

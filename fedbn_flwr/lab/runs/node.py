@@ -81,7 +81,7 @@ def client_fn(context: Context) -> TorchClient:
     return _run_clients(tuple(context.run_config.items())).client(context)
 
 
-# Kept, because Flower calls client_fn for every message.
+# Cached, because Flower calls client_fn for every message.
 @functools.lru_cache(maxsize=4)
 def _run_clients(items: tuple[tuple[str, Any], ...]) -> RunClients:
     """Return the maker of a run's clients, identified only by the run config."""
@@ -228,7 +228,7 @@ def _data_of_site(config: Config, context: Context) -> PartitionedData:
     Raises:
         DataError: the function fails, or its data do not fit the run's model.
     """
-    # It imports the readers of arrays and images.
+    # own_info imports the readers of arrays and images.
     from fedbn_flwr.lab.data import own_info
 
     client = partition_of(context) or 0
@@ -293,7 +293,7 @@ def describe_data(config: Config, context: Context) -> str:
     Raises:
         DataError: the data cannot be used, or do not fit the run's model.
     """
-    # A client needs no texts of counts.
+    # Imported here, because a client needs no texts of counts.
     from fedbn_flwr.lab.partitioned.counts import data_text
 
     of_site = data_of(config).by_function and on_network_node()

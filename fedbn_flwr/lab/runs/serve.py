@@ -109,7 +109,7 @@ def serve(
         start, initial = beginning(config, checked.model, out)
         model = on_device(checked.model, config)
 
-        # A strategy that cannot be restored is refused before its folder is cut back.
+        # Refuse a strategy that cannot be restored before its folder is shortened.
         strategy = make_strategy(config, model, config.num_clients)
         protection = _protection(config, out, model)
         if protection:
@@ -321,7 +321,7 @@ def beginning(
         return start, to_record(start.saved.state)
     loaded = initialise(model, config)
     if loaded:
-        # a warning if some weights, or some of the model's entries, found no partner
+        # a warning if some weights, or some of the model's entries, had no counterpart
         level = logging.INFO if loaded.complete else logging.WARNING
         logger.log(level, "%s", loaded)
     return start, to_record(model.state_dict())

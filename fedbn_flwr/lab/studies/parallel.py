@@ -95,7 +95,7 @@ def in_parallel(parallel: int) -> Runner:
                 while waiting and free:
                     cell, place = waiting.popleft(), free.pop()
                     receiver, sender = spawn.Pipe(duplex=False)
-                    # a copy without the config that the cell has computed
+                    # Pass a copy without the config that the cell has computed.
                     args = (sender, replace(cell), out, place)
                     process = spawn.Process(target=_work, args=args)
                     # Ctrl-C reaches the whole terminal; the sweep ends its processes.

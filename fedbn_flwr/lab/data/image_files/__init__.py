@@ -69,7 +69,7 @@ def open_images(
         return [
             Samples(inputs[part], of_pixels[part], classes[part]) for part in numbers
         ]
-    # On the disk. A damaged file is found now, not in the middle of a run.
+    # Leave images on the disk. Find damaged files now, not in the middle of a run.
     refuse_damaged_files(paths)
     samples = []
     for part in numbers:

@@ -10,7 +10,7 @@ from fedbn_flwr.lab.data.image_files.decoding import check_mode, for_all
 
 __all__ = ["refuse_damaged", "refuse_damaged_files"]
 
-# The last bytes of a whole file: a cut one lacks them.
+# The last bytes of a complete file. A file that was cut off lacks them.
 _ENDS = {"JPEG": b"\xff\xd9", "MPO": b"\xff\xd9", "PNG": b"IEND"}
 
 

@@ -36,7 +36,7 @@ _MODES = (
 )
 """Pillow's modes of images whose pixels are bytes."""
 
-# Futures that exist at the same time.
+# The most futures that exist at the same time.
 _CHUNK = 4096
 
 

@@ -130,7 +130,7 @@ class ImageFiles(LazyInputs):
             side = min(image.shape[1:])
             top, left = ((extent - side) // 2 for extent in image.shape[1:])
             image = image[:, top : top + side, left : left + side]
-        # As samples of one image, for the same bits as in memory.
+        # Reshape it as samples of one image, with the bits of images in memory.
         alone = Samples(image[None], torch.zeros(1, dtype=torch.int64))
         image = reshaped(alone, self._wanted).inputs[0]
         # Classes have no average, so the nearest pixel's class is taken.

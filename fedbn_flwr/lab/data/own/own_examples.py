@@ -73,7 +73,7 @@ def load(
     request: OwnData, stamp: tuple[int, ...], folder: Path, shape: Shape
 ) -> Loaded:
     """Return the training and the test examples, see ``DatasetInfo.loader``."""
-    # Own data name their path.
+    # Own data have their own path, so the data folder is not used.
     del folder
     records = read(request, stamp)
     if not request.image_size and len(set(records.sizes)) > 1:
