@@ -66,7 +66,7 @@ def split_natural(request: PartitionRequest) -> list[Indices]:
         without = [
             name for at, name in enumerate(request.group_names) if at not in members
         ]
-        # A function gets the number of sites: the clients plus the held-out clients.
+        # A function is called for as many sites as clients and held-out clients.
         also = f" with held-out-clients={','.join(without)}" if without else ""
         raise ConfigError(
             f"partition 'natural' makes a client of each of the {len(members)} groups"

@@ -85,7 +85,7 @@ class Folding:
 
 
 def fold(model: nn.Module, example: Tensor) -> tuple[nn.Module, Folding]:
-    """Return a copy in eval mode with exactly folded BatchNorm, and a report.
+    """Return a copy in eval mode with BatchNorm folded if this is exact, and a report.
 
     Args:
         model: any model; it does not change.
@@ -144,7 +144,7 @@ def _fold(model: nn.Module, example: Tensor) -> tuple[nn.Module, Folding]:
 def _inputs_of_norms(
     model: nn.Module, example: Tensor
 ) -> tuple[Mapping[nn.Module, set[str]], Any]:
-    """Return the layers with outputs into each norm layer, and the model's outputs.
+    """Return the layers that feed each norm layer, and the model's outputs.
 
     The layers are paths; "" means any other value.
     """

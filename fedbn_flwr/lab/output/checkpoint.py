@@ -129,7 +129,7 @@ class Checkpoints:
             remove_leftovers(self.folder)
             write_checked(self._path(checkpoint.server_round), content)
             # Remove old checkpoints only after the new checkpoint is complete. A run
-            # that is resumed from the older of the two has another best round.
+            # that is resumed from the older of the two may have another best round.
             last = self.rounds[-_KEPT:]
             needed: set[int | None] = {*last}
             if stopping:

@@ -368,7 +368,7 @@ def _held_out(
     if natural and data.train.groups is not None:
         for number in torch.unique(data.train.groups).tolist():
             groups.append(data.group_names[number])
-    # If the text is a number and not a group, hold out the last clients.
+    # If the text is a number N and not a group, hold out the last N clients.
     if text.isdecimal() and text not in groups:
         count = int(text)
         if natural:

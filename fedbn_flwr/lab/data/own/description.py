@@ -20,7 +20,7 @@ from fedbn_flwr.training.tasks import TASKS
 
 __all__ = ["own_info"]
 
-# In pixels: larger images get this height, unless image-size sets a larger one.
+# In pixels: larger images get this height, unless image-size sets another height.
 _LARGEST = 224
 
 
