@@ -57,7 +57,7 @@ bench: bench-simulation
 	$(BIN)/python benchmarks/aggregation.py --write docs/performance.md
 	$(BIN)/python benchmarks/startup.py --write docs/performance.md
 	$(BIN)/python benchmarks/methods.py --write docs/performance.md
-	$(BIN)/python benchmarks/scale.py --write docs/scale.md
+	$(BIN)/python benchmarks/scale.py --write docs/performance.md
 	@if $(BIN)/python -c "import sys, torch; sys.exit(not torch.cuda.is_available())"; \
 		then $(BIN)/python benchmarks/gpu.py --write docs/performance.md; \
 		else echo "benchmarks/gpu.py is left out: there is no CUDA device here"; fi

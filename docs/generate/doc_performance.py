@@ -18,9 +18,7 @@ Range = tuple[float, float]
 
 
 def simulation_tables(root: Path) -> str:
-    """Return the table of ratios with their targets, and a table for each setting with
-    other packages, of its last run.
-    """
+    """Return the table of ratios with their targets, the settings and their runs."""
     data = _data(root)
     head = [
         "ratio",
@@ -33,12 +31,13 @@ def simulation_tables(root: Path) -> str:
     for setting, name, against, ranges, target in ratios(data):
         cells = [between(ranges[key]) for key in ("seconds", "cpu-seconds", "memory")]
         rows.append([f"{setting}: {name} / {against}", *cells, target])
-    tables = [_table(head, rows)]
-    for setting in data["settings"].values():
-        names = setting["runs"][-1]["rows"]
-        if any(not name.startswith((BARE, "fedbn-flwr")) for name in names):
-            tables.append(_setting(setting))
-    return "\n\n".join(tables)
+    titles: list[str] = []
+    machines: dict[str, None] = {}
+    for name, one in data["settings"].items():
+        commit, _, machine = one["runs"][-1]["note"].partition("; ")
+        titles.append(f"- {name}: {one['title']}. {commit}.")
+        machines[f"{machine.partition('. ')[0]}."] = None
+    return "\n\n".join([_table(head, rows), "\n".join(titles), *machines])
 
 
 def compared_sentence(root: Path) -> str:
@@ -85,14 +84,6 @@ def between(values: Range) -> str:
     return " to ".join(ends)
 
 
-def number(value: float | None) -> str:
-    """Return a number with three significant digits, without an exponent; "-" for None."""
-    if value is None:
-        return "-"
-    whole = len(str(int(abs(value)))) if abs(value) >= 1 else 0
-    return f"{value:,.{max(0, 3 - whole)}f}"
-
-
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     lines = [head, ["---", *["---:"] * (len(head) - 1)], *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
@@ -114,24 +105,3 @@ def _range(runs: Sequence[Data], name: str, against: str, key: str) -> Range:
 def _ratio(rows: Data, name: str, against: str, key: str) -> float:
     mine, theirs = rows[name][key], rows[against][key]
     return math.nan if mine is None or theirs is None else mine / theirs
-
-
-def _setting(one: Data) -> str:
-    last = one["runs"][-1]
-    rows = []
-    for name, row in last["rows"].items():
-        seconds, *others = (number(row[key]) for key in _FIGURES)
-        rows.append(
-            [
-                name,
-                row["version"],
-                seconds,
-                number(_ratio(last["rows"], name, BARE, "seconds")),
-                *others,
-            ]
-        )
-    head = ["", "version", "seconds a round", "/ bare", "CPU seconds", "MB", "accuracy"]
-    missing = "".join(
-        f"\n\nMissing: {name}: {reason}." for name, reason in last["missing"].items()
-    )
-    return f"**{one['title']}**\n\n{_table(head, rows)}{missing}\n\n{last['note']}"

@@ -23,7 +23,6 @@ from doc_names import names_of_registries
 from doc_papers import papers_block
 from doc_performance import compared_sentence, simulation_tables
 from doc_privacy import privacy_table
-from doc_references import references_page
 
 from fedbn_flwr.batchnorm.parts import Part
 from fedbn_flwr.doctor.situations import SITUATIONS
@@ -58,7 +57,6 @@ def derived(root: Path) -> dict[Path, str]:
         root: the checkout. What is not derived in a file is taken from there.
     """
     texts = {Path("docs/config.md"): config_page()} | method_pages(root)
-    texts[Path("docs/references.md")] = references_page(root)
     texts[_NAMES] = names_of_registries()
     pyproject = (root / "pyproject.toml").read_text(encoding="utf-8")
     texts[Path("pyproject.toml")] = _with_defaults(pyproject)
@@ -69,9 +67,11 @@ def derived(root: Path) -> dict[Path, str]:
             "strategies": strategy_table(),
             "norms": norm_table(),
         },
-        "docs/reference/python.md": {"classes": class_list()},
+        "docs/reference/python.md": {
+            "classes": class_list(),
+            "keys": key_table(),
+        },
         "docs/guides/privacy.md": {"protections": privacy_table()},
-        "docs/reference/messages.md": {"keys": key_table()},
         "docs/performance.md": {
             "compared": f"\n{compared_sentence(root)}\n",
             "simulation": f"\n{simulation_tables(root)}\n",

@@ -20,7 +20,7 @@ def packed(message: Message, context: Context, call_next: ClientAppCallable) -> 
     """Return the app's reply with its arrays in one piece if the message has this form.
 
     It is a Flower mod. Over a network, each array of a message costs the server as much
-    as two megabytes of it, whatever its size (docs/scale.md). With this mod the server
+    as two megabytes of it, whatever its size (docs/performance.md). With this mod the server
     sends and receives all arrays of a message as one array. The app and its other mods
     see ordinary records, with the same bits.
 

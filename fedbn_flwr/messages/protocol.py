@@ -6,7 +6,7 @@ as values with ``read`` and ``write``.
 This file declares each record name and key that more than one module uses. The keys of
 a single method are declared in the method's file. No other file may write such a name
 (``tests/messages/test_protocol.py``). ``make generate`` writes the table of all keys,
-``docs/reference/messages.md``, from the declarations.
+``docs/reference/python.md``, from the declarations.
 
 Keys that the server or the codec adds to a config in which users have keys of their own
 begin with ``PREFIX``. The exceptions are Flower's own ``server-round``, and
