@@ -421,7 +421,7 @@ def test_entries_that_no_client_trains_get_no_noise_and_may_not_change(
     assert all(np.array_equal(got[name], before[name]) for name in fixed)
     assert not np.array_equal(got["1.weight"], before["1.weight"])
     with pytest.raises(
-        ReplyError, match=r"entry '0\.weight' changed, and no client trains it"
+        ReplyError, match=r"entry '0\.weight' changed, but no client trains it"
     ):
         privacy.check(
             Facts(1, None, split_state(before), before),
@@ -483,8 +483,8 @@ def test_wrappers_and_strategies_that_do_not_fit_are_refused(
     with pytest.raises(
         ConfigError,
         match=(
-            r"DPWrapper is for the strategies of fedbn_flwr\.strategies, and FedAvg is"
-            r" none"
+            r"DPWrapper is for the strategies of fedbn_flwr\.strategies, but FedAvg is"
+            r" not one of them"
         ),
     ):
         DPWrapper(FlowersFedAvg(), 1.0)  # type: ignore[arg-type]
