@@ -142,7 +142,7 @@ def optimizers_of(case: Any, net: nn.Module, rate: float) -> list[Any]:
         kind, decay["momentum"] = torch.optim.SGD, case.momentum
     else:
         kind = kind[case.optimizer]
-    named = {n: p for n, p in net.named_parameters() if p.requires_grad}
+    named = dict(net.named_parameters())  # also those that are frozen
     if case.way != "two-optimizers":
         return [kind(named.values(), rate, **decay)]
     head = [p for n, p in named.items() if n.startswith("head.")]
