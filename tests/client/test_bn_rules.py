@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 import torch
 from flwr.app import Context, Message
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 from fedbn_flwr.batchnorm.parts import split_state
@@ -47,6 +46,7 @@ from fedbn_flwr.strategies.fedprox import ProximalTerm
 from fedbn_flwr.strategies.hbn import HybridStatistics
 from fedbn_flwr.strategies.scaffold import ControlVariates
 from fedbn_flwr.training import ClientHook
+from tests.support.strange_layers import Checkpointed, Made
 from tests.support.user_loops import SIZES, hooked_loop, loop_without_step, plain_loop
 
 PROXIMAL = {"fedbn-flwr.hooks": "proximal", "fedbn-flwr.proximal-mu": 5.0}
@@ -272,11 +272,6 @@ def test_a_call_left_out_inside_the_block_is_named(run_app, user_app) -> None:
         run_app(fedtan, user_app(loop_without_step, query=True), barrier=False)
     for reports in (strategy.reports, fedtan.reports):
         assert [len(report.rejected) for report in reports] == [len(SIZES)]
-
-
-class Checkpointed(nn.Sequential):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self[1](checkpoint(self[0], x.requires_grad_(), use_reentrant=False))
 
 
 @pytest.mark.parametrize("barrier", [True, False], ids=["barrier", "messages"])
@@ -592,21 +587,6 @@ def test_a_layer_with_a_forward_of_its_own_is_refused_in_the_warm_up_too() -> No
     assert not changed(model)
 
 
-class MadeLater(nn.Module):
-    """A BatchNorm, and one that is made in the first pass. 5 numbers, 3 classes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.hidden = nn.BatchNorm1d(5), nn.Linear(5, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self.hidden(self.norm(x))
-        if not hasattr(self, "made"):
-            self.made = nn.BatchNorm1d(hidden.shape[1]).to(hidden.dtype)
-        out: Tensor = self.made(hidden)
-        return out
-
-
 @pytest.mark.parametrize(
     ("loop", "method"),
     [
@@ -624,10 +604,11 @@ def test_entries_that_a_pass_makes_are_refused_by_name_in_round_1(
 
     def model() -> nn.Module:
         torch.manual_seed(0)
-        return MadeLater().double()
+        layers = nn.BatchNorm1d(5), Made(nn.BatchNorm1d)
+        return nn.Sequential(*layers).double()
 
     app = user_app(loop, query=True, model=model)
     strategy = method(parts=split_state(model()))
-    with pytest.raises(ConfigError, match=r"'made\.weight'"):
+    with pytest.raises(ConfigError, match=r"'1\.made\.weight'"):
         run_app(strategy, app, model=model, rounds=3)
     assert len(strategy.reports) <= 2, "it does not come again in each round"

@@ -368,13 +368,6 @@ def no_replay_log(run: Any) -> None:
     ]
 
 
-def test_what_clients_keep_is_the_same(ways: Ways, same_bits) -> None:
-    for name in ("fedbn", "silobn", "mtfl", "standalone"):
-        ours, theirs = ways.ours(name), ways.plain(name)
-        for i in range(len(SIZES)):
-            same_bits(theirs.local_state(i), ours.local_state(i))
-
-
 def test_fixbn_without_the_mod_is_proved_by_its_arrays(ways: Ways, user_app) -> None:
     without_mod = ways.run_app(ALL["fixbn"](), user_app(fixbn_loop, mods=()))
     assert [report.rejected for report in without_mod.strategy.reports] == [{}] * ROUNDS

@@ -139,12 +139,11 @@ WORKED: dict[str, tuple[Callable[[], Strategy], float]] = {
 
 @pytest.mark.parametrize("method", WORKED)
 def test_workers_give_the_bits_of_one_process(
-    federate, points, mlp, same_bits, method: str
+    federate, datasets, mlp, same_bits, method: str
 ) -> None:
     """Uneven clients, dropout; what clients keep, synchronised steps and variates go
     through shared memory.
     """
-    datasets = [points(n, i) for i, n in enumerate(SIZES)]
     make, momentum = WORKED[method]
 
     def net() -> nn.Module:
@@ -311,10 +310,9 @@ def in_fit(act: Callable[[int, int], None]) -> Callable[[Any], ClientApp]:
 
 
 def test_a_worker_that_dies_in_a_synchronised_step_costs_its_members_only(
-    federate, points, mlp, same_bits
+    federate, datasets, mlp, same_bits
 ) -> None:
     """The others repeat the step without them, as if they had not been asked."""
-    datasets = [points(n, i) for i, n in enumerate(SIZES)]
 
     def die(partition: int, server_round: int) -> None:
         if partition == 1:
@@ -331,10 +329,9 @@ def test_a_worker_that_dies_in_a_synchronised_step_costs_its_members_only(
 
 @pytest.mark.parametrize("workers", [1, 2, 5])
 def test_a_client_whose_process_dies_is_named_and_the_run_continues(
-    federate, points, mlp, workers: int
+    federate, datasets, mlp, workers: int
 ) -> None:
     """However many processes there are, and wherever the client is in the round."""
-    datasets = [points(n, i) for i, n in enumerate(SIZES)]
     dying = {1: [0], 2: [4, 1], 3: []}
 
     def die(partition: int, server_round: int) -> None:

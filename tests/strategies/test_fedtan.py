@@ -13,7 +13,6 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from fedbn_flwr.client import TorchClient
 from fedbn_flwr.errors import ConfigError
@@ -22,6 +21,7 @@ from fedbn_flwr.lab.models import build_model
 from fedbn_flwr.lab.runs.inspection import inspect_model
 from fedbn_flwr.norms import replace_norm
 from fedbn_flwr.strategies import FedDNA, FedTAN, FedTAN2
+from tests.support.strange_layers import Checkpointed, Reentrant
 from tests.support.synchronised import (
     TRANSPORTS,
     Branches,
@@ -190,21 +190,6 @@ def test_the_port_is_closed_after_a_run_that_succeeds_or_fails(
         )
     with pytest.raises(OSError), socket.create_connection(address, timeout=2):
         pass
-
-
-class Checkpointed(nn.Sequential):
-    """Its layers run again in the backward pass."""
-
-    reentrant = False
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self[1](
-            checkpoint(self[0], x.requires_grad_(), use_reentrant=self.reentrant)
-        )
-
-
-class Reentrant(Checkpointed):
-    reentrant = True
 
 
 def in_blocks(kind: type[nn.Sequential]) -> nn.Module:

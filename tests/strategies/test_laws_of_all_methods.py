@@ -220,9 +220,8 @@ Open = Callable[[str], Any]
 
 
 @pytest.fixture
-def federation(points, wsconv_net) -> Open:
+def federation(datasets, wsconv_net) -> Open:
     """Give what opens the clients of a case."""
-    datasets = [points(size, i) for i, size in enumerate(SIZES)]
 
     @contextmanager
     def opened(case: str) -> Iterator[Federation]:
@@ -287,14 +286,14 @@ def test_a_run_goes_on_from_its_checkpoint_in_the_same_bits(
 
 
 @pytest.fixture
-def run_case(federate, points, wsconv_net) -> Callable[..., Outcome]:
+def run_case(federate, datasets, wsconv_net) -> Callable[..., Outcome]:
     """``run_case(case, strategy, ...)``: four rounds of a case's strategy."""
 
     def run(case: str, strategy: FedAvg[Any], **options: Any) -> Outcome:
         return federate(
             strategy,
             wsconv_net if case == "fedwon" else two_layers,
-            [points(size, i) for i, size in enumerate(SIZES)],
+            datasets,
             sgd_momentum=0.9 if case.startswith("momentum") else 0.0,
             rounds=4,
             **options,
@@ -361,7 +360,7 @@ NOT_SAVED_OF_REPORTS: Mapping[str, str] = {
 
 
 def test_a_checkpoint_has_what_a_later_round_reads_of_the_run(
-    federate, points, monkeypatch
+    federate, datasets, monkeypatch
 ) -> None:
     """After a round without a test, in which no reply was finite: the model was kept,
     and its statistics are known.
@@ -419,7 +418,7 @@ def test_a_checkpoint_has_what_a_later_round_reads_of_the_run(
     federate(
         strategy,
         two_layers,
-        [points(size, i) for i, size in enumerate(SIZES)],
+        datasets,
         rounds=4,
         wrap=app,
     )
@@ -516,7 +515,7 @@ def moved_layers() -> nn.Module:
     "entry", [entry for entry in two_layers().state_dict() if entry.startswith("4.")]
 )
 def test_an_entry_that_the_clients_hold_is_refused_if_it_changed_and_stays_as_it_is(
-    federate, points, case: str, entry: str
+    federate, datasets, case: str, entry: str
 ) -> None:
     """One reply has another value of the last layer's gamma, beta, statistics or
     counter; other methods average it.
@@ -532,8 +531,7 @@ def test_an_entry_that_the_clients_hold_is_refused_if_it_changed_and_stays_as_it
     app = functools.partial(spoiling, spoil_state(change))
     # Without client 1 the weights are 6 / 15 and 9 / 15: the average of equal values is
     # a bit off.
-    data = [points(size, i) for i, size in enumerate(SIZES)]
-    run = federate(make(), moved_layers, data, rounds=1, local_steps=1, wrap=app)
+    run = federate(make(), moved_layers, datasets, rounds=1, local_steps=1, wrap=app)
     (report,) = run.strategy.reports
     assert report.participants == ([0, 2] if entry in frozen else [0, 1, 2])
     if entry in frozen:

@@ -173,7 +173,7 @@ RUNS = [
 
 @pytest.mark.parametrize(("case", "lost"), RUNS)
 def test_the_server_takes_those_who_have_it(
-    federate, points, case: str, lost: str
+    federate, datasets, case: str, lost: str
 ) -> None:
     make, record, place, oracle = CASES[case]
 
@@ -188,10 +188,14 @@ def test_the_server_takes_those_who_have_it(
     app = functools.partial(
         spoiling, spoil, rounds=(1, 2) if lost == "always" else (2,)
     )
-    data = [points(size, i) for i, size in enumerate(SIZES)]
     settings = {"sgd_momentum": 0.9 if record == "momentum" else 0.0, "local_steps": 2}
     run = federate(
-        make(), two_layers, data, rounds=3 - (place == "result"), wrap=app, **settings
+        make(),
+        two_layers,
+        datasets,
+        rounds=3 - (place == "result"),
+        wrap=app,
+        **settings,
     )
     assert not any(report.rejected for report in run.strategy.reports)
     replies = [
@@ -227,7 +231,7 @@ def test_the_server_takes_those_who_have_it(
 @pytest.mark.parametrize("gap", [(2,), (4,), (2, 3), (2, 4), (3, 4)])
 @pytest.mark.parametrize("lost", ["all", "a layer"])
 def test_an_alpha_that_nobody_sends_stays_as_it_was(
-    federate, points, lost: str, gap: tuple[int, ...]
+    federate, datasets, lost: str, gap: tuple[int, ...]
 ) -> None:
     """Also in a later gap, and in a second one."""
 
@@ -237,9 +241,8 @@ def test_an_alpha_that_nobody_sends_stays_as_it_was(
         content["bn-alpha"] = to_record(kept if lost == "a layer" else {})
 
     app = functools.partial(spoiling, spoil, rounds=gap, who=range(3))
-    data = [points(size, i) for i, size in enumerate(SIZES)]
     strategy = HBN(share_alpha=True, statistics_warm_up=0, fraction_evaluate=0.0)
-    run = federate(strategy, two_layers, data, rounds=5, local_steps=2, wrap=app)
+    run = federate(strategy, two_layers, datasets, rounds=5, local_steps=2, wrap=app)
     sent = {}
     for message in run.grid.sent:
         if message.metadata.message_type == "train":

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import random
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm
+from torch.utils.checkpoint import checkpoint
 
 
 class Codebook(nn.Module):
@@ -172,3 +175,44 @@ def written_out(model: nn.Module) -> nn.Module:
                 inside = {"bare": bn, "drop": layer.drop, "act": layer.act}
                 parent._modules[name] = nn.Sequential(OrderedDict(inside))
     return model
+
+
+class InPlace(nn.Module):
+    """A network whose graph ends at a layer, and goes on with an activation in place."""
+
+    def __init__(self, inputs: int = 5) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Linear(inputs, 4), nn.BatchNorm1d(4)
+        self.act, self.last = nn.SiLU(inplace=True), nn.Linear(4, 3)
+        self.double()
+
+    def forward(self, x: Tensor) -> Any:
+        return self.last(self.act(self.norm(self.first(x))))
+
+
+class Checkpointed(nn.Sequential):
+    """Its layers run again in the backward pass."""
+
+    reentrant = False
+
+    def forward(self, x: Tensor) -> Any:
+        inputs = x.requires_grad_()
+        return self[1](checkpoint(self[0], inputs, use_reentrant=self.reentrant))
+
+
+class Reentrant(Checkpointed):
+    reentrant = True
+
+
+class Made(nn.Module):
+    """A layer, or one that waits for its first input, is made in the first pass."""
+
+    def __init__(self, make: Callable[[int], nn.Module]) -> None:
+        super().__init__()
+        self.hidden, self.make = nn.Linear(5, 6), make
+
+    def forward(self, x: Tensor) -> Any:
+        h = self.hidden(x)
+        if not hasattr(self, "made"):
+            self.made = self.make(h.shape[1]).to(h.dtype)
+        return self.made(h)

@@ -30,20 +30,7 @@ from fedbn_flwr.training import (
     first_look,
 )
 from tests.support.points import Points
-
-
-class Made(nn.Module):
-    """A layer, or one that waits for its first input, is made in the first pass."""
-
-    def __init__(self, make: Callable[[int], nn.Module]) -> None:
-        super().__init__()
-        self.hidden, self.make = nn.Linear(5, 6), make
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.hidden(x)
-        if not hasattr(self, "made"):
-            self.made = self.make(h.shape[1])
-        return self.made(h)
+from tests.support.strange_layers import Made
 
 
 class MadeBuffer(nn.Linear):

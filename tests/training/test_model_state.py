@@ -28,6 +28,9 @@ from fedbn_flwr.strategies import (
 )
 from fedbn_flwr.training import LearningRate, LocalTraining
 from fedbn_flwr.training.model_state import unwrap, view_with_names, wrapper_prefix
+from tests.support.strange_layers import InPlace
+
+SIZES = (6, 8)
 
 
 class Replicated(nn.DataParallel):
@@ -122,9 +125,8 @@ def test_a_users_layer_named_module_is_not_a_wrapper() -> None:
     ids=["fedbn", "fixbn", "fedprox", "scaffold", "fedtan", "standalone"],
 )
 def test_a_wrapped_model_on_the_client_changes_no_bit(
-    federate, points, mlp, same_bits, kind: str, make: Any
+    federate, datasets, mlp, same_bits, kind: str, make: Any
 ) -> None:
-    datasets = [points(n, i) for i, n in enumerate((6, 8))]
     wrap, _ = WRAPPERS[kind]
     options = {"rounds": 2, "grid_options": {"threads": 1}}
     plain = federate(make(), mlp, datasets, **options)
@@ -139,26 +141,9 @@ def test_a_wrapped_model_on_the_client_changes_no_bit(
     assert [report.rejected for report in wrapped.strategy.reports] == [{}, {}]
 
 
-class InPlace(nn.Module):
-    """A network whose graph ends at a layer, and goes on with an activation in place."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.norm, self.last = (
-            nn.Linear(5, 4),
-            nn.BatchNorm1d(4),
-            nn.Linear(4, 3),
-        )
-        self.act = nn.SiLU(inplace=True)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.last(self.act(self.norm(self.first(x))))
-        return out
-
-
 @pytest.mark.parametrize("make", [FBN, HBN, BNScaffold])
 def test_a_compiler_that_fails_between_layers_that_a_method_computes_is_named(
-    federate, points, make: Any
+    federate, datasets, make: Any
 ) -> None:
     """Inductor's kind, without a C++ compiler: it changes an activation's input after
     the graph has saved it.
@@ -176,8 +161,8 @@ def test_a_compiler_that_fails_between_layers_that_a_method_computes_is_named(
     ):
         federate(
             make(),
-            lambda: InPlace().double(),
-            [points(n, i) for i, n in enumerate((6, 8))],
+            InPlace,
+            datasets,
             **options,
         )
 
@@ -185,9 +170,8 @@ def test_a_compiler_that_fails_between_layers_that_a_method_computes_is_named(
 @pytest.mark.parametrize(
     "make", [FedBN, Scaffold, StaticBN], ids=["fedbn", "scaffold", "staticbn"]
 )
-def test_a_wrapped_model_only_on_the_server(federate, points, mlp, make: Any) -> None:
+def test_a_wrapped_model_only_on_the_server(federate, datasets, mlp, make: Any) -> None:
     """The server's names come back; kept entries have the inner module's."""
-    datasets = [points(n, i) for i, n in enumerate((6, 8))]
     plain = federate(make(), mlp, datasets, rounds=2)
     settings = LocalTraining(learning_rate=LearningRate(0.1), batch_size=4)
 
