@@ -81,6 +81,7 @@ RARE = (
         eval_on="averaged-bn",
     ),
     Case(model="in-eval"),
+    Case(methods=("feddna",), model="convolutions"),
     Case(
         methods=("hbn",),
         rounds=4,

@@ -100,37 +100,6 @@ def test_without_parts_the_names_of_the_arrays_are_split(
 # Nodes.
 
 
-def chosen(run) -> list[list[int]]:
-    return [report.participants for report in run.strategy.reports]
-
-
-def test_sampling_is_seeded_by_partition_not_by_node_id(
-    federate, points, mlp, same_bits
-) -> None:
-    datasets = [points(5 + i, i) for i in range(6)]
-    runs = [
-        federate(
-            FedAvg(0.5, 0.5, seed=3),
-            mlp,
-            datasets,
-            rounds=4,
-            grid_options={"seed": seed},
-        )
-        for seed in (1, 2)
-    ]
-    assert runs[0].grid.get_node_ids() != runs[1].grid.get_node_ids()
-    assert chosen(runs[0]) == chosen(runs[1])
-    assert all(len(r) == 3 == len(set(r)) and r == sorted(r) for r in chosen(runs[0]))
-    assert len({tuple(r) for r in chosen(runs[0])}) > 1, "every round draws anew"
-    assert [list(r.evaluations) for r in runs[0].strategy.reports] == [
-        list(r.evaluations) for r in runs[1].strategy.reports
-    ]
-    same_bits(runs[0].state, runs[1].state)
-    assert chosen(
-        federate(FedAvg(0.5, 0.5, seed=4), mlp, datasets, rounds=4)
-    ) != chosen(runs[0])
-
-
 def test_too_few_nodes_is_an_error_after_the_timeout(federate, datasets, mlp) -> None:
     start = time.monotonic()
     with pytest.raises(EngineError) as error:

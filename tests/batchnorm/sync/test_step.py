@@ -461,23 +461,6 @@ def test_steps_that_are_not_synchronised_stay_compiled():
         assert (len(graphs), len(runs)) == (1, rounds)
 
 
-def test_combine_weighs_in_the_given_order_and_keeps_the_type():
-    tensors = [torch.tensor([1.0, 2.0]), torch.tensor([4.0, -2.0])]
-    assert torch.equal(combine("mean/0/1", tensors, (3, 1)), torch.tensor([1.75, 1.0]))
-    assert torch.equal(
-        combine("gradients/2", tensors, (0.75, 0.25)), torch.tensor([1.75, 1.0])
-    )
-    moments = [torch.tensor([[1.0], [0.0], [2.0]]), torch.tensor([[4.0], [0.0], [6.0]])]
-    assert torch.equal(
-        combine("moments/0/1", moments, (3, 1)),
-        torch.tensor([[1.75], [0.0], [3.0 + 0.75 * 0.5625 + 0.25 * 5.0625]]),
-    )
-    assert (
-        combine("mean/0/1", [t.half() for t in tensors], (1, 1)).dtype == torch.float16
-    )
-    assert torch.equal(tensors[0], torch.tensor([1.0, 2.0]))
-
-
 @pytest.mark.parametrize(
     ("tag", "shapes", "weights", "error"),
     [
