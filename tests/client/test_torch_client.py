@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import json
 import random
@@ -457,25 +456,6 @@ def test_an_unknown_test_set_is_refused_before_the_others_are_tested(
                 arrays(mlp()),
                 {"test-sets": "own,global" if known == "own" else "global"},
             )
-
-
-def test_local_parts_are_kept_and_not_returned(client) -> None:
-    start = client.get_parameters({})
-    config = {"fedbn-flwr.local-entries": BN, "server-round": 1}
-    names = ["0.weight", "0.bias", "4.weight", "4.bias"]
-    got, _, metrics = client.fit(start, config)
-    assert json.loads(metrics["fedbn-flwr.array-names"]) == names
-    assert [a.shape for a in got] == [(4, 5), (4,), (3, 4), (3,)]
-    own = copy.deepcopy(client.model[1].state_dict())
-    client.model[1].reset_parameters()
-
-    zeros = [np.zeros_like(a) for a in got]
-    client.evaluate(zeros, {**config, "fedbn-flwr.array-names": json.dumps(names)})
-    assert not client.model[0].weight.any()
-    assert all(
-        torch.equal(own[name], tensor)
-        for name, tensor in client.model[1].state_dict().items()
-    )
 
 
 def test_a_split_that_misses_a_batchnorm_without_running_statistics_is_refused(
