@@ -67,7 +67,7 @@ def test_the_automatic_round_follows_the_chosen_layers_alone(
     run = federate(strategy, network, datasets, rounds=3, rate=0.01)
     names = entries_below(network(), ("features.denseblock3",), TRACKED[:2])
     deltas = []
-    replies = [m for m in run.grid.received if m.metadata.message_type == "train"]
+    replies = run.grid.of("train", replies=True)
     for reply in replies[:3]:
         sent = from_record(reply.content["arrays"])
         apart = [np.abs(sent[name] - run.history[0][name]).sum() for name in names]

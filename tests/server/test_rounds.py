@@ -287,11 +287,7 @@ def test_going_back_to_a_round_is_as_if_the_run_had_ended_there(
 
     strategy = make(on_round_end=end_round)
     run = federate(strategy, mlp, two(points), rounds=4)
-    asked = [
-        message.content
-        for message in run.grid.sent
-        if message.metadata.message_type == "train"
-    ]
+    asked = [message.content for message in run.grid.of("train")]
     trained = next(
         content["arrays"] for content in asked if content["config"]["server-round"] == 3
     )
@@ -364,7 +360,7 @@ def test_clients_are_sent_the_expected_hash_until_they_have_answered(
         {**saved, "kept": {**kept, "hashes": {"1": "0" * 64}}, "initialised": []}, 2
     )
     outcome = federate(again, mlp, data, rounds=4)
-    trainings = [m for m in outcome.grid.sent if m.metadata.message_type == "train"]
+    trainings = outcome.grid.of("train")
     expected = {}
     for message in trainings[:3]:  # those of the first round after the resume
         partition = outcome.grid.partition(message.metadata.dst_node_id)
@@ -436,9 +432,7 @@ def test_a_node_lost_in_the_first_round_after_a_resume_has_not_answered(
 
     monkeypatch.setattr(RecordingGrid, "send_and_receive", lose_the_first)
     run = federate(again, mlp, data, rounds=4)
-    asked = [
-        message for message in run.grid.sent if message.metadata.message_type == "train"
-    ]
+    asked = run.grid.of("train")
     told = [
         (
             message.content["config"]["server-round"],

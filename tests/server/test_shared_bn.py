@@ -69,7 +69,7 @@ def test_a_client_that_has_not_trained_is_tested_with_the_average(
             datasets,
             rounds=5,
         )
-        sent = [m for m in run.grid.sent if m.metadata.message_type == "evaluate"][:4]
+        sent = run.grid.of("evaluate")[:4]
         tests[asked] = {
             run.grid.partition(m.metadata.dst_node_id): from_record(m.content["arrays"])
             for m in sent

@@ -125,7 +125,7 @@ def test_an_app_without_query_works_and_one_node_is_asked(
         return app
 
     run = federate(FedAvg(), mlp, datasets, wrap=without_query)
-    asked = [m for m in run.grid.sent if m.metadata.message_type == MessageType.QUERY]
+    asked = run.grid.of(MessageType.QUERY)
     assert len(asked) == 1, "Flower logs an exception at each node that is asked"
     assert run.strategy.reports[-1].participants == [None] * 3
     assert set(run.strategy.reports[-1].clients) == {

@@ -311,7 +311,7 @@ def test_every_message_has_its_round_in_the_config(case: str, run_case) -> None:
     rounds = [m.content["settings"]["server-round"] for m in run.grid.sent]
     assert rounds == sorted(rounds)
     assert {*rounds} == {1, 2, 3, 4}
-    asked = [m for m in run.grid.sent if m.metadata.message_type == "query"]
+    asked = run.grid.of("query")
     assert [m.content["settings"]["server-round"] for m in asked] == [1, 1, 3]
 
 

@@ -78,8 +78,8 @@ def test_no_message_contains_a_local_part(
     own = local_names(method, model)
     own |= {n for n in everything if personal and n.startswith(personal)}
     shared = [n for n in everything if n not in own]
-    sent = [m for m in run.grid.sent if m.metadata.message_type == "train"]
-    replies = [m for m in run.grid.received if m.metadata.message_type == "train"]
+    sent = run.grid.of("train")
+    replies = run.grid.of("train", replies=True)
     assert [r.rejected for r in strategy.reports] == [{}, {}]
     assert [list(m.content["arrays"]) for m in sent] == [
         everything,

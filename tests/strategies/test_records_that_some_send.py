@@ -198,11 +198,7 @@ def test_the_server_takes_those_who_have_it(
         **settings,
     )
     assert not any(report.rejected for report in run.strategy.reports)
-    replies = [
-        message.content
-        for message in run.grid.received
-        if message.metadata.message_type == "train"
-    ]
+    replies = [message.content for message in run.grid.of("train", replies=True)]
     # three clients, two rounds
     records = [from_record(content[record]) for content in replies[:6]]
     first, second = records[:3], records[3:]
@@ -215,11 +211,7 @@ def test_the_server_takes_those_who_have_it(
     if place == "result":
         found = run.state
     else:
-        asked = [
-            message.content
-            for message in run.grid.sent
-            if message.metadata.message_type == "train"
-        ]
+        asked = [message.content for message in run.grid.of("train")]
         found = from_record(asked[-1][place])
         assert place == "arrays" or found.keys() == wanted.keys()
     for name, array in wanted.items():

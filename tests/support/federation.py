@@ -80,9 +80,14 @@ class RecordingGrid(PollingGrid):
         self.received += replies
         return replies
 
+    def of(self, kind: str, replies: bool = False) -> list[Message]:
+        """Return the messages of a type, or the replies to them."""
+        found = self.received if replies else self.sent
+        return [m for m in found if m.metadata.message_type == kind]
+
     def config(self, message_type: str = "train") -> list[ConfigRecord]:
         """Return the configs of the messages of a type, in the order sent."""
-        sent = [m for m in self.sent if m.metadata.message_type == message_type]
+        sent = self.of(message_type)
         return [record for m in sent for record in m.content.config_records.values()]
 
     def partition(self, node_id: int) -> int:
