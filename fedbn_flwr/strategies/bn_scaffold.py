@@ -1,71 +1,72 @@
-r"""BN-SCAFFOLD: SCAFFOLD whose clients correct BatchNorm's statistics in every step,
-too.
+r"""BN-SCAFFOLD: SCAFFOLD that also corrects the BN statistics in every step.
 
 Quintana, Vancamberg, Jugnon, Mougeot, Desolneux 2024, "BN-SCAFFOLD: controlling the
-drift of Batch Normalization statistics in Federated Learning", arXiv:2410.03281. **Ours
-where the paper's text could not be read**: its abstract and a summary of it were read,
-which say that SCAFFOLD's variates are extended to the statistics, with two options for
-those of a client. No code was found. Every formula below that is not SCAFFOLD's is
-ours, the direct extension, and results with it are not the paper's.
+drift of Batch Normalization statistics in Federated Learning", arXiv:2410.03281. **The
+paper's text could not be read.** Only its abstract and a summary were read: SCAFFOLD's
+variates are extended to the statistics, with two options for the variates of a client.
+No code was found. Every formula below that is not SCAFFOLD's is ours, as the direct
+extension, and results with it are not the paper's results.
 
 ## When
 
-Use when: SCAFFOLD suits the run, and label skew also moves BatchNorm's statistics; it
-is an experiment.
+Use when: SCAFFOLD suits the run, and label skew also moves BatchNorm's statistics. The
+method is an experiment.
 
-Not when: networks deeper than an MLP under two classes a client: it diverged or stayed
-behind there.
+Not when: the network is deeper than an MLP and clients have two classes each. There it
+diverged or stayed behind.
 
 ## Problem
 
 SCAFFOLD corrects a client's gradients. Its BatchNorm layers still normalise with the
-statistics of the client's own batches, which are those of its few classes.
+statistics of the client's own batches, and these batches contain few classes.
 
 ## Algorithm
 
-Client $i$ has variates $(u_i, s_i)$ per channel, mean and biased variance of the inputs
-of a BN layer; the server has $(u, s)$. In a local step, with the statistics
-$(\mu_B, v_B)$ of the batch, $v_B$ biased, the layer normalises with
+Client $i$ has variates $(u_i, s_i)$ per channel: the mean and the biased variance of the
+inputs of a BN layer. The server has $(u, s)$. In a local step, the batch has the
+statistics $(\mu_B, v_B)$, with biased $v_B$, and the layer normalises with
 
 $$\tilde\mu = \mu_B - u_i + u, \qquad \tilde v = \max(v_B - s_i + s, \; \rho s)$$
 
-Gradients flow through $\mu_B$ and $v_B$ alone, and are corrected as in SCAFFOLD. $\rho$
-is `variance_floor`: under label skew $v_B - s_i + s$ falls below zero in some channels
-and steps, and in our trial training without a floor ended at chance. The metric
+Gradients flow only through $\mu_B$ and $v_B$, and they are corrected as in SCAFFOLD.
+$\rho$ is `variance_floor`. Under label skew, $v_B - s_i + s$ falls below zero in some
+channels and steps. Without a floor, training ended at chance in our trial. The metric
 `variance-floor-share` is the share of channels and steps at the floor: 3 % to 8 % in
-our trials under label skew. Where it is much higher, the layer often normalises with
-the floor and not with the correction: try `variance_floor=0.5`, which trained as well
-or better there. The running statistics take $\tilde\mu$ and $\tilde v \, n / (n - 1)$
-with BN's momentum; tests use them.
+our trials under label skew. If it is much higher, the layer often normalises with the
+floor instead of the correction. Then try `variance_floor=0.5`, which trained as well or
+better in the trials. The running statistics take $\tilde\mu$ and
+$\tilde v \, n / (n - 1)$ with BN's momentum, and tests use the running statistics.
 
-The client's new variates are the moments of the inputs of all its local steps, merged
+The new variates of a client are the merged moments of the inputs of all its local steps
 (option II; option I is a pass over its data before the first step).
 
 The server pools the latest variates of every client that ever sent some:
 
 $$u = \sum_i p_i u_i, \qquad s = \sum_i p_i \left( s_i + (u_i - u)^2 \right)$$
 
-A client without variates of its own corrects no statistics in its first round.
+In its first round, a client has no variates of its own, so it corrects no statistics.
 
-The server knows a client by its partition id. A node without one is a new client after
-a restart, and its old variates stay in $(u, s)$ with their weight: give each node a
-`partition-id` in its node config.
+The server identifies a client by its partition id. A node without a partition id counts
+as a new client after a restart, and its old variates keep their weight in $(u, s)$. Give
+each node a `partition-id` in its node config.
 
 ## Differs from the paper
 
-Unknown: see above. In SCAFFOLD's part nothing differs from `scaffold`. Variates of the
-gradients with respect to the statistics, which would make the mean gradient the
-centralized one under fixed weights, are left out: until they are up to date, some $3 L$
-rounds, stale ones make gradients too large.
+Unknown, because the paper could not be read. The SCAFFOLD part is the same as in
+`scaffold`. Variates of the gradients with respect to the statistics would make the mean
+gradient equal to the centralized gradient under fixed weights. They are left out,
+because stale variates make gradients too large, and they are stale for some $3 L$
+rounds.
 
 ## Law
 
-Round 1 is SCAFFOLD's, bit for bit, and so is every round in which $u_i = u$ and
+Round 1 equals SCAFFOLD, bit for bit. So does every round in which $u_i = u$ and
 $s_i = s$ for all clients and no variance is at the floor. With fixed weights and full
-batches of any sizes, by steps, the corrected statistics of BN layer $l$ are those of
-the union from round $l + 1$ on: after as many rounds as there are layers the forward
-pass is the centralized one. The mean gradient is **not**: each client still uses its
-own gradients with respect to the statistics, as FedDNA does.
+batches of any sizes, the corrected statistics of BN layer $l$ equal the statistics of
+the union from round $l + 1$ on. After as many rounds as there are layers, the forward
+pass is the centralized forward pass. The mean gradient is **not** the centralized
+gradient, because each client still uses its own gradients with respect to the
+statistics, as in FedDNA.
 """
 
 from __future__ import annotations

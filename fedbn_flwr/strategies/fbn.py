@@ -1,79 +1,78 @@
-r"""FBN: BatchNorm trains with global statistics, which the server pools from the
-clients' moments in each round.
+r"""FBN: BN trains with global statistics that the server pools in each round.
 
 Guerraoui, Pinot, Rizk, Stephan, Taiani 2024, "Overcoming the Challenges of Batch
-Normalization in Federated Learning", arXiv:2405.14670. Written after its abstract and
-introduction, one sentence on it in arXiv:2410.02006 and the baseline of that name in
-the public code of HBN: the full text was not read.
+Normalization in Federated Learning", arXiv:2405.14670. The full text was not read. This
+module follows the abstract, the introduction, one sentence in arXiv:2410.02006 and the
+baseline FBN in the public code of HBN.
 
 ## When
 
-Use when: label skew, batches of any size, and no good round to freeze at.
+Use when: there is label skew, batches have any size, and there is no good round to
+freeze at.
 
-Not when: the rate is high: statistics of the last round lag behind the weights, and
+Not when: the rate is high. Statistics of the last round lag behind the weights, and
 ResNet-20 diverged.
 
 ## Problem
 
-In training a BN layer normalises with the statistics of a client's batch, which differ
-between clients. FixBN uses global statistics, but freezes them: they belong to an ever
-older model. Here they follow the model.
+In training, a BN layer normalises with the statistics of a client's batch, and these
+differ between clients. FixBN uses global statistics but freezes them, so they fit an
+ever older model. In FBN, the global statistics follow the model.
 
 ## Algorithm
 
-BN normalises with the received statistics $S$ in training as in tests; gamma and beta
-learn, and no gradient flows through $S$. A client $i$ sends the moments (count, mean,
-sum of squared deviations) of the inputs of each BN layer. `fbn-measure` says which
-inputs:
+BN normalises with the received statistics $S$, in training and in tests. Gamma and beta
+learn, and no gradient flows through $S$. Client $i$ sends the moments (count, mean, sum
+of squared deviations) of the inputs of each BN layer. `fbn-measure` selects the inputs:
 
-- `steps`: those of all local steps, merged; no additional pass. With a fixed number of
-  local steps the counts do not say how much data a client has, so the server pools the
-  means $m_i$ and the biased variances $v_i = M_i / n_i$ (sum of squared deviations by
-  count) with the weights $p_i$; $n$ is the sum of the counts:
+- `steps`: the inputs of all local steps, merged, without an additional pass. With a
+  fixed number of local steps, the counts do not reflect the amount of data. The server
+  therefore pools the means $m_i$ and the biased variances $v_i = M_i / n_i$ (sum of
+  squared deviations by count) with the weights $p_i$; $n$ is the sum of the counts:
 
 $$m = \sum_i p_i m_i, \qquad v = \frac{n}{n - 1} \sum_i p_i \left( v_i + (m_i - m)^2 \right)$$
 
-- `pass`: those of one pass over the client's data before the first step, under the
-  received weights, each batch normalised with its own statistics. The server merges
-  them by their counts, exactly as StaticBN.
+- `pass`: the inputs of one pass over the client's data before the first step, under the
+  received weights. This pass normalises each batch with its own statistics. The server
+  merges the moments by their counts, exactly as in StaticBN.
 
 Then, in float64 and with $\mu$ = `statistics-momentum`,
 
 $$S \leftarrow (1 - \mu) S + \mu \, (m, v)$$
 
-The first `statistics-warm-up` rounds with a result are FedAvg's: the batches'
-statistics normalise, and $S$ becomes $(m, v)$. Statistics of 0 and 1, with which a
-model begins, would be no normalisation at all. For a trained model with its own
-statistics use 0. The statistics of the warm-up are those of its participants alone:
-with $\mu$ = 0.1 a round's statistics still weigh $0.9^k$ after $k$ more rounds, 35 %
-after ten. Where few clients take part in a round, take a longer warm-up or a larger
-$\mu$.
+The first `statistics-warm-up` rounds with a result are rounds of FedAvg: BN normalises
+with the statistics of the batches, and $S$ becomes $(m, v)$. Without a warm-up, BN
+would start with the initial statistics 0 and 1, so it would not normalise at all. For a
+trained model with its own statistics, use 0. The statistics of the warm-up come only
+from its participants, and with $\mu$ = 0.1 they still weigh $0.9^k$ after $k$ more
+rounds (35 % after ten). If few clients take part in a round, use a longer warm-up or a
+larger $\mu$.
 
-With `statistics-aggregation="trimmed-mean:0.2"` the server takes, per channel, the mean
-over the clients of $m_i$, and then of $v_i + (m_i - m)^2$, each without a share $t$ =
-0.2 of the smallest and of the largest values and with equal weights. Of $n$ clients of
-a round floor($t n$) are left out at either end: here nobody below five clients, and the
-log says so. False statistics of at most so many clients have no effect. It protects
-nothing but the statistics.
+With `statistics-aggregation="trimmed-mean:0.2"`, the server takes, per channel, the
+mean of $m_i$ over the clients, and then of $v_i + (m_i - m)^2$. Each mean has equal
+weights and leaves out the share $t$ = 0.2 of the smallest and of the largest values. Of
+$n$ clients, floor($t n$) are left out at either end. Below five clients this is nobody,
+and the log reports it. False statistics from at most floor($t n$) clients have no
+effect. This protects only the statistics.
 
 `steps` is the default because it needs no additional pass.
 
 ## Differs from the paper
 
-How statistics are exchanged is not in what was read, nor is the paper's robust
-aggregation. The warm-up, `pass` and `trimmed-mean` are ours. The baseline in HBN's
-public code averages the means and variances of a client's batches, which leaves out the
-spread between them; it takes the spread of the clients about the mean after the
-momentum step, divides by examples where elements per channel are meant, starts with
+The texts that were read do not describe the exchange of statistics or the paper's
+robust aggregation. The warm-up, `pass` and `trimmed-mean` are ours. The baseline in the
+public code of HBN averages the means and variances of a client's batches and so leaves
+out the spread between them. It takes the spread of the clients about the mean after the
+momentum step, divides by examples instead of elements per channel, starts with
 statistics of 0 and 1, and drops trained gamma, beta and eps.
 
 ## Law
 
 With one step, full participation and batches proportional to $|D_i|$, a round is one
-centralized step with frozen BN. With $\mu$ = 0 it is FixBN from the end of the warm-up
-on, bit for bit. By steps, with one step on all data and $\mu$ = 1, the new statistics
-are those of one eval-mode pass over the union, at every layer. It is not centralized
-BN: no gradient flows through the statistics.
+centralized step with frozen BN. With $\mu$ = 0, FBN equals FixBN from the end of the
+warm-up, bit for bit. With `steps`, one step on all data and $\mu$ = 1, the new
+statistics equal one eval-mode pass over the union, at every layer. FBN is not
+centralized BN, because no gradient flows through the statistics.
 """
 
 from __future__ import annotations

@@ -5,18 +5,18 @@ Decentralized Data", Algorithm 1. Every strategy of this package is built on it.
 
 ## When
 
-Use when: a reference is needed, with a tuned rate; with a LeNet under Dirichlet(0.1) no
-method was found better.
+Use when: you need a reference with a tuned rate. With a LeNet under Dirichlet(0.1), no
+method was found to be better.
 
-Not when: label skew with few classes a client, few local steps, and BatchNorm in the
-model.
+Not when: there is label skew with few classes a client and few local steps, and the
+model has BatchNorm.
 
 ## Problem
 
-The data lie with the clients and do not travel. Each client trains the same model on
-its own data, and the server averages the results. BatchNorm makes this hard: a running
-variance must not become negative, a counter is an integer, and clients with different
-data have different statistics.
+The data stay with the clients. Each client trains the same model on its own data, and
+the server averages the results. BatchNorm makes this hard: a running variance must not
+become negative, a counter is an integer, and clients with different data have different
+statistics.
 
 ## Algorithm
 
@@ -25,24 +25,23 @@ Each client of the round trains the global state locally. The server takes the a
 $$x = \sum_i p_i x_i, \qquad p_i = \frac{|D_i|}{\sum_j |D_j|}$$
 
 over the clients of the round. $|D_i|$ is `num_examples`, the size of the client's
-training set. The sum is taken in float64 and in the order of partition ids, and the
+training set. The sum is computed in float64 and in the order of partition ids, and the
 result has the type of the input.
 
-The integer counters of BN are not averaged: they take the maximum. Running variances
-$v_i$ are averaged like everything else with `variance="mean"`. With `variance="pooled"`
-the spread of the client means $m_i$ is added:
+The server takes the maximum of BN's integer counters instead of their average. With
+`variance="mean"`, running variances $v_i$ are averaged like all other entries. With
+`variance="pooled"`, the spread of the client means $m_i$ is added:
 
 $$v = \sum_i p_i \left( v_i + (m_i - m)^2 \right), \qquad m = \sum_i p_i m_i$$
 
 ## Differs from the paper
 
-BN's int64 counters take the maximum. `variance="pooled"` is an option that the paper
-does not have.
+The paper has neither the maximum of BN's int64 counters nor `variance="pooled"`.
 
 ## Law
 
-The result does not depend on the order in which replies arrive. With one client it is
-that client's state.
+The result does not depend on the order in which replies arrive. With one client, the
+result is the state of this client.
 """
 
 from __future__ import annotations

@@ -5,14 +5,14 @@ Federated Visual Classification", arXiv:1909.06335, section 3.3.
 
 ## When
 
-Use when: rounds zigzag, and more messages are no option.
+Use when: the model zigzags from round to round, and more messages are not possible.
 
-Not when: the trouble is BatchNorm's: its statistics are averaged as in FedAvg.
+Not when: BatchNorm causes the problem, because its statistics are averaged as in FedAvg.
 
 ## Problem
 
-With different data in each client the average moves in another direction in each round.
-Momentum on the server smooths these steps.
+With different data in each client, the average moves in a different direction in each
+round. Momentum on the server smooths these steps.
 
 ## Algorithm
 
@@ -25,13 +25,13 @@ $\beta$ is `server_momentum`. $\gamma$ is `server_learning_rate` (the paper: 1).
 
 ## Differs from the paper
 
-The paper has no BatchNorm. Here gamma, beta and the other floating entries are stepped;
-running statistics and counters are averaged as by FedAvg.
+The paper has no BatchNorm. Here the velocity updates gamma, beta and the other floating
+entries. Running statistics and counters are averaged as in FedAvg.
 
 ## Law
 
-On a model without BN it gives the same numbers as Flower's own FedAvgM. Without
-momentum and with rate 1 it is FedAvg. Both hold to rounding.
+On a model without BN, the numbers equal the numbers of Flower's FedAvgM. Without
+momentum and with rate 1, they equal FedAvg. Both laws are exact up to rounding.
 """
 
 from __future__ import annotations

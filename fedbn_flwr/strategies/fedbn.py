@@ -5,22 +5,22 @@ Normalization", arXiv:2102.07623, Algorithm 1.
 
 ## When
 
-Use when: clients have the same classes and other cameras, scanners or styles, and each
-is served its own model.
+Use when: clients have the same classes but different cameras, scanners or styles, and
+each client uses its own model.
 
 Not when: one model must know classes that a client lacks, or most clients never train.
 
 ## Problem
 
-The clients see different features: other cameras, scanners or styles. One set of BN
-parameters and statistics does not fit all of them. A client that keeps its own BN
+The clients have different features, such as other cameras, scanners or styles. One set
+of BN parameters and statistics does not fit all clients. A client that keeps its own BN
 adapts the shared model to its own features.
 
 ## Algorithm
 
-Client $i$ has the state $(w, b_i)$: $b_i$ holds gamma, beta, running statistics and
-counters of its BN layers, $w$ all other entries. It trains both, and the server
-averages only $w$:
+Client $i$ has the state $(w, b_i)$: $b_i$ contains gamma, beta, running statistics and
+counters of its BN layers, and $w$ all other entries. The client trains both, and the
+server averages only $w$:
 
 $$w = \sum_i p_i w_i, \qquad b_i \text{ stays with client } i$$
 
@@ -30,13 +30,13 @@ common start, which is sent in a client's first round.
 ## Differs from the paper
 
 Algorithm 1 and the authors' code (med-air/FedBN) give each of $K$ clients the weight
-$1/K$. It is equal to $p_i$ where all clients have as many examples, as in the paper's
-experiments on digits.
+$1/K$. This equals $p_i$ if all clients have the same number of examples, as in the
+paper's experiments on digits.
 
 ## Law
 
-With one client the client's model is FedAvg's, bit for bit. A model without BN is
-refused.
+With one client, the client's model equals the model of FedAvg, bit for bit. A model
+without BN is refused.
 """
 
 from __future__ import annotations

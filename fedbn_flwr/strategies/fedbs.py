@@ -1,5 +1,4 @@
-r"""FedBS: FedAvg weighted by the clients' losses, then FedProx with equal weights once
-the losses agree.
+r"""FedBS: FedAvg weighted by the losses, then FedProx with equal weights.
 
 Idrissi, Berrada, Noubir 2021, "FEDBS: Learning on Non-IID Data in Federated Learning
 using Batch Normalization", ICTAI 2021, Algorithm 1.
@@ -12,35 +11,35 @@ Not when: a loss may not leave a client.
 
 ## Problem
 
-With different data some clients fall behind, and weights by size do not help them.
-Clients with a larger loss get more weight until the losses agree.
+With different data, some clients fall behind, and weights by size do not help them.
+Here, clients with a larger loss get more weight until the losses agree.
 
 ## Algorithm
 
-Phase 1: client $k$ reports its loss $F_k$, and the server averages everything, BN
-included, with the weights
+Phase 1: client $k$ reports its loss $F_k$, and the server averages everything,
+including BN, with the weights
 
 $$\frac{F_k}{\sum_j F_j}$$
 
-When the population standard deviation of the round's $F$ is at most $\epsilon$ in $r$
-consecutive rounds, phase 2 begins for good: FedProx with $\mu$ and equal weights.
+Phase 2 begins for good when the population standard deviation of the round's $F$ is at
+most $\epsilon$ in $r$ consecutive rounds. It is FedProx with $\mu$ and equal weights.
 Rounds with fewer than two replies do not count.
 
-$F_k$ is the reply's metric `loss_key`: by default the mean over all examples of the
-round of the batch losses before each step, without the proximal term. Where clients
-have validation data (`validation-share`, or `loss_key="validation-loss"`), it is the
-mean loss of the model that the client sends up, in eval mode, on its validation data.
-$\epsilon$ is `fedbs_eps`, $r$ is `fedbs_rounds`, $\mu$ is `proximal_mu`.
+$F_k$ is the metric `loss_key` of the reply. By default, it is the mean, over all
+examples of the round, of the batch losses before each step, without the proximal term.
+If clients have validation data (`validation-share`, or `loss_key="validation-loss"`),
+$F_k$ is the mean loss on the validation data of the model that the client sends, in eval
+mode. $\epsilon$ is `fedbs_eps`, $r$ is `fedbs_rounds`, $\mu$ is `proximal_mu`.
 
 ## Differs from the paper
 
-Algorithm 1 and the text of the paper disagree on $F_k$. The introduction has the
-empirical risk over the local data, Algorithm 1 computes it in the loop over the
-batches, and section IV says both "during training" and "after training". The mean over
-the batches is our reading of Algorithm 1. The loss on validation data is our reading of
-the text: that of the trained local model, on examples that it has not seen; the paper
-does not speak of validation data. $\mu$ = 0.01 is ours. When all $F_k$ are zero the
-weights are equal.
+Algorithm 1 and the text of the paper disagree on $F_k$. The introduction uses the
+empirical risk over the local data, Algorithm 1 computes $F_k$ in the loop over the
+batches, and section IV contains both "during training" and "after training". The mean
+over the batches is our reading of Algorithm 1. The loss on validation data is our
+reading of the text: the loss of the trained local model, on examples that it has not
+seen. The paper does not mention validation data. $\mu$ = 0.01 is ours. If all $F_k$ are
+zero, the weights are equal.
 
 ## Law
 

@@ -1,5 +1,4 @@
-r"""FedDNA: FedTAN's forward half only; statistics are global, gradients through them
-each client's own.
+r"""FedDNA: the forward half of FedTAN, with each client's own gradients.
 
 The baseline "FedAvg + Algorithm 2" of Wang 2023, arXiv:2301.02982, 6.1.3, after Duan et
 al. 2021, "FedDNA: Federated Learning with Decoupled Normalization-Layer Aggregation for
@@ -7,25 +6,24 @@ Non-IID Data".
 
 ## When
 
-Use when: the question is how much of FedTAN's gain comes from the forward half.
+Use when: you want to know how much of FedTAN's gain comes from the forward half.
 
-Not when: accuracy under label skew counts; FedTAN was better there in every setting.
+Not when: you need accuracy under label skew, because FedTAN was better in every setting.
 
 ## Problem
 
-It asks how much of FedTAN's gain comes from the global statistics alone. It saves the
-exchanges of the backward pass.
+The method shows how much of FedTAN's gain comes only from the global statistics. It
+saves the exchanges of the backward pass.
 
 ## Algorithm
 
-In the first local step of each round the forward pass is FedTAN's: every BN layer
-normalises with
+In the first local step of each round, the forward pass is the forward pass of FedTAN:
+every BN layer normalises with
 
 $$\mu = \sum_i p_i \mu_i, \qquad \sigma^2 = \sum_i p_i \, E_i[(y - \mu)^2]$$
 
-In the backward pass the client's own $\partial F_i / \partial \sigma^2$ and
-$\partial F_i / \partial \mu$ take the place of the sums over the clients. They are not
-detached:
+In the backward pass, the client's own $\partial F_i / \partial \sigma^2$ and
+$\partial F_i / \partial \mu$ replace the sums over the clients. They are not detached:
 
 $$\frac{\partial F_i}{\partial y} = \frac{g}{s} + \frac{\partial F_i}{\partial \sigma^2} \frac{2 (y - \mu)}{n_i} +
 \frac{1}{n_i} \frac{\partial F_i}{\partial \mu}$$
@@ -35,11 +33,11 @@ elements per channel, as in FedTAN.
 
 ## Differs from the paper
 
-As FedTAN.
+The differences of FedTAN apply.
 
 ## Law
 
-None. Its first step is not the centralized one.
+None: its first step is not a centralized step.
 """
 
 from __future__ import annotations

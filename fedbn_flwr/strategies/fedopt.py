@@ -1,21 +1,20 @@
-r"""FedOpt: an adaptive optimizer on the server, safe for BatchNorm: FedAdagrad, FedYogi
-and FedAdam.
+r"""FedOpt: FedAdagrad, FedYogi and FedAdam on the server, safe for BatchNorm.
 
 Reddi et al. 2021, "Adaptive Federated Optimization", arXiv:2003.00295, Algorithms 1
 and 2.
 
 ## When
 
-Use when: entries of the model need steps of different size, as with rare features.
+Use when: entries of the model need steps of different size, such as for rare features.
 
-Not when: there is no time to tune the server's rate; BatchNorm's statistics are
-averaged as in FedAvg.
+Not when: there is no time to tune the server's rate, or BatchNorm causes the problem,
+because its statistics are averaged as in FedAvg.
 
 ## Problem
 
-Entries of the model need steps of different size, and the plain average gives all of
-them the same. An optimizer on the server adapts the step of each entry. If it also
-steps running variances, it drives them below zero and the model to NaN.
+Entries of the model need steps of different size, but the plain average treats all
+entries alike. An optimizer on the server adapts the step of each entry. If it also
+updates running variances, it drives them below zero and the model to NaN.
 
 ## Algorithm
 
@@ -33,17 +32,16 @@ $$\text{FedYogi:} \quad v \leftarrow v - (1 - \beta_2) \, \Delta^2 \, \mathrm{si
 $$\text{FedAdam:} \quad v \leftarrow \beta_2 v + (1 - \beta_2) \, \Delta^2$$
 
 $\eta$ is `eta`, $\tau$ is `tau`, $\beta_1$ is `beta_1` (FedAdagrad: 0), $\beta_2$ is
-`beta_2`. All is computed in float64.
+`beta_2`. The computation is in float64.
 
 ## Differs from the paper
 
-The paper has no BatchNorm. Here gamma, beta and the other floating entries are stepped;
-running statistics and counters are averaged as by FedAvg. An optimizer that steps a
-running variance drives it below zero, and the model to NaN
-(`benchmarks/server_optimizers.py` shows it). As in Flower, $\Delta$ is weighted by the
-number of examples, $v$ starts at 0 (the paper: at least $\tau^2$), and Adam's step is
-corrected for the start, with exponent $t + 1$; $t$ is the number of the round, and a
-round without replies counts, too.
+The paper has no BatchNorm. Here the optimizer updates gamma, beta and the other
+floating entries. Running statistics and counters are averaged as in FedAvg, because an
+optimizer drives a running variance below zero (`benchmarks/server_optimizers.py`). As in
+Flower, $\Delta$ is weighted by the number of examples, $v$ starts at 0 (in the paper at
+least at $\tau^2$), and Adam's step is corrected for the start, with exponent $t + 1$.
+$t$ is the number of the round, and rounds without replies count.
 
 ## Law
 

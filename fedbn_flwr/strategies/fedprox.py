@@ -7,12 +7,13 @@ Algorithm 2.
 
 Use when: clients do many local steps and drift apart.
 
-Not when: the trouble is BatchNorm's: the penalty does not touch its statistics.
+Not when: BatchNorm causes the problem, because the penalty does not change its
+statistics.
 
 ## Problem
 
-With different data and many local steps the clients drift away from the global model,
-each in its own direction. A penalty on the distance holds them together.
+With different data and many local steps, the clients drift away from the global model,
+each in its own direction. A penalty on the distance keeps them together.
 
 ## Algorithm
 
@@ -25,8 +26,8 @@ statistics have no gradient and no penalty. The server averages as FedAvg.
 
 ## Differs from the paper
 
-None known. A client does a fixed number of steps, so gamma-inexactness is what those
-steps reach.
+None known. A client makes a fixed number of steps, so these steps determine the
+gamma-inexactness.
 
 ## Law
 

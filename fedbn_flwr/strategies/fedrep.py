@@ -1,37 +1,39 @@
-r"""FedRep: each client keeps a head, and trains it before the shared body.
+r"""FedRep: each client keeps a head and trains it before the shared body.
 
 Collins et al. 2021, "Exploiting Shared Representations for Personalized Federated
 Learning", arXiv:2102.07078, Algorithm 1.
 
 ## When
 
-Use when: clients have other classes or labels, and each is served its own model.
+Use when: clients have different classes or labels, and each needs its own model.
 
 Not when: one model must know all classes.
 
 ## Problem
 
-A body may serve clients whose labels differ; a last layer cannot.
+Clients with different labels may share a body, but they cannot share a last layer.
 
 ## Algorithm
 
-Client $i$ receives the body $\phi$. Its first `head_steps` $= \tau_h$ steps train its head
-$h_i$ alone, the others $\phi_i$ alone. The server averages $\phi = \sum_i p_i \phi_i$.
-`personal` names the head, empty = the layer that makes the outputs. The body's statistics move in all steps,
-and HBN's $\alpha$ trains with the body. In a loop with several optimizers a step is a
-backward pass and what they do after it.
-With `head_steps=0 fine_tune=STEPS` it is FedBABU (arXiv:2106.06042).
+Client $i$ receives the body $\phi$. Its first `head_steps` $= \tau_h$ steps train only
+its head $h_i$, and the other steps train only $\phi_i$. The server averages
+$\phi = \sum_i p_i \phi_i$. `personal` names the head; if it is empty, the head is the
+layer that makes the outputs. The body's statistics move in all steps, and HBN's $\alpha$
+trains with the body. In a loop with several optimizers, a step is a backward pass and
+the optimizer steps after it. With `head_steps=0 fine_tune=STEPS`, the method is FedBABU
+(arXiv:2106.06042).
 
 ## Differs from the paper
 
-Steps, not epochs. Weights $p_i$, as in the authors' code (lgcollins/FedRep); Algorithm 1
-weighs all clients alike. That code tests, at its end, after ten further epochs of every
-client's head, and gives a client that has not trained the average of the last heads;
-here a test follows its round, with the first head.
+Steps are counted instead of epochs. The weights are $p_i$, as in the authors' code
+(lgcollins/FedRep); Algorithm 1 has equal weights. At its end, that code tests after ten
+more epochs of every client's head, and a client that has not trained gets the average
+of the last heads. Here a test follows its round, and such a client has the initial
+head.
 
 ## Law
 
-With $\tau_h = 0$ the body alone trains.
+With $\tau_h = 0$, only the body trains.
 """
 
 from __future__ import annotations

@@ -1,79 +1,79 @@
-r"""FedTAN: in the first local step of each round all clients act as one batch, layer by
-layer.
+r"""FedTAN: the first local step of a round is synchronised over all clients.
 
 Wang, Shi, Chang 2023, "Why Batch Normalization Damage Federated Learning on Non-IID
 Data?", arXiv:2301.02982, Algorithms 1-3.
 
 ## When
 
-Use when: label skew with few local steps, and all clients of a round answer at the same
-time. With one step a round is a step of one machine.
+Use when: there is label skew with few local steps, and all clients of a round answer at
+the same time. With one local step, a round equals a step of one machine.
 
-Not when: each message is dear and no channel can be opened, or clients often drop out.
+Not when: each message is expensive and no channel can be opened, or clients often drop
+out.
 
 ## Problem
 
 A BN layer makes the output for one sample depend on the whole batch. With different
-data in each client the local statistics differ, and so do the gradients that pass
-through them: their average is not the gradient on the union of the data. Synchronising
-the statistics is not enough: the gradients with respect to them must be synchronised,
-too.
+data in each client, the local statistics differ, and the gradients through them differ
+as well. Their average is not the gradient on the union of the data. Synchronising the
+statistics is not enough: the gradients with respect to the statistics must also be
+synchronised.
 
 ## Algorithm
 
 Client $i$ has the weight $p_i = |D_i| / \sum_j |D_j|$ and makes $E$ local steps. It has
-$n_i$ elements per channel, $F_i$ is its loss, the mean over its batch, and
-$s = \sqrt{\sigma^2 + \epsilon}$. The first local step exchanges, forward at each BN
-layer with input $y$ and normalised output $\hat{x}$:
+$n_i$ elements per channel, $F_i$ is its mean loss over its batch, and
+$s = \sqrt{\sigma^2 + \epsilon}$. In the forward pass of the first local step, each BN
+layer with input $y$ and normalised output $\hat{x}$ exchanges:
 
 $$\mu = \sum_i p_i \mu_i, \qquad \sigma^2 = \sum_i p_i \, E_i[(y - \mu)^2], \qquad \hat{x} = \frac{y - \mu}{s}$$
 
-and backward, in reverse order, with $g = \partial F_i / \partial \hat{x}$ and sums over
-the client's elements:
+In the backward pass, in reverse order, with $g = \partial F_i / \partial \hat{x}$ and
+sums over the client's elements, it exchanges:
 
 $$\frac{\partial F_i}{\partial \sigma^2} = -\frac{1}{2} \sum g \, (y - \mu) \, s^{-3}, \qquad
 \frac{\partial F_i}{\partial \mu} = -\frac{1}{s} \sum g$$
 
 The server forms $D_{\sigma} = \sum_i p_i \, \partial F_i / \partial \sigma^2$ and
-$D_{\mu} = \sum_i p_i \, \partial F_i / \partial \mu$, and each client goes on with
+$D_{\mu} = \sum_i p_i \, \partial F_i / \partial \mu$, and each client continues with
 
 $$\frac{\partial F_i}{\partial y} = \frac{g}{s} + D_{\sigma} \frac{2 (y - \mu)}{n_i} + \frac{D_{\mu}}{n_i}$$
 
 Gradients of gamma and beta stay local. Steps $2 \dots E$ are ordinary local steps. Then
-everything is averaged, eq. (7).
+the server averages everything, eq. (7).
 
-`fedtan_exchanges="2L+1"` sends mean and variance together: the same mathematics in
-fewer exchanges, $\sigma^2 = \sum_i p_i (\sigma_i^2 + (\mu_i - \mu)^2)$.
-`union_batch_size` is the sum of the first batches. The arithmetic of a synchronised
-layer is in `batchnorm/sync`; how the exchanges travel is in `transport`.
+`fedtan_exchanges="2L+1"` sends mean and variance together, with the same mathematics in
+fewer exchanges: $\sigma^2 = \sum_i p_i (\sigma_i^2 + (\mu_i - \mu)^2)$.
+`union_batch_size` is the sum of the first batches. `batchnorm/sync` contains the
+arithmetic of a synchronised layer, and `transport` contains the exchange of messages.
 
-A BN layer that TorchScript holds, or that activation checkpointing calls again, cannot
-be synchronised. A `TorchClient` tries a step before the first round and says so; the
-run ends if no client can take part. Other clients raise the error at their first
-exchange.
+A BN layer cannot be synchronised if it is part of a TorchScript module, or if
+activation checkpointing calls it again. A `TorchClient` tries a step before the first
+round and reports this. The run ends if no client can take part. Other clients raise the
+error at their first exchange.
 
 Every client must call the same BN layers in its first local step, in the same order. A
 `TorchClient` whose model skips layers at random (stochastic depth) is refused before
-the first round. Where inputs decide, the clients that do other than most are dropped in
-the round, with the layer's name.
+the first round. If the inputs determine the layers, the clients that differ from the
+majority are dropped in the round, and the log names the layer.
 
-A client lost in the middle of the step is dropped, and the others redo the step from
-its first exchange: the round equals one without that client. A client lost after its
-last exchange leaves a step that contains its batch. That step stands; only the client's
-model is missing in the average. So it is where most clients finish the step and one
-calls a further layer. The log says which of the two happened.
+If a client is lost in the middle of the step, the other clients repeat the step from
+its first exchange. The round then equals a round without the lost client. If a client
+is lost after its last exchange, the step contains its batch and remains valid, and only
+the client's model is missing in the average. The same happens if most clients finish
+the step and one client calls another layer. The log reports which case occurred.
 
 ## Differs from the paper
 
-Running variances take torch's $n/(n-1)$ correction with $n$ of the union (the paper's
-(2b) and (6) are biased). One SGD optimizer does all $E$ steps (the authors' code
-restarts it after the first).
+Running variances use torch's $n/(n-1)$ correction with $n$ of the union; the paper's
+(2b) and (6) are biased. One SGD optimizer makes all $E$ steps; the authors' code
+restarts it after the first step.
 
-With the variance a client sends $b_i / n_i$, its examples per element, one number for
-each layer. All clients take $n = B / \sum_i p_i b_i / n_i$, with $B$ examples in the
-union, and have equal running statistics, to the bit. This is the number of elements in
-the union, unless an example has more elements at one client than at another (images of
-several sizes).
+In addition to the variance, a client sends $b_i / n_i$, its examples per element, one
+number per layer. All clients use $n = B / \sum_i p_i b_i / n_i$, with $B$ examples in the
+union, so their running statistics are equal, bit for bit. $n$ is the number of elements
+in the union, unless the number of elements per example differs between clients (images
+of several sizes).
 
 ## Law
 

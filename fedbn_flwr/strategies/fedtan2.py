@@ -5,33 +5,34 @@ Data?", arXiv:2301.02982, 5.4.
 
 ## When
 
-Use when: as FedTAN, where its messages can be paid for a part of the rounds only, and
-with many local steps.
+Use when: FedTAN fits, but its messages are affordable only in some of the rounds, or
+there are many local steps.
 
 Not when: the rate cannot be lowered when the statistics freeze.
 
 ## Problem
 
 FedTAN needs many exchanges in every round. After some rounds the statistics are good,
-and frozen ones need no exchange.
+and frozen statistics need no exchange.
 
 ## Algorithm
 
-Rounds $1 \dots M$ are FedTAN's. From round $M + 1$ on, BN is in eval mode with the
-statistics after round $M$, and the round is FedAvg's, as in FixBN with $T^* = M$.
+Rounds $1 \dots M$ are rounds of FedTAN. From round $M + 1$, BN is in eval mode with the
+statistics after round $M$, and the round is a round of FedAvg, as in FixBN with
+$T^* = M$.
 
 $M$ is `fedtan_rounds`: a number of rounds, a fraction of all, or "auto", FixBN's window
 rule with $W$ = `freeze_window` and $\tau$ = `freeze_tau`.
 
 ## Differs from the paper
 
-As FedTAN. The automatic $M$ is ours. What changes after round 8000 in the paper's runs
-with momentum is the learning rate ("$\gamma$ is further reduced to 0.0001"); the
-momentum stays 0.9: `lr-decay-at=freeze,6000,8000`.
+The differences of FedTAN apply. The automatic $M$ is ours. In the paper's runs with
+momentum, the learning rate changes after round 8000 ("$\gamma$ is further reduced to
+0.0001"), and the momentum stays 0.9: use `lr-decay-at=freeze,6000,8000`.
 
 ## Law
 
-FedTAN's in rounds $1 \dots M$, FixBN's after $T^* = M$.
+The law of FedTAN applies in rounds $1 \dots M$, and the law of FixBN after $T^* = M$.
 """
 
 from __future__ import annotations

@@ -1,33 +1,32 @@
-r"""FedWon: FedAvg of a network without normalisation, its convolutions with
-standardised weights, gradients clipped.
+r"""FedWon: no normalisation, but standardised convolutions and clipped gradients.
 
 Zhuang, Lyu 2024, "FedWon: Triumphing Multi-domain Federated Learning Without
 Normalization", arXiv:2306.05879; AGC of Brock et al. 2021, arXiv:2102.06171.
 
 ## When
 
-Use when: the network is made of convolutions, and batches are very small.
+Use when: the network consists of convolutions, and batches are very small.
 
-Not when: the network is given, pretrained with BatchNorm, or has few convolutions; the
-rate cannot be tuned.
+Not when: the network is pretrained with BatchNorm or has few convolutions, or the rate
+cannot be tuned.
 
 ## Problem
 
 BN statistics differ between domains, and with small batches they are noise. A network
-without BN has no statistics to average; standardised weights and clipped gradients keep
+without BN has no statistics to average. Standardised weights and clipped gradients keep
 its training stable.
 
 ## Algorithm
 
-The network is made by `model, report = replace_norm(model, "wsconv")`. Each convolution
-uses, per output channel with mean $\mu_W$ and standard deviation $\sigma_W$ of its
-weights,
+Make the network with `model, report = replace_norm(model, "wsconv")`. For each output
+channel with mean $\mu_W$ and standard deviation $\sigma_W$ of its weights, a convolution
+uses
 
 $$\hat{W} = \gamma \, \frac{W - \mu_W}{\sigma_W \sqrt{\text{fan-in}}}, \qquad
 \gamma = \sqrt{\frac{2}{1 - 1/\pi}} \text{ for ReLU}$$
 
 After the backward pass, and before weight decay and momentum, each gradient $G$ is
-clipped against its weights $W$, unit by unit, the classifier's last layer left out:
+clipped against its weights $W$, unit by unit, except in the classifier's last layer:
 
 $$G \leftarrow \lambda \, \frac{\lVert W \rVert_+}{\lVert G \rVert} G \quad \text{if} \quad
 \lVert G \rVert > \lambda \lVert W \rVert_+, \qquad \lVert W \rVert_+ = \max(\lVert W \rVert, 10^{-3})$$

@@ -1,65 +1,65 @@
-r"""FixBN: FedAvg with BN until round T*, then with BN statistics frozen at their global
-values.
+r"""FixBN: FedAvg with BN until round T*, then with frozen global BN statistics.
 
 Zhong et al. 2023, "Making Batch Normalization Great in Federated Deep Learning",
 arXiv:2303.06530, Algorithm 1, B.6.
 
 ## When
 
-Use when: label skew with many local steps, or no more messages than FedAvg sends. Lower
-the rate after T*.
+Use when: there is label skew with many local steps, or no more messages than in FedAvg
+are possible. Lower the rate after T*.
 
-Not when: the run is so short that the statistics at T* are still far from good.
+Not when: the run is too short for good statistics at T*.
 
 ## Problem
 
-In training a BN layer normalises with the statistics of a client's batch; in the test
-it uses the averaged ones. With different data in each client the two do not match, so
-the gradients are biased. After some rounds the averaged statistics are good enough to
-train with.
+In training, a BN layer normalises with the statistics of a client's batch. In tests, it
+uses the averaged statistics. If the clients have different data, both do not match, and
+the gradients are biased. After some rounds, the averaged statistics are good enough for
+training.
 
 ## Algorithm
 
-Rounds $1 \dots T^*$ are FedAvg's, with the weights $p_i$. $S(T^*)$ are the global
-statistics after round $T^*$. From round $T^* + 1$ on, BN is in eval mode in local
-training and normalises with $S(T^*)$:
+Rounds $1 \dots T^*$ are rounds of FedAvg with the weights $p_i$. $S(T^*)$ are the global
+statistics after round $T^*$. From round $T^* + 1$, BN is in eval mode in local training
+and normalises with $S(T^*)$:
 
 $$\hat{y} = \gamma \, \frac{y - \mu(T^*)}{\sqrt{\sigma^2(T^*) + \epsilon}} + \beta$$
 
-$S(T^*)$ stays bit-identical to the end and is used in tests. Gamma and beta still
-learn, unless `freeze_affine`.
+$S(T^*)$ stays bit-identical to the end of the run and is used in tests. Gamma and beta
+still learn, unless `freeze_affine` is set.
 
-$T^*$ is `freeze_at`. With `freeze_at="auto"` client $m$ sends `delta`, how far its
-statistics moved in the round,
+$T^*$ is `freeze_at`. With `freeze_at="auto"`, client $m$ sends `delta`, the distance
+that its statistics moved in the round,
 
 $$\delta_m = \frac{\lVert S_m - S \rVert_1}{\text{number of entries}}$$
 
-and the server takes the mean $\sum_m p_m \delta_m$ of each round. It freezes for good
-after the first round for which there are at least $W$ means and the last $W$ of them
-have a population variance below $\tau$. $W$ is `freeze_window`, $\tau$ is `freeze_tau`.
+and the server takes the mean $\sum_m p_m \delta_m$ of each round. The statistics freeze
+for good after the first round in which at least $W$ means exist and the last $W$ of
+them have a population variance below $\tau$. $W$ is `freeze_window`, $\tau$ is
+`freeze_tau`.
 
 ## The learning rate after the freeze
 
-Lower it after $T^*$. Frozen statistics no longer follow the activations, so a rate that
-trains up to $T^*$ may diverge after it. With its decay, `lr-decay-at=freeze`, the
-recipe `apps/main/recipes/fixbn.yaml` reaches 92.20 %; without the decay it diverges in
-round 32 of 60, with $T^*$ = 30. In the tuned studies (`docs/results/which-method.md`)
-FixBN has no decay: it diverges at rate 1.0 on MNIST, and from 0.01 on with
-Office-Caltech-10.
+Lower the rate after $T^*$. Frozen statistics do not follow the activations, so a rate
+that trains well up to $T^*$ may diverge afterwards. With its decay,
+`lr-decay-at=freeze`, the recipe `apps/main/recipes/fixbn.yaml` reaches 92.20 %. Without
+the decay, it diverges in round 32 of 60, with $T^*$ = 30. In the tuned studies
+(`docs/results/which-method.md`), FixBN has no decay: it diverges at rate 1.0 on MNIST,
+and at 0.01 and above on Office-Caltech-10.
 
 ## Differs from the paper
 
-The weights are those of eq. (6); Algorithm 1 prints $1/M$, the case of equal sizes. The
-rule of the automatic $T^*$ is ours where B.6 is silent: it has a variance for each
-client and does not say whose must be small; here it is that of their mean. The paper
-asks for a large $W$ and a small $\tau$ and gives neither: $W$ = 100 and $\tau$ = 0.002
-are calibrated on MNIST (`docs/results/window-rule.md`). $\delta$ has the scale of the
-statistics, so another network may want another $\tau$.
+The weights are from eq. (6); Algorithm 1 prints $1/M$, the case of equal sizes. The
+rule for the automatic $T^*$ is partly ours. B.6 has a variance for each client, but does
+not specify which client's variance must be small; here it is the variance of the mean.
+The paper recommends a large $W$ and a small $\tau$ without numbers. $W$ = 100 and $\tau$
+= 0.002 are calibrated on MNIST (`docs/results/papers.md`). $\delta$ has the scale of the
+statistics, so another network may need another $\tau$.
 
-In HBN's public code (commit 1c0e151) FixBN is a baseline, and differs: after $T^*$ the
-whole model is in eval mode, dropout included; BN's counters are averaged as floats;
-gradients are clipped; small batches and clients are left out; the best round is chosen
-on the test set.
+The public code of HBN (commit 1c0e151) contains FixBN as a baseline that differs: after
+$T^*$ the whole model is in eval mode, including dropout; BN's counters are averaged as
+floats; gradients are clipped; small batches and clients are left out; the best round is
+chosen on the test set.
 
 ## Law
 

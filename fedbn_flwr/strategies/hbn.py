@@ -1,23 +1,23 @@
-r"""HBN: BatchNorm trains with a mixture of batch and global statistics; each client
-learns its share per channel.
+r"""HBN: BN mixes batch and global statistics in a share that each client learns.
 
 Chen, Xu, Wu, Kittler 2025, "Hybrid Batch Normalisation: Resolving the Dilemma of Batch
 Normalisation in Federated Learning", ICML, PMLR 267:9500-9515, arXiv:2505.21877.
-Written after the abstract, the figure of the layer and the public code (HybridBN,
-commit 1c0e151); the full text was not read.
+This module follows the abstract, the figure of the layer and the public code (HybridBN,
+commit 1c0e151). The full text was not read.
 
 ## When
 
-Use when: label skew or small batches, clients that take part often, and a further pass
-over the data is affordable.
+Use when: there is label skew or small batches, clients take part often, and a further
+pass over the data is affordable.
 
-Not when: clients come once: alpha stays with each.
+Not when: clients take part only once, because each client learns its own alpha.
 
 ## Problem
 
-A batch's statistics differ between clients, and from those of the test. Global
-statistics alone, as in FBN and FixBN, lose what keeps BN stable: the gradient through
-the statistics, and values that fit the present weights. HBN takes a part of each.
+Batch statistics differ between clients, and they differ from the statistics used in
+tests. Pure global statistics, as in FBN and FixBN, lose two things that keep BN stable:
+the gradient through the statistics, and values that fit the present weights. HBN mixes
+both.
 
 ## Algorithm
 
@@ -27,56 +27,56 @@ and $v_g$, and $a = \mathrm{sigmoid}(-\alpha)$ per channel:
 $$\hat\mu = a \mu_B + (1 - a) \mu_g, \qquad \hat v = a v_B + (1 - a) v_g, \qquad
 y = \gamma \frac{x - \hat\mu}{\sqrt{\hat v + \epsilon}} + \beta$$
 
-$\alpha$ starts at 0, so $a = 1/2$; the client's optimizer trains it with the
-parameters, with the learning rate (the largest one of its groups), without weight
-decay, and it stays with the client. Gradients flow through $\mu_B$, $v_B$ and $\alpha$.
-In tests $\mu_g$ and $v_g$ normalise.
+$\alpha$ starts at 0, so $a = 1/2$. The client's optimizer trains $\alpha$ together with
+the parameters, at the largest learning rate of its groups and without weight decay.
+$\alpha$ stays with the client. Gradients flow through $\mu_B$, $v_B$ and $\alpha$. Tests
+normalise with $\mu_g$ and $v_g$.
 
-A client first passes its data through the received weights, each batch normalised with
-its own statistics, and then trains; it sends the moments of the pass. The server merges
-them by their counts, as StaticBN, to $(m, v)$, and moves the global statistics with
-$\mu$ = `statistics-momentum`:
+Before it trains, a client passes its data through the received weights. This pass
+normalises each batch with its own statistics. The client sends the moments of the pass.
+The server merges them by their counts to $(m, v)$, as in StaticBN, and moves the global
+statistics with $\mu$ = `statistics-momentum`:
 
 $$(\mu_g, v_g) \leftarrow (1 - \mu) (\mu_g, v_g) + \mu \, (m, v)$$
 
-The first `statistics-warm-up` rounds with a result are FedAvg's, and the pooled
-statistics replace the global ones; with a trained model use 0. These statistics are
-those of the round's participants alone, and with $\mu$ = 0.1 they still weigh 35 %
-after ten more rounds: with few clients a round take a longer warm-up or a larger $\mu$.
+The first `statistics-warm-up` rounds with a result are rounds of FedAvg, and the pooled
+statistics replace the global statistics. For a trained model, use 0. The statistics of
+the warm-up come only from its participants, and with $\mu$ = 0.1 they still weigh 35 %
+after ten more rounds. If few clients take part in a round, use a longer warm-up or a
+larger $\mu$.
 
 ## Differs from the paper
 
-Ours: the warm-up, the momentum of 0.1, no weight decay on $\alpha$, tests with the
-global statistics as they are (`recalibrate=true` re-estimates them before each test).
-The public code differs from what the figure and the abstract say:
+These parts are ours: the warm-up, the momentum of 0.1, no weight decay on $\alpha$, and
+tests with the unchanged global statistics (`recalibrate=true` re-estimates them before
+each test). The public code differs from the figure and the abstract:
 
-1. Its $a$ is sigmoid(+$\alpha$). Both start at 1/2; saved values cannot be exchanged.
-2. Its pass records the mixed statistics, whose fixed point has too small a variance
-   between clients: $a$ times it.
-3. Its pass reads one batch: the first 64 examples in index order, which are a client's
-   lowest classes, augmented.
-4. Clients count there with at most 64 examples, and counts are examples, not elements
-   per channel.
-5. The momentum in training is 0.002: after 501 rounds the constants 0 and 1 of the
-   start still weigh 37 % or more.
-6. Its tests use statistics re-estimated from the participants of that round; the saved
-   model is another one.
-7. $\alpha$ is averaged into the global model, too, until a client has its own.
-8. Only BatchNorm2d, without its trained values, its eps 1e-5; affine=False fails in
-   training. Gradients are clipped to norm 10, small last batches and clients left out,
-   momentum begins anew in each round.
-9. The commands of its README end with an error: `--iid` takes no value.
+1. Its $a$ is sigmoid(+$\alpha$). Both start at 1/2, but saved values cannot be exchanged.
+2. Its pass records the mixed statistics. At their fixed point, the variance between
+   clients is too small by the factor $a$.
+3. Its pass reads one batch: the first 64 examples in index order, augmented. These are
+   the lowest classes of a client.
+4. A client counts with at most 64 examples. Counts are examples instead of elements per
+   channel.
+5. The momentum in training is 0.002. After 501 rounds, the initial constants 0 and 1
+   still weigh 37 % or more.
+6. Its tests use statistics that are re-estimated from the participants of that round.
+   The saved model has other statistics.
+7. $\alpha$ is averaged into the global model until a client has its own $\alpha$.
+8. Only BatchNorm2d is replaced, without its trained values and with eps 1e-5;
+   affine=False fails in training. Gradients are clipped to norm 10, small last batches
+   and small clients are left out, and momentum restarts in each round.
+9. The commands of its README end with an error, because `--iid` takes no value.
 
-[Its numbers](../results/which-method.md#hbns-public-code-beside-ours): a run of it
-beside ours, and its parts driven alone.
+[A comparison](../results/which-method.md#hbns-public-code-beside-ours) shows a run of
+the public code and of this module.
 
 ## Law
 
-With $a$ = 1 the layer is BatchNorm in train mode, with $a$ = 0 a round is FBN's with
-`fbn-measure=pass`. Where batch and global statistics are equal, $\alpha$ has no effect
-and no gradient. The pooled statistics of the first BN layer are those of one pass over
-the union. A round of one step is a centralized step with frozen BN only for $a$ = 0;
-otherwise it is no centralized step.
+With $a$ = 1, the layer is BatchNorm in train mode. With $a$ = 0, a round equals a round
+of FBN with `fbn-measure=pass`. If batch and global statistics are equal, $\alpha$ has no
+effect and no gradient. The pooled statistics of the first BN layer equal one pass over
+the union. A round of one step is a centralized step with frozen BN only for $a$ = 0.
 """
 
 from __future__ import annotations

@@ -5,21 +5,21 @@ in Edge Computing", arXiv:2007.09236, the variant "yb".
 
 ## When
 
-Use when: each client has a task or class mix of its own, and privacy or size speaks
-against sharing gamma and beta.
+Use when: each client has its own task or class mix, and gamma and beta should not be
+shared because of privacy or size.
 
-Not when: one global model is wanted.
+Not when: you need one global model.
 
 ## Problem
 
-Each client has a task of its own, and one model serves none of them well. Private gamma
-and beta make the shared network a personal one, at the price of few numbers.
+Each client has its own task, and one model serves no client well. Private gamma and beta
+personalise the shared network with few numbers.
 
 ## Algorithm
 
-Client $i$ has the state $(w, a_i)$: $a_i$ holds gamma and beta of its BN layers, $w$
-all other entries, running statistics included. It trains both, and the server averages
-only $w$:
+Client $i$ has the state $(w, a_i)$: $a_i$ contains gamma and beta of its BN layers, and
+$w$ all other entries, including running statistics. The client trains both, and the
+server averages only $w$:
 
 $$w = \sum_i p_i w_i, \qquad a_i \text{ stays with client } i$$
 
@@ -31,8 +31,8 @@ None known.
 
 ## Law
 
-With one client the client's model is FedAvg's, bit for bit. A model without BN is
-refused.
+With one client, the client's model equals the model of FedAvg, bit for bit. A model
+without BN is refused.
 """
 
 from __future__ import annotations

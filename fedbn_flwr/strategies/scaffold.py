@@ -5,16 +5,16 @@ Learning", arXiv:1910.06378, Algorithm 1, option II.
 
 ## When
 
-Use when: gradients differ between clients, most of them take part in each round, and
+Use when: gradients differ between clients, most clients take part in each round, and
 twice the floats are affordable.
 
-Not when: clients are seen once or twice, or BatchNorm's statistics are the trouble.
+Not when: clients take part once or twice, or BatchNorm's statistics cause the problem.
 
 ## Problem
 
-With different data each client's gradient points away from the common one, and local
-steps drift. Each client knows its own direction $c_i$ and the common one $c$, and
-corrects every step by the difference.
+With different data, each client's gradient points away from the common gradient, and
+local steps drift. Each client has its own direction $c_i$ and the common direction $c$,
+and corrects every step by the difference.
 
 ## Algorithm
 
@@ -26,34 +26,34 @@ After $K_i$ steps from $x$ to $y_i$:
 
 $$c_i^+ = c_i - c + \frac{x - y_i}{K_i \eta_l}$$
 
-In a training loop with a schedule or with groups of parameters $K_i \eta_l$ is the sum
-of the rates that the parameter had in its steps.
+In a training loop with a schedule or with groups of parameters, $K_i \eta_l$ is the sum
+of the rates of the parameter over its steps.
 
 The server takes unweighted means over the $S$ of $N$ clients that took part:
 
 $$x \leftarrow x + \eta_g \, \mathrm{mean}(y_i - x), \qquad c \leftarrow c + \frac{S}{N} \, \mathrm{mean}(c_i^+ - c_i)$$
 
 $\eta_l$ is the round's learning rate, $\eta_g$ is `server_learning_rate`, $K_i$ the
-number of the client's steps. The variates $c$ and $c_i$ are over trainable parameters
-only and start at zero. The correction is for plain SGD: momentum and other optimizers
-are refused, because $(x - y_i) / (K_i \eta_l)$ is a mean gradient under plain SGD only.
+number of the client's steps. The variates $c$ and $c_i$ cover only trainable parameters
+and start at zero. Momentum and other optimizers are refused, because
+$(x - y_i) / (K_i \eta_l)$ is a mean gradient only under plain SGD.
 
 ## Differs from the paper
 
 The paper has no BatchNorm. Running statistics and buffers are averaged with $p_i$ and
 not corrected.
 
-In the paper no reply is lost, and $N$ is known. Here a client whose reply is refused or
-comes too late goes back to its $c_i$ of before that round when the server next calls
-it, so that $c$ stays the mean of the $c_i$. $N$ is the number of clients with data so
-far, also in rounds that were not used, and $c$ is scaled when it grows. Two cases remain in which $c$ is not the
-mean: a client that has lost $c_i$ begins with zero, and the log names it; and a round
-is not undone at a node that has not said its partition id. Each run of a `series`
-begins with all variates at zero.
+In the paper, no reply is lost and $N$ is known. Here, if a reply is refused or comes too
+late, the client restores its previous $c_i$ when the server next calls it, so that $c$
+remains the mean of the $c_i$. $N$ is the number of clients with data so far, including
+rounds that were not used, and $c$ is scaled when $N$ grows. In two cases $c$ is not the
+mean. A client that has lost $c_i$ starts with zero, and the log names it. A node without
+a partition id does not restore $c_i$. Each run of a `series` starts with all variates at
+zero.
 
 ## Law
 
-With variates at zero, equal clients and $\eta_g = 1$ it is FedAvg.
+With variates at zero, equal clients and $\eta_g = 1$, SCAFFOLD equals FedAvg.
 """
 
 from __future__ import annotations

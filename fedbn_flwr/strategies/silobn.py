@@ -5,22 +5,21 @@ Datasets", arXiv:2008.07424, section 3.
 
 ## When
 
-Use when: as FedBN, where a client has too few examples to learn a gamma and beta of its
-own.
+Use when: FedBN fits, but a client has too few examples to learn its own gamma and beta.
 
 Not when: one model must know classes that a client lacks.
 
 ## Problem
 
-Hospitals have different scanners, and so different statistics in the BN layers. The
-average of these statistics fits no hospital. They describe the data of one client, so
-they stay there; gamma and beta are learned, so they are shared.
+Hospitals have different scanners, and therefore different statistics in the BN layers.
+The average of these statistics fits no hospital. The statistics describe the data of one
+client, so they stay there. Gamma and beta are learned, so they are shared.
 
 ## Algorithm
 
-Client $i$ has the state $(w, s_i)$: $s_i$ holds running statistics and counters, $w$
-all other entries, gamma and beta included. It trains both, and the server averages only
-$w$:
+Client $i$ has the state $(w, s_i)$: $s_i$ contains running statistics and counters, and
+$w$ all other entries, including gamma and beta. The client trains both, and the server
+averages only $w$:
 
 $$w = \sum_i p_i w_i, \qquad s_i \text{ stays with client } i$$
 
@@ -32,8 +31,8 @@ None known.
 
 ## Law
 
-With one client the client's model is FedAvg's, bit for bit. A model without BN is
-refused.
+With one client, the client's model equals the model of FedAvg, bit for bit. A model
+without BN is refused.
 """
 
 from __future__ import annotations

@@ -1,19 +1,19 @@
-"""Standalone: every client alone; nothing is shared.
+r"""Standalone: every client trains without the others, and nothing is shared.
 
-The lower reference of FedWon (arXiv:2306.05879, "Standalone") and FedTAN
+This is the lower reference of FedWon (arXiv:2306.05879, "Standalone") and FedTAN
 (arXiv:2301.02982, "SingleNet").
 
 ## When
 
-Use when: a lower reference is needed: a federation must beat it at each client, in the
+Use when: you need a lower reference. A federation must beat it at each client, in the
 same test.
 
-Not when: a shared model is wanted.
+Not when: you need a shared model.
 
 ## Problem
 
-A federation is useful only where it beats what each client reaches without it. This
-method measures that.
+A federation is useful only if it is better than each client without it. This method
+measures the result of a client without the federation.
 
 ## Algorithm
 
@@ -26,7 +26,7 @@ None known.
 
 ## Law
 
-A client ends where it would end without the others.
+A client ends with the state that it would reach without the others.
 """
 
 from __future__ import annotations

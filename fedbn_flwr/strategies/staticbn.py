@@ -1,5 +1,4 @@
-r"""StaticBN: clients train on batch statistics alone; the running statistics are
-re-estimated before a test.
+r"""StaticBN: train on batch statistics and re-estimate the statistics before a test.
 
 Diao, Ding, Tarokh 2021, "HeteroFL: Computation and Communication Efficient Federated
 Learning for Heterogeneous Clients", arXiv:2010.01264, "static Batch Normalization"
@@ -7,37 +6,38 @@ Learning for Heterogeneous Clients", arXiv:2010.01264, "static Batch Normalizati
 
 ## When
 
-Use when: the running statistics of the final model are the trouble, not training; all
-clients can be asked once more before a test.
+Use when: only the running statistics of the final model are wrong, and all clients can
+answer once more before a test.
 
-Not when: training itself is biased by the batches' statistics: label skew with few
-local steps.
+Not when: batch statistics bias the training itself, as under label skew with few local
+steps.
 
 ## Problem
 
 Running statistics are collected while the weights still change, and each client
 collects its own. Their average fits neither the final weights nor the union of the
-data. Here nobody tracks statistics in training; they are computed when a test needs
-them.
+data. Here no client tracks statistics in training. The server computes them when a test
+needs them.
 
 ## Algorithm
 
-Local training normalises with the batch's statistics and leaves the running ones as
-received. The server averages as FedAvg. Before a test every client with data passes it
-once through the new global model in train mode, and sends for each BN layer and channel
-the count $n_i$, the mean $m_i$ and the sum of squared deviations $M_i$. The server
-merges those of all clients:
+Local training normalises with the statistics of the batch and does not change the
+received running statistics. The server averages as in FedAvg. Before a test, every
+client passes its data once through the new global model in train mode. It sends, for
+each BN layer and channel, the count $n_i$, the mean $m_i$ and the sum of squared
+deviations $M_i$. The server merges the moments of all clients:
 
 $$n = \sum_i n_i, \qquad m = \sum_i \frac{n_i}{n} m_i, \qquad M = \sum_i \left( M_i + n_i (m_i - m)^2 \right)$$
 
 The running mean is $m$ and the running variance $M / (n - 1)$. Training keeps the
-statistics of the start; the tested and the final model hold the re-estimated ones.
+initial statistics. The tested model and the final model contain the re-estimated
+statistics.
 
 ## Differs from the paper
 
 The paper averages batch means and variances. Here the moments of all clients are merged
-exactly (`server/rounds/recalibration.py`), the variance with torch's $n/(n-1)$.
-Inference on batch statistics, the paper's alternative, is
+exactly (`server/rounds/recalibration.py`), with torch's factor $n/(n-1)$ for the
+variance. The paper's alternative, inference on batch statistics, is
 `eval-on=global-batch-statistics`.
 
 ## Law
