@@ -52,7 +52,7 @@ _SHARE_OF_CLASSES = 0.5  # of the level, since counts of few examples are weak e
 _OTHERS = 3  # measures that share the rest: inputs, distinct examples, accuracy
 
 
-# Exponent of the mean over columns, so that one distant column counts like many close.
+# Exponent of the mean over columns. One distant column counts like many near ones.
 _POWER = 8
 
 

@@ -33,7 +33,10 @@ run in 500 would cause a false alarm by chance, if there were no other condition
 """
 
 GROUPS = 256
-"""Largest number of groups of examples, apart from one per client; each is a pass."""
+"""Largest number of compared groups of examples, because each needs a forward pass.
+
+There is at least one group per client.
+"""
 
 MIN_SKEW = 0.1
 """Total variation of the class mix, above chance, from which classes count as skewed.

@@ -32,7 +32,7 @@ __all__ = ["Done", "InProcessMember", "Job", "OwnProcess", "work", "work_of"]
 logger = logging.getLogger("flwr")
 
 Outcome = tuple[Message, Context | None]
-"""Reply and changed context. If the client failed, the context is None: it stays."""
+"""Reply and changed context, or None if the client failed and keeps its context."""
 Done = Callable[[Message, Context | None], None]
 """A function ``done(reply, context)`` that receives the outcome."""
 

@@ -212,8 +212,8 @@ class LegacyStrategy(FlowerLegacyStrategy):
                 # Make it once, and share it between all replies.
                 for key, record in made.content.array_records.items():
                     if key not in average:
-                        whole = restored(from_record(record), run.before, run.parts)
-                        average[key] = to_record(whole)
+                        model = restored(from_record(record), run.before, run.parts)
+                        average[key] = to_record(model)
                     made.content[key] = average[key]
             return made
 

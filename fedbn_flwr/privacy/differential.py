@@ -87,7 +87,7 @@ _NOISY = 0.3
 
 
 def not_covered(methods: Methods) -> list[str]:
-    """Return the inputs of the methods from clients that get no noise, in words."""
+    """Return descriptions of the clients' values that get no noise."""
     return [disclosure.text for disclosure in disclosures(methods)]
 
 

@@ -94,8 +94,8 @@ class MaskedRound:
         config_key: name of a message's config.
         present: the clients that have sent their shares, so they train.
         threshold: t; 0 before the keys.
-        whole: whether all clients must have answered, because exchanges of this round
-            have revealed sums over all clients.
+        all_must_answer: whether all clients must have answered, because exchanges of
+            this round have revealed sums over all clients.
         revealing: whether clients were asked for shares. Afterwards the sum may be
             known.
     """
@@ -108,7 +108,7 @@ class MaskedRound:
     config_key: str
     present: frozenset[int] = frozenset()
     threshold: int = 0
-    whole: bool = False
+    all_must_answer: bool = False
     revealing: bool = False
     _keys: dict[int, PublicKeys] = field(default_factory=dict)
     # By receiver and then by sender. The server delivers them with the last query.
@@ -189,7 +189,7 @@ class MaskedRound:
                 then the difference to the exchanges could be the client's gradient.
         """
         lost = self.present - answered
-        if self.whole and lost:
+        if self.all_must_answer and lost:
             raise MaskingError(
                 f"{len(lost)} client(s) were lost after the synchronised step"
             )

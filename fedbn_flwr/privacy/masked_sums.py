@@ -98,7 +98,7 @@ _ANSWERS_ARE_PUBLIC = (
 
 
 def refusals(methods: Methods) -> list[str]:
-    """Return the methods' inputs from single clients that no mask hides."""
+    """Return descriptions of the clients' values that no mask hides."""
     lines = []
     for disclosure in disclosures(methods):
         if disclosure.masked:
@@ -245,7 +245,7 @@ class MaskedSums(Protection):
                 f"masked-sums=true: node {min(missing)} has masks but takes no part in"
                 " the synchronised step"
             )
-        masks.whole = True
+        masks.all_must_answer = True
 
         def answer(
             tag: str, tensors: Sequence[Tensor], weights: Sequence[float]

@@ -76,9 +76,9 @@ class PublicKeys(NamedTuple):
 class Party:
     """A client in one round of masked sums, with its secrets and rules for their use.
 
-    ``Party.new`` makes the keys. Call the following methods in the order of the file;
-    each works only once. All raise MaskingError if the server asks for something that
-    the protocol does not allow.
+    ``Party.new`` makes the keys. Call the following methods in the order of the file.
+    ``shares``, ``masked``, ``reveal`` and each exchange work only once. All raise
+    MaskingError if the server asks for something that the protocol does not allow.
 
     Attributes:
         server_round: the round.

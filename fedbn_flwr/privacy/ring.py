@@ -73,7 +73,7 @@ class FixedPoint:
             DataError: a value is not finite or out of range; its entry is named.
         """
         sizes = [values[name].size for name in sorted(values)]
-        whole = np.empty(sum(sizes), np.int64)
+        integers = np.empty(sum(sizes), np.int64)
         factor, start = weight * 2.0**self.fraction_bits, 0
         for name, size in zip(sorted(values), sizes, strict=True):
             wide = values[name].reshape(-1).astype(np.float64)
@@ -90,9 +90,9 @@ class FixedPoint:
                     " largest size of a masked value. Use smaller steps, and scale the"
                     " inputs."
                 )
-            whole[start : start + size] = np.rint(wide * factor)
+            integers[start : start + size] = np.rint(wide * factor)
             start += size
-        return whole
+        return integers
 
     def mean(self, total: Array, weight: float) -> Array:
         """Return the mean in float64, given the sums of the vectors and of the weights.

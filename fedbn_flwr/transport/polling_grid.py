@@ -50,21 +50,21 @@ class Pauses(NamedTuple):
         share: length of a pause as a share of the time since the last reply.
         shortest: smallest length in seconds.
         longest: largest length in seconds.
-        whole: whether the share applies to the time since the messages were sent.
+        since_sent: whether the share applies to the time since the messages were sent.
         first: length of the pause before the first poll, in seconds.
     """
 
     share: float
     shortest: float
     longest: float
-    whole: bool = False
+    since_sent: bool = False
     first: float = 0.0
 
 
 _PAUSES = Pauses(0.5, 0.002, 0.25)
 # Over a network, a poll is a request and a write to the SuperLink's database, and a
 # reply takes seconds.
-_PAUSES_OVER_NETWORK = Pauses(1 / 16, 0.1, 5.0, whole=True, first=0.1)
+_PAUSES_OVER_NETWORK = Pauses(1 / 16, 0.1, 5.0, since_sent=True, first=0.1)
 _LOADING = 20.0  # most seconds until a simulation has loaded its app
 # Time of the first poll, as a share of the quickest reply to messages of its type.
 _FIRST_POLL = 0.75
@@ -125,7 +125,7 @@ class ImmediateGrid(Grid):
         return None
 
     def name_nodes(self, names: Mapping[int, object]) -> None:
-        """Set the names of nodes in the log, given by objects whose text is used."""
+        """Set objects by node id whose texts name the nodes in the log."""
 
     def pack_for(self, node_ids: Iterable[int]) -> None:
         """Note that the apps of these nodes read arrays in one piece.
@@ -367,7 +367,7 @@ def polls(
             latest = now
         yield arrived, waiting, now - begun
         # After a long time without replies, a longer pause causes little extra delay.
-        since = begun if pauses.whole else latest
+        since = begun if pauses.since_sent else latest
         pause = max(pauses.share * (now - since), pauses.shortest)
         pause = min(pause, pauses.longest)
 
