@@ -535,7 +535,7 @@ class Strategy(FlowerFedAvg):
                 break
             logger.info("[ROUND %d/%d]", server_round, num_rounds)
 
-            # Training. With too few replies there is no new model: keep the last one.
+            # Train. Keep the last model if too few replies arrive for a new model.
             messages = self.configure_train(server_round, arrays, train_config, grid)
             replies = self.send_training(messages, grid)
             averaged, metrics = self.aggregate_train(server_round, replies)

@@ -4,13 +4,14 @@ Read the modules in this order:
 
 - ``method``: the interface of a paper's algorithm, a client as a method sees it, and
   the facts of a round.
-- ``travels``: the declaration of what is sent, local and frozen in each phase.
-- ``params``: the settings of all methods; ``params_by_method``: those of single methods.
+- ``travels``: the declaration of the sent, local and frozen parts in each phase.
+- ``params``: the settings of all methods.
+- ``params_by_method``: the settings of single methods.
 - ``options``: options that every method can have; ``momentum`` and ``shared_bn`` are
   two of them.
 - ``moment_pool``: the clients' moments by layer, for methods that pool statistics.
-- ``together``: the methods of one run, used as one method, and what does not fit.
-- ``disclosures``: values that methods take from clients besides the model, for privacy.
+- ``together``: the methods of one run, used as one method, and their conflicts.
+- ``disclosures``: other values than the model that methods take from clients.
 
 Other packages contain the papers' algorithms (``strategies``), the round that calls a
 method (``server.rounds``), the strategy for Flower (``server.strategy``), and the hooks

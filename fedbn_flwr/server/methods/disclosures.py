@@ -26,7 +26,7 @@ class Disclosure(NamedTuple):
     """A value that clients send in addition to their update.
 
     Attributes:
-        text: what it is and why it reveals something about a client.
+        text: the value, and the reason why it reveals something about a client.
         masked: whether masked sums cover it. Differential privacy never does.
         key: its key in the reply; empty if it is not a record or a metric.
     """
@@ -37,7 +37,7 @@ class Disclosure(NamedTuple):
 
 
 def disclosures(methods: Methods) -> list[Disclosure]:
-    """Return the values that clients send, or the server reads, besides the update."""
+    """Return the additional values that clients send or that the server reads."""
     sent: list[Disclosure] = []
     for method in methods:
         sent += _sent_for(method)
@@ -106,7 +106,7 @@ _INSTEAD = (
 def check_wrapper(methods: Methods, parts: Parts) -> None:
     """Check that Flower's wrapper around the strategy, if any, keeps its promise.
 
-    Warns about the weights of the clients, and about counters, which the wrapper treats
+    Warns about the weights of the clients, and about counters. The wrapper treats counters
     like weights of the model.
 
     Raises:

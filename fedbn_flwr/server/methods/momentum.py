@@ -117,8 +117,7 @@ class MomentumBuffers(ClientHook):
         return kept
 
     def _buffers(self, shared: bool) -> dict[str, Tensor]:
-        # If two optimizers have a state of a parameter, use the state of the optimizer
-        # that steps it.
+        # Two optimizers may have a state of a parameter. Use the one that steps it.
         states: dict[Tensor, dict[str, Tensor]] = {}
         for optimizer in self._optimizers:
             own = parameters_of(optimizer)

@@ -4,10 +4,10 @@ Read the modules in this order:
 
 - ``round_outcome``: the report of a round, and the averages of its metrics.
 - ``nodes``: the connected clients, the draw of a round, and how a client joins.
-- ``kept``: the local states of the clients, as far as the server knows them.
+- ``kept``: the server's knowledge of the clients' local states.
 - ``protection``: the interface for privacy between replies and methods; does nothing.
-- ``run_state``: the state of a run, which contains all of these, and its checkpoint.
-- ``failures``: non-finite losses, too few replies, and the errors that end a run.
+- ``run_state``: the state of a run with all of these, and its checkpoint.
+- ``failures``: non-finite losses, too few replies, and errors that end a run.
 - ``run_listener``: the events that a listener of a run receives.
 
 Other modules contain the course of a round (``server.rounds``), the settings and states
