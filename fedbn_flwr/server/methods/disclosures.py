@@ -106,8 +106,8 @@ _INSTEAD = (
 def check_wrapper(methods: Methods, parts: Parts) -> None:
     """Check that Flower's wrapper around the strategy, if any, keeps its promise.
 
-    Warns about the weights of the clients, and about counters. The wrapper treats counters
-    like weights of the model.
+    Warns about the weights of the clients, and about counters. The wrapper treats
+    counters like weights of the model.
 
     Raises:
         ConfigError: a value of the clients bypasses the wrapper, or the wrapper would

@@ -438,7 +438,7 @@ class Method(Generic[P, S]):
         Params: the class of the settings; its fields are constructor arguments of the
             strategy.
         State: the class of the state; its fields are attributes of the strategy, even
-            before a run. It is None without a state, or if the state is not a dataclass.
+            before a run. It is None if there is no state or it is not a dataclass.
         client_hooks: factories of the client hooks, by name.
         ignored: arguments of Flower's own strategy for this method that have no effect,
             with the reason.
