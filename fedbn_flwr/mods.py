@@ -47,6 +47,30 @@ def bn_mod(message: Message, context: Context, call_next: ClientAppCallable) -> 
     The mod also works on the messages of ``to_legacy``:
     ``ClientApp(client_fn, mods=[bn_mod])``.
 
+    Example, with ``build_model`` and ``arrays`` as in the example of
+    ``InProcessGrid``::
+
+        >>> from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
+        >>> from flwr.clientapp import ClientApp
+        >>> from fedbn_flwr.mods import bn_mod, bn_rules
+        >>> own_app = ClientApp(mods=[bn_mod])
+        >>> @own_app.train()
+        ... def train(msg, context):
+        ...     model = build_model()
+        ...     model.load_state_dict(msg.content["arrays"].to_torch_state_dict())
+        ...     with bn_rules(model, msg, context) as rules:
+        ...         sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+        ...         optimizer = rules.wrap(sgd)
+        ...         for _ in range(5):
+        ...             optimizer.zero_grad()
+        ...             model(torch.randn(8, 4)).square().mean().backward()
+        ...             optimizer.step()
+        ...     content = RecordDict({"arrays": ArrayRecord(model.state_dict())})
+        ...     content["metrics"] = MetricRecord({"num-examples": 40})
+        ...     return Message(content, reply_to=msg)
+        >>> with InProcessGrid(own_app, num_nodes=3) as grid:
+        ...     result = FedBN(fraction_evaluate=0).start(grid, arrays, num_rounds=2)
+
     Raises:
         StateError: an entry was neither sent nor kept here, the local state belongs to
             another model or is not finite, or the app's reply is not the whole model.

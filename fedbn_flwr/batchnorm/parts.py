@@ -511,6 +511,17 @@ def split_state(
     that branches on values needs ``inputs`` for "last-layer": a function that returns
     the inputs of some examples.
 
+    Example::
+
+        >>> from torch import nn
+        >>> from fedbn_flwr import split_state
+        >>> model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
+        >>> parts = split_state(model, personal="last-layer")
+        >>> parts.affine, parts.statistics
+        (('1.weight', '1.bias'), ('1.running_mean', '1.running_var'))
+        >>> parts.personal, parts.rest
+        (('2.weight', '2.bias'), ('0.weight', '0.bias'))
+
     Raises:
         ConfigError: no layer is chosen, or ``layers`` is a function and the model is
             missing; or ``personal`` chooses no entry.

@@ -77,18 +77,23 @@ def bn_rules(
 ) -> Iterator[Hooks]:
     """Apply the client hooks of the strategy to the training inside the block.
 
-    ::
+    Example::
 
-        model.load_state_dict(msg.content["arrays"].to_torch_state_dict())
-        with bn_rules(model, msg, context) as rules:
-            rules.survey(loader)                                                 # methods that measure by a pass
-            optimizer = rules.wrap(torch.optim.SGD(model.parameters(), lr=0.1))   # FedProx, SCAFFOLD, momentum, AGC
-            for x, y in loader:
-                optimizer.zero_grad()
-                with rules.step(len(x)):                                         # FedTAN, FedDNA
-                    loss = criterion(model(x), y)
-                    loss.backward()
-                optimizer.step()
+        >>> import torch
+        >>> from torch.nn.functional import cross_entropy
+        >>> from fedbn_flwr.mods import bn_rules
+        >>> def train(model, loader, msg, context):
+        ...     model.load_state_dict(msg.content["arrays"].to_torch_state_dict())
+        ...     with bn_rules(model, msg, context) as rules:
+        ...         rules.survey(loader)  # HBN, and FBN by a pass
+        ...         sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+        ...         optimizer = rules.wrap(sgd)  # FedProx, SCAFFOLD, momentum, AGC
+        ...         for x, y in loader:
+        ...             optimizer.zero_grad()
+        ...             with rules.step(len(x)):  # FedTAN, FedDNA
+        ...                 loss = cross_entropy(model(x), y)
+        ...                 loss.backward()
+        ...             optimizer.step()
 
     FixBN needs only the ``with``, and for FixBN ``msg.content["config"]`` is enough.
     Frozen layers stay frozen if the block calls ``model.train()``. A strategy without

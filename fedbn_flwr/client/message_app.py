@@ -103,6 +103,11 @@ def client_app(
     training examples. ``messages.numpy_client`` describes how arrays and their names
     are sent. In a SuperNode's process they are sent in one piece (``mods.packed``).
 
+    Example, with ``client_fn`` as in the example of ``InProcessGrid``::
+
+        >>> from fedbn_flwr import client_app
+        >>> app = client_app(client_fn)
+
     Args:
         client_fn: called for every message, as in Flower's
             ``ClientApp(client_fn=...)``.

@@ -79,6 +79,22 @@ class TorchClient(NumPyClient):
 
     It works in any engine.
 
+    Example::
+
+        >>> import torch
+        >>> from torch import nn
+        >>> from torch.utils.data import TensorDataset
+        >>> from fedbn_flwr import TorchClient
+        >>> from fedbn_flwr.training import LearningRate, LocalTraining
+        >>> model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
+        >>> data = TensorDataset(torch.randn(16, 4), torch.arange(16) % 2)
+        >>> training = LocalTraining(learning_rate=LearningRate(0.1), local_steps=5)
+        >>> client = TorchClient(model, data, data, training, partition_id=0)
+        >>> state = [entry.numpy() for entry in model.state_dict().values()]
+        >>> trained, num_examples, metrics = client.fit(state, {"server-round": 1})
+        >>> num_examples, metrics["steps"]
+        (16, 5)
+
     Args:
         model: the model on its device; it is trained in place. It may be compiled or
             wrapped in DDP: sent and kept entries have the names of the inner module, or

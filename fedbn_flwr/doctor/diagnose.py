@@ -52,11 +52,21 @@ def diagnose(
 ) -> Diagnosis:
     """Return the faults in the BatchNorm of a federation, as text with ``print``.
 
-    ::
+    Example::
 
-        from fedbn_flwr import diagnose
-
-        print(diagnose(model, client_loaders))
+        >>> import torch
+        >>> from torch import nn
+        >>> from torch.utils.data import DataLoader, TensorDataset
+        >>> from fedbn_flwr import diagnose
+        >>> model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
+        >>> client_loaders = []
+        >>> for site in range(3):
+        ...     inputs = torch.randn(200, 4) + 3 * site
+        ...     data = TensorDataset(inputs, torch.arange(200) % 2)
+        ...     client_loaders.append(DataLoader(data, batch_size=32))
+        >>> diagnosis = diagnose(model.eval(), client_loaders)
+        >>> "feature-shift" in [finding.id for finding in diagnosis.findings]
+        True
 
     The model, its mode, the default random generators and the loaders' generators do
     not change. Your own forward hooks run on copies of the model.
@@ -64,7 +74,6 @@ def diagnose(
     Args:
         model: the global model, any module, in the mode in which it is tested.
         client_loaders: a loader of training data for each client, in order or by name.
-        test_loaders: a loader of test data for each client. Without them, the mismatch
         test_loaders: a loader of test data for each client. Without them, the mismatch
             of training and test is measured on training data, and a note says so.
         loss: returns the mean loss of a batch, from outputs and targets. The default is

@@ -79,6 +79,32 @@ class InProcessGrid(ImmediateGrid):
         seed: seed of the node ids.
 
     Use the grid as a context manager, or call ``close()``.
+
+    Example::
+
+        >>> import torch
+        >>> from flwr.app import ArrayRecord
+        >>> from torch import nn
+        >>> from torch.utils.data import TensorDataset
+        >>> from fedbn_flwr import InProcessGrid, TorchClient, client_app
+        >>> from fedbn_flwr.strategies import FedBN
+        >>> from fedbn_flwr.training import LearningRate, LocalTraining
+        >>> def build_model():
+        ...     layers = nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2)
+        ...     return nn.Sequential(*layers)
+        >>> def client_fn(context):
+        ...     site = int(context.node_config["partition-id"])
+        ...     inputs = torch.randn(16, 4) + site
+        ...     data = TensorDataset(inputs, torch.arange(16) % 2)
+        ...     rate = LearningRate(0.1)
+        ...     training = LocalTraining(learning_rate=rate, batch_size=8)
+        ...     return TorchClient(build_model, data, data, training, context=context)
+        >>> app = client_app(client_fn)
+        >>> arrays = ArrayRecord(build_model().state_dict())
+        >>> with InProcessGrid(app, num_nodes=3) as grid:
+        ...     result = FedBN().start(grid, initial_arrays=arrays, num_rounds=2)
+        >>> result.train_metrics_clientapp[2]["examples-processed"]
+        48
     """
 
     def __init__(

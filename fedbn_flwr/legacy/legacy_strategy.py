@@ -95,6 +95,15 @@ class LegacyStrategy(FlowerLegacyStrategy):
     usable replies, the run ends with a NothingTrainedError: in its last round if
     ``num_rounds`` is given, otherwise in the second round.
 
+    Example, with ``build_model`` and ``arrays`` as in the example of
+    ``InProcessGrid``::
+
+        >>> from flwr.server import ServerAppComponents, ServerConfig
+        >>> from fedbn_flwr import to_legacy
+        >>> strategy = to_legacy(FedBN(), arrays, num_rounds=2)
+        >>> config = ServerConfig(num_rounds=2)
+        >>> components = ServerAppComponents(strategy=strategy, config=config)
+
     Args:
         strategy: a strategy of this package, with Flower's Message-API arguments
             (``fraction_train``, ...).

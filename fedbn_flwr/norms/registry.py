@@ -102,10 +102,15 @@ def replace_norm(
 ) -> tuple[nn.Module, NormReport]:
     """Return a copy of ``model`` with other norms than BatchNorm, and a report.
 
-    ::
+    Example::
 
-        model, report = replace_norm(model, "wsconv")
-        print(report)  # path, old layer, new layer; one line per replaced layer
+        >>> from torch import nn
+        >>> from fedbn_flwr import replace_norm
+        >>> model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
+        >>> changed, report = replace_norm(model, "group")
+        >>> print(report)  # one line for each replaced layer
+        norm 'group': 1 replaced
+        1  BatchNorm1d(8)  ->  CheckedGroupNorm(2, 8)
 
     Layers are found by type (see ``swap``). The copy keeps eps, gamma and beta, device,
     dtype, ``requires_grad``, train/eval mode and sharing inside the model, and the

@@ -20,11 +20,13 @@ __all__ = ["DPWrapper"]
 class DPWrapper:
     """A strategy of this package with client-level differential privacy.
 
-    ::
+    Example, with ``app`` and ``arrays`` as in the example of ``InProcessGrid``::
 
-        strategy = DPWrapper(FedBN(), noise_multiplier=0.5, clipping_norm=2.0)
-        result = strategy.start(grid, initial_arrays=ArrayRecord(model.state_dict()), num_rounds=20)
-        print(strategy.guarantee())
+        >>> strategy = DPWrapper(FedBN(), noise_multiplier=0.5, clipping_norm=2.0)
+        >>> with InProcessGrid(app, num_nodes=3) as grid:
+        ...     result = strategy.start(grid, initial_arrays=arrays, num_rounds=2)
+        >>> print(strategy.guarantee())
+        epsilon = 15.46 at delta = 1e-05 after 2 releases: ...
 
     BatchNorm's counters count rounds here, not batches. Layers that use them (batch
     renormalisation, ``momentum=None``) must be replaced.

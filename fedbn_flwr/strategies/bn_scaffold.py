@@ -353,7 +353,15 @@ class BNScaffoldMethod(ScaffoldMethod[BNScaffoldParams, BNVariates]):
 
 
 class BNScaffold(Strategy):
-    """SCAFFOLD with control variates for the statistics of BatchNorm, too."""
+    """SCAFFOLD with control variates for the statistics of BatchNorm, too.
+
+    Example, with ``app`` and ``arrays`` as in the example of ``InProcessGrid``::
+
+        >>> from fedbn_flwr.strategies import BNScaffold
+        >>> strategy = BNScaffold(variance_floor=0.5)
+        >>> with InProcessGrid(app, num_nodes=3) as grid:
+        ...     result = strategy.start(grid, arrays, num_rounds=2)
+    """
 
     method = BNScaffoldMethod
 

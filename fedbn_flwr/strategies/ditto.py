@@ -124,7 +124,15 @@ class DittoMethod(FedProxMethod[DittoParams]):
 
 
 class Ditto(Strategy):
-    """FedAvg beside a model of each client's own."""
+    """FedAvg beside a model of each client's own.
+
+    Example, with ``app`` and ``arrays`` as in the example of ``InProcessGrid``::
+
+        >>> from fedbn_flwr.strategies import Ditto
+        >>> strategy = Ditto(proximal_mu=0.1)
+        >>> with InProcessGrid(app, num_nodes=3) as grid:
+        ...     result = strategy.start(grid, arrays, num_rounds=2)
+    """
 
     method = DittoMethod
 

@@ -393,7 +393,15 @@ class FBNMethod(PooledStatisticsMethod[FBNParams]):
 
 
 class FBN(Strategy):
-    """FedAvg whose BN trains with pooled global statistics, by steps or by a pass."""
+    """FedAvg whose BN trains with pooled global statistics, by steps or by a pass.
+
+    Example, with ``app`` and ``arrays`` as in the example of ``InProcessGrid``::
+
+        >>> from fedbn_flwr.strategies import FBN
+        >>> strategy = FBN(fbn_measure="pass")
+        >>> with InProcessGrid(app, num_nodes=3) as grid:
+        ...     result = strategy.start(grid, arrays, num_rounds=2)
+    """
 
     method = FBNMethod
 

@@ -61,6 +61,14 @@ class FedAvgMethod(Method):
 
 
 class FedAvg(Strategy):
-    """Federated averaging."""
+    """Federated averaging.
+
+    Example, with ``app`` and ``arrays`` as in the example of ``InProcessGrid``::
+
+        >>> from fedbn_flwr.strategies import FedAvg
+        >>> strategy = FedAvg(fraction_train=0.7, variance="pooled")
+        >>> with InProcessGrid(app, num_nodes=3) as grid:
+        ...     result = strategy.start(grid, arrays, num_rounds=2)
+    """
 
     method = FedAvgMethod

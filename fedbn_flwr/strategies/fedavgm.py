@@ -76,7 +76,15 @@ class FedAvgMMethod(ServerStep[FedAvgMParams]):
 
 
 class FedAvgM(Strategy):
-    """FedAvg with momentum on the server."""
+    """FedAvg with momentum on the server.
+
+    Example, with ``app`` and ``arrays`` as in the example of ``InProcessGrid``::
+
+        >>> from fedbn_flwr.strategies import FedAvgM
+        >>> strategy = FedAvgM(server_momentum=0.9)
+        >>> with InProcessGrid(app, num_nodes=3) as grid:
+        ...     result = strategy.start(grid, arrays, num_rounds=2)
+    """
 
     method = FedAvgMMethod
 

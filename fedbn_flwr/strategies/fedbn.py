@@ -62,6 +62,14 @@ class FedBNMethod(Method):
 
 
 class FedBN(Strategy):
-    """FedAvg in which the whole of BN stays with the client."""
+    """FedAvg in which the whole of BN stays with the client.
+
+    Example, with ``app`` and ``arrays`` as in the example of ``InProcessGrid``::
+
+        >>> from fedbn_flwr.strategies import FedBN
+        >>> strategy = FedBN(eval_on="averaged-bn")
+        >>> with InProcessGrid(app, num_nodes=3) as grid:
+        ...     result = strategy.start(grid, arrays, num_rounds=2)
+    """
 
     method = FedBNMethod

@@ -161,6 +161,13 @@ class FedBS(Strategy):
 
     ``loss_key`` is the metric of the clients' replies that is F_k; "validation-loss"
     asks a ``TorchClient`` for the loss on its test set "validation".
+
+    Example, with ``app`` and ``arrays`` as in the example of ``InProcessGrid``::
+
+        >>> from fedbn_flwr.strategies import FedBS
+        >>> strategy = FedBS(fedbs_rounds=3)
+        >>> with InProcessGrid(app, num_nodes=3) as grid:
+        ...     result = strategy.start(grid, arrays, num_rounds=2)
     """
 
     method = FedBSMethod

@@ -60,6 +60,14 @@ class FedDNAMethod(FedTANMethod):
 
 
 class FedDNA(FedTAN):
-    """FedTAN without the exchange of gradients."""
+    """FedTAN without the exchange of gradients.
+
+    Example, with ``app`` and ``arrays`` as in the example of ``InProcessGrid``::
+
+        >>> from fedbn_flwr.strategies import FedDNA
+        >>> strategy = FedDNA()
+        >>> with InProcessGrid(app, num_nodes=3) as grid:
+        ...     result = strategy.start(grid, arrays, num_rounds=2)
+    """
 
     method = FedDNAMethod

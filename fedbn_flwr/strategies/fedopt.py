@@ -233,7 +233,15 @@ class FedYogiMethod(FedAdamMethod):
 
 
 class FedAdagrad(Strategy):
-    """Adaptive server step whose second moment only grows: v += Delta^2."""
+    """Adaptive server step whose second moment only grows: v += Delta^2.
+
+    Example, with ``app`` and ``arrays`` as in the example of ``InProcessGrid``::
+
+        >>> from fedbn_flwr.strategies import FedAdagrad
+        >>> strategy = FedAdagrad(eta=0.03)
+        >>> with InProcessGrid(app, num_nodes=3) as grid:
+        ...     result = strategy.start(grid, arrays, num_rounds=2)
+    """
 
     method = FedAdagradMethod
 
@@ -274,7 +282,15 @@ class FedAdagrad(Strategy):
 
 
 class FedAdam(Strategy):
-    """Adam's server step: v = beta_2 v + (1 - beta_2) Delta^2, bias-corrected."""
+    """Adam's server step: v = beta_2 v + (1 - beta_2) Delta^2, bias-corrected.
+
+    Example, with ``app`` and ``arrays`` as in the example of ``InProcessGrid``::
+
+        >>> from fedbn_flwr.strategies import FedAdam
+        >>> strategy = FedAdam(eta=0.03)
+        >>> with InProcessGrid(app, num_nodes=3) as grid:
+        ...     result = strategy.start(grid, arrays, num_rounds=2)
+    """
 
     method = FedAdamMethod
 
@@ -319,7 +335,15 @@ class FedAdam(Strategy):
 
 
 class FedYogi(Strategy):
-    """Yogi's server step: v moves by (1 - beta_2) Delta^2 towards Delta^2."""
+    """Yogi's server step: v moves by (1 - beta_2) Delta^2 towards Delta^2.
+
+    Example, with ``app`` and ``arrays`` as in the example of ``InProcessGrid``::
+
+        >>> from fedbn_flwr.strategies import FedYogi
+        >>> strategy = FedYogi(eta=0.03)
+        >>> with InProcessGrid(app, num_nodes=3) as grid:
+        ...     result = strategy.start(grid, arrays, num_rounds=2)
+    """
 
     method = FedYogiMethod
 

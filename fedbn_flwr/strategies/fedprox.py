@@ -121,7 +121,15 @@ class FedProxMethod(Method[P, S]):
 
 
 class FedProx(Strategy):
-    """FedAvg whose clients add a proximal term to their loss."""
+    """FedAvg whose clients add a proximal term to their loss.
+
+    Example, with ``app`` and ``arrays`` as in the example of ``InProcessGrid``::
+
+        >>> from fedbn_flwr.strategies import FedProx
+        >>> strategy = FedProx(proximal_mu=0.01)
+        >>> with InProcessGrid(app, num_nodes=3) as grid:
+        ...     result = strategy.start(grid, arrays, num_rounds=2)
+    """
 
     method = FedProxMethod
 

@@ -160,7 +160,15 @@ class FedRepMethod(Method[FedRepParams]):
 
 
 class FedRep(Strategy):
-    """FedAvg of the body, after steps on each client's own head."""
+    """FedAvg of the body, after steps on each client's own head.
+
+    Example, with ``app`` and ``arrays`` as in the example of ``InProcessGrid``::
+
+        >>> from fedbn_flwr.strategies import FedRep
+        >>> strategy = FedRep(head_steps=1)
+        >>> with InProcessGrid(app, num_nodes=3) as grid:
+        ...     result = strategy.start(grid, arrays, num_rounds=2)
+    """
 
     method = FedRepMethod
 

@@ -221,7 +221,15 @@ class FedTANMethod(Method[FedTANParams]):
 
 
 class FedTAN(Strategy):
-    """FedAvg whose first local step is synchronised layer by layer."""
+    """FedAvg whose first local step is synchronised layer by layer.
+
+    Example, with ``app`` and ``arrays`` as in the example of ``InProcessGrid``::
+
+        >>> from fedbn_flwr.strategies import FedTAN
+        >>> strategy = FedTAN()
+        >>> with InProcessGrid(app, num_nodes=3) as grid:
+        ...     result = strategy.start(grid, arrays, num_rounds=2)
+    """
 
     method = FedTANMethod
 

@@ -85,7 +85,15 @@ class FedTAN2Method(FixBNMethod):
 
 
 class FedTAN2(Strategy):
-    """FedTAN for M rounds, then frozen BN statistics (``frozen_after`` = M)."""
+    """FedTAN for M rounds, then frozen BN statistics (``frozen_after`` = M).
+
+    Example, with ``app`` and ``arrays`` as in the example of ``InProcessGrid``::
+
+        >>> from fedbn_flwr.strategies import FedTAN2
+        >>> strategy = FedTAN2(fedtan_rounds=1)
+        >>> with InProcessGrid(app, num_nodes=3) as grid:
+        ...     result = strategy.start(grid, arrays, num_rounds=2)
+    """
 
     method = FedTAN2Method
 

@@ -74,7 +74,17 @@ class FedWonMethod(Method[FedWonParams]):
 
 
 class FedWon(Strategy):
-    """FedAvg with AGC, for a model without BatchNorm."""
+    """FedAvg with AGC, for a model without BatchNorm.
+
+    Example::
+
+        >>> from torch import nn
+        >>> from fedbn_flwr import replace_norm
+        >>> from fedbn_flwr.strategies import FedWon
+        >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU())
+        >>> without_norm, report = replace_norm(model, "wsconv")
+        >>> strategy = FedWon(agc=0.1)
+    """
 
     method = FedWonMethod
 

@@ -279,7 +279,15 @@ class FixBNMethod(Method[Any, Frozen]):
 
 
 class FixBN(Strategy):
-    """FedAvg that freezes the BN statistics after round T* (``freeze_at``)."""
+    """FedAvg that freezes the BN statistics after round T* (``freeze_at``).
+
+    Example, with ``app`` and ``arrays`` as in the example of ``InProcessGrid``::
+
+        >>> from fedbn_flwr.strategies import FixBN
+        >>> strategy = FixBN(freeze_at=1)
+        >>> with InProcessGrid(app, num_nodes=3) as grid:
+        ...     result = strategy.start(grid, arrays, num_rounds=2)
+    """
 
     method = FixBNMethod
 

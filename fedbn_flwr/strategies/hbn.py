@@ -325,7 +325,15 @@ class HBNMethod(PooledStatisticsMethod[HBNParams, HBNState]):
 
 
 class HBN(Strategy):
-    """FedAvg whose BN trains with a learned mixture of batch and global statistics."""
+    """FedAvg whose BN trains with a learned mixture of batch and global statistics.
+
+    Example, with ``app`` and ``arrays`` as in the example of ``InProcessGrid``::
+
+        >>> from fedbn_flwr.strategies import HBN
+        >>> strategy = HBN(share_alpha=True)
+        >>> with InProcessGrid(app, num_nodes=3) as grid:
+        ...     result = strategy.start(grid, arrays, num_rounds=2)
+    """
 
     method = HBNMethod
 

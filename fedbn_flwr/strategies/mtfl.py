@@ -59,6 +59,14 @@ class MTFLMethod(Method):
 
 
 class MTFL(Strategy):
-    """FedAvg in which gamma and beta stay with the client."""
+    """FedAvg in which gamma and beta stay with the client.
+
+    Example, with ``app`` and ``arrays`` as in the example of ``InProcessGrid``::
+
+        >>> from fedbn_flwr.strategies import MTFL
+        >>> strategy = MTFL()
+        >>> with InProcessGrid(app, num_nodes=3) as grid:
+        ...     result = strategy.start(grid, arrays, num_rounds=2)
+    """
 
     method = MTFLMethod

@@ -314,7 +314,15 @@ def _scaled(
 
 
 class Scaffold(Strategy):
-    """Stochastic controlled averaging; BN statistics are averaged as by FedAvg."""
+    """Stochastic controlled averaging; BN statistics are averaged as by FedAvg.
+
+    Example, with ``app`` and ``arrays`` as in the example of ``InProcessGrid``::
+
+        >>> from fedbn_flwr.strategies import Scaffold
+        >>> strategy = Scaffold()
+        >>> with InProcessGrid(app, num_nodes=3) as grid:
+        ...     result = strategy.start(grid, arrays, num_rounds=2)
+    """
 
     method = ScaffoldMethod
 

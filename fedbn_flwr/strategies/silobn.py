@@ -58,6 +58,14 @@ class SiloBNMethod(Method):
 
 
 class SiloBN(Strategy):
-    """FedAvg in which running statistics and counters stay with the client."""
+    """FedAvg in which running statistics and counters stay with the client.
+
+    Example, with ``app`` and ``arrays`` as in the example of ``InProcessGrid``::
+
+        >>> from fedbn_flwr.strategies import SiloBN
+        >>> strategy = SiloBN()
+        >>> with InProcessGrid(app, num_nodes=3) as grid:
+        ...     result = strategy.start(grid, arrays, num_rounds=2)
+    """
 
     method = SiloBNMethod

@@ -52,6 +52,14 @@ class StandaloneMethod(Method):
 
 
 class Standalone(Strategy):
-    """FedAvg in which the whole state stays with the client."""
+    """FedAvg in which the whole state stays with the client.
+
+    Example, with ``app`` and ``arrays`` as in the example of ``InProcessGrid``::
+
+        >>> from fedbn_flwr.strategies import Standalone
+        >>> strategy = Standalone()
+        >>> with InProcessGrid(app, num_nodes=3) as grid:
+        ...     result = strategy.start(grid, arrays, num_rounds=2)
+    """
 
     method = StandaloneMethod

@@ -107,6 +107,14 @@ class StaticBNMethod(Method):
 
 
 class StaticBN(Strategy):
-    """FedAvg without running statistics in training; tests use re-estimated ones."""
+    """FedAvg without running statistics in training; tests use re-estimated ones.
+
+    Example, with ``app`` and ``arrays`` as in the example of ``InProcessGrid``::
+
+        >>> from fedbn_flwr.strategies import StaticBN
+        >>> strategy = StaticBN()
+        >>> with InProcessGrid(app, num_nodes=3) as grid:
+        ...     result = strategy.start(grid, arrays, num_rounds=2)
+    """
 
     method = StaticBNMethod
