@@ -1,6 +1,6 @@
 """The moments of BatchNorm layers as entries of a message.
 
-Of each layer there are ``PATH.count``, ``PATH.mean`` and ``PATH.m2``.
+Each layer has the entries ``PATH.count``, ``PATH.mean`` and ``PATH.m2``.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ __all__ = ["decode_moments", "encode_moments"]
 def encode_moments(
     moments: Mapping[str, Moments], like: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """Return the entries to send: an int64 count, the others as the running mean.
+    """Return the entries to send, with an int64 count per layer.
+
+    Mean and M2 have the dtype of the running mean, but at least float32.
 
     Args:
         moments: by path of the layer.
@@ -39,7 +41,7 @@ def encode_moments(
 
 
 def decode_moments(state: State, like: State, parts: Parts) -> dict[str, Moments]:
-    """Return a client's moments by layer; layers that it did not call are left out.
+    """Return a client's moments by layer, without layers that it did not call.
 
     Args:
         state: the entries that the client sent.
@@ -54,42 +56,43 @@ def decode_moments(state: State, like: State, parts: Parts) -> dict[str, Moments
     moments: dict[str, Moments] = {}
     left = dict(state)
     for layer in parts.layers:
-        # All three entries or none: without one the others mean nothing.
+        # A layer needs all three entries; a part of them is meaningless.
         names = [entry_name(layer.path, leaf) for leaf in ("count", "mean", "m2")]
         sent = [left.pop(name) for name in names if name in left]
         if not sent:
             continue
         if len(sent) < len(names) or "running_mean" not in layer.entries:
             raise ReplyError(
-                f"the reply lacks count, mean or m2 of layer '{layer.path}', or that"
-                " layer tracks no running statistics: the client's model differs from"
-                " the server's"
+                f"the reply lacks count, mean or m2 of layer '{layer.path}', or the"
+                " layer has no running statistics at the server. The client's model"
+                " differs from the server's model."
             )
 
-        # Before the arithmetic, in which a count of 0 or a negative M2 gives NaN.
+        # Check before the arithmetic, because a count of 0 or a negative M2 gives NaN.
         count, mean, m2 = sent
         expected = like[layer.entries["running_mean"]].shape
         is_number = count.shape == () and count.dtype.kind == "i"
         if not is_number or mean.shape != expected or m2.shape != expected:
             shapes = f"{count.dtype} {count.shape}, {mean.shape}, {m2.shape}"
             raise ReplyError(
-                f"layer '{layer.path}': {shapes} sent; int64 (), {expected}, {expected}"
-                " needed"
+                f"layer '{layer.path}': the client sent {shapes}; it must send int64"
+                f" (), {expected}, {expected}"
             )
         if count < 1 or (m2 < 0).any():
             raise ReplyError(
-                f"layer '{layer.path}': count is {count}, the smallest M2 {m2.min()}"
+                f"layer '{layer.path}': the count is {count} and the smallest M2 is"
+                f" {m2.min()}. The count must be at least 1, and M2 not negative."
             )
 
-        # float64, as sums of squares over many clients cancel in float32
+        # float64, because sums of squares over many clients cancel in float32
         moments[layer.path] = Moments(
             int(count),
             torch.from_numpy(np.array(mean, dtype=np.float64)),
             torch.from_numpy(np.array(m2, dtype=np.float64)),
         )
-    # A client of another model, of which a part fits.
+    # The client has another model, and only a part of it fits.
     if left:
         raise ReplyError(
-            f"'{next(iter(left))}' ({len(left)} such) belongs to no BatchNorm layer"
+            f"'{next(iter(left))}' ({len(left)} such) is not from a BatchNorm layer"
         )
     return moments

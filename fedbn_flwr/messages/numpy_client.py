@@ -1,10 +1,10 @@
-"""A message as a NumPyClient's arguments, and what it returns as a reply.
+"""Conversion between messages and a NumPyClient's arguments and results.
 
-A NumPyClient takes a list of arrays and a config, so the arrays' names are in the
-config.
-``config["fedbn-flwr.array-names"]`` (a JSON list) holds the array names. Entries of
-further ArrayRecords follow the model's, named ``record/entry``. A client that returns
-other arrays than it received names them in its metrics in the same way.
+A NumPyClient takes a list of arrays and a config, so the config contains the names of
+the arrays: ``config["fedbn-flwr.array-names"]`` (a JSON list). Entries of additional
+ArrayRecords follow the entries of the model and are named ``record/entry``. A client
+that returns other arrays than it received returns their names in its metrics, in the
+same form.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ Config = dict[str, Any]
 
 
 def open_message(message: Message, copy: bool = True) -> tuple[list[Array], Config]:
-    """Return arrays and config of a message; the first ArrayRecord is the model's.
+    """Return the arrays and the config of a message, with the model's arrays first.
 
-    ``copy=False`` gives read-only views of the message, for a client that only reads
-    them.
+    ``copy=False`` returns read-only views of the message, for a client that does not
+    write to them.
     """
     read = decode if copy else view
     arrays = []
@@ -55,26 +55,28 @@ def open_message(message: Message, copy: bool = True) -> tuple[list[Array], Conf
 
 
 def checked(returned: Any, of: str) -> tuple[Any, float, Config]:
-    """Return what a client's method ``of`` returned, if it has the right form.
+    """Return the result of a client's method ``of``, if it has the right form.
 
     Raises:
-        TypeError: it is not arrays or a loss, the number of examples, and metrics.
+        TypeError: the result is not (arrays or a loss, number of examples, metrics).
     """
     first = "loss" if of == "evaluate" else "arrays"
     wanted = f"{of} must return ({first}, num_examples, metrics)"
     if not isinstance(returned, (tuple, list)):
-        raise TypeError(f"{wanted}; it returned {type(returned).__name__}")
+        raise TypeError(f"{wanted}; it returned a {type(returned).__name__}")
     if len(returned) != 3:
         raise TypeError(f"{wanted}; it returned {len(returned)} values")
     values, num_examples, metrics = returned
     if not isinstance(metrics, Mapping):
         raise TypeError(
-            f"{wanted}; its metrics are no dict, but {type(metrics).__name__}"
+            f"{wanted}; its metrics must be a dict, not {type(metrics).__name__}"
         )
-    # of NumPy or torch
+    # num_examples may come from NumPy or torch
     count = num_examples.tolist() if hasattr(num_examples, "tolist") else num_examples
     if not isinstance(count, (int, float)):
-        raise TypeError(f"{wanted}; its num_examples={num_examples!r:.80} is no number")
+        raise TypeError(
+            f"{wanted}; its num_examples={num_examples!r:.80} is not a number"
+        )
     return values, count, dict(metrics)
 
 
@@ -85,12 +87,12 @@ def reply_to_fit(
     metrics: Config,
     of: str = "fit",
 ) -> Message:
-    """Return the reply to a training message, given what the method ``of`` returned.
+    """Return the reply to a training message from the result of the method ``of``.
 
     Raises:
         StateError: more or fewer arrays than names, or a metric cannot be sent.
     """
-    # A client that returns other arrays than it received says their names.
+    # A client that returns other arrays than it received also returns their names.
     metrics = dict(metrics)
     if ARRAY_NAMES in metrics:
         names = json.loads(str(metrics.pop(ARRAY_NAMES)))
@@ -98,12 +100,12 @@ def reply_to_fit(
         names = _names(message)
     if len(names) != len(arrays):
         raise StateError(
-            f"{of} returned {len(arrays)} arrays for {len(names)} names; if they differ"
-            f" from those received, return their names in metrics['{ARRAY_NAMES}'] (a"
-            " JSON list)"
+            f"{of} returned {len(arrays)} arrays for {len(names)} names. To return"
+            " other arrays than the received arrays, return their names in"
+            f" metrics['{ARRAY_NAMES}'] (a JSON list)."
         )
 
-    # The records of the message, in its order, also those that the client left empty.
+    # The records of the message, in its order, including those without arrays now.
     first, *others = of_kind(message.content, ArrayRecord)
     sent = to_records(first, dict(zip(names, arrays, strict=True)), others)
     records: dict[str, Any] = {}
@@ -116,19 +118,19 @@ def reply_to_fit(
 def reply_to_evaluate(
     message: Message, loss: float, num_examples: float, metrics: Config
 ) -> Message:
-    """Return the reply to an evaluation message, given the result of ``evaluate``.
+    """Return the reply to an evaluation message from the result of ``evaluate``.
 
     Raises:
         StateError: a metric cannot be sent.
     """
-    # in front, and whatever the client's metrics call a loss
+    # put the loss first, and let it replace a metric of that name
     metrics = {LOSS: loss, **metrics} | {LOSS: loss}
     records = _metrics(num_examples, metrics, "evaluate")
     return answer(message, filled(RecordDict, records))
 
 
 def describe(message: Message, properties: Config) -> Message:
-    """Return the reply to the strategies' query: the numbers of ``get_properties``.
+    """Return the reply to the strategies' query, with numbers of ``get_properties``.
 
     Raises:
         StateError: a value cannot be sent.
@@ -140,10 +142,12 @@ def describe(message: Message, properties: Config) -> Message:
 def to_records(
     first: str, entries: Mapping[str, Array], further: Collection[str]
 ) -> dict[str, ArrayRecord]:
-    """Return the records of named arrays: ``first``, the model's, and ``further`` ones.
+    """Return the records of named arrays.
 
-    ``record/entry`` is an entry of the further record. A layer's name may have a slash,
-    too: ``fc/1.weight`` is an entry of the model, unless there is a record ``fc``.
+    ``first`` is the name of the model's record, ``further`` has the names of the
+    others. ``record/entry`` is an entry of another record. The name of a layer may have
+    a slash as well: ``fc/1.weight`` is an entry of the model, unless there is a record
+    ``fc``.
     """
     records: dict[str, dict[str, Array]] = {first: {}}
     for name, array in entries.items():
@@ -157,7 +161,7 @@ def to_records(
 
 
 def _names(message: Message) -> list[str]:
-    """Return the names of a message's arrays, as ``to_records`` reads them."""
+    """Return the names of a message's arrays, in the form of ``to_records``."""
     names = []
     records = of_kind(message.content, ArrayRecord)
     for index, (key, record) in enumerate(records.items()):
@@ -169,9 +173,9 @@ def _names(message: Message) -> list[str]:
 def _metrics(
     num_examples: float, metrics: Config, of: str
 ) -> dict[str, MetricRecord | ConfigRecord]:
-    """Return the records of the numbers and the texts that ``of`` returned."""
+    """Return the records for the numbers and texts returned by ``of``."""
     numbers, texts = _split(metrics, of)
-    # in front, and whatever the client's metrics call so
+    # put num-examples first, and let it replace a metric of that name
     numbers = {NUM_EXAMPLES: num_examples, **numbers} | {NUM_EXAMPLES: num_examples}
     records: dict[str, MetricRecord | ConfigRecord] = {}
     records[METRICS] = filled(MetricRecord, numbers)
@@ -181,20 +185,22 @@ def _metrics(
 
 
 def _split(values: Config, of: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the numbers and lists of numbers, and the text and bytes, as Python's.
+    """Return the numbers and lists of numbers, and the texts and bytes.
+
+    All values are Python objects.
 
     Raises:
-        StateError: a value is neither.
+        StateError: a value has another type.
     """
     numbers: dict[str, Any] = {}
     texts: dict[str, Any] = {}
     for key, value in values.items():
         if not isinstance(key, str):
             raise StateError(
-                f"{of} returned a value with the key {key!r}: the keys of metrics are"
-                " texts"
+                f"{of} returned a value with the key {key!r}; the keys of metrics must"
+                " be texts"
             )
-        # a scalar or an array of NumPy or torch; a bool is a number, too
+        # a scalar or an array of NumPy or torch; a bool counts as a number
         if hasattr(value, "tolist"):
             value = value.tolist()
         if isinstance(value, (str, bytes)):
@@ -204,14 +210,14 @@ def _split(values: Config, of: str) -> tuple[dict[str, Any], dict[str, Any]]:
         elif isinstance(value, (list, tuple)) and all(
             isinstance(number, (int, float)) for number in value
         ):
-            # A MetricRecord takes no list that mixes the two.
+            # a MetricRecord refuses lists that mix int and float
             if any(isinstance(number, float) for number in value):
                 numbers[key] = [float(number) for number in value]
             else:
                 numbers[key] = [int(number) for number in value]
         elif value is not None:
             raise StateError(
-                f"{of} returned {key}={value!r:.80}, a {type(value).__name__}: only"
-                " numbers, lists of numbers, text and bytes can be sent"
+                f"{of} returned {key}={value!r:.80}, a {type(value).__name__}. Only"
+                " numbers, lists of numbers, text and bytes can be sent."
             )
     return numbers, texts

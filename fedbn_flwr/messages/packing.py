@@ -1,15 +1,16 @@
-"""All arrays of a message in one piece: one array of bytes, with a manifest in front.
+"""All arrays of a message packed into one array of bytes, after a manifest.
 
-Over a network each array of a message is two objects for Flower, with requests and
-database writes of their own, whatever its size. ``in_one_piece`` puts all array records
-of a message into one array; ``unpacked`` gives them back, byte for byte and in the same
-order. Each copies the bytes once. Records of other kinds stay as they are.
+Over a network, Flower handles each array of a message as two objects, with their own
+requests and database writes, even if the array is small. ``in_one_piece`` puts all
+array records of a message into one array. ``unpacked`` restores them, byte for byte and
+in the same order. Each function copies the bytes once. Records of other kinds do not
+change.
 
-The array is one of uint8: the length of the manifest (8 bytes, little-endian), the
-manifest (JSON), then the data of the arrays, one after another without gaps. The
-manifest lists the records, each as ``[record, arrays]``; ``arrays`` lists the fields of
-Flower's ``Array``, as ``[name, dtype, shape, stype, number of bytes]``. An array begins
-where the one before it ends, so no two overlap.
+The array has dtype uint8. It contains the length of the manifest (8 bytes,
+little-endian), the manifest (JSON), and the data of the arrays, one after another
+without gaps. The manifest lists the records as ``[record, arrays]``; ``arrays`` lists
+the fields of Flower's ``Array`` as ``[name, dtype, shape, stype, number of bytes]``.
+Each array begins at the end of the array before it, so arrays cannot overlap.
 """
 
 from __future__ import annotations
@@ -49,17 +50,17 @@ __all__ = [
 ]
 
 FORMAT = 1
-"""The version of this form, which a node names in its answer to the query."""
+"""The version of this format; a node reports it in its answer to the query."""
 _LENGTH = 8  # bytes
 
 
 def is_packed(content: RecordDict) -> bool:
-    """Return whether the arrays of a message are in one piece."""
+    """Return whether the arrays of a message are packed."""
     return PACKED in content
 
 
 def in_one_piece(content: RecordDict) -> RecordDict:
-    """Return the content of a message with its arrays, if any, in one piece."""
+    """Return the content of a message with its arrays, if any, packed."""
     records = of_kind(content, ArrayRecord)
     if not records:
         return content
@@ -69,13 +70,13 @@ def in_one_piece(content: RecordDict) -> RecordDict:
 def packed_for(
     messages: Iterable[Message], node_ids: Collection[int]
 ) -> Iterator[Message]:
-    """Yield the messages; those to ``node_ids`` with their arrays in one piece.
+    """Yield the messages, with packed arrays for the nodes in ``node_ids``.
 
-    Messages with the same arrays share the piece: it is made once, and Flower computes
-    its hash once.
+    Messages with the same arrays share the packed array: it is created once, and Flower
+    computes its hash once.
     """
     pieces = {}
-    # or another record could get the id of one that has gone
+    # keep the records: otherwise another record could get the id of a deleted record
     alive = []
     for message in messages:
         node_id = message.metadata.dst_node_id
@@ -87,13 +88,13 @@ def packed_for(
         if same not in pieces:
             pieces[same] = _piece_of(records)
             alive.append(records)
-        # A message of its own: the same one may go to another node, or again.
+        # A new message, because the original may go to another node or be sent again.
         content = _with_piece(message.content, pieces[same])
         yield readdressed(message, content, node_id)
 
 
 def unpacked_reply(reply: Message) -> Message:
-    """Return the reply with its array records; an error reply if they are not whole."""
+    """Return the reply with its array records, or an error reply if that fails."""
     if not reply.has_content() or not is_packed(reply.content):
         return reply
     try:
@@ -104,14 +105,14 @@ def unpacked_reply(reply: Message) -> Message:
 
 
 def unpacked(content: RecordDict) -> RecordDict:
-    """Return the content of a message as it was before ``in_one_piece``.
+    """Return the content of a message before ``in_one_piece``.
 
     Its array records come first.
 
     Raises:
-        PackingError: there is no manifest, or it does not fit the bytes: a name is
-            missing or there twice, a size or a shape is no whole number from 0, there
-            are more or fewer bytes, or data of another dtype or shape.
+        PackingError: the manifest is missing or does not fit the bytes. For example, a
+            name is missing or repeated, a size or a shape is negative or not a whole
+            number, the number of bytes is wrong, or data have another dtype or shape.
     """
     others = {key: record for key, record in content.items() if key != PACKED}
     try:
@@ -119,23 +120,21 @@ def unpacked(content: RecordDict) -> RecordDict:
         records = _records(view(array))
     except PackingError:
         raise
-    # bytes from outside: NumPy's and JSON's parsers may raise anything
+    # the bytes come from outside: NumPy's and JSON's parsers may raise any exception
     except Exception as error:
         raise PackingError(
-            f"arrays in one piece that cannot be read: {type(error).__name__}: {error}"
+            f"packed arrays cannot be read: {type(error).__name__}: {error}"
         ) from error
-    # A manifest could put an array record in the place of another record.
+    # A manifest could otherwise replace another record by an array record.
     twice = records.keys() & others.keys()
     if twice:
-        raise PackingError(
-            f"arrays in one piece: record '{min(twice):.80}' is there twice"
-        )
+        raise PackingError(f"packed arrays: record '{min(twice):.80}' exists twice")
     return filled(RecordDict, {**records, **others})
 
 
 def _piece_of(records: Mapping[str, ArrayRecord]) -> ArrayRecord:
     """Return a record with all arrays of ``records`` in one array."""
-    # What is in the piece, and the bytes of each array, which ``join`` copies once.
+    # Collect the manifest and the bytes of each array; ``join`` copies them once.
     manifest = []
     parts = []
     for key, record in records.items():
@@ -146,7 +145,7 @@ def _piece_of(records: Mapping[str, ArrayRecord]) -> ArrayRecord:
             parts.append(data)
         manifest.append((key, arrays))
 
-    # One array for Flower, with the header of NumPy's format as all arrays have it.
+    # A single array for Flower, with the usual header of NumPy's format.
     text = json.dumps(manifest, separators=(",", ":")).encode()
     shape = (_LENGTH + len(text) + sum(map(len, parts)),)
     dtype, header = npy_header(np.dtype(np.uint8), shape, False)
@@ -163,14 +162,14 @@ def _with_piece(content: RecordDict, piece: ArrayRecord) -> RecordDict:
 
 
 def _records(piece: np.ndarray[Any, Any]) -> dict[str, ArrayRecord]:
-    """Return the array records in a piece."""
+    """Return the array records in a packed array."""
     if piece.dtype != np.uint8 or piece.ndim != 1:
         raise PackingError(
-            f"arrays in one piece are {piece.dtype} of shape {piece.shape}: one row of"
-            " uint8 needed"
+            f"packed arrays are {piece.dtype} of shape {piece.shape}; they must be one"
+            " row of uint8"
         )
     data = piece.data
-    # Behind the manifest the data begin; each array begins where the last one ends.
+    # The data begin after the manifest; each array begins at the end of the last array.
     start = _LENGTH + int.from_bytes(data[:_LENGTH], "little")
     records: dict[str, ArrayRecord] = {}
     for key, entries in json.loads(bytes(data[_LENGTH:start])):
@@ -178,12 +177,12 @@ def _records(piece: np.ndarray[Any, Any]) -> dict[str, ArrayRecord]:
         arrays: dict[str, FlowerArray] = {}
         for name, dtype, shape, stype, size in entries:
             _refuse_name(f"record '{key}': entry", name, arrays)
-            subject = f"arrays in one piece: record '{key}': entry '{name}'"
-            # Before the arithmetic: a negative size would read other arrays' bytes.
+            subject = f"packed arrays: record '{key}': entry '{name}'"
+            # Check before the arithmetic: a negative size would read other bytes.
             if not _counts([size]) or not isinstance(shape, list) or not _counts(shape):
                 raise PackingError(
-                    f"{subject}: shape {shape!r:.80}, {size!r:.80} bytes: whole numbers"
-                    " from 0 needed"
+                    f"{subject} has shape {shape!r:.80} and {size!r:.80} bytes; these"
+                    " must be whole numbers, not negative"
                 )
             own = bytes(data[start : start + size])
             array = array_of_bytes(str(dtype), tuple(shape), own, str(stype))
@@ -191,38 +190,37 @@ def _records(piece: np.ndarray[Any, Any]) -> dict[str, ArrayRecord]:
             arrays[name] = array
             start += size
         records[key] = filled(ArrayRecord, arrays)
-    # A slice behind the end is shorter, without an error.
+    # A slice beyond the end is shorter, without an error.
     if start != len(data):
         raise PackingError(
-            f"arrays in one piece have {len(data)} bytes, and the manifest names"
-            f" {start}"
+            f"packed arrays have {len(data)} bytes, but the manifest describes {start}"
         )
     return records
 
 
 def _refuse_name(what: str, name: object, taken: Collection[str]) -> None:
-    """Refuse a name that is none, or that is there twice."""
+    """Refuse a name that is not a text or is repeated."""
     if not isinstance(name, str):
-        raise PackingError(f"arrays in one piece: {what} {name!r:.80}: a name needed")
+        raise PackingError(f"packed arrays: {what} {name!r:.80} must have a name")
     if name in taken:
-        raise PackingError(f"arrays in one piece: {what} '{name:.80}' is there twice")
+        raise PackingError(f"packed arrays: {what} '{name:.80}' exists twice")
 
 
 def _counts(numbers: Sequence[object]) -> bool:
-    """Return whether all are whole numbers from 0; a bool of JSON is none."""
+    """Return whether all are whole numbers >= 0, and none is a JSON bool."""
     return all(type(number) is int and number >= 0 for number in numbers)
 
 
 def _refuse_other_data(subject: str, array: FlowerArray) -> None:
-    """Refuse data whose own header names another dtype or shape."""
+    """Refuse data with a header that contradicts the manifest."""
     end = 10 + int.from_bytes(array.data[8:10], "little")
     layout = npy_layout(array.data[: min(end, LONGEST_HEADER)])
-    # Data that are not in NumPy's plain format say neither.
+    # Data that are not in NumPy's plain format have no such header.
     if layout is None:
         return
     dtype, shape, _ = layout
     if (str(dtype), shape) != (array.dtype, array.shape):
         raise PackingError(
-            f"{subject} is {array.dtype} of shape {array.shape}, and its data are"
+            f"{subject} is {array.dtype} of shape {array.shape}, but its data are"
             f" {dtype} of shape {shape}"
         )

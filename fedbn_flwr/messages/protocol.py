@@ -1,18 +1,18 @@
 """All names in the messages, and in a client's ``Context.state``.
 
-First the keys, one by one; then the configs and answers that several of them make up,
-as values with ``read`` and ``write``.
+The file first declares the keys. Configs and answers with several keys follow, as
+values with ``read`` and ``write``.
 
-This file declares each record name and key that more than one module uses. The keys of
-a single method are declared in the method's file. No other file may write such a name
+Each record name and key that more than one module uses is declared here. The keys of a
+single method are declared in the method's file. No other file may contain such a name
 (``tests/messages/test_protocol.py``). ``make generate`` writes the table of all keys,
 ``docs/reference/python.md``, from the declarations.
 
-Keys that the server or the codec adds to a config in which users have keys of their own
-begin with ``PREFIX``. The exceptions are Flower's own ``server-round``, and
-``test-sets``, which the caller puts there. Some names are older than the words of the
-code: ``fedbn-flwr.rules`` belongs to client hooks, ``frame`` and ``whole`` are the
-model's spec.
+Keys begin with ``PREFIX`` if the server or the codec adds them to a config that also
+has keys of users. The exceptions are Flower's own ``server-round``, and ``test-sets``,
+which the caller adds. Some names are older than the terms of the code:
+``fedbn-flwr.rules`` belongs to client hooks; ``frame`` and ``whole`` are the model's
+spec.
 """
 
 from __future__ import annotations
@@ -62,9 +62,9 @@ class Key(str):
     """The name of a record or of an entry.
 
     Attributes:
-        kind: what it holds; like the others a column of the table of all keys.
-        writer: who writes it.
-        reader: who reads it.
+        kind: type and content. All attributes are columns in the table of all keys.
+        writer: the part of the system that writes it.
+        reader: the part of the system that reads it.
     """
 
     kind: str
@@ -72,7 +72,7 @@ class Key(str):
     reader: str
 
     def __new__(cls, name: str, kind: str, writer: str, reader: str) -> Self:
-        """Make the key ``name``; the other arguments are its row in the table."""
+        """Make the key ``name``, with its row in the table."""
         key = super().__new__(cls, name)
         key.kind, key.writer, key.reader = kind, writer, reader
         return key
@@ -93,7 +93,7 @@ class Key(str):
         return cls(name, kind, "client", "client")
 
     def __reduce__(self) -> tuple[type[str], tuple[str]]:
-        """Copy and pickle a key as a plain ``str``, which is what messages carry."""
+        """Copy and pickle a key as a plain ``str``, the type used in messages."""
         return str, (str(self),)
 
 
@@ -129,33 +129,33 @@ LOCAL_ENTRIES = Key.down(
 )
 LAYERS = Key.down(
     "fedbn-flwr.layers",
-    "str, JSON list: paths of the BatchNorm layers on which the method acts, where it"
-    " does not act on all",
+    "str, JSON list: paths of the BatchNorm layers that the method treats, if it does"
+    " not treat all",
 )
 PERSONAL = Key.down(
     "fedbn-flwr.personal",
-    "str, JSON list: those of the entries that stay that the user has named; a client"
-    " may have them in another shape",
+    "str, JSON list: the entries among them that the user has named; a client may have"
+    " them in another shape",
 )
 HEAD = Key.down(
     "fedbn-flwr.head",
-    "str, JSON list: those of the personal entries that a server without the model takes"
-    " for the head; a client that has the model compares",
+    "str, JSON list: the personal entries that a server without the model takes for the"
+    " head; a client with the model compares",
 )
 FINE_TUNE = Key.down(
     "fedbn-flwr.fine-tune", "int: steps by which a client trains before its test"
 )
-NO_STATE = "none"  # in the place of a hash
+NO_STATE = "none"  # used instead of a hash
 LOCAL_SHA256 = Key(
     "fedbn-flwr.local-sha256",
-    "str: SHA-256 of the kept state; from the server `none` = no state",
+    "str: SHA-256 of the kept state; from the server `none` means no state",
     "server, client",
     "client, server",
 )
 USED_SHA256 = Key.down(
     "fedbn-flwr.used-sha256",
-    "str: SHA-256 of the kept state after the last round whose reply was used; `none` ="
-    " there was none",
+    "str: SHA-256 of the kept state after the last round whose reply was used; `none`"
+    " if it does not exist",
 )
 START_ID = Key.down(
     "fedbn-flwr.start", "str: id of a second or further start in one run"
@@ -246,7 +246,7 @@ ARRAY_NAMES = Key(
 )
 MOD = Key(
     "fedbn-flwr.client-mod",
-    "str: name of the mod with the client part",
+    "str: name of the mod with the client code",
     "mod",
     "TorchClient",
 )
@@ -295,7 +295,7 @@ STATE_DIR = Key(
 DATA_PATH = Key("data-path", "str: the node's own data", "node config", "client")
 REPORT_DATA = Key(
     "report-data",
-    "bool: the server may have texts of errors about data",
+    "bool: whether the server may receive the texts of errors about data",
     "node config",
     "client",
 )
@@ -328,7 +328,7 @@ NODE_KEYS = (
     ALLOW_PATHS,
     ALLOW_MODULES,
 )
-"""Keys of a node's config that the default app knows."""
+"""Keys of a node's config that the default app uses."""
 
 # --- Context.state --------------------------------------------------------------------
 KEPT = Key.inside("fedbn-flwr.local", "ArrayRecord: entries that stay with the client")
@@ -384,36 +384,36 @@ MASK_SECRETS = Key.inside("secrets", "bytes, in fedbn-flwr.masks")
 SPEC_SHAPES = Key("frame", "str, JSON, in fedbn-flwr.whole", "mod", "mod")
 
 CLIENT_KEYS = (ARRAY_NAMES, APPLIED, LOCAL_SHA256, LOCAL_HOME, LOCAL_BEGAN)
-"""Keys of the client part among a ``NumPyClient``'s metrics, left out of averages."""
+"""Keys of the client code among a ``NumPyClient``'s metrics, left out of averages."""
 
-# as projects on Flower's legacy strategies write it
+# the name of the round in projects on Flower's legacy strategies
 _USERS_ROUND = SERVER_ROUND.replace("-", "_")
 
-# A client makes a folder name of it: no separator, no "..".
+# A client uses it as a folder name, so separators and ".." are not allowed.
 SERIES_PATTERN = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,63}")
 _RUN = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
 def partition_of(context: Context) -> int | None:
-    """Return the partition id in a node's config; None if it has none.
+    """Return the partition id in a node's config, or None without one.
 
     Raises:
-        ConfigError: it is no number.
+        ConfigError: it is not a number.
     """
     number = context.node_config.get(PARTITION_ID)
     if number is None:
         return None
     if not str(number).isdecimal():
         raise ConfigError(
-            f"partition-id={number!r} of the node's config must be a whole number"
-            " from 0"
+            f"partition-id={number!r} in the node's config must be a whole number, not"
+            " negative"
         )
     return int(number)
 
 
 def num_partitions_of(context: Context) -> int | None:
-    """Return the number of parts of which the node has one; None: it is not known."""
-    # Data of the node's own are not a part of anything.
+    """Return the number of partitions of the data, or None if it is unknown."""
+    # The node's own data are not a partition of other data.
     if DATA_PATH in context.node_config:
         return None
     number = str(context.node_config.get(NUM_PARTITIONS, ""))
@@ -421,7 +421,7 @@ def num_partitions_of(context: Context) -> int | None:
 
 
 def comma_list(config: Mapping[str, Any], key: str) -> tuple[str, ...]:
-    """Return the words of the comma list ``key``; none if the key is missing."""
+    """Return the words of the comma list ``key``, or () if the key is missing."""
     return _words(config.get(key, ""))
 
 
@@ -434,22 +434,22 @@ def merged_config(message: Message) -> dict[str, Any]:
 
 
 def round_in(config: Mapping[str, Any]) -> int | None:
-    """Return the round in a message's config; None if it has none."""
+    """Return the round in a message's config, or None without one."""
     number = config.get(SERVER_ROUND, config.get(_USERS_ROUND))
     return None if number is None else int(number)
 
 
 def own_node_id(context: Context) -> int:
-    """Return the id by which a node without a partition id draws.
+    """Return the node id, used for the draws of a node without a partition id.
 
     Raises:
-        ConfigError: the node has none, as under ``start_client``: all clients would
-            draw the same.
+        ConfigError: the node has no id, for example under ``start_client``. All clients
+            would then draw the same numbers.
     """
     if context.node_id == NO_NODE_ID:
         raise ConfigError(
-            "start_client gives its clients no id, and all would draw the same batches:"
-            " give each one its partition id,"
+            "start_client gives its clients no id, so all of them would draw the same"
+            " batches. Give each client its partition id:"
             " to_client_fn(app, {'partition-id': 0}) or TorchClient(...,"
             " partition_id=0)."
         )
@@ -460,7 +460,7 @@ def message_seed(message: Message, context: Context) -> int:
     """Return the seed of the default generators in a client's work on a message.
 
     It depends on the strategy's seed, the round, the partition id and the kind of work,
-    and not on the engine. The exchanges of a synchronised step have the seed of the
+    but not on the engine. The exchanges of a synchronised step have the seed of the
     training that repeats the step.
     """
     config = merged_config(message)
@@ -470,7 +470,7 @@ def message_seed(message: Message, context: Context) -> int:
     purpose, server_round = message.metadata.message_type, config.get(SERVER_ROUND, 0)
     if purpose == EXCHANGE_QUERY:
         purpose = MessageType.TRAIN
-    # A node is asked who it is when it joins, in any round.
+    # A node answers this query when it joins, in any round.
     if purpose == MessageType.QUERY:
         server_round = 0
     return derive_seed(
@@ -479,24 +479,27 @@ def message_seed(message: Message, context: Context) -> int:
 
 
 def refuse_own_keys(**configs: Mapping[str, Any] | None) -> None:
-    """Refuse keys of users' configs, by the argument's name, that are like ours.
+    """Refuse keys of users' configs that begin like the keys of this package.
+
+    Args:
+        configs: the configs, by the name for the message.
 
     Raises:
-        ConfigError: there are such keys; all are named.
+        ConfigError: there are such keys; the message names all of them.
     """
     taken = []
     for name, config in configs.items():
         taken += [f"{name}[{key!r}]" for key in config or () if key.startswith(PREFIX)]
     if taken:
         raise ConfigError(
-            f"{', '.join(taken)}: keys that begin with {PREFIX!r} are those that this"
-            " package adds. Rename yours."
+            f"{', '.join(taken)}: keys that begin with {PREFIX!r} are reserved for this"
+            " package. Rename yours."
         )
 
 
 @dataclass(frozen=True)
 class Continuity:
-    """Which run this is, for clients with a state folder.
+    """The identity of a run, for clients with a state folder.
 
     Attributes:
         series: experiment id; runs of one experiment continue with the same client
@@ -510,11 +513,11 @@ class Continuity:
     committed: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        """Check the ids: a client makes paths of them."""
+        """Check the ids, because a client uses them in paths."""
         if not SERIES_PATTERN.fullmatch(self.series) or not _RUN.fullmatch(self.run):
             raise StateError(
                 f"series {self.series!r} and run {self.run!r} must be 1 to 64 letters,"
-                " digits, '-' or '_' (a series: '.' inside, too)"
+                " digits, '-' or '_'. A series may contain '.', but not at the start."
             )
 
     def write(self) -> dict[str, str]:
@@ -524,7 +527,7 @@ class Continuity:
 
     @classmethod
     def read(cls, config: Mapping[str, Any]) -> Continuity | None:
-        """Return the run in a message's config; None if the server does not send it."""
+        """Return the run in a message's config, or None if it is missing."""
         if SERIES not in config:
             return None
         committed = tuple(map(int, comma_list(config, COMMITTED)))
@@ -534,9 +537,9 @@ class Continuity:
 def without_empty(entries: Mapping[str, Any]) -> dict[str, Any]:
     """Return the entries of a config without empty text, bytes and lists.
 
-    An entry that is not there reads as an empty one.
+    Readers treat a missing entry like an empty entry.
     """
-    # Flower's message_size_mod fails for an empty one.
+    # Flower's message_size_mod fails for empty values.
     return {
         key: value
         for key, value in entries.items()
@@ -545,8 +548,8 @@ def without_empty(entries: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def named_state(sha256: str) -> str:
-    """Return how the hash of a kept state travels; "" is no state."""
-    # by a word, as an empty text is not sent (``without_empty``)
+    """Return the hash of a kept state in the form for messages."""
+    # a word for no state, because an empty text is not sent (``without_empty``)
     return sha256 or NO_STATE
 
 
@@ -580,10 +583,10 @@ def _entry(
     """Declare a field of a ``MessageConfig``.
 
     Args:
-        key: its entry.
-        default: its value where the entry is missing; it is not sent.
-        read: makes the field's value of the entry's.
-        write: makes the entry's value of the field's.
+        key: its entry in the message.
+        default: its value if the entry is missing. The default is not sent.
+        read: converts the entry's value to the field's value.
+        write: converts the field's value to the entry's value.
     """
     return field(default=default, metadata={"key": key, "read": read, "write": write})
 
@@ -591,7 +594,7 @@ def _entry(
 @functools.cache
 def _readers(kind: type[MessageConfig]) -> list[tuple[str, Key, Callable[[Any], Any]]]:
     """Return name, key and reading function of each field declared by ``_entry``."""
-    # remembered: ``fields`` takes longer than to read a config
+    # cached, because ``fields`` takes longer than reading a config
     found = []
     for entry in fields(kind):
         if entry.metadata:
@@ -601,25 +604,27 @@ def _readers(kind: type[MessageConfig]) -> list[tuple[str, Key, Callable[[Any], 
 
 @dataclass(frozen=True, kw_only=True)
 class MessageConfig:
-    """The config of every message with the model. ``read`` returns what ``write`` has
-    written.
+    """The config of every message with the model.
+
+    ``read`` restores the values from the entries of ``write``.
 
     Attributes:
         server_round: counted from 1.
         seed: the seed of the run, see ``message_seed``.
         continuity: the run, for the client's state folder.
-        start_id: id of a second start in one run of a ServerApp, or of a further one; a
-            client forgets what it kept in another. None = it does not.
+        start_id: id of a second or later start in one run of a ServerApp. A client
+            forgets its state from another start. With None it keeps its state.
         local_entries: names of the entries that stay with the client.
-        layers: paths of the BatchNorm layers on which the method acts; () = all.
-        personal: names of those local entries that the user has named.
-        head: names of those personal entries that the server, without the model, has
-            found to be the head, without a wrapper's prefix.
-        fine_tune: steps by which the client trains before a test.
-        local_sha256: hash of the state that the client must restore, "" for no state;
-            None = the client decides.
+        layers: paths of the BatchNorm layers that the method treats; () means all.
+        personal: names of the local entries that the user has named.
+        head: names of the personal entries that the server, without the model, has
+            identified as the head, without a wrapper's prefix.
+        fine_tune: number of training steps of the client before a test.
+        local_sha256: hash of the state that the client must restore, "" for no state.
+            With None the client decides.
         used_sha256: hash of the state that the client kept in the last round whose
-            reply was used, "" if there was none; None = rounds are not undone.
+            reply was used, "" if that state does not exist. With None, rounds are not
+            undone.
     """
 
     server_round: int = 1
@@ -636,7 +641,7 @@ class MessageConfig:
 
     @classmethod
     def read(cls, config: Mapping[str, Any]) -> Self:
-        """Return the values of a message's config; other keys are ignored."""
+        """Return the values of a message's config, ignoring other keys."""
         values: dict[str, Any] = {"continuity": Continuity.read(config)}
         server_round = round_in(config)
         if server_round is not None:
@@ -647,14 +652,14 @@ class MessageConfig:
         return cls(**values)
 
     def write(self) -> dict[str, Any]:
-        """Return the entries of a message's config, without values that are not set."""
+        """Return the entries of a message's config, without unset values."""
         entries: dict[str, Any] = {SERVER_ROUND: self.server_round}
         for entry in fields(self):
             value = getattr(self, entry.name)
             if isinstance(value, Continuity):
                 entries |= value.write()
                 continue
-            # Where None is the default, 0 and "" are values of their own.
+            # If the default is None, 0 and "" are meaningful values.
             is_set = value is not None if entry.default is None else bool(value)
             if entry.metadata and is_set:
                 entries[entry.metadata["key"]] = entry.metadata["write"](value)
@@ -663,18 +668,21 @@ class MessageConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig(MessageConfig):
-    """The config of a training message; hooks' entries are in the method's file.
+    """The config of a training message, without the entries of hooks.
+
+    The entries of a hook are declared in the method's file.
 
     Attributes:
         hooks: names of the client hooks to apply, in order.
-        extras: names of the method's records besides the model; others are the user's.
-        frozen: whether BN is frozen in this round, and was not in others; for the
-            learning rate.
-        attempt: attempt of a synchronised step by messages, of which this message is
-            part; None = it is part of none. ``transport.step_by_messages`` writes
+        extras: names of the method's records in addition to the model; other records
+            belong to the user.
+        frozen: whether BN is frozen in this round but not in all rounds; the learning
+            rate depends on it.
+        attempt: if the message is a part of a synchronised step by messages, the
+            attempt of the step, otherwise None. ``transport.step_by_messages`` writes
             it.
-        fresh_batches: attempt of a round of masked sums, which draws batches of its
-            own; 0 = the first. ``privacy.masked_sums`` writes it.
+        fresh_batches: attempt of a round of masked sums. Each attempt draws new
+            batches; 0 is the first. ``privacy.masked_sums`` writes it.
     """
 
     hooks: tuple[str, ...] = _entry(HOOKS, (), _words, ",".join)
@@ -697,14 +705,14 @@ class EvaluateConfig(MessageConfig):
 
 @dataclass(frozen=True)
 class ReplyInfo:
-    """What the client part reports in a reply.
+    """The report of the client code in a reply.
 
     Attributes:
         applied: names of the client hooks that the training applied.
         local_sha256: hash of the kept state, "" if nothing is kept.
         durable: whether the kept state is also in a state folder.
         began: whether the kept state began in this round.
-        partition_id: the client's partition; None if the reply does not name it.
+        partition_id: the client's partition; None if the reply does not contain it.
     """
 
     applied: frozenset[str] = frozenset()
@@ -715,11 +723,11 @@ class ReplyInfo:
 
     @classmethod
     def read(cls, reply: Message) -> ReplyInfo:
-        """Return the report of a reply; an empty one for an error or another client."""
+        """Return the report of a reply, or an empty report for an error."""
         info: Mapping[str, Any] = {}
         if reply.has_content():
             info = of_kind(reply.content, ConfigRecord).get(INFO, {})
-        # Whatever a stranger's app has put there.
+        # A foreign app may use the same name for any value.
         partition_id = info.get(PARTITION_ID)
         if not isinstance(partition_id, int) or partition_id < 0:
             partition_id = None
@@ -732,10 +740,10 @@ class ReplyInfo:
         )
 
     def write(self) -> dict[str, str]:
-        """Return the entries about the kept state; empty if nothing is kept.
+        """Return the entries about the kept state, none if nothing is kept.
 
-        The others are written where they are known: the hooks by the training, the
-        partition by the client app.
+        Other functions write the other entries: the training writes the hooks, and the
+        client app writes the partition.
         """
         if not self.local_sha256:
             return {}
@@ -757,17 +765,17 @@ def add_info(reply: Message, entries: Mapping[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class NodeProperties:
-    """A node's answer to the query; None for what it does not say.
+    """A node's answer to the query, with None for missing values.
 
     Attributes:
-        partition_id: the part of the data that it holds.
-        num_examples: number of its training examples.
-        batch_size: examples of its first batch.
-        unusable: why it cannot take part; "" if it can.
-        refusal: why a mod of its app has refused the query; "" if none has.
-        num_partitions: number of the parts of the data, of which it holds one.
-        versions: those of its packages, see ``messages.versions``.
-        packs: the form of arrays in one piece that its app reads; the mod ``packed``
+        partition_id: the node's partition of the data.
+        num_examples: the number of its training examples.
+        batch_size: the number of examples in its first batch.
+        unusable: the reason if the node cannot take part, otherwise "".
+        refusal: the reason if a mod of its app has refused the query, otherwise "".
+        num_partitions: the number of partitions of the data.
+        versions: the versions of its packages, see ``messages.versions``.
+        packs: the version of packed arrays that its app reads; the mod ``packed``
             writes it.
     """
 
@@ -783,7 +791,7 @@ class NodeProperties:
     @classmethod
     def read(cls, reply: Message) -> NodeProperties:
         """Return the properties in a reply to the query, without negative numbers."""
-        # The record has a name that the app has chosen.
+        # The app has chosen the name of the record.
         numbers: dict[str, int] = {}
         for metrics in of_kind(reply.content, MetricRecord).values():
             for key, value in metrics.items():

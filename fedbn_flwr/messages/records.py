@@ -1,7 +1,8 @@
-"""State dicts to Flower's ArrayRecords and back, exact in dtype, shape and order.
+"""Conversion between state dicts and Flower's ArrayRecords.
 
-The bytes are those of Flower's own ``Array``: an array in NumPy's file format. Header
-and data are written and read here, as Flower's way through NumPy copies more often.
+It is exact in dtype, shape and order. The bytes are equal to the bytes of Flower's own
+``Array``: an array in NumPy's file format. Header and data are written and read here,
+because Flower's use of NumPy makes more copies.
 """
 
 from __future__ import annotations
@@ -51,16 +52,18 @@ _NPY = re.compile(
     rb"'shape': \((?P<shape>[\d, ]*)\), \} *\n",
     re.DOTALL,
 )
-# of those that are read here and remembered; NumPy reads longer ones
+# only headers up to this length are read here and cached; NumPy reads longer headers
 LONGEST_HEADER = 1024
 
 
 def to_state(state_dict: Mapping[str, torch.Tensor]) -> dict[str, Array]:
-    """Return the tensors as NumPy arrays on the CPU, which share memory if possible.
+    """Return the tensors as NumPy arrays on the CPU.
+
+    The arrays share memory with the tensors if possible.
 
     Raises:
-        StateError: an entry's dtype has no NumPy counterpart (bfloat16, float8), by
-            name.
+        StateError: the dtype of an entry does not exist in NumPy (bfloat16, float8);
+            the message names the entry.
     """
     arrays = {}
     for name, tensor in state_dict.items():
@@ -73,9 +76,9 @@ def _to_numpy(name: str, tensor: torch.Tensor) -> Array:
         return tensor.detach().cpu().numpy()
     except TypeError as error:
         raise StateError(
-            f"entry '{name}' is {tensor.dtype}, which Flower's records cannot carry."
-            " Keep the model's state in float32 (mixed precision goes through"
-            " autocast, amp=true)."
+            f"entry '{name}' is {tensor.dtype}, but Flower's records cannot contain"
+            " this dtype. Keep the model's state in float32; for mixed precision use"
+            " autocast (amp=true)."
         ) from error
 
 
@@ -83,21 +86,21 @@ def to_record(state: Mapping[str, torch.Tensor] | State) -> ArrayRecord:
     """Return an ArrayRecord of a state dict (tensors) or a state (arrays), in order.
 
     Raises:
-        StateError: a tensor's dtype has no NumPy counterpart (bfloat16, float8), or an
-            entry is no array, by name.
+        StateError: a tensor's dtype does not exist in NumPy (bfloat16, float8), or an
+            entry is not an array; the message names the entry.
     """
     arrays: dict[str, FlowerArray] = {}
     for name, value in state.items():
         if isinstance(value, np.ndarray):
             arrays[name] = encode(value)
         elif isinstance(value, torch.Tensor):
-            # A channels-last tensor would be sent in another order on each machine.
+            # The order of a channels-last tensor would differ between machines.
             arrays[name] = encode(_to_numpy(name, value), order="C")
         elif value is None or isinstance(value, (bytes, Mapping)):
             raise StateError(
-                f"entry '{name}' is a {type(value).__name__}, as get_extra_state of a"
-                " layer may return it, and cannot be sent: let it return a tensor, or"
-                " keep the value in an attribute"
+                f"entry '{name}' is a {type(value).__name__}, probably from"
+                " get_extra_state of a layer, and cannot be sent. Return a tensor, or"
+                " keep the value in an attribute."
             )
         else:
             arrays[name] = encode(np.asarray(value))
@@ -107,25 +110,25 @@ def to_record(state: Mapping[str, torch.Tensor] | State) -> ArrayRecord:
 def encode(array: Array, order: Literal["C", "K"] = "K") -> FlowerArray:
     """Return ``flwr.app.Array(array)``, with one copy of the array's bytes.
 
-    ``order="C"`` writes C order also for an array in Fortran order, which is written as
-    it is otherwise.
+    ``order="C"`` always writes C order. Otherwise an array in Fortran order is written
+    in Fortran order.
     """
-    # Of objects and texts the bytes are not the values.
+    # The bytes of objects and texts are not their values.
     if array.dtype.kind not in "biufc":
         return FlowerArray(array)
     fortran = order == "K" and array.flags.fnc
     dtype, header = npy_header(array.dtype, array.shape, fortran)
-    # The bytes of an array in Fortran order are those of its transpose in C order.
+    # The bytes of an array in Fortran order are the bytes of its transpose in C order.
     source = array.T if fortran else array
     if source.flags.c_contiguous:
         data = b"".join((header, source.data))
     else:
-        # With gaps, as a slice: NumPy copies it into its place behind the header.
+        # The array has gaps, such as a slice: NumPy copies it behind the header.
         buffer = BytesIO(bytes(len(header) + array.nbytes))
         buffer.write(header)
         place = np.ndarray(array.shape, array.dtype, buffer.getbuffer(), len(header))
         place[...] = array
-        # ``getvalue`` fails while somebody may write to the buffer
+        # ``getvalue`` fails while another object may write to the buffer
         del place
         data = buffer.getvalue()
     return array_of_bytes(dtype, array.shape, data)
@@ -148,33 +151,32 @@ def from_record(record: ArrayRecord) -> dict[str, Array]:
 
 
 def views(record: ArrayRecord) -> dict[str, Array]:
-    """Return a read-only view of each of the record's arrays, by name; see ``view``."""
+    """Return a read-only view of each array of the record, by name."""
     return {name: view(array) for name, array in record.items()}
 
 
 def decode(array: FlowerArray) -> Array:
-    """Return a fresh copy of a Flower array as NumPy array in C order; see ``view``."""
+    """Return a fresh copy of a Flower array as a NumPy array in C order."""
     return view(array).copy()
 
 
 def view(array: FlowerArray) -> Array:
     """Return a Flower array as read-only NumPy array that shares its memory.
 
-    A ``BufferArray`` may lie in any buffer of bytes, such as shared memory. What is not
-    a plain array in version 1.0 of NumPy's format is read by NumPy, in memory of its
-    own.
+    A ``BufferArray`` may be in any buffer of bytes, such as shared memory. An array
+    that is not plain (version 1.0 of NumPy's format) is copied by NumPy.
     """
-    # Not all by NumPy, which reads a header with ``ast``: in threads of Python 3.11.7
-    # that sometimes raises SystemError (python/cpython#106905).
+    # NumPy does not read all arrays, because it reads a header with ``ast``: in threads
+    # of Python 3.11.7 this sometimes raises SystemError (python/cpython#106905).
     data = array.buffer if isinstance(array, BufferArray) else array.data
-    # bytes 8 and 9: the length of the header behind them
+    # bytes 8 and 9 have the length of the header after them
     end = 10 + int.from_bytes(data[8:10], "little")
     layout = npy_layout(bytes(data[: min(end, LONGEST_HEADER)]))
     if layout:
         dtype, shape, order = layout
         values = np.frombuffer(data, dtype, offset=end).reshape(shape, order=order)
     else:
-        values = array.numpy()  # or it raises
+        values = array.numpy()  # may raise an exception
     values.flags.writeable = False
     return values
 
@@ -183,7 +185,7 @@ def view(array: FlowerArray) -> Array:
 def npy_layout(
     header: bytes,
 ) -> tuple[np.dtype[Any], tuple[int, ...], Literal["C", "F"]] | None:
-    """Return dtype, shape and order that a header names; None if it is not plain."""
+    """Return the dtype, shape and order in a header, or None if it is not plain."""
     match = _NPY.fullmatch(header)
     if match is None:
         return None
@@ -193,7 +195,7 @@ def npy_layout(
 
 
 def select(record: ArrayRecord, names: Collection[str]) -> ArrayRecord:
-    """Return a record with the entries of these names, in order, sharing arrays."""
+    """Return a record with only these entries, in order, sharing the arrays."""
     chosen = {name: array for name, array in record.items() if name in names}
     return filled(ArrayRecord, chosen)
 
@@ -213,9 +215,9 @@ def tensors(state: State) -> dict[str, torch.Tensor]:
 
 
 class _Alias:
-    """The memory of a read-only array, offered as writable."""
+    """The memory of a read-only array, presented as writable."""
 
-    # torch has no read-only tensors, and would warn.
+    # torch has no read-only tensors and would warn
     def __init__(self, array: Array) -> None:
         interface = array.__array_interface__
         self.__array_interface__ = {**interface, "data": (interface["data"][0], False)}
@@ -223,7 +225,7 @@ class _Alias:
 
 
 def num_bytes(record: ArrayRecord) -> tuple[int, int]:
-    """Return the bytes of floating entries and of all others, without headers."""
+    """Return the bytes of floating and of all other entries, without headers."""
     floats = others = 0
     for array in record.values():
         itemsize, is_float = _item(array.dtype)
@@ -242,14 +244,14 @@ def _item(dtype: str) -> tuple[int, bool]:
 
 
 def state_sha256(state: State, local: Mapping[str, str] | None = None) -> str:
-    """Return the SHA-256 of a state and of the clients' local parts.
+    """Return the SHA-256 of a state and of the clients' local states.
 
-    Names, dtypes, shapes and bytes count, and their order.
+    It depends on names, dtypes, shapes, bytes and their order.
 
     Args:
         state: the global state.
-        local: hash of each client's local part by partition id; added in the order of
-            partition ids.
+        local: the hash of each client's local state by partition id. The hashes are
+            added in the order of the partition ids.
     """
     digest = hashlib.sha256()
     for name, array in state.items():
@@ -265,8 +267,8 @@ Record = TypeVar("Record", ArrayRecord, ConfigRecord, MetricRecord)
 
 
 def of_kind(content: RecordDict, kind: type[Record]) -> dict[str, Record]:
-    """Return the records of this class by name, in order, in a dict of its own."""
-    # Not by isinstance, which for these classes, ABCs, is a call in Python.
+    """Return the records of this class by name, in order, in a new dict."""
+    # isinstance is slow here, because for these ABCs it calls a Python function.
     found: dict[str, Record] = {}
     for key, record in content.items():
         if kind in type(record).__mro__:
@@ -276,19 +278,18 @@ def of_kind(content: RecordDict, kind: type[Record]) -> dict[str, Record]:
 
 @dataclass
 class Traffic:
-    """Bytes of the arrays in the messages, without headers; counts are listed apart, as
-    in the papers.
+    """Bytes of the arrays in the messages, without headers.
 
-    Counts are integer entries (int64 counters), and the examples per element in
-    exchanges (``batchnorm.sync``).
+    Counts are listed separately, as in the papers. They are integer entries (int64
+    counters), and the examples per element in exchanges (``batchnorm.sync``).
 
     Attributes:
         exchanges: round trips between the server and its clients.
-        down: bytes of floats that the server sent; one broadcast of the same arrays
-            counts once, as in the papers.
-        up: bytes of floats that all clients sent.
-        counters_down: bytes of counts that the server sent; a broadcast counts once.
-        counters_up: bytes of counts that all clients sent.
+        down: bytes of floats sent by the server. A broadcast of the same arrays counts
+            once, as in the papers.
+        up: bytes of floats sent by all clients.
+        counters_down: bytes of counts sent by the server; a broadcast counts once.
+        counters_up: bytes of counts sent by all clients.
     """
 
     exchanges: int = 0
@@ -310,11 +311,11 @@ class Traffic:
         )
 
     def count_down(self, size: tuple[int, int]) -> None:
-        """Count one broadcast: (bytes of floats, bytes of others)."""
+        """Count one broadcast, given (bytes of floats, bytes of others)."""
         self.down += size[0]
         self.counters_down += size[1]
 
     def count_up(self, size: tuple[int, int]) -> None:
-        """Count one client's arrays: (bytes of floats, bytes of others)."""
+        """Count one client's arrays, given (bytes of floats, bytes of others)."""
         self.up += size[0]
         self.counters_up += size[1]

@@ -10,7 +10,7 @@ from importlib import metadata
 __all__ = ["COMPARED", "as_text", "differences", "own_versions"]
 
 COMPARED = ("fedbn-flwr", "torch", "flwr")
-_LONGEST = 500  # characters that are read of what another machine says
+_LONGEST = 500  # characters that are read of a text from another machine
 # of texts such as ``fedbn-flwr 0.2.0`` and ``torch = v2.14.1``
 _ENTRY = re.compile(r"([A-Za-z][\w-]*)[ =]+v?(\d[^\s,;]*)")
 
@@ -28,7 +28,7 @@ def own_versions() -> Mapping[str, str]:
 
 
 def as_text(versions: Mapping[str, str]) -> str:
-    """Return versions as ``differences`` reads them: ``torch 2.14.1, flwr 1.41.0``."""
+    """Return versions in the form ``torch 2.14.1, flwr 1.41.0``."""
     return ", ".join(f"{name} {number}" for name, number in versions.items())
 
 
@@ -36,16 +36,17 @@ def differences(here: Mapping[str, str], there: str) -> list[tuple[str, bool]]:
     """Return how the versions of another machine, as text, differ from those here.
 
     Returns:
-        A sentence for each package, and whether it is serious: another version of this
-        package, whose messages may differ, or another minor version of Flower, which
-        Flower itself refuses. Another torch may change the last bits. A package that
-        the text does not have is left out.
+        A sentence for each package, and whether the difference is serious. It is
+        serious for another version of this package, because the messages may differ,
+        and for another minor version of Flower, because Flower refuses it. Another
+        torch may change the last bits. A package that is missing in the text is left
+        out.
     """
     theirs = dict(_ENTRY.findall(there[:_LONGEST]))
     found = []
     for name in COMPARED:
         ours, other = here.get(name, ""), theirs.get(name, "")
-        # What names a build says nothing here: 2.14.1+cu130 is 2.14.1.
+        # The suffix of a build does not matter: 2.14.1+cu130 is 2.14.1.
         if not ours or not other or ours.split("+")[0] == other.split("+")[0]:
             continue
         serious = name == "fedbn-flwr"

@@ -1,17 +1,17 @@
-"""Normalisation: the norms of the config key ``norm``, which replace BatchNorm layers.
+"""The norms of the config key ``norm``. They replace BatchNorm layers.
 
 In reading order:
 
 - ``registry``: ``replace_norm``, and the table of norms with their papers; ``batch``
-  leaves the model as it is.
+  keeps the model unchanged.
 - ``group``, ``group_ws``, ``renorm``, ``wsconv``, ``fixup``, ``none``: one
-  norm each (``group`` has layer and instance norm, too).
-- ``feature``: the length of the features before the classifier, besides any norm.
+  norm each (``group`` also has layer and instance norm).
+- ``feature``: the length of the features before the classifier, combined with any norm.
 - ``swap``: finds the BatchNorm layers by type, and replaces them.
-- ``wiring``: which norm layers get the output of a convolution.
-- ``convolution``: convolutions with other filters, in the place of plain ones.
+- ``wiring``: the norm layers that get the output of a convolution.
+- ``convolution``: convolutions with derived filters, instead of plain convolutions.
 - ``own_forward``: whether a subclass of BatchNorm does more than BatchNorm.
-- ``replaced_layers``: what was replaced, one row a path.
+- ``replaced_layers``: the report of a replacement, one row a path.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Convolutions with filters derived from their weight, made of plain convolutions.
+"""Convolutions with filters derived from their weight.
 
-The change is in place: only the class of the layer changes, as in torch's lazy layers.
-Its parameters and their ties, its mode, hooks and paths stay the same.
+They are made of plain convolutions. The change is in place: only the class of the layer
+changes, like in torch's lazy layers. Its parameters and their ties, its mode, hooks and
+paths do not change.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ _COMPUTE = ("forward", "_conv_forward")
 
 
 class DerivedWeightConv(_ConvNd):
-    """A convolution whose filters are ``derived_weight()``."""
+    """A convolution that uses the filters of ``derived_weight()``."""
 
     def derived_weight(self) -> Tensor:
         """Return the filters to use, in the shape of ``weight``."""
@@ -49,9 +50,10 @@ def fan_in(conv: _ConvNd) -> int:
 
 
 def plain_convolutions(model: nn.Module) -> dict[str, _ConvNd]:
-    """Return the Conv1d/2d/3d layers (and subclasses) under all paths, no transposed.
+    """Return the Conv1d/2d/3d layers (and subclasses) under all paths.
 
-    Transposed ones have their out channels in the second dimension.
+    Transposed convolutions are left out, because their out channels are in the second
+    dimension.
     """
     kinds = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
     modules = model.named_modules(remove_duplicate=False)
@@ -67,8 +69,8 @@ def refuse_unusual(layers: Mapping[str, _ConvNd | nn.Linear], why: str) -> None:
     if bad:
         raise NormLayerError(
             f"{why} cannot be used on these layers: {', '.join(bad)}. They are lazy and"
-            " saw no batch, are parametrized, or have their own forward. Use torch's"
-            " plain layers."
+            " have not seen a batch, are parametrized, or have a custom forward. Use"
+            " torch's plain layers."
         )
 
 
@@ -77,7 +79,7 @@ def _is_unusual(layer: _ConvNd | nn.Linear) -> bool:
         return True
     if is_parametrized(layer):
         return True
-    # Their older forms, which are hooks.
+    # the older forms of parametrizations are hooks
     for hook in layer._forward_pre_hooks.values():
         if isinstance(hook, (WeightNorm, SpectralNorm)):
             return True

@@ -1,16 +1,16 @@
-r"""Feature normalisation: features of a fixed length, besides any norm but fixup.
+r"""Feature normalisation: features of a fixed length, with any norm except fixup.
 
 Zhang, Beitollahi, Bie, Chen 2024, "Understanding the Role of Layer Normalization in
 Label-Skewed Federated Learning", TMLR, arXiv:2308.09565 (FN), read in the authors' code
-and in notes of a reader; Kim, Lee, Oh, Yun 2023, "FedFN: Feature Normalization for
+Label-Skewed Federated Learning", TMLR, arXiv:2308.09565 (FN), read in the authors' code
 Alleviating Data Heterogeneity Problem in Federated Learning", arXiv:2311.13267,
 abstract.
 
-Under label skew a client with one class lowers its loss without end by longer features;
-this closes that way. FN of the paper is ``norm=none`` with it. Its FedLN is
-``norm=layer`` with it: ``norm=layer`` alone bounds the features only if no ReLU, sum or
-pooling comes between its last layer and the classifier, as in every residual network
-here.
+Under label skew, a client with one class can always lower its loss by longer features;
+a fixed length prevents this. FN of the paper is ``norm=none`` with this option. Its
+FedLN is ``norm=layer`` with this option. Without it, ``norm=layer`` bounds the features
+only if no ReLU, sum or pooling comes between its last layer and the classifier. Every
+residual network here has them.
 
 ## Algorithm
 
@@ -18,21 +18,21 @@ The vector $x$ of $d$ numbers that enters the last linear layer becomes
 
 $$\sqrt{d} \, \frac{x}{\max(\lVert x \rVert, 10^{-12})}$$
 
-with ``feature-norm=sqrt-d``, or the same without the root with ``1``, in training and
-in evaluation. There is no parameter and no state, and nothing more is sent. The
-classifier is the layer that makes the model's outputs, or the last linear layer if a
-pass does not show it; a run logs its path. Refused are models without a linear
-classifier, models whose last linear layer has another number of outputs than the model
-(register the classifier last), and segmentation.
+with ``feature-norm=sqrt-d``. With ``1`` the factor is 1 instead of the root. Training
+and evaluation are equal. No parameter and no state exist, and nothing additional is
+sent. The classifier is the layer that makes the model's outputs, or the last linear
+layer if a pass does not reveal it; a run logs its path. Refused are models without a
+linear classifier, models whose last linear layer has another number of outputs than the
+model (register the classifier last), and segmentation.
 
 ## Differs from the papers
 
 The scale is $\sqrt{d}$ in the authors' two codes; 1 is another option of one of them.
-The features are normalised where they enter the classifier. HybridBN's public code
+The features are normalised at the input of the classifier. HybridBN's public code
 normalises, under the name FedFN, the output of the convolutions before two linear
 layers, and removes BN. In the authors' ResNet-18 the first GroupNorm has the argument
-``affine`` in the place of ``eps``: its results with GN, LN and BN are not those of
-these norms. The laws are of networks with ReLU; the authors do not extend them to
+``affine`` instead of ``eps``, so its results with GN, LN and BN are not results of
+these norms. The laws apply to networks with ReLU; the authors do not extend them to
 attention.
 
 ## Laws
@@ -41,12 +41,12 @@ attention.
    of $x$ without eps.
 2. Features that are longer by a factor give the same logits.
 3. In a ReLU network whose biases are zero from the second layer on, normalising after
-   every layer is normalising after the last one alone (Proposition 1).
-4. LN after every layer is subtracting the mean after every layer, and LN after the last
-   one (Proposition 2).
-5. Features that are all zero after a ReLU stay zero, and the ReLU passes no gradient
-   on. Without a ReLU before them, features that are exactly zero get the gradient of
-   $\sqrt{d} \, x / 10^{-12}$.
+   every layer equals normalising only after the last layer (Proposition 1).
+4. LN after every layer equals subtracting the mean after every layer, and LN after the
+   last layer (Proposition 2).
+5. Features that are all zero after a ReLU stay zero, and the ReLU passes on no
+   gradient. Without a ReLU before them, features that are exactly zero get the gradient
+   of $\sqrt{d} \, x / 10^{-12}$.
 """
 
 from __future__ import annotations
@@ -65,20 +65,20 @@ __all__ = ["FeatureScale", "NormalisedLinear", "use_feature_norm"]
 
 FeatureScale = Literal["sqrt-d", "1"]
 
-# A length below it divides as this one.
+# A smaller length is replaced by this length in the division.
 _SMALLEST = 1e-12
 
 
 class NormalisedLinear(nn.Linear):
-    """A linear layer on features of a fixed length; a Linear becomes one in place.
+    """A linear layer on features of a fixed length.
 
-    Its entries keep their names.
+    A Linear layer is converted in place; its entries keep their names.
     """
 
     feature_scale: FeatureScale = "sqrt-d"
 
     def forward(self, input: Tensor) -> Tensor:
-        """Map features (N, ..., in); their length is taken in float32 or wider."""
+        """Map features (N, ..., in). Their length is computed in float32 or wider."""
         wide = input.to(torch.promote_types(input.dtype, torch.float32))
         length = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
         length = length.clamp_min(_SMALLEST)
@@ -94,42 +94,43 @@ def use_feature_norm(
     Args:
         model: changed in place.
         scale: "sqrt-d" for features of length sqrt(d), "1" for length 1.
-        num_classes: number of the model's logits, and so of the classifier's outputs;
-            0 = not known.
+        num_classes: number of the model's logits and of the classifier's outputs; 0
+            means unknown.
 
     Returns:
         The model, and a report with the path of that layer.
 
     Raises:
-        NormLayerError: the model has no linear classifier, or one that is changed
-            already, or its last linear layer has another number of outputs.
+        NormLayerError: the model has no linear classifier, or its classifier has
+            already been changed, or its last linear layer has another number of
+            outputs.
     """
     paths = [at for at, one in model.named_modules() if isinstance(one, nn.Linear)]
     name = type(model).__name__
     if not paths:
         raise NormLayerError(
-            "feature-norm normalises the features before a linear classifier, and"
-            f" {name} has no linear layer. Use a model with one, or leave feature-norm"
-            " out."
+            "feature-norm normalises the features before a linear classifier, but"
+            f" {name} has no linear layer. Use a model with a linear layer, or do not"
+            " set feature-norm."
         )
-    # The classifier makes the outputs; if no pass shows it, it is registered last.
+    # The classifier makes the outputs; if no pass reveals it, take the last registered.
     found = head_of(model)
     path = (found.paths if found.known else paths)[-1]
     head: Any = model.get_submodule(path)
-    # Its class is changed: a subclass would lose what it does.
+    # Its class is changed, so a subclass would lose its additional code.
     if type(head) is not nn.Linear:
         raise NormLayerError(
             f"feature-norm: the classifier of {name}, '{path}', is a"
-            f" {type(head).__name__} and no plain Linear, whose input alone can be"
-            " normalised. Use another norm than fixup, a model with a linear classifier,"
-            " or leave feature-norm out."
+            f" {type(head).__name__}. Only the input of a plain Linear can be"
+            " normalised. Use another norm than fixup, a model with a linear"
+            " classifier, or do not set feature-norm."
         )
     if num_classes and head.out_features != num_classes:
         raise NormLayerError(
             f"feature-norm: '{path}', the last linear layer of {name}, has"
-            f" {head.out_features} outputs, and the model has {num_classes}: it is not"
-            " the classifier. Register the classifier last, use a model with a linear"
-            " classifier, or leave feature-norm out."
+            f" {head.out_features} outputs, but the model has {num_classes}, so it is"
+            " not the classifier. Register the classifier last, use a model with a"
+            " linear classifier, or do not set feature-norm."
         )
     old = describe(head)
     head.__class__ = NormalisedLinear

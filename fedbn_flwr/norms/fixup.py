@@ -1,11 +1,12 @@
-"""``norm=fixup``: a residual network without normalisation, and a start that trains.
+"""``norm=fixup``: a residual network without normalisation that trains nevertheless.
 
-Each of the L residual branches has m convolutions. The last convolution starts at zero,
-the others have He's scale times L^(-1/(2m-2)). Every BatchNorm becomes a scalar bias
-(0); the last one of a branch becomes a scalar multiplier (1) and a bias. Every
-convolution of a block and the classifier get a scalar bias (0) before them. The
-classifier's weight and bias are zero. The stem's convolution is unchanged; its
-BatchNorm becomes a scalar bias. BatchNorm on a shortcut is removed.
+A special start makes this possible. Each of the L residual branches has m convolutions.
+The last convolution starts at zero, the others have He's scale times L^(-1/(2m-2)).
+Every BatchNorm becomes a scalar bias (0); the last BatchNorm of a branch becomes a
+scalar multiplier (1) and a bias. Every convolution of a block and the classifier get a
+scalar bias (0) before them. The classifier's weight and bias are zero. The stem's
+convolution does not change; its BatchNorm becomes a scalar bias. BatchNorm on a
+shortcut is removed.
 
 Source: Zhang et al. 2019, arXiv:1901.09321, section 3 ("Fixup initialization"), and the
 authors' code.
@@ -17,9 +18,10 @@ convolution on a shortcut keeps its weight (torchvision's have He's scale) and g
 own bias before it; the authors' code uses the first bias of the branch. Option A
 shortcuts have no bias.
 
-Only for networks of blocks like torchvision's ``BasicBlock`` and ``Bottleneck`` and
-ours: a block has ``conv1``, ``conv2`` and so on, each with its norm layer ``bn1`` or
-``norm1`` after it, and adds the last one to the shortcut.
+It works only for networks of blocks like torchvision's ``BasicBlock`` and
+``Bottleneck`` and ours: a block has ``conv1``, ``conv2`` and so on, each followed by
+its norm layer ``bn1`` or ``norm1``, and adds the output of the last norm layer to the
+shortcut.
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ __all__ = ["BiasedConv2d", "BiasedLinear", "ScalarBias", "ScalarScale", "use_fix
 
 
 class ScalarBias(nn.Module):
-    """x + bias, one number for all channels."""
+    """x + bias, with one number for all channels."""
 
     def __init__(self, bias: nn.Parameter) -> None:
         """Set ``bias`` (1,)."""
@@ -56,7 +58,7 @@ class ScalarBias(nn.Module):
 
 
 class ScalarScale(nn.Module):
-    """x * scale + bias, one number each for all channels."""
+    """x * scale + bias, with one number each for all channels."""
 
     def __init__(self, scale: nn.Parameter, bias: nn.Parameter) -> None:
         """Set ``scale`` and ``bias``, each (1,)."""
@@ -69,7 +71,7 @@ class ScalarScale(nn.Module):
 
 
 class BiasedConv2d(nn.Conv2d):
-    """A convolution of x + bias_before; a Conv2d becomes one in place."""
+    """A convolution of x + bias_before, converted in place from a Conv2d."""
 
     bias_before: nn.Parameter
 
@@ -79,7 +81,7 @@ class BiasedConv2d(nn.Conv2d):
 
 
 class BiasedLinear(nn.Linear):
-    """A linear layer on x + bias_before; a Linear becomes one in place."""
+    """A linear layer on x + bias_before, converted in place from a Linear."""
 
     bias_before: nn.Parameter
 
@@ -104,7 +106,8 @@ def use_fixup(model: nn.Module) -> tuple[nn.Module, tuple[Replacement, ...]]:
     New parameters have the dtype, device and ``requires_grad`` of their layer.
 
     Raises:
-        NormLayerError: the model is not such a network; the message names the reason.
+        NormLayerError: the model is not a network of this form; the message names the
+            reason.
     """
     # Find the blocks and the classifier, and refuse any other network.
     paths = {id(module): path for path, module in model.named_modules()}
@@ -139,7 +142,7 @@ def use_fixup(model: nn.Module) -> tuple[nn.Module, tuple[Replacement, ...]]:
         return ScalarBias(_scalar(0, like))
 
     # Start the branches, replace the norms, and give the layers their scalar bias. The
-    # descriptions are taken before.
+    # descriptions of the old layers are made before.
     for block in blocks:
         _start(block.branch, len(blocks))
     old = {path: describe(m) for path, m in model.named_modules(remove_duplicate=False)}
@@ -168,12 +171,12 @@ def _scalar(value: float, like: Tensor) -> nn.Parameter:
 
 @torch.no_grad()
 def _start(branch: tuple[nn.Conv2d, ...], num_branches: int) -> None:
-    """Scale a branch's convolutions to He's times L^(-1/(2m-2)); the last is zero."""
+    """Scale a branch's convolutions to He's times L^(-1/(2m-2)), the last to zero."""
     factor = num_branches ** (-1 / (2 * len(branch) - 2))
     for conv in branch[:-1]:
         root_mean_square = conv.weight.square().mean().sqrt()
         he = math.sqrt(2 / (conv.out_channels * conv.weight[0, 0].numel()))
-        # Filters that are all zero stay so, and are not NaN.
+        # Filters that are all zero stay zero and do not become NaN.
         tiny = torch.finfo(conv.weight.dtype).tiny
         conv.weight.mul_(factor * he / root_mean_square.clamp(min=tiny))
     branch[-1].weight.zero_()
@@ -182,8 +185,8 @@ def _start(branch: tuple[nn.Conv2d, ...], num_branches: int) -> None:
 
 
 def _block(module: nn.Module, known: Wiring) -> _Block | None:
-    """Return the layers of a residual block; None if ``module`` is not one."""
-    # The branch: conv1, conv2, ..., each followed by its norm alone.
+    """Return the layers of a residual block, or None if ``module`` is not one."""
+    # The branch consists of conv1, conv2, ..., each followed only by its norm.
     branch = []
     norms = []
     for number in itertools.count(1):
@@ -197,11 +200,11 @@ def _block(module: nn.Module, known: Wiring) -> _Block | None:
             return None
         branch.append(conv)
         norms.append(norm)
-    # Its end is added to the shortcut.
+    # The end of the branch is added to the shortcut.
     if len(branch) < 2 or id(norms[-1]) not in known.added:
         return None
 
-    # All else is the shortcut: convolutions, and the norms after them.
+    # All other layers are the shortcut: convolutions, and the norms after them.
     inside = {id(layer) for layer in (*branch, *norms)}
     convs = []
     shortcut_norms = []
@@ -231,7 +234,7 @@ def _refuse_others(
     outside = [
         place for place in batchnorm_places(model) if id(place.layer) not in inside
     ]
-    # The first one outside is the stem's, after its convolution.
+    # The first layer outside may be the stem's, after its convolution.
     strays = []
     for k, place in enumerate(outside):
         if k > 0 or id(place.layer) not in after_conv:
@@ -252,7 +255,7 @@ def _refuse_others(
     else:
         return
     raise NormLayerError(
-        "norm 'fixup' is for residual networks as resnet20 or torchvision:resnet18"
-        f" only; {type(model).__name__} is not one: {problem}. Use another norm, e.g."
-        " norm='wsconv' or norm='group'."
+        "norm 'fixup' is only for residual networks such as resnet20 or"
+        f" torchvision:resnet18. {type(model).__name__} is not one: {problem}. Use"
+        " another norm, such as norm='wsconv' or norm='group'."
     )

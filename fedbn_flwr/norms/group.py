@@ -1,16 +1,16 @@
 """``norm=group``, ``layer``, ``instance``: statistics of an example, not of a batch.
 
-For an example with C channels in G groups, over the m values of a group (C/G channels
-times all positions): mean = sum x / m, var = sum (x - mean)^2 / m, y = gamma * (x -
-mean) / sqrt(var + eps) + beta, gamma and beta per channel. There are no running
-statistics; training and evaluation do the same computation.
+An example has C channels in G groups. Over the m values of a group (C/G channels times
+all positions): mean = sum x / m, var = sum (x - mean)^2 / m, y = gamma * (x - mean) /
+sqrt(var + eps) + beta, with gamma and beta per channel. Running statistics do not
+exist; training and evaluation do the same computation.
 
 Sources: group: Wu & He 2018, arXiv:1803.08494, with two groups as in Zhong et al. 2023,
 arXiv:2303.06530, B.4; layer: Ba et al. 2016, arXiv:1607.06450; instance: Ulyanov et al.
 2016, arXiv:1607.08022.
 
-Differs from the papers: ``layer`` is G = 1, with gamma and beta per channel, not per
-position.
+Differs from the papers: ``layer`` is G = 1, with gamma and beta per channel instead of
+per position.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = ["CheckedGroupNorm", "use_group", "use_instance", "use_layer"]
 
 
 class CheckedGroupNorm(nn.GroupNorm):
-    """GroupNorm that refuses groups of one value: their output would always be beta.
+    """GroupNorm that refuses groups of one value, since their output would be beta.
 
     It replaces one BatchNorm layer and keeps that layer's gamma and beta parameters, so
     their values, dtype, device, ``requires_grad`` and ties to other layers do not
@@ -36,7 +36,7 @@ class CheckedGroupNorm(nn.GroupNorm):
     """
 
     def __init__(self, layer: _BatchNorm, groups: int, path: str) -> None:
-        """Take over ``layer``'s gamma, beta and eps; ``path`` is for messages."""
+        """Take ``layer``'s gamma, beta and eps, and ``path`` for messages."""
         # affine=False: no parameters are made, since the layer's own are used.
         super().__init__(groups, layer.num_features, eps=layer.eps, affine=False)
         self.affine = layer.affine
@@ -47,8 +47,8 @@ class CheckedGroupNorm(nn.GroupNorm):
         """Normalise an input (N, C, *).
 
         Raises:
-            NormLayerError: a group has one value, as with one channel per group and an
-                input (N, C).
+            NormLayerError: a group has one value, for example with one channel per
+                group and an input (N, C).
         """
         channels = self.num_channels // self.num_groups
         if input.dim() >= 2 and channels * math.prod(input.shape[2:]) == 1:
@@ -87,8 +87,8 @@ def use_group(
         common = math.gcd(*(place.layer.num_features for place in places))
         fitting = ", ".join(str(g) for g in range(1, common + 1) if common % g == 0)
         raise NormLayerError(
-            f"norm {kind!r} with groups={groups}: channels not divisible by {groups} in"
-            f" {names}. Numbers of groups that fit every layer: {fitting}."
+            f"norm {kind!r} with groups={groups}: the channels are not divisible by"
+            f" {groups} in {names}. These numbers of groups fit every layer: {fitting}."
         )
     return swap_batchnorm(
         model, lambda layer, path: CheckedGroupNorm(layer, groups, path)
@@ -103,7 +103,7 @@ def use_layer(model: nn.Module) -> tuple[nn.Module, tuple[Replacement, ...]]:
 def use_instance(model: nn.Module) -> tuple[nn.Module, tuple[Replacement, ...]]:
     """Replace every BatchNorm layer by GroupNorm with a group per channel, in place.
 
-    A layer with one position per channel, as after a linear layer, raises
+    A layer with one position per channel, such as after a linear layer, raises
     NormLayerError in its first forward.
     """
     return swap_batchnorm(

@@ -1,7 +1,7 @@
 """``norm=group+ws``: GroupNorm, and standardised weights of convolutions before it.
 
-Instead of a filter W of n weights (one out channel, its in channels and positions),
-(W - mean) / (std + 1e-5) is used, with std^2 = sum (W - mean)^2 / (n - 1). A
+Instead of a filter W of n weights (one out channel, its in channels and positions), the
+layer uses (W - mean) / (std + 1e-5), with std^2 = sum (W - mean)^2 / (n - 1). A
 convolution is standardised only if its output goes only to norm layers.
 
 Source: Qiao et al. 2019, arXiv:1903.10520, and the authors' README (unbiased std, 1e-5
@@ -9,8 +9,8 @@ outside the root, "only replace convolutional layers that are followed by normal
 layers"); GroupNorm as in ``group``.
 
 Ours: the meaning of "followed by", see ``wiring`` (in a pre-activation network: only
-the convolutions inside a block); 1d and 3d convolutions too; filters of one weight are
-not standardised, because they would be zero.
+the convolutions inside a block). We standardise 1d and 3d convolutions as well. Filters
+of one weight are not standardised, because they would be zero.
 """
 
 from __future__ import annotations
@@ -63,7 +63,9 @@ class StandardisedConv3d(_Standardised, nn.Conv3d):
 def use_group_ws(
     model: nn.Module, *, groups: int = 2
 ) -> tuple[nn.Module, tuple[Replacement, ...]]:
-    """Use GroupNorm for BatchNorm, and standardised convolutions before it, in place.
+    """Replace BatchNorm by GroupNorm, and standardise convolutions, in place.
+
+    A convolution is standardised if its output goes only to norm layers.
 
     Raises:
         ConfigError: ``groups`` is not a whole number of at least 1.
@@ -71,7 +73,7 @@ def use_group_ws(
             refuses a convolution.
     """
     paths = [path for path, _ in model.named_modules(remove_duplicate=False)]
-    # Before the norms are replaced: the wiring is that of BatchNorm layers.
+    # Before the norms are replaced, because the wiring refers to BatchNorm layers.
     after = wiring(model).norms_after
     chosen = {}
     for path, conv in plain_convolutions(model).items():

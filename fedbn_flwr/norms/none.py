@@ -1,9 +1,8 @@
 """``norm=none``: BatchNorm is removed without a replacement.
 
-Each layer becomes ``nn.Identity``, without scale and shift. No bias is added to
-convolutions that have none because of BatchNorm. Residual networks without
-normalisation may diverge at the usual learning rates: this norm is a control, not a
-method.
+Each layer becomes ``nn.Identity``, without scale and shift. Convolutions without a bias
+get no bias, even if the reason was BatchNorm. Residual networks without normalisation
+may diverge at the usual learning rates: this norm is a control, not a method.
 
 Source: ours (a control).
 """

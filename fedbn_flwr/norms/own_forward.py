@@ -1,8 +1,9 @@
-"""What a BatchNorm subclass does after BatchNorm, found out by trying it.
+"""The modules that a BatchNorm subclass applies after BatchNorm.
 
-What replaces such a layer, or its forward pass, applies the layer's own modules after
-it: an activation, a dropout. A scale or a slope in the layer's code would be lost
-without a word. A mere cast of the input and back loses nothing.
+They are found by a trial. A replacement of such a layer, or of its forward pass, also
+applies the layer's own modules, such as an activation or a dropout. A scale or a slope
+in the layer's code would be lost without a warning. A mere cast of the input and back
+loses nothing.
 """
 
 from __future__ import annotations
@@ -21,25 +22,26 @@ __all__ = ["modules_after", "random_input"]
 
 _OF_TORCH = (_BatchNorm.forward, nn.SyncBatchNorm.forward)
 _ENTRIES = {"weight", "bias", "running_mean", "running_var", "num_batches_tracked"}
-# Examples and positions; the channels come second. 3d first: most layers take it.
+# Examples and positions; the channels come second. 3d first: most layers accept it.
 _SHAPES = ((5, 4, 3), (5,), (5, 4), (5, 4, 3, 2))
 
-# Whether a layer of a class with a forward pass of its own was found to be BatchNorm.
+# Cached result of the trial for each layer with a custom forward pass.
 _IS_BATCHNORM: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
 
 
 def modules_after(layer: _BatchNorm) -> dict[str, nn.Module] | None:
     """Return the modules that a layer applies after BatchNorm, in order, by name.
 
-    timm's ``BatchNormAct2d`` has ``drop`` and ``act``; ``nn.Identity`` is left out.
-    None if the layer does something else: on a copy with random entries its outputs, in
-    train and in eval mode, are not those of BatchNorm and then its modules in the order
-    of registration, or it cannot be tried, or has entries besides BatchNorm's.
+    timm's ``BatchNormAct2d`` has ``drop`` and ``act``; ``nn.Identity`` is left out. The
+    result is None if the layer cannot be tried, has additional entries, or does
+    something else. The trial uses a copy with random entries. In train and in eval
+    mode, its outputs must equal BatchNorm followed by the layer's modules in the order
+    of registration.
 
     Args:
-        layer: it does not change. One with torch's forward pass is not tried.
+        layer: the layer; it does not change. No trial is needed with torch's forward.
     """
-    # Replaced on the object itself, by a method or a compiler.
+    # The forward was replaced on the object, by a method or a compiler.
     if "forward" in vars(layer):
         return None
     kind = type(layer)
@@ -48,7 +50,7 @@ def modules_after(layer: _BatchNorm) -> dict[str, nn.Module] | None:
     entries = {*layer._parameters, *layer._buffers}
     if layer._modules.get("parametrizations") or not entries <= _ENTRIES:
         return None
-    # Once: it takes as long as a step, and a method asks in each round.
+    # Cached: a trial takes as long as a step, and a method asks in each round.
     if layer not in _IS_BATCHNORM:
         _IS_BATCHNORM[layer] = _is_batchnorm(layer)
     if not _IS_BATCHNORM[layer]:
@@ -61,20 +63,20 @@ def modules_after(layer: _BatchNorm) -> dict[str, nn.Module] | None:
 
 
 def _is_batchnorm(layer: _BatchNorm) -> bool:
-    """Return whether a layer's outputs are those of BatchNorm and then its modules."""
+    """Return whether a layer's outputs equal BatchNorm followed by its modules."""
     try:
         trial = _with_random_entries(layer)
         return not any(_differs(trial.train(mode)) for mode in (False, True))
     except Exception:
-        # A forward pass of the user's own may raise anything, and a layer may refuse to
-        # be copied.
+        # A user's forward pass may raise any exception, and a layer may refuse to be
+        # copied.
         return False
 
 
 def _with_random_entries(layer: _BatchNorm) -> _BatchNorm:
     """Return a copy with random entries, in float32 on the CPU.
 
-    Gamma and beta of 1 and 0, or of 0, would hide what follows them.
+    Gamma 1 or 0 and beta 0 would hide the operations after them.
     """
     trial = copied(layer).to_empty(device="cpu").float()
     draw = torch.Generator().manual_seed(0)
@@ -94,10 +96,10 @@ def _with_random_entries(layer: _BatchNorm) -> _BatchNorm:
 
 
 def random_input(layer: _BatchNorm, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Return a random input on the CPU that the layer takes, the same in every call.
+    """Return a random input on the CPU that fits the layer, equal in every call.
 
     Raises:
-        ValueError: it takes none of 2 to 5 dimensions.
+        ValueError: the layer accepts none of 2 to 5 dimensions.
     """
     for first, *others in _SHAPES:
         shape = (first, layer.num_features, *others)
@@ -107,7 +109,7 @@ def random_input(layer: _BatchNorm, dtype: torch.dtype = torch.float32) -> Tenso
         except ValueError:
             continue
         return x
-    raise ValueError(f"{type(layer).__name__} takes no input of 2 to 5 dimensions")
+    raise ValueError(f"{type(layer).__name__} accepts no input of 2 to 5 dimensions")
 
 
 @torch.no_grad()
@@ -120,7 +122,7 @@ def _differs(layer: _BatchNorm) -> bool:
     expected = functional.batch_norm(
         x, mean, var, layer.weight, layer.bias, by_batch, 0.0, layer.eps
     )
-    # The same draws for both, as of a dropout.
+    # The same random numbers for both, for example in a dropout.
     with seeded_on_cpu(0):
         for module in layer.children():
             expected = module(expected)

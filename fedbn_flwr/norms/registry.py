@@ -1,6 +1,6 @@
 """The registry of norms and ``replace_norm``.
 
-A new norm is one file and one line of ``NORMS``.
+A new norm needs one file and one line of ``NORMS``.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ NORMS: dict[str, NormInfo] = {
 def replace_norm(
     model: nn.Module, kind: str, **options: object
 ) -> tuple[nn.Module, NormReport]:
-    """Return a copy of ``model`` with other norms than BatchNorm, and a report.
+    """Return a copy of ``model`` with another norm than BatchNorm, and a report.
 
     Example::
 
@@ -115,12 +115,12 @@ def replace_norm(
     Layers are found by type (see ``swap``). The copy keeps eps, gamma and beta, device,
     dtype, ``requires_grad``, train/eval mode and sharing inside the model, and the
     activation that a BatchNorm subclass applies; the given model does not change. A
-    layer object at several paths stays one object. Without BatchNorm in the model the
-    result is a copy and an empty report, except that ``wsconv`` still changes the
-    convolutions and ``fixup`` refuses the model.
+    layer object at several paths remains one object. Without BatchNorm in the model,
+    the result is a copy and an empty report. There are two exceptions: ``wsconv`` still
+    changes the convolutions, and ``fixup`` refuses the model.
 
     Args:
-        model: any module, also a BatchNorm layer itself.
+        model: any module, including a BatchNorm layer.
         kind: a key of ``NORMS``.
         **options: options of this norm: ``groups`` (2) of ``group`` and ``group+ws``;
             ``rmax`` (3), ``dmax`` (5) and ``warmup_steps`` (1000) of ``batch-renorm``;
@@ -129,9 +129,9 @@ def replace_norm(
     Raises:
         ConfigError: the kind or an option is unknown, or an option is out of range.
         NormLayerError: a lazy BatchNorm has not seen a batch, channels are not
-            divisible by the groups, a BatchNorm subclass does more than BatchNorm and
-            then its modules, TorchScript holds a BatchNorm, or the norm is not for this
-            model; the message names the layers.
+            divisible by the groups, a BatchNorm subclass does more than apply BatchNorm
+            and its modules, a BatchNorm is in TorchScript, or the norm does not fit
+            this model; the message names the layers.
     """
     if kind not in NORMS:
         raise unknown_name("norm", kind, NORMS)
@@ -142,19 +142,19 @@ def replace_norm(
                 f"option of norm {kind!r}", option, info.options or ["(none)"]
             )
     _refuse_uninitialised(model)
-    # Builders change their model in place, and the given one must stay.
+    # Builders change their model in place, but the given model must not change.
     replaced_model, rows = info.builder(copied(model), **options)
     return replaced_model, NormReport(kind, rows)
 
 
 def _refuse_uninitialised(model: nn.Module) -> None:
-    """Raise NormLayerError, with their names, for lazy layers without channels yet."""
+    """Raise NormLayerError, with their names, for lazy layers without channels."""
     lazy = []
     for path, layer in layers_of(model, every_path=True).items():
         if isinstance(layer, LazyModuleMixin) or not layer.num_features:
             lazy.append(named(path, layer))
     if lazy:
         raise NormLayerError(
-            f"the number of channels is not known yet for: {', '.join(lazy)}. Run one"
+            f"the number of channels is not yet defined for: {', '.join(lazy)}. Run one"
             " batch through the model first, or give BatchNorm its number of channels."
         )

@@ -1,21 +1,23 @@
-"""``norm=batch-renorm``: BatchNorm that corrects a batch's statistics by running ones.
+"""``norm=batch-renorm``: BatchNorm with corrected batch statistics.
 
-In training, with the batch's mean mu_B and sigma_B = sqrt(var_B + eps) (biased), and
-the running mean mu and sigma = sqrt(var + eps) before this batch:
+The running statistics correct the statistics of the batch. In training, with the
+batch's mean mu_B and sigma_B = sqrt(var_B + eps) (biased), and the running mean mu and
+sigma = sqrt(var + eps) before this batch:
 
     y = gamma * ((x - mu_B) / sigma_B * r + d) + beta,
-    r = clip(sigma_B / sigma, 1 / r_max, r_max),    d = clip((mu_B - mu) / sigma, -d_max, d_max),
+    r = clip(sigma_B / sigma, 1 / r_max, r_max),    d = clip((mu_B - mu) / sigma,
+    -d_max, d_max),
 
-r and d without gradient. Evaluation is BatchNorm's. With r_max = 1 and d_max = 0 the
+r and d have no gradient. Evaluation is BatchNorm's. With r_max = 1 and d_max = 0 the
 layer is BatchNorm, bit for bit.
 
 Source: Ioffe 2017, arXiv:1702.03275, Algorithm 1 (FedBS, section III, misprints r).
 
 Differs from the paper: running statistics are torch's (the unbiased variance; Ioffe
-averages sigma), so for every method they mean the same as in BatchNorm. The warm-up is
-ours: both limits grow linearly from 1 and 0 over ``warmup_steps`` batches, counted by
-``num_batches_tracked`` over all rounds. Ioffe keeps 1 and 0 for 5,000 steps, then
-reaches 5 at 25,000 and 3 at 40,000 of 130,000 or more steps, beyond most federated
+averages sigma), so they have the same meaning for every method as in BatchNorm. The
+warm-up is ours: both limits grow linearly from 1 and 0 over ``warmup_steps`` batches,
+counted by ``num_batches_tracked`` over all rounds. Ioffe keeps 1 and 0 for 5,000 steps,
+then reaches 5 at 25,000 and 3 at 40,000 of 130,000 or more steps, beyond most federated
 runs.
 """
 
@@ -39,13 +41,13 @@ __all__ = ["BatchRenorm", "use_batch_renorm"]
 class BatchRenorm(_BatchNorm):
     """Batch renormalisation of an input (N, C, *).
 
-    It replaces a BatchNorm, and keeps its parameters and buffers.
+    It replaces a BatchNorm layer and keeps its parameters and buffers.
     """
 
     def __init__(
         self, layer: _BatchNorm, rmax: float, dmax: float, warmup_steps: int
     ) -> None:
-        """Use ``layer``'s settings and state; ``use_batch_renorm`` checks limits."""
+        """Use ``layer``'s settings and state, with limits that are already checked."""
         super().__init__(
             layer.num_features, eps=layer.eps, momentum=layer.momentum, affine=False
         )
@@ -62,7 +64,7 @@ class BatchRenorm(_BatchNorm):
             )
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return the normalised input (N, C, *); training moves running statistics."""
+        """Return the normalised input (N, C, *), and update statistics in training."""
         if not (
             self.training
             and self.track_running_stats
@@ -71,9 +73,10 @@ class BatchRenorm(_BatchNorm):
         ):
             return super().forward(input)
         self._check_input_dim(input)
-        # Before batch_norm below moves the running statistics.
+        # Before batch_norm below updates the running statistics.
         r, d = self.corrections(input)
-        # As torch's forward: without a momentum an average over all batches so far.
+        # As in torch's forward: without a momentum, the average over all batches so
+        # far.
         momentum = 0.0 if self.momentum is None else self.momentum
         if self.num_batches_tracked is not None:
             self.num_batches_tracked.add_(1)
@@ -101,7 +104,8 @@ class BatchRenorm(_BatchNorm):
         mean, var = self.running_mean, self.running_var
         if mean is None or var is None:
             raise NormLayerError(
-                "batch renormalisation needs running statistics; this layer has none."
+                "batch renormalisation needs running statistics, but this layer has"
+                " none."
             )
         dtype = torch.promote_types(
             torch.promote_types(input.dtype, mean.dtype), torch.float32
@@ -118,7 +122,7 @@ class BatchRenorm(_BatchNorm):
 
         A layer without a counter has no warm-up.
         """
-        # Tensors throughout: reading the counter would make the host wait for an
+        # Use tensors throughout: reading the counter would make the host wait for an
         # accelerator.
         seen = self.num_batches_tracked
         if seen is None or not self.warmup_steps:
@@ -146,8 +150,8 @@ def use_batch_renorm(
         model: any model.
         rmax: limit of r, at least 1.
         dmax: limit of d, at least 0.
-        warmup_steps: batches over which the limits grow from 1 and 0 to these values;
-            0 = no warm-up.
+        warmup_steps: batches over which the limits grow from 1 and 0 to these values; 0
+            means no warm-up.
 
     Raises:
         ConfigError: a limit is out of range.
@@ -161,7 +165,7 @@ def use_batch_renorm(
             bare.append(named(path, layer))
     if bare:
         raise NormLayerError(
-            "norm 'batch-renorm' corrects by running statistics, and these layers have"
+            "norm 'batch-renorm' corrects by running statistics, but these layers have"
             f" none: {', '.join(bare)}. Use track_running_stats=True or another norm."
         )
     return swap_batchnorm(

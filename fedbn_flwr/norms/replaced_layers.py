@@ -1,4 +1,4 @@
-"""The report of a norm replacement: one row per layer path."""
+"""The report of a norm replacement, with one row per layer path."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["NormReport", "Replacement", "named", "shown_path"]
 
 
 class Replacement(NamedTuple):
-    """One row of a report: a layer's path, the old layer and the new one.
+    """One row of a report, with a layer's path, the old layer and the new layer.
 
     The path is "" if the model itself is the layer.
     """
@@ -24,9 +24,10 @@ class Replacement(NamedTuple):
 
 @dataclass(frozen=True)
 class NormReport:
-    """The rows of one replacement, in the model's order; false if it has none.
+    """The rows of one replacement, in the model's order.
 
-    A layer object at several paths has one row per path.
+    The report is false if it has no rows. A layer object at several paths has one row
+    per path.
     """
 
     kind: str
@@ -41,7 +42,7 @@ class NormReport:
         return len(self.replaced)
 
     def __str__(self) -> str:
-        """Return a plain table: path, old layer, new layer."""
+        """Return a plain table of path, old layer and new layer."""
         if not self.replaced:
             return f"norm {self.kind!r}: no layer replaced"
         rows = [(shown_path(row.path), row.old, row.new) for row in self.replaced]
@@ -55,7 +56,7 @@ class NormReport:
 
 
 def shown_path(path: str) -> str:
-    """Return the path for messages: "(the model itself)" for the empty path."""
+    """Return the path for messages, "(the model itself)" for the empty path."""
     return path or "(the model itself)"
 
 

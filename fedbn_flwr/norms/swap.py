@@ -32,7 +32,7 @@ LayerMaker = Callable[[_BatchNorm, str], nn.Module]
 
 
 class Place(NamedTuple):
-    """The place of a BatchNorm layer; the parent is None if the model is the layer."""
+    """The place of a BatchNorm layer, without a parent if the model is the layer."""
 
     path: str
     layer: _BatchNorm
@@ -41,7 +41,7 @@ class Place(NamedTuple):
 
 
 def batchnorm_places(model: nn.Module) -> tuple[Place, ...]:
-    """Return every place of a BatchNorm layer; a layer at two paths has two places."""
+    """Return every place of a BatchNorm layer. A layer at two paths has two places."""
     return tuple(_walk(model, "", None, ""))
 
 
@@ -65,21 +65,21 @@ def swap_batchnorm(
     """Replace each BatchNorm layer of ``model`` by ``make(layer, path)``, in place.
 
     ``make`` is called once per layer object, with its first path; the new layer gets
-    the old mode. The modules that a subclass applies after BatchNorm, as timm's
-    ``BatchNormAct2d`` its activation, follow the new layer under their names.
+    the old mode. Modules that a subclass applies after BatchNorm, such as the
+    activation of timm's ``BatchNormAct2d``, follow the new layer under their names.
 
     Returns:
         The model (the new layer, if the model itself was a BatchNorm) and one row per
         place.
 
     Raises:
-        NormLayerError: a layer has a forward pass of its own or forward hooks, which
-            would be lost, or TorchScript holds it.
+        NormLayerError: a layer has a custom forward pass or forward hooks, so a part
+            would be lost; or a layer is in TorchScript.
     """
     refuse_scripted(model, "another norm")
     places = batchnorm_places(model)
     after = _modules_after(places)
-    # One new layer for a layer at several places, which stay shared.
+    # One new layer for a layer at several places, so that they stay shared.
     made: dict[nn.Module, tuple[nn.Module, str]] = {}
     rows = []
     for path, layer, parent, name in places:
@@ -93,17 +93,17 @@ def swap_batchnorm(
         if parent is None:
             model = new
         else:
-            # In the old one's place, so the order of the children stays.
+            # Under the same name, so that the order of the children does not change.
             parent.add_module(name, new)
         rows.append(Replacement(path, describe(layer), described))
     return model, tuple(rows)
 
 
 def _followed(new: nn.Module, modules: Mapping[str, nn.Module]) -> nn.Module:
-    """Return a layer after which these modules are applied."""
+    """Return a layer that also applies these modules to its output."""
     if modules and isinstance(new, nn.Identity):
         return nn.Sequential(OrderedDict(modules))
-    # Inside the layer: its entries keep their names, by which weights are loaded.
+    # Inside the layer, so that its entries keep the names that weights are loaded by.
     for name, module in modules.items():
         new.add_module(name, module)
     if modules:
@@ -121,34 +121,34 @@ def _modules_after(places: tuple[Place, ...]) -> dict[nn.Module, dict[str, nn.Mo
     """Return the modules that each layer applies after BatchNorm, by name.
 
     Raises:
-        NormLayerError: a layer does more than that: it would be lost.
+        NormLayerError: a layer does more, and this would be lost.
     """
     found: dict[nn.Module, dict[str, nn.Module]] = {}
     lost = []
     for path, layer, _, _ in places:
         after = modules_after(layer)
         if after is None:
-            lost.append(named(path, layer, " has a forward pass of its own"))
+            lost.append(named(path, layer, " has a custom forward pass"))
         elif not after and not all(
             isinstance(m, nn.Identity) for m in layer.children()
         ):
-            lost.append(named(path, layer, " holds layers that it does not apply"))
+            lost.append(named(path, layer, " contains layers that it does not apply"))
         elif layer._forward_hooks or layer._forward_pre_hooks:
             lost.append(named(path, layer, " has forward hooks"))
         else:
             found[layer] = after
     if lost:
         raise NormLayerError(
-            "replacing these BatchNorm layers would lose what they do beside"
-            f" normalising (an activation, a scale): {', '.join(lost)}. Move it into a"
-            " layer after the norm layer, register hooks after the replacement, or use"
-            " norm='batch'."
+            "replacing these BatchNorm layers would remove operations other than"
+            f" normalising (an activation, a scale): {', '.join(lost)}. Move them into"
+            " a layer after the norm layer, register hooks after the replacement, or"
+            " use norm='batch'."
         )
     return found
 
 
 def describe(layer: nn.Module) -> str:
-    """Return a layer's type, channels and settings other than a norm's defaults."""
+    """Return a layer's type, its channels, and settings that are not defaults."""
     name = type(layer).__name__
     if isinstance(layer, _ConvNd):
         kernel = "x".join(map(str, layer.kernel_size))

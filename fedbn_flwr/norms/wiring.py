@@ -1,15 +1,16 @@
 """The BatchNorm layers that get the output of each convolution.
 
-They are found from the forward pass, without an input. Linear layers without a bias
-count, too. Between one of them and its norm the axes may be moved.
+They are found from the forward pass, without an input. Linear layers without a bias are
+treated like convolutions. The axes may be moved between such a layer and its norm.
 
 The forward pass runs on proxies, see ``training.recorded_pass``. Each convolution, each
 norm layer and each submodule with neither of them counts as one operation.
 
 If the forward of a module cannot run on proxies (it branches on values), each of its
-children is traced alone. Links between the children then follow from their order of
+children is traced separately. Links between the children then follow from their order
+of
 registration: a convolution, then a norm layer with as many channels. The same rule
-holds for layers that the forward pass does not reach. ``nn.Identity`` in between is
+applies to layers that the forward pass does not reach. ``nn.Identity`` in between is
 ignored.
 """
 
@@ -40,7 +41,7 @@ _MOVES = (
     "squeeze",
     "contiguous",
 )
-# These do not use the values of a tensor.
+# Attributes and methods that do not depend on the values of a tensor.
 _QUESTIONS = ("size", "dim", "shape", "ndim", "dtype", "device")
 
 
@@ -50,7 +51,7 @@ class Wiring:
 
     Attributes:
         norms_after: the norm layers that get the output of a convolution, or of a
-            linear layer without a bias; () if any other layer gets it too.
+            linear layer without a bias; () if another layer gets it as well.
         added: norm layers whose output is a term of a sum, in at least one of its uses.
     """
 
@@ -69,7 +70,7 @@ def _is_layer(module: nn.Module) -> bool:
 
 
 def wiring(model: nn.Module) -> Wiring:
-    """Return the links between the layers of ``model``, which does not change."""
+    """Return the links between the layers of ``model``, without changing it."""
     skeleton = skeleton_of(model)
     originals = dict(model.named_modules(remove_duplicate=False))
     original_of = {}
@@ -77,7 +78,7 @@ def wiring(model: nn.Module) -> Wiring:
         original_of[id(module)] = originals[path]
     result = Wiring()
     _follow(skeleton, result, original_of)
-    # What the forward pass has shown wins over the order of registration.
+    # Links from the forward pass have priority over the order of registration.
     for conv, norm in _neighbours(model):
         result.norms_after.setdefault(id(conv), (norm,))
     return result
@@ -86,11 +87,11 @@ def wiring(model: nn.Module) -> Wiring:
 def _follow(
     module: nn.Module, result: Wiring, original_of: dict[int, nn.Module]
 ) -> None:
-    """Add the links in a module's forward pass, or else those in its children's."""
+    """Add the links in a module's forward pass, or else in the children's passes."""
     try:
         graph, layers = record(module, _is_layer)
     except Exception:
-        # User code may raise anything when it gets a proxy.
+        # User code may raise any exception if it gets a proxy.
         for child in module.children():
             if not _is_layer(child) and any(map(_is_layer, child.modules())):
                 _follow(child, result, original_of)
@@ -108,7 +109,7 @@ def _follow(
                     used_by = original_of[id(layers[str(user.target)])]
                     if isinstance(used_by, _BatchNorm):
                         after.append(used_by)
-            # Another user in any of its calls: then norms are not all that follow.
+            # If any call has another user, norms are not the only layers that follow.
             earlier = norms_after.get(id(layer))
             if len(after) < len(users) or earlier == ():
                 norms_after[id(layer)] = ()
@@ -123,9 +124,9 @@ def _follow(
 def _users(
     node: fx.Node, layers: dict[str, nn.Module], *, moves: bool
 ) -> Iterator[fx.Node]:
-    """Yield the operations that use a result's values, also through ``nn.Identity``.
+    """Yield the operations that use a result's values, even through ``nn.Identity``.
 
-    ``moves``: also through operations that move its axes.
+    With ``moves``, operations that move the axes are followed as well.
     """
     for user in node.users:
         target = user.target
@@ -142,7 +143,7 @@ def _users(
 
 
 def _neighbours(model: nn.Module) -> Iterator[tuple[nn.Module, _BatchNorm]]:
-    """Yield layers registered right before a norm layer that fits, with that layer."""
+    """Yield layers registered right before a norm layer that fits, with the norm."""
     for module in model.modules():
         children = [
             child for child in module.children() if not isinstance(child, nn.Identity)

@@ -2,21 +2,22 @@
 
 Instead of a filter W of N weights (N = in channels per group times positions), it uses
 
-    W' = gain * gamma * (W - mean) / (sqrt(var + 1e-6) * sqrt(N)),    var = sum (W - mean)^2 / N.
+    W' = gain * gamma * (W - mean) / (sqrt(var + 1e-6) * sqrt(N)),    var = sum (W -
+    mean)^2 / N.
 
 gamma is a constant of the activation (1 / the standard deviation of its output for a
 standard normal input). gain is 1, or with ``gain=True`` a learnable number per out
-channel that starts at 1. Every BatchNorm becomes ``nn.Identity``. A layer without a
-bias before a BatchNorm with beta gets a bias, which starts at 0: any convolution, and a
-linear layer. Nothing else of a linear layer changes.
+channel that starts at 1. Every BatchNorm becomes ``nn.Identity``. A convolution or
+linear layer without a bias gets a bias, starting at 0, if it comes before a BatchNorm
+with beta. Linear layers do not change otherwise.
 
 Sources: FedWon, eq. (3); Brock et al. 2021a, arXiv:2101.08692. 1e-6 is inside the root
 as in timm's ``ScaledStdConv2d``; with the same gamma both layers are equal.
 
 Ours: gamma is exact (for ReLU 1.71286; the NFNets code has the sampled constant
 1.71396). The learnable gain is Brock's; eq. (3) has none. 1d and 3d convolutions are
-changed too. The weights of transposed convolutions, and filters of one weight, which
-would become zero, are not changed. Layers keep a bias that they have.
+changed as well. The weights of transposed convolutions do not change, nor do filters of
+one weight, because they would become zero. Layers keep an existing bias.
 """
 
 from __future__ import annotations
@@ -74,10 +75,11 @@ class _Scaled(DerivedWeightConv):
 
         A filter of equal weights becomes 0.
         """
-        # layer_norm takes each filter on its own, and returns contiguous ones.
+        # layer_norm treats each filter separately, and returns contiguous filters.
         standardised = F.layer_norm(self.weight, self.weight.shape[1:], eps=EPS)
-        # Channels-last filters stay so, for the kernel of the convolution: with one
-        # channel only the strides tell, and with one position nothing does.
+        # Keep channels-last filters, for the kernel of the convolution. With one
+        # channel only the strides reveal the format, and with one position nothing
+        # does.
         weight = self.weight
         if weight.dim() == 4 and weight.stride(1) == 1 and weight[0, 0].numel() > 1:
             standardised = standardised.clone(memory_format=torch.channels_last)
@@ -105,11 +107,11 @@ class ScaledConv3d(_Scaled, nn.Conv3d):
 def use_wsconv(
     model: nn.Module, *, activation: str = "relu", gain: bool = False
 ) -> tuple[nn.Module, tuple[Replacement, ...]]:
-    """Remove BatchNorm, and make convolutions scaled standardised ones, in place.
+    """Remove BatchNorm, and make convolutions scaled and standardised, in place.
 
     Args:
-        model: any model; one without BatchNorm gets the convolutions too.
-        activation: a key of ``GAMMAS``, the model's activation; all filters get its
+        model: any model; the convolutions change even without BatchNorm.
+        activation: a key of ``GAMMAS``, the model's activation; all filters use its
             gamma.
         gain: whether each out channel has a learnable gain (with the weight's
             ``requires_grad``).
@@ -131,7 +133,7 @@ def use_wsconv(
             convolutions[path] = conv
     refuse_unusual(convolutions, "scaled weight standardisation (norm='wsconv')")
 
-    # Layers whose bias was BatchNorm's beta, found before BatchNorm goes.
+    # Find the layers whose bias was BatchNorm's beta before BatchNorm is removed.
     after = wiring(model).norms_after
     shifted = {}
     before = {}
@@ -146,7 +148,7 @@ def use_wsconv(
     model, norms = swap_batchnorm(model, lambda layer, path: nn.Identity())
     biases = []
     for path, layer in shifted.items():
-        # At the first of several paths.
+        # The bias is created at the first of several paths.
         if layer.bias is None:
             zeros = layer.weight.new_zeros(num_outputs(layer))
             layer.bias = nn.Parameter(zeros, requires_grad=layer.weight.requires_grad)

@@ -244,19 +244,16 @@ def test_arrays_other_than_those_received_need_names(open_grid) -> None:
         content,
         MessageType.TRAIN,
     )
-    assert (
-        "fit returned 1 arrays for 2 names; if they differ from those received"
-        in reply.error.reason
-    )
+    assert "fit returned 1 arrays for 2 names" in reply.error.reason
 
 
 @pytest.mark.parametrize(
     ("returned", "why"),
     [
-        (None, "it returned NoneType"),
+        (None, "it returned a NoneType"),
         (([], 4), "it returned 2 values"),
-        (([], "4", {}), "its num_examples='4' is no number"),
-        (([], 4, None), "its metrics are no dict, but NoneType"),
+        (([], "4", {}), "its num_examples='4' is not a number"),
+        (([], 4, None), "its metrics must be a dict, not NoneType"),
     ],
 )
 def test_what_a_client_must_return_is_named(returned: Any, why: str, open_grid) -> None:

@@ -410,9 +410,7 @@ def test_a_partition_id_that_is_no_number_is_named() -> None:
     context = Context(1, 2, {"partition-id": "berlin"}, RecordDict(), {})
     with pytest.raises(
         ConfigError,
-        match=(
-            "partition-id='berlin' of the node's config must be a whole number from 0"
-        ),
+        match=("partition-id='berlin' in the node's config must be a whole number"),
     ):
         bn_mod(
             message, context, lambda message, _: Message(RecordDict(), reply_to=message)

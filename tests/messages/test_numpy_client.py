@@ -63,7 +63,7 @@ def test_metrics_of_numpy_and_torch_are_sent_as_pythons_and_nothing_is_left_out(
     with pytest.raises(
         StateError,
         match=(
-            r"^fit returned best=\{'loss': 1\}, a dict: only numbers, lists of numbers,"
+            r"^fit returned best=\{'loss': 1\}, a dict. Only numbers, lists of numbers,"
             r" text"
         ),
     ):

@@ -83,9 +83,9 @@ def test_dtypes_that_flower_cannot_send_are_refused_by_name(dtype: torch.dtype) 
         to_record({"fine": torch.zeros(1), "layer.weight": torch.zeros(2).to(dtype)})
     assert (
         str(error.value)
-        == f"entry 'layer.weight' is {dtype}, which Flower's records cannot carry. Keep"
-        " the model's state in float32 (mixed precision goes through autocast,"
-        " amp=true)."
+        == f"entry 'layer.weight' is {dtype}, but Flower's records cannot contain this"
+        " dtype. Keep the model's state in float32; for mixed precision use autocast"
+        " (amp=true)."
     )
 
 

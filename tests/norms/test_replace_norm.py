@@ -329,7 +329,7 @@ def test_lazy_layers_that_saw_no_batch_are_refused_by_name(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", REPLACING)
 def test_a_batchnorm_with_layers_of_its_own_is_refused_by_name(kind: str) -> None:
-    with pytest.raises(NormLayerError, match=r"0 \(Fused holds layers"):
+    with pytest.raises(NormLayerError, match=r"0 \(Fused contains layers"):
         replace_norm(nn.Sequential(Fused(4, nn.ReLU())), kind)
     assert len(replace_norm(nn.Sequential(Fused(4, nn.Identity())), kind)[1]) == 1
 
@@ -367,7 +367,7 @@ def test_what_a_batchnorm_does_beside_normalising_is_not_lost(
         if gamma == 0.0:
             layer.weight.zero_()
     with pytest.raises(
-        NormLayerError, match=r"1\.0 \(.*(forward pass of its own|forward hooks| holds)"
+        NormLayerError, match=r"1\.0 \(.*(custom forward pass|forward hooks| contains)"
     ):
         replace_norm(nn.Sequential(nn.Conv2d(3, 4, 1), nn.Sequential(layer)), kind)
 

@@ -122,14 +122,14 @@ def spoil_statistics(change):
         (lambda s: s.pop("1.m2"), "the reply lacks count, mean or m2 of layer '1'"),
         (
             lambda s: s.update({"1.mean": s["1.mean"][:2]}),
-            r"layer '1': int64 \(\), \(2,\), \(4,\) sent",
+            r"layer '1': the client sent int64 \(\), \(2,\), \(4,\)",
         ),
-        (lambda s: s["1.m2"].__setitem__(0, -1.0), "the smallest M2 -1.0"),
+        (lambda s: s["1.m2"].__setitem__(0, -1.0), "the smallest M2 is -1.0"),
         (lambda s: s["1.mean"].__setitem__(0, np.nan), "entry '1.mean' contains nan"),
         (lambda s: s.update({"1.count": np.asarray(0)}), "count is 0"),
         (
             lambda s: s.update({"9.count": np.asarray(3)}),
-            "'9.count' .* belongs to no BatchNorm layer",
+            "'9.count' .* is not from a BatchNorm layer",
         ),
     ],
 )

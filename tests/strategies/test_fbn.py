@@ -172,7 +172,7 @@ def test_false_moments_are_refused_and_a_round_without_replies_does_not_end_the_
     run = federate(
         strategy, mlp, datasets, wrap=functools.partial(spoiling, spoil, rounds=(1,))
     )
-    assert "layer '1': count is" in run.reason(1)
+    assert "layer '1': the count is" in run.reason(1)
     assert [report.phase for report in strategy.reports] == [
         "warm-up",
         "warm-up",

@@ -86,7 +86,7 @@ def test_number_of_batchnorm_layers(name: str) -> None:
 def test_every_norm_on_every_model_gives_plain_logits(name: str, norm: str) -> None:
     if norm == "fixup" and name not in RESIDUAL:
         with pytest.raises(
-            NormLayerError, match="norm 'fixup' is for residual networks"
+            NormLayerError, match="norm 'fixup' is only for residual networks"
         ):
             build(name, norm=norm)
         return
