@@ -49,7 +49,7 @@ class ClientData:
         )
 
     def asked_for(self, names: Sequence[str]) -> Mapping[str, Batches]:
-        """Return the test sets that the server asks for; all if it names none.
+        """Return the test sets that the server asks for, or all if it names none.
 
         Raises:
             ConfigError: this client lacks one of them.
@@ -89,7 +89,7 @@ class ClientData:
 
 @dataclass(frozen=True)
 class ClientStreams:
-    """A client's random streams: one for each purpose and round.
+    """A client's random streams, one for each purpose and round.
 
     Attributes:
         seed: the seed; None uses the seed that the server sends.
@@ -131,8 +131,8 @@ def as_batches(data: Any) -> Batches:
     The pairs are collated as a ``DataLoader`` does.
 
     Raises:
-        DataError: the data set has no length; or it is a ``DataLoader``, whose batches
-            differ from those of the settings.
+        DataError: the data set has no length; or it is a ``DataLoader``, because its
+            batches differ from the batches of the settings.
     """
     if _has_batches(data):
         batches: Batches = data

@@ -226,7 +226,7 @@ class Hooks:
         # The weights when the hooks stored them, and after the last step: a user's loop
         # may load others in between.
         self._at_start, self._after_step = NotedModel(model), NotedModel(model)
-        self._wrapped: list[torch.optim.Optimizer] = []  # the ones that take the steps
+        self._wrapped: list[torch.optim.Optimizer] = []  # they take the steps
         self._steps = 0
         self._passes = 0
         # New gradients distinguish a step from the one before: several optimizers may

@@ -60,7 +60,7 @@ _ASIDE = {key: f"{KEPT_BEFORE}/{key}" for key in (*_RECORDS, KEPT_ABOUT)}
 
 @dataclass(frozen=True)
 class ClientStorage:
-    """The place in which a ``TorchClient`` keeps its local state.
+    """The place of a ``TorchClient``'s local state.
 
     Attributes:
         context: Flower's context of the node; None for a client that cannot keep
@@ -138,7 +138,7 @@ def state_dir(context: Context, of_run: str | None = None) -> Path | None:
 
 
 class KeptState:
-    """The local state of a client: its entries of the model, and its hooks' entries.
+    """The local state of a client, from its model and its hooks.
 
     Args:
         context: Flower's context of the node; None for a client that cannot keep
@@ -166,11 +166,11 @@ class KeptState:
 
     @property
     def _state(self) -> RecordDict:
-        """``Context.state``; read each time, because a mod or an app may replace it."""
+        """``Context.state``, read each time, because a mod or an app may replace it."""
         return self._without_context if self._context is None else self._context.state
 
     def attach(self, root: Path, continuity: Continuity, partition_id: int) -> None:
-        """Write copies to the state folder ``root`` from now on; see ``KeptFiles``."""
+        """Write copies to the state folder ``root`` from now on (``KeptFiles``)."""
         self._files = KeptFiles(root, continuity, partition_id, self._fingerprint)
 
     # Before the round: continue from the state that the server expects.
@@ -212,7 +212,7 @@ class KeptState:
         return self._has_any() and self._about().get(START_ID) != self._start_id
 
     def _continue_from(self, expected: str) -> None:
-        """Restore the state with this hash; empty for no state of this run.
+        """Restore the state with this hash (empty for no state of this run).
 
         Raises:
             StateError: the state is lost.
@@ -235,7 +235,7 @@ class KeptState:
         """
         if self._files is not None:
             content = self._files.find(used)  # also removes the files of undone rounds
-            # It is from an earlier run, to whose server the hooks' entries belong.
+            # It is from an earlier run. The hooks' entries belong to the server of it.
             if content and not used:
                 content["kept"].pop(KEPT_BY_HOOKS, None)
             return content
@@ -263,7 +263,7 @@ class KeptState:
     # In the round: the local state, under the names of the model.
 
     def load(self, names: Collection[str]) -> Mapping[str, Array]:
-        """Return the kept entries among ``names``; empty before the first round.
+        """Return the kept entries among ``names``, none before the first round.
 
         Raises:
             StateError: the entries belong to another version or another model.
@@ -290,7 +290,7 @@ class KeptState:
         """Keep ``entries`` until the client's next round.
 
         Raises:
-            StateError: there is no context, or an entry is not finite.
+            StateError: the context is missing, or an entry is not finite.
         """
         self._write(KEPT, entries, server_round)
 
@@ -319,14 +319,14 @@ class KeptState:
         self._files.write({"sha256": sha256, "kept": kept}, server_round)
 
     def reply_metadata(self, server_round: int) -> dict[str, str]:
-        """Return the reply's entries about the local state; empty if it is empty."""
+        """Return the reply's entries about the local state, or none without state."""
         began = _begun(self._about(), server_round) == server_round
         return ReplyInfo(
             local_sha256=self.sha256(), durable=self._files is not None, began=began
         ).write()
 
     def sha256(self) -> str:
-        """Return the SHA-256 of the local state; empty if nothing is kept."""
+        """Return the SHA-256 of the local state, or "" if nothing is kept."""
         about = self._about()
         if not about:
             return ""
@@ -365,7 +365,7 @@ class KeptState:
         return not self._records.keys().isdisjoint(_RECORDS)
 
     def _about(self) -> dict[str, Any]:
-        """Return the facts about the local state; empty if nothing is kept."""
+        """Return the facts about the local state, none if nothing is kept."""
         record = self._records.get(KEPT_ABOUT)
         # Copy the items: Flower's record checks types at each look-up.
         return {} if record is None else dict(record.items())
@@ -436,7 +436,7 @@ def _refuse_diverged(entries: State) -> None:
 
 
 def _begun(about: Mapping[str, Any], server_round: int) -> int:
-    """Return the round in which the local state began, if it is this round, else 0."""
+    """Return the current round if the local state began in it, otherwise 0."""
     if about.get(SERVER_ROUND) != server_round:
         return 0
     return int(about.get(BEGUN, 0))

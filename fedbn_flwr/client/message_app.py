@@ -273,5 +273,5 @@ def _only_reads(method: Callable[..., Any], ours: Callable[..., Any]) -> bool:
 
 
 def _action(message_type: str) -> str:
-    """Return the part of a message type by which Flower registers a query."""
+    """Return the part of a message type that Flower uses to register a query."""
     return message_type.partition(".")[2]

@@ -134,7 +134,7 @@ def _call(
     whole: ArrayRecord,
     hooks: bool,
 ) -> Message:
-    """Call the app, and repeat the call if a client was lost in the synchronised step.
+    """Call the app, and repeat the call if a synchronised step lost a client.
 
     A call that stops within the step runs again, now or in the next message, so its
     changes of ``Context.state`` are undone. Without client hooks there is no such step.
@@ -232,7 +232,7 @@ def _whole_reply(reply: Message, key: str, local: Sequence[str]) -> ArrayRecord:
 def _add_outbox(reply: Message, context: Context) -> None:
     """Add the metrics and records of the client hooks to the reply."""
     report: Mapping[str, Any] = context.state.pop(OUTBOX, {})
-    # A MetricRecord, which strategies average, can only have numbers.
+    # A MetricRecord can only have numbers, because strategies average it.
     numbers: dict[str, Any] = {}
     texts: dict[str, Any] = {}
     for name, value in report.items():

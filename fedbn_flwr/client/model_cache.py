@@ -84,14 +84,14 @@ class CachedModel:
         parts: the split of its state.
         fingerprint: the fingerprint of the parts and the shapes, which local state must
             match.
-        buffers: the buffers outside the state dict, as they were built: module, name,
-            value.
+        buffers: the buffers outside the state dict, with the built values: module,
+            name, value.
         by_copy: whether a state is loaded by copying its entries; otherwise
             ``load_state_dict`` loads it.
         build: the function that built the model; None if it was given.
         tried: whether a synchronised step was tried with it.
         looked_at: whether it had its first look.
-        head: the entries of its head, once they were compared with those of a server.
+        head: the entries of its head, after the comparison with a server's entries.
     """
 
     model: nn.Module
@@ -213,7 +213,7 @@ class CachedModel:
 def model_cache(
     model: nn.Module | BuildModel, example: Callable[[], Any] | None = None
 ) -> Callable[[], AbstractContextManager[CachedModel]]:
-    """Return the cache of a model, which is given or built by the given function.
+    """Return the cache of a model that is given, or built by the given function.
 
     A built model that is free serves the next client. It is discarded if its client
     raised an exception, or with the function that builds it. ``example`` is the
@@ -342,10 +342,10 @@ def load_received(
 ) -> Received:
     """Load the received entries and the local state into the model.
 
-    Local entries replace received ones, and no entry may be missing. The config names
-    the arrays (``record/entry`` in further records); without names they are the model's
-    own entries in its order. A personal entry with another shape than on the server
-    starts with the client's own initial value.
+    Local entries replace received entries, and no entry may be missing. The config
+    names the arrays (``record/entry`` in further records); without names they are the
+    model's own entries in its order. A personal entry with another shape than on the
+    server starts with the client's own initial value.
 
     Raises:
         StateError: an entry is missing, is unknown to the model, or has another shape.

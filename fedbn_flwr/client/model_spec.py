@@ -1,4 +1,4 @@
-"""The names, order and shapes of a model's entries, for the mod, which has no model.
+"""The names, order and shapes of a model's entries, for the mod without a model.
 
 The first message of a run contains the whole model. The mod keeps its spec in
 ``Context.state`` and in the node's state folder, if there is one, so that a restarted
@@ -36,7 +36,7 @@ _FILE = "model.safetensors"
 
 @dataclass(frozen=True)
 class StateLocation:
-    """The place of a node's local state on disk: state folder, run and partition."""
+    """The place of a node's local state on disk."""
 
     root: Path
     continuity: Continuity
@@ -51,7 +51,8 @@ class StateLocation:
         The node or the run must name a ``state-dir``, and the server must send its run.
 
         Raises:
-            ConfigError: the folder is not absolute, or the partition id is no number.
+            ConfigError: the folder is not absolute, or the partition id is not a
+                number.
             StateError: the node has no partition id.
         """
         if continuity is None:
@@ -105,7 +106,7 @@ class ModelSpec:
 
     @classmethod
     def load(cls, context: Context, location: StateLocation | None) -> ModelSpec | None:
-        """Return the saved spec; None if there is none or it cannot be read."""
+        """Return the saved spec, or None if it is missing or cannot be read."""
         content: dict[str, Any] | None = None
         if MODEL_SPEC in context.state:
             content = json.loads(

@@ -67,11 +67,11 @@ class NotedModel:
         self._noted = {}
 
     def _now(self) -> torch.device | None:
-        """Return the device of the model's first parameter; None without parameters."""
+        """Return the device of the model's first parameter, or None without one."""
         return next((p.device for p in self._model.parameters()), None)
 
     def changed(self, thorough: bool = False) -> list[str]:
-        """Return the parameters whose values differ from the stored ones.
+        """Return the parameters whose values differ from the stored values.
 
         With ``thorough`` also compare values of the same version. A change as small as
         a rounding error does not count.
@@ -88,7 +88,7 @@ class NotedModel:
         return changed
 
     def check_device(self) -> None:
-        """Check that the model is still on the device where the hooks stored tensors.
+        """Check that the model is still on the device of the hooks' tensors.
 
         Raises:
             ConfigError: it is on another device.

@@ -1,4 +1,4 @@
-"""Permissions of a node: the paths and modules that a run's config may name.
+"""Permissions of a node for the paths and modules in a run's config.
 
 A node's own settings always take precedence. ``allow-paths`` and ``allow-modules`` of
 the node's config list the other paths and modules that a run may name. Without them, a
@@ -66,7 +66,7 @@ def check_module(context: Context, key: str, module: str) -> None:
 
 
 def _allowed(context: Context, key: Key) -> list[str] | None:
-    """Return the entries of a comma list in the node's config; None allows all."""
+    """Return the entries of a comma list in the node's config, or None for all."""
     if key not in context.node_config and not on_network_node():
         return None
     entries = str(context.node_config.get(key, "")).split(",")

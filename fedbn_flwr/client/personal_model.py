@@ -81,7 +81,9 @@ def why_absent(absent: Sequence[str], clients: Sequence[str]) -> str:
 
 
 def global_state(run: str | Path) -> dict[str, torch.Tensor]:
-    """Return the state of a finished run's global model, for ``model.load_state_dict``.
+    """Return the state of a finished run's global model.
+
+    ``model.load_state_dict`` loads it.
 
     Args:
         run: the output folder.
@@ -144,7 +146,7 @@ def personal_state(run: str | Path, client: int) -> dict[str, torch.Tensor]:
 
 
 class SiteState(NamedTuple):
-    """A site's own model: its state and its partition id."""
+    """A site's own model, with its state and its partition id."""
 
     state: dict[str, torch.Tensor]
     client: int
@@ -155,9 +157,9 @@ def site_state(
 ) -> SiteState:
     """Return the state of a site's own model from the site's state folder.
 
-    The model consists of the shared entries and the local state, which never left the
-    site. The server has only its SHA-256, which prevents the use of another run's
-    entries.
+    The model consists of the shared entries and the local state. The local state never
+    left the site. The server has only its SHA-256, which prevents the use of another
+    run's entries.
 
     Args:
         run: a folder with ``model.safetensors`` of the run.

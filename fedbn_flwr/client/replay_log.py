@@ -1,4 +1,4 @@
-"""The replay log of a synchronised step by messages: the model and the answers so far.
+"""The replay log of a synchronised step by messages, with model and answers.
 
 The log is in Flower's ``Context.state`` from the first message of the round to the last
 message. If the app raises an error, the engine restores the context, including the log.
@@ -48,7 +48,7 @@ def log_answer(
             ``ATTEMPT`` and ``UNION``.
 
     Raises:
-        StateError: there is no context, or it has lost the round's model.
+        StateError: the context is missing, or it has lost the round's model.
     """
     if context is None:
         raise StateError(
@@ -92,7 +92,7 @@ def log_answer(
 
 
 def replay(context: Context | None, config: Mapping[str, Any]) -> Replay | None:
-    """Return the reducer that answers from the log; None for other messages."""
+    """Return the reducer that answers from the log, or None for other messages."""
     if context is None or ATTEMPT not in config:
         return None
     records = of_kind(context.state, ArrayRecord)

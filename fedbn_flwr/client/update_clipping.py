@@ -26,8 +26,7 @@ def clipped_update(
     nothing changes.
 
     Raises:
-        StateError: the reply does not contain the model as it was received; nothing is
-            sent.
+        StateError: the reply does not contain the received model; nothing is sent.
     """
     config = merged_config(message)
     if CLIP not in config:
