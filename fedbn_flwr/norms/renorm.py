@@ -5,8 +5,7 @@ batch's mean mu_B and sigma_B = sqrt(var_B + eps) (biased), and the running mean
 sigma = sqrt(var + eps) before this batch:
 
     y = gamma * ((x - mu_B) / sigma_B * r + d) + beta,
-    r = clip(sigma_B / sigma, 1 / r_max, r_max),    d = clip((mu_B - mu) / sigma,
-    -d_max, d_max),
+    r = clip(sigma_B / sigma, 1 / r_max, r_max),    d = clip((mu_B - mu) / sigma, -d_max, d_max),
 
 r and d have no gradient. Evaluation is BatchNorm's. With r_max = 1 and d_max = 0 the
 layer is BatchNorm, bit for bit.

@@ -2,8 +2,7 @@
 
 Instead of a filter W of N weights (N = in channels per group times positions), it uses
 
-    W' = gain * gamma * (W - mean) / (sqrt(var + 1e-6) * sqrt(N)),    var = sum (W -
-    mean)^2 / N.
+    W' = gain * gamma * (W - mean) / (sqrt(var + 1e-6) * sqrt(N)),    var = sum (W - mean)^2 / N.
 
 gamma is a constant of the activation (1 / the standard deviation of its output for a
 standard normal input). gain is 1, or with ``gain=True`` a learnable number per out

@@ -8,9 +8,8 @@ different layers thus send different tags. C is the number of channels of the la
 |---|---|---|---|
 | ``mean`` | mean_i, eq. (39) | (C,) | mean = sum p_i mean_i |
 | ``variance`` | E_i[(y - mean)^2], eq. (40) | (C + 1,) | var = sum p_i of it |
-| ``moments`` | mean_i; rest_i; var_i = E_i[(y - m_i)^2] | (3, C + 1) | mean; rest; sum
-p_i (var_i + (m_i - m)^2) | | ``gradients`` | dF_i/dvar; dF_i/dmean, eq. (41) | (2, C) |
-sum p_i of both |
+| ``moments`` | mean_i; rest_i; var_i = E_i[(y - m_i)^2] | (3, C + 1) | mean; rest; sum p_i (var_i + (m_i - m)^2) |
+| ``gradients`` | dF_i/dvar; dF_i/dmean, eq. (41) | (2, C) | sum p_i of both |
 
 The last column of ``variance`` and ``moments`` has b_i / n_i, the client's examples per
 element of a channel, in the first row. The answer is sum p_i b_i / n_i. With it, all
