@@ -2,7 +2,7 @@
 seconds, from measured constants.
 
     python benchmarks/scale.py                          # the table of docs/performance.md, from the constants below
-    python benchmarks/scale.py --write docs/performance.md    # into the page, between <!-- scale --> and <!-- /scale -->
+    python benchmarks/scale.py --write docs/performance.md   # into the page, between the marks "scale"
     python benchmarks/scale.py --measure 8              # measures the constants with 8 light SuperNodes
     python benchmarks/scale.py --check 16 --check 64    # predicts rounds of so many, and runs them
     python benchmarks/scale.py --turns 2                # rounds of three real SuperNodes, arrays one by one and packed

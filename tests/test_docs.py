@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import csv
 import importlib
 import importlib.util
@@ -446,18 +447,40 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert target.startswith("https://") or (page.parent / target).exists(), target
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+MODULES = sorted((ROOT / "fedbn_flwr").rglob("*.py"))
+
+
+@pytest.mark.parametrize(
+    "page", [*PAGES, *MODULES], ids=lambda page: str(page.relative_to(ROOT))
+)
 def test_what_is_named_exists(page: Path) -> None:
-    """Paths in code quotes, from the root of the repository or of the package."""
-    for name in re.findall(
-        r"`((?:fedbn_flwr|tests|apps|docs)/[\w./]+)`", page.read_text()
-    ):
+    """Paths in code quotes, from the root of the repository."""
+    named = r"`((?:fedbn_flwr|tests|apps|docs|benchmarks|studies)/[\w./-]+)`"
+    for name in re.findall(named, page.read_text()):
         if "NAME" not in name:
             assert (ROOT / name).exists(), name
     for target in re.findall(r"^make ([\w-]+)", page.read_text(), re.MULTILINE):
         assert re.search(
             rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE
         ), target
+
+
+def test_no_message_names_a_page() -> None:
+    """An installed package has no pages; a docstring is read beside them."""
+    for module in MODULES:
+        tree = ast.parse(module.read_text())
+        docstrings = {
+            id(node.body[0].value)
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)
+            and node.body
+            and isinstance(node.body[0], ast.Expr)
+        }
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Constant) and id(node) not in docstrings:
+                text = str(node.value)
+                page = re.search(r"docs/[\w/-]+\.md", text)
+                assert not page or len(text) == len(page[0]), (module, text)
 
 
 def test_the_site_has_every_page_and_the_reference_every_public_name() -> None:

@@ -84,7 +84,7 @@ logger = logging.getLogger("flwr")
 
 _LACKS_COUNT = (
     "masked-sums=true weights the clients by examples, so it needs their number before"
-    " the round. Answer the query (docs/flower-projects.md)."
+    " the round. Answer the query with fedbn_flwr.mods.answer_query."
 )
 _REPEATS = (
     "its batch has all of its data, and a sum of this model may be known already. If"

@@ -81,7 +81,7 @@ def of_pydantic(error: Any, keys: Sequence[str]) -> Problem:
     """Return an error of pydantic with the key, its value and the allowed values."""
     key = str(error["loc"][0])
     if error["type"] in ("extra_forbidden", "invalid_key"):
-        hint = " See docs/config.md for all keys."
+        hint = " No key has a similar name."
         near = difflib.get_close_matches(key, keys, n=1)
         if near:
             hint = f" Did you mean {near[0]!r}?"

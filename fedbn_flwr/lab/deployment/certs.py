@@ -86,7 +86,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     variables = {"FEDBN_UID": str(user), "FEDBN_GID": str(group)}
     variables["COMPOSE_PROFILES"] = "cpu"
     added = add_variables(given.env, variables)
-    print(f"{folder}: {done}. docs/operations.md lists the folders of each machine.")
+    print(f"{folder}: {done}.")
     print(f"{given.env}: {', '.join(added) or 'nothing to add'}")
 
 

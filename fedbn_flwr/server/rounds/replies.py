@@ -191,7 +191,7 @@ class Terms:
             raise ClientPartError(
                 f"the client did not apply the client hook '{missing[0]}' of strategy"
                 f" '{self.strategy}'. Run its training inside `with bn_rules(model,"
-                " msg, context) as rules:` (docs/flower-projects.md lists the calls"
+                " msg, context) as rules:` (help(bn_rules) shows the calls"
                 " inside), and make its app `ClientApp(mods=[bn_mod])`, both from"
                 " fedbn_flwr.mods."
             )

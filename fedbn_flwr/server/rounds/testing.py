@@ -172,8 +172,8 @@ def warn_of_affine_elsewhere(run: Run) -> None:
         " same number of channels (%d such layers). Strategy %r treats them like any"
         " other weight. If they are the layer's gamma and beta, give the strategy"
         " parts=split_state(model), which looks at the module that owns the layer. If"
-        " it does not find them, pass parts in which the layer's entries name them, as"
-        " docs/flower-projects.md shows.",
+        " it does not find them, pass parts in which `entries` of the layer names"
+        " them (dataclasses.replace).",
         path,
         " and ".join(f"'{name}'" for name in names),
         len(found),
