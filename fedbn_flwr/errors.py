@@ -103,9 +103,11 @@ class FedBNError(Exception):
 
     Attributes:
         code: the kind of the error, for code and tests.
+        problems: the problems of declared values (``fedbn_flwr.problems``) in the text.
     """
 
     code = "error"
+    problems: Sequence[Any] = ()
 
     def __init__(self, text: object = "", *, code: str | None = None) -> None:
         super().__init__(text)

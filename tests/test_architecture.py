@@ -20,7 +20,7 @@ from fedbn_flwr.moved import MOVED
 
 PACKAGE = Path(fedbn_flwr.__file__).parent
 LEVELS = (
-    ("errors", "machine", "lazy", "moved", "atomic_file"),
+    ("errors", "problems", "machine", "lazy", "moved", "atomic_file"),
     ("training", "norms", "compat"),
     ("batchnorm",),
     ("doctor",),
@@ -57,6 +57,7 @@ LEVELS = (
 """Each layer may import from its own level and from those above it in this list."""
 TORCH_ONLY = (
     "errors",
+    "problems",
     "training",
     "norms",
     "batchnorm",

@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic.fields import FieldInfo
 
 from fedbn_flwr.lab.config import CENTRALIZED, GROUPS, Config
-from fedbn_flwr.lab.config.checks import ROLES, in_words
+from fedbn_flwr.lab.config.checks import ROLES
 from fedbn_flwr.lab.config.fields import (
     config_fields,
     methods_with,
@@ -18,7 +18,7 @@ from fedbn_flwr.lab.config.fields import (
 from fedbn_flwr.lab.data import DATASETS, FUNCTION_FORM, KINDS, PARTITIONS
 from fedbn_flwr.lab.models import MODELS
 from fedbn_flwr.norms import NORMS
-from fedbn_flwr.server.methods.params import EVALUATIONS, Params
+from fedbn_flwr.server.methods.params import EVALUATIONS, Params, in_words
 from fedbn_flwr.server.methods.params_by_method import PARAMS
 from fedbn_flwr.strategies import METHODS, STRATEGIES
 from fedbn_flwr.training.tasks import TASKS
@@ -74,7 +74,10 @@ def config_page() -> str:
             name, field = fields[key]
             cells = [f"`{key}`", *_cells(key, name, field)]
             if conditions := only_if_of(Config, key):
-                cells[-1] += f". Only with {in_words(conditions)}"
+                # Settings of two methods are alternatives: a run has one of them.
+                joint = " or " if methods else ", with "
+                words = [in_words({key: one}) for key, one in conditions.items()]
+                cells[-1] += f". Only with {joint.join(words)}"
             lines.append(
                 "| " + " | ".join([*cells, _users(name)] if methods else cells) + " |"
             )

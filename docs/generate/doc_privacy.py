@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from fedbn_flwr.privacy.differential import not_covered
 from fedbn_flwr.server.methods.disclosures import disclosures
 from fedbn_flwr.server.methods.together import Methods
 from fedbn_flwr.strategies import STRATEGIES
@@ -13,7 +12,8 @@ __all__ = ["privacy_table"]
 
 
 def _of_clients(methods: Methods) -> str:
-    return "; ".join(not_covered(methods)) or _works(methods)
+    sent = [disclosure.text for disclosure in disclosures(methods)]
+    return "; ".join(sent) or _works(methods)
 
 
 def _masked(methods: Methods) -> str:

@@ -23,6 +23,7 @@ from doc_names import names_of_registries
 from doc_papers import papers_block
 from doc_performance import compared_sentence, simulation_tables
 from doc_privacy import privacy_table
+from doc_problems import problem_table
 
 from fedbn_flwr.batchnorm.parts import Part
 from fedbn_flwr.doctor.situations import SITUATIONS
@@ -31,8 +32,8 @@ from fedbn_flwr.lab.config.values import NAMES_FILE
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.protocol import Key
 from fedbn_flwr.norms import NORMS
+from fedbn_flwr.server.methods.of_travels import declared
 from fedbn_flwr.server.methods.options import OPTIONS
-from fedbn_flwr.server.methods.together import declared
 from fedbn_flwr.strategies import METHODS, STRATEGIES
 
 __all__ = ["changed", "derived", "main"]
@@ -72,6 +73,7 @@ def derived(root: Path) -> dict[Path, str]:
             "keys": key_table(),
         },
         "docs/guides/privacy.md": {"protections": privacy_table()},
+        "docs/reference/problems.md": {"problems": problem_table()},
         "docs/performance.md": {
             "compared": f"\n{compared_sentence(root)}\n",
             "simulation": f"\n{simulation_tables(root)}\n",

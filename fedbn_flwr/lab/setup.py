@@ -143,7 +143,7 @@ def model_and_warnings(config: Config) -> tuple[nn.Module, list[str]]:
     if config.strategy != CENTRALIZED:
         parts = method_of(config).parts(model)
         warnings += partly_without_effect(parts, method_of(config).methods)
-        ignored += [problem.key for problem in method_of(config).problems("unused")]
+        ignored += [problem.key for problem in method_of(config).problems("no-effect")]
 
     # Every BN layer gets the momentum of the config.
     replaced = []

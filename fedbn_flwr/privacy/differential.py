@@ -65,15 +65,16 @@ from fedbn_flwr.privacy.coordinates import (
     norm,
 )
 from fedbn_flwr.privacy.noise import Noise, SystemNoise
-from fedbn_flwr.privacy.protection_settings import DPSettings, dp_conflicts
-from fedbn_flwr.server.methods.disclosures import disclosures
+from fedbn_flwr.privacy.protection_settings import DPSettings
+from fedbn_flwr.problems import tell
+from fedbn_flwr.server.methods.disclosures import uncovered
 from fedbn_flwr.server.methods.method import Facts, Node, Reply
 from fedbn_flwr.server.methods.together import Methods
 from fedbn_flwr.server.methods.travels import NONE, PartSet
 from fedbn_flwr.server.runs.protection import Protection
 from fedbn_flwr.server.runs.round_outcome import RoundOutcome
 
-__all__ = ["NO_ROUND", "ClientLevelDP", "DPSettings", "not_covered"]
+__all__ = ["NO_ROUND", "ClientLevelDP", "DPSettings"]
 
 logger = logging.getLogger("flwr")
 
@@ -84,11 +85,6 @@ _QUANTILE = 0.5
 _RATE = 0.2
 # Relative noise in running variances above which a warning is logged.
 _NOISY = 0.3
-
-
-def not_covered(methods: Methods) -> list[str]:
-    """Return descriptions of the clients' values that get no noise."""
-    return [disclosure.text for disclosure in disclosures(methods)]
 
 
 class ClientLevelDP(Protection):
@@ -128,9 +124,6 @@ class ClientLevelDP(Protection):
         self.settings = settings
         self.noise = noise or SystemNoise()
         self._fixed = frozenset(fixed)
-        problems = dp_conflicts(settings)
-        if problems:
-            raise ConfigError("\n".join(problems))
         if settings.dp_noise_multiplier or settings.dp_target_epsilon:
             require_dp_accounting()
         self.accountant = PrivacyAccountant(settings.dp_delta, file)
@@ -147,10 +140,7 @@ class ClientLevelDP(Protection):
         """
         self._begin()
         self._local = methods.local
-        problems = not_covered(methods)
-        if problems:
-            subject = f"strategy {methods.name!r} with dp={self.settings.dp}"
-            raise ConfigError("\n".join(f"{subject}: {what}" for what in problems))
+        tell(uncovered(methods, "dp", self.settings.dp))
 
     def _begin(self) -> None:
         self.clipping_norm = self.settings.dp_clipping_norm

@@ -68,9 +68,10 @@ from fedbn_flwr.messages.records import of_kind, state_sha256
 from fedbn_flwr.privacy.coordinates import Coordinates
 from fedbn_flwr.privacy.differential import ClientLevelDP
 from fedbn_flwr.privacy.masked_round import MaskedRound
-from fedbn_flwr.privacy.protection_settings import MaskSettings, mask_conflicts
+from fedbn_flwr.privacy.protection_settings import MASKED_UPDATES, MaskSettings
 from fedbn_flwr.privacy.ring import split
-from fedbn_flwr.server.methods.disclosures import disclosures
+from fedbn_flwr.problems import Known, Problem, check, tell
+from fedbn_flwr.server.methods.disclosures import uncovered
 from fedbn_flwr.server.methods.method import Facts, Node, Reply
 from fedbn_flwr.server.methods.together import Methods
 from fedbn_flwr.server.runs.protection import Protection
@@ -78,7 +79,7 @@ from fedbn_flwr.server.runs.round_outcome import RoundOutcome
 from fedbn_flwr.transport import Member
 from fedbn_flwr.transport.step_transport import Limits, with_config
 
-__all__ = ["MaskSettings", "MaskedSums", "refusals"]
+__all__ = ["MaskSettings", "MaskedSums"]
 
 logger = logging.getLogger("flwr")
 
@@ -95,19 +96,6 @@ _ANSWERS_ARE_PUBLIC = (
     "With masked-sums=true this covers the content of a client's answer, but not"
     " whether it answers: with too few answers the whole sum is 0."
 )
-
-
-def refusals(methods: Methods) -> list[str]:
-    """Return descriptions of the clients' values that no mask hides."""
-    lines = []
-    for disclosure in disclosures(methods):
-        if disclosure.masked:
-            continue
-        line = f"strategy {methods.name!r} with masked-sums=true: {disclosure.text}"
-        if disclosure.key:
-            line += f" ({disclosure.key!r} in the reply)"
-        lines.append(line)
-    return lines
 
 
 class MaskedSums(Protection):
@@ -130,9 +118,7 @@ class MaskedSums(Protection):
 
     def __init__(self, settings: MaskSettings, dp: ClientLevelDP | None = None) -> None:
         if dp:
-            problems = mask_conflicts(dp.settings)
-            if problems:
-                raise ConfigError("\n".join(problems))
+            tell(check([MASKED_UPDATES], dp.settings, Known()))
         self.settings = settings
         self._dp = dp
         self._inner: Protection = dp or Protection()
@@ -145,14 +131,14 @@ class MaskedSums(Protection):
         Raises:
             ConfigError: the method needs more of a client.
         """
-        problems = refusals(methods)
+        problems = uncovered(methods, "masked-sums", "true")
         if weighted_by_key != NUM_EXAMPLES:
-            problems.append(
+            text = (
                 f"weighted_by_key={weighted_by_key!r}: masked sums are weighted by"
                 f" {NUM_EXAMPLES}, which the server knows before the round"
             )
-        if problems:
-            raise ConfigError("\n".join(problems))
+            problems.append(Problem("conflict", text, "weighted_by_key"))
+        tell(problems)
         self._begin()
         self._cohort_rounds = methods.params.cohort_rounds
         self._inner.begin(methods, weighted_by_key)

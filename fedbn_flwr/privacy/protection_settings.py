@@ -3,25 +3,60 @@
 from __future__ import annotations
 
 import functools
-from typing import Literal
+from collections.abc import Sequence
+from typing import ClassVar, Literal
 
+from fedbn_flwr.problems import Problem
 from fedbn_flwr.server.methods.params import Settings
 from fedbn_flwr.server.methods.params import setting as _setting
 
 __all__ = [
+    "MASKED_UPDATES",
     "DPSettings",
     "MaskSettings",
-    "dp_conflicts",
-    "mask_conflicts",
-    "unused_dp",
 ]
 
 setting = functools.partial(_setting, group="privacy")
 _WITH_DP = {"dp": ("server", "client")}
 
 
+DP_ROWS = (
+    Problem(
+        "two-noises",
+        "dp-target-epsilon={params.dp_target_epsilon} chooses the noise. Leave"
+        " dp-noise-multiplier={params.dp_noise_multiplier} out",
+        "dp_noise_multiplier dp_target_epsilon",
+        stage="settings",
+        when=lambda own, known: own.dp_target_epsilon and own.dp_noise_multiplier,
+    ),
+    Problem(
+        "clients-clip",
+        "dp-clipping=adaptive needs dp=server. With dp=client, all updates arrive with"
+        " norm C, up to rounding, and the server cannot count the updates that were"
+        " longer before",
+        "dp_clipping",
+        stage="settings",
+        when=lambda own, known: own.dp == "client" and own.dp_clipping == "adaptive",
+    ),
+    Problem(
+        "no-epsilon",
+        "without noise there is no epsilon",
+        "dp_delta",
+        stage="settings",
+        effect="no-effect",
+        when=lambda own, known: (
+            own.dp != "off"
+            and not own.dp_noise_multiplier
+            and not own.dp_target_epsilon
+        ),
+    ),
+)
+
+
 class DPSettings(Settings):
     """The settings of client-level differential privacy."""
+
+    rows: ClassVar[Sequence[Problem]] = DP_ROWS
 
     dp: Literal["off", "server", "client"] = setting(
         "off",
@@ -63,34 +98,6 @@ class DPSettings(Settings):
     )
 
 
-def dp_conflicts(settings: DPSettings) -> list[str]:
-    """Return the conflicts between these settings, in one line each."""
-    lines = []
-    if settings.dp_target_epsilon and settings.dp_noise_multiplier:
-        lines.append(
-            f"dp-target-epsilon={settings.dp_target_epsilon} chooses the noise. Leave "
-            f"dp-noise-multiplier={settings.dp_noise_multiplier} out"
-        )
-    if settings.dp == "client" and settings.dp_clipping == "adaptive":
-        lines.append(
-            "dp-clipping=adaptive needs dp=server. With dp=client, all updates arrive"
-            " with norm C, up to rounding, and the server cannot count the updates that"
-            " were longer before"
-        )
-    return lines
-
-
-def unused_dp(settings: DPSettings) -> dict[str, str]:
-    """Return the settings without effect, each with the missing condition."""
-    if settings.dp == "off":
-        return dict.fromkeys(
-            set(DPSettings.model_fields) - {"dp"}, "it is for dp=server and dp=client"
-        )
-    if settings.dp_noise_multiplier or settings.dp_target_epsilon:
-        return {}
-    return {"dp_delta": "without noise there is no epsilon"}
-
-
 class MaskSettings(Settings):
     """The settings of masked sums."""
 
@@ -109,11 +116,10 @@ class MaskSettings(Settings):
     )
 
 
-def mask_conflicts(dp: DPSettings) -> list[str]:
-    """Return the reason why differential privacy needs single updates, if it does."""
-    if dp.dp != "server":
-        return []
-    return [
-        "masked-sums=true hides the updates that dp=server clips. Use dp=client, so"
-        " that the clients clip"
-    ]
+MASKED_UPDATES = Problem(
+    "masked-updates",
+    "masked-sums=true hides the updates that dp=server clips. Use dp=client, so that the"
+    " clients clip",
+    "masked_sums dp",
+    when=lambda dp, known: dp.dp == "server",
+)

@@ -22,10 +22,11 @@ from flwr.serverapp.strategy import Result
 
 from fedbn_flwr.batchnorm.parts import Part, Parts, name_layers
 from fedbn_flwr.compat.flower import is_default_aggregation, log_start
-from fedbn_flwr.errors import ConfigError, NormLayerError
+from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.messages.protocol import SYNCHRONISES, Continuity, refuse_own_keys
-from fedbn_flwr.server.methods.disclosures import check_wrapper
-from fedbn_flwr.server.methods.method import Method, RunSettings
+from fedbn_flwr.problems import Known, tell
+from fedbn_flwr.server.methods.disclosures import of_wrapper
+from fedbn_flwr.server.methods.method import Method
 from fedbn_flwr.server.methods.params import Params
 from fedbn_flwr.server.methods.params_by_method import PARAMS
 from fedbn_flwr.server.methods.together import Methods
@@ -330,9 +331,13 @@ class Strategy(FlowerFedAvg):
             **settings,
         )
         self.methods = combination.methods(self.params)
-        wrong = self.methods.wrong_settings()
-        if wrong:
-            raise ConfigError("\n".join(wrong))
+        # Warnings come at the start of a run.
+        problems = [
+            *self.methods.problems(Known(), ["settings"]),
+            *self.params.problems({"fraction-train": (fraction_train, 1.0)}),
+        ]
+        refused = [problem for problem in problems if problem.effect != "warn"]
+        tell(self.params.told(dict.fromkeys(refused)))
         self.on_round_end, self.on_replies = on_round_end, on_replies
         self.completes_tests, self.num_partitions = completes_tests, num_partitions
         self.protection = Protection()
@@ -679,29 +684,13 @@ class Strategy(FlowerFedAvg):
         run.options = self._options()
         run.refuse_tied()
 
-        # Refuse misfits, those of the model first, because no setting repairs them.
-        settings = RunSettings(
-            run.num_rounds or 0,
+        known = Known(
+            num_rounds=run.num_rounds,
+            recorded=self._recording is not None,
             parts=run.parts,
             shapes=run.shapes,
-            tests=self.methods.tests,
         )
-        problems = self.methods.problems(settings)
-        misfits = [
-            f"{problem.text}, but the model has {problem.has or 'none'}. Use"
-            f" {problem.remedy}."
-            for problem in problems
-            if problem.kind == "model"
-        ]
-        if misfits:
-            raise NormLayerError("\n".join(misfits))
-        refused = [problem.text for problem in problems if problem.kind == "refuse"]
-        if refused:
-            raise ConfigError("\n".join(refused))
-        for problem in problems:
-            # Skip warnings without a number of rounds: most of them compare with it.
-            if problem.kind == "warn" and run.num_rounds:
-                logger.warning("%s", problem.text)
+        tell(self.params.told(self.methods.problems(known)))
         others = run.parts.others
         if others:
             name_layers(others, self.methods.of_other_layers(run.parts))
@@ -739,7 +728,7 @@ class Strategy(FlowerFedAvg):
         run = self.run
         run.set_model(arrays)
         if not run.reports:
-            check_wrapper(self.methods, run.parts)
+            tell(of_wrapper(self.methods, run.parts))
         # A loop of the user or of Flower, since our start and to_legacy call _begin.
         if not run.begun:
             self._begin()

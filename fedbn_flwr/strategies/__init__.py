@@ -19,18 +19,17 @@ from pydantic import create_model
 
 from fedbn_flwr.errors import ConfigError, unknown_name
 from fedbn_flwr.messages.protocol import Key
+from fedbn_flwr.problems import Known, Problem
 from fedbn_flwr.server.methods.method import (
     Ask,
     Facts,
     HookContext,
     Method,
-    Problem,
     Replies,
-    RunSettings,
 )
+from fedbn_flwr.server.methods.of_travels import why_not_combined
 from fedbn_flwr.server.methods.options import OPTIONS
 from fedbn_flwr.server.methods.params import setting
-from fedbn_flwr.server.methods.together import why_not_combined
 from fedbn_flwr.server.methods.travels import ALL, BATCHNORM, TRACKED, Extra, Travels
 from fedbn_flwr.server.strategy import Combination, Strategy
 from fedbn_flwr.strategies.bn_scaffold import BNScaffold
@@ -86,10 +85,10 @@ __all__ = [
     "FedYogi",
     "FixBN",
     "Key",
+    "Known",
     "Method",
     "Problem",
     "Replies",
-    "RunSettings",
     "Scaffold",
     "SiloBN",
     "Standalone",

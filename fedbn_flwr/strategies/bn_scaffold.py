@@ -96,8 +96,9 @@ from fedbn_flwr.batchnorm.replaced_forward import (
 )
 from fedbn_flwr.messages.moment_record import decode_moments, encode_moments
 from fedbn_flwr.messages.protocol import Key
-from fedbn_flwr.server.methods.method import Ask, Facts, Problem, Replies
-from fedbn_flwr.server.methods.moment_pool import by_layer, unmeasured
+from fedbn_flwr.problems import Problem
+from fedbn_flwr.server.methods.method import Ask, Facts, Replies
+from fedbn_flwr.server.methods.moment_pool import UNMEASURED, by_layer, unmeasured
 from fedbn_flwr.server.methods.params_by_method import BNScaffoldParams
 from fedbn_flwr.server.methods.shared_bn import LatestBN
 from fedbn_flwr.server.methods.travels import Extra, Travels
@@ -330,10 +331,6 @@ class BNScaffoldMethod(ScaffoldMethod[BNScaffoldParams, BNVariates]):
         state = replace(state, latest_variates=latest)
         return super().aggregate(state, facts, replies, model)
 
-    def table(self) -> Sequence[Problem]:
-        """Return SCAFFOLD's rows, and the end of this file."""
-        return (*super().table(), *PROBLEMS)
-
     def _common(self, state: BNVariates, facts: Facts) -> dict[str, Any]:
         """Return ``PATH.mean`` and ``PATH.var``: (u, s) of each layer with moments."""
         entries: dict[str, Any] = {}
@@ -400,44 +397,33 @@ class BNScaffold(Strategy):
 
 
 # --- what may be wrong ----------------------------------------------------------------
-def _without_moments(method: Any, seen: Any) -> str:
+def _without_moments(method: Any, known: Any) -> str:
     """Return how many replies have no moments."""
-    without = sum(not reply.extras.get(BN_VARIATES) for reply in seen.replies)
-    return f"{without} of {len(seen.replies)} replies" if without else ""
+    without = sum(not reply.extras.get(BN_VARIATES) for reply in known.replies)
+    return f"{without} of {len(known.replies)} replies" if without else ""
 
 
-def _unmeasured(method: Any, seen: Any) -> str:
+def _unmeasured(method: Any, known: Any) -> str:
     """Name, in the first round with variates, the layers without."""
-    if seen.state.latest_variates:
+    if known.state.latest_variates:
         return ""
-    like, parts = seen.facts.before, seen.facts.parts
+    like, parts = known.facts.before, known.facts.parts
     sent = []
-    for reply in seen.replies:
+    for reply in known.replies:
         sent.append(decode_moments(reply.extras.get(BN_VARIATES, {}), like, parts))
     return unmeasured(parts, sent, "which have no variates")
 
 
-PROBLEMS = (
+BNScaffoldMethod.rows = (
+    *ScaffoldMethod.rows,
     Problem(
-        "batch-renorm",
-        "{method.name} corrects BatchNorm's statistics, and so does norm=batch-renorm;"
-        " use norm=batch",
-        when=lambda method, run: run.norm == "batch-renorm",
-    ),
-    Problem(
-        "without-moments",
-        "round {round.number}: {found} have no moments of BatchNorm's inputs (record"
+        "variates-without-moments",
+        "round {known.number}: {found} have no moments of BatchNorm's inputs (record"
         f" '{BN_VARIATES}'); what these clients sent last, if anything, stays in the"
         " variates",
-        "warn",
-        at="replies",
+        effect="warn",
+        stage="replies",
         when=_without_moments,
     ),
-    Problem(
-        "unmeasured-layers",
-        "round {round.number}: {found}",
-        "warn",
-        at="replies",
-        when=_unmeasured,
-    ),
+    replace(UNMEASURED, when=_unmeasured),
 )

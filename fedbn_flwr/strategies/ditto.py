@@ -42,12 +42,11 @@ model.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from torch import nn
 
 from fedbn_flwr.errors import ConfigError
-from fedbn_flwr.server.methods.method import Ask, Facts, HookContext, Problem
+from fedbn_flwr.problems import Problem
+from fedbn_flwr.server.methods.method import Ask, Facts, HookContext
 from fedbn_flwr.server.methods.options import AGC, ClipGradients
 from fedbn_flwr.server.methods.params_by_method import DittoParams
 from fedbn_flwr.server.methods.travels import Travels
@@ -118,10 +117,6 @@ class DittoMethod(FedProxMethod[DittoParams]):
         """Send lambda."""
         return [Ask("personal-model", {PROXIMAL_MU: self.params.proximal_mu})]
 
-    def table(self) -> Sequence[Problem]:
-        """Return the end of this file."""
-        return (LARGE_MU, ALONE)
-
 
 class Ditto(Strategy):
     """FedAvg beside a model of each client's own.
@@ -142,6 +137,9 @@ ALONE = Problem(
     "models-alone",
     "{method.title}: with proximal-mu=0 the model of each client trains alone, as with"
     " standalone. Use a proximal-mu above 0, such as 0.01.",
-    "warn",
-    when=lambda method, run: method.params.proximal_mu == 0,
+    "proximal_mu",
+    stage="settings",
+    effect="warn",
+    when=lambda method, known: method.params.proximal_mu == 0,
 )
+DittoMethod.rows = (LARGE_MU, ALONE)

@@ -97,15 +97,19 @@ from fedbn_flwr.batchnorm.reestimation import (
 from fedbn_flwr.batchnorm.replaced_forward import layers_in_training, watch_inputs
 from fedbn_flwr.messages.moment_record import decode_moments, encode_moments
 from fedbn_flwr.messages.protocol import Key
+from fedbn_flwr.problems import Problem
 from fedbn_flwr.server.methods.method import (
     Ask,
     Facts,
     Method,
-    Problem,
     Replies,
     Reply,
 )
-from fedbn_flwr.server.methods.moment_pool import pooled_statistics, unmeasured
+from fedbn_flwr.server.methods.moment_pool import (
+    UNMEASURED,
+    pooled_statistics,
+    unmeasured,
+)
 from fedbn_flwr.server.methods.params_by_method import (
     FBNParams,
     PooledParams,
@@ -296,7 +300,14 @@ class PooledStatisticsMethod(Method[P, S]):
             f"strategy={self.name} sends the moments of BatchNorm's inputs on the"
             " clients' data"
         )
-        return (Travels(frozen=TRACKED, extras=(Extra(BN_MOMENTS, "moments", why),)),)
+        return (
+            Travels(
+                frozen=TRACKED,
+                extras=(Extra(BN_MOMENTS, "moments", why),),
+                after=self.params.statistics_warm_up,
+                after_setting="statistics_warm_up",
+            ),
+        )
 
     def pool(self, moments: Sequence[Moments], weights: Sequence[float]) -> Moments:
         """Return a layer's moments of all clients, here merged by their counts;
@@ -338,10 +349,6 @@ class PooledStatisticsMethod(Method[P, S]):
         if after is None and num_pooled >= self.params.statistics_warm_up:
             after = facts.number
         return model, replace(state, num_pooled=num_pooled, warmed_up_after=after)
-
-    def table(self) -> Sequence[Problem]:
-        """Return the end of this file."""
-        return PROBLEMS
 
 
 def _moments(facts: Facts, replies: Sequence[Reply]) -> list[dict[str, Moments]]:
@@ -386,10 +393,6 @@ class FBNMethod(PooledStatisticsMethod[FBNParams]):
         if share is not None:
             return trimmed(moments, share)
         return pool(moments, weights if self.params.fbn_measure == "steps" else None)
-
-    def table(self) -> Sequence[Problem]:
-        """Return the end of this file."""
-        return FBN_PROBLEMS
 
 
 class FBN(Strategy):
@@ -444,59 +447,45 @@ class FBN(Strategy):
 
 
 # --- what may be wrong ----------------------------------------------------------------
-def _without_moments(method: Any, seen: Any) -> str:
+def _without_moments(method: Any, known: Any) -> str:
     """Say how many replies have no moments, and what that does."""
-    without = sum(not reply.extras.get(BN_MOMENTS) for reply in seen.replies)
+    without = sum(not reply.extras.get(BN_MOMENTS) for reply in known.replies)
     if not without:
         return ""
     what = "the statistics are of the others"
-    if without == len(seen.replies):
+    if without == len(known.replies):
         what = "the statistics stay as they are"
     return (
-        f"{without} of {len(seen.replies)} replies have no moments of BatchNorm's"
+        f"{without} of {len(known.replies)} replies have no moments of BatchNorm's"
         f" inputs; {what}"
     )
 
 
-def _unmeasured(method: Any, seen: Any) -> str:
+def _unmeasured(method: Any, known: Any) -> str:
     """Name, in the first round with statistics, the layers without."""
-    if seen.state.num_pooled:
+    if known.state.num_pooled:
         return ""
-    return unmeasured(seen.facts.parts, _moments(seen.facts, seen.replies))
+    return unmeasured(known.facts.parts, _moments(known.facts, known.replies))
 
 
-def _trims_nobody(method: Any, seen: Any) -> str:
+def _trims_nobody(method: Any, known: Any) -> str:
     """Return the share of a trimmed mean that leaves out none of so many clients."""
     share, count = (
         trimmed_share(method.params.statistics_aggregation),
-        len(seen.replies),
+        len(known.replies),
     )
     if not share or share_of(share, count):
         return ""
     return f"{share} of {count} clients"
 
 
-PROBLEMS = (
-    Problem(
-        "long-warm-up",
-        "{method.name}: statistics-warm-up={params.statistics_warm_up} lasts as long as"
-        " the run of {run.num_rounds} rounds, so BN never trains with global"
-        " statistics. Use a shorter warm-up or more rounds.",
-        "warn",
-        when=lambda method, run: method.params.statistics_warm_up >= run.num_rounds,
-    ),
-    Problem(
-        "unmeasured-layers",
-        "round {round.number}: {found}",
-        "warn",
-        at="replies",
-        when=_unmeasured,
-    ),
+PooledStatisticsMethod.rows = (
+    replace(UNMEASURED, when=_unmeasured),
     Problem(
         "without-moments",
-        "round {round.number}: {found}",
-        "warn",
-        at="replies",
+        "round {known.number}: {found}",
+        effect="warn",
+        stage="replies",
         when=_without_moments,
     ),
     Problem(
@@ -504,29 +493,29 @@ PROBLEMS = (
         "Likely cause: the global statistics are those of earlier weights and far from"
         " the batches', so BN does not keep the activations small. What helped in small"
         " runs: a fifth of the learning-rate.",
-        "cause",
-        at="diverged",
-        when=lambda method, seen: not method.phase(seen.state, seen.number),
+        effect="cause",
+        stage="diverged",
+        when=lambda method, known: not method.phase(known.state, known.number),
     ),
 )
-FBN_PROBLEMS = (
-    *PROBLEMS,
+FBNMethod.rows = (
+    *PooledStatisticsMethod.rows,
     Problem(
         "trims-nobody",
-        "round {round.number}: trimmed-mean:{found} leaves nobody out; the statistics"
+        "round {known.number}: trimmed-mean:{found} leaves nobody out; the statistics"
         " are a mean with equal weights, and a false one counts in full",
-        "warn",
-        at="replies",
+        effect="warn",
+        stage="replies",
         when=_trims_nobody,
     ),
     Problem(
         "statistics-of-a-pass",
         "fbn-measure=steps helped, too.",
-        "remedy",
-        at="diverged",
-        when=lambda method, seen: (
+        effect="remedy",
+        stage="diverged",
+        when=lambda method, known: (
             method.params.fbn_measure == "pass"
-            and not method.phase(seen.state, seen.number)
+            and not method.phase(known.state, known.number)
         ),
     ),
 )

@@ -36,13 +36,12 @@ momentum and with rate 1, they equal FedAvg. Both laws are exact up to rounding.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Unpack
 
 import numpy as np
 
 from fedbn_flwr.batchnorm.averaging import Array
-from fedbn_flwr.server.methods.method import Problem
+from fedbn_flwr.problems import Problem
 from fedbn_flwr.server.methods.params_by_method import FedAvgMParams
 from fedbn_flwr.server.strategy import AggregateMetrics, CommonOptions, Strategy
 from fedbn_flwr.strategies.fedopt import Moments, ServerStep
@@ -69,10 +68,6 @@ class FedAvgMMethod(ServerStep[FedAvgMParams]):
         (v,) = moments or (0.0,)
         v = self.params.server_momentum * v + delta
         return np.asarray(self.params.server_learning_rate * v), (v,)
-
-    def table(self) -> Sequence[Problem]:
-        """Return the rows of a server's step, and the end of this file."""
-        return (*super().table(), NO_STEP)
 
 
 class FedAvgM(Strategy):
@@ -122,13 +117,19 @@ class FedAvgM(Strategy):
 
 
 # --- what may be wrong ----------------------------------------------------------------
-NO_STEP = Problem(
-    "no-server-step",
-    "{method.title}: with server-momentum=0 and server-learning-rate=1, the defaults in"
-    " Flower, the server averages as with fedavg. Use a server-momentum above 0, such"
-    " as 0.9.",
-    "warn",
-    when=lambda method, run: (
-        method.params.server_momentum == 0 and method.params.server_learning_rate == 1
+FedAvgMMethod.rows = (
+    *ServerStep.rows,
+    Problem(
+        "no-server-step",
+        "{method.title}: with server-momentum=0 and server-learning-rate=1, the defaults in"
+        " Flower, the server averages as with fedavg. Use a server-momentum above 0, such"
+        " as 0.9.",
+        "server_momentum server_learning_rate",
+        stage="settings",
+        effect="warn",
+        when=lambda method, known: (
+            method.params.server_momentum == 0
+            and method.params.server_learning_rate == 1
+        ),
     ),
 )

@@ -48,15 +48,15 @@ Equal losses give the plain mean.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any, Unpack
 
 import numpy as np
 from torch import nn
 
 from fedbn_flwr.messages.protocol import VALIDATION_LOSS, Key
-from fedbn_flwr.server.methods.method import Ask, Facts, Problem, Replies
+from fedbn_flwr.server.methods.method import Ask, Facts, Replies
 from fedbn_flwr.server.methods.params_by_method import FedBSParams
 from fedbn_flwr.server.methods.travels import Extra, Travels
 from fedbn_flwr.server.strategy import AggregateMetrics, CommonOptions, Strategy
@@ -118,7 +118,13 @@ class FedBSMethod(FedProxMethod[FedBSParams, FedBSState]):
         loss = (Extra(key, "scalar", why, required=True),)
         return (
             Travels("loss-weighted", weights=key, extras=loss),
-            Travels("proximal", weights="equal", extras=loss),
+            Travels(
+                "proximal",
+                weights="equal",
+                extras=loss,
+                after=self.params.fedbs_rounds,
+                after_setting="fedbs_rounds",
+            ),
         )
 
     def phase(self, state: FedBSState, number: int) -> str:
@@ -150,10 +156,6 @@ class FedBSMethod(FedProxMethod[FedBSParams, FedBSState]):
             agreed = state.agreed + 1
         enough = agreed >= self.params.fedbs_rounds
         return model, FedBSState(facts.number if enough else None, agreed)
-
-    def table(self) -> Sequence[Problem]:
-        """Return the end of this file."""
-        return PROBLEMS
 
 
 class FedBS(Strategy):
@@ -211,19 +213,12 @@ class FedBS(Strategy):
 
 
 # --- what may be wrong ----------------------------------------------------------------
-PROBLEMS = (
-    Problem(
-        "no-second-phase",
-        "fedbs: phase 2 begins after fedbs-rounds={params.fedbs_rounds} rounds at the"
-        " earliest, and the run has {run.num_rounds}: it never begins, unless a resumed"
-        " run goes on. Use a smaller fedbs-rounds.",
-        "warn",
-        when=lambda method, run: method.params.fedbs_rounds >= run.num_rounds,
-    ),
-    LARGE_MU._replace(
-        when=lambda method, seen: (
+FedBSMethod.rows = (
+    replace(
+        LARGE_MU,
+        when=lambda method, known: (
             method.params.proximal_mu
-            and method.phase(seen.state, seen.number) == "proximal"
+            and method.phase(known.state, known.number) == "proximal"
         ),
     ),
 )

@@ -61,7 +61,8 @@ from typing_extensions import TypeVar, Unpack
 
 from fedbn_flwr.batchnorm.averaging import Array
 from fedbn_flwr.batchnorm.parts import split_state
-from fedbn_flwr.server.methods.method import Facts, Method, Problem, Replies
+from fedbn_flwr.problems import Problem
+from fedbn_flwr.server.methods.method import Facts, Method, Replies
 from fedbn_flwr.server.methods.params import Params
 from fedbn_flwr.server.methods.params_by_method import (
     AdaptiveParams,
@@ -147,10 +148,6 @@ class ServerStep(Method[P, ServerMoments]):
             step, moments[name] = self.step(facts.number, delta, moments.get(name, ()))
             model[name] = (x + step).astype(mean.dtype)
         return model, ServerMoments(moments)
-
-    def table(self) -> Sequence[Problem]:
-        """Return the end of this file."""
-        return PROBLEMS
 
 
 A = TypeVar("A", bound=FedAdagradParams, default=FedAdagradParams)
@@ -388,7 +385,7 @@ class FedYogi(Strategy):
 
 
 # --- what may be wrong ----------------------------------------------------------------
-def _server_rate(method: Any, seen: Any) -> str:
+def _server_rate(method: Any, known: Any) -> str:
     """Return what to do about the server's learning rate."""
     rate = getattr(method.params, method.server_rate)
     default = type(method.params).model_fields[method.server_rate].default
@@ -398,12 +395,12 @@ def _server_rate(method: Any, seen: Any) -> str:
     return f"lower {given}."
 
 
-PROBLEMS = (
+ServerStep.rows = (
     Problem(
         "large-server-steps",
         "Or the server's steps are too large: {found}",
-        "remedy",
-        at="diverged",
+        effect="remedy",
+        stage="diverged",
         when=_server_rate,
     ),
 )

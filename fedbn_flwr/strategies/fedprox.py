@@ -36,14 +36,13 @@ $\mu = 0$ is FedAvg, bit for bit.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor, nn
 from typing_extensions import TypeVar, Unpack
 
 from fedbn_flwr.messages.protocol import Key
-from fedbn_flwr.server.methods.method import Ask, Facts, Method, Problem
+from fedbn_flwr.problems import Problem
+from fedbn_flwr.server.methods.method import Ask, Facts, Method
 from fedbn_flwr.server.methods.params_by_method import FedProxParams
 from fedbn_flwr.server.strategy import AggregateMetrics, CommonOptions, Strategy
 from fedbn_flwr.training.client_hook import ClientHook
@@ -115,10 +114,6 @@ class FedProxMethod(Method[P, S]):
             return []
         return [Ask("proximal", {PROXIMAL_MU: self.params.proximal_mu})]
 
-    def table(self) -> Sequence[Problem]:
-        """Return the end of this file."""
-        return (LARGE_MU, NO_TERM)
-
 
 class FedProx(Strategy):
     """FedAvg whose clients add a proximal term to their loss.
@@ -170,14 +165,18 @@ LARGE_MU = Problem(
     "large-mu",
     "With proximal-mu={params.proximal_mu:g} a learning-rate above 2 / proximal-mu"
     " diverges by the proximal term alone: lower one of them.",
-    "remedy",
-    at="diverged",
-    when=lambda method, seen: method.params.proximal_mu > 0,
+    "proximal_mu learning_rate",
+    effect="remedy",
+    stage="diverged",
+    when=lambda method, known: method.params.proximal_mu > 0,
 )
 NO_TERM = Problem(
     "no-proximal-term",
     "{method.title}: with proximal-mu=0, the default in Flower, the clients train as"
     " with fedavg. Use a proximal-mu above 0, such as 0.01.",
-    "warn",
-    when=lambda method, run: method.params.proximal_mu == 0,
+    "proximal_mu",
+    stage="settings",
+    effect="warn",
+    when=lambda method, known: method.params.proximal_mu == 0,
 )
+FedProxMethod.rows = (LARGE_MU, NO_TERM)

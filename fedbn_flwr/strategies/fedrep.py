@@ -38,14 +38,15 @@ With $\tau_h = 0$, only the body trains.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 
 import torch
 from torch import nn
 
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.messages.protocol import Key
-from fedbn_flwr.server.methods.method import Ask, Facts, Method, Problem
+from fedbn_flwr.problems import Problem
+from fedbn_flwr.server.methods.method import Ask, Facts, Method
 from fedbn_flwr.server.methods.params_by_method import FedRepParams
 from fedbn_flwr.server.methods.travels import PERSONAL, Travels
 from fedbn_flwr.server.strategy import Strategy
@@ -154,10 +155,6 @@ class FedRepMethod(Method[FedRepParams]):
         """Send tau_h."""
         return [Ask("head-then-body", {HEAD_STEPS: self.params.head_steps})]
 
-    def table(self) -> Sequence[Problem]:
-        """Return the end of this file."""
-        return PROBLEMS
-
 
 class FedRep(Strategy):
     """FedAvg of the body, after steps on each client's own head.
@@ -174,12 +171,14 @@ class FedRep(Strategy):
 
 
 # --- what may be wrong ----------------------------------------------------------------
-PROBLEMS = (
+FedRepMethod.rows = (
     Problem(
         "no-body-step",
         "{found}",
-        when=lambda method, run: (
-            run.local_steps and _too_many(method.params.head_steps, run.local_steps)
+        "head_steps local_steps",
+        needs="local_steps",
+        when=lambda method, known: _too_many(
+            method.params.head_steps, known.local_steps or 0
         ),
     ),
 )

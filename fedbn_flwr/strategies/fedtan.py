@@ -83,7 +83,7 @@ $\sum_i p_i F_i$.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import ClassVar, Literal, Unpack
 
@@ -92,7 +92,7 @@ from torch import nn
 from fedbn_flwr.batchnorm.sync import Backward, ExchangeScheme, synchronised
 from fedbn_flwr.errors import DataError
 from fedbn_flwr.messages.protocol import FIRST_BATCH, Key
-from fedbn_flwr.server.methods.method import Ask, Facts, HookContext, Method, Problem
+from fedbn_flwr.server.methods.method import Ask, Facts, HookContext, Method
 from fedbn_flwr.server.methods.params_by_method import FedTANParams
 from fedbn_flwr.server.methods.travels import Exchanges, Travels
 from fedbn_flwr.server.strategy import AggregateMetrics, CommonOptions, Strategy
@@ -215,10 +215,6 @@ class FedTANMethod(Method[FedTANParams]):
         config = {EXCHANGES: self.params.fedtan_exchanges, BACKWARD: self.backward}
         return [Ask("synchronise-first-step", config)]
 
-    def table(self) -> Sequence[Problem]:
-        """Return the end of this file."""
-        return PROBLEMS
-
 
 class FedTAN(Strategy):
     """FedAvg whose first local step is synchronised layer by layer.
@@ -273,23 +269,3 @@ class FedTAN(Strategy):
             fedtan_tls_dir=fedtan_tls_dir,
             **options,
         )
-
-
-# --- what may be wrong ----------------------------------------------------------------
-PROBLEMS = (
-    Problem(
-        "batch-renorm",
-        "{method.name} synchronises BatchNorm; norm=batch-renorm corrects it locally",
-        when=lambda method, run: run.norm == "batch-renorm",
-    ),
-    *(
-        Problem(
-            "no-channel",
-            "it is for fedtan-transport=channel",
-            "unused",
-            key,
-            when=lambda method, run: method.params.fedtan_transport != "channel",
-        )
-        for key in ("fedtan_bind", "fedtan_address", "fedtan_tls_dir")
-    ),
-)

@@ -37,10 +37,9 @@ The law of FedTAN applies in rounds $1 \dots M$, and the law of FixBN after $T^*
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Literal, Unpack
 
-from fedbn_flwr.server.methods.method import Ask, Facts, Problem
+from fedbn_flwr.server.methods.method import Ask, Facts
 from fedbn_flwr.server.methods.params_by_method import FedTAN2Params
 from fedbn_flwr.server.methods.travels import Travels
 from fedbn_flwr.server.strategy import AggregateMetrics, CommonOptions, Strategy
@@ -78,10 +77,6 @@ class FedTAN2Method(FixBNMethod):
         if self.phase(state, facts.number) != "frozen":
             asks = [*self._fedtan.on_clients(None, facts), *asks]
         return asks
-
-    def table(self) -> Sequence[Problem]:
-        """Return the rows of both."""
-        return (*self._fedtan.table(), *super().table())
 
 
 class FedTAN2(Strategy):

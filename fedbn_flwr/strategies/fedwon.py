@@ -46,10 +46,11 @@ None known. The learnable gain per channel of Brock et al. is an option:
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
-from fedbn_flwr.server.methods.method import Method, Problem
+from fedbn_flwr.errors import NormLayerError
+from fedbn_flwr.problems import Problem
+from fedbn_flwr.server.methods.method import Method
 from fedbn_flwr.server.methods.params_by_method import FedWonParams
 from fedbn_flwr.server.strategy import AggregateMetrics, Strategy
 
@@ -67,10 +68,6 @@ class FedWonMethod(Method[FedWonParams]):
     source = "Zhuang 2024, arXiv:2306.05879"
     alone = "fedwon is norm=wsconv and agc: set these two with the other strategy"
     Params = FedWonParams
-
-    def table(self) -> Sequence[Problem]:
-        """Return the end of this file."""
-        return PROBLEMS
 
 
 class FedWon(Strategy):
@@ -122,50 +119,55 @@ class FedWon(Strategy):
 
 
 # --- what may be wrong ----------------------------------------------------------------
-def _has_filters(run: Any) -> bool:
+def _has_filters(known: Any) -> bool:
     """Return whether the model has filters of more than one weight to standardise."""
     # A filter of one weight is 0 once it is standardised.
-    shapes = run.shapes.values()
+    shapes = known.shapes.values()
     return any(len(shape) > 2 and math.prod(shape[1:]) > 1 for shape in shapes)
 
 
-def _what_helped(method: Any, seen: Any) -> str:
+def _what_helped(method: Any, known: Any) -> str:
     """Return the remedies; clipping is one where it is off or weak."""
     if 0 < method.params.agc <= 0.1:
         return "a tenth of the learning-rate"
     return "agc=0.1, or a tenth of the learning-rate"
 
 
-PROBLEMS = (
+FedWonMethod.rows = (
     Problem(
         "fedwon-norm",
-        "strategy=fedwon trains without normalisation: norm={run.norm} must be wsconv",
-        when=lambda method, run: run.norm not in ("", "wsconv"),
+        "strategy=fedwon trains without normalisation: norm={known.norm} must be wsconv",
+        "norm",
+        needs="norm",
+        when=lambda method, known: known.norm != "wsconv",
     ),
     Problem(
         "fedwon-has-batchnorm",
-        "{method.title} trains without normalisation",
-        "model",
-        has="{found}",
+        "{method.title} trains without normalisation, but {known.model} has {found}",
+        "strategy",
+        stage="model",
+        error=NormLayerError,
         remedy="a model without them: model, report = replace_norm(model, 'wsconv')",
-        when=lambda method, run: (
-            run.parts and run.parts.layers and run.parts.named_layers()
-        ),
+        needs="parts",
+        when=lambda method, known: known.parts.layers and known.parts.named_layers(),
     ),
     Problem(
         "fedwon-no-convolution",
-        "{method.title} standardises the weights of convolutions",
-        "model",
-        has="none",
+        "{method.title} standardises the weights of convolutions, but {known.model} has"
+        " none",
+        "strategy",
+        stage="model",
+        error=NormLayerError,
         remedy="FedAvg, or a model with convolutions",
-        when=lambda method, run: run.parts and not _has_filters(run),
+        needs="shapes",
+        when=lambda method, known: not _has_filters(known),
     ),
     Problem(
         "large-steps-without-norm",
         "Likely cause: without normalisation the training steps are too large;"
         " agc={params.agc:g}. What helped in small runs: {found}.",
-        "cause",
-        at="diverged",
+        effect="cause",
+        stage="diverged",
         when=_what_helped,
     ),
 )

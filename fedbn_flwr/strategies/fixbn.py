@@ -79,8 +79,10 @@ import torch
 from torch import Tensor, nn
 
 from fedbn_flwr.batchnorm.parts import batchnorm_layers, split_state
+from fedbn_flwr.errors import NothingTrainedError
 from fedbn_flwr.messages.protocol import Key
-from fedbn_flwr.server.methods.method import Ask, Facts, Method, Problem, Replies
+from fedbn_flwr.problems import Problem
+from fedbn_flwr.server.methods.method import Ask, Facts, Method, Replies
 from fedbn_flwr.server.methods.params_by_method import FixBNParams
 from fedbn_flwr.server.methods.travels import BATCHNORM, TRACKED, Extra, Travels
 from fedbn_flwr.server.strategy import AggregateMetrics, CommonOptions, Strategy
@@ -223,7 +225,13 @@ class FixBNMethod(Method[Any, Frozen]):
             delta = Extra(DELTA, "scalar", why, read="mean", required=True)
             first = replace(first, extras=(delta,))
         last = None if num_rounds is None else self.freezes_after(num_rounds)
-        return replace(first, last=last), Travels("frozen", frozen=self.parts)
+        frozen = Travels(
+            "frozen",
+            frozen=self.parts,
+            after=last,
+            after_setting=self.key.replace("-", "_"),
+        )
+        return replace(first, last=last), frozen
 
     def begin(self, facts: Facts) -> Frozen:
         """Set the round if it is known."""
@@ -272,10 +280,6 @@ class FixBNMethod(Method[Any, Frozen]):
         """Return the round after which BN was frozen; None if it was not yet."""
         frozen = self.phase(state, num_rounds) == "frozen"
         return {"frozen-after": state.frozen_after if frozen else None}
-
-    def table(self) -> Sequence[Problem]:
-        """Return the end of this file."""
-        return PROBLEMS
 
 
 class FixBN(Strategy):
@@ -330,11 +334,11 @@ class FixBN(Strategy):
 
 
 # --- what may be wrong ----------------------------------------------------------------
-def _untouched(method: Any, seen: Any) -> bool:
+def _untouched(method: Any, known: Any) -> bool:
     """Return whether BN is about to be frozen at the statistics of new layers."""
-    last, facts = seen.state.frozen_after, seen.facts
+    last, facts = known.state.frozen_after, known.facts
     # A run that freezes from the start is warned of before it.
-    if not last or seen.number != last + 1:
+    if not last or known.number != last + 1:
         return False
     frozen = frozenset(facts.frozen)
     pairs = [pair for pair in facts.parts.moments() if frozen.issuperset(pair)]
@@ -344,87 +348,68 @@ def _untouched(method: Any, seen: Any) -> bool:
     return bool(pairs)
 
 
-def _late(method: Any, seen: Any) -> str:
+def _late(method: Any, known: Any) -> str:
     """Name the clients that first trained after their gamma and beta were frozen."""
-    kept = (method.parts - TRACKED) & seen.facts.travels.local
-    if not kept or method.phase(seen.state, seen.number) != "frozen":
+    kept = (method.parts - TRACKED) & known.facts.travels.local
+    if not kept or method.phase(known.state, known.number) != "frozen":
         return ""
-    return ", ".join(reply.node.label for reply in seen.replies if reply.info.began)
+    return ", ".join(reply.node.label for reply in known.replies if reply.info.began)
 
 
-def _after_the_end(method: Any, run: Any) -> int | None:
-    """Return T* if the run ends with it or before it."""
-    after: int | None = method.freezes_after(run.num_rounds)
-    return after if after is not None and after >= run.num_rounds else None
-
-
-PROBLEMS = (
-    *(
-        Problem(
-            "fixed-round",
-            "it is for {method.key}=auto",
-            "unused",
-            key,
-            when=lambda method, run: method.params.freeze_at != "auto",
-        )
-        for key in ("freeze_window", "freeze_tau")
-    ),
+FixBNMethod.rows = (
     Problem(
         "long-window",
         "freeze-window={params.freeze_window} must be below"
-        " num-server-rounds={run.num_rounds} for {method.key}=auto",
-        when=lambda method, run: (
+        " num-server-rounds={known.num_rounds} for {method.key}=auto",
+        "freeze_window freeze_at fedtan_rounds",
+        needs="num_rounds",
+        when=lambda method, known: (
             method.params.freeze_at == "auto"
-            and 0 < run.num_rounds <= method.params.freeze_window
+            and known.num_rounds <= method.params.freeze_window
         ),
     ),
     Problem(
-        "never-frozen",
-        "{method.name}: {method.key}={params.freeze_at} means after round {found}, and the run"
-        " has {run.num_rounds}: BN is never frozen, unless a resumed run goes on. Use a"
-        " smaller {method.key} or more rounds.",
-        "warn",
-        when=_after_the_end,
-    ),
-    Problem(
         "frozen-from-the-start",
-        "{method.name}: {method.key}={params.freeze_at} of {run.num_rounds} rounds means after"
+        "{method.name}: {method.key}={params.freeze_at} of {known.num_rounds} rounds means after"
         " round 0: BN is frozen from round 1 at the statistics of the initial model."
         " Use {method.key} of 1 or more rounds, or a trained initial model.",
-        "warn",
-        when=lambda method, run: method.freezes_after(run.num_rounds) == 0,
+        "freeze_at fedtan_rounds",
+        effect="warn",
+        needs="num_rounds",
+        when=lambda method, known: method.freezes_after(known.num_rounds) == 0,
     ),
     Problem(
         "statistics-untouched",
-        "{method.title} freezes BN after round {round.state.frozen_after}"
+        "{method.title} freezes BN after round {known.state.frozen_after}"
         " ({method.key}={params.freeze_at}), and no round until then has changed a running"
         " statistic: BN would be frozen at mean 0 and variance 1, as if there were"
         " none. Use a later {method.key}, or a trained initial model.",
-        "nothing-trained",
-        at="sending",
+        effect="end",
+        error=NothingTrainedError,
+        stage="sending",
         when=_untouched,
     ),
     Problem(
         "trained-too-late",
-        "round {round.number}: client {found} trained for the first time after"
+        "round {known.number}: client {found} trained for the first time after"
         " {method.title} froze gamma and beta, which each client keeps: there they have"
         " the values of the initial model, and stay so. Let every client train before"
         " the freeze, or leave out freeze-affine.",
-        "warn",
-        at="replies",
+        effect="warn",
+        stage="replies",
         when=_late,
     ),
     Problem(
         "far-statistics",
         "Likely cause: the running statistics, frozen after round"
-        " T*={round.state.frozen_after}, are far from those of the batches, so BN no"
+        " T*={known.state.frozen_after}, are far from those of the batches, so BN no"
         " longer keeps the activations small. What helped in small runs: a learning"
         " rate ten times lower from there on (lr-decay-at=freeze, or a smaller"
         " lr-decay-factor where it is set; in a loop of your own, where the message's"
         " config has fedbn-flwr.frozen), or from the start (learning-rate). A later T*"
         " alone put the divergence off, but did not prevent it.",
-        "cause",
-        at="diverged",
-        when=lambda method, seen: method.phase(seen.state, seen.number) == "frozen",
+        effect="cause",
+        stage="diverged",
+        when=lambda method, known: method.phase(known.state, known.number) == "frozen",
     ),
 )

@@ -59,7 +59,7 @@ With variates at zero, equal clients and $\eta_g = 1$, SCAFFOLD equals FedAvg.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -72,11 +72,11 @@ from fedbn_flwr.batchnorm.averaging import weighted_sum, wide_type
 from fedbn_flwr.batchnorm.parts import Part
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.messages.protocol import Key
+from fedbn_flwr.problems import Problem
 from fedbn_flwr.server.methods.method import (
     Ask,
     Facts,
     Method,
-    Problem,
     Replies,
 )
 from fedbn_flwr.server.methods.params_by_method import ScaffoldParams
@@ -292,10 +292,6 @@ class ScaffoldMethod(Method[P, S]):
             variates[name] = c.astype(before.dtype)
         return model, replace(state, variates=variates, num_clients=num_clients)
 
-    def table(self) -> Sequence[Problem]:
-        """Return the end of this file."""
-        return PROBLEMS
-
 
 def _scaled(
     state: Variates, facts: Facts, replies: Replies
@@ -359,15 +355,26 @@ class Scaffold(Strategy):
 
 
 # --- what may be wrong ----------------------------------------------------------------
-PROBLEMS = (
+ScaffoldMethod.rows = (
     Problem(
         "needs-sgd",
-        f"{_NEEDS_SGD}: optimizer={{run.optimizer}} must be sgd",
-        when=lambda method, run: run.optimizer not in ("", "sgd"),
+        f"{_NEEDS_SGD}: optimizer={{known.optimizer}} must be sgd",
+        "optimizer",
+        needs="optimizer",
+        when=lambda method, known: known.optimizer != "sgd",
     ),
     Problem(
         "needs-plain-sgd",
-        "scaffold corrects plain SGD: sgd-momentum={run.sgd_momentum} must be 0",
-        when=lambda method, run: run.sgd_momentum,
+        "scaffold corrects plain SGD: sgd-momentum={known.sgd_momentum} must be 0",
+        "sgd_momentum",
+        when=lambda method, known: known.sgd_momentum,
+    ),
+    Problem(
+        "needs-no-momentum",
+        "scaffold corrects plain SGD: momentum-scope={params.momentum_scope} must be"
+        " none",
+        "momentum_scope",
+        stage="settings",
+        when=lambda method, known: method.params.momentum_scope != "none",
     ),
 )

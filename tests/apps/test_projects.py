@@ -186,8 +186,8 @@ def test_the_hospital_app_runs_with_every_other_strategy(
     # What two rounds cannot show, Flower's defaults with which a method is FedAvg, and
     # parts that are not in the final arrays.
     known = (
-        "fedtan2: fedtan-rounds=0.1 of 2 rounds",
-        "fedbs: phase 2",
+        "fedtan2: fedtan_rounds=0.1 of 2 rounds",
+        "fedbs: fedbs_rounds=5 means",
         f"strategy '{strategy}': with ",
         f"strategy '{strategy}' keeps",
     )

@@ -17,7 +17,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from fedbn_flwr.batchnorm.parts import Parts, batchnorm_layers, split_state
 from fedbn_flwr.errors import ConfigError, FedBNError, RunFailedError
 from fedbn_flwr.messages.records import from_record, to_record
-from fedbn_flwr.server.methods.method import RunSettings
 from fedbn_flwr.strategies import (
     FBN,
     HBN,
@@ -112,15 +111,13 @@ def test_methods_that_measure_all_layers_together_refuse_a_part(
     method: Any, by_parts: bool
 ) -> None:
     start = to_record(network().state_dict())
+    chosen: Any = {"layers": "features.norm0"}
     if by_parts:
-        strategy = method(parts=split_state(network(), "features.norm0"))
-    else:
-        strategy = method(layers="features.norm0")
-    with pytest.raises(ConfigError):
-        strategy.prepare(start, 200, 1)
-    run = RunSettings(200, parts=strategy.parts)
-    codes = [problem.code for problem in strategy.methods.problems(run)]
-    assert "all-layers" in codes
+        chosen = {"parts": split_state(network(), "features.norm0")}
+    with pytest.raises(ConfigError) as caught:
+        method(**chosen).prepare(start, 200, 1)
+    (problem,) = caught.value.problems
+    assert (problem.code, problem.key) == ("all-layers", "layers")
 
 
 def test_a_split_without_the_other_layers_is_refused_by_a_torch_client(

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from fedbn_flwr.batchnorm.reestimation import Moments, moments_of, pool
 from fedbn_flwr.errors import DivergedError
 from fedbn_flwr.messages.records import tensors, to_record
-from fedbn_flwr.server.methods.method import RunSettings
+from fedbn_flwr.problems import Known
 from fedbn_flwr.strategies import FBN, HBN, FedAvg, FixBN
 from fedbn_flwr.strategies.fbn import GlobalStatistics, Pooled, trimmed
 from tests.support.bad_replies import spoiling
@@ -263,9 +263,9 @@ def test_a_warm_up_as_long_as_the_run_is_told(
     method, federate, datasets, mlp, caplog
 ) -> None:
     federate(method(statistics_warm_up=2), mlp, datasets, rounds=2)
-    assert "statistics-warm-up=2 lasts as long as the run of 2 rounds" in caplog.text
-    problems = method(statistics_warm_up=1).methods.problems(RunSettings(2))
-    assert not [problem for problem in problems if problem.kind == "warn"]
+    assert "statistics_warm_up=2 means" in caplog.text
+    problems = method(statistics_warm_up=1).methods.problems(Known(num_rounds=2))
+    assert not [problem for problem in problems if problem.effect == "warn"]
 
 
 class Checkpointed(nn.Sequential):

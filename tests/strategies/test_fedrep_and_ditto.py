@@ -11,18 +11,18 @@ from torch.utils.data import Dataset
 
 from fedbn_flwr.client.hooks import Hooks
 from fedbn_flwr.errors import ConfigError, FedBNError
+from fedbn_flwr.problems import Known
 from fedbn_flwr.strategies import (
     Ditto,
     FedAvg,
     FedBN,
     FedRep,
     FixBN,
-    RunSettings,
     Standalone,
     combined,
     ditto,
 )
-from fedbn_flwr.strategies.fedrep import FedRepMethod, HeadThenBody
+from fedbn_flwr.strategies.fedrep import HeadThenBody
 from tests.support.user_loops import SIZES
 from tests.support.written_out import (
     State,
@@ -130,8 +130,7 @@ def test_no_step_for_the_body_is_told_before_training_in_the_same_words(
     federate: Any, points: Any, training: dict[str, int]
 ) -> None:
     """By the config's numbers, by a client before it trains, and after an own loop."""
-    run = RunSettings(1, local_steps=2)
-    (problem,) = FedRepMethod(FedRepMethod.Params(head_steps=2)).problems(run)
+    (problem,) = FedRep(head_steps=2).methods.problems(Known(local_steps=2), ["run"])
     with pytest.raises(ConfigError) as refused:
         federate(FedRep(head_steps=2), network, [Untouched()] * 2, rounds=1, **training)
     assert problem.text in str(refused.value)

@@ -14,7 +14,7 @@ from fedbn_flwr.client import TorchClient
 from fedbn_flwr.errors import ConfigError, NothingTrainedError
 from fedbn_flwr.messages.records import to_record
 from fedbn_flwr.server.methods.method import Facts, Node, Replies, Reply
-from fedbn_flwr.strategies import FBN, MTFL, FedAvg, FedBS, FedTAN2, FixBN, combined
+from fedbn_flwr.strategies import FBN, MTFL, FedAvg, FedTAN2, FixBN, combined
 from fedbn_flwr.strategies.fixbn import (
     DELTA,
     FixBNMethod,
@@ -74,7 +74,7 @@ def test_a_window_as_long_as_the_run_is_refused(
     auto = {"fedtan_rounds" if method is FedTAN2 else "freeze_at": "auto"}
     for window in (3, 200):
         with pytest.raises(
-            ConfigError, match=f"freeze-window={window} .*-rounds=3 for .*=auto"
+            ConfigError, match=f"freeze_window={window} .*-rounds=3 for .*=auto"
         ):
             federate(method(**auto, freeze_window=window), mlp, datasets, rounds=3)
     federate(method(**auto, freeze_window=2), mlp, datasets, rounds=3)
@@ -115,30 +115,17 @@ def test_the_automatic_t_star_is_the_round_of_the_rule(
     ("strategy", "rounds", "words"),
     [
         (
-            FixBN(freeze_at=5),
-            3,
-            "freeze-at=5 means after round 5, and the run has 3: BN is never frozen",
-        ),
-        (
             FixBN(),
             1,
             (
-                "freeze-at=0.5 of 1 rounds means after round 0: BN is frozen from round"
+                "freeze_at=0.5 of 1 rounds means after round 0: BN is frozen from round"
                 " 1 at the statistics of"
             ),
         ),
-        (FedTAN2(), 9, "fedtan-rounds=0.1 of 9 rounds means after round 0"),
-        (
-            FedBS(),
-            5,
-            (
-                "phase 2 begins after fedbs-rounds=5 rounds at the earliest, and the"
-                " run has 5"
-            ),
-        ),
+        (FedTAN2(), 9, "fedtan_rounds=0.1 of 9 rounds means after round 0"),
     ],
 )
-def test_a_round_that_freezes_nothing_or_too_early_is_warned_of(
+def test_a_freeze_from_the_start_is_warned_of(
     strategy: FedAvg, rounds: int, words: str, mlp, caplog: pytest.LogCaptureFixture
 ) -> None:
     strategy.prepare(to_record(mlp().state_dict()), rounds, 1.0)

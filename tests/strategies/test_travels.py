@@ -11,9 +11,10 @@ from fedbn_flwr.messages.protocol import Key
 from fedbn_flwr.messages.records import to_record
 from fedbn_flwr.server.methods.disclosures import disclosures
 from fedbn_flwr.server.methods.method import Ask, Method
+from fedbn_flwr.server.methods.of_travels import reads_undeclared
 from fedbn_flwr.server.methods.options import OPTIONS
 from fedbn_flwr.server.methods.params import Params
-from fedbn_flwr.server.methods.together import Methods, reads_undeclared
+from fedbn_flwr.server.methods.together import Methods
 from fedbn_flwr.server.methods.travels import (
     TRACKED,
     Exchanges,

@@ -8,66 +8,33 @@ own data or the methods is in ``run_checks.py``.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
-from fedbn_flwr.errors import ConfigError, FedBNError, unknown_name
+from fedbn_flwr.errors import FedBNError, unknown_name
 from fedbn_flwr.lab.config.fields import Fields, config_fields, methods_with, only_if_of
 from fedbn_flwr.lab.config.values import CENTRALIZED, allowed, read_decays, split
-from fedbn_flwr.server.methods.params import EVALUATIONS, SET, TEST_BN
+from fedbn_flwr.privacy.protection_settings import MASKED_UPDATES, DPSettings
+from fedbn_flwr.problems import Known, Problem, check
+from fedbn_flwr.server.methods.params import EVALUATIONS, TEST_BN, of_pydantic, unmet
 from fedbn_flwr.server.methods.params_by_method import PARAMS
 
 __all__ = [
     "ROLES",
-    "ConfigProblemsError",
-    "Problem",
     "checked",
     "defaults_of",
     "has_no_effect",
     "of_error",
     "of_name",
-    "of_pydantic",
     "problems_together",
-    "text_of",
 ]
-
-
-@dataclass(frozen=True)
-class Problem:
-    """A problem of a key.
-
-    Attributes:
-        code: the kind of problem: "unknown-key", "bad-value", "unknown-name",
-            "no-effect", "conflict", or the code of another error.
-        key: the key; "" if the problem is about the whole config.
-        text: the problem and its remedy.
-    """
-
-    code: str
-    key: str
-    text: str
-
-
-class ConfigProblemsError(ConfigError):
-    """The problems of a config, one per line.
-
-    Attributes:
-        problems: all of them.
-    """
-
-    def __init__(self, problems: Sequence[Problem]) -> None:
-        super().__init__(
-            "\n".join(problem.text for problem in problems), code=problems[0].code
-        )
-        self.problems = tuple(problems)
 
 
 def of_error(error: FedBNError, key: str = "") -> Problem:
     """Return an error of something that was read from the config."""
-    return Problem(error.code, key, str(error))
+    return Problem(error.code, str(error), key)
 
 
 def of_name(key: str, name: str, allowed: Collection[str]) -> list[Problem]:
@@ -77,25 +44,13 @@ def of_name(key: str, name: str, allowed: Collection[str]) -> list[Problem]:
     return [of_error(unknown_name(key, name, allowed), key)]
 
 
-def of_pydantic(error: Any, keys: Sequence[str]) -> Problem:
-    """Return an error of pydantic with the key, its value and the allowed values."""
-    key = str(error["loc"][0])
-    if error["type"] in ("extra_forbidden", "invalid_key"):
-        hint = " No key has a similar name."
-        near = difflib.get_close_matches(key, keys, n=1)
-        if near:
-            hint = f" Did you mean {near[0]!r}?"
-        return Problem("unknown-key", key, f"unknown key {key!r}.{hint}")
-    if error["type"] == "value_error":
-        return Problem("bad-value", key, f"{key}: {text_of(error)}")
-    return Problem("bad-value", key, f"{key}={error['input']!r}: {text_of(error)}")
-
-
-def text_of(error: Any) -> str:
-    """Return the message of pydantic, or the text of a validator's own error."""
-    if error["type"] == "value_error":
-        return str(error["ctx"]["error"])
-    return str(error["msg"]).lower()
+def _unknown(key: str, keys: Collection[str]) -> Problem:
+    """Return the problem of an unknown key, with the nearest key."""
+    hint = " No key has a similar name."
+    near = difflib.get_close_matches(key, keys, n=1)
+    if near:
+        hint = f" Did you mean {near[0]!r}?"
+    return Problem("unknown-key", f"unknown key {key!r}.{hint}", key)
 
 
 F = TypeVar("F", bound=Fields)
@@ -124,16 +79,16 @@ def checked(kind: type[F], settings: Mapping[str, Any]) -> tuple[F, list[Problem
         kind: the class to return.
         settings: under their new names, see ``reading.new_names``.
     """
+    fields = {field.alias or name: field for name, field in kind.model_fields.items()}
     try:
         return kind.model_validate(dict(settings)), []
     except ValidationError as error:
-        errors = error.errors(include_url=False)
-    # A union gives several errors for one key: report the first of each.
-    wrong: dict[str, Any] = {}
-    for one in errors:
-        wrong.setdefault(str(one["loc"][0]), one)
-    keys = list(defaults_of(kind))
-    problems = [of_pydantic(one, keys) for one in wrong.values()]
+        problems = of_pydantic(error, fields)
+    problems = [
+        problem if problem.key in fields else _unknown(problem.key, fields)
+        for problem in problems
+    ]
+    wrong = {problem.key for problem in problems}
     valid = {name: value for name, value in settings.items() if str(name) not in wrong}
     return kind.model_validate(valid), problems
 
@@ -163,7 +118,7 @@ def _of_names(config: Fields) -> Iterator[Problem]:
             f"{', '.join(twice)}: named twice in strategy, local-part, client-hooks and"
             " server-step"
         )
-        yield Problem("conflict", "strategy", text)
+        yield Problem("conflict", text, "strategy")
     yield from of_name("norm", config.norm, allowed("norm"))
     # a prefix is that of own data
     if ":" not in config.dataset:
@@ -184,19 +139,19 @@ def _of_rounds(config: Fields) -> Iterator[Problem]:
             f"{stopping} needs validation-share above 0: the score comes from"
             " examples that no client trains on"
         )
-        yield Problem("needs", "early-stopping", text)
+        yield Problem("needs", text, "early-stopping")
     if config.early_stopping and not config.checkpoint_every:
         text = (
             f"{stopping} goes back to the checkpoint of the best round: set"
             " checkpoint-every above 0"
         )
-        yield Problem("needs", "early-stopping", text)
+        yield Problem("needs", text, "early-stopping")
     if not config.local_steps and not config.local_epochs:
         text = (
             "local-steps and local-epochs are both 0: nothing to train; set one of them"
             " above 0"
         )
-        yield Problem("conflict", "local-steps", text)
+        yield Problem("conflict", text, "local-steps")
     try:
         read_decays(config.lr_decay_at, config.lr_decay_factor)
     except FedBNError as error:
@@ -211,12 +166,11 @@ def _of_tests(config: Fields) -> Iterator[Problem]:
             "eval-on=personal-domains has no mean, which a run's main metric needs:"
             " name another test before it"
         )
-        yield Problem("needs", "eval-on", text)
+        yield Problem("needs", text, "eval-on")
     adapted = ",".join(name for name in tests if name.endswith(TEST_BN))
     if adapted and not config.test_bn:
-        yield Problem(
-            "needs", "test-bn", f"eval-on={adapted} needs test-bn: batch, mix"
-        )
+        text = f"eval-on={adapted} needs test-bn: batch, mix"
+        yield Problem("needs", text, "test-bn")
 
 
 def _of_privacy(config: Fields) -> Iterator[Problem]:
@@ -225,21 +179,26 @@ def _of_privacy(config: Fields) -> Iterator[Problem]:
     if config.strategy == CENTRALIZED:
         text = "strategy=centralized has no clients"
         if config.dp != "off":
-            yield Problem("conflict", "dp", f"dp={config.dp}: {text}")
+            yield Problem("conflict", f"dp={config.dp}: {text}", "dp")
         if config.masked_sums:
-            yield Problem("conflict", "masked-sums", f"masked-sums=true: {text}")
+            yield Problem("conflict", f"masked-sums=true: {text}", "masked-sums")
     if config.masked_sums and config.num_clients == 1:
         text = (
             "masked-sums=true needs at least 2 clients, and num-clients=1: a sum over"
             " one client is its update"
         )
-        yield Problem("conflict", "masked-sums", text)
+        yield Problem("conflict", text, "masked-sums")
     if config.protected and config.norm == "batch-renorm":
         text = (
             "norm=batch-renorm warms up by counting batches, and with privacy a counter"
             " counts rounds"
         )
-        yield Problem("conflict", "norm", text)
+        yield Problem("conflict", text, "norm")
+    # Runs without privacy import its settings alone.
+    rows = [*DPSettings.rows, *([MASKED_UPDATES] if config.masked_sums else [])]
+    for problem in check(rows, config, Known()):
+        if problem.effect == "refuse":
+            yield problem.spelled("-")
     if config.dp == "off":
         return
     # With noise neither whether a round has a result nor which one is the best may
@@ -249,13 +208,13 @@ def _of_privacy(config: Fields) -> Iterator[Problem]:
             f"min-replies={config.min_replies}: a round with noise has a result whoever"
             " answers; leave it out"
         )
-        yield Problem("conflict", "min-replies", text)
+        yield Problem("conflict", text, "min-replies")
     if config.early_stopping:
         text = (
             f"early-stopping={config.early_stopping} chooses a round by the clients'"
             " validation examples"
         )
-        yield Problem("conflict", "early-stopping", text)
+        yield Problem("conflict", text, "early-stopping")
 
 
 # --- keys without effect --------------------------------------------------------------
@@ -264,7 +223,7 @@ def has_no_effect(config: Fields) -> dict[str, str]:
     needs.
     """
     unused: dict[str, str] = {}
-    defaults = defaults_of(type(config))
+    values, defaults = values_of(config), defaults_of(type(config))
 
     # the settings of this run's methods; a misspelt method has unknown ones
     of_run: set[str] = set()
@@ -275,20 +234,27 @@ def has_no_effect(config: Fields) -> dict[str, str]:
         elif method != CENTRALIZED:
             misspelt = True
 
+    # the methods that have a key, if they are not in this run
+    others = {}
+    for key in values:
+        name = key.replace("-", "_")
+        others[key] = [] if name in of_run else methods_with(name)
+    ours = {key: value for key, value in values.items() if not others[key]}
+
     # a key with its default counts as not set
-    for key, value in values_of(config).items():
+    for key, value in values.items():
         if value == defaults[key]:
             continue
-        name = key.replace("-", "_")
-        users = methods_with(name)
+        reason = unmet(only_if_of(type(config), key), ours, defaults)
         if key in _OF_A_FEDERATION and config.strategy == CENTRALIZED:
-            unused[key] = "strategy=centralized has no clients"
-        elif users and name not in of_run and not misspelt:
-            unused[key] = f"it is for {', '.join(users)}"
-        else:
-            needs = _unmet(config, key, defaults)
-            if needs:
-                unused[key] = needs
+            reason = "strategy=centralized has no clients"
+        elif others[key]:
+            reason = "" if misspelt else f"it is for {', '.join(others[key])}"
+        if reason:
+            unused[key] = reason
+    for problem in check(DPSettings.rows, config, Known()):
+        if problem.effect == "no-effect":
+            unused[problem.key.replace("_", "-")] = problem.text
     return unused
 
 
@@ -296,44 +262,3 @@ def values_of(config: Fields) -> dict[str, Any]:
     """Return the value of each key."""
     fields = type(config).model_fields.items()
     return {field.alias or name: getattr(config, name) for name, field in fields}
-
-
-def _unmet(config: Fields, key: str, defaults: Mapping[str, Any]) -> str:
-    """Return what a key needs to have an effect; "" if it has one."""
-    conditions = only_if_of(type(config), key)
-    for other, values in conditions.items():
-        value = getattr(config, other.replace("-", "_"))
-        if values == SET:
-            met = value != defaults[other]
-        else:
-            met = _is_one_of(value, values)
-        if not met:
-            return f"it is for {in_words(conditions)}"
-    return ""
-
-
-def _is_one_of(value: Any, values: Sequence[Any]) -> bool:
-    for one in values:
-        if value == one:
-            return True
-        # "npz:" is the begin of "npz:/data"
-        if str(one).endswith(":") and str(value).startswith(one):
-            return True
-    return False
-
-
-def in_words(conditions: Mapping[str, Any]) -> str:
-    """Return conditions as text: "train-only, with norm=batch and batch-renorm"."""
-    words = []
-    for key, values in conditions.items():
-        if values == SET:
-            words.append(key)
-            continue
-        shown = []
-        for value in values:
-            if isinstance(value, bool):
-                shown.append(str(value).lower())  # as YAML has it
-            elif value != "":
-                shown.append(value)
-        words.append(f"{key}={' and '.join(shown)}")
-    return ", with ".join(words)

@@ -7,8 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from fedbn_flwr.lab.config.checks import (
-    ConfigProblemsError,
-    Problem,
     checked,
     defaults_of,
     has_no_effect,
@@ -25,6 +23,7 @@ from fedbn_flwr.lab.config.values import (
     read_settings,
     split,
 )
+from fedbn_flwr.problems import Problem, tell
 
 __all__ = ["Config", "Scalar", "state_in_out"]
 
@@ -71,7 +70,11 @@ class Config(Fields):
         config, problems = cls._first_half(values, complete)
         unused = has_no_effect(config)
         problems += _no_effect(config, unused, complete)
-        _refuse(problems)
+        tell(problems, "")
+        # Remaining settings of the compose file count as not set.
+        preset = _OF_THE_COMPOSE_FILE if complete else ()
+        dropped = _defaults_for(cls, [key for key in preset if key in unused])
+        config = config.model_copy(update=dropped)
 
         # Check with the registries, the data and the methods. These need torch.
         from fedbn_flwr.lab.config.run_checks import (
@@ -79,15 +82,11 @@ class Config(Fields):
             problems_of_run,
         )
 
-        _refuse(problems_of_run(config))
+        tell(problems_of_run(config), "")
         config = _with_nobody_held_out(config)
         unused |= has_no_effect_in_run(config)
-        _refuse(_no_effect(config, unused, complete))
-
-        # Remaining settings of the compose file count as not set.
-        preset = _OF_THE_COMPOSE_FILE if complete else ()
-        dropped = [key for key in preset if key in unused]
-        return config._resolved(_defaults_for(cls, dropped))
+        tell(_no_effect(config, unused, complete), "")
+        return config._resolved()
 
     @classmethod
     def check_keys(cls, values: Mapping[str, Any]) -> None:
@@ -97,7 +96,9 @@ class Config(Fields):
             ConfigError: as ``make``.
         """
         config, problems = cls._first_half(values)
-        _refuse([*problems, *_no_effect(config, has_no_effect(config), complete=False)])
+        tell(
+            [*problems, *_no_effect(config, has_no_effect(config), complete=False)], ""
+        )
 
     @classmethod
     def _first_half(
@@ -105,7 +106,7 @@ class Config(Fields):
     ) -> tuple[Config, list[Problem]]:
         """Return the valid settings, and the problems that are found without torch."""
         settings, twice = new_names(values)
-        problems = [Problem("conflict", "", text) for text in twice]
+        problems = [Problem("conflict", text) for text in twice]
         steps, epochs = settings.get("local-steps"), settings.get("local-epochs")
         # Flower's run config always has local-epochs, with the default 1.
         not_set = 1 if complete else 0
@@ -114,24 +115,23 @@ class Config(Fields):
                 f"local-steps={steps} and local-epochs={epochs} are both set. Set one"
                 " of them"
             )
-            problems.append(Problem("conflict", "local-steps", text))
+            problems.append(Problem("conflict", text, "local-steps"))
         config, invalid = checked(cls, settings)
         return config, [*problems, *invalid, *problems_together(config)]
 
-    def _resolved(self, changes: Mapping[str, Any]) -> Config:
-        """Return the config with these changes, and with values for "not set"."""
+    def _resolved(self) -> Config:
+        """Return the config with the values for which "not set" stands."""
         from fedbn_flwr.lab.config.data import data_of
         from fedbn_flwr.lab.config.method_of_config import method_of
 
-        config = self.model_copy(update=changes)
-        update: dict[str, Any] = {"partition": data_of(config).split_name}
-        if config.strategy != CENTRALIZED:
-            params = method_of(config).params
+        update: dict[str, Any] = {"partition": data_of(self).split_name}
+        if self.strategy != CENTRALIZED:
+            params = method_of(self).params
             for name, setting in config_fields(type(params)).items():
                 update[name] = getattr(params, setting)
-        if config.local_steps:
+        if self.local_steps:
             update["local_epochs"] = 0
-        return config.model_copy(update=update)
+        return self.model_copy(update=update)
 
     @classmethod
     def make_of_shared(
@@ -223,7 +223,7 @@ class Config(Fields):
         from fedbn_flwr.lab.config.method_of_config import method_of
 
         lines = self.late_decays()
-        lines += [problem.text for problem in method_of(self).problems("warn")]
+        lines += [str(problem) for problem in method_of(self).problems("warn")]
         if (
             self.sgd_momentum
             and self.local_steps == 1
@@ -241,11 +241,6 @@ class Config(Fields):
 _KEYS = [key for group in GROUPS for key in Config.keys(group)]
 
 
-def _refuse(problems: Sequence[Problem]) -> None:
-    if problems:
-        raise ConfigProblemsError(problems)
-
-
 def _no_effect(
     config: Config, unused: Mapping[str, str], complete: bool
 ) -> list[Problem]:
@@ -256,7 +251,7 @@ def _no_effect(
     for key, needs in unused.items():
         if values[key] != defaults[key] and key not in preset:
             text = f"{key}={values[key]!r} has no effect: {needs}"
-            problems.append(Problem("no-effect", key, text))
+            problems.append(Problem("no-effect", text, key))
     return problems
 
 

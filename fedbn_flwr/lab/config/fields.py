@@ -27,7 +27,13 @@ from pydantic.fields import FieldInfo
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.lab.config.values import refuse_bool, split
 from fedbn_flwr.privacy.protection_settings import DPSettings, MaskSettings
-from fedbn_flwr.server.methods.params import BATCHNORM_KINDS, SET, Params, Settings
+from fedbn_flwr.server.methods.params import (
+    BATCHNORM_KINDS,
+    SET,
+    Params,
+    Settings,
+    extra_of,
+)
 from fedbn_flwr.server.methods.params_by_method import PARAMS
 
 __all__ = ["GROUPS", "STATE_IN_OUT", "Fields", "config_fields", "methods_with"]
@@ -51,9 +57,7 @@ def key(
     Args:
         default: its default.
         meaning: the text in the table of keys.
-        only_if: the condition for the effect of the key. It maps other keys to
-            their values, or to ``SET`` for any value but the default. A value that ends
-            with ":" is a prefix.
+        only_if: the condition under which the key has an effect; see ``setting``.
         limits: ``ge``, ``gt``, ``le``, ``lt``.
     """
     return Field(
@@ -65,11 +69,6 @@ def key(
 
 
 # --- the settings of the methods ------------------------------------------------------
-def _extra(field: FieldInfo) -> dict[str, Any]:
-    extra = field.json_schema_extra
-    return extra if isinstance(extra, dict) else {}
-
-
 def config_fields(kind: type[Settings]) -> dict[str, str]:
     """Return the names of the settings that are config keys, by field of the config.
 
@@ -77,7 +76,7 @@ def config_fields(kind: type[Settings]) -> dict[str, str]:
     """
     fields = {}
     for name, field in kind.model_fields.items():
-        extra = _extra(field)
+        extra = extra_of(field)
         if extra.get("group"):
             # ``key`` is set if the key differs from the setting's name.
             field_of_key = str(extra["key"]).replace("-", "_")
@@ -147,7 +146,7 @@ def _declared(params: Mapping[str, type[Params]]) -> dict[str, list[FieldInfo]]:
     for kind in params.values():
         for name, setting in config_fields(kind).items():
             field = copy.copy(kind.model_fields[setting])
-            field.default = _extra(field)["in_config"]
+            field.default = extra_of(field)["in_config"]
             declared.setdefault(name, []).append(field)
     return declared
 
@@ -534,7 +533,7 @@ class Fields(
                 names += kind.model_fields
         # The settings of methods and protections name their group themselves.
         for name, field in cls.model_fields.items():
-            if _extra(field).get("group") == group:
+            if extra_of(field).get("group") == group:
                 names.append(name)
         return [name.replace("_", "-") for name in names]
 
@@ -569,5 +568,5 @@ class Fields(
 def only_if_of(kind: type[BaseModel], key: str) -> dict[str, Any]:
     """Return the values of other keys that a key needs for an effect."""
     field = kind.model_fields[key.replace("-", "_")]
-    conditions: dict[str, Any] = _extra(field).get("only_if", {})
+    conditions: dict[str, Any] = extra_of(field).get("only_if", {})
     return conditions

@@ -24,7 +24,7 @@ from fedbn_flwr.lab.config.data import data_of
 from fedbn_flwr.lab.config.fields import Fields, config_fields, own_defaults
 from fedbn_flwr.lab.config.values import CENTRALIZED, number, read_decays, split
 from fedbn_flwr.privacy.protection_settings import DPSettings, MaskSettings
-from fedbn_flwr.server.methods.method import Problem, RunSettings
+from fedbn_flwr.problems import Known, Problem
 from fedbn_flwr.server.methods.params import Params, tests_in
 from fedbn_flwr.server.methods.together import Methods
 from fedbn_flwr.strategies import STRATEGIES, StrategyClass, combined
@@ -103,10 +103,10 @@ class MethodOfConfig:
         return parts
 
     @property
-    def run_settings(self) -> RunSettings:
-        """The settings of the run for the checks of the methods."""
+    def known(self) -> Known:
+        """The facts of the run that the rows read, without those of its model."""
         config = self.config
-        return RunSettings(
+        return Known(
             num_rounds=config.num_server_rounds,
             norm=config.norm,
             sgd_momentum=config.sgd_momentum,
@@ -114,13 +114,13 @@ class MethodOfConfig:
             optimizer=config.optimizer,
             # The steps of epochs are known if a batch has all examples.
             local_steps=config.local_steps
-            or (0 if config.batch_size else config.local_epochs),
+            or (None if config.batch_size else config.local_epochs),
         )
 
-    def problems(self, kind: str) -> list[Problem]:
-        """Return the misfits or settings without effect, see ``Problem.kind``."""
-        found = self.methods.problems(self.run_settings)
-        return [problem for problem in found if problem.kind == kind]
+    def problems(self, effect: str) -> list[Problem]:
+        """Return the problems of the method that have an effect of ``Problem``."""
+        found = self.methods.problems(self.known)
+        return [problem for problem in found if problem.effect == effect]
 
     @cached_property
     def tests(self) -> tuple[str, ...]:

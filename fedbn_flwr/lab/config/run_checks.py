@@ -6,14 +6,15 @@ from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 from fedbn_flwr.errors import ConfigError, FedBNError
-from fedbn_flwr.lab.config.checks import Problem, of_error, of_name
+from fedbn_flwr.lab.config.checks import of_error, of_name
 from fedbn_flwr.lab.config.data import RunData, data_of
 from fedbn_flwr.lab.config.fields import Fields
 from fedbn_flwr.lab.config.method_of_config import MethodOfConfig, method_of
 from fedbn_flwr.lab.config.values import allowed, split
 from fedbn_flwr.lab.models import MODELS, model_info
 from fedbn_flwr.messages.protocol import SERIES_PATTERN
-from fedbn_flwr.privacy.protection_settings import dp_conflicts, mask_conflicts
+from fedbn_flwr.problems import Problem
+from fedbn_flwr.server.methods.disclosures import uncovered
 from fedbn_flwr.server.methods.params import TEST_BN
 
 __all__ = ["has_no_effect_in_run", "problems_of_run"]
@@ -30,7 +31,7 @@ def problems_of_run(config: Fields) -> list[Problem]:
             f"series={config.series!r} must be 1 to 64 letters, digits, '.', '-' or"
             " '_', no '.' in front"
         )
-        problems.append(Problem("bad-value", "series", text))
+        problems.append(Problem("bad-value", text, "series"))
     if problems:
         return problems
 
@@ -71,13 +72,13 @@ def _of_data(config: Fields, data: RunData) -> list[Problem]:
             f"classes-per-client={config.classes_per_client} is more than the {classes}"
             f" classes of dataset={config.dataset}; use 1 to {classes}"
         )
-        problems.append(Problem("bad-value", "classes-per-client", text))
+        problems.append(Problem("bad-value", text, "classes-per-client"))
     if 0 < config.num_classes < classes:
         text = (
             f"num-classes={config.num_classes} is fewer than the {classes} of"
             f" dataset={config.dataset}"
         )
-        problems.append(Problem("bad-value", "num-classes", text))
+        problems.append(Problem("bad-value", text, "num-classes"))
 
     # augmentation of whole images, where each pixel has a class
     augmentations = augment.each if augment and info.task.by_pixel else ()
@@ -87,7 +88,7 @@ def _of_data(config: Fields, data: RunData) -> list[Problem]:
                 f"augment: {name} would move the image and not the classes of its"
                 " pixels"
             )
-            problems.append(Problem("conflict", "augment", text))
+            problems.append(Problem("conflict", text, "augment"))
     return problems
 
 
@@ -128,64 +129,54 @@ def _of_methods(config: Fields, method: MethodOfConfig) -> list[Problem]:
     """Return the problems of the methods, and their conflicts with the protections."""
     if method.centralized:
         return []
-    refused = method.problems("refuse")
-    if refused:
-        return [Problem(one.code, "strategy", one.text) for one in refused]
-    problems: list[Problem] = []
+    problems = [one.spelled("-") for one in method.problems("refuse")]
+    if problems:
+        return problems
     if config.dp != "off":
         problems += _of_dp(config, method)
     # With dp, masks would report the same problems again.
     if config.masked_sums and not problems:
-        problems += _of_masks(config, method)
+        problems += uncovered(method.methods, "masked-sums", "true")
+        problems += _uncovered(config, method, "masked-sums", "masks do")
     return problems
 
 
 def _of_dp(config: Fields, method: MethodOfConfig) -> list[Problem]:
     """Return the parts of this run that bypass the noise or conflict with it."""
-    # Runs without privacy do not import it.
-    from fedbn_flwr.privacy.differential import not_covered
-
-    data, asked = data_of(config), f"dp={config.dp}"
-    lines = dp_conflicts(method.dp)
-    for what in not_covered(method.methods):
-        lines.append(f"strategy {config.title!r} with {asked}: {what}")
-    lines += _uncovered(config, method, "epsilon does")
+    problems = uncovered(method.methods, "dp", config.dp)
+    problems += _uncovered(config, method, "dp", "epsilon does")
     # An example with a new class would add an output to everybody's model.
+    data = data_of(config)
     has_classes = data.info.task.name in ("classification", "segmentation")
     if data.is_own and has_classes and not config.num_classes:
-        lines.append(
-            f"{asked}: the data decide the number of classes, which epsilon does not"
-            " cover: set num-classes"
+        text = (
+            f"dp={config.dp}: the data decide the number of classes, which epsilon does"
+            " not cover: set num-classes"
         )
-    return [Problem("conflict", "dp", line) for line in lines]
+        problems.append(Problem("conflict", text, "dp"))
+    return problems
 
 
-def _of_masks(config: Fields, method: MethodOfConfig) -> list[Problem]:
-    """Return the parts of this run that are not sums over the clients."""
-    # Runs without masks do not import it.
-    from fedbn_flwr.privacy.masked_sums import refusals
-
-    lines = [
-        *refusals(method.methods),
-        *mask_conflicts(method.dp),
-        *_uncovered(config, method, "masks do"),
-    ]
-    return [Problem("conflict", "masked-sums", line) for line in lines]
-
-
-def _uncovered(config: Fields, method: MethodOfConfig, protects: str) -> Iterator[str]:
+def _uncovered(
+    config: Fields, method: MethodOfConfig, key: str, protects: str
+) -> Iterator[Problem]:
     """Yield the settings, other than updates, that reveal the clients' data."""
-    tells = f"reports results on the clients' data, which {protects} not cover"
     tests = []
     for name in method.tests:
         if name.startswith("personal") or name == "global-train":
             tests.append(name)
-    if tests:
-        yield f"eval-on={','.join(tests)} {tells}: use eval-on=global"
-    if config.validation_share:
-        yield f"validation-share {tells}: leave it out"
-    if config.held_out_clients:
-        yield f"held-out-clients {tells}: leave it out"
+    remedies = {
+        f"eval-on={','.join(tests)}": "use eval-on=global" if tests else "",
+        "validation-share": "leave it out" if config.validation_share else "",
+        "held-out-clients": "leave it out" if config.held_out_clients else "",
+    }
+    for setting, remedy in remedies.items():
+        text = (
+            f"{setting} reports results on the clients' data, which {protects} not"
+            f" cover: {remedy}"
+        )
+        if remedy:
+            yield Problem("conflict", text, key)
 
 
 # --- keys without effect --------------------------------------------------------------
@@ -198,11 +189,8 @@ def has_no_effect_in_run(config: Fields) -> dict[str, str]:
         unused["lr-decay-at"] = (
             f"freeze is for fixbn and fedtan2, and {config.title} never freezes BN"
         )
-    noise = config.dp_noise_multiplier or config.dp_target_epsilon
-    if config.dp != "off" and not noise:
-        unused["dp-delta"] = "without noise there is no epsilon"
     if not method.centralized:
-        for problem in method.problems("unused"):
+        for problem in method.problems("no-effect"):
             unused[problem.key.replace("_", "-")] = problem.text
     return unused
 

@@ -144,8 +144,7 @@ def inspect_model(
     # warnings of unexpected behaviour
     warnings = []
     for fit in misfits(config, model):
-        has = fit.has or "none"
-        warnings.append(f"{fit.text}; the model has {has}: a run is refused")
+        warnings.append(f"{fit} A run is refused.")
     warnings += partly_without_effect(costs.parts, methods)
     warnings += config.warnings()
     warnings += _uncounted(config)

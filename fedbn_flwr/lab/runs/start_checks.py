@@ -27,7 +27,7 @@ from fedbn_flwr.lab.setup import (
 )
 from fedbn_flwr.machine import has_bfloat16
 from fedbn_flwr.privacy.counters import refuse_cumulative
-from fedbn_flwr.server.methods.method import Problem
+from fedbn_flwr.problems import Problem, tell
 from fedbn_flwr.training.first_look import first_look
 from fedbn_flwr.training.freezing import layers_of
 from fedbn_flwr.training.model_state import copied
@@ -155,14 +155,8 @@ def _refuse_norms(config: Config, model: nn.Module) -> None:
             f"norm={config.norm!r} changes nothing: model {config.model!r} has no"
             " BatchNorm. Use norm='batch'."
         )
-    lines = []
-    for fit in misfits(config, model):
-        has = fit.has or _norms(model)
-        model_has = f"model {config.model!r} has {has}"
-        lines.append(f"{fit.text}; {model_has}. Use {fit.remedy}.")
-    if lines:
-        keys = "strategy='fedavg' client-hooks='' local-part='', norm='batch', personal"
-        raise NormLayerError("\n".join([*lines, f"The keys: {keys}."]))
+    keys = "strategy='fedavg' client-hooks='' local-part='', norm='batch', personal"
+    tell(misfits(config, model), "-", f"The keys: {keys}.")
 
     # With a protection BN's counters count rounds; a cumulative average needs batches.
     if config.protected:
@@ -209,25 +203,30 @@ def misfits(config: Config, model: nn.Module) -> list[Problem]:
     if config.strategy == CENTRALIZED:
         return []
     # the layers that the model has
-    methods, parts = (
-        method_of(config).methods,
-        method_of(config).parts(model),
+    method = method_of(config)
+    parts = method.parts(model)
+    known = replace(
+        method.known,
+        parts=parts,
+        shapes={name: tuple(one.shape) for name, one in model.state_dict().items()},
+        model=f"model {config.model!r}",
+        has=_norms(model),
     )
-    shapes = {name: tuple(entry.shape) for name, entry in model.state_dict().items()}
-    run = replace(method_of(config).run_settings, parts=parts, shapes=shapes)
-    found = [problem for problem in methods.problems(run) if problem.kind == "model"]
+    found = method.methods.problems(known, ["model"])
     if found:
         return found
 
     # the layers that train: on BN that does not change a method has no effect
-    run = replace(run, parts=method_of(config).parts(model, learning=True))
-    found = [problem for problem in methods.problems(run) if problem.kind == "model"]
     by = "freezes them itself"
     if config.train_only:
         which = "gamma and beta of" if config.frozen_bn == "train" else "all of"
         by = f"train-only={config.train_only} freezes {which} them"
-    has = f"{parts.named_layers()}, and {by}"
-    return [problem._replace(has=has) for problem in found]
+    known = replace(
+        known,
+        parts=method.parts(model, learning=True),
+        untrained=f"{parts.named_layers()}, and {by}",
+    )
+    return method.methods.problems(known, ["model"])
 
 
 def _try_model(config: Config, model: nn.Module) -> list[str]:

@@ -66,9 +66,9 @@ from pydantic import (
 
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.lab.config import Config, Scalar, number, read_overrides
-from fedbn_flwr.lab.config.checks import text_of
 from fedbn_flwr.lab.config.values import merged
 from fedbn_flwr.lab.config.yaml_text import read_yaml
+from fedbn_flwr.server.methods.params import text_of
 
 __all__ = [
     "AVERAGE",

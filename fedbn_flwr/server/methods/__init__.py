@@ -10,7 +10,8 @@ Read the modules in this order:
 - ``options``: options that every method can have; ``momentum`` and ``shared_bn`` are
   two of them.
 - ``moment_pool``: the clients' moments by layer, for methods that pool statistics.
-- ``together``: the methods of one run, used as one method, and their conflicts.
+- ``together``: the methods of one run, used as one method.
+- ``of_travels``: the problems of a run that follow from its declarations.
 - ``disclosures``: other values than the model that methods take from clients.
 
 Other packages contain the papers' algorithms (``strategies``), the round that calls a

@@ -6,20 +6,18 @@ Flower's differential-privacy wrappers work around a strategy of this package.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from fedbn_flwr.batchnorm.parts import Part, Parts
 from fedbn_flwr.compat.flower import calling_dp_wrapper
-from fedbn_flwr.errors import ConfigError
+from fedbn_flwr.problems import Problem
 from fedbn_flwr.server.methods.method import Method
-from fedbn_flwr.server.methods.together import Methods, declared, reads_undeclared
+from fedbn_flwr.server.methods.of_travels import declared, reads_undeclared
+from fedbn_flwr.server.methods.together import Methods
 from fedbn_flwr.server.methods.travels import Exchanges, together
 
-__all__ = ["Disclosure", "check_wrapper", "disclosures"]
-
-logger = logging.getLogger("flwr")
+__all__ = ["Disclosure", "disclosures", "of_wrapper", "uncovered"]
 
 
 class Disclosure(NamedTuple):
@@ -43,6 +41,21 @@ def disclosures(methods: Methods) -> list[Disclosure]:
         sent += _sent_for(method)
     # Two methods may send the same value: list it once.
     return list(dict.fromkeys(sent))
+
+
+def uncovered(methods: Methods, key: str, value: str) -> list[Problem]:
+    """Return a problem for each value of clients that a protection does not cover.
+
+    ``key`` and ``value`` are the setting that asks for the protection.
+    """
+    problems = []
+    for disclosure in disclosures(methods):
+        text = f"strategy {methods.name!r} with {key}={value}: {disclosure.text}"
+        if key == "masked-sums" and disclosure.key:
+            text += f" ({disclosure.key!r} in the reply)"
+        if key != "masked-sums" or not disclosure.masked:
+            problems.append(Problem("conflict", text, key))
+    return problems
 
 
 def _sent_for(method: Method[Any, Any]) -> Iterator[Disclosure]:
@@ -98,20 +111,16 @@ def _exchanges(exchanges: Exchanges) -> Disclosure:
 
 
 _INSTEAD = (
-    "Use fedbn_flwr.privacy.DPWrapper instead, which weighs all clients equally and"
-    " handles each part of the model"
+    "fedbn_flwr.privacy.DPWrapper, which weighs all clients equally and handles each"
+    " part of the model"
 )
 
 
-def check_wrapper(methods: Methods, parts: Parts) -> None:
-    """Check that Flower's wrapper around the strategy, if any, keeps its promise.
+def of_wrapper(methods: Methods, parts: Parts) -> Iterator[Problem]:
+    """Yield the broken promises of Flower's wrapper around the strategy, if any.
 
-    Warns about the weights of the clients, and about counters. The wrapper treats
-    counters like weights of the model.
-
-    Raises:
-        ConfigError: a value of the clients bypasses the wrapper, or the wrapper would
-            fail or break the methods.
+    A value of the clients may bypass the wrapper, or the wrapper may break the methods.
+    It also expects equal weights, and treats counters like weights of the model.
     """
     # Flower's wrappers call us without a sign: the call stack reveals them.
     wrapper = calling_dp_wrapper()
@@ -125,24 +134,27 @@ def check_wrapper(methods: Methods, parts: Parts) -> None:
     if methods.freezes_bn:
         reasons.append("it would add noise to frozen statistics")
     if reasons:
-        raise ConfigError(
-            f"{wrapper} around strategy {methods.name!r}: {'; '.join(reasons)}."
-            f" {_INSTEAD}."
-        )
-    logger.warning(
-        "%s expects all clients to have the same weight, but strategy %r weighs the"
-        " clients by |D_i|. One client can therefore move the average further than the noise"
-        " covers, and an epsilon computed only from the noise multiplier would be too"
-        " small. %s.",
-        wrapper,
-        methods.name,
+        text = f"{wrapper} around strategy {methods.name!r}: {'; '.join(reasons)}"
+        yield Problem("around-a-strategy", text, "strategy", "start", remedy=_INSTEAD)
+    yield Problem(
+        "unequal-weights",
+        f"{wrapper} expects all clients to have the same weight, but strategy"
+        f" {methods.name!r} weighs the clients by |D_i|. One client can therefore move"
+        " the average further than the noise covers, and an epsilon computed only from"
+        " the noise multiplier would be too small",
+        "strategy",
+        "start",
+        "warn",
         _INSTEAD,
     )
     if parts.counters:
-        logger.warning(
-            "%s clips BN's int64 counters and running statistics, and adds noise to"
-            " them, as if they were weights: the counters alone can use up the clipping"
-            " norm, and variances can become negative. %s.",
-            wrapper,
+        yield Problem(
+            "counters-as-weights",
+            f"{wrapper} clips BN's int64 counters and running statistics, and adds noise"
+            " to them, as if they were weights: the counters alone can use up the"
+            " clipping norm, and variances can become negative",
+            "strategy",
+            "start",
+            "warn",
             _INSTEAD,
         )

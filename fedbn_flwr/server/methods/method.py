@@ -23,7 +23,7 @@ Two methods, the federated mean and a mean that only moves half of the way::
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, ClassVar, Generic, Literal, NamedTuple
@@ -35,6 +35,7 @@ from fedbn_flwr.batchnorm.averaging import State, to_shares, weighted_sum
 from fedbn_flwr.batchnorm.parts import Parts, entry_name
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.messages.protocol import MessageConfig, ReplyInfo
+from fedbn_flwr.problems import Problem
 from fedbn_flwr.server.methods.params import Params
 from fedbn_flwr.server.methods.travels import Travels
 from fedbn_flwr.training.client_hook import ClientHook
@@ -50,7 +51,6 @@ __all__ = [
     "HookFactory",
     "Method",
     "Node",
-    "Problem",
     "Replies",
     "Reply",
     "Role",
@@ -106,7 +106,7 @@ class Node:
         return f"node {self.node_id} (partition {self.partition_id})"
 
 
-__all__ += ["Round", "RunSettings", "Size"]
+__all__ += ["Size"]
 
 Size = tuple[int, int]  # bytes of floats, and bytes of other arrays
 
@@ -266,91 +266,6 @@ class Replies(Sequence[Reply]):
         return len(self._replies)
 
 
-@dataclass(frozen=True)
-class RunSettings:
-    """The facts about a run that ``problems`` uses in addition to ``Params``.
-
-    The server of a Flower project has no information on the clients' training. The
-    fields about it then have their defaults.
-
-    Attributes:
-        num_rounds: R; 0 if unknown.
-        norm: the normalisation of the model; empty if unknown.
-        sgd_momentum: momentum of the clients' SGD; None if unknown.
-        tests: the tests of ``eval-on`` (``tests_in``).
-        optimizer: the clients' optimizer; empty if unknown.
-        parts: the split of the model's state; None if the model is unknown and is not
-            checked.
-        shapes: the shapes of the model's entries.
-        local_steps: the clients' steps in a round; 0 if unknown, or if clients differ.
-    """
-
-    num_rounds: int
-    norm: str = ""
-    sgd_momentum: float | None = None
-    tests: tuple[str, ...] = ()
-    optimizer: str = ""
-    parts: Parts | None = None
-    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    local_steps: int = 0
-    at: ClassVar[str] = "run"
-
-
-@dataclass(frozen=True)
-class Round:
-    """The part of a round that a row of a method's table can read.
-
-    Attributes:
-        at: "sending" before its messages are sent, "replies" before its replies are
-            used, "diverged" if its loss is not finite.
-        number: the round.
-        state: the method's state before the round; for "diverged", after the round.
-        facts: the round; None if it has diverged.
-        replies: the usable replies.
-    """
-
-    at: str
-    number: int
-    state: Any
-    facts: Any = None
-    replies: Sequence[Reply] = ()
-
-
-class Problem(NamedTuple):
-    """A fault in a method's settings, or an effect that a user may not expect.
-
-    As a row of a method's table it has ``when``, and its texts are templates with the
-    names ``method``, ``params``, ``run`` or ``round`` (the second argument of ``when``)
-    and ``found`` (the result of ``when``).
-
-    Attributes:
-        code: its name, for programs.
-        text: a sentence with the names of the config keys. For an unused setting, the
-            sentence names its requirement; for a model, the method and its requirement.
-        kind: "refuse" refuses the run. "nothing-trained" ends it, because no round has
-            changed an entry that the method needs. "warn" is a warning. "unused" is a
-            setting without effect. "model" is a model that does not fit. For a
-            non-finite loss, "cause" is the likely cause and "remedy" a further remedy.
-        key: the setting, with ``_``.
-        has: a description of the model; empty if it has no BatchNorm.
-        remedy: the model or method to use instead.
-        at: the time of the check: "run" before a run, otherwise see ``Round.at``.
-        when: a function of the method and a ``RunSettings`` or a ``Round``; a true
-            result means that they have the problem.
-    """
-
-    code: str
-    text: str
-    kind: Literal[
-        "refuse", "nothing-trained", "warn", "unused", "model", "cause", "remedy"
-    ] = "refuse"
-    key: str = ""
-    has: str = ""
-    remedy: str = ""
-    at: Literal["run", "sending", "replies", "diverged"] = "run"
-    when: Callable[[Any, Any], object] | None = None
-
-
 class Ask(NamedTuple):
     """A client hook of a round.
 
@@ -442,6 +357,7 @@ class Method(Generic[P, S]):
         client_hooks: factories of the client hooks, by name.
         ignored: arguments of Flower's own strategy for this method that have no effect,
             with the reason.
+        rows: the possible problems, at the end of the method's file.
         params: the settings.
     """
 
@@ -455,6 +371,7 @@ class Method(Generic[P, S]):
     State: ClassVar[type[Any] | None] = None
     client_hooks: ClassVar[Mapping[str, HookFactory]] = {}
     ignored: ClassVar[Mapping[str, str]] = {}
+    rows: ClassVar[Sequence[Problem]] = ()
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Remove an inherited role if the method is not combined with others."""
@@ -507,45 +424,6 @@ class Method(Generic[P, S]):
                 the frozen entries exactly as they were sent.
         """
         return model, state
-
-    def table(self) -> Sequence[Problem]:
-        """Return the table of possible problems at the end of the method's file."""
-        return ()
-
-    def found(self, seen: RunSettings | Round) -> Iterator[Problem]:
-        """Yield the problems of the table that a run, or a round, has."""
-        for row in self.table():
-            # A row fits one kind of value: a row about a round cannot read a run.
-            if row.when is None or row.at != seen.at:
-                continue
-            found = row.when(self, seen)
-            if not found:
-                continue
-            names = {"method": self, "params": self.params, "found": found}
-            # It is one value: the template uses the name that fits the row.
-            names |= {"run": seen, "round": seen}
-            yield row._replace(
-                text=row.text.format(**names),
-                has=row.has.format(**names),
-                remedy=row.remedy.format(**names),
-                when=None,
-            )
-
-    def problems(self, run: RunSettings) -> Iterable[Problem]:
-        """Return, or yield, the settings that do not fit or have no effect."""
-        return self.found(run)
-
-    def advice(self, state: S, number: int, known: list[str]) -> list[str]:
-        """Return the causes and remedies of a non-finite loss in this round.
-
-        ``known``: the texts of the other methods.
-        """
-        for problem in self.found(Round("diverged", number, state)):
-            if problem.kind == "cause":
-                known = [problem.text, *known[1:]]
-            else:
-                known = [*known, problem.text]
-        return known
 
     def outcome(self, state: S, num_rounds: int) -> dict[str, Any]:
         """Return the method's entries of the summary after ``num_rounds``, by key."""

@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from fedbn_flwr.batchnorm.averaging import Array, State, fits
 from fedbn_flwr.batchnorm.parts import BatchNormLayer, Parts
 from fedbn_flwr.batchnorm.reestimation import Moments
+from fedbn_flwr.problems import Problem
 
-__all__ = ["Pool", "by_layer", "pooled_statistics", "unmeasured"]
+__all__ = ["UNMEASURED", "Pool", "by_layer", "pooled_statistics", "unmeasured"]
 
 Pool = Callable[[Sequence[Moments], Sequence[float]], Moments]
 """Returns the common moments of a layer from the clients' moments and weights."""
@@ -74,3 +75,12 @@ def unmeasured(
         " model's forward does not, pass forward=f to answer_statistics(...) or"
         " rules.survey(...), with a function f(inputs) that calls all of them."
     )
+
+
+UNMEASURED = Problem(
+    "unmeasured-layers",
+    "round {known.number}: {found}",
+    stage="replies",
+    effect="warn",
+)
+"""The row of methods that measure statistics; each sets its ``when``."""

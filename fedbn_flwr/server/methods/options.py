@@ -7,7 +7,6 @@ An option is used if its setting asks for it. The settings are fields of
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
@@ -16,11 +15,11 @@ from typing_extensions import TypeVar
 from fedbn_flwr.batchnorm.averaging import to_shares
 from fedbn_flwr.batchnorm.parts import Part
 from fedbn_flwr.messages.protocol import Key
+from fedbn_flwr.problems import Problem
 from fedbn_flwr.server.methods.method import (
     Ask,
     Facts,
     Method,
-    Problem,
     Replies,
 )
 from fedbn_flwr.server.methods.momentum import (
@@ -95,10 +94,6 @@ class MomentumScope(Option[Momentum]):
         if self.params.momentum_scope != "global":
             return model, state
         return model, Momentum(replies.average_of(MOMENTUM, to_shares(replies.weights)))
-
-    def table(self) -> Sequence[Problem]:
-        """Return the problems of momentum-scope."""
-        return SCOPE_PROBLEMS
 
 
 class ClipGradients(ClientHook):
@@ -230,17 +225,23 @@ OPTIONS: tuple[type[Option[Any]], ...] = (
 
 
 # --- what may be wrong ----------------------------------------------------------------
-SCOPE_PROBLEMS = (
+MomentumScope.rows = (
     Problem(
         "momentum-without-sgd",
         "momentum-scope={params.momentum_scope} keeps SGD's momentum, but"
-        " optimizer={run.optimizer} has none: its moments start at zero in each round."
-        " Use optimizer=sgd or momentum-scope=none",
-        when=lambda method, run: run.optimizer not in ("", "sgd"),
+        " optimizer={known.optimizer} has none: its moments start at zero in each round",
+        "optimizer momentum_scope",
+        remedy="optimizer=sgd or momentum-scope=none",
+        needs="optimizer",
+        when=lambda method, known: known.optimizer != "sgd",
     ),
     Problem(
         "momentum-of-zero",
         "momentum-scope={params.momentum_scope} needs sgd-momentum above 0",
-        when=lambda method, run: run.optimizer in ("", "sgd") and run.sgd_momentum == 0,
+        "sgd_momentum momentum_scope",
+        needs="sgd_momentum",
+        when=lambda method, known: (
+            known.optimizer in (None, "sgd") and known.sgd_momentum == 0
+        ),
     ),
 )

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Literal, get_args
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, ClassVar, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 from pydantic.fields import FieldInfo
 
-from fedbn_flwr.errors import ConfigError, unknown_name
+from fedbn_flwr.errors import unknown_name
+from fedbn_flwr.problems import Known, Problem, check, tell
 
 __all__ = [
     "BATCHNORM_KINDS",
@@ -19,7 +21,18 @@ __all__ = [
     "Params",
     "Settings",
 ]
-__all__ += ["limits", "setting", "tests_in"]
+__all__ += [
+    *(
+        "extra_of",
+        "in_words",
+        "limits",
+        "of_pydantic",
+        "setting",
+        "tests_in",
+        "text_of",
+    ),
+    "unmet",
+]
 
 TEST_BN = "-test-bn"
 """The ending of the names of tests in ``eval-on`` that compute BatchNorm's statistics
@@ -39,9 +52,11 @@ EVALUATIONS = (
     *("averaged-bn", RECALIBRATED),
     *(f"global{TEST_BN}", f"averaged-bn{TEST_BN}"),
 )
-"""The names of tests in ``eval-on``. The strategy itself handles averaged-bn and
-recalibrated; the result writer handles all of them.
-"""
+"""The names of tests in ``eval-on``."""
+RECORDED = frozenset(EVALUATIONS) - {
+    *("global", "personal-own", "personal-global", "averaged-bn", RECALIBRATED)
+}
+"""The tests that only the laboratory's recorder does."""
 
 
 def tests_in(eval_on: str) -> tuple[str, ...]:
@@ -76,8 +91,9 @@ def setting(
         meaning: the text in the table of keys.
         group: its group of config keys; empty if it has no key.
         key: the key, if it differs from the name.
-        only_if: the values of other keys that give it an effect, see
-            ``lab.config.fields``.
+        only_if: the condition under which it has an effect. It maps other keys to their
+            values, or to ``SET`` for any value but the default. A value that ends with
+            ":" is a prefix. A key that the run does not have is no condition.
         in_config: the key's default, if it differs from the default of Flower's class
             of the same name.
         limits: ``ge``, ``gt``, ``le``, ``lt``.
@@ -91,12 +107,101 @@ def setting(
     return Field(default, description=meaning, json_schema_extra=extra, **limits)
 
 
+def extra_of(field: FieldInfo) -> dict[str, Any]:
+    """Return the arguments of ``setting`` that pydantic does not have."""
+    extra = field.json_schema_extra
+    return extra if isinstance(extra, dict) else {}
+
+
+def unmet(
+    conditions: Mapping[str, Any],
+    values: Mapping[str, Any],
+    defaults: Mapping[str, Any],
+) -> str:
+    """Return the requirement of a key whose conditions are not met; "" if they are.
+
+    Args:
+        conditions: see ``only_if`` of ``setting``.
+        values: the values of the run's keys.
+        defaults: their defaults.
+    """
+    known = {key: allowed for key, allowed in conditions.items() if key in values}
+    for key, allowed in known.items():
+        met = _is_one_of(values[key], allowed)
+        if allowed == SET:
+            met = values[key] != defaults[key]
+        if not met:
+            return f"it is for {in_words(known)}"
+    return ""
+
+
+def _is_one_of(value: Any, allowed: Collection[Any]) -> bool:
+    for one in allowed:
+        # "npz:" is the prefix of "npz:/data"
+        prefix = str(one).endswith(":") and str(value).startswith(one)
+        if value == one or prefix:
+            return True
+    return False
+
+
+def in_words(conditions: Mapping[str, Any]) -> str:
+    """Return conditions as text: "train-only, with norm=batch and batch-renorm"."""
+    words = []
+    for key, values in conditions.items():
+        if values == SET:
+            words.append(key)
+            continue
+        shown = []
+        for value in values:
+            if isinstance(value, bool):
+                shown.append(str(value).lower())  # as YAML has it
+            elif value != "":
+                shown.append(value)
+        words.append(f"{key}={' and '.join(shown)}")
+    return ", with ".join(words)
+
+
+def of_pydantic(
+    error: ValidationError, fields: Mapping[str, FieldInfo]
+) -> list[Problem]:
+    """Return a problem for each value: the setting, its value and what is allowed."""
+    # A union reports several problems for one field: keep the first of each.
+    first: dict[str, Any] = {}
+    for one in error.errors(include_url=False):
+        first.setdefault(str(one["loc"][0]), one)
+    problems = []
+    for name, one in first.items():
+        value, text = one["input"], text_of(one)
+        allowed = limits(fields[name]) if name in fields else ""
+        if one["type"] == "literal_error":
+            text = str(unknown_name(name, value, get_args(fields[name].annotation)))
+        elif allowed and isinstance(value, (int, float)):
+            text = f"{name}={value!r} must be {allowed}"
+        else:
+            text = f"{name}={value!r}: {text}"
+        problems.append(Problem("bad-value", text, name))
+    return problems
+
+
+def text_of(error: Any) -> str:
+    """Return the message of pydantic, or the text of a validator's own error."""
+    if error["type"] == "value_error":
+        return str(error["ctx"]["error"])
+    return str(error["msg"]).lower()
+
+
 class Settings(BaseModel):
     """Settings, validated and read-only. Each field is a ``setting``.
 
+    Attributes:
+        rows: the problems of settings together.
+
     Raises:
-        ConfigError: all values that are out of range, by name.
+        ConfigError: all values that are out of range, by name; or the settings that
+            exclude each other or have no effect.
     """
+
+    rows: ClassVar[Sequence[Problem]] = ()
 
     # A process imports the settings of all methods, but uses those of one method: the
     # validators are built at first use.
@@ -108,31 +213,63 @@ class Settings(BaseModel):
         try:
             super().__init__(**values)
         except ValidationError as error:
-            # A union reports several problems for one field: keep the first of each.
-            first: dict[Any, Any] = {}
-            for problem in error.errors():
-                first.setdefault(problem["loc"][:1], problem)
-            lines = [self._problem(problem) for problem in first.values()]
-            raise ConfigError("\n".join(lines)) from error
+            tell(of_pydantic(error, type(self).model_fields))
+        tell(self.told(self.problems()))
 
-    @classmethod
-    def _problem(cls, problem: Any) -> str:
-        """Return pydantic's problem as text, with setting, value and limits."""
-        name, value = str(problem["loc"][0]), problem["input"]
-        if problem["type"] == "literal_error":
-            return str(
-                unknown_name(name, value, get_args(cls.model_fields[name].annotation))
-            )
-        if problem["type"] == "value_error":
-            return f"{name}={value!r}: {problem['ctx']['error']}"
-        allowed = limits(cls.model_fields[name])
-        if allowed and isinstance(value, (int, float)):
-            return f"{name}={value!r} must be {allowed}"
-        return f"{name}={value!r}: {problem['msg'].lower()}"
+    def problems(
+        self, further: Mapping[str, Any] | None = None, known: Known | None = None
+    ) -> Iterator[Problem]:
+        """Yield the settings that exclude each other or have no effect.
+
+        Args:
+            further: the values of other keys of the run, each with its default.
+            known: the facts of the run.
+        """
+        values, defaults = {}, {}
+        for name, field in type(self).model_fields.items():
+            key = name.replace("_", "-")
+            values[key], defaults[key] = getattr(self, name), field.default
+        for key, (value, default) in (further or {}).items():
+            values[key], defaults[key] = value, default
+        for name, field in type(self).model_fields.items():
+            conditions = extra_of(field).get("only_if", {})
+            reason = unmet(conditions, values, defaults)
+            if reason:
+                keys = " ".join((name, *conditions))
+                yield Problem("no-effect", reason, keys, "settings", "no-effect")
+        yield from check(self.rows, self, known or Known())
+
+    def told(self, problems: Iterable[Problem]) -> Iterator[Problem]:
+        """Yield the problems, but of settings without effect only those that are set."""
+        for problem in problems:
+            if problem.effect == "no-effect":
+                field = type(self).model_fields.get(problem.key)
+                value = getattr(self, problem.key, None)
+                if field is None or value == field.default:
+                    continue
+                key = problem.key.replace("_", "-")
+                text = f"{key}={value!r} has no effect: {problem.text}"
+                problem = replace(problem, code="no-effect", text=text)
+            yield problem
+
+
+NOT_DONE = Problem(
+    "test-not-done",
+    "only the laboratory does the test {found}. Do it in your own evaluate_fn, and leave"
+    " it out of eval-on",
+    "eval_on",
+    effect="no-effect",
+    needs="recorded",
+    when=lambda params, known: (
+        "" if known.recorded else ", ".join({*tests_in(params.eval_on)} & RECORDED)
+    ),
+)
 
 
 class Params(Settings):
     """The settings that all methods share. A method adds its own settings."""
+
+    rows: ClassVar[Sequence[Problem]] = (NOT_DONE,)
 
     layers: str = setting(
         "",

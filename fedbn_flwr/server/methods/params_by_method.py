@@ -131,15 +131,6 @@ class ScaffoldParams(Params):
 
     server_learning_rate: float = setting(1.0, _RATE, gt=0)
 
-    @field_validator("momentum_scope")
-    @classmethod
-    def _plain_sgd(cls, scope: str) -> str:
-        if scope != "none":
-            raise ValueError(
-                "scaffold corrects plain SGD: momentum_scope must be 'none'"
-            )
-        return scope
-
 
 class BNScaffoldParams(ScaffoldParams):
     """Parameters of BN-SCAFFOLD."""
@@ -179,14 +170,23 @@ def _check_at(at: At) -> At:
     return at
 
 
+_AUTO = {"freeze-at": ("auto",), "fedtan-rounds": ("auto",)}
+
+
 class WindowParams(Params):
     """Parameters of the window rule for an automatic round."""
 
     freeze_window: int = setting(
-        100, "window W of an automatic round, in rounds; must be below R", ge=2
+        100,
+        "window W of an automatic round, in rounds; must be below R",
+        only_if=_AUTO,
+        ge=2,
     )
     freeze_tau: float = setting(
-        2e-3, "threshold tau of an automatic round: the variance of delta", gt=0
+        2e-3,
+        "threshold tau of an automatic round: the variance of delta",
+        only_if=_AUTO,
+        gt=0,
     )
 
 
@@ -200,6 +200,9 @@ class FixBNParams(WindowParams):
 
 
 # --- synchronised steps ---------------------------------------------------------------
+_CHANNEL = {"fedtan-transport": ("channel",)}
+
+
 class FedTANParams(Params):
     """Parameters of FedTAN."""
 
@@ -221,13 +224,17 @@ class FedTANParams(Params):
     fedtan_bind: str = setting(
         "127.0.0.1:0",
         "address of the channel on the server, host:port; port 0 selects a free port",
+        only_if=_CHANNEL,
     )
     fedtan_address: str = setting(
         "",
         "host:port for the clients; empty uses fedtan-bind with the port in use",
+        only_if=_CHANNEL,
     )
     fedtan_tls_dir: str = setting(
-        "", "folder with ca.crt, server.crt, server.key; empty allows loopback only"
+        "",
+        "folder with ca.crt, server.crt, server.key; empty allows loopback only",
+        only_if=_CHANNEL,
     )
 
 

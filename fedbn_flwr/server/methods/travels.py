@@ -128,6 +128,9 @@ class Travels:
         needs: further parts of BN on which the method acts, a set for each need.
         kept: a description of other things that the clients keep.
         second_model: whether a client has a model of its own next to the global one.
+        after: the round after which the phase begins at the earliest; None if it is
+            unknown, or if the run begins with the phase.
+        after_setting: the setting that determines ``after``.
     """
 
     phase: str = ""
@@ -144,6 +147,8 @@ class Travels:
     needs: tuple[PartSet, ...] = ()
     kept: str = ""
     second_model: bool = False
+    after: int | None = None
+    after_setting: str = ""
 
     @property
     def extra_copies(self) -> tuple[int, int]:

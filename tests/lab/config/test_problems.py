@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
+from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.lab.config import CENTRALIZED, GROUPS, Config
-from fedbn_flwr.lab.config.checks import ConfigProblemsError, defaults_of
+from fedbn_flwr.lab.config.checks import defaults_of
 from fedbn_flwr.lab.config.fields import config_fields, methods_with, only_if_of
 from fedbn_flwr.lab.config.values import allowed
 from fedbn_flwr.lab.data import DATASETS, PARTITIONS
@@ -28,7 +29,7 @@ def problems(
     """The code and the key of each problem."""
     try:
         check(settings)
-    except ConfigProblemsError as error:
+    except ConfigError as error:
         return [(problem.code, problem.key) for problem in error.problems]
     return []
 
@@ -150,6 +151,14 @@ FIRST = {
         {"dp": "server", "min-replies": 2},
         [("conflict", "min-replies")],
     ),
+    "a setting of the method": (
+        {"strategy": "fixbn", "freeze-window": 5},
+        [("no-effect", "freeze-window")],
+    ),
+    "delta without noise": (
+        {"dp": "server", "dp-delta": 1e-6},
+        [("no-effect", "dp-delta")],
+    ),
     "a sum over one": (
         {"masked-sums": True, "num-clients": 1},
         [("conflict", "masked-sums")],
@@ -196,14 +205,6 @@ SECOND = {
         ("no-effect", "fraction-evaluate"),
     ),
     "a test that nobody asks for": ({"test-bn": "mix"}, ("no-effect", "test-bn")),
-    "a setting of the method": (
-        {"strategy": "fixbn", "freeze-window": 5},
-        ("no-effect", "freeze-window"),
-    ),
-    "delta without noise": (
-        {"dp": "server", "dp-delta": 1e-6},
-        ("no-effect", "dp-delta"),
-    ),
 }
 
 
@@ -228,17 +229,17 @@ FURTHER: list[tuple[dict[Any, Any], str, str]] = [
     ({"strategy": CENTRALIZED, "personal": "last-layer"}, "no-effect", "personal"),
     ({"strategy": CENTRALIZED, "fine-tune": 2}, "no-effect", "fine-tune"),
     ({"strategy": CENTRALIZED, "layers": "norm"}, "no-effect", "layers"),
-    ({"strategy": "scaffold", "optimizer": "adam"}, "needs-sgd", "strategy"),
+    ({"strategy": "scaffold", "optimizer": "adam"}, "needs-sgd", "optimizer"),
     (
         {"momentum-scope": "local", "optimizer": "adam"},
         "momentum-without-sgd",
-        "strategy",
+        "optimizer",
     ),
     *(
         (
             {"strategy": "fedrep", "head-steps": 5, **training},
             "no-body-step",
-            "strategy",
+            "head-steps",
         )
         for training in (
             {"local-steps": 5},
@@ -266,31 +267,35 @@ FURTHER: list[tuple[dict[Any, Any], str, str]] = [
     ({"eval-on": "global,own"}, "unknown-name", "eval-on"),
     ({"eval-on": ["global"]}, "bad-value", "eval-on"),
     ({"data-dir": None}, "bad-value", "data-dir"),
-    ({"strategy": "fixbn", "freeze-at": "auto", **AUTO}, "long-window", "strategy"),
+    (
+        {"strategy": "fixbn", "freeze-at": "auto", **AUTO},
+        "long-window",
+        "freeze-window",
+    ),
     (
         {"strategy": "fedtan2", "fedtan-rounds": "auto", **AUTO},
         "long-window",
-        "strategy",
+        "freeze-window",
     ),
-    ({"strategy": "fedbn", "recalibrate": True}, "no-global-weights", "strategy"),
-    ({"strategy": "mtfl", "eval-on": "recalibrated"}, "no-global-weights", "strategy"),
+    ({"strategy": "fedbn", "recalibrate": True}, "no-global-weights", "recalibrate"),
+    ({"strategy": "mtfl", "eval-on": "recalibrated"}, "no-global-weights", "eval-on"),
     (
         {"strategy": "fedavg", "eval-on": "averaged-bn"},
         "no-local-batchnorm",
-        "strategy",
+        "eval-on",
     ),
     (
         {"strategy": "standalone", "eval-on": "personal-own,global"},
         "no-global-model",
-        "strategy",
+        "eval-on",
     ),
     (
         {"strategy": "standalone", "eval-on": "global-batch-statistics"},
         "no-global-model",
-        "strategy",
+        "eval-on",
     ),
     ({"strategy": "centralized", "recalibrate": True}, "no-effect", "recalibrate"),
-    ({"strategy": "staticbn", "norm": "batch-renorm"}, "batch-renorm", "strategy"),
+    ({"strategy": "staticbn", "norm": "batch-renorm"}, "batch-renorm", "norm"),
     ({"eval-on": "personal-domains"}, "needs", "eval-on"),
     ({"eval-on": "global-test-bn"}, "needs", "test-bn"),
     (
@@ -301,7 +306,7 @@ FURTHER: list[tuple[dict[Any, Any], str, str]] = [
     (
         {"test-bn": "mix", "eval-on": "averaged-bn-test-bn"},
         "no-local-batchnorm",
-        "strategy",
+        "eval-on",
     ),
     ({"test-bn": "mixed"}, "bad-value", "test-bn"),
     ({"task": "binary"}, "config", "task"),
@@ -358,7 +363,7 @@ def test_a_key_whose_conditions_are_not_met_has_no_effect(key: str) -> None:
 
 
 def _problems_of(settings: dict[str, Any]) -> Any:
-    with pytest.raises(ConfigProblemsError) as caught:
+    with pytest.raises(ConfigError) as caught:
         Config.check_keys(settings)
     return caught.value.problems
 

@@ -25,7 +25,6 @@ from fedbn_flwr.batchnorm.parts import split_state
 from fedbn_flwr.errors import ConfigError, NormLayerError, StateError
 from fedbn_flwr.lab.cli.console import Scores
 from fedbn_flwr.lab.config import Config, data_of, method_of
-from fedbn_flwr.lab.config.checks import ConfigProblemsError
 from fedbn_flwr.lab.config.data import RunData
 from fedbn_flwr.lab.config.values import allowed
 from fedbn_flwr.lab.data.datasets import DATASETS
@@ -706,7 +705,7 @@ def test_the_keys_task_and_metrics(monkeypatch, quick_run) -> None:
         ({"task": "regression"}, "task"),
         ({"num-classes": 3}, "num-classes"),
     ):
-        with pytest.raises(ConfigProblemsError) as caught:
+        with pytest.raises(ConfigError) as caught:
             Config.make({"dataset": "mine", **settings})
         assert [problem.key for problem in caught.value.problems] == [key]
 

@@ -185,7 +185,7 @@ def test_predicted_bytes_equal_counted_bytes_equal_those_of_the_messages(
     except ConfigError:
         return
     transport = own.get("transport", TRANSPORTS[0])
-    if any("a run is refused" in warning for warning in found.warnings):
+    if any("A run is refused" in warning for warning in found.warnings):
         with pytest.raises(NormLayerError):
             run_of(config, 2, transport)
         return
@@ -253,8 +253,10 @@ def test_warnings_name_what_a_method_would_not_do() -> None:
     assert inspect_model(plain, "fedbn", 2).warnings == (
         (
             "strategy 'fedbn' needs BatchNorm with gamma and beta or running"
-            " statistics; the model has 1 BatchNorm layer ((the model itself)) without"
-            " (affine=False, track_running_stats=False): a run is refused"
+            " statistics, but model 'mlp' has 1 BatchNorm layer ((the model itself))"
+            " without (affine=False, track_running_stats=False). Use FedAvg, or a model"
+            " with BatchNorm with gamma and beta or running statistics. A run is"
+            " refused."
         ),
         "1 BN layer(s) have no gamma and beta to keep: ",
         (

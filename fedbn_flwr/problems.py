@@ -1,0 +1,177 @@
+"""The problems of a run's declared values: rows, the facts that they read, messages.
+
+A decision about declared values is a row. It is next to its subject: a method has its
+rows at the end of its file, a setting has its conditions in ``only_if``, a protection
+has its rows at its settings, and ``server.methods.of_travels`` derives the rows that
+follow from the declaration of a method. A fault that appears in data, bytes or objects
+of a user during the work is an exception at the place that finds it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from fedbn_flwr.errors import ConfigError, FedBNError
+
+__all__ = ["BEFORE_A_RUN", "Known", "Problem", "Stage", "check", "tell"]
+
+logger = logging.getLogger("flwr")
+
+Stage = Literal["settings", "run", "model", "start", "sending", "replies", "diverged"]
+Effect = Literal["refuse", "no-effect", "warn", "end", "cause", "remedy"]
+BEFORE_A_RUN: Sequence[Stage] = ("settings", "run", "model")
+"""The stages before the first round: settings, run and model."""
+
+
+@dataclass(frozen=True)
+class Known:
+    """The facts that a row reads; None if a fact is unknown.
+
+    The server of a Flower project has no information on the clients' training.
+
+    Attributes:
+        num_rounds: R.
+        norm: the normalisation of the model.
+        optimizer: the clients' optimizer.
+        sgd_momentum: momentum of the clients' SGD.
+        local_steps: the clients' steps in a round; None if clients differ.
+        tests: the tests of ``eval-on`` (``tests_in``), or their default.
+        recorded: whether the laboratory's recorder does the tests.
+        parts: the split of the model's state (``Parts``).
+        shapes: the shapes of the model's entries.
+        model: the model in messages.
+        has: the model's normalisation in messages, if it has no BatchNorm.
+        untrained: its BatchNorm in messages, if that does not train.
+        number: the round.
+        state: the method's state before the round; after it for "diverged".
+        facts: the facts of the round; None if it has diverged.
+        replies: the usable replies.
+    """
+
+    num_rounds: int | None = None
+    norm: str | None = None
+    optimizer: str | None = None
+    sgd_momentum: float | None = None
+    local_steps: int | None = None
+    tests: tuple[str, ...] | None = None
+    recorded: bool | None = None
+    parts: Any = None
+    shapes: Mapping[str, tuple[int, ...]] | None = None
+    model: str = "the model"
+    has: str = "none"
+    untrained: str = ""
+    number: int = 0
+    state: Any = None
+    facts: Any = None
+    replies: Sequence[Any] = ()
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A fault of declared values, or an effect that a user may not expect.
+
+    The texts of a row are templates with the names ``method`` (its subject), ``params``
+    (the subject's settings), ``known`` and ``found`` (the result of ``when``).
+
+    Attributes:
+        code: its name, for programs.
+        text: a sentence with the names of the config keys. For a setting without
+            effect, it is the reason.
+        keys: the names of settings with ``_``, separated by spaces; the first one is
+            the subject.
+        stage: when it is checked: with the settings, the run, the model or the start;
+            before a round's messages are sent or its replies are used; after a loss
+            that is not finite.
+        effect: "refuse" refuses the run, "no-effect" refuses a setting that is set
+            (with this code, whichever the reason is),
+            "warn" is a warning, "end" ends the run, "cause" is the likely cause of a
+            loss that is not finite, "remedy" a further remedy.
+        remedy: the value, model or method to use instead.
+        error: the class of the error.
+        needs: the facts that must be known, separated by spaces; otherwise the row is
+            skipped.
+        when: a function of the subject and a ``Known``; a true result means that they
+            have the problem.
+    """
+
+    code: str
+    text: str
+    keys: str = ""
+    stage: Stage = "run"
+    effect: Effect = "refuse"
+    remedy: str = ""
+    error: type[FedBNError] = ConfigError
+    needs: str = ""
+    when: Callable[[Any, Known], object] | None = None
+
+    def __str__(self) -> str:
+        """Return the text with the remedy."""
+        return f"{self.text}. Use {self.remedy}." if self.remedy else self.text
+
+    @property
+    def key(self) -> str:
+        """The subject; empty if it is the whole run."""
+        return self.keys.partition(" ")[0]
+
+    def spelled(self, mark: str) -> Problem:
+        """Return the problem with "-" or "_" in its keys and their names in texts."""
+        text, remedy = self.text, self.remedy
+        for key in self.keys.replace("_", "-").split():
+            text = text.replace(key, key.replace("-", mark))
+            remedy = remedy.replace(key, key.replace("-", mark))
+        keys = self.keys.replace("_", mark).replace("-", mark)
+        return replace(self, text=text, remedy=remedy, keys=keys)
+
+
+def check(
+    rows: Iterable[Problem],
+    subject: Any,
+    known: Known,
+    stages: Collection[str] = BEFORE_A_RUN,
+) -> Iterator[Problem]:
+    """Yield the problems of the rows that the subject has, with their texts."""
+    for row in rows:
+        unknown = any(getattr(known, need) is None for need in row.needs.split())
+        if row.when is None or row.stage not in stages or unknown:
+            continue
+        found = row.when(subject, known)
+        if not found:
+            continue
+        params = getattr(subject, "params", subject)
+        names = {"method": subject, "params": params, "known": known, "found": found}
+        yield replace(
+            row,
+            text=row.text.format(**names),
+            remedy=row.remedy.format(**names),
+            when=None,
+        )
+
+
+def tell(problems: Iterable[Problem], mark: str = "_", hint: str = "") -> None:
+    """Raise the refusals as one error, those of the model first; log the warnings.
+
+    Args:
+        problems: the problems.
+        mark: see ``Problem.spelled``; "" leaves the names as they are.
+        hint: a further line of the error.
+
+    Raises:
+        FedBNError: the problems; its ``problems`` has each.
+    """
+    told = list(problems)
+    if mark:
+        told = [problem.spelled(mark) for problem in told]
+    refused = [problem for problem in told if problem.effect != "warn"]
+    # No setting repairs a model that does not fit.
+    misfits = [problem for problem in refused if problem.stage == "model"]
+    refused = misfits or refused
+    if refused:
+        text = "\n".join(filter(None, [*map(str, refused), hint]))
+        error = refused[0].error(text)
+        error.code, error.problems = refused[0].code, tuple(refused)
+        raise error
+    for problem in told:
+        logger.warning("%s", problem)
