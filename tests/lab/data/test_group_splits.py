@@ -101,7 +101,7 @@ def test_natural_gives_a_client_per_group_that_has_examples() -> None:
     groups = np.array([4, 1, 4, 0, 1, 4])
     parts = make_partition("natural", np.zeros(6, np.int64), 3, seed=0, groups=groups)
     assert [part.tolist() for part in parts] == [[3], [1, 4], [0, 2, 5]]
-    with pytest.raises(ConfigError, match=r"3 .*\(0, 1, 4\); num-clients=5"):
+    with pytest.raises(ConfigError, match=r"3 .*\(0, 1, 4\), but num-clients=5"):
         make_partition("natural", np.zeros(6, np.int64), 5, seed=0, groups=groups)
 
 

@@ -41,7 +41,7 @@ WRONG = {
     "one example": (
         np.array([0] * 19 + [1]),
         np.arange(20) % 5 == 1,
-        "client 1 has 1 training example: BatchNorm",
+        "client 1 has 1 training example, so BatchNorm",
     ),
     "no tests": (
         np.array([0] * 15 + [1] * 5),
@@ -86,7 +86,7 @@ def test_a_site_of_tests_is_named_and_can_be_held_out(tmp_path: Path) -> None:
     }
     of_run = split_of(tmp_path, client=client, split=split, **arrays)
     (warning,) = data_warnings(*of_run)
-    assert warning.startswith("site b has 20 test examples and no training example")
+    assert warning.startswith("site b has 20 test examples but no training example")
     assert data_counts(of_run[0])["test"] == 30
     with pytest.raises(ConfigError, match="num-clients=2 with held-out-clients=b"):
         split_of(tmp_path, {"num-clients": 3}, client=client, split=split, **arrays)
@@ -134,7 +134,7 @@ def test_a_run_without_test_examples_is_refused(tmp_path: Path, strategy: str) -
         "strategy": strategy,
     }
     with pytest.raises(
-        DataError, match=r"npz.*: there are no test examples .test-share=0\.001\)"
+        DataError, match=r"npz.* has no test examples .test-share=0\.001\)"
     ):
         run(Config.make(settings), tmp_path / "out", workers=0)
     assert not (tmp_path / "out").exists()

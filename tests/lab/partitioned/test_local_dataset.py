@@ -222,16 +222,16 @@ def test_unusable_local_data_is_refused(tmp_path: Path) -> None:
         str(tmp_path / "absent"): "No such file or directory",
         str(
             tmp_path / "empty"
-        ): "no folder is called after a class (0, 1, 2, 3, 4, ...; found: )",
+        ): "no folder has the name of a class (0, 1, 2, 3, 4, ...). Found: .",
         str(
             tmp_path / "other"
-        ): "found: cat). Name the classes in the node config: data-classes='cat,dog'",
+        ): "Found: cat. Name the classes in the node config: data-classes='cat,dog'",
         str(tmp_path / "broken.npz"): "could not be read",
         str(tmp_path / "none.npz"): "has no training images",
         str(tmp_path / "half.npz"): "lacks x_test, y_test",
         str(
             tmp_path / "floats.npz"
-        ): "float64 labels (2,); uint8 images with an integer each needed",
+        ): "float64 labels (2,). Use uint8 images and one integer for each image",
         str(
             tmp_path / "text.npz"
         ): "<U3 labels (2,). Use uint8 images and one integer for each image",
