@@ -194,7 +194,9 @@ def test_other_classes_are_refused(
         "fedbn_flwr.lab.config.checks.allowed",
         lambda key: DATASETS if key == "dataset" else allowed(key),
     )
-    with pytest.raises(ConfigError, match=f"10 classes, dataset=others has {count}"):
+    with pytest.raises(
+        ConfigError, match=f"10 classes, but dataset=others has {count}"
+    ):
         evaluate_run(runs["batch"], {"dataset": "others"})
 
 

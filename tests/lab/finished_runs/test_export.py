@@ -141,7 +141,9 @@ def test_a_client_takes_the_model_that_was_tested(quick_run, tmp_path: Path) -> 
         == "the own model of client 1, with the affine, statistics, counters entries"
         " that it kept"
     )
-    with pytest.raises(ConfigError, match="client=3: the run has the clients 0 to 2"):
+    with pytest.raises(
+        ConfigError, match="client=3 is unknown: the run has the clients 0 to 2"
+    ):
         export(run, tmp_path / "other/model.safetensors", "torch", Choice(client=3))
     with pytest.raises(StateError, match="eval-on=averaged-bn saves the average"):
         export(

@@ -408,7 +408,7 @@ def test_a_run_continues_while_a_node_is_gone(
     with caplog.at_level(logging.WARNING, logger="flwr"):
         go_on(tmp_path, [node] * 2)
     assert (
-        "the run began with 3 nodes and continues with 2: the others may come back"
+        "the run began with 3 nodes and continues with 2. The others may come back"
         in caplog.text
     )
     assert participants(tmp_path) == [[0, 1, 2]] * 2 + [[0, 1]] * 2
