@@ -179,7 +179,7 @@ _OF_OTHERS = (
         "lab.data.own.own_examples",
         "lab.data.own.table",
     ),
-    *("lab.runs.run", "lab.runs.serve", "lab.runs.start_checks"),
+    *("lab.runs.run", "lab.runs.serve", "lab.runs.check_start"),
     *(
         "client.masking",
         "privacy.masks",

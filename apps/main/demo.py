@@ -15,8 +15,8 @@ from rich.table import Table
 
 from fedbn_flwr.engines.flower_run import flower_run
 from fedbn_flwr.errors import FedBNError
+from fedbn_flwr.lab.studies.check_study import load_study
 from fedbn_flwr.lab.studies.study import Cell
-from fedbn_flwr.lab.studies.study_checks import load_study
 from fedbn_flwr.lab.studies.sweep import LogFollower, sweep
 
 __all__ = ["demo"]

@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic.fields import FieldInfo
 
 from fedbn_flwr.lab.config import CENTRALIZED, GROUPS, Config
-from fedbn_flwr.lab.config.checks import ROLES
+from fedbn_flwr.lab.config.check_keys import ROLES
 from fedbn_flwr.lab.config.fields import (
     config_fields,
     methods_with,

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from fedbn_flwr.lab.config import CENTRALIZED
-from fedbn_flwr.lab.config.checks import ROLES
+from fedbn_flwr.lab.config.check_keys import ROLES
 from fedbn_flwr.lab.data import DATASETS, FUNCTION_FORM, KINDS, PARTITIONS
 from fedbn_flwr.lab.models import MODELS
 from fedbn_flwr.norms import NORMS

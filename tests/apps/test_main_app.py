@@ -19,8 +19,8 @@ from apps.main import demo as module
 from fedbn_flwr.errors import EngineError
 from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.runs.run import run
+from fedbn_flwr.lab.studies.check_study import load_study
 from fedbn_flwr.lab.studies.study import Study
-from fedbn_flwr.lab.studies.study_checks import load_study
 
 ROOT = Path(__file__).parents[2]
 

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from fedbn_flwr.lab.config import Config, method_of
+from fedbn_flwr.lab.runs.check_start import check
 from fedbn_flwr.lab.runs.run import run
-from fedbn_flwr.lab.runs.start_checks import check
-from fedbn_flwr.lab.studies.study_checks import load_study
+from fedbn_flwr.lab.studies.check_study import load_study
 from fedbn_flwr.strategies import STRATEGIES
 
 FOLDER = Path(__file__).parents[2] / "apps/main/recipes"

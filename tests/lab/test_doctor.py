@@ -27,8 +27,8 @@ from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.doctor import diagnose_model, diagnose_run, fitting, training_of
 from fedbn_flwr.lab.partitioned.partitioned_data import partitioned_data
 from fedbn_flwr.lab.report import RunFiles, run_warnings
+from fedbn_flwr.lab.runs import check_start
 from fedbn_flwr.lab.runs import run as run_module
-from fedbn_flwr.lab.runs import start_checks
 from fedbn_flwr.lab.runs.run import run
 from fedbn_flwr.lab.setup import make_model
 from fedbn_flwr.training.freezing import layers_of
@@ -521,7 +521,7 @@ def test_every_pass_reads_scaled_inputs(
             seen.append(inputs[0].detach().clone())
 
     def check(config: Config) -> Any:
-        found = start_checks.check(config)
+        found = check_start.check(config)
         seen.clear()  # the trial of the model reads noise
         return found
 

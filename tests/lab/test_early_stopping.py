@@ -24,10 +24,10 @@ from fedbn_flwr.lab.early_stopping import EarlyStopping
 from fedbn_flwr.lab.files import read_metrics
 from fedbn_flwr.lab.finished_runs.export import export
 from fedbn_flwr.lab.output.checkpoint import Checkpoint, Checkpoints
+from fedbn_flwr.lab.runs.check_start import check
 from fedbn_flwr.lab.runs.default_app import client_app
 from fedbn_flwr.lab.runs.run import run
 from fedbn_flwr.lab.runs.serve import serve
-from fedbn_flwr.lab.runs.start_checks import check
 
 BASE: Mapping[str, Any] = {
     **{

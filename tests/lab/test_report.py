@@ -21,8 +21,8 @@ from fedbn_flwr.lab.cli import app
 from fedbn_flwr.lab.files import read_metrics
 from fedbn_flwr.lab.report import write_report
 from fedbn_flwr.lab.runs.run import run
+from fedbn_flwr.lab.studies.check_study import load_study
 from fedbn_flwr.lab.studies.results import rows_of, table
-from fedbn_flwr.lab.studies.study_checks import load_study
 from fedbn_flwr.lab.studies.sweep import sweep
 
 

@@ -20,10 +20,10 @@ from fedbn_flwr.lab.config import Config, data_of
 from fedbn_flwr.lab.config.fields import config_fields
 from fedbn_flwr.lab.partitioned.partitioned_data import partitioned_data
 from fedbn_flwr.lab.runs import simulation
+from fedbn_flwr.lab.runs.check_start import check
 from fedbn_flwr.lab.runs.node import client_fn
 from fedbn_flwr.lab.runs.run import run
 from fedbn_flwr.lab.runs.serve import _server_data, serve
-from fedbn_flwr.lab.runs.start_checks import check
 from fedbn_flwr.lab.setup import (
     local_training,
     make_model,

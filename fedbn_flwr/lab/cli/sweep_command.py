@@ -79,9 +79,9 @@ def sweep(
     with exit_codes():
         read_yaml(study, "study")
         read_overrides(set_ or [])
+    from fedbn_flwr.lab.studies.check_study import Selection, load_study
     from fedbn_flwr.lab.studies.one_run import is_done
     from fedbn_flwr.lab.studies.parallel import default_parallel, in_parallel
-    from fedbn_flwr.lab.studies.study_checks import Selection, load_study
     from fedbn_flwr.lab.studies.sweep import in_series
     from fedbn_flwr.lab.studies.sweep import sweep as launch
 

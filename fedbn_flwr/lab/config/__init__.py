@@ -4,8 +4,8 @@ The sources are YAML, ``--set``, ``--run-config`` and ``[tool.flwr.app.config]``
 
 ``fields.py`` has the keys; keys of the methods come from
 ``server/methods/params_by_method.py``. ``config.py`` reads and writes them. They are
-checked in two halves. ``checks.py`` needs no torch, so a wrong key or value is reported
-immediately. ``run_checks.py`` uses the registries, the data and the methods.
+checked in two halves. ``check_keys.py`` needs no torch, so a wrong key or value is
+reported immediately. ``check_run.py`` uses the registries, the data and the methods.
 ``data.py`` and ``method_of_config.py`` resolve the settings: ``data_of(config)``,
 ``method_of(config)``. A name here imports its module when it is used.
 """

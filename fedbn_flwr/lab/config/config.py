@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fedbn_flwr.lab.config.checks import (
+from fedbn_flwr.lab.config.check_keys import (
     checked,
     defaults_of,
     has_no_effect,
@@ -77,7 +77,7 @@ class Config(Fields):
         config = config.model_copy(update=dropped)
 
         # Check with the registries, the data and the methods. These need torch.
-        from fedbn_flwr.lab.config.run_checks import (
+        from fedbn_flwr.lab.config.check_run import (
             has_no_effect_in_run,
             problems_of_run,
         )
@@ -170,7 +170,7 @@ class Config(Fields):
         config, problems = cls._first_half(settings)
         if problems:
             return {}
-        from fedbn_flwr.lab.config.run_checks import (
+        from fedbn_flwr.lab.config.check_run import (
             has_no_effect_in_run,
             problems_of_run,
         )

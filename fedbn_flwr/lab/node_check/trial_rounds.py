@@ -10,9 +10,9 @@ from typing import Any
 from fedbn_flwr.client import client_app
 from fedbn_flwr.engines import InProcessGrid
 from fedbn_flwr.lab.config import CENTRALIZED, Config, Scalar, data_of, method_of
+from fedbn_flwr.lab.runs.check_start import check
 from fedbn_flwr.lab.runs.node import client_fn
 from fedbn_flwr.lab.runs.serve import serve
-from fedbn_flwr.lab.runs.start_checks import check
 from fedbn_flwr.messages.protocol import STATE_DIR
 
 __all__ = ["try_rounds"]

@@ -7,6 +7,6 @@
   writes the results.
 - ``node.py`` makes a node's client. ``node_guard.py`` guards it over a network;
   ``default_app.py`` is both sides as a Flower app.
-- ``start_checks.py`` has the checks before a run.
+- ``check_start.py`` has the checks before a run.
 - ``inspection.py`` predicts the effect of a method on a model.
 """

@@ -21,9 +21,9 @@ from fedbn_flwr.lab.output.checkpoint import Checkpoint, StartingPoint
 from fedbn_flwr.lab.output.folder import RunFolder, lock_folder
 from fedbn_flwr.lab.output.result_writer import OnRound, ResultWriter
 from fedbn_flwr.lab.partitioned.partitioned_data import count_clients, partitioned_data
+from fedbn_flwr.lab.runs.check_start import CheckedConfig
 from fedbn_flwr.lab.runs.folder_listener import divergence_of, ends_diverged
 from fedbn_flwr.lab.runs.serve import beginning, report_data, tests_of_clients
-from fedbn_flwr.lab.runs.start_checks import CheckedConfig
 from fedbn_flwr.lab.setup import local_training, on_device
 from fedbn_flwr.messages.protocol import (
     DROPPED_BATCHES,

@@ -30,8 +30,8 @@ def main(grid: Grid, context: Context) -> None:
     Results go to ``out``, or to ``$FLWR_HOME/fedbn-runs/RUN_ID``.
     """
     # A client also imports this module for each message, but does not need these.
+    from fedbn_flwr.lab.runs.check_start import check
     from fedbn_flwr.lab.runs.serve import serve
-    from fedbn_flwr.lab.runs.start_checks import check
 
     config = Config.make(context.run_config, complete=True)
     out = _out(config, context.run_id)

@@ -18,7 +18,7 @@ from torch import nn
 from fedbn_flwr.batchnorm.parts import Part, Parts
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.lab.config import Config, data_of, method_of
-from fedbn_flwr.lab.runs.start_checks import misfits
+from fedbn_flwr.lab.runs.check_start import misfits
 from fedbn_flwr.lab.setup import partly_without_effect
 from fedbn_flwr.messages.records import Traffic, num_bytes, to_record, to_state
 from fedbn_flwr.server.methods.shared_bn import SHARED_BN

@@ -54,7 +54,7 @@ from fedbn_flwr.training.model_state import copied
 from fedbn_flwr.training.tasks import Task
 
 if TYPE_CHECKING:
-    from fedbn_flwr.lab.runs.start_checks import CheckedConfig
+    from fedbn_flwr.lab.runs.check_start import CheckedConfig
 
 __all__ = ["RunClients", "client_fn", "describe_data"]
 

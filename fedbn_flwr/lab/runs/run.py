@@ -17,14 +17,14 @@ from fedbn_flwr.lab.output.result_writer import OnRound
 from fedbn_flwr.lab.partitioned.counts import refuse_no_tests
 from fedbn_flwr.lab.partitioned.partitioned_data import count_clients, partitioned_data
 from fedbn_flwr.lab.runs.centralized import centralized
-from fedbn_flwr.lab.runs.node import RunClients
-from fedbn_flwr.lab.runs.serve import serve
-from fedbn_flwr.lab.runs.simulation import simulate
-from fedbn_flwr.lab.runs.start_checks import (
+from fedbn_flwr.lab.runs.check_start import (
     CheckedConfig,
     check,
     refuse_too_few_clients,
 )
+from fedbn_flwr.lab.runs.node import RunClients
+from fedbn_flwr.lab.runs.serve import serve
+from fedbn_flwr.lab.runs.simulation import simulate
 from fedbn_flwr.lab.setup import pick_device
 from fedbn_flwr.machine import num_cores
 from fedbn_flwr.training.settings import share_of

@@ -35,12 +35,12 @@ from fedbn_flwr.lab.partitioned.partitioned_data import (
     domain_test,
     partitioned_data,
 )
-from fedbn_flwr.lab.runs.folder_listener import CheckpointManager, FolderListener
-from fedbn_flwr.lab.runs.start_checks import (
+from fedbn_flwr.lab.runs.check_start import (
     CheckedConfig,
     moved_buffers,
     refuse_too_few_clients,
 )
+from fedbn_flwr.lab.runs.folder_listener import CheckpointManager, FolderListener
 from fedbn_flwr.lab.setup import (
     client_tests,
     initialise,

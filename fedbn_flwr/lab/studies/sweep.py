@@ -25,7 +25,8 @@ from fedbn_flwr.lab.output.folder import DIVERGED_AT, lock_folder, writing
 from fedbn_flwr.lab.output.result_writer import OnRound
 from fedbn_flwr.lab.partitioned.counts import has_other_data
 from fedbn_flwr.lab.partitioned.partitioned_data import count_clients, partitioned_data
-from fedbn_flwr.lab.runs.start_checks import check
+from fedbn_flwr.lab.runs.check_start import check
+from fedbn_flwr.lab.studies.check_study import EVERYTHING, Selection
 from fedbn_flwr.lab.studies.one_run import (
     changed,
     do_cell,
@@ -35,7 +36,6 @@ from fedbn_flwr.lab.studies.one_run import (
 )
 from fedbn_flwr.lab.studies.results import write_results
 from fedbn_flwr.lab.studies.study import Cell, Study
-from fedbn_flwr.lab.studies.study_checks import EVERYTHING, Selection
 from fedbn_flwr.lab.studies.tuning import tuned, tuning_markdown
 
 __all__ = ["Follower", "LogFollower", "Runner", "in_series", "sweep"]

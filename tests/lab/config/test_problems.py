@@ -10,7 +10,7 @@ import pytest
 
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.lab.config import CENTRALIZED, GROUPS, Config
-from fedbn_flwr.lab.config.checks import defaults_of
+from fedbn_flwr.lab.config.check_keys import defaults_of
 from fedbn_flwr.lab.config.fields import config_fields, methods_with, only_if_of
 from fedbn_flwr.lab.config.values import allowed
 from fedbn_flwr.lab.data import DATASETS, PARTITIONS

@@ -15,8 +15,8 @@ from torch import nn
 
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.lab.config import Config
-from fedbn_flwr.lab.config.checks import defaults_of
-from fedbn_flwr.lab.runs.start_checks import check as check_start
+from fedbn_flwr.lab.config.check_keys import defaults_of
+from fedbn_flwr.lab.runs.check_start import check as check_start
 from fedbn_flwr.legacy.legacy_strategy import LegacyStrategy
 from fedbn_flwr.privacy.protection_settings import (
     MASKED_UPDATES,

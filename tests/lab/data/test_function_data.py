@@ -27,10 +27,10 @@ from fedbn_flwr.lab.data import own_sha256
 from fedbn_flwr.lab.files import read_metrics
 from fedbn_flwr.lab.finished_runs.evaluate import evaluate_run
 from fedbn_flwr.lab.partitioned.partitioned_data import load_data, partitioned_data
+from fedbn_flwr.lab.runs.check_start import check
 from fedbn_flwr.lab.runs.node import client_fn
 from fedbn_flwr.lab.runs.run import run
 from fedbn_flwr.lab.runs.serve import serve
-from fedbn_flwr.lab.runs.start_checks import check
 from fedbn_flwr.messages.protocol import INFO, UNUSABLE
 
 MODULE = "data_of_sites"

@@ -527,7 +527,7 @@ def test_odd_files_are_named(
 
 
 def start(settings: dict[str, object]) -> None:
-    from fedbn_flwr.lab.runs.start_checks import check
+    from fedbn_flwr.lab.runs.check_start import check
 
     config = Config.make(settings)
     check(config)

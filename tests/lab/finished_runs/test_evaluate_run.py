@@ -191,7 +191,7 @@ def test_other_classes_are_refused(
     info = dataclasses.replace(DATASETS["digits"], name="others", num_classes=count)
     monkeypatch.setitem(DATASETS, "others", info)
     monkeypatch.setattr(
-        "fedbn_flwr.lab.config.checks.allowed",
+        "fedbn_flwr.lab.config.check_keys.allowed",
         lambda key: DATASETS if key == "dataset" else allowed(key),
     )
     with pytest.raises(

@@ -18,7 +18,7 @@ from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.output.folder import RunFolder
 from fedbn_flwr.lab.output.tensorboard_log import TensorBoardLog
-from fedbn_flwr.lab.runs.start_checks import check
+from fedbn_flwr.lab.runs.check_start import check
 
 PAGE = Path(__file__).parents[3] / "docs/reference/output-folder.md"
 LINE = {

@@ -12,9 +12,9 @@ from fedbn_flwr.client import client_app
 from fedbn_flwr.engines import InProcessGrid
 from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.files import read_metrics
+from fedbn_flwr.lab.runs.check_start import check
 from fedbn_flwr.lab.runs.node import client_fn
 from fedbn_flwr.lab.runs.serve import serve
-from fedbn_flwr.lab.runs.start_checks import check
 
 
 @pytest.fixture

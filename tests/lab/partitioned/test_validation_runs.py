@@ -23,8 +23,8 @@ from fedbn_flwr.lab.early_stopping import EarlyStopping
 from fedbn_flwr.lab.files import read_metrics
 from fedbn_flwr.lab.partitioned.partitioned_data import partitioned_data, put_aside
 from fedbn_flwr.lab.runs import serve
+from fedbn_flwr.lab.runs.check_start import check
 from fedbn_flwr.lab.runs.node import RunClients, client_fn, describe_data
-from fedbn_flwr.lab.runs.start_checks import check
 from fedbn_flwr.lab.setup import make_model, make_strategy
 from fedbn_flwr.training import REGRESSION
 from fedbn_flwr.training.evaluation import evaluate

@@ -13,9 +13,9 @@ from fedbn_flwr.errors import ConfigError, EngineError
 from fedbn_flwr.lab.cli import app
 from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.files import read_metrics
+from fedbn_flwr.lab.runs.check_start import check
 from fedbn_flwr.lab.runs.default_app import client_app, main
 from fedbn_flwr.lab.runs.serve import serve
-from fedbn_flwr.lab.runs.start_checks import check
 from fedbn_flwr.transport import polling_grid
 
 SQUEEZENET = ["dataset=cifar10", "model=torchvision:squeezenet1_1"]

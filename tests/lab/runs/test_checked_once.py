@@ -16,12 +16,12 @@ from typer.testing import CliRunner
 from fedbn_flwr import InProcessGrid
 from fedbn_flwr.lab import setup
 from fedbn_flwr.lab.cli import app
-from fedbn_flwr.lab.config import Config, run_checks
+from fedbn_flwr.lab.config import Config, check_run
+from fedbn_flwr.lab.runs import check_start
 from fedbn_flwr.lab.runs import default_app as flower_app
 from fedbn_flwr.lab.runs import run as run_module
-from fedbn_flwr.lab.runs import start_checks
+from fedbn_flwr.lab.runs.check_start import check
 from fedbn_flwr.lab.runs.node import RunClients
-from fedbn_flwr.lab.runs.start_checks import check
 from fedbn_flwr.training.freezing import stays_in_eval
 from tests.support.options import set_options
 
@@ -47,9 +47,9 @@ def counts(monkeypatch: pytest.MonkeyPatch) -> Counts:
 
         monkeypatch.setattr(module, name, counting)
 
-    count(run_checks, "problems_of_run")
+    count(check_run, "problems_of_run")
     count(run_module, "check")
-    count(start_checks, "check")  # the server app takes it when it runs
+    count(check_start, "check")  # the server app takes it when it runs
     count(setup, "build_model")
     return counted
 

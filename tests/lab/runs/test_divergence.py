@@ -18,7 +18,7 @@ from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.files import read_metrics
 from fedbn_flwr.lab.runs import simulation
 from fedbn_flwr.lab.runs.run import run
-from fedbn_flwr.lab.studies.study_checks import load_study
+from fedbn_flwr.lab.studies.check_study import load_study
 from fedbn_flwr.lab.studies.sweep import sweep
 from tests.support.options import set_options
 

@@ -34,11 +34,11 @@ from fedbn_flwr.lab.data.samples import Samples
 from fedbn_flwr.lab.files import read_metrics
 from fedbn_flwr.lab.output.run_tests import client_means, client_means_by_domain
 from fedbn_flwr.lab.partitioned.partitioned_data import partitioned_data
+from fedbn_flwr.lab.runs.check_start import check
 from fedbn_flwr.lab.runs.default_app import client_app
 from fedbn_flwr.lab.runs.serve import serve
-from fedbn_flwr.lab.runs.start_checks import check
 from fedbn_flwr.lab.setup import make_model
-from fedbn_flwr.lab.studies.study_checks import load_study
+from fedbn_flwr.lab.studies.check_study import load_study
 from fedbn_flwr.lab.studies.sweep import sweep
 from fedbn_flwr.server.runs.round_outcome import RoundOutcome
 from fedbn_flwr.training.evaluation import evaluate
@@ -578,7 +578,7 @@ def own_task(
         DATASETS, "mine", dataclasses.replace(DATASETS["digits"], **own)
     )
     monkeypatch.setattr(
-        "fedbn_flwr.lab.config.checks.allowed",
+        "fedbn_flwr.lab.config.check_keys.allowed",
         lambda key: DATASETS if key == "dataset" else allowed(key),
     )
     _load.cache_clear()

@@ -42,7 +42,7 @@ study, out, group = map(Path, sys.argv[1:])
 group.write_text(str(os.getpid()))
 
 from fedbn_flwr.lab.runs import run
-from fedbn_flwr.lab.studies.study_checks import load_study
+from fedbn_flwr.lab.studies.check_study import load_study
 from fedbn_flwr.lab.studies.sweep import sweep
 
 os.fsync = lambda handle: None  # a kill loses nothing that was written; a power cut is not meant here

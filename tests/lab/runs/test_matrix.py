@@ -96,7 +96,7 @@ from flwr.serverapp import ServerApp
 from fedbn_flwr.client import client_app
 from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.runs.serve import serve
-from fedbn_flwr.lab.runs.start_checks import check
+from fedbn_flwr.lab.runs.check_start import check
 from fedbn_flwr.lab.runs.node import client_fn
 from numpyclient import client_app as other_client, server_app as other_server
 

@@ -23,8 +23,8 @@ from fedbn_flwr.lab.doctor import diagnose_run
 from fedbn_flwr.lab.finished_runs.evaluate import evaluate_run
 from fedbn_flwr.lab.finished_runs.export import export, load_exported
 from fedbn_flwr.lab.models import build_model
+from fedbn_flwr.lab.runs.check_start import check, moved_buffers
 from fedbn_flwr.lab.runs.run import run
-from fedbn_flwr.lab.runs.start_checks import check, moved_buffers
 from fedbn_flwr.lab.setup import make_model
 
 CODE = """

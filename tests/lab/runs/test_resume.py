@@ -30,10 +30,10 @@ from fedbn_flwr.lab.files import read_metrics
 from fedbn_flwr.lab.output.folder import STATISTICS_FILE, lock_folder
 from fedbn_flwr.lab.output.result_writer import OnRound
 from fedbn_flwr.lab.runs import centralized
+from fedbn_flwr.lab.runs.check_start import check
 from fedbn_flwr.lab.runs.default_app import client_app
 from fedbn_flwr.lab.runs.run import run
 from fedbn_flwr.lab.runs.serve import serve
-from fedbn_flwr.lab.runs.start_checks import check
 from fedbn_flwr.transport import polling_grid
 
 ROUNDS = 6

@@ -31,11 +31,11 @@ from fedbn_flwr.lab.output.curves import draw_curves
 from fedbn_flwr.lab.output.folder import STATISTICS_FILE
 from fedbn_flwr.lab.partitioned.partitioned_data import partitioned_data
 from fedbn_flwr.lab.runs.centralized import centralized
+from fedbn_flwr.lab.runs.check_start import check
 from fedbn_flwr.lab.runs.default_app import client_app
 from fedbn_flwr.lab.runs.inspection import inspect_model
 from fedbn_flwr.lab.runs.run import preflight, run
 from fedbn_flwr.lab.runs.serve import serve
-from fedbn_flwr.lab.runs.start_checks import check
 from fedbn_flwr.lab.setup import make_model
 from fedbn_flwr.messages.records import Traffic, state_sha256, to_state
 from fedbn_flwr.strategies import STRATEGIES

@@ -16,8 +16,8 @@ from fedbn_flwr.errors import ConfigError, NormLayerError
 from fedbn_flwr.lab.cli import app
 from fedbn_flwr.lab.finished_runs.evaluate import evaluate_run
 from fedbn_flwr.lab.finished_runs.saved_model import Choice, load_model
+from fedbn_flwr.lab.runs.check_start import check
 from fedbn_flwr.lab.runs.run import run
-from fedbn_flwr.lab.runs.start_checks import check
 from fedbn_flwr.lab.setup import make_model
 from fedbn_flwr.training.freezing import stays_in_eval
 

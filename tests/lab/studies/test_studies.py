@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from fedbn_flwr.lab.studies.study_checks import load_study
+from fedbn_flwr.lab.studies.check_study import load_study
 
 FOLDER = Path(__file__).parents[3] / "studies"
 FULL = sorted(

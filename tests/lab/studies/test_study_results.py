@@ -19,6 +19,7 @@ from scipy.stats import ttest_rel
 from fedbn_flwr.errors import ConfigError, RunFailedError
 from fedbn_flwr.lab.output.folder import DIVERGED_AT
 from fedbn_flwr.lab.studies import results, tuning
+from fedbn_flwr.lab.studies.check_study import Selection, load_study
 from fedbn_flwr.lab.studies.one_run import finished
 from fedbn_flwr.lab.studies.results import (
     markdown,
@@ -28,7 +29,6 @@ from fedbn_flwr.lab.studies.results import (
     write_results,
 )
 from fedbn_flwr.lab.studies.study import PaperNumber, Study
-from fedbn_flwr.lab.studies.study_checks import Selection, load_study
 from fedbn_flwr.lab.studies.sweep import sweep
 from fedbn_flwr.lab.studies.tuning import tuned
 from fedbn_flwr.training.tasks import Task

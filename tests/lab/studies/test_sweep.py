@@ -21,11 +21,11 @@ from fedbn_flwr.lab.config import RENAMED
 from fedbn_flwr.lab.output.folder import lock_folder
 from fedbn_flwr.lab.studies import one_run
 from fedbn_flwr.lab.studies import sweep as module
+from fedbn_flwr.lab.studies.check_study import Selection, load_study
 from fedbn_flwr.lab.studies.one_run import do_cell, is_done, summary_of
 from fedbn_flwr.lab.studies.parallel import in_parallel
 from fedbn_flwr.lab.studies.results import markdown, rows_of, table
 from fedbn_flwr.lab.studies.study import Cell, Study, Tuning
-from fedbn_flwr.lab.studies.study_checks import Selection, load_study
 from fedbn_flwr.lab.studies.sweep import LogFollower, sweep
 
 TEXT = """

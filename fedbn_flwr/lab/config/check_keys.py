@@ -2,7 +2,7 @@
 error with all.
 
 Each key by itself, names, keys together, keys without effect. What needs the registries,
-own data or the methods is in ``run_checks.py``.
+own data or the methods is in ``check_run.py``.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 from fedbn_flwr.errors import ConfigError, FedBNError
-from fedbn_flwr.lab.config.checks import of_error, of_name
+from fedbn_flwr.lab.config.check_keys import of_error, of_name
 from fedbn_flwr.lab.config.data import RunData, data_of
 from fedbn_flwr.lab.config.fields import Fields
 from fedbn_flwr.lab.config.method_of_config import MethodOfConfig, method_of
