@@ -92,13 +92,14 @@ def _text(node: ast.AST, texts: Mapping[str, str]) -> str:
 def problem_table() -> str:
     """Return the table of all problems, by stage and code."""
     lines = [
+        "",
         "| code | stage, effect | keys | sentence | remedy | file |",
         "|---|---|---|---|---|---|",
     ]
     order = get_args(Stage)
     rows = sorted(
         set(problem_rows()),
-        key=lambda row: (order.index(row.stage), row.code, row.file, row.text),
+        key=lambda row: (order.index(row.stage), *vars(row).values()),
     )
     for row in rows:
         # A variable stands for the key of the config.
