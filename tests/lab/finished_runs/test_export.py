@@ -249,7 +249,7 @@ def test_an_export_that_differs_leaves_no_file(tmp_path: Path, monkeypatch) -> N
     monkeypatch.setitem(export_module._LOADERS, "torch", wrong)
     with pytest.raises(
         EngineError,
-        match=r"is not the evaluated one: max absolute error .* allowed 1e-04\)",
+        match=r"differs from the evaluated model: max absolute error .* allowed 1e-04\)",
     ):
         export(run, tmp_path / "home/model.safetensors", "torch")
 

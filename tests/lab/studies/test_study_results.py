@@ -204,7 +204,7 @@ def test_what_it_took_to_reach_the_target(tmp_path: Path, monkeypatch) -> None:
             load(tmp_path, TARGETS.replace("70 ± 2.5", wrong))
     with pytest.raises(
         ConfigError,
-        match=r"paper: A/all, cat: 'x' is no .*; A/all, dog: '\[1\]' is no number",
+        match=r"paper: A/all, cat: 'x' is not .*; A/all, dog: '\[1\]' is not a number",
     ):
         load(tmp_path, TARGETS.replace("70 ± 2.5", "{cat: x, dog: [1]}"))
 

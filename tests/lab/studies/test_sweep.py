@@ -244,7 +244,7 @@ def test_overrides_replace_the_base(tmp_path: Path) -> None:
             (TEXT, "{name: a, methods: {A: {}}, skip: [A/all]}"),
             "skip leaves out every run: A/all",
         ),
-        (("FedAvg/iid: 91.35", "FedAvg/iid: true"), "'True' is no number of a paper"),
+        (("FedAvg/iid: 91.35", "FedAvg/iid: true"), "'True' is not a number of a paper"),
         (("seeds: [0, 1]", "seeds: [0, 1]\ntarget: .nan"), "target.*finite number"),
         (("FedBN/own:", "table.md:"), "method 'table.md' ends as a file of the study"),
     ],
@@ -368,7 +368,7 @@ def test_a_changed_study_repeats_what_changed_and_keeps_the_former_runs(
     assert noted.begun == ["FedAvg/iid/seed-0", "FedAvg/iid/seed-1"]
     assert (out / "FedAvg/iid/seed-0.earlier-1/summary.json").read_bytes() == former
     assert (
-        "FedAvg/iid/seed-0 is repeated, its settings are not the study's:"
+        "FedAvg/iid/seed-0 is repeated. Its settings are not the study's:"
         " learning-rate=0.2, now 0.25" in caplog.messages
     )
     # Places and timeouts make no other run, and the reference's own tests are no
@@ -753,7 +753,7 @@ def test_what_is_damaged_is_named_or_repeated(
     (second / "metrics.jsonl").write_text(lines)
     (second / "summary.json").write_text("[]")
     with pytest.raises(
-        StateError, match=r"seed-1/summary\.json is damaged: it holds no mapping"
+        StateError, match=r"seed-1/summary\.json is damaged: it contains no mapping"
     ):
         sweep(study, out)
 
