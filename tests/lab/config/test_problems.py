@@ -187,7 +187,6 @@ SECOND = {
         {"strategy": "fixbn", "client-hooks": "fedtan"},
         ("config", "strategy"),
     ),
-    "a law of the method": ({"strategy": "scaffold", "optimizer": "adam"}, None),
     "a series": ({"series": "/"}, ("bad-value", "series")),
     "noise and tests of clients": (
         {"dp": "server", "eval-on": "personal-own"},
@@ -229,12 +228,6 @@ FURTHER: list[tuple[dict[Any, Any], str, str]] = [
     ({"strategy": CENTRALIZED, "personal": "last-layer"}, "no-effect", "personal"),
     ({"strategy": CENTRALIZED, "fine-tune": 2}, "no-effect", "fine-tune"),
     ({"strategy": CENTRALIZED, "layers": "norm"}, "no-effect", "layers"),
-    ({"strategy": "scaffold", "optimizer": "adam"}, "needs-sgd", "optimizer"),
-    (
-        {"momentum-scope": "local", "optimizer": "adam"},
-        "momentum-without-sgd",
-        "optimizer",
-    ),
     *(
         (
             {"strategy": "fedrep", "head-steps": 5, **training},
@@ -267,11 +260,6 @@ FURTHER: list[tuple[dict[Any, Any], str, str]] = [
     ({"eval-on": "global,own"}, "unknown-name", "eval-on"),
     ({"eval-on": ["global"]}, "bad-value", "eval-on"),
     ({"data-dir": None}, "bad-value", "data-dir"),
-    (
-        {"strategy": "fixbn", "freeze-at": "auto", **AUTO},
-        "long-window",
-        "freeze-window",
-    ),
     (
         {"strategy": "fedtan2", "fedtan-rounds": "auto", **AUTO},
         "long-window",
