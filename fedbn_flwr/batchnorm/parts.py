@@ -44,6 +44,7 @@ from fedbn_flwr.training.freezing import (
 )
 from fedbn_flwr.training.head import Head, head_in_shapes, head_of
 from fedbn_flwr.training.model_state import without_wrappers
+from fedbn_flwr.training.run_memory import is_noted, note
 
 __all__ = [
     "LAST_LAYER",
@@ -93,8 +94,6 @@ LAST_LAYER = "last-layer"
 _PARAMETRIZED = "parametrizations."
 
 logger = logging.getLogger("flwr")
-# Layers about which this process has already warned the user.
-_NAMED: set[tuple[str, ...]] = set()
 
 
 Layers = str | Sequence[str] | Callable[[str, nn.Module], bool]
@@ -689,7 +688,7 @@ def other_layers(model: nn.Module) -> list[str]:
 
 def name_layers(paths: Sequence[str], what: str) -> None:
     """Warn about ``other_layers`` at these paths, and report their treatment."""
-    _NAMED.add(tuple(paths))
+    note("named", *paths)
     shown = ", ".join(repr(path or "the model itself") for path in paths[:3])
     more = f" and {len(paths) - 3} more" if len(paths) > 3 else ""
     logger.warning(
@@ -702,9 +701,9 @@ def name_layers(paths: Sequence[str], what: str) -> None:
 
 
 def name_once(model: nn.Module) -> None:
-    """Warn about the model's ``other_layers``, once in a process."""
+    """Warn about the model's ``other_layers``, once in a run."""
     paths = other_layers(model)
-    if paths and tuple(paths) not in _NAMED:
+    if paths and not is_noted("named", *paths):
         name_layers(paths, "Clients train them unchanged, and no method treats them.")
 
 

@@ -1,4 +1,4 @@
-"""The models of this process, and the entries of a model in a message.
+"""The models of a process in a run, and the entries of a model in a message.
 
 Each model is built once, and serves one client at a time: building a model and drawing
 its first weights for every message takes longer than the training of many clients. A
@@ -15,11 +15,11 @@ from __future__ import annotations
 import functools
 import json
 import logging
-import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -52,6 +52,7 @@ from fedbn_flwr.training.model_state import (
     wrapper_prefix,
 )
 from fedbn_flwr.training.randomness import seeded
+from fedbn_flwr.training.run_memory import first_time, kept_for_run
 from fedbn_flwr.training.tasks import Task
 
 __all__ = [
@@ -67,11 +68,6 @@ __all__ = [
 logger = logging.getLogger("flwr")
 
 BuildModel = Callable[[], nn.Module]
-
-# The models that are not in use, by the function that built them.
-_FREE: weakref.WeakKeyDictionary[BuildModel, list[CachedModel]] = (
-    weakref.WeakKeyDictionary()
-)
 
 
 @dataclass
@@ -162,7 +158,7 @@ class CachedModel:
             load_state(self.plain, state)
 
     def look(self, inputs: Callable[[], Any], task: Task) -> None:
-        """Take a first look at a model of this kind, once in a process.
+        """Take a first look at a model of this kind, once in a run.
 
         Raises:
             ConfigError: its forward pass makes entries.
@@ -237,7 +233,11 @@ def _given(
 def _built(
     build: BuildModel, example: Callable[[], Any] | None
 ) -> Iterator[CachedModel]:
-    free = _FREE.setdefault(build, [])
+    # The models that are not in use, by the function that built them.
+    models: WeakKeyDictionary[BuildModel, list[CachedModel]] = kept_for_run(
+        "models", WeakKeyDictionary
+    )
+    free = models.setdefault(build, [])
     if free:
         cached = free.pop().current()
     else:
@@ -280,15 +280,10 @@ def _prepared(
             " builds it."
         )
     for warning in (force_eval_as_built(plain), unlike_in_tests(plain)):
-        if warning:
-            _warn(warning)
+        if warning and first_time(warning):
+            logger.warning("%s", warning)
     name_once(plain)
     return CachedModel.of(set_memory_format(model, example), build)
-
-
-@functools.cache  # once in a process: a model may be built for every message
-def _warn(text: str) -> None:
-    logger.warning("%s", text)
 
 
 def entries_that_stay(cached: CachedModel, sent: MessageConfig) -> tuple[str, ...]:

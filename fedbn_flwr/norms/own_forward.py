@@ -17,6 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedbn_flwr.training.model_state import copied
 from fedbn_flwr.training.randomness import seeded_on_cpu
+from fedbn_flwr.training.run_memory import kept_for_run
 
 __all__ = ["modules_after", "random_input"]
 
@@ -24,9 +25,6 @@ _OF_TORCH = (_BatchNorm.forward, nn.SyncBatchNorm.forward)
 _ENTRIES = {"weight", "bias", "running_mean", "running_var", "num_batches_tracked"}
 # Examples and positions; the channels come second. 3d first: most layers accept it.
 _SHAPES = ((5, 4, 3), (5,), (5, 4), (5, 4, 3, 2))
-
-# Cached result of the trial for each layer with a custom forward pass.
-_IS_BATCHNORM: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
 
 
 def modules_after(layer: _BatchNorm) -> dict[str, nn.Module] | None:
@@ -51,9 +49,12 @@ def modules_after(layer: _BatchNorm) -> dict[str, nn.Module] | None:
     if layer._modules.get("parametrizations") or not entries <= _ENTRIES:
         return None
     # Cached: a trial takes as long as a step, and a method asks in each round.
-    if layer not in _IS_BATCHNORM:
-        _IS_BATCHNORM[layer] = _is_batchnorm(layer)
-    if not _IS_BATCHNORM[layer]:
+    found: WeakKeyDictionary[nn.Module, bool] = kept_for_run(
+        "is BatchNorm", WeakKeyDictionary
+    )
+    if layer not in found:
+        found[layer] = _is_batchnorm(layer)
+    if not found[layer]:
         return None
     return {
         name: module

@@ -46,6 +46,7 @@ from fedbn_flwr.server.runs.protection import Protection
 from fedbn_flwr.server.runs.round_outcome import AVERAGED, RoundOutcome, average_metrics
 from fedbn_flwr.server.runs.run_listener import RunListener
 from fedbn_flwr.server.runs.run_state import OnReplies, OnRoundEnd, Options, Run
+from fedbn_flwr.training.run_memory import memory_of_run
 from fedbn_flwr.transport.polling_grid import polling
 
 __all__ = ["AggregateMetrics", "Combination", "CommonOptions", "Strategy"]
@@ -419,6 +420,7 @@ class Strategy(FlowerFedAvg):
 
     # --- a run ------------------------------------------------------------------------
 
+    @memory_of_run()
     def start(
         self,
         grid: Grid,

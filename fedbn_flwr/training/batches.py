@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 from fedbn_flwr.errors import INPUTS_NOT_FINITE, DataError, coded
 from fedbn_flwr.training.model_state import copied, unwrap
 from fedbn_flwr.training.randomness import seeded
+from fedbn_flwr.training.run_memory import is_noted, note
 
 __all__ = [
     "Batches",
@@ -222,8 +223,6 @@ def _entries(model: Entries) -> Iterator[Tensor]:
 _CONVOLUTIONS = (nn.Conv2d, nn.ConvTranspose2d)
 # packages whose layers work in channels-last
 _KNOWN = ("torch.nn.", "torchvision.", "fedbn_flwr.")
-# kinds of models that already passed the trial: there may be many clients and messages
-_WORKING: set[tuple[str, str, str]] = set()
 
 
 def set_memory_format(
@@ -261,14 +260,19 @@ def _is_contiguous_only(model: nn.Module, example: Callable[[], Any]) -> bool:
     if all(type(module).__module__.startswith(_KNOWN) for module in model.modules()):
         return False
     # The text of a model has its layers with their sizes.
-    kind = type(model).__module__, type(model).__qualname__, repr(model)
-    if kind in _WORKING:
+    kind = (
+        "channels-last",
+        type(model).__module__,
+        type(model).__qualname__,
+        repr(model),
+    )
+    if is_noted(*kind):  # by an earlier client or message
         return False
     # users' data may raise any exception, and the training will raise it again
     with suppress(Exception), seeded(0):
         inputs = example()
         if not _fails(model, torch.channels_last, inputs):
-            _WORKING.add(kind)
+            note(*kind)
             return False
         return not _fails(model, torch.contiguous_format, inputs)
     return False

@@ -7,7 +7,7 @@ before a loss of logits. Torch only.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -19,19 +19,18 @@ from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.training.batches import inputs_for
 from fedbn_flwr.training.model_state import copied
 from fedbn_flwr.training.randomness import seeded
+from fedbn_flwr.training.run_memory import is_noted, note
 from fedbn_flwr.training.tasks import LabelTask, RegressionTask, Task
 
 __all__ = ["first_look", "makes_no_entries", "refuse_made", "was_looked_at"]
 
-# Models that this process has checked: a model may be built for every message.
-_SEEN: set[tuple[object, ...]] = set()
 # Number of random weights that must all show the function at the end of a model.
 _DRAWS = 8
 
 
 def was_looked_at(model: nn.Module, task: Task) -> bool:
-    """Return whether this process has already checked such a model for the task."""
-    return _key(model, task) in _SEEN
+    """Return whether this run has already checked such a model for the task."""
+    return is_noted(*_key(model, task))
 
 
 def first_look(model: nn.Module, inputs: Callable[[], Any], task: Task) -> str:
@@ -55,7 +54,7 @@ def first_look(model: nn.Module, inputs: Callable[[], Any], task: Task) -> str:
         trial = copied(model)
         end = _end_of(trial, inputs_for(trial)(inputs()), task)
     refuse_made(_made(_shapes(model), _shapes(trial)))
-    _SEEN.add(_key(model, task))
+    note(*_key(model, task))
     if not end:
         return ""
     return (
@@ -80,19 +79,19 @@ def refuse_made(names: Sequence[str]) -> None:
 def makes_no_entries(model: nn.Module) -> Iterator[None]:
     """Refuse entries that are created in the block.
 
-    The check runs once in a process for each kind of model.
+    A process checks each kind of model once in a run.
 
     Raises:
         ConfigError: the block has created entries; raised at its end.
     """
     key = _key(model)
-    if key in _SEEN:
+    if is_noted(*key):
         yield
         return
     before = _shapes(model)
     yield
     refuse_made(_made(before, _shapes(model)))
-    _SEEN.add(key)
+    note(*key)
 
 
 def _made(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
@@ -108,8 +107,8 @@ def _shapes(model: nn.Module) -> dict[str, Any]:
     return shapes
 
 
-def _key(model: nn.Module, task: Task | None = None) -> tuple[object, ...]:
-    return (task and task.name, *map(type, model.modules()))
+def _key(model: nn.Module, task: Task | None = None) -> tuple[Hashable, ...]:
+    return ("looked at", task and task.name, *map(type, model.modules()))
 
 
 def _end_of(trial: nn.Module, inputs: Any, task: Task) -> str:

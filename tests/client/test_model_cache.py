@@ -108,6 +108,29 @@ def test_clients_of_a_synchronised_step_have_a_model_each(points, mlp) -> None:
     assert build.count == 4
 
 
+def test_a_second_run_in_the_process_gives_the_warnings_of_the_first(
+    points, caplog
+) -> None:
+    """Of layers that are built in eval mode, and of outputs that are probabilities."""
+
+    def build() -> nn.Module:
+        layers = (nn.BatchNorm1d(5), nn.BatchNorm1d(5).eval(), nn.Linear(5, 3))
+        return nn.Sequential(*layers, nn.Softmax(1)).double()
+
+    made = app(build, [points(n, i) for i, n in enumerate(SIZES)])
+    told = []
+    for _ in range(2):
+        caplog.clear()
+        with InProcessGrid(made, 4) as grid, caplog.at_level("WARNING", "flwr"):
+            start = to_record(build().state_dict())
+            FedBN().start(grid=grid, initial_arrays=start, num_rounds=2)
+        told.append(caplog.messages)
+    assert (
+        len([text for text in told[0] if "softmax" in text or "eval mode" in text]) == 2
+    )
+    assert told[0] == told[1]
+
+
 def test_a_query_takes_no_model(points, mlp) -> None:
     def build() -> nn.Module:
         raise AssertionError("built for a query")

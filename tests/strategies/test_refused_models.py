@@ -4,7 +4,7 @@ with advice that helps.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torchvision.ops import FrozenBatchNorm2d
 
-from fedbn_flwr.batchnorm import parts
 from fedbn_flwr.batchnorm.parts import name_once, split_state
 from fedbn_flwr.client import TorchClient
 from fedbn_flwr.errors import NormLayerError
@@ -35,6 +34,7 @@ from fedbn_flwr.strategies import (
     StaticBN,
 )
 from fedbn_flwr.training import LearningRate, LocalTraining
+from fedbn_flwr.training.run_memory import memory_of_run
 
 
 def net(convolution: bool = False, **options: bool) -> nn.Module:
@@ -208,10 +208,10 @@ class Counted(Own):
 
 
 @pytest.fixture
-def named(caplog, monkeypatch) -> Callable[[], int]:
-    """``named()``: in how many warnings of a new process layer 3 is named."""
-    monkeypatch.setattr(parts, "_NAMED", set())
-    return lambda: sum("'3'" in text for text in caplog.messages)
+def named(caplog) -> Iterator[Callable[[], int]]:
+    """``named()``: in how many warnings of a new run layer 3 is named."""
+    with memory_of_run():
+        yield lambda: sum("'3'" in text for text in caplog.messages)
 
 
 @pytest.mark.parametrize("make", OTHERS.values(), ids=OTHERS)
@@ -238,7 +238,7 @@ def test_by_names_alone_a_layer_without_counter_or_variance_is_named(
 
 
 @pytest.mark.parametrize("make", OTHERS.values(), ids=OTHERS)
-def test_clients_name_such_a_layer_once_in_a_process(make, named, points) -> None:
+def test_clients_name_such_a_layer_once_in_a_run(make, named, points) -> None:
     """Also where the server is in another one and knows names alone."""
     model, data = beside(make()), points(9)
     settings = LocalTraining(learning_rate=LearningRate(0.1), batch_size=4)

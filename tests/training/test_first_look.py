@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import pytest
@@ -27,8 +27,8 @@ from fedbn_flwr.training import (
     LearningRate,
     LocalTraining,
     Task,
-    first_look,
 )
+from fedbn_flwr.training.run_memory import memory_of_run
 from tests.support.points import Points
 from tests.support.strange_layers import Made
 
@@ -89,8 +89,9 @@ def client(model: nn.Module, data: Points, task: Task = CLASSIFICATION) -> Torch
 
 
 @pytest.fixture(autouse=True)
-def _new_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(first_look, "_SEEN", set())
+def _new_run() -> Iterator[None]:
+    with memory_of_run():
+        yield
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,51 @@
+"""Values that a process keeps until the end of a run: warnings that it has given, models
+that it has tried.
+
+A client, and often its model, is made for each message, so neither can keep them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+__all__ = ["first_time", "is_noted", "kept_for_run", "memory_of_run", "note"]
+
+T = TypeVar("T")
+
+# A registry: no object of a client exists as long as its run does. The end of a run
+# empties it, so the next run in this process gives the same warnings.
+_KEPT: dict[str, Any] = {}
+
+
+@contextmanager
+def memory_of_run() -> Iterator[None]:
+    """Forget all values at the end of the block, which is a run."""
+    try:
+        yield
+    finally:
+        _KEPT.clear()
+
+
+def kept_for_run(name: str, make: Callable[[], T]) -> T:
+    """Return the object of this name; ``make`` makes it once in a run."""
+    kept: T = _KEPT.setdefault(name, make())
+    return kept
+
+
+def is_noted(*fact: Hashable) -> bool:
+    """Return whether the fact was noted in this run."""
+    return fact in kept_for_run("facts", set[tuple[Hashable, ...]])
+
+
+def note(*fact: Hashable) -> None:
+    """Note the fact until the end of the run."""
+    kept_for_run("facts", set[tuple[Hashable, ...]]).add(fact)
+
+
+def first_time(*fact: Hashable) -> bool:
+    """Note the fact; return whether it is new in this run."""
+    is_new = not is_noted(*fact)
+    note(*fact)
+    return is_new
