@@ -49,7 +49,13 @@ from fedbn_flwr.server.runs.run_state import OnReplies, OnRoundEnd, Options, Run
 from fedbn_flwr.training.run_memory import memory_of_run
 from fedbn_flwr.transport.polling_grid import polling
 
-__all__ = ["AggregateMetrics", "Combination", "CommonOptions", "Strategy"]
+__all__ = [
+    "AggregateMetrics",
+    "Combination",
+    "CommonOptions",
+    "NamedOptions",
+    "Strategy",
+]
 
 logger = logging.getLogger("flwr")
 _BY_NAME = inspect.Parameter.KEYWORD_ONLY
@@ -138,6 +144,21 @@ class CommonOptions(TypedDict, total=False):
     on_replies: OnReplies | None
     completes_tests: bool
     num_partitions: int | None
+
+
+class NamedOptions(CommonOptions, total=False):
+    """The arguments of every strategy, by name: Flower's ten and the common ones."""
+
+    fraction_train: float
+    fraction_evaluate: float
+    min_train_nodes: int
+    min_evaluate_nodes: int
+    min_available_nodes: int
+    weighted_by_key: str
+    arrayrecord_key: str
+    configrecord_key: str
+    train_metrics_aggr_fn: AggregateMetrics | None
+    evaluate_metrics_aggr_fn: AggregateMetrics | None
 
 
 @dataclass
@@ -233,15 +254,20 @@ class Strategy(FlowerFedAvg):
         own = cls.combination.own_defaults
         if own and "__init__" not in vars(cls):
             cls.__init__ = functools.partialmethod(cls.__init__, **own)  # type: ignore[assignment]
-        # A class without a constructor shows the method's own settings as well.
+        # A class without a constructor shows the method's own settings as well, and a
+        # constructor with ``*flowers`` shows Flower's ten arguments in their place.
         cls.__signature__ = None
+        shown, given = inspect.signature(Strategy), inspect.signature(cls)
+        *named, rest = shown.parameters.values()
         if cls.__init__ is Strategy.__init__:
-            shown = inspect.signature(Strategy)
-            *named, rest = shown.parameters.values()
             for name in cls.Params.model_fields.keys() - Params.model_fields.keys():
                 default = cls.Params.model_fields[name].default
                 named.append(rest.replace(name=name, kind=_BY_NAME, default=default))
             cls.__signature__ = shown.replace(parameters=[*named, rest])
+        elif "flowers" in given.parameters:
+            flowers = [one for one in named if one.kind is one.POSITIONAL_OR_KEYWORD]
+            _, *own = given.parameters.values()
+            cls.__signature__ = given.replace(parameters=[*flowers, *own])
 
     def __init__(
         self,

@@ -102,7 +102,7 @@ from fedbn_flwr.server.methods.moment_pool import UNMEASURED, by_layer, unmeasur
 from fedbn_flwr.server.methods.params_by_method import BNScaffoldParams
 from fedbn_flwr.server.methods.shared_bn import LatestBN
 from fedbn_flwr.server.methods.travels import Extra, Travels
-from fedbn_flwr.server.strategy import AggregateMetrics, CommonOptions, Strategy
+from fedbn_flwr.server.strategy import NamedOptions, Strategy
 from fedbn_flwr.strategies.scaffold import (
     VARIATES,
     ControlVariates,
@@ -364,32 +364,13 @@ class BNScaffold(Strategy):
 
     def __init__(
         self,
-        fraction_train: float = 1.0,
-        fraction_evaluate: float = 1.0,
-        min_train_nodes: int = 2,
-        min_evaluate_nodes: int = 2,
-        min_available_nodes: int = 2,
-        weighted_by_key: str = "num-examples",
-        arrayrecord_key: str = "arrays",
-        configrecord_key: str = "config",
-        train_metrics_aggr_fn: AggregateMetrics | None = None,
-        evaluate_metrics_aggr_fn: AggregateMetrics | None = None,
-        *,
+        *flowers: Any,
         server_learning_rate: float = 1.0,
         variance_floor: float = 0.1,
-        **options: Unpack[CommonOptions],
+        **options: Unpack[NamedOptions],
     ) -> None:
         super().__init__(
-            fraction_train,
-            fraction_evaluate,
-            min_train_nodes,
-            min_evaluate_nodes,
-            min_available_nodes,
-            weighted_by_key,
-            arrayrecord_key,
-            configrecord_key,
-            train_metrics_aggr_fn,
-            evaluate_metrics_aggr_fn,
+            *flowers,
             server_learning_rate=server_learning_rate,
             variance_floor=variance_floor,
             **options,

@@ -116,7 +116,7 @@ from fedbn_flwr.server.methods.params_by_method import (
     trimmed_share,
 )
 from fedbn_flwr.server.methods.travels import TRACKED, Extra, Travels
-from fedbn_flwr.server.strategy import AggregateMetrics, CommonOptions, Strategy
+from fedbn_flwr.server.strategy import NamedOptions, Strategy
 from fedbn_flwr.training.batches import Batches
 from fedbn_flwr.training.checkpointing import in_checkpoint
 from fedbn_flwr.training.client_hook import ClientHook, Entries, Extras
@@ -410,34 +410,15 @@ class FBN(Strategy):
 
     def __init__(
         self,
-        fraction_train: float = 1.0,
-        fraction_evaluate: float = 1.0,
-        min_train_nodes: int = 2,
-        min_evaluate_nodes: int = 2,
-        min_available_nodes: int = 2,
-        weighted_by_key: str = "num-examples",
-        arrayrecord_key: str = "arrays",
-        configrecord_key: str = "config",
-        train_metrics_aggr_fn: AggregateMetrics | None = None,
-        evaluate_metrics_aggr_fn: AggregateMetrics | None = None,
-        *,
+        *flowers: Any,
         statistics_momentum: float = 0.1,
         statistics_warm_up: int = 1,
         fbn_measure: Literal["steps", "pass"] = "steps",
         statistics_aggregation: str = "mean",
-        **options: Unpack[CommonOptions],
+        **options: Unpack[NamedOptions],
     ) -> None:
         super().__init__(
-            fraction_train,
-            fraction_evaluate,
-            min_train_nodes,
-            min_evaluate_nodes,
-            min_available_nodes,
-            weighted_by_key,
-            arrayrecord_key,
-            configrecord_key,
-            train_metrics_aggr_fn,
-            evaluate_metrics_aggr_fn,
+            *flowers,
             statistics_momentum=statistics_momentum,
             statistics_warm_up=statistics_warm_up,
             fbn_measure=fbn_measure,

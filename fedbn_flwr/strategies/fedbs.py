@@ -59,7 +59,7 @@ from fedbn_flwr.messages.protocol import VALIDATION_LOSS, Key
 from fedbn_flwr.server.methods.method import Ask, Facts, Replies
 from fedbn_flwr.server.methods.params_by_method import FedBSParams
 from fedbn_flwr.server.methods.travels import Extra, Travels
-from fedbn_flwr.server.strategy import AggregateMetrics, CommonOptions, Strategy
+from fedbn_flwr.server.strategy import NamedOptions, Strategy
 from fedbn_flwr.strategies.fedprox import LARGE_MU, FedProxMethod
 from fedbn_flwr.training.client_hook import ClientHook
 
@@ -176,34 +176,15 @@ class FedBS(Strategy):
 
     def __init__(
         self,
-        fraction_train: float = 1.0,
-        fraction_evaluate: float = 1.0,
-        min_train_nodes: int = 2,
-        min_evaluate_nodes: int = 2,
-        min_available_nodes: int = 2,
-        weighted_by_key: str = "num-examples",
-        arrayrecord_key: str = "arrays",
-        configrecord_key: str = "config",
-        train_metrics_aggr_fn: AggregateMetrics | None = None,
-        evaluate_metrics_aggr_fn: AggregateMetrics | None = None,
-        *,
+        *flowers: Any,
         fedbs_eps: float = 0.1,
         fedbs_rounds: int = 5,
         loss_key: str = "train-loss",
         proximal_mu: float = 0.01,
-        **options: Unpack[CommonOptions],
+        **options: Unpack[NamedOptions],
     ) -> None:
         super().__init__(
-            fraction_train,
-            fraction_evaluate,
-            min_train_nodes,
-            min_evaluate_nodes,
-            min_available_nodes,
-            weighted_by_key,
-            arrayrecord_key,
-            configrecord_key,
-            train_metrics_aggr_fn,
-            evaluate_metrics_aggr_fn,
+            *flowers,
             fedbs_eps=fedbs_eps,
             fedbs_rounds=fedbs_rounds,
             loss_key=loss_key,

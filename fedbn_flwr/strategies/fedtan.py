@@ -85,7 +85,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import ClassVar, Literal, Unpack
+from typing import Any, ClassVar, Literal, Unpack
 
 from torch import nn
 
@@ -95,7 +95,7 @@ from fedbn_flwr.messages.protocol import FIRST_BATCH, Key
 from fedbn_flwr.server.methods.method import Ask, Facts, HookContext, Method
 from fedbn_flwr.server.methods.params_by_method import FedTANParams
 from fedbn_flwr.server.methods.travels import Exchanges, Travels
-from fedbn_flwr.server.strategy import AggregateMetrics, CommonOptions, Strategy
+from fedbn_flwr.server.strategy import NamedOptions, Strategy
 from fedbn_flwr.training.client_hook import ClientHook
 from fedbn_flwr.transport import Reducer
 from fedbn_flwr.transport.step_transport import LinkSettings
@@ -231,36 +231,17 @@ class FedTAN(Strategy):
 
     def __init__(
         self,
-        fraction_train: float = 1.0,
-        fraction_evaluate: float = 1.0,
-        min_train_nodes: int = 2,
-        min_evaluate_nodes: int = 2,
-        min_available_nodes: int = 2,
-        weighted_by_key: str = "num-examples",
-        arrayrecord_key: str = "arrays",
-        configrecord_key: str = "config",
-        train_metrics_aggr_fn: AggregateMetrics | None = None,
-        evaluate_metrics_aggr_fn: AggregateMetrics | None = None,
-        *,
+        *flowers: Any,
         fedtan_exchanges: Literal["3L+1", "2L+1"] = "3L+1",
         fedtan_transport: Literal["messages", "channel"] = "messages",
         fedtan_timeout: float = 120.0,
         fedtan_bind: str = "127.0.0.1:0",
         fedtan_address: str = "",
         fedtan_tls_dir: str = "",
-        **options: Unpack[CommonOptions],
+        **options: Unpack[NamedOptions],
     ) -> None:
         super().__init__(
-            fraction_train,
-            fraction_evaluate,
-            min_train_nodes,
-            min_evaluate_nodes,
-            min_available_nodes,
-            weighted_by_key,
-            arrayrecord_key,
-            configrecord_key,
-            train_metrics_aggr_fn,
-            evaluate_metrics_aggr_fn,
+            *flowers,
             fedtan_exchanges=fedtan_exchanges,
             fedtan_transport=fedtan_transport,
             fedtan_timeout=fedtan_timeout,

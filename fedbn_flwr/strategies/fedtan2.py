@@ -37,12 +37,12 @@ The law of FedTAN applies in rounds $1 \dots M$, and the law of FixBN after $T^*
 
 from __future__ import annotations
 
-from typing import Literal, Unpack
+from typing import Any, Literal, Unpack
 
 from fedbn_flwr.server.methods.method import Ask, Facts
 from fedbn_flwr.server.methods.params_by_method import FedTAN2Params
 from fedbn_flwr.server.methods.travels import Travels
-from fedbn_flwr.server.strategy import AggregateMetrics, CommonOptions, Strategy
+from fedbn_flwr.server.strategy import NamedOptions, Strategy
 from fedbn_flwr.strategies.fedtan import FedTANMethod
 from fedbn_flwr.strategies.fixbn import FixBNMethod, Frozen
 
@@ -94,17 +94,7 @@ class FedTAN2(Strategy):
 
     def __init__(
         self,
-        fraction_train: float = 1.0,
-        fraction_evaluate: float = 1.0,
-        min_train_nodes: int = 2,
-        min_evaluate_nodes: int = 2,
-        min_available_nodes: int = 2,
-        weighted_by_key: str = "num-examples",
-        arrayrecord_key: str = "arrays",
-        configrecord_key: str = "config",
-        train_metrics_aggr_fn: AggregateMetrics | None = None,
-        evaluate_metrics_aggr_fn: AggregateMetrics | None = None,
-        *,
+        *flowers: Any,
         fedtan_rounds: int | float | str = 0.1,
         freeze_window: int = 100,
         freeze_tau: float = 2e-3,
@@ -114,19 +104,10 @@ class FedTAN2(Strategy):
         fedtan_bind: str = "127.0.0.1:0",
         fedtan_address: str = "",
         fedtan_tls_dir: str = "",
-        **options: Unpack[CommonOptions],
+        **options: Unpack[NamedOptions],
     ) -> None:
         super().__init__(
-            fraction_train,
-            fraction_evaluate,
-            min_train_nodes,
-            min_evaluate_nodes,
-            min_available_nodes,
-            weighted_by_key,
-            arrayrecord_key,
-            configrecord_key,
-            train_metrics_aggr_fn,
-            evaluate_metrics_aggr_fn,
+            *flowers,
             fedtan_rounds=fedtan_rounds,
             freeze_window=freeze_window,
             freeze_tau=freeze_tau,

@@ -52,7 +52,7 @@ from fedbn_flwr.errors import NormLayerError
 from fedbn_flwr.problems import Problem
 from fedbn_flwr.server.methods.method import Method
 from fedbn_flwr.server.methods.params_by_method import FedWonParams
-from fedbn_flwr.server.strategy import AggregateMetrics, Strategy
+from fedbn_flwr.server.strategy import Strategy
 
 __all__ = [
     "FedWon",
@@ -87,32 +87,13 @@ class FedWon(Strategy):
 
     def __init__(
         self,
-        fraction_train: float = 1.0,
-        fraction_evaluate: float = 1.0,
-        min_train_nodes: int = 2,
-        min_evaluate_nodes: int = 2,
-        min_available_nodes: int = 2,
-        weighted_by_key: str = "num-examples",
-        arrayrecord_key: str = "arrays",
-        configrecord_key: str = "config",
-        train_metrics_aggr_fn: AggregateMetrics | None = None,
-        evaluate_metrics_aggr_fn: AggregateMetrics | None = None,
-        *,
+        *flowers: Any,
         agc: float = 0.1,
-        # CommonOptions has agc, which a type checker does not let one name twice
+        # NamedOptions has agc, which a type checker does not let one name twice
         **options: Any,
     ) -> None:
         super().__init__(
-            fraction_train,
-            fraction_evaluate,
-            min_train_nodes,
-            min_evaluate_nodes,
-            min_available_nodes,
-            weighted_by_key,
-            arrayrecord_key,
-            configrecord_key,
-            train_metrics_aggr_fn,
-            evaluate_metrics_aggr_fn,
+            *flowers,
             agc=agc,
             **options,
         )

@@ -85,7 +85,7 @@ from fedbn_flwr.problems import Problem
 from fedbn_flwr.server.methods.method import Ask, Facts, Method, Replies
 from fedbn_flwr.server.methods.params_by_method import FixBNParams
 from fedbn_flwr.server.methods.travels import BATCHNORM, TRACKED, Extra, Travels
-from fedbn_flwr.server.strategy import AggregateMetrics, CommonOptions, Strategy
+from fedbn_flwr.server.strategy import NamedOptions, Strategy
 from fedbn_flwr.training.client_hook import ClientHook
 from fedbn_flwr.training.freezing import force_eval
 from fedbn_flwr.training.settings import round_of
@@ -297,34 +297,15 @@ class FixBN(Strategy):
 
     def __init__(
         self,
-        fraction_train: float = 1.0,
-        fraction_evaluate: float = 1.0,
-        min_train_nodes: int = 2,
-        min_evaluate_nodes: int = 2,
-        min_available_nodes: int = 2,
-        weighted_by_key: str = "num-examples",
-        arrayrecord_key: str = "arrays",
-        configrecord_key: str = "config",
-        train_metrics_aggr_fn: AggregateMetrics | None = None,
-        evaluate_metrics_aggr_fn: AggregateMetrics | None = None,
-        *,
+        *flowers: Any,
         freeze_at: int | float | str = 0.5,
         freeze_affine: bool = False,
         freeze_window: int = 100,
         freeze_tau: float = 2e-3,
-        **options: Unpack[CommonOptions],
+        **options: Unpack[NamedOptions],
     ) -> None:
         super().__init__(
-            fraction_train,
-            fraction_evaluate,
-            min_train_nodes,
-            min_evaluate_nodes,
-            min_available_nodes,
-            weighted_by_key,
-            arrayrecord_key,
-            configrecord_key,
-            train_metrics_aggr_fn,
-            evaluate_metrics_aggr_fn,
+            *flowers,
             freeze_at=freeze_at,
             freeze_affine=freeze_affine,
             freeze_window=freeze_window,

@@ -101,7 +101,7 @@ from fedbn_flwr.messages.protocol import Key
 from fedbn_flwr.server.methods.method import Ask, Facts, Replies
 from fedbn_flwr.server.methods.params_by_method import HBNParams
 from fedbn_flwr.server.methods.travels import Extra, Travels
-from fedbn_flwr.server.strategy import AggregateMetrics, CommonOptions, Strategy
+from fedbn_flwr.server.strategy import NamedOptions, Strategy
 from fedbn_flwr.strategies.fbn import (
     WARM_UP,
     Pooled,
@@ -339,33 +339,14 @@ class HBN(Strategy):
 
     def __init__(
         self,
-        fraction_train: float = 1.0,
-        fraction_evaluate: float = 1.0,
-        min_train_nodes: int = 2,
-        min_evaluate_nodes: int = 2,
-        min_available_nodes: int = 2,
-        weighted_by_key: str = "num-examples",
-        arrayrecord_key: str = "arrays",
-        configrecord_key: str = "config",
-        train_metrics_aggr_fn: AggregateMetrics | None = None,
-        evaluate_metrics_aggr_fn: AggregateMetrics | None = None,
-        *,
+        *flowers: Any,
         statistics_momentum: float = 0.1,
         statistics_warm_up: int = 1,
         share_alpha: bool = False,
-        **options: Unpack[CommonOptions],
+        **options: Unpack[NamedOptions],
     ) -> None:
         super().__init__(
-            fraction_train,
-            fraction_evaluate,
-            min_train_nodes,
-            min_evaluate_nodes,
-            min_available_nodes,
-            weighted_by_key,
-            arrayrecord_key,
-            configrecord_key,
-            train_metrics_aggr_fn,
-            evaluate_metrics_aggr_fn,
+            *flowers,
             statistics_momentum=statistics_momentum,
             statistics_warm_up=statistics_warm_up,
             share_alpha=share_alpha,

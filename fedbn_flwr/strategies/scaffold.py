@@ -81,7 +81,7 @@ from fedbn_flwr.server.methods.method import (
 )
 from fedbn_flwr.server.methods.params_by_method import ScaffoldParams
 from fedbn_flwr.server.methods.travels import Extra, Travels
-from fedbn_flwr.server.strategy import AggregateMetrics, CommonOptions, Strategy
+from fedbn_flwr.server.strategy import NamedOptions, Strategy
 from fedbn_flwr.training.client_hook import ClientHook, Entries, Extras
 
 __all__ = ["ControlVariates", "Scaffold", "ScaffoldMethod", "Variates"]
@@ -324,31 +324,12 @@ class Scaffold(Strategy):
 
     def __init__(
         self,
-        fraction_train: float = 1.0,
-        fraction_evaluate: float = 1.0,
-        min_train_nodes: int = 2,
-        min_evaluate_nodes: int = 2,
-        min_available_nodes: int = 2,
-        weighted_by_key: str = "num-examples",
-        arrayrecord_key: str = "arrays",
-        configrecord_key: str = "config",
-        train_metrics_aggr_fn: AggregateMetrics | None = None,
-        evaluate_metrics_aggr_fn: AggregateMetrics | None = None,
-        *,
+        *flowers: Any,
         server_learning_rate: float = 1.0,
-        **options: Unpack[CommonOptions],
+        **options: Unpack[NamedOptions],
     ) -> None:
         super().__init__(
-            fraction_train,
-            fraction_evaluate,
-            min_train_nodes,
-            min_evaluate_nodes,
-            min_available_nodes,
-            weighted_by_key,
-            arrayrecord_key,
-            configrecord_key,
-            train_metrics_aggr_fn,
-            evaluate_metrics_aggr_fn,
+            *flowers,
             server_learning_rate=server_learning_rate,
             **options,
         )

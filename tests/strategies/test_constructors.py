@@ -12,7 +12,7 @@ import pytest
 
 from fedbn_flwr import strategies
 from fedbn_flwr.server.methods.params import Params, setting
-from fedbn_flwr.server.strategy import CommonOptions
+from fedbn_flwr.server.strategy import CommonOptions, NamedOptions
 from fedbn_flwr.strategies import (
     STRATEGIES,
     FedAvg,
@@ -49,6 +49,16 @@ def test_the_common_options_are_the_arguments_of_every_strategy() -> None:
     ours = defaults(Strategy).keys() - defaults(flower.FedAvg).keys()
     assert CommonOptions.__annotations__.keys() == ours - {"combination"}
     assert Params.model_fields.keys() <= ours
+    named = NamedOptions.__annotations__.keys()
+    assert named == defaults(Strategy).keys() - {"combination"}
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_flowers_ten_arguments_work_by_position_and_by_name(name: str) -> None:
+    values = {"fraction_train": 0.5, "min_available_nodes": 7}
+    given = defaults(flower.FedAvg) | values
+    for made in (STRATEGIES[name](*given.values()), STRATEGIES[name](**given)):
+        assert values.items() <= vars(made).items()
 
 
 @pytest.mark.parametrize("name", FLOWERS)
