@@ -35,10 +35,9 @@ from fedbn_flwr.transport.step_transport import Transport
 
 __all__ = ["OnReplies", "OnRoundEnd", "Options", "Run"]
 
-# Number of starts of a strategy on each grid. The clients' Context.state outlasts a
-# start, so a later start tells them to discard its content (start_id).
-# A registry of grids: a later start on a grid must know of the earlier one, and Flower's
-# grids take no attribute of ours.
+# A registry: the number of starts of a strategy on each grid. The clients' Context.state
+# outlasts a start, so a later start tells them to discard its content (start_id). A
+# grid may be Flower's, which has no place for the number.
 _STARTS: WeakKeyDictionary[Grid, int] = WeakKeyDictionary()
 
 logger = logging.getLogger("flwr")
