@@ -157,6 +157,17 @@ def test_no_two_modules_share_a_name() -> None:
     assert {name for name, count in names.items() if count > 1} == TWO_PARTS.keys()
 
 
+def test_no_two_classes_share_a_name() -> None:
+    """Private ones may: a reader looks for them in their module."""
+    names = Counter(
+        node.name
+        for _, path in modules()
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
+    )
+    assert {name for name, count in names.items() if count > 1} <= {"Problem"}
+
+
 def test_a_documented_module_that_moved_warns_and_is_the_new_one() -> None:
     for old, new in MOVED.items():
         with pytest.warns(FutureWarning, match=re.escape(new)):

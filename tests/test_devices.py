@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from fedbn_flwr.batchnorm.reestimation import reestimate_statistics, tracking_layers
-from fedbn_flwr.doctor.clients import ClientData
+from fedbn_flwr.doctor.clients import ClientExamples
 from fedbn_flwr.doctor.diagnose import diagnose_clients
 from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.models import build_model
@@ -110,7 +110,7 @@ def test_the_doctor_measures_on_a_device_what_it_measures_on_the_cpu(
     device: torch.device,
 ) -> None:
     data = [
-        ClientData(str(k), *points.batch(torch.arange(len(points))), 3)
+        ClientExamples(str(k), *points.batch(torch.arange(len(points))), 3)
         for k, points in enumerate(client_data((3, 4, 4), (6, 7)))
     ]
     layers = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(16, 3)

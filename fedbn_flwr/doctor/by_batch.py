@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedbn_flwr.batchnorm.reestimation import Moments, gathered_inputs, merge
-from fedbn_flwr.doctor.clients import ClientData
+from fedbn_flwr.doctor.clients import ClientExamples
 from fedbn_flwr.training.batches import inputs_for, join_last
 from fedbn_flwr.training.freezing import layers_of, stays_in_eval
 from fedbn_flwr.training.model_state import copied
@@ -107,7 +107,7 @@ def normalising_by_batch(model: nn.Module) -> nn.Module:
     return working
 
 
-def batch_moments(model: nn.Module, data: ClientData) -> BatchMoments:
+def batch_moments(model: nn.Module, data: ClientExamples) -> BatchMoments:
     """Return the moments of the client's batches, of the loader's batch size.
 
     If the loader has batches of 1, these batches have 2 examples. A last batch of one

@@ -17,7 +17,7 @@ from fedbn_flwr.errors import DataError
 from fedbn_flwr.training.randomness import seeded
 
 __all__ = [
-    "ClientData",
+    "ClientExamples",
     "Loaders",
     "classes_of",
     "inputs_at",
@@ -38,7 +38,7 @@ _FEWEST, _LARGEST = 32, 256  # examples in a batch whose statistics are computed
 
 
 @dataclass(frozen=True)
-class ClientData:
+class ClientExamples:
     """Examples of one client.
 
     Attributes:
@@ -79,7 +79,7 @@ class ClientData:
         return targets.reshape(len(self)).long()
 
 
-def classes_of(clients: Sequence[ClientData]) -> Tensor | None:
+def classes_of(clients: Sequence[ClientExamples]) -> Tensor | None:
     """Return the classes of all examples, or None if a client's are not classes."""
     known = []
     for client in clients:
@@ -90,7 +90,7 @@ def classes_of(clients: Sequence[ClientData]) -> Tensor | None:
     return torch.cat(known)
 
 
-def read_clients(loaders: Loaders, max_examples: int) -> list[ClientData]:
+def read_clients(loaders: Loaders, max_examples: int) -> list[ClientExamples]:
     """Return the data of each client with examples.
 
     The default random generators are seeded while the loaders shuffle and augment.
@@ -135,7 +135,7 @@ def _own_generators_kept(loader: Iterable[Any]) -> Iterator[None]:
 
 def _read_loader(
     name: str, loader: Iterable[Any], max_examples: int
-) -> ClientData | None:
+) -> ClientExamples | None:
     """Return up to ``max_examples`` examples of a loader, or None if it has none.
 
     If there are more examples, a random sample is drawn, because a loader may be
@@ -172,7 +172,7 @@ def _read_loader(
             f"the loader of client {name} yields batches that cannot be joined: {error}"
             " Pad or crop the examples to one shape."
         ) from error
-    return ClientData(name, *joined, largest, first_only)
+    return ClientExamples(name, *joined, largest, first_only)
 
 
 def _pair(name: str, batch: Any) -> tuple[Tensor, Tensor]:
@@ -244,7 +244,7 @@ def outputs_of(model: nn.Module, inputs: Tensor) -> Tensor:
 
 
 def mixed_batches(
-    clients: Sequence[ClientData], generator: torch.Generator
+    clients: Sequence[ClientExamples], generator: torch.Generator
 ) -> list[Tensor]:
     """Return the positions of each batch in all clients' examples, mixed at random.
 
@@ -256,7 +256,7 @@ def mixed_batches(
     return list(order.tensor_split(math.ceil(len(order) / size)))
 
 
-def inputs_at(clients: Sequence[ClientData], places: Tensor) -> Tensor:
+def inputs_at(clients: Sequence[ClientExamples], places: Tensor) -> Tensor:
     """Return the inputs at the given positions in the sequence of all examples.
 
     The clients' inputs are not joined, because that would hold a second copy in memory.

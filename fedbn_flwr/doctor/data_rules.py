@@ -13,7 +13,7 @@ from fedbn_flwr.doctor import remedies, situations
 from fedbn_flwr.doctor.differences import Shift
 from fedbn_flwr.doctor.each_client import Compared
 from fedbn_flwr.doctor.findings import Finding, Remedy, listed, number_of
-from fedbn_flwr.doctor.measured import Measured
+from fedbn_flwr.doctor.measured import Measurements
 from fedbn_flwr.doctor.mismatch import Mismatch
 from fedbn_flwr.doctor.thresholds import (
     LARGE_LOSS,
@@ -40,7 +40,7 @@ __all__ = [
 ]
 
 
-def small_batch(m: Measured) -> Finding | None:
+def small_batch(m: Measurements) -> Finding | None:
     """Batches of up to four examples, so that their statistics are mostly noise."""
     # A size of 0 means unknown.
     given = m.batch_sizes or [m.training.batch_size]
@@ -80,7 +80,7 @@ def small_batch(m: Measured) -> Finding | None:
     return Finding("small-batch", what, evidence, numbers, tries)
 
 
-def client_inputs(m: Measured) -> Finding | None:
+def client_inputs(m: Measurements) -> Finding | None:
     """A client whose inputs look different to BatchNorm."""
     return _about_clients(
         m,
@@ -94,7 +94,7 @@ def client_inputs(m: Measured) -> Finding | None:
     )
 
 
-def client_classes(m: Measured) -> Finding | None:
+def client_classes(m: Measurements) -> Finding | None:
     """A client whose classes differ from the classes of the others."""
     return _about_clients(
         m,
@@ -108,7 +108,7 @@ def client_classes(m: Measured) -> Finding | None:
     )
 
 
-def client_repeats(m: Measured) -> Finding | None:
+def client_repeats(m: Measurements) -> Finding | None:
     """A client that has examples several times."""
     return _about_clients(
         m,
@@ -121,7 +121,7 @@ def client_repeats(m: Measured) -> Finding | None:
     )
 
 
-def client_below(m: Measured) -> Finding | None:
+def client_below(m: Measurements) -> Finding | None:
     """A client far below the others, unexplained by its classes or inputs."""
     return _about_clients(
         m,
@@ -136,7 +136,7 @@ def client_below(m: Measured) -> Finding | None:
 
 
 def _about_clients(
-    m: Measured,
+    m: Measurements,
     measure: Compared | None,
     odd: Sequence[int],
     *,
@@ -170,7 +170,7 @@ def clients_named(names: Sequence[str]) -> str:
     return f"Client{'s' if len(names) > 1 else ''} {listed(names)}"
 
 
-def label_skew(m: Measured) -> Finding | None:
+def label_skew(m: Measurements) -> Finding | None:
     """Classes that differ between clients beyond chance, as do BatchNorm's inputs."""
     skew, shift = m.skew, m.shift
     if skew is None or shift is None:
@@ -204,7 +204,7 @@ def label_skew(m: Measured) -> Finding | None:
     return Finding("label-skew", what, evidence, numbers, tries)
 
 
-def feature_shift(m: Measured) -> Finding | None:
+def feature_shift(m: Measurements) -> Finding | None:
     """Examples that look different at different clients with equal classes."""
     skew, shift = m.skew, m.shift
     if skew is None or shift is None:
@@ -228,7 +228,7 @@ def feature_shift(m: Measured) -> Finding | None:
     return Finding("feature-shift", what, evidence, numbers, tries)
 
 
-def clients_differ(m: Measured) -> Finding | None:
+def clients_differ(m: Measurements) -> Finding | None:
     """Inputs of BatchNorm that differ between clients for an unknown reason."""
     shift = m.shift
     if shift is None or m.skew is not None or not shift.counts:
@@ -260,7 +260,7 @@ def _p(value: float) -> str:
 
 
 def _numbers(
-    m: Measured, shift: Shift, distances: Sequence[float]
+    m: Measurements, shift: Shift, distances: Sequence[float]
 ) -> dict[str, object]:
     worst = shift.worst
     return {
@@ -271,14 +271,14 @@ def _numbers(
     }
 
 
-def _far(m: Measured, distances: Sequence[float]) -> list[str]:
+def _far(m: Measurements, distances: Sequence[float]) -> list[str]:
     """Return the clients whose distance is at least the mean, the furthest first."""
     mean = sum(distances) / max(1, len(distances))
     order = sorted(zip(distances, m.rest, strict=False), key=lambda pair: -pair[0])
     return [name for distance, name in order if distance >= mean]
 
 
-def _furthest(m: Measured, distances: Sequence[float]) -> list[str]:
+def _furthest(m: Measurements, distances: Sequence[float]) -> list[str]:
     """Return the lines about clients that differ most or were left out."""
     lines = []
     far = _far(m, distances)
@@ -291,7 +291,7 @@ def _furthest(m: Measured, distances: Sequence[float]) -> list[str]:
     return lines
 
 
-def train_test_mismatch(m: Measured) -> Finding | None:
+def train_test_mismatch(m: Measurements) -> Finding | None:
     """Running statistics that do worse than the test batch's on the same examples."""
     gap = m.gap
     if gap is None or not _harms(gap):
@@ -350,7 +350,7 @@ def _harms(gap: Mismatch) -> bool:
     return gap.accuracy_lost >= MIN_GAP or lost >= loss_from
 
 
-def _never_moved(m: Measured) -> list[str]:
+def _never_moved(m: Measurements) -> list[str]:
     """Return the layers whose running statistics never moved.
 
     They have their initial values or momentum 0. Momentum 0 counts only if tests lose
@@ -362,7 +362,7 @@ def _never_moved(m: Measured) -> list[str]:
     return list(dict.fromkeys(layers))
 
 
-def unmoved_statistics(m: Measured) -> Finding | None:
+def unmoved_statistics(m: Measurements) -> Finding | None:
     """Running statistics that no training batch ever moved."""
     layers = _never_moved(m)
     if not layers:

@@ -10,10 +10,10 @@ from torch.nn.parameter import is_lazy
 
 from fedbn_flwr.batchnorm.parts import Parts, split_state
 from fedbn_flwr.doctor.by_batch import eval_layers
-from fedbn_flwr.doctor.clients import ClientData, Loaders, read_clients
+from fedbn_flwr.doctor.clients import ClientExamples, Loaders, read_clients
 from fedbn_flwr.doctor.data_rules import clients_named
 from fedbn_flwr.doctor.findings import Diagnosis, listed, number_of
-from fedbn_flwr.doctor.measured import Measured, Training
+from fedbn_flwr.doctor.measured import Measurements, Training
 from fedbn_flwr.doctor.measuring import Measuring
 from fedbn_flwr.doctor.mismatch import Loss, default_loss
 from fedbn_flwr.doctor.rules import findings
@@ -137,8 +137,8 @@ def diagnose(
 
 def diagnose_clients(
     model: nn.Module,
-    clients: Sequence[ClientData],
-    tests: Sequence[ClientData],
+    clients: Sequence[ClientExamples],
+    tests: Sequence[ClientExamples],
     *,
     loss: Loss = default_loss,
     training: Training = Training(),  # noqa: B008  it is frozen
@@ -205,7 +205,7 @@ def diagnose_clients(
     return Diagnosis(about, found, measuring.figures, lacking, notes)
 
 
-def _notes(m: Measured, tests: Sequence[ClientData]) -> list[str]:
+def _notes(m: Measurements, tests: Sequence[ClientExamples]) -> list[str]:
     """Return notes that a reader needs to interpret the findings."""
     notes = []
     if not tests:
@@ -293,7 +293,7 @@ def _of_state(
     state: TensorState,
     training: Training,
     local_keys: Collection[str] | None,
-) -> Measured:
+) -> Measurements:
     """Return the measurements of a state and of a model's layers."""
     parts = split_state(state if model is None else model)
     of_batchnorm = {*parts.statistics, *parts.counters}
@@ -305,7 +305,7 @@ def _of_state(
         weights = {name for name, _ in model.named_parameters(remove_duplicate=False)}
         checked = [name for name in state if name in weights | of_batchnorm]
 
-    m = Measured(training, num_layers=len(parts.layers))
+    m = Measurements(training, num_layers=len(parts.layers))
     if parts.layers:
         m.first_layer = parts.layers[0].path
     m.counters = averaged_counters(parts, state)

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from fedbn_flwr.batchnorm.reestimation import Moments, moments_of
 from fedbn_flwr.doctor.by_batch import moments_seen, pooled
-from fedbn_flwr.doctor.clients import ClientData
+from fedbn_flwr.doctor.clients import ClientExamples
 from fedbn_flwr.doctor.thresholds import CERTAIN, GROUPS, MIN_SHIFT, MIN_SKEW
 from fedbn_flwr.errors import DataError, needs_package
 from fedbn_flwr.training.batches import inputs_for
@@ -134,7 +134,7 @@ class Shift:
 
 
 def groups_of(
-    model: nn.Module, clients: Sequence[ClientData], generator: torch.Generator
+    model: nn.Module, clients: Sequence[ClientExamples], generator: torch.Generator
 ) -> Groups:
     """Return the inputs of BatchNorm in groups of examples, with the model unchanged.
 

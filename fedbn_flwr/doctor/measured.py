@@ -11,7 +11,7 @@ from fedbn_flwr.doctor.each_client import EachClient
 from fedbn_flwr.doctor.mismatch import Mismatch
 from fedbn_flwr.doctor.state import Missed
 
-__all__ = ["Measured", "Training"]
+__all__ = ["Measurements", "Training"]
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Training:
 
 
 @dataclass
-class Measured:
+class Measurements:
     """All measurements. None and empty values mean not measured.
 
     Attributes:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from fedbn_flwr.batchnorm.reestimation import merge
 from fedbn_flwr.doctor import each_client
 from fedbn_flwr.doctor.by_batch import Statistics, batch_moments, distance, noise
-from fedbn_flwr.doctor.clients import ClientData, classes_of
+from fedbn_flwr.doctor.clients import ClientExamples, classes_of
 from fedbn_flwr.doctor.differences import (
     Groups,
     class_counts,
@@ -23,7 +23,7 @@ from fedbn_flwr.doctor.differences import (
     shift,
 )
 from fedbn_flwr.doctor.findings import number_of
-from fedbn_flwr.doctor.measured import Measured
+from fedbn_flwr.doctor.measured import Measurements
 from fedbn_flwr.doctor.mismatch import Loss, accuracy, mismatch
 from fedbn_flwr.doctor.state import TensorState
 from fedbn_flwr.doctor.thresholds import MIN_CLIENTS
@@ -54,11 +54,11 @@ class Measuring:
     def __init__(
         self,
         model: nn.Module,
-        clients: Sequence[ClientData],
-        tests: Sequence[ClientData],
+        clients: Sequence[ClientExamples],
+        tests: Sequence[ClientExamples],
         loss: Loss,
         seed: int,
-        measured: Measured,
+        measured: Measurements,
         own: Mapping[str, TensorState],
     ) -> None:
         self.lacking: list[str] = []

@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from fedbn_flwr.doctor.by_batch import normalising_by_batch
 from fedbn_flwr.doctor.clients import (
-    ClientData,
+    ClientExamples,
     classes_of,
     inputs_at,
     mixed_batches,
@@ -97,7 +97,7 @@ def default_loss(outputs: Tensor, targets: Tensor) -> Tensor:
 
 def mismatch(
     model: nn.Module,
-    clients: Sequence[ClientData],
+    clients: Sequence[ClientExamples],
     loss: Loss,
     generator: torch.Generator,
 ) -> Mismatch:
@@ -122,7 +122,7 @@ def mismatch(
 
 
 def accuracy(
-    model: nn.Module, client: ClientData, loss: Loss, generator: torch.Generator
+    model: nn.Module, client: ClientExamples, loss: Loss, generator: torch.Generator
 ) -> float | None:
     """Return the accuracy on the client's examples under running statistics.
 
@@ -141,7 +141,7 @@ def _z(differences: Tensor) -> float:
 
 def _run(
     model: nn.Module,
-    clients: Sequence[ClientData],
+    clients: Sequence[ClientExamples],
     batches: Sequence[Tensor],
     loss: Loss,
 ) -> tuple[Tensor, Tensor | None]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from fedbn_flwr.doctor import data_rules, remedies
 from fedbn_flwr.doctor.findings import Finding, listed
-from fedbn_flwr.doctor.measured import Measured
+from fedbn_flwr.doctor.measured import Measurements
 from fedbn_flwr.doctor.thresholds import EXTREME_SHARE
 from fedbn_flwr.norms.replaced_layers import shown_path
 
@@ -24,7 +24,7 @@ __all__ = [
 ]
 
 
-def unusable_statistics(m: Measured) -> Finding | None:
+def unusable_statistics(m: Measurements) -> Finding | None:
     """Values that make every test meaningless, such as a negative variance or NaN."""
     if not m.unusable:
         return None
@@ -42,7 +42,7 @@ def unusable_statistics(m: Measured) -> Finding | None:
     )
 
 
-def averaged_counters(m: Measured) -> Finding | None:
+def averaged_counters(m: Measurements) -> Finding | None:
     """Counters ``num_batches_tracked`` that were averaged with the weights."""
     if not m.counters:
         return None
@@ -64,7 +64,7 @@ def averaged_counters(m: Measured) -> Finding | None:
     )
 
 
-def name_filter(m: Measured) -> Finding | None:
+def name_filter(m: Measurements) -> Finding | None:
     """A split that keeps some BatchNorm layers local and misses others."""
     missed = m.missed
     if missed is None or not missed.entries:
@@ -94,7 +94,7 @@ def name_filter(m: Measured) -> Finding | None:
     return Finding("name-filter", what, evidence, numbers, tries)
 
 
-def tested_by_batch(m: Measured) -> Finding | None:
+def tested_by_batch(m: Measurements) -> Finding | None:
     """Tests that normalise by the test batch, for one of three reasons."""
     # Layers in train mode go first, because they change the running statistics as well.
     layers = m.training_layers or m.untracked
@@ -139,7 +139,7 @@ def tested_by_batch(m: Measured) -> Finding | None:
     )
 
 
-def extreme_variance(m: Measured) -> Finding | None:
+def extreme_variance(m: Measurements) -> Finding | None:
     """Running variances near zero in half of a layer, or above 1e8 in any channel."""
     extreme = {}
     for path, counts in m.extremes.items():
@@ -184,7 +184,7 @@ RULES = (
 """All rules; each returns a finding or None."""
 
 
-def findings(m: Measured) -> tuple[list[Finding], list[str]]:
+def findings(m: Measurements) -> tuple[list[Finding], list[str]]:
     """Return the findings, the cause first, and a note for each handled finding.
 
     A finding is handled if the run's method already remedies it.

@@ -24,8 +24,8 @@ __all__ = [
     "SITUATIONS",
     "SMALL_BATCHES",
     "SOME_STEPS",
-    "Measured",
     "Situation",
+    "StudyGain",
     "label_skew",
 ]
 
@@ -33,7 +33,7 @@ _MANY = 50  # local steps E, between the measured values 20 and 100
 
 
 @dataclass(frozen=True)
-class Measured:
+class StudyGain:
     """The gain of the first remedy in one study.
 
     Attributes:
@@ -72,7 +72,7 @@ class Situation:
     section: str
     tries: tuple[Remedy, ...]
     cost: str
-    measured: tuple[Measured, ...] = ()
+    measured: tuple[StudyGain, ...] = ()
 
     @property
     def remedies(self) -> list[Remedy]:
@@ -141,7 +141,7 @@ ONE_STEP = Situation(
     (_FEDTAN, _FEDTAN2, FIXBN, GROUP),
     "3 L + 1 exchanges a round for L BatchNorm layers, instead of one for FedAvg",
     (
-        Measured(
+        StudyGain(
             "fixbn-table1-full",
             "CIFAR-10, ResNet-20, round 48,000",
             "fedtan",
@@ -156,8 +156,8 @@ SOME_STEPS = Situation(
     (_FEDTAN, _FEDTAN2, FIXBN, GROUP),
     ONE_STEP.cost,
     (
-        Measured("which-mnist", "MNIST, MLP, E = 5", "fedtan", "78.5", "94.4"),
-        Measured("which-cifar", "CIFAR-10, LeNet, E = 20", "fedtan", "43.3", "46.7"),
+        StudyGain("which-mnist", "MNIST, MLP, E = 5", "fedtan", "78.5", "94.4"),
+        StudyGain("which-cifar", "CIFAR-10, LeNet, E = 20", "fedtan", "43.3", "46.7"),
     ),
 )
 MANY_STEPS = Situation(
@@ -166,7 +166,7 @@ MANY_STEPS = Situation(
     (FIXBN, _FEDTAN2, _WEIGHTS, GROUP),
     "no further messages, but the learning rate must fall when the statistics freeze",
     (
-        Measured(
+        StudyGain(
             "fixbn-table4-full",
             "CIFAR-10, ResNet-20, E = 100",
             "fixbn",
@@ -180,7 +180,7 @@ FEW_MESSAGES = Situation(
     "few-messages",
     (FIXBN, GROUP),
     MANY_STEPS.cost,
-    (Measured("which-mnist", "MNIST, MLP, E = 5", "fixbn", "78.5", "93.5"),),
+    (StudyGain("which-mnist", "MNIST, MLP, E = 5", "fixbn", "78.5", "93.5"),),
 )
 FEATURE_SHIFT = Situation(
     "feature shift: other cameras, scanners, styles",
@@ -188,7 +188,7 @@ FEATURE_SHIFT = Situation(
     (FEDBN, _SILOBN, FEDWON, _ADAPT),
     "less traffic, a model for each client, and none for a client that never trained",
     (
-        Measured(
+        StudyGain(
             "office-300",
             "Office-Caltech-10, 62 images a client",
             "fedbn",

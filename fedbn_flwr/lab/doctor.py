@@ -20,11 +20,11 @@ from fedbn_flwr.batchnorm.averaging import average
 from fedbn_flwr.batchnorm.parts import Part
 from fedbn_flwr.checked_file import write_atomically
 from fedbn_flwr.client.personal_model import ABSENT, read_state
-from fedbn_flwr.doctor.clients import ClientData
+from fedbn_flwr.doctor.clients import ClientExamples
 from fedbn_flwr.doctor.data_rules import clients_named, train_test_mismatch
 from fedbn_flwr.doctor.diagnose import diagnose_clients, diagnose_state
 from fedbn_flwr.doctor.findings import Diagnosis, Finding
-from fedbn_flwr.doctor.measured import Measured, Training
+from fedbn_flwr.doctor.measured import Measurements, Training
 from fedbn_flwr.doctor.mismatch import mismatch
 from fedbn_flwr.doctor.remedies import DIVERGED, MISMATCH
 from fedbn_flwr.doctor.state import (
@@ -97,7 +97,7 @@ def diagnose_run(run: Path, max_examples: int = 1024) -> Diagnosis:
     training, local = training_of(config, run), _local_parts(config)
 
     # Measure on the run's data. Without them, use only the state.
-    clients, tests = list[ClientData](), list[ClientData]()
+    clients, tests = list[ClientExamples](), list[ClientExamples]()
     try:
         clients, tests = _examples_of(config, max_examples, notes)
     except DataError as error:
@@ -196,7 +196,7 @@ def _of_clients(
 def _mismatch_of_clients(
     model: nn.Module,
     kept: Mapping[str, TensorState],
-    tests: Sequence[ClientData],
+    tests: Sequence[ClientExamples],
     config: Config,
 ) -> list[Finding]:
     """Return the mismatch of the clients' own models, on their own test examples.
@@ -217,7 +217,7 @@ def _mismatch_of_clients(
         load_state(own, {**own.state_dict(), **kept[test.name]})
         with threads(config.torch_threads):
             gap = mismatch(on_device(own, config), [test], loss, generator)
-        finding = train_test_mismatch(Measured(gap=gap, momenta=momenta))
+        finding = train_test_mismatch(Measurements(gap=gap, momenta=momenta))
         if finding is not None:
             tries = [*finding.remedies]
             evidence[test.name] = (
@@ -385,8 +385,8 @@ def _fits(setting: str, settings: Mapping[str, Any], config: Config) -> bool:
 def _with_data(
     model: nn.Module,
     config: Config,
-    clients: list[ClientData],
-    tests: list[ClientData],
+    clients: list[ClientExamples],
+    tests: list[ClientExamples],
     **options: Any,
 ) -> Diagnosis:
     loss = data_of(config).task.loss
@@ -404,7 +404,7 @@ def _with_data(
 
 def _examples_of(
     config: Config, max_examples: int, notes: list[str]
-) -> tuple[list[ClientData], list[ClientData]]:
+) -> tuple[list[ClientExamples], list[ClientExamples]]:
     """Return training and test examples of each client.
 
     Their differences from the training examples are added to ``notes``.
@@ -429,7 +429,7 @@ def _examples_of(
 
 def _drawn(
     config: Config, views: Mapping[str, Subset], max_examples: int
-) -> list[ClientData]:
+) -> list[ClientExamples]:
     """Return up to ``max_examples`` random examples of each client, on the CPU.
 
     A client without examples is left out.
@@ -445,7 +445,9 @@ def _drawn(
         order = torch_generator(config.seed, "doctor-order", name)
         mixed = torch.randperm(len(places), generator=order)
         size = min(config.batch_size or len(view), len(view))
-        drawn.append(ClientData(name, inputs.cpu()[mixed], targets.cpu()[mixed], size))
+        drawn.append(
+            ClientExamples(name, inputs.cpu()[mixed], targets.cpu()[mixed], size)
+        )
     return drawn
 
 

@@ -21,7 +21,7 @@ __all__ = [
     "OPTIONS",
     "SERVICE",
     "Call",
-    "Reply",
+    "ReplyHeader",
     "is_loopback",
     "pack",
     "unpack",
@@ -62,7 +62,7 @@ class Call(_Header):
     tag: Annotated[str, Field(max_length=1000, pattern=r"^[^\x00-\x1f\x7f]*$")] = ""
 
 
-class Reply(_Header):
+class ReplyHeader(_Header):
     """The header of the server's reply.
 
     Attributes:
@@ -79,7 +79,7 @@ class Reply(_Header):
     union: int = 0
 
 
-def pack(header: Call | Reply, tensor: Tensor | None = None) -> bytes:
+def pack(header: Call | ReplyHeader, tensor: Tensor | None = None) -> bytes:
     """Return the frame of a header and a tensor."""
     body = b""
     # The header describes the tensor, because its bytes do not include the shape.
@@ -92,7 +92,7 @@ def pack(header: Call | Reply, tensor: Tensor | None = None) -> bytes:
     return len(text).to_bytes(4, "big") + text + body
 
 
-_H = TypeVar("_H", Call, Reply)
+_H = TypeVar("_H", Call, ReplyHeader)
 
 
 def unpack(kind: type[_H], data: bytes) -> tuple[_H, Tensor | None]:

@@ -28,7 +28,7 @@ from fedbn_flwr.transport.channel_frame import (
     OPTIONS,
     SERVICE,
     Call,
-    Reply,
+    ReplyHeader,
     is_loopback,
     pack,
     unpack,
@@ -230,16 +230,16 @@ async def answer(barrier: Barrier, node_id: int, data: bytes) -> bytes:
     try:
         if tensor is not None:
             reduced = await _reduce(barrier, node_id, call, tensor)
-            return pack(Reply(status="ok"), reduced)
+            return pack(ReplyHeader(status="ok"), reduced)
         if call.op == "begin":
             attempt, union = barrier.begin(node_id)
-            return pack(Reply(status="ok", attempt=attempt, union=union))
+            return pack(ReplyHeader(status="ok", attempt=attempt, union=union))
         barrier.close(node_id)
-        return pack(Reply(status="ok"))
+        return pack(ReplyHeader(status="ok"))
     except RetryStep as error:
-        return pack(Reply(status="retry", message=str(error)))
+        return pack(ReplyHeader(status="retry", message=str(error)))
     except FedBNError as error:
-        return pack(Reply(status="dropped", message=str(error)))
+        return pack(ReplyHeader(status="dropped", message=str(error)))
 
 
 async def _reduce(barrier: Barrier, node_id: int, call: Call, tensor: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from fedbn_flwr.transport.channel_frame import (
     OPTIONS,
     SERVICE,
     Call,
-    Reply,
+    ReplyHeader,
     is_loopback,
     pack,
     unpack,
@@ -83,7 +83,7 @@ class ChannelReducer:
 
     def _ask(
         self, call: Call, tensor: Tensor | None = None
-    ) -> tuple[Reply, Tensor | None]:
+    ) -> tuple[ReplyHeader, Tensor | None]:
         try:
             # Pass on the turn, because tensors of other clients in this process may
             # complete the exchange.
@@ -96,7 +96,7 @@ class ChannelReducer:
                     # cannot connect, waiting does not help.
                     wait_for_ready=call.op != "begin",
                 )
-            reply, answer = unpack(Reply, data)
+            reply, answer = unpack(ReplyHeader, data)
         except grpc.RpcError as error:
             code = getattr(error, "code", lambda: "unknown")()
             details = getattr(error, "details", lambda: "")()

@@ -13,7 +13,7 @@ from torchvision.models import mobilenet_v2, resnet18
 from fedbn_flwr.batchnorm.parts import split_state
 from fedbn_flwr.batchnorm.reestimation import Moments, moments_of
 from fedbn_flwr.doctor.by_batch import batch_moments, pooled
-from fedbn_flwr.doctor.clients import ClientData, read_clients
+from fedbn_flwr.doctor.clients import ClientExamples, read_clients
 from fedbn_flwr.doctor.diagnose import default_loss, diagnose
 from fedbn_flwr.doctor.differences import (
     Groups,
@@ -37,8 +37,8 @@ def _generator() -> torch.Generator:
 
 def _client(
     inputs: torch.Tensor, classes: torch.Tensor | None = None, size: int = 4
-) -> ClientData:
-    return ClientData(
+) -> ClientExamples:
+    return ClientExamples(
         "0",
         inputs,
         torch.zeros(len(inputs), dtype=torch.int64) if classes is None else classes,

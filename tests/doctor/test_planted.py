@@ -19,7 +19,7 @@ from fedbn_flwr import diagnose
 from fedbn_flwr.doctor import Diagnosis, Training, diagnose_state
 from fedbn_flwr.doctor.by_batch import eval_layers
 from fedbn_flwr.doctor.data_rules import train_test_mismatch
-from fedbn_flwr.doctor.measured import Measured
+from fedbn_flwr.doctor.measured import Measurements
 from fedbn_flwr.doctor.mismatch import Mismatch
 from fedbn_flwr.doctor.state import named, read_state_file
 from fedbn_flwr.errors import ConfigError, DataError, StateError
@@ -362,9 +362,9 @@ def test_a_layer_without_running_statistics_hides_no_other_fault(
     assert ("label-skew" in found) == (fault == "label-skew"), "no false alarm"
 
 
-def _gap(running_accuracy: float | None, running: float, batch: float) -> Measured:
+def _gap(running_accuracy: float | None, running: float, batch: float) -> Measurements:
     batch_accuracy = None if running_accuracy is None else 0.9
-    return Measured(
+    return Measurements(
         gap=Mismatch(100, running, batch, running_accuracy, batch_accuracy, 9.0)
     )
 
@@ -382,7 +382,7 @@ def _gap(running_accuracy: float | None, running: float, batch: float) -> Measur
         (_gap(None, -1.0, -2.43), True),
     ],
 )
-def test_how_much_a_mismatch_loses(measured: Measured, found: bool) -> None:
+def test_how_much_a_mismatch_loses(measured: Measurements, found: bool) -> None:
     assert (train_test_mismatch(measured) is not None) == found
 
 

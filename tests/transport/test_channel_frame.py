@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from fedbn_flwr.errors import EngineError
 from fedbn_flwr.transport import Barrier, RetryStep
 from fedbn_flwr.transport.barrier import Outcome
-from fedbn_flwr.transport.channel_frame import Call, Reply, pack, unpack
+from fedbn_flwr.transport.channel_frame import Call, ReplyHeader, pack, unpack
 from fedbn_flwr.transport.channel_server import answer
 from fedbn_flwr.transport.grpc_channel import ChannelReducer
 
@@ -99,7 +99,7 @@ def test_every_frame_gets_a_reply_or_drops_its_sender_at_once(
             barrier.send(node_id, 0, "mean/0", torch.ones(2), then)
         try:
             reply, _ = unpack(
-                Reply,
+                ReplyHeader,
                 loop.run_until_complete(
                     asyncio.wait_for(answer(barrier, 102, data), PATIENCE)
                 ),
@@ -118,7 +118,7 @@ def test_every_frame_gets_a_reply_or_drops_its_sender_at_once(
     loop.close()
 
 
-@pytest.mark.parametrize("kind", [Call, Reply])
+@pytest.mark.parametrize("kind", [Call, ReplyHeader])
 def test_reading_raises_nothing_but_value_errors(kind) -> None:
     @settings(max_examples=100, deadline=None, database=None)
     @given(frames)

@@ -19,7 +19,7 @@ from fedbn_flwr.training.channels import other_axes, per_channel
 
 __all__ = [
     "BatchNormCall",
-    "Normalise",
+    "NormaliseTogether",
     "elements_per_channel",
     "local_mean",
     "local_moments",
@@ -154,7 +154,7 @@ class BatchNormCall:
         return self._exchange(f"gradients/{self._call}", local)
 
 
-class Normalise(torch.autograd.Function):
+class NormaliseTogether(torch.autograd.Function):
     """BatchNorm in training mode, with the statistics of a ``BatchNormCall``."""
 
     @staticmethod

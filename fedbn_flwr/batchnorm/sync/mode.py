@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from fedbn_flwr.batchnorm.sync.layer import (
     BatchNormCall,
-    Normalise,
+    NormaliseTogether,
     elements_per_channel,
 )
 from fedbn_flwr.batchnorm.sync.reduction import Backward, ExchangeScheme, Reduce
@@ -183,7 +183,7 @@ class SynchronisedStep(TorchFunctionMode):
             self.keeps_gradients,
         )
         self.num_layers += 1
-        x: Tensor = Normalise.apply(
+        x: Tensor = NormaliseTogether.apply(
             arguments.y, arguments.weight, arguments.bias, arguments.eps, call
         )
         with torch.no_grad():

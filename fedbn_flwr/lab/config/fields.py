@@ -166,7 +166,7 @@ class Group(BaseModel):
     group: ClassVar[str]
 
 
-class Method(Group):
+class MethodKeys(Group):
     """The method, and the parts of other methods that are added to it."""
 
     group = "method"
@@ -353,7 +353,7 @@ class Rounds(Group):
     )
 
 
-class LocalTraining(Group):
+class TrainingKeys(Group):
     """The training of a client in a round. ``Params`` has more keys about it."""
 
     group = "local training"
@@ -477,19 +477,27 @@ else:
     )
 
 _OWN_GROUPS: tuple[type[Group], ...] = (
-    Method,
+    MethodKeys,
     Data,
     Clients,
     Model,
     Rounds,
-    LocalTraining,
+    TrainingKeys,
     Tests,
     Files,
 )
 
 
 class Fields(
-    Method, Data, Clients, Model, Rounds, LocalTraining, Tests, SettingsOfMethods, Files
+    MethodKeys,
+    Data,
+    Clients,
+    Model,
+    Rounds,
+    TrainingKeys,
+    Tests,
+    SettingsOfMethods,
+    Files,
 ):
     """All keys of a run, each checked separately."""
 

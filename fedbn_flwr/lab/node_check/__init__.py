@@ -12,6 +12,6 @@ from __future__ import annotations
 
 from fedbn_flwr.lab.node_check.check import check_node
 from fedbn_flwr.lab.node_check.connection import Connection
-from fedbn_flwr.lab.node_check.page import Finding, Page
+from fedbn_flwr.lab.node_check.page import Page, StepFinding
 
-__all__ = ["Connection", "Finding", "Page", "check_node"]
+__all__ = ["Connection", "Page", "StepFinding", "check_node"]

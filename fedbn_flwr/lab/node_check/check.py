@@ -14,7 +14,7 @@ from fedbn_flwr.compat.flower import as_network_node, node_config_of
 from fedbn_flwr.errors import ConfigError, FedBNError, split_code
 from fedbn_flwr.lab.config import Config, data_of, method_of
 from fedbn_flwr.lab.node_check.connection import Connection, check_connection
-from fedbn_flwr.lab.node_check.page import Finding, Page
+from fedbn_flwr.lab.node_check.page import Page, StepFinding
 from fedbn_flwr.lab.node_check.trial_rounds import try_rounds
 from fedbn_flwr.lab.runs.node import client_fn, describe_data
 from fedbn_flwr.lab.runs.node_guard import check_run
@@ -38,19 +38,19 @@ def check_node(
         return Page((*_of_node(settings, node_config), *check_connection(connection)))
 
 
-def _of_node(settings: Mapping[str, Any], node_config: str) -> Iterator[Finding]:
+def _of_node(settings: Mapping[str, Any], node_config: str) -> Iterator[StepFinding]:
     """Yield the findings about the settings, the data and a round."""
     # Each step needs the result of the step before, and its fault ends the check.
     try:
         config = Config.make(settings)
     except FedBNError as error:
-        yield Finding("fault", "config", str(error))
+        yield StepFinding("fault", "config", str(error))
         return
     run = (
         f"{config.title}, dataset={config.dataset}, model={config.model},"
         f" norm={config.norm}"
     )
-    yield Finding("ok", "config", run)
+    yield StepFinding("ok", "config", run)
 
     # Make the client as a node does, with its guard.
     try:
@@ -61,16 +61,16 @@ def _of_node(settings: Mapping[str, Any], node_config: str) -> Iterator[Finding]
             client = client_fn(context)
             report = describe_data(config, context)
     except ConfigError as error:
-        yield Finding("fault", "node-config", _plain(error))
+        yield StepFinding("fault", "node-config", _plain(error))
         return
     except Exception as error:  # a file of any kind, or the user's code
-        yield Finding("fault", "data", _plain(error))
+        yield StepFinding("fault", "data", _plain(error))
         return
     shape, outputs = tuple(data_of(config).shape), data_of(config).num_outputs
     fits = f"the run's model takes {shape} and has {outputs} outputs, so they fit."
-    yield Finding("ok", "data", f"{report}\n{fits}")
+    yield StepFinding("ok", "data", f"{report}\n{fits}")
     for line in dict.fromkeys(logged):
-        yield Finding("warning", "data", line)
+        yield StepFinding("warning", "data", line)
 
     # Check the examples, then one step on them.
     yield from _of_examples(client, config)
@@ -96,30 +96,30 @@ def _warnings() -> Iterator[list[str]]:
         logger.handlers = before
 
 
-def _of_examples(client: TorchClient, config: Config) -> Iterator[Finding]:
+def _of_examples(client: TorchClient, config: Config) -> Iterator[StepFinding]:
     """Yield the faults if there are no training or no test examples."""
     if not len(client.data.train):
         text = "there is no training example. Give this node data, or leave it out."
-        yield Finding("fault", "data", text)
+        yield StepFinding("fault", "data", text)
     if not len(client.data.tests.get("own", ())):
         needed = any(name.startswith("personal") for name in method_of(config).tests)
         text = (
             "the test part is empty, so no test of this site counts. Give it test"
             " examples, or a larger test-share."
         )
-        yield Finding("fault" if needed else "warning", "test-part", text)
+        yield StepFinding("fault" if needed else "warning", "test-part", text)
 
 
-def _of_round(config: Config, node: Mapping[str, Any]) -> Finding:
+def _of_round(config: Config, node: Mapping[str, Any]) -> StepFinding:
     """Return the finding of two short rounds."""
     try:
         with _warnings():  # hides warnings of the server's side
             try_rounds(config, node)
     except OSError as error:
         text = f"{error}. Free space in state-dir, or set another state-dir."
-        return Finding("fault", "training", text)
+        return StepFinding("fault", "training", text)
     except Exception as error:  # from the user's model or the method
-        return Finding("fault", "training", _plain(error))
+        return StepFinding("fault", "training", _plain(error))
     text = "one step of each part of a round was done here."
     left_out = []
     if config.masked_sums:
@@ -128,7 +128,7 @@ def _of_round(config: Config, node: Mapping[str, Any]) -> Finding:
         left_out.append(f"dp={config.dp}")
     if left_out:
         text += f" Left out, because they need other clients: {', '.join(left_out)}."
-    return Finding("ok", "training", text)
+    return StepFinding("ok", "training", text)
 
 
 def _plain(error: Exception) -> str:

@@ -14,7 +14,7 @@ from pathlib import Path
 import httpx
 
 from fedbn_flwr.compat.node_key import REFUSED, RefusedKey, private_key, try_key
-from fedbn_flwr.lab.node_check.page import Finding
+from fedbn_flwr.lab.node_check.page import StepFinding
 
 __all__ = ["Connection", "check_connection"]
 
@@ -38,17 +38,19 @@ class Connection:
     insecure: bool = False
 
 
-def check_connection(connection: Connection) -> Iterator[Finding]:
+def check_connection(connection: Connection) -> Iterator[StepFinding]:
     """Yield the findings about the connection to the server, up to the first fault."""
     # Is there an address, and does somebody answer there?
     address = connection.address
     if not address:
         text = "no server was named. Add --superlink HOST:PORT to test the connection."
-        yield Finding("not tried", "address", text)
+        yield StepFinding("not tried", "address", text)
         return
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal():
-        yield Finding("fault", "address", f"--superlink={address!r} is not HOST:PORT.")
+        yield StepFinding(
+            "fault", "address", f"--superlink={address!r} is not HOST:PORT."
+        )
         return
     place = (host.strip("[]"), int(port))
     try:
@@ -58,9 +60,9 @@ def check_connection(connection: Connection) -> Iterator[Finding]:
             f"{address} cannot be reached: {error}. Check the name and the port, that"
             " the server runs, and the firewall."
         )
-        yield Finding("fault", "address", text)
+        yield StepFinding("fault", "address", text)
         return
-    yield Finding("ok", "address", f"{address} answers.")
+    yield StepFinding("ok", "address", f"{address} answers.")
 
     # The key goes only to the right server.
     trusted = _certificate(connection, place)
@@ -69,21 +71,21 @@ def check_connection(connection: Connection) -> Iterator[Finding]:
         yield _key(connection)
 
 
-def _certificate(connection: Connection, place: tuple[str, int]) -> Finding:
+def _certificate(connection: Connection, place: tuple[str, int]) -> StepFinding:
     """Return whether the node's CA has signed the server's certificate."""
     # Load the certificates that the node trusts.
     path = connection.root_certificates
     if connection.insecure:
         text = "--insecure: anybody on the way can read and change the messages."
-        return Finding("warning", "certificate", text)
+        return StepFinding("warning", "certificate", text)
     if path is None:
         text = "name the server's CA by --root-certificates FILE (or use --insecure)."
-        return Finding("fault", "certificate", text)
+        return StepFinding("fault", "certificate", text)
     try:
         context = ssl.create_default_context(cadata=path.read_text())
     except (OSError, ValueError, ssl.SSLError) as error:
         text = f"{str(path)!r} cannot be read as certificates in PEM: {error}."
-        return Finding("fault", "certificate", text)
+        return StepFinding("fault", "certificate", text)
 
     # Read the server's certificate in TLS's handshake, before anything is sent.
     try:
@@ -92,7 +94,7 @@ def _certificate(connection: Connection, place: tuple[str, int]) -> Finding:
             context.wrap_socket(plain, server_hostname=place[0]),
         ):
             text = f"{path.name} has signed the certificate of {connection.address}."
-            return Finding("ok", "certificate", text)
+            return StepFinding("ok", "certificate", text)
     except ssl.SSLCertVerificationError as error:
         text = (
             f"is refused: {error.verify_message}. Use this server's ca.crt, and a name"
@@ -101,15 +103,15 @@ def _certificate(connection: Connection, place: tuple[str, int]) -> Finding:
     except OSError as error:
         text = f"cannot be read: {error}. Check the port"
     text = f"the certificate of {connection.address} {text}."
-    return Finding("fault", "certificate", text)
+    return StepFinding("fault", "certificate", text)
 
 
-def _key(connection: Connection) -> Finding:
+def _key(connection: Connection) -> StepFinding:
     """Return the finding of one activation of the key."""
     # Read the file.
     if connection.key is None:
         text = "no key was named. Add --key FILE if the server requires one."
-        return Finding("not tried", "key", text)
+        return StepFinding("not tried", "key", text)
     try:
         key = private_key(connection.key.read_bytes())
     except (OSError, ValueError) as error:
@@ -118,7 +120,7 @@ def _key(connection: Connection) -> Finding:
             " private key of the registered pair, an OpenSSH file on P-384"
             " without a password."
         )
-        return Finding("fault", "key", text)
+        return StepFinding("fault", "key", text)
 
     # Ask the server. Flower has one answer for two causes.
     certificates = None
@@ -128,19 +130,19 @@ def _key(connection: Connection) -> Finding:
         try_key(connection.address, certificates, key)
     except RefusedKey as error:
         if error.code != REFUSED:
-            return Finding("fault", "key", f"the server refuses this node: {error}")
+            return StepFinding("fault", "key", f"the server refuses this node: {error}")
         text = (
             "the server refuses the key: it is not registered there, or a SuperNode is"
             " online with it (Flower's answer is the same). On the server, use flwr"
             " supernode list, and flwr supernode register KEY.pub. A killed SuperNode's"
             " key is refused for about 44 s."
         )
-        return Finding("fault", "key", text)
+        return StepFinding("fault", "key", text)
     except (httpx.HTTPError, ValueError) as error:
         text = f"{connection.address} does not answer as a SuperLink: {error}."
-        return Finding("fault", "key", text)
+        return StepFinding("fault", "key", text)
     text = (
         "the server accepts the key: it was activated once, and then deactivated"
         " immediately."
     )
-    return Finding("ok", "key", text)
+    return StepFinding("ok", "key", text)

@@ -6,13 +6,13 @@ import textwrap
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["Finding", "Page"]
+__all__ = ["Page", "StepFinding"]
 
 _WIDTH = 110
 
 
 @dataclass(frozen=True)
-class Finding:
+class StepFinding:
     """The finding of one step of the check.
 
     Attributes:
@@ -33,10 +33,10 @@ class Finding:
 class Page:
     """All findings, in the order of the steps."""
 
-    findings: tuple[Finding, ...]
+    findings: tuple[StepFinding, ...]
 
     @property
-    def faults(self) -> list[Finding]:
+    def faults(self) -> list[StepFinding]:
         """The faults."""
         return [finding for finding in self.findings if finding.level == "fault"]
 

@@ -33,7 +33,7 @@ _VALIDATION = {"val", "valid", "validation"}
 _MOST_HEADERS = 1000
 
 
-class Place(NamedTuple):
+class FolderPlace(NamedTuple):
     """Client, part and class of a folder's images, "" if its path lacks them."""
 
     client: str
@@ -60,7 +60,7 @@ def read_folder(request: OwnData) -> Records:
             " others are not. Give all images the same layout."
         )
     # The files, in the order of their paths, and the place of each.
-    paths, of_files = list[Path](), list[Place]()
+    paths, of_files = list[Path](), list[FolderPlace]()
     for folder, names in sorted(folders.items()):
         paths += [folder / name for name in names]
         of_files += [places[folder]] * len(names)
@@ -145,7 +145,7 @@ def _image_folders(root: Path) -> dict[Path, list[str]]:
     return folders
 
 
-def _place(request: OwnData, folder: Path) -> Place:
+def _place(request: OwnData, folder: Path) -> FolderPlace:
     """Return the place of a folder's images, from its path below the root."""
     *above, label = folder.parts or ("",)
     # A folder above the class is a part or a client, in either order.
@@ -162,7 +162,7 @@ def _place(request: OwnData, folder: Path) -> Place:
             " and train and test between client and class. If there is a validation"
             " folder, move its images into train and set validation-share."
         )
-    return Place("".join(clients), "".join(parts), label)
+    return FolderPlace("".join(clients), "".join(parts), label)
 
 
 def _check_classes(
