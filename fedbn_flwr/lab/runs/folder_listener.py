@@ -214,9 +214,6 @@ def divergence_of(
     return DivergedError(divergence(report, advice), report.diverged_at, result)
 
 
-logger = logging.getLogger("flwr")
-
-
 class CheckpointManager:
     """Saves checkpoints during a run.
 
