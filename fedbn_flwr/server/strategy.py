@@ -266,8 +266,8 @@ class Strategy(FlowerFedAvg):
             cls.__signature__ = shown.replace(parameters=[*named, rest])
         elif "flowers" in given.parameters:
             flowers = [one for one in named if one.kind is one.POSITIONAL_OR_KEYWORD]
-            _, *own = given.parameters.values()
-            cls.__signature__ = given.replace(parameters=[*flowers, *own])
+            _, *others = given.parameters.values()
+            cls.__signature__ = given.replace(parameters=[*flowers, *others])
 
     def __init__(
         self,
