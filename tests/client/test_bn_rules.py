@@ -46,7 +46,7 @@ from fedbn_flwr.strategies.fedprox import ProximalTerm
 from fedbn_flwr.strategies.hbn import HybridStatistics
 from fedbn_flwr.strategies.scaffold import ControlVariates
 from fedbn_flwr.training import ClientHook
-from tests.support.strange_layers import Checkpointed, Made
+from tests.support.strange_layers import Checkpointed, Made, settings_of
 from tests.support.user_loops import SIZES, hooked_loop, loop_without_step, plain_loop
 
 PROXIMAL = {"fedbn-flwr.hooks": "proximal", "fedbn-flwr.proximal-mu": 5.0}
@@ -452,18 +452,6 @@ def test_a_missing_call_leaves_the_model_as_it_was(run_app, user_app) -> None:
         run_app(HBN(), user_app(loop), rounds=1)
     assert models
     assert not any(map(changed, models))
-
-
-def settings_of(model: nn.Module) -> list[Any]:
-    """What hooks change of a model beside its values."""
-    found: list[Any] = []
-    for path, module in model.named_modules():
-        found.append((path, module.training, sorted(vars(module))))
-        found.append(getattr(module, "track_running_stats", None))
-        found.append((len(module._forward_pre_hooks), len(module._forward_hooks)))
-    for name, parameter in model.named_parameters():
-        found.append((name, parameter.requires_grad))
-    return found
 
 
 @pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from torch import nn
 
 from fedbn_flwr.batchnorm.averaging import average
 from fedbn_flwr.batchnorm.parts import split_state
@@ -20,6 +19,7 @@ from fedbn_flwr.server.methods.method import Ask, Facts, Node, Replies, Reply
 from fedbn_flwr.server.rounds.replies import Terms
 from fedbn_flwr.strategies.fedbs import FedBS, FedBSMethod, FedBSParams, FedBSState
 from fedbn_flwr.strategies.fixbn import FixBNMethod, FixBNParams
+from fedbn_flwr.training.evaluation import evaluate
 
 SIZES = (6, 13, 9)
 
@@ -80,23 +80,16 @@ def test_with_validation_data_the_weights_are_the_losses_of_the_trained_models_t
         rounds=1,
         client=Client,
     )
-    losses, states = [], []
-    for data, message in zip(aside, run.grid.received[-6:-3], strict=True):
-        states.append(from_record(message.content["arrays"]))
-        model = mlp().eval()
-        model.load_state_dict(tensors(states[-1]))
-        losses.append(
-            nn.functional.cross_entropy(model(data.inputs), data.targets).item()
-        )
-    shares = np.array(losses) / sum(losses)
-    for name in ("0.weight", "1.running_var"):
-        want = sum(
-            share * state[name] for share, state in zip(shares, states, strict=True)
-        )
-        np.testing.assert_allclose(run.state[name], want, rtol=1e-12)
-    assert [
-        run.strategy.reports[0].clients[str(i)]["validation-loss"] for i in range(3)
-    ] == pytest.approx(losses)
+    wanted, total, model = 0.0, 0.0, mlp()
+    replies = run.grid.of("train", replies=True)
+    for i, (data, reply) in enumerate(zip(aside, replies, strict=True)):
+        state = from_record(reply.content["arrays"])
+        model.load_state_dict(tensors(state))
+        loss = evaluate(model, data).loss
+        said = run.strategy.reports[0].clients[str(i)]["validation-loss"]
+        assert said == pytest.approx(loss)
+        wanted, total = wanted + loss * state["0.weight"], total + loss
+    np.testing.assert_allclose(run.state["0.weight"], wanted / total, rtol=1e-12)
 
 
 def test_a_client_without_a_validation_example_is_left_out_with_the_reason(

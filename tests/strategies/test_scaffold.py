@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 
 import numpy as np
 import pytest
 import torch
-from torch import nn
 from torch.nn import functional as F
 
 from fedbn_flwr.batchnorm.parts import split_state
@@ -25,34 +23,15 @@ from fedbn_flwr.strategies.scaffold import (
     ScaffoldMethod,
     Variates,
 )
+from tests.reference.networks import network
 
 SIZES = (6, 14, 10, 8)
 
 
-class TiedNet(nn.Sequential):
-    """An encoder and a decoder with one weight, as language models have it, and BN:
-    names 0.weight and 3.weight.
-    """
-
-    def __init__(self) -> None:
-        layers = (
-            nn.Linear(5, 5),
-            nn.BatchNorm1d(5),
-            nn.ReLU(),
-            nn.Linear(5, 5),
-            nn.ReLU(),
-            nn.Linear(5, 3),
-        )
-        super().__init__(*layers)
-        self[3].weight = self[0].weight
-
-
 @pytest.fixture
 def tied() -> functools.partial:
-    """A model with tied weights, float64, the same every time."""
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        return functools.partial(copy.deepcopy, TiedNet().double())
+    """A model with tied weights, the same every time."""
+    return functools.partial(network, "tied")
 
 
 @pytest.mark.parametrize("unfreeze", [True, False])
@@ -151,7 +130,7 @@ def test_extra_records_of_tied_weights_have_all_names_as_the_model(
         report.train for report in run.strategy.reports
     ]
     momentum = run.strategy.run.states["momentum-scope"].momentum
-    assert np.array_equal(momentum["0.weight"], momentum["3.weight"])
+    assert np.array_equal(momentum["encoder.weight"], momentum["decoder.weight"])
 
 
 @pytest.mark.parametrize("at", [0, 2])

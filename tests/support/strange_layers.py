@@ -216,3 +216,15 @@ class Made(nn.Module):
         if not hasattr(self, "made"):
             self.made = self.make(h.shape[1]).to(h.dtype)
         return self.made(h)
+
+
+def settings_of(model: nn.Module) -> list[Any]:
+    """What hooks change of a model beside its values."""
+    found: list[Any] = []
+    for path, module in model.named_modules():
+        found.append((path, module.training, sorted(vars(module))))
+        found.append(getattr(module, "track_running_stats", None))
+        found.append((len(module._forward_pre_hooks), len(module._forward_hooks)))
+    for name, parameter in model.named_parameters():
+        found.append((name, parameter.requires_grad))
+    return found

@@ -26,6 +26,7 @@ from fedbn_flwr.training import (
 from fedbn_flwr.training.evaluation import evaluate
 from fedbn_flwr.training.gradient_clipping import clip_in_steps
 from fedbn_flwr.training.randomness import torch_generator
+from tests.support.strange_layers import settings_of
 
 
 def stream(purpose: str) -> torch.Generator:
@@ -377,60 +378,46 @@ def test_a_batch_of_one_is_used_where_a_hook_lets_every_layer_take_it(
     assert run(model, points(5), batch_size=4).num_dropped == 1
 
 
+class Breaks:
+    """Data whose batch of this number raises the error."""
+
+    def __init__(self, data: Any, left: int, error: BaseException) -> None:
+        self.data, self.left, self.error = data, left, error
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def batch(self, positions: Any, generator: Any = None) -> Any:
+        self.left -= 1
+        if not self.left:
+            raise self.error
+        return self.data.batch(positions, generator)
+
+
+@pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
 @pytest.mark.parametrize(
-    "error",
-    [OSError("the disk is gone"), KeyboardInterrupt()],
-    ids=["an error", "Ctrl-C"],
+    ("make", "in_survey_or_step"),
+    [
+        (lambda: GlobalStatistics(False), (1, 3)),
+        (lambda: SurveyedStatistics(False), (2, 5)),
+        (lambda: HybridStatistics(False, share=False), (2, 5)),
+    ],
 )
-@pytest.mark.parametrize("measure", ["steps", "pass", "hybrid"])
 def test_a_training_that_fails_leaves_the_model_as_it_was(
-    measure: str, error: BaseException, mlp, points
+    make: Any,
+    in_survey_or_step: tuple[int, int],
+    error: type[BaseException],
+    mlp,
+    points,
 ) -> None:
     """A model that a client keeps trains on in its next round as a new one does."""
-
-    class Breaks:
-        def __init__(self, data: Any, after: int) -> None:
-            self.data, self.left = data, after
-
-        def __len__(self) -> int:
-            return len(self.data)
-
-        def batch(self, positions: Any, generator: Any = None) -> Any:
-            self.left -= 1
-            if not self.left:
-                raise error
-            return self.data.batch(positions, generator)
-
-    make = {
-        "steps": lambda: GlobalStatistics(False),
-        "pass": lambda: SurveyedStatistics(False),
-        "hybrid": lambda: HybridStatistics(False, share=False),
-    }[measure]
-    found = []
-    for failures in ((1, 3) if measure == "steps" else (2, 5), ()):
-        model, data = mlp(), points(12, 0)
-        start = copy.deepcopy(model.state_dict())
-        for after in failures:  # in the survey, in a step
-            with pytest.raises(type(error)):
-                run(
-                    model,
-                    Breaks(data, after),
-                    batch_size=4,
-                    local_steps=3,
-                    hooks=[make()],
-                )
-            assert not [
-                name
-                for module in model.modules()
-                for name in vars(module)
-                if name in ("forward", "train")
-            ]
-            model.load_state_dict(start)
-        hook = make()
-        run(model, data, batch_size=4, local_steps=3, hooks=[hook])
-        found.append({**model.state_dict(), **next(iter(hook.reply().values()))})
-    assert len(found[0]) > 8
-    assert all(torch.equal(found[0][name], found[1][name]) for name in found[1])
+    model, data = mlp().train(), points(12, 0)
+    before = settings_of(model)
+    for left in in_survey_or_step:
+        options = {"batch_size": 4, "local_steps": 3, "hooks": [make()]}
+        with pytest.raises(error):
+            run(model, Breaks(data, left, error()), **options)
+        assert settings_of(model) == before
 
 
 class Ghost(nn.BatchNorm1d):
