@@ -26,7 +26,7 @@ from fedbn_flwr.errors import (
     NormLayerError,
     ReplyError,
 )
-from fedbn_flwr.messages.protocol import MASKED
+from fedbn_flwr.messages.protocol import MASKED, Continuity
 from fedbn_flwr.messages.records import to_record, to_state
 from fedbn_flwr.mods import bn_mod, masked_update
 from fedbn_flwr.privacy.coordinates import CLIP, Coordinates
@@ -113,12 +113,22 @@ def losing(
 
 @pytest.mark.parametrize("method", [FedAvg, FedBN, FedAdam, FixBN])
 def test_a_masked_run_equals_the_plain_one(
-    method, federate, datasets, mlp, same_bits
+    method, federate, datasets, mlp, tmp_path
 ) -> None:
-    options: dict[str, Any] = {"rounds": 2, "local_steps": 2}
-    plain = federate(method(), mlp, datasets, **options)
-    named = masked(method(configrecord_key="settings"))
-    ours = federate(named, mlp, datasets, **options)
+    """Also in the server's knowledge of the local states, here in state folders."""
+
+    def run(strategy: Any) -> Any:
+        strategy.continuity = Continuity("series", "run")
+        folder = {"state-dir": str(tmp_path / str(id(strategy)))}
+        nodes = {"node_configs": [folder] * 4}
+        options: dict[str, Any] = {"rounds": 2, "local_steps": 2}
+        return federate(strategy, mlp, datasets, grid_options=nodes, **options)
+
+    plain = run(method())
+    ours = run(masked(method(configrecord_key="settings")))
+    kept, plainly = ours.strategy.run.kept, plain.strategy.run.kept
+    assert kept.hashes.keys() == plainly.hashes.keys()
+    assert kept.volatile == plainly.volatile == set()
     rounds = [message.content["settings"]["server-round"] for message in ours.grid.sent]
     assert rounds == sorted(rounds)
     assert 0 < furthest(plain.state, ours.state) < 1e-11

@@ -98,6 +98,8 @@ RARE = (
         hidden=((1, 0), (3, 1)),
         share_alpha=True,
     ),
+    Case(methods=("hbn",), statistics_warm_up=2),
+    Case(methods=("fedbn",), hidden=((1, 0),), again="resume"),
     Case(methods=("ditto",), rounds=3, agc=0.05),
     Case(
         methods=("bn-scaffold",),

@@ -75,6 +75,20 @@ def test_frozen_batchnorm_stays_in_its_mode(frozen_bn: FrozenBN) -> None:
         assert stays_in_eval(one) == ({one.norm1} if frozen_bn == "eval" else set())
 
 
+@pytest.mark.parametrize("affine", [True, False])
+@pytest.mark.parametrize("named", ["0", "1", "1.0"])
+def test_batchnorm_below_a_name_trains_with_and_without_gamma(
+    named: str, affine: bool
+) -> None:
+    model = nn.Sequential(normed(nn.Linear(3, 3)), normed(nn.Linear(3, 3)))
+    model[1][1] = nn.BatchNorm1d(3, affine=affine)
+    train_only(model, [named])
+    model.train()
+    for path, module in model.named_modules():
+        if isinstance(module, nn.BatchNorm1d):
+            assert module.training == f"{path}.".startswith(f"{named}.")
+
+
 def test_fixbn_gives_it_back_as_it_was() -> None:
     model = lenet()
     train_only(model, ["norm2", "fc3"])
