@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import pairwise
 
 import pytest
 import torch
 from scipy import stats
 from torch import nn
+from torch.nn import functional
 from torchvision.models import mobilenet_v2, resnet18
 
 from fedbn_flwr.batchnorm.parts import split_state
@@ -201,6 +203,27 @@ def test_the_mismatch_of_running_and_batch_statistics() -> None:
     model[0].running_var.copy_(inputs.var(0))
     good = mismatch(model, [_client(inputs, classes)], default_loss, generator)
     assert good.accuracy_lost == pytest.approx(0, abs=0.01)
+
+
+def test_the_certainty_of_a_mismatch_is_scipys() -> None:
+    """By the loss or by being right, with one more example that is equally right."""
+    generator = _generator()
+    for _ in range(20):
+        inputs = torch.randn(40, 3, generator=generator).double()
+        classes = torch.randint(2, (40,), generator=generator)
+        model = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 2)).double()
+        with torch.no_grad():
+            for entry in (model[0].running_mean, *model[1].parameters()):
+                entry.normal_(generator=generator)
+        client = _client(inputs, classes, len(inputs))
+        found = mismatch(model.eval(), [client], default_loss, generator)
+        running, by_batch = model(inputs).detach(), model.train()(inputs).detach()
+        loss = partial(functional.cross_entropy, target=classes, reduction="none")
+        right = (by_batch.argmax(1) == classes).double()
+        right -= (running.argmax(1) == classes).double()
+        differences = loss(running) - loss(by_batch), torch.cat([right, torch.zeros(1)])
+        expected = max(stats.ttest_1samp(d, 0).statistic for d in differences)
+        assert found.z == pytest.approx(expected)
 
 
 # States.

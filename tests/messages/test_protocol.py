@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import importlib
 import pickle
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from flwr.app import ConfigRecord, Message, MessageType, MetricRecord, RecordDict
@@ -152,8 +154,11 @@ def test_numbers_below_zero_are_not_said(message: Message) -> None:
         ReplyInfo(frozenset(), "ab", True, True),
     ],
 )
-def test_what_a_client_part_says_comes_back(message: Message, info: ReplyInfo) -> None:
-    reply = Message(
-        RecordDict({"properties": ConfigRecord(info.write())}), reply_to=message
-    )
-    assert ReplyInfo.read(reply) == info
+@pytest.mark.parametrize("partition_id", [None, 0, 3])
+def test_what_a_client_part_says_comes_back(
+    message: Message, info: ReplyInfo, partition_id: int | None
+) -> None:
+    named: Any = {} if partition_id is None else {"partition-id": partition_id}
+    properties = ConfigRecord(info.write() | named)
+    reply = Message(RecordDict({"properties": properties}), reply_to=message)
+    assert ReplyInfo.read(reply) == replace(info, partition_id=partition_id)

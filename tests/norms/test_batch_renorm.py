@@ -108,7 +108,7 @@ def slow(
     return torch.stack(channels, 1)
 
 
-@pytest.mark.parametrize("warmup", [0, 3, 1000])
+@pytest.mark.parametrize("warmup", [0, 2, 1000])
 @pytest.mark.parametrize("kind", SHAPES)
 def test_forward_backward_and_warm_up_equal_the_formula(
     kind: type[nn.BatchNorm2d], warmup: int

@@ -106,6 +106,17 @@ def test_yaml_set_and_run_config_give_the_same_config(tmp_path: Path) -> None:
     assert Config.make(through_flower(config), complete=True) == config
 
 
+def test_each_default_may_be_written_without_quotes(tmp_path: Path) -> None:
+    """YAML reads some words, such as off, as true and false."""
+    config = Config.make({})
+    lines = [f"{key}: {value}" for key, value in config.to_mapping().items() if value]
+    path = tmp_path / "config.yaml"
+    path.write_text("\n".join(lines))
+    assert "dp: off" in lines
+    assert Config.load(path) == config
+    assert Config.load(None, [line.replace(": ", "=", 1) for line in lines]) == config
+
+
 def test_a_shared_key_without_effect_is_left_out_and_named() -> None:
     shared = {"proximal-mu": 0.1, "freeze-at": 5, "seed": 3}
     config, dropped = Config.make_of_shared(shared, {"strategy": "fedprox"})
