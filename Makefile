@@ -54,12 +54,12 @@ pages: .venv/installed-dev
 # make bench-simulation DATA=DIR PEER_PYTHON=... ARGS="--turns 3 --rounds 2 --only fedbn --only cifar10"
 bench: bench-simulation
 	$(BIN)/python benchmarks/fedtan.py --write docs/performance.md $(if $(DATA),--data-dir "$(DATA)")
-	$(BIN)/python benchmarks/aggregation.py --write docs/performance.md
-	$(BIN)/python benchmarks/startup.py --write docs/performance.md
-	$(BIN)/python benchmarks/methods.py --write docs/performance.md
-	$(BIN)/python benchmarks/scale.py --write docs/performance.md
+	$(BIN)/python benchmarks/aggregation.py --write benchmarks/results.md
+	$(BIN)/python benchmarks/startup.py --write benchmarks/results.md
+	$(BIN)/python benchmarks/methods.py --write benchmarks/results.md
+	$(BIN)/python benchmarks/scale.py --write benchmarks/results.md
 	@if $(BIN)/python -c "import sys, torch; sys.exit(not torch.cuda.is_available())"; \
-		then $(BIN)/python benchmarks/gpu.py --write docs/performance.md; \
+		then $(BIN)/python benchmarks/gpu.py --write benchmarks/results.md; \
 		else echo "benchmarks/gpu.py is left out: there is no CUDA device here"; fi
 
 bench-simulation: .venv/installed

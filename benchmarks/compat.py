@@ -11,7 +11,7 @@ them, and the next call uses them again. The versions are those of constraints.t
 Where another Flower is asked for than the pinned one, the pins that fit one version of
 Flower only are left out. The oldest Flower serves the core alone. The tests draw
 pictures with the laboratory's packages, which want a newer one: what Flower asks for is
-then overridden as named below, and the table says so. The nightly build is the package
+then overridden as named below. The nightly build is the package
 flwr-nightly. It is installed in place of flwr, which is then not asked for at all.
 
 The results go into docs/results/compat.md. A set that was run has a new row; the other
@@ -85,14 +85,13 @@ CORE = (
 )
 SUITE = (*(f"tests/{name}" for name in CORE), "-n", "auto", "--dist", "loadgroup")
 ROW = "| 3."
-RULER = "|---" * 11 + "|"
+RULER = "|---" * 10 + "|"
 HEAD = f"""# Python, Flower and torch
 
 `make compat` makes this table: the core's tests with each Python that is there, the oldest and the newest supported
-Flower, and torch 2.6, 2.8 and the newest. A commit with a `+` had changes that were not committed. An override is a
-package that was installed in another version than this Flower asks for.
+Flower, and torch 2.6, 2.8 and the newest. A commit with a `+` had changes that were not committed.
 
-| Python | Flower | torch | passed | failed | skipped | seconds | arguments | overrides | date | commit |
+| Python | Flower | torch | passed | failed | skipped | seconds | tests | date | commit |
 {RULER}
 """
 
@@ -206,6 +205,12 @@ def tested(environment: Path, arguments: Sequence[str]) -> tuple[int, list[str]]
     return code, [str(passed), bad, str(count["skipped"]), f"{seconds:.0f}"]
 
 
+def tests_of(arguments: Sequence[str]) -> str:
+    """Return the name of the chosen tests: the core's suite, or a part of it."""
+    paths = {argument for argument in arguments if argument.startswith("tests/")}
+    return "core" if paths.issuperset(SUITE[: len(CORE)]) else "part"
+
+
 def versions_of(row: str) -> tuple[str, str, str]:
     """Return the set of versions that a row of the table is of."""
     python, flower, torch = (cell.strip() for cell in row.split("|")[1:4])
@@ -263,24 +268,14 @@ def main(
             continue
         environment = ROOT / ".compat" / name.replace("/", "-")
         package = "flwr-nightly" if flower == NIGHTLY else "flwr"
-        overrides = OVERRIDES.get(flower, ())
         try:
             print(f"Python {version}, Flower {flower}, torch {torch}", flush=True)
             install(pythons[version], flower, torch, environment)
-            found = versions(environment, (package, "torch", *overrides))
+            found = versions(environment, (package, "torch"))
             code, numbers = tested(environment, arguments)
-            overridden = [
-                f"{which} {number}"
-                for which, number in zip(overrides, found[3:], strict=True)
-            ]
-            cells = [
-                *found[:3],
-                *numbers,
-                f"`{' '.join(arguments)}`",
-                ", ".join(overridden),
-            ]
+            cells = [*found, *numbers, tests_of(arguments)]
         except (NotInstalledError, subprocess.CalledProcessError) as error:
-            code, cells = 1, [version, flower, torch, f"{error}", *[""] * 5]
+            code, cells = 1, [version, flower, torch, f"{error}", *[""] * 4]
         finally:
             if not keep:
                 shutil.rmtree(environment, ignore_errors=True)

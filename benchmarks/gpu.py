@@ -2,7 +2,7 @@
 steps per second of all clients.
 
     python benchmarks/gpu.py                              # a few minutes
-    python benchmarks/gpu.py --write docs/performance.md  # the table into the page, between <!-- gpu --> marks
+    python benchmarks/gpu.py --write benchmarks/results.md  # the table into the page, between <!-- gpu --> marks
     python benchmarks/gpu.py --device cpu --steps 3       # tries the program
 
 ResNet-20, random images of CIFAR-10's shape that lie on the device, SGD without

@@ -17,7 +17,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-PAGE = "docs/performance.md"
+PAGES = ("docs/performance.md", "benchmarks/results.md")
 """Where the tables go; a change there is none of what was measured."""
 
 Numbers = dict[str, list[float]]
@@ -106,7 +106,7 @@ def commit(folder: Path = ROOT) -> str:
         "--untracked-files=no",
         "--",
         ".",
-        f":!{PAGE}",
+        *(f":!{page}" for page in PAGES),
     ]
     changed = subprocess.run(status, capture_output=True, text=True).stdout.strip()
     return answer.stdout.strip() + (" with changes" if changed else "")

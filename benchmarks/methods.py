@@ -1,7 +1,7 @@
 """What a method, and a norm, cost beside FedAvg with BatchNorm: CPU seconds of a round,
 as ratios on the same steps.
 
-    python benchmarks/methods.py --write docs/performance.md    # some eight minutes a turn on one core
+    python benchmarks/methods.py --write benchmarks/results.md    # some eight minutes a turn on one core
 
 ResNet-20 on random images of CIFAR-10's size: five clients, each an epoch of 320 images
 in batches of 32, a thread. The methods take turns, and each round of a turn counts but

@@ -1,8 +1,8 @@
 """A round of a large federation on Flower's deployment engine: messages, bytes,
 seconds, from measured constants.
 
-    python benchmarks/scale.py                          # the table of docs/performance.md, from the constants below
-    python benchmarks/scale.py --write docs/performance.md   # into the page, between the marks "scale"
+    python benchmarks/scale.py                          # the table of benchmarks/results.md, from the constants below
+    python benchmarks/scale.py --write benchmarks/results.md   # into the page, between the marks "scale"
     python benchmarks/scale.py --measure 8              # measures the constants with 8 light SuperNodes
     python benchmarks/scale.py --check 16 --check 64    # predicts rounds of so many, and runs them
     python benchmarks/scale.py --turns 2                # rounds of three real SuperNodes, arrays one by one and packed

@@ -42,21 +42,20 @@ _NAMES: Mapping[str, Iterable[str]] = {
     },
 }
 _BOUNDS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
-_TYPES = {str: "text", int: "int", float: "float", bool: "bool"}
 _HEAD = """<!-- Made by `make generate` from the schema. Do not edit. -->
 
 # Config keys
 
-The same keys stand in a YAML file (`fedbn-flwr run FILE`), in `--set key=value`, in `flwr run --run-config` and, each
-with its default, in `[tool.flwr.app.config]` of `pyproject.toml`. Values are scalars: a list is a comma string
-(`lr-decay-at = "0.5,0.75"`), "not set" is `""` for text and `0` for numbers. Setting one of `local-steps` and
-`local-epochs` above 0 takes the place of the other's default; setting both is an error.
+Use these keys in a YAML file (`fedbn-flwr run FILE`), in `--set key=value` and in `flwr run --run-config`. A value has
+the type of the default. A list is a comma string (`lr-decay-at = "0.5,0.75"`). "Not set" is `""` for text and `0` for
+numbers. If you set one of `local-steps` and `local-epochs`, the default of the other is not used; if you set both, the
+run is refused.
 """
 
 
 def config_page() -> str:
-    """Return ``docs/config.md``: the keys of each group with type, default, allowed
-    values, meaning and users.
+    """Return ``docs/config.md``: the keys of each group with default, allowed values,
+    meaning and users.
     """
     fields = {
         field.alias or name: (name, field)
@@ -67,8 +66,8 @@ def config_page() -> str:
         lines += [f"## {group[0].upper()}{group[1:]}", ""]
         methods = group == "settings of methods"
         lines += [
-            "| key | type | default | allowed | meaning |" + " used by |" * methods,
-            "|---" * (5 + methods) + "|",
+            "| key | default | allowed | meaning |" + " used by |" * methods,
+            "|---" * (4 + methods) + "|",
         ]
         for key in Config.keys(group):
             name, field = fields[key]
@@ -86,12 +85,11 @@ def config_page() -> str:
 
 
 def field_cells(key: str, field: FieldInfo) -> list[str]:
-    """Return type, default, allowed values and meaning of a setting, as cells of a
-    Markdown table.
+    """Return default, allowed values and meaning of a setting, as cells of a Markdown
+    table.
     """
     meaning = (field.description or "").replace("|", "\\|")
     return [
-        _type(field.annotation),
         _default(field.default),
         _allowed(key, field),
         meaning,
@@ -102,9 +100,9 @@ def _cells(key: str, name: str, field: FieldInfo) -> list[str]:
     """Return the cells of a config key; with a default of each method's own, those and
     their limits.
     """
-    kind, default, allowed, meaning = field_cells(key, field)
+    default, allowed, meaning = field_cells(key, field)
     if name not in own_defaults():
-        return [kind, default, allowed, meaning]
+        return [default, allowed, meaning]
     common = Params.model_fields.get(name)
     declared = {}
     for method, params in PARAMS.items():
@@ -120,7 +118,6 @@ def _cells(key: str, name: str, field: FieldInfo) -> list[str]:
     )
     own += f", the others {_default(common.default)}" if common else ""
     return [
-        kind,
         f"{default}: {own}",
         _allowed(key, next(iter(declared.values()))) + f", or {default}",
         meaning,
@@ -129,12 +126,6 @@ def _cells(key: str, name: str, field: FieldInfo) -> list[str]:
 
 def _users(name: str) -> str:
     return ", ".join(methods_with(name)) or "every method"
-
-
-def _type(annotation: Any) -> str:
-    if get_origin(annotation) is Literal:
-        return "text"
-    return ", ".join(_TYPES[kind] for kind in get_args(annotation) or (annotation,))
 
 
 def _default(value: Any) -> str:
@@ -162,5 +153,5 @@ def _allowed(key: str, field: FieldInfo) -> str:
     )
     return (
         ", ".join(f"{sign} {bound}" for sign, bound in found if bound is not None)
-        or "see meaning"
+        or "-"
     )

@@ -63,7 +63,6 @@ fedbn-flwr run --set strategy=fixbn --set client-hooks=fedprox --set lr-decay-at
 The order has no meaning. The settings are those of all methods in the run. Adaptive gradient clipping (`agc`) and
 momentum across rounds (`momentum-scope`) are settings of every method.
 
-The drawn runs of these pairs equal a slow reference in plain torch, in float64 (`tests/reference`).
 Every other pair is refused before the run, with the reason. Three and more methods are combined if each pair is.
 """
 _REACHED = re.compile(
@@ -177,7 +176,8 @@ def _box(
     ]
     if measured := _measured(method, results):
         lines.append(f"**Measured:** {measured}")
-    lines.append(f"**Cost:** {cost_of(METHODS[method.name](method.Params()))}")
+    cost = cost_of(METHODS[method.name](method.Params()))
+    lines.append(f"**[Cost](index.md#symbols):** {cost}")
     lines.append(
         f"**Command:** `fedbn-flwr run {_recipe(method.name)}"
         f" --out runs/methods/{method.name}`"
@@ -217,7 +217,7 @@ def _measured(method: StrategyClass, results: Mapping[str, Any]) -> str:
         reference = fedavg.get((row["study"], case), fedavg.get((row["study"], "BN")))
         if reference is not None and "here" in row:
             return (
-                f"{row['here']} where FedAvg with BatchNorm has {reference}"
+                f"{row['here']}, FedAvg with BatchNorm {reference}"
                 f" ({_setting(row, results)})."
             )
     return ""
@@ -252,7 +252,7 @@ def _settings(method: StrategyClass) -> Iterator[str]:
                 default += f", in a config {in_config!r}"
             own.append(f"`{name}` ({default})")
     own = own or ["none of its own"]
-    yield f"{', '.join(own)}. See the [config keys](../config.md)."
+    yield f"[Config keys](../config.md): {', '.join(own)}."
 
 
 def _recipe(name: str) -> str:
@@ -263,9 +263,7 @@ def _reached(
     method: StrategyClass, root: Path, results: Mapping[str, Any]
 ) -> Iterator[str]:
     """Yield the recipe's result, the results beside a paper's, and links to others."""
-    yield "Test accuracy in per cent; each link leads to settings, seeds and commits."
-    yield ""
-    yield "| setting | here | paper |"
+    yield "| setting | here, % | paper, % |"
     yield "|---|---|---|"
     same = [
         other for other in STRATEGIES.values() if other.__module__ == method.__module__
@@ -275,8 +273,7 @@ def _reached(
         of = f"{other.__name__}: " if len(same) > 1 else ""
         found = _REACHED.search((root / _recipe(other.name)).read_text("utf-8"))
         if found:
-            text = f"{found[1]}, on {found[3]}: its recipe, {found[4]}"
-            yield f"| {of}{text} | {found[2]} | - |"
+            yield f"| {of}digits, its recipe, on {found[3]} | {found[2]} | - |"
         order = list(results["studies"]).index
         rows = results["methods"].get(other.name, ())
         for row in sorted(rows, key=lambda row: order(row["study"])):
@@ -305,12 +302,15 @@ def _combinations() -> str:
         if METHODS[name].role == role
     ]
     lines = [_COMBINATIONS_HEAD, "| method | runs beside |", "|---|---|"]
+    rows: dict[str, list[str]] = {}
     for name, method in named:
-        extra = []
-        for other_name, other in named:
-            if other is not method and _combine(method, other):
-                extra.append(f"`{other_name}`")
-        lines.append(f"| `{name}` | {', '.join(extra)} |")
+        extra = [
+            f"`{other_name}`"
+            for other_name, other in named
+            if other is not method and _combine(method, other)
+        ]
+        rows.setdefault(", ".join(extra), []).append(f"`{name}`")
+    lines += [f"| {', '.join(names)} | {others} |" for others, names in rows.items()]
     lines += ["", "Methods that are not combined with others:", ""]
     lines += [
         f"- `{method.name}`: {method.alone}."

@@ -23,25 +23,18 @@ def head_of(study: Path) -> str:
 
 
 def papers_block(root: Path) -> str:
-    """Return the count of the tables and figures, a table of those that were run, and
-    the names of the others.
-    """
+    """Return the count of the tables and figures, a table of those that were run."""
     papers = yaml.safe_load(
         (root / "docs/results/papers.yaml").read_text(encoding="utf-8")
     )["papers"]
     counts: Counter[str] = Counter()
     rows = ""
-    not_run = []
     for paper in papers:
-        names = []
         for entry in paper["shows"]:
             state = entry.get("state", "nothing to run")
             counts[state] += 1
             if state in ("done", "partly"):
                 rows += _row(paper["name"], entry)
-            elif state == "not run":
-                names.append(entry["of"])
-        not_run.append(f"{paper['name']}: {', '.join(names)}")
     counted = ", ".join(f"{state} {counts[state]}" for state in _STATES)
     head = f"**Of {counts.total()} tables and figures: {counted}.**"
     meaning = (
@@ -49,10 +42,10 @@ def papers_block(root: Path) -> str:
         " that needs no training."
     )
     rest = (
-        "Not run at full length; each has its study and a small twin in"
-        " [studies](../../studies/README.md): "
+        "The others have a study and a small twin in"
+        " [studies](../../studies/README.md)."
     )
-    return f"\n{head} {meaning}\n\n{_COLUMNS}{rows}\n{rest}{'; '.join(not_run)}.\n"
+    return f"\n{head} {meaning}\n\n{_COLUMNS}{rows}\n{rest}\n"
 
 
 def _row(paper: str, entry: dict[str, Any]) -> str:

@@ -17,9 +17,12 @@ def _of_clients(methods: Methods) -> str:
 
 
 def _masked(methods: Methods) -> str:
-    return "; ".join(
+    reason = "; ".join(
         disclosure.text for disclosure in disclosures(methods) if not disclosure.masked
-    ) or _works(methods)
+    )
+    if reason and reason == _of_clients(methods):
+        return "as on the left"
+    return reason or _works(methods)
 
 
 def _works(methods: Methods) -> str:

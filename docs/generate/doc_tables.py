@@ -233,10 +233,7 @@ def class_list() -> str:
             "      members: false",
             "",
         ]
-        lines += [
-            "Formulas, cost and settings:"
-            f" [{method_title(strategy)}](../methods/{page_of(name)})."
-        ]
+        lines += [f"[{method_title(strategy)}](../methods/{page_of(name)})"]
     return "\n".join([*lines, ""])
 
 

@@ -26,7 +26,6 @@ _RECORDS = {
     "local": "a copy of what stays with the client",
     "scalar": "a number",
 }
-_SYMBOLS = "See the [symbols](index.md#symbols)."
 
 
 def travels_section(method: Method[Any, Any]) -> list[str]:
@@ -41,7 +40,7 @@ def travels_section(method: Method[Any, Any]) -> list[str]:
             *(f"| {what} | {text} |" for what, text in _rows(phase)),
             "",
         ]
-    return [*lines, _SYMBOLS]
+    return lines[:-1]
 
 
 def cost_of(method: Method[Any, Any]) -> str:
@@ -87,7 +86,6 @@ def _rows(travels: Travels) -> Iterator[tuple[str, str]]:
         "; ".join(filter(None, [_listed(travels.local), travels.kept])) or "nothing",
     )
     yield "weights", _weights(travels.weights)
-    yield "cost", _cost(travels)
 
 
 def _shared(local: PartSet) -> str:

@@ -269,8 +269,7 @@ ROW = re.compile(r"^\| .*?`(?:flwr (new)|\w+/([\w-]+))`.*? \| (.*) \|$", re.MULT
 
 def test_the_page_counts_the_lines_of_the_projects_as_found() -> None:
     """New lines, and in brackets those that are only indented."""
-    page = (APPS.parent / "docs/flower-projects.md").read_text()
-    _, _, table = page.partition("## Projects as found")
+    table = (FOUND / "README.md").read_text()
     counted = 0
     for template, name, cells in ROW.findall(table):
         project = "pytorch-app" if template else name
