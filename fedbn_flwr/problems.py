@@ -34,6 +34,7 @@ class Known:
 
     Attributes:
         num_rounds: R.
+        fraction_train: the share of the clients that train in a round.
         norm: the normalisation of the model.
         optimizer: the clients' optimizer.
         sgd_momentum: momentum of the clients' SGD.
@@ -52,6 +53,7 @@ class Known:
     """
 
     num_rounds: int | None = None
+    fraction_train: float | None = None
     norm: str | None = None
     optimizer: str | None = None
     sgd_momentum: float | None = None

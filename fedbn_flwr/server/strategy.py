@@ -359,12 +359,10 @@ class Strategy(FlowerFedAvg):
         )
         self.methods = combination.methods(self.params)
         # Warnings come at the start of a run.
-        problems = [
-            *self.methods.problems(Known(), ["settings"]),
-            *self.params.problems({"fraction-train": (fraction_train, 1.0)}),
-        ]
+        known = Known(fraction_train=fraction_train)
+        problems = self.methods.problems(known, ["settings"])
         refused = [problem for problem in problems if problem.effect != "warn"]
-        tell(self.params.told(dict.fromkeys(refused)))
+        tell(self.params.told(refused))
         self.on_round_end, self.on_replies = on_round_end, on_replies
         self.completes_tests, self.num_partitions = completes_tests, num_partitions
         self.protection = Protection()

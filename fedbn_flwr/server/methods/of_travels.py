@@ -183,13 +183,11 @@ def _of_phases(method: Method[Any, Any], known: Known) -> Iterator[Problem]:
             continue
         setting = phase.after_setting
         key = setting.replace("_", "-")
-        name = f"phase {phase.phase!r}" if phase.phase else "its own phase"
         yield Problem(
             "phase-never-begins",
-            f"{method.name}: {key}={getattr(method.params, setting)} means that {name}"
-            f" begins after round {after} at the earliest, and the run has {rounds}"
-            " rounds: it never begins, unless a resumed run"
-            " continues",
+            f"{method.name}: {key}={getattr(method.params, setting)} means after round"
+            f" {after} at the earliest, and the run has {rounds} rounds: the phase never"
+            " begins, unless a resumed run continues",
             setting,
             effect="warn",
             remedy=f"a smaller {key} or more rounds",

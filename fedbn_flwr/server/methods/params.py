@@ -216,28 +216,27 @@ class Settings(BaseModel):
             tell(of_pydantic(error, type(self).model_fields))
         tell(self.told(self.problems()))
 
-    def problems(
-        self, further: Mapping[str, Any] | None = None, known: Known | None = None
-    ) -> Iterator[Problem]:
+    def problems(self, known: Known | None = None) -> Iterator[Problem]:
         """Yield the settings that exclude each other or have no effect.
 
-        Args:
-            further: the values of other keys of the run, each with its default.
-            known: the facts of the run.
+        ``known``: the facts of the run.
         """
-        values, defaults = {}, {}
+        known = known or Known()
+        # The one condition that is an argument of Flower's.
+        values: dict[str, Any] = {}
+        defaults: dict[str, Any] = {"fraction-train": 1.0}
+        if known.fraction_train is not None:
+            values["fraction-train"] = known.fraction_train
         for name, field in type(self).model_fields.items():
             key = name.replace("_", "-")
             values[key], defaults[key] = getattr(self, name), field.default
-        for key, (value, default) in (further or {}).items():
-            values[key], defaults[key] = value, default
         for name, field in type(self).model_fields.items():
             conditions = extra_of(field).get("only_if", {})
             reason = unmet(conditions, values, defaults)
             if reason:
                 keys = " ".join((name, *conditions))
                 yield Problem("no-effect", reason, keys, "settings", "no-effect")
-        yield from check(self.rows, self, known or Known())
+        yield from check(self.rows, self, known)
 
     def told(self, problems: Iterable[Problem]) -> Iterator[Problem]:
         """Yield the problems, but of settings without effect only those that are set."""

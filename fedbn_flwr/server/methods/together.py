@@ -246,7 +246,7 @@ class Methods:
         ``Settings.told``.
         """
         known = dataclasses.replace(known, tests=known.tests or self.tests)
-        found = [*self.params.problems(known=known), *of_travels(self, known)]
+        found = [*self.params.problems(known), *of_travels(self, known)]
         found = [problem for problem in found if problem.stage in stages]
         for method in self._methods:
             found += check(method.rows, method, known, stages)
