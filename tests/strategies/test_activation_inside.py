@@ -27,7 +27,6 @@ SETTINGS: Mapping[str, Mapping[str, Any]] = {
 OPTIONS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "fbn pass": ("fbn", {"fbn_measure": "pass"}),
     "recalibrate": ("fedavg", {"recalibrate": True}),
-    "batch statistics": ("fedavg", {"eval_on": "global-batch-statistics"}),
 }
 # FedWon is for models without BatchNorm.
 METHODS = [name for name in STRATEGIES if name != "fedwon"]
