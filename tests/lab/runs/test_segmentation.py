@@ -60,7 +60,7 @@ def test_images_are_twice_as_wide_as_high(settings: dict[str, Any]) -> None:
     [
         ("fedavg", "lraspp"),
         ("fixbn", "lraspp"),
-        ("fedtan", "deeplab"),
+        pytest.param("fedtan", "deeplab", marks=pytest.mark.slow),
         ("centralized", "lraspp"),
     ],
 )

@@ -157,6 +157,7 @@ def test_a_server_app_that_raised_is_an_error_and_nothing_is_written(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_a_run_that_flower_refuses_is_an_error() -> None:
     with pytest.raises(EngineError) as caught:
         flower_run(
