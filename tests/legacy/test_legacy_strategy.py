@@ -238,28 +238,8 @@ def stock_fn(
     return numpy_clients(model, datasets, kind)
 
 
-def averaged(
-    state: dict[str, Array], results: list[list[Array]], sizes: list[int]
-) -> dict[str, Array]:
-    """The clients' arrays averaged by size, by hand; counters as in the state."""
-    total = sum(sizes)
-    mean = {}
-    for name, *own in zip(state, *results, strict=True):
-        mean[name] = sum(
-            size / total * array for size, array in zip(sizes, own, strict=True)
-        )
-    counters = {
-        name: array
-        for name, array in state.items()
-        if name.endswith("num_batches_tracked")
-    }
-    return mean | counters
-
-
-def test_a_stock_client_gets_safe_averaging(run_legacy, datasets, mlp) -> None:
-    """Its results averaged by hand; counters are integers, and the project's own config
-    reaches its clients.
-    """
+def test_the_projects_own_config_reaches_its_clients(run_legacy, datasets, mlp) -> None:
+    """Of stock clients under FedAvg; counters stay integers."""
     run = run_legacy(
         FedAvg(),
         mlp,
@@ -268,22 +248,8 @@ def test_a_stock_client_gets_safe_averaging(run_legacy, datasets, mlp) -> None:
         on_fit_config_fn=lambda r: {"told": 10 * r},
         on_evaluate_config_fn=lambda r: {"told": r},
     )
-    state = to_state(mlp().state_dict())
-    for after in run.history[1:]:
-        results = [
-            Stock(mlp(), data, None).fit(list(state.values()), {})[0]
-            for data in datasets
-        ]
-        want = averaged(state, results, [len(data) for data in datasets])
-        state = dict(zip(state, after, strict=True))
-        for name, array in state.items():
-            if name.endswith("num_batches_tracked"):
-                assert array.dtype == np.int64
-            else:
-                np.testing.assert_allclose(
-                    array, want[name], rtol=1e-12, atol=1e-14, err_msg=name
-                )
-    assert int(state["1.num_batches_tracked"]) == ROUNDS
+    counter = run.history[-1][list(mlp().state_dict()).index("1.num_batches_tracked")]
+    assert (counter.dtype, int(counter)) == (np.int64, ROUNDS)
     assert [metrics["told"] for _, metrics in run.evaluations] == [1, 2, 3]
     assert [report.metrics["heard"] for report in run.strategy.reports] == [10, 20, 30]
 
