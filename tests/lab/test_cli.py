@@ -265,26 +265,6 @@ def test_partition_shows_the_warnings_of_a_run(tmp_path: Path) -> None:
     )
 
 
-def test_partition_shows_domains_and_makes_a_client_of_each() -> None:
-    result = call(
-        "partition", "--set", "dataset=digits-domains", "--set", "partition=natural"
-    )
-    tables = result.output.split("training examples by ")
-    assert [table.split()[0] for table in tables[1:]] == ["class", "group"]
-    head, *rows = [line.split() for line in tables[2].strip().splitlines()[1:]]
-    assert head == [
-        "client",
-        "inverted",
-        "blurred",
-        "noisy",
-        "coloured",
-        "rotated",
-        "all",
-    ]
-    for client, row in enumerate(rows[:5]):
-        assert [i for i, count in enumerate(row[1:-1]) if count != "0"] == [client]
-
-
 def test_partition_draws_a_png_and_never_overwrites_it(tmp_path: Path) -> None:
     picture = tmp_path / "new" / "split.png"
     arguments = ["partition", "--set", "num-clients=3", "--out", str(picture)]
@@ -446,10 +426,6 @@ def test_an_interrupted_run_says_what_is_saved_and_how_to_go_on(
         ),
         "It cannot be continued. Start a new run in another folder.",
     ]
-
-
-def stopped(*_: object) -> None:
-    raise KeyboardInterrupt
 
 
 def test_an_interrupted_sweep_says_how_to_go_on(tmp_path: Path, monkeypatch) -> None:

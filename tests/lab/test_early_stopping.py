@@ -164,40 +164,6 @@ def test_what_the_summary_says_of_the_method_is_of_the_best_round(
     assert summary["frozen-after"] is None
 
 
-@pytest.mark.parametrize("strategy", METHODS)
-def test_a_killed_run_ends_in_the_same_bits(
-    strategy: str, whole, tmp_path: Path
-) -> None:
-    """Killed after the best round, in the stop's round, and after the end."""
-    out, summary = whole[strategy]
-    best = summary["best-validation"]["round"]
-    for cut in (best + 2, best + 3, 0):
-        try:
-            again = start(
-                tmp_path / "cut",
-                cut=cut,
-                strategy=strategy,
-                resume=True,
-                **EVERY[strategy],
-            )
-        except Cut:
-            continue
-    assert again["resumed-after"][-1] >= best
-    longer = {"num-server-rounds": 40, **EVERY[strategy]}
-    finished = start(tmp_path / "cut", strategy=strategy, resume=True, **longer)
-    for found in (again, finished):
-        kept = (
-            "sha256",
-            "stopped-early",
-            "best-validation",
-            "final",
-            "rounds",
-            "ledger",
-        )
-        assert {key: found[key] for key in kept} == {key: summary[key] for key in kept}
-    assert files(tmp_path / "cut") == files(out)
-
-
 def test_the_best_round_is_the_first_with_the_best_score(quick_config) -> None:
     config = Config.make({**BASE, "early-stopping": 2})
     scores = [0.5, None, 0.7, 0.7, float("nan"), 0.6]

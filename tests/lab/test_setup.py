@@ -7,7 +7,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from flwr.app import Context, RecordDict
@@ -107,18 +106,6 @@ def test_clients_of_a_process_share_one_copy_of_the_images(quick_config) -> None
             - {torch.uint8}
         )
         == 0
-    )
-
-
-def test_the_partitions_cover_the_training_set_once(quick_config) -> None:
-    data = partitioned_data(quick_config(partition="iid"), 4)
-    together = np.concatenate(data.train)
-    assert sorted(together.tolist()) == list(range(len(data.dataset.train)))
-    assert len(data.train_view()) == len(together)
-    assert (
-        sum(len(data.test_view(i)) for i in range(4))
-        == len(data.test_view())
-        == len(data.dataset.test)
     )
 
 
@@ -351,15 +338,6 @@ def test_data_that_is_not_embedded_needs_a_folder(quick_config) -> None:
         partitioned_data(quick_config(dataset="mnist"), 3)
 
 
-def test_the_resolved_config_gives_the_same_run(quick_config, tmp_path: Path) -> None:
-    """What ``config.yaml`` holds goes through Flower's context unchanged."""
-    config = quick_config(strategy="fixbn")
-    with InProcessGrid(
-        lambda message, context: None, 2, run_config=config.to_mapping()
-    ) as grid:
-        assert Config.make(grid.context(0).run_config, complete=True) == config
-
-
 def test_fedwons_mobilenet_on_cifar_at_32_pixels() -> None:
     settings = {
         "strategy": "fedwon",
@@ -410,24 +388,6 @@ def test_layers_that_a_method_does_not_reach_are_told(
         "1 BN layer(s) track no running statistics and use the batch's own in"
         " testing: 3" in caplog.text
     )
-
-
-def test_classes_without_a_client_are_told(
-    quick_config, tmp_path: Path, caplog
-) -> None:
-    run(
-        quick_config(**{"num-clients": 3, "classes-per-client": 2}),
-        tmp_path / "some",
-        workers=0,
-    )
-    assert "4 of 10 classes have no client (" in caplog.text
-    caplog.clear()
-    run(
-        quick_config(**{"num-clients": 5, "classes-per-client": 2}),
-        tmp_path / "all",
-        workers=0,
-    )
-    assert "have no client" not in caplog.text
 
 
 def test_held_out_clients_need_the_data_of_the_server(monkeypatch) -> None:

@@ -156,25 +156,6 @@ def test_a_held_out_client_is_one_site_more() -> None:
     )
 
 
-def test_what_is_read_each_time_has_the_bits_of_what_is_in_memory(
-    module: ModuleType, tmp_path: Path
-) -> None:
-    """The tensors of a ``TensorDataset`` are in memory; another data set may augment,
-    so that each use reads it.
-    """
-    kept = config_of(dataset=named(module, "tensors", tensors), num_clients=2)
-    read = config_of(num_clients=2)
-    assert (load_data(kept).train.in_memory, load_data(read).train.in_memory) == (
-        True,
-        False,
-    )
-    digests = [
-        run(config, tmp_path / str(at), workers=0)["sha256"]
-        for at, config in enumerate((kept, read))
-    ]
-    assert digests[0] == digests[1]
-
-
 def test_targets_of_the_data_set_are_known_without_reading_an_input(
     module: ModuleType,
 ) -> None:

@@ -15,9 +15,8 @@ from fedbn_flwr.client.kept import state_dir
 from fedbn_flwr.errors import ConfigError, DataError
 from fedbn_flwr.lab.config import Config, data_of, listed
 from fedbn_flwr.lab.config.fields import Fields
-from fedbn_flwr.lab.data import OwnData, load_dataset, loading, own_info
+from fedbn_flwr.lab.data import OwnData, load_dataset, own_info
 from fedbn_flwr.lab.partitioned.partitioned_data import count_clients, partitioned_data
-from fedbn_flwr.lab.runs.run import run
 
 
 def write_images(
@@ -626,26 +625,3 @@ def test_names_with_commas_stand_in_quotes(tmp_path: Path) -> None:
         "num-clients": 1,
     }
     assert partitioned_data(Config.make(keys), 1).held_out_names == ("s, 1",)
-
-
-def test_images_on_the_disk_give_the_bits_of_those_in_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write_images(
-        tmp_path / "data",
-        {"a/cat": 6, "a/dog": 5, "b/cat": 4, "b/dog": 6},
-        size=(40, 40),
-    )
-    keys = {
-        "dataset": f"folder:{tmp_path / 'data'}",
-        "model": "lenet",
-        "local-steps": 3,
-        "batch-size": 4,
-    }
-    config = Config.make({**keys, "augment": "flip", "num-server-rounds": 2})
-    kept = run(config, tmp_path / "kept", workers=0)["sha256"]
-    monkeypatch.setattr("fedbn_flwr.lab.data.image_files.MAX_BYTES", 0)
-    loading._load.cache_clear()
-    left = run(config, tmp_path / "left", workers=0)["sha256"]
-    loading._load.cache_clear()
-    assert left == kept

@@ -14,11 +14,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from typer.testing import CliRunner
 
 from fedbn_flwr.checked_file import encode_safetensors, read_checked
 from fedbn_flwr.client.personal_model import (
@@ -29,7 +27,6 @@ from fedbn_flwr.client.personal_model import (
     site_state,
 )
 from fedbn_flwr.errors import ConfigError, EngineError, StateError
-from fedbn_flwr.lab.cli import app
 from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.export import run_onnx, run_torch_export
 from fedbn_flwr.lab.files import read_metrics
@@ -318,33 +315,6 @@ def test_bad_input_is_refused_before_anything_is_written(
     with pytest.raises(StateError, match="A run writes it at its end"):
         export(run, new / "model.pt2", "torch-export")
     assert not new.exists()
-
-
-def test_the_command_says_what_it_wrote_and_writes_nothing_over(
-    quick_run, tmp_path: Path
-) -> None:
-    summary, run = quick_run(
-        strategy="fedbn", **{"eval-on": "personal-own,averaged-bn"}
-    )
-    out = tmp_path / "home/model.safetensors"
-    arguments = [
-        "export",
-        str(run),
-        "--bn",
-        "averaged",
-        "--fold-bn",
-        "--format",
-        "torch",
-        "--out",
-        str(out),
-    ]
-    result = CliRunner().invoke(app, arguments)
-    assert result.exit_code == 0, result.output
-    assert "1 of the BatchNorm layers folded" in result.output
-    with safe_open(run / "model.safetensors", "pt") as file:
-        assert file.metadata()["sha256"] == summary["sha256"]
-    assert CliRunner().invoke(app, arguments).exit_code == 2
-    assert [path.name for path in out.parent.iterdir()] == [out.name]
 
 
 def test_the_data_may_be_gone(tmp_path: Path, quick_run) -> None:

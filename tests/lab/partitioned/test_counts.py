@@ -37,28 +37,6 @@ def test_counts_and_held_out_clients(tmp_path: Path) -> None:
     assert data_warnings(*of_run) == []
 
 
-WRONG = {
-    "one example": (
-        np.array([0] * 19 + [1]),
-        np.arange(20) % 5 == 1,
-        "client 1 has 1 training example, so BatchNorm",
-    ),
-    "no tests": (
-        np.array([0] * 15 + [1] * 5),
-        np.arange(20) < 5,
-        "no test examples: client 1",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", WRONG)
-def test_what_looks_wrong(tmp_path: Path, case: str) -> None:
-    client, split, message = WRONG[case]
-    x, y = np.random.default_rng(0).normal(size=(20, 2)), np.arange(20) % 2
-    found = data_warnings(*split_of(tmp_path, x=x, y=y, client=client, split=split))
-    assert any(line.startswith(message) for line in found), found
-
-
 def test_classes_that_nobody_trains_on_are_named(tmp_path: Path) -> None:
     """Client b codes the labels of its tests otherwise."""
     client = np.repeat(["a", "b"], 20)

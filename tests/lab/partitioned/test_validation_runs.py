@@ -15,7 +15,7 @@ from flwr.app import Context, RecordDict
 from torch import nn
 from typer.testing import CliRunner
 
-from fedbn_flwr import global_state, personal_state
+from fedbn_flwr import personal_state
 from fedbn_flwr.lab.cli import app
 from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.data import Samples
@@ -66,21 +66,6 @@ def test_validation_examples_are_put_aside_on_each_client_and_never_trained_on(
         )
     assert len(split.validation_view()) == sum(map(len, split.validation))
     assert len(before.validation_view()) == 0
-
-
-def test_the_global_model_is_tested_on_all_validation_examples(quick_run) -> None:
-    summary, out = quick_run(**SHARE)
-    model = make_model(Config.load(out / "config.yaml"))
-    model.load_state_dict(global_state(out))
-    split = partitioned_data(Config.load(out / "config.yaml"), 3)
-    found = evaluate(model, split.validation_view())
-    last = read_metrics(out / "metrics.jsonl")[-1]
-    assert (
-        last["validation-accuracy"]
-        == summary["final"]["validation-accuracy"]
-        == found.accuracy
-    )
-    assert last["validation-loss"] == pytest.approx(found.loss)
 
 
 def test_personal_models_are_tested_each_on_its_own_validation_part(quick_run) -> None:

@@ -14,9 +14,7 @@ import torch
 from flwr.app import ArrayRecord
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from torch.nn.modules.batchnorm import _BatchNorm
 
-from fedbn_flwr.batchnorm.parts import Part
 from fedbn_flwr.client import client_app
 from fedbn_flwr.errors import ConfigError, NormLayerError
 from fedbn_flwr.lab.config import Config, method_of
@@ -220,18 +218,6 @@ def test_predicted_bytes_equal_counted_bytes_equal_those_of_the_messages(
     assert total.up + total.counters_up == sum(sum(num_bytes(one)) for one in up)
 
 
-def test_statistics_that_a_test_alone_uses_cost_what_recalibrate_costs() -> None:
-    found = []
-    size = {"dataset": "mnist", "model": "mlp", "num-server-rounds": 2}
-    for tests in ({"recalibrate": True}, {"eval-on": "recalibrated,global"}, {}):
-        config = Config.make({**size, **tests})
-        inspection = inspect_model(make_model(config), "fedavg", 2, config)
-        found.append(inspection.reestimation)
-    assert found[0] is not None
-    assert found[0] == found[1]
-    assert found[2] is None
-
-
 def test_warnings_name_what_is_not_counted() -> None:
     config = Config.make(
         {"dataset": "digits", "model": "mlp", "num-clients": 10, "masked-sums": True}
@@ -321,29 +307,3 @@ def test_phases_are_those_of_the_settings(
         (phase.name, phase.rounds, {part.value for part in phase.frozen})
         for phase in found
     ] == phases
-
-
-@pytest.mark.parametrize(
-    "model", ["resnet20", "torchvision:mobilenet_v2", "timm:test_resnet"]
-)
-def test_the_parts_of_a_model_are_those_of_its_layers(model: str) -> None:
-    """Counted layer by layer, by the names of BatchNorm's entries."""
-    config = Config.make({"dataset": "cifar10", "model": model})
-    network = make_model(config)
-    counts = dict.fromkeys(Part, 0)
-    fates = {
-        "weight": Part.AFFINE,
-        "bias": Part.AFFINE,
-        "num_batches_tracked": Part.COUNTERS,
-    }
-    for layer in network.modules():
-        entries = [
-            *layer.named_parameters(recurse=False),
-            *layer.named_buffers(recurse=False),
-        ]
-        for name, value in entries:
-            normal = isinstance(layer, _BatchNorm)
-            part = fates.get(name, Part.STATISTICS) if normal else Part.REST
-            counts[part] += value.numel()
-    found = inspect_model(network, "fedavg", 2, config)
-    assert {part: found.floats[part] + found.counters[part] for part in Part} == counts

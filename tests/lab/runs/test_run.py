@@ -240,15 +240,6 @@ def test_the_config_of_a_run_repeats_it_with_one_worker_too(
     ).read_bytes()
 
 
-@pytest.mark.parametrize("name", ["fedavg", "scaffold", "fedtan", CENTRALIZED])
-def test_another_seed_gives_another_result(name: str, runs, tmp_path: Path) -> None:
-    """The seed is read where all methods share the code; the reference has its own."""
-    summary, out = runs[name]
-    other = run(Config.load(out / "config.yaml", ["seed=1"]), tmp_path / name)
-    assert other["sha256"] != summary["sha256"]
-    assert other["seed"] == 1
-
-
 def test_a_model_that_reads_the_version_of_its_state(quick_run, monkeypatch) -> None:
     """Clients train and re-estimate with it, and the server tests it."""
     build = setup.build_model

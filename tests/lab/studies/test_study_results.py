@@ -343,10 +343,6 @@ def test_settings_are_chosen_by_validation_before_the_runs(
     ):
         sweep(study, out, runner=lambda cells, out, follower: (_ for _ in ()))
     with pytest.raises(
-        ConfigError, match=r"tune\.grid: learning-rate: 0\.1 is listed twice"
-    ):
-        load(tmp_path, TUNE.replace("1.0e-6", "0.1"))
-    with pytest.raises(
         ConfigError,
         match=(
             r"tune/BN/all/.*: tune chooses by validation examples; set validation-share"

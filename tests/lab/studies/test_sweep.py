@@ -22,7 +22,7 @@ from fedbn_flwr.lab.output.folder import lock_folder
 from fedbn_flwr.lab.studies import one_run
 from fedbn_flwr.lab.studies import sweep as module
 from fedbn_flwr.lab.studies.check_study import Selection, load_study
-from fedbn_flwr.lab.studies.one_run import do_cell, is_done, summary_of
+from fedbn_flwr.lab.studies.one_run import do_cell, is_done
 from fedbn_flwr.lab.studies.parallel import in_parallel
 from fedbn_flwr.lab.studies.results import markdown, rows_of, table
 from fedbn_flwr.lab.studies.study import Cell, Study, Tuning
@@ -202,14 +202,6 @@ def test_of_two_layers_of_a_study_the_later_one_wins(
             assert cell.config.fedtan_transport == wanted
 
 
-def test_overrides_replace_the_base(tmp_path: Path) -> None:
-    study = load_study(
-        written(tmp_path, TEXT), ["num-server-rounds=3", "learning-rate=0.9"]
-    )
-    assert {cell.config.num_server_rounds for cell in study.cells()} == {3}
-    assert next(study.cells()).config.learning_rate == 0.2, "under the split"
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -244,7 +236,10 @@ def test_overrides_replace_the_base(tmp_path: Path) -> None:
             (TEXT, "{name: a, methods: {A: {}}, skip: [A/all]}"),
             "skip leaves out every run: A/all",
         ),
-        (("FedAvg/iid: 91.35", "FedAvg/iid: true"), "'True' is not a number of a paper"),
+        (
+            ("FedAvg/iid: 91.35", "FedAvg/iid: true"),
+            "'True' is not a number of a paper",
+        ),
         (("seeds: [0, 1]", "seeds: [0, 1]\ntarget: .nan"), "target.*finite number"),
         (("FedBN/own:", "table.md:"), "method 'table.md' ends as a file of the study"),
     ],
@@ -528,17 +523,6 @@ def test_a_run_of_a_study_leaves_the_number_of_torch_threads_as_it_was(
         torch.set_num_threads(before)
 
 
-def test_data_that_cannot_be_split_is_an_error_before_any_run(
-    study: Study, tmp_path: Path
-) -> None:
-    many = load_study(written(tmp_path, TEXT), ["num-clients=900"])
-    with pytest.raises(
-        ConfigError, match=r"FedBN/own/two classes/seed-0: .*clients without examples"
-    ):
-        sweep(many, tmp_path / "out", follower=(noted := Noted()))
-    assert noted.begun == []
-
-
 def test_results_of_data_that_have_changed_do_not_stand_beside_those_of_the_new_ones(
     tmp_path: Path,
 ) -> None:
@@ -676,20 +660,6 @@ def test_names_and_points_that_are_one_are_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=named):
         load_study(written(tmp_path, text))
-
-
-def test_the_tables_of_a_repeated_run_have_its_new_results(
-    study: Study, tmp_path: Path
-) -> None:
-    sweep(study, tmp_path / "out")
-    other = study.model_copy(update={"base": {**study.base, "local-steps": 3}})
-    first = next(iter(other.cells()))
-    assert not is_done(first, tmp_path / "out")
-    assert rows_of(other, tmp_path / "out") == [], "these are results of other settings"
-    sweep(other, tmp_path / "out")
-    hashes = pd.read_csv(tmp_path / "out/results.csv")["sha256"]
-    for cell, sha256 in zip(other.cells(), hashes, strict=True):
-        assert sha256 == summary_of(cell.folder(tmp_path / "out"))["sha256"]
 
 
 def test_a_sweep_that_is_stopped_leaves_no_results_of_former_settings(
