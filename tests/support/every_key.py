@@ -127,7 +127,7 @@ ELSEWHERE = {
     "task": "tests/lab/runs/test_evaluations.py",
     "test-share": OWN_DATA,
     "held-out-clients": "tests/lab/output/test_held_out.py",
-    "min-replies": "tests/server/test_bad_replies.py",
+    "min-replies": "tests/server/test_failures.py",
     "round-timeout": "tests/lab/test_setup.py",
     "init": "tests/lab/runs/test_init.py",
     "device": "tests/lab/test_setup.py",
