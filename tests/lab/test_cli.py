@@ -118,9 +118,9 @@ def test_a_path_may_begin_with_a_tilde(
                 {"format": "onnx", "kind": "models"}.get(parameter.name, "digits")
             )
     context = parsed.make_context(command, words)
-    assert {name: context.params[name] for name in given} == dict.fromkeys(
-        given, str(tmp_path / "x")
-    )
+    here = str(tmp_path / "x")
+    for name in given:
+        assert context.params[name] in (here, (here,)), name
 
 
 def test_the_console_script_and_its_exit_codes(tmp_path: Path) -> None:

@@ -74,8 +74,13 @@ class _Command(TyperCommand):
         rest = super().parse_args(ctx, args)
         for parameter in self.params:
             value = ctx.params.get(parameter.name)
-            if isinstance(parameter.type, TyperPath) and value is not None:
-                ctx.params[parameter.name] = os.path.expanduser(value)
+            if not isinstance(parameter.type, TyperPath) or value is None:
+                continue
+            if parameter.multiple:
+                value = tuple(map(os.path.expanduser, value))
+            else:
+                value = os.path.expanduser(value)
+            ctx.params[parameter.name] = value
         return rest
 
 

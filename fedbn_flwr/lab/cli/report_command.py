@@ -35,6 +35,13 @@ def report(
         Path | None,
         typer.Option(help="File to write. Default: report.html in the folder."),
     ] = None,
+    against: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="Finished run to compare with; repeatable. Default: the runs in the"
+            " same parent folder with the same data, split, seed and test."
+        ),
+    ] = None,
 ) -> None:
     """Write one HTML page about a run or a study.
 
@@ -50,7 +57,7 @@ def report(
     with exit_codes():
         with extra("The doctor", f"To see it again: fedbn-flwr doctor {folder}"):
             examine(folder)
-        write_report(folder, out)
+        write_report(folder, out, against or ())
         say(f"report: {target.absolute()}")
 
 

@@ -77,6 +77,7 @@ def run(
         settings = Config.load(config, overrides)
     from fedbn_flwr.lab.config.data import data_of
     from fedbn_flwr.lab.output.checkpoint import after_interrupt
+    from fedbn_flwr.lab.references import ALONE, alone_command
     from fedbn_flwr.lab.runs.run import preflight, start
 
     with exit_codes():
@@ -121,6 +122,9 @@ def run(
             _print_results(settings.title, summary, folder)
             raise
         _print_results(settings.title, summary, folder)
+        if settings.strategy != ALONE and "sites" in summary:
+            command = alone_command(settings, folder.parent / ALONE)
+            say(f"Is it better than each site alone? {command}")
 
 
 def _resumed(config: Path | None, out: Path | None) -> Path | None:
