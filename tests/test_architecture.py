@@ -49,7 +49,7 @@ LEVELS = (
     ("lab/output",),
     ("lab/runs", "lab/finished_runs"),
     ("lab/studies", "lab/node_check"),
-    ("lab/report",),
+    ("lab/report", "lab/references", "lab/report_pictures", "lab/run_files"),
     ("lab/doctor",),
     ("lab/cli",),
     ("app", "__main__"),

@@ -12,8 +12,9 @@ It may import every module, but the rest of the package never imports it.
 - ``runs``: a run in each engine, the checks before it, its server and its clients, and
   the default Flower app.
 - ``finished_runs``: evaluate and export the model of a run.
-- ``studies``: grids of runs, their results and tables. ``report``: the HTML page of a
-  run or a study.
+- ``studies``: grids of runs, their results and tables. ``report`` with
+  ``report_pictures``, ``references`` and ``run_files``: the HTML page of a run or a
+  study.
 - ``doctor.py``: the faults of BatchNorm in a run.
 - ``deployment``: a federation over a network. ``cli``: the command line.
 """
@@ -32,6 +33,7 @@ _NEEDS = (
         "PIL",
         "cloudpickle",
         "flwr_datasets",
+        "jinja2",
         "matplotlib",
         "pandas",
         "ray",
