@@ -270,7 +270,7 @@ def _site_picture(
         low, high = (None if end is None else scale * end for end in ends)
         values = [scale * row["value"], *(one.get(row["site"]) for one in others)]
         name = f"{site_label(row)} n={row['examples']}"
-        rows.append(pictures.Row(name, values, low, high))
+        rows.append(pictures.Point(name, values, low, high))
     kinds = ["this run", *map(_named, references)]
     return pictures.rows(rows, kinds, _label(metric), caption)
 
@@ -592,7 +592,7 @@ def _method_picture(runs: Sequence[tuple[str, RunFiles]], where: str) -> str:
             error = statistics.stdev(values) / len(values) ** 0.5
             half = float(stats.t.ppf(0.975, len(values) - 1)) * error
             low, high = mean - half, mean + half
-        rows.append(pictures.Row(method, [mean], low, high))
+        rows.append(pictures.Point(method, [mean], low, high))
     caption = f"Final main metric{where}: mean and 95 % interval over the seeds."
     return pictures.rows(rows, ["mean"], ", ".join(metrics), caption)
 

@@ -15,7 +15,7 @@ from markupsafe import Markup
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["Curve", "Row", "curves", "heat_map", "rows"]
+__all__ = ["Curve", "Point", "curves", "heat_map", "rows"]
 
 # the colours of Okabe and Ito, with a darker yellow
 _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#8a6d00", "#000000")
@@ -29,7 +29,7 @@ _Band = tuple[Sequence[float], Sequence[float]]
 
 
 @dataclass(frozen=True)
-class Row:
+class Point:
     """A row of a picture of points.
 
     Attributes:
@@ -50,7 +50,7 @@ def short(name: str) -> str:
     return name if len(name) <= _NAME else f"{name[: _NAME - 1]}…"
 
 
-def rows(found: Sequence[Row], kinds: Sequence[str], label: str, caption: str) -> str:
+def rows(found: Sequence[Point], kinds: Sequence[str], label: str, caption: str) -> str:
     """Return a picture with a row of points for each site or method.
 
     Args:
