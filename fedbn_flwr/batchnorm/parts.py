@@ -581,8 +581,8 @@ def split_state(
         return parts.only(layers)
     if by_names:
         raise ConfigError(
-            "layers is a function of path and module, but names have no modules. Pass"
-            " parts=split_state(model, layers=...)."
+            "layers is a function of path and module, but only names were given, and"
+            " names have no modules. Pass parts=split_state(model, layers=...)."
         )
     chosen = {path for path in paths if layers(path, modules[path])}
     if not chosen:

@@ -92,7 +92,8 @@ def masked_update(
     # The update is the difference to this model. Later mods replace it by the whole
     # model.
     key, before = _received(message, context)
-    # FedTAN's channel sends tensors inside the step, not in the reply.
+    # FedTAN's channel sends tensors during the step, not in the reply, so mask them
+    # there.
     with wrap_reducers(masking.reducer):
         reply = call_next(message, context)
     if reply.has_content():

@@ -298,8 +298,8 @@ def entries_that_stay(cached: CachedModel, sent: MessageConfig) -> tuple[str, ..
     """
     prefix = wrapper_prefix(sent.local_entries, cached.parts.names)
     names = tuple(name.removeprefix(prefix) for name in sent.local_entries)
-    # Without selected layers, the server has split the model only by names, but the
-    # client can find its layers by type.
+    # If the user selected no layers, the server has split the model only by names, but
+    # the client can find its layers by type.
     affine = () if sent.layers else cached.parts.affine
     personal = {name.removeprefix(prefix) for name in sent.personal}
     affine = tuple(name for name in affine if name not in personal)

@@ -20,9 +20,9 @@ def packed(message: Message, context: Context, call_next: ClientAppCallable) -> 
     """Return the app's reply, with arrays in one piece if the message has this form.
 
     It is a Flower mod. Over a network, each array of a message costs the server as much
-    as two megabytes of it, whatever its size (docs/performance.md). With this mod the
-    server sends and receives all arrays of a message as one array. The app and its
-    other mods see ordinary records, with the same bits.
+    time as two megabytes of data, even if the array is small (docs/performance.md).
+    With this mod the server sends and receives all arrays of a message as one array.
+    The app and its other mods see ordinary records, with the same bits.
 
     It must be the first mod of the app: ``ClientApp(mods=[packed, bn_mod])``.
     ``client_app`` already includes it. In its answer to the strategies' query

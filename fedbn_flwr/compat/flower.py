@@ -463,8 +463,8 @@ def lacks_function(reply: Message, message_type: str) -> bool:
 
 def calling_dp_wrapper() -> str:
     """Return the class of Flower's DP wrapper that calls the caller, or ""."""
-    # A wrapped strategy does not know of its wrapper, neither in the Message API nor in
-    # the legacy one. Find the call of the wrapper on the stack.
+    # A wrapped strategy has no reference to its wrapper, neither in the Message API nor
+    # in the legacy loop. Find the call of the wrapper on the stack.
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_globals.get("__name__", "").startswith(

@@ -270,7 +270,7 @@ def degrees(left: Tensor, free: int) -> float:
         left: the rows without the mean of their client.
         free: degrees of freedom of the rows.
     """
-    # Both traces equal those of left @ left.T, (R, R), much smaller than S, (D, D).
+    # left @ left.T, (R, R), has the same traces and is much smaller than S, (D, D).
     products = left @ left.T / free
     trace = products.trace()
     # With few rows tr(S^2) is too large, by tr(S)^2 / free for normal values.

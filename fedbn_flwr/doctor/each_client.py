@@ -48,11 +48,12 @@ __all__ = [
     "statistics",
 ]
 
-_SHARE_OF_CLASSES = 0.5  # of the level, since counts of few examples are weak evidence
+# Class mixes get half of the level, because counts of few examples are weak evidence.
+_SHARE_OF_CLASSES = 0.5
 _OTHERS = 3  # measures that share the rest: inputs, distinct examples, accuracy
 
 
-# Exponent of the mean over columns. One distant column counts like many near ones.
+# Exponent of the mean over columns. One distant column counts like many near columns.
 _POWER = 8
 
 

@@ -214,7 +214,7 @@ class Measuring:
         # If classes differ by design, so do accuracies.
         if m.skew.counts:
             raise DataError(
-                "the clients cannot be compared, because they hold different classes."
+                "the clients cannot be compared, because they have different classes."
             )
         below = each_client.below_median(found, m.examples)
         m.each = replace(m.each, below=below)

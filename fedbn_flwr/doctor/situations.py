@@ -248,5 +248,6 @@ def label_skew(local_steps: int) -> Situation:
         return ONE_STEP
     if 1 < local_steps < _MANY:
         return SOME_STEPS
-    # This includes unknown E, because the first remedy costs no messages.
+    # If E is unknown, use this situation as well, because its first remedy costs no
+    # messages.
     return MANY_STEPS

@@ -163,7 +163,7 @@ class OwnProcess:
         _hand_over(job, outcome)
 
     def _next(self) -> Job | None:
-        """Return the next job, or None if the thread has ended its work."""
+        """Return the next job, or None if there is no job and the thread must end."""
         with self._lock:
             if not self._jobs:
                 self._working -= 1

@@ -471,7 +471,7 @@ class _Arriving(Sequence[Message]):
 
     def __len__(self) -> int:
         """Wait for all replies and return their number."""
-        # Iterators have no length, but the list of self would ask for this one.
+        # Use an iterator, because list(self) would call this function for the length.
         return len([*iter(self)])
 
     def __getitem__(self, index: Any) -> Any:

@@ -163,7 +163,8 @@ class _Members:
         def reply() -> None:
             try:
                 _reply(link, number, app, message, context, {barrier_id: reducer})
-            # As in the main thread, the command notices the end of this process.
+            # End the process, as an error in the main thread does: the command notices
+            # the end.
             except BaseException:
                 traceback.print_exc()
                 os._exit(1)

@@ -179,7 +179,8 @@ class WorkerProcesses:
     def close(self) -> None:
         """End the processes and fail their unfinished jobs."""
         self._end()
-        # Do this after the end, because a late reply would finish a job twice.
+        # Do this after the processes have ended, because a late reply would finish a
+        # job twice.
         with self._lock:
             left = list(self._jobs)
             self._jobs.clear()

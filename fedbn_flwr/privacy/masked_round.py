@@ -203,7 +203,8 @@ class MaskedRound:
         told = about(self.weight(self.present), self.equal)
         left = np.zeros(size, np.int64)
         for number in sorted(self.present):
-            # t shares give the secret. Any further share would have to be consistent.
+            # t shares give the secret. Leave out further shares, because they would
+            # have to fit as well.
             of_secret = shares[number][: self.threshold]
             if len(of_secret) < self.threshold:
                 raise MaskingError(

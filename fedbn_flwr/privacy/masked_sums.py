@@ -202,7 +202,7 @@ class MaskedSums(Protection):
         """Warn once if the summed clients change, as this reveals single clients."""
         if self._warned or asked >= facts.num_able:
             return
-        # The same clients are drawn for this many rounds.
+        # The same clients are drawn for ``_cohort_rounds`` rounds.
         rounds = facts.num_rounds
         if rounds is not None and rounds <= self._cohort_rounds:
             return
@@ -381,8 +381,8 @@ def _able(masks: MaskedRound, repeats: bool) -> list[int]:
             able.append(number)
     if repeating == len(masks.nodes):
         raise ConfigError(
-            "masked-sums=true with a model whose sum may already be known: no client"
-            f" can take part. For each of them ({repeating}): {_REPEATS}. Use a smaller"
-            " batch-size, or start again."
+            "masked-sums=true: no client can take part, because a sum of this model may"
+            f" already be known. For each of the {repeating} clients: {_REPEATS}. Use a"
+            " smaller batch-size, or start again."
         )
     return able

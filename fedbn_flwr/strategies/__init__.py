@@ -107,7 +107,8 @@ _PACKAGE = "fedbn_flwr."
 StrategyClass = type[Strategy] | Combination
 """A strategy before it has settings: a class, or what ``combined`` returns."""
 
-# In the order in which combined methods act: what restores entries comes after a step.
+# Combined methods act in this order: a method that restores entries comes after a
+# method with a server step.
 STRATEGIES: Mapping[str, type[Strategy]] = {
     strategy.name: strategy
     for strategy in (
@@ -190,13 +191,13 @@ def _register(kind: type[Kind]) -> None:
     makers = _makers()
     for hook, make in kind.client_hooks.items():
         other = makers.get(hook, kind)
-        # A notebook cell that is run again makes the class, and its makers, anew.
+        # If a notebook cell runs again, it makes new classes and new makers.
         same_class = place in map(_place, other.__mro__)
         if other.client_hooks[hook] is not make and not same_class:
             raise ConfigError(
                 f"client hook {hook!r} of strategy {kind.name!r} ({place}) has the name"
-                f" of another one, of strategy {other.name!r} ({_place(other)}). Give"
-                " it another name."
+                f" of a hook of strategy {other.name!r} ({_place(other)}). Give it"
+                " another name."
             )
     others = [other for other in _REGISTERED if _place(other) != place]
     _REGISTERED[:] = [*others, kind]
@@ -211,7 +212,7 @@ def _makers() -> dict[str, type[Kind]]:
 
     Of two it is the package's, or the one registered last.
     """
-    # A later one replaces an earlier one: FedTAN's hooks are its own.
+    # A later entry replaces an earlier entry: FedTAN's hooks are its own.
     kinds = (*_REGISTERED, *reversed(list(METHODS.values())), *OPTIONS)
     makers: dict[str, type[Kind]] = {}
     for kind in kinds:
@@ -243,8 +244,8 @@ def combined(*strategies: StrategyClass) -> StrategyClass:
         overridden = _overrides(strategy)
         if overridden:
             raise ConfigError(
-                f"combined takes the methods of {strategy}, and leaves out what the"
-                f" class overrides: {', '.join(overridden)}. Write a class with these"
+                f"combined takes the methods of {strategy}, but it would leave out"
+                f" functions of the class: {', '.join(overridden)}. Write a class with these"
                 " functions and `method = combined(...)`."
             )
     # Each method, and the first strategy that has it.
@@ -252,7 +253,8 @@ def combined(*strategies: StrategyClass) -> StrategyClass:
     for strategy in others:
         for kind in strategy.combination.kinds:
             chosen.setdefault(kind, strategy)
-    # That of a user's own subclass of FedAvg, which changes nothing, either.
+    # A user's subclass of FedAvg has FedAvg's method. Leave it out, because it changes
+    # nothing.
     chosen.pop(FedAvgMethod, None)
     if len(chosen) < 2:
         return next(iter(chosen.values()), others[0])
@@ -325,6 +327,6 @@ def make_hooks(names: Collection[str], context: HookContext) -> dict[str, Client
             raise ConfigError(
                 f"{unknown_name('client hook', name, makers)} If its strategy is one of"
                 " your own project, write @register above the class of its method, and"
-                " import its module in the client app, too."
+                " also import its module in the client app."
             )
     return {name: makers[name].client_hooks[name](context) for name in names}

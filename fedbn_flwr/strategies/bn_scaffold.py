@@ -218,8 +218,8 @@ class BNControlVariates(ControlVariates):
             return None
         u, s = (self._common[name] for name in common)
         count, u_i, m2 = (self._before[name] for name in own)
-        # The server's way from the moments to its variates: equal ones leave exact
-        # zeros, and with them torch's own forward pass.
+        # Compute variates from moments as the server does. Then equal variates differ
+        # by exactly zero, and torch's own forward pass is used.
         s_i = (m2.double() / count).to(s.dtype)
         dtype = torch.promote_types(like.dtype, torch.float32)
         mean, var = (u - u_i).to(dtype), (s - s_i).to(dtype)
@@ -239,7 +239,7 @@ class BNControlVariates(ControlVariates):
         corrected = var + correction.var
         low = corrected.detach() < correction.floor
         self._low, self._seen = self._low + low.sum(), self._seen + len(low)
-        # Where nothing is corrected torch's own pass keeps SCAFFOLD's bits.
+        # If nothing is corrected, torch's own pass keeps SCAFFOLD's bits.
         if not correction.any and not bool(low.any()):
             return _BatchNorm.forward(layer, x)
         mean = mean + correction.mean
@@ -248,7 +248,7 @@ class BNControlVariates(ControlVariates):
         return normalise(layer, x, mean, var)
 
 
-# before the names of (u_i, s_i) in what the hook keeps; c_i has the parameters' names
+# prefix of the names of (u_i, s_i) in the hook's state; c_i has the parameters' names
 _KEPT = f"{BN_VARIATES}/"
 
 

@@ -72,7 +72,8 @@ class PersonalModel(ClientHook):
         if context.train is None:
             raise ConfigError("ditto trains a second model: it needs a TorchClient")
         self._strength, self._train = strength, context.train
-        # An option acts in every step of a client, other methods in those of w alone.
+        # An option acts in every step of a client; other methods act only in the steps
+        # of w.
         self._clipping = float(context.config.get(AGC, 0.0))
         self._own: Entries = {}
 
@@ -135,7 +136,7 @@ class Ditto(Strategy):
 # --- what may be wrong ----------------------------------------------------------------
 ALONE = Problem(
     "models-alone",
-    "{method.title}: with proximal-mu=0 the model of each client trains alone, as with"
+    "{method.title}: with proximal-mu=0 each client trains its model alone, as with"
     " standalone. Use a proximal-mu above 0, such as 0.01.",
     "proximal_mu",
     stage="settings",

@@ -199,12 +199,13 @@ class GlobalStatistics(ClientHook):
         self._undo += [watch_inputs(layer, self._note) for layer in self._layers]
 
     def _restore_layers(self) -> None:
-        # Last in, first out: each hold restores what it has found.
+        # Undo the last change first: each function restores the state that it has
+        # found.
         while self._undo:
             self._undo.pop()()
 
     def _note(self, layer: nn.Module, x: Tensor) -> None:
-        # Not in a test in the middle of the training. The mode is the model's, because
+        # Ignore a test in the middle of the training. The mode is the model's, because
         # the layers stay in eval mode. A reentrant checkpoint computes the first of its
         # two passes without gradients.
         if self._model.training and (torch.is_grad_enabled() or in_checkpoint()):
@@ -342,8 +343,8 @@ class PooledStatisticsMethod(Method[P, S]):
             old = facts.before[name]
             moved = (1 - mu) * old.astype(np.float64) + mu * new
             model[name] = moved.astype(old.dtype)
-        # Only rounds with statistics count for the warm-up: after it BN normalises with
-        # them, and those of a new model are no normalisation.
+        # Only rounds with statistics count for the warm-up, because BN normalises with
+        # these statistics afterwards. The statistics of a new model do not normalise.
         num_pooled = state.num_pooled + bool(pooled)
         after = state.warmed_up_after
         if after is None and num_pooled >= self.params.statistics_warm_up:
@@ -471,9 +472,9 @@ PooledStatisticsMethod.rows = (
     ),
     Problem(
         "lagging-statistics",
-        "Likely cause: the global statistics are those of earlier weights and far from"
-        " the batches', so BN does not keep the activations small. What helped in small"
-        " runs: a fifth of the learning-rate.",
+        "Likely cause: the global statistics belong to earlier weights and are far from"
+        " the batches' statistics, so BN does not keep the activations small. In small"
+        " runs, a fifth of the learning-rate helped.",
         effect="cause",
         stage="diverged",
         when=lambda method, known: not method.phase(known.state, known.number),

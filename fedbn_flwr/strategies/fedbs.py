@@ -112,7 +112,7 @@ class FedBSMethod(FedProxMethod[FedBSParams, FedBSState]):
 
     def travels(self, num_rounds: int | None = None) -> tuple[Travels, ...]:
         """Return the losses, which are the weights in phase 1."""
-        # Both phases ask for it: the loss of phase 2 shows in the metrics alone.
+        # Both phases ask for the loss: in phase 2 it only appears in the metrics.
         key = Key(self.params.loss_key, "float: F_k", "client", "server")
         why = "the clients' losses are the weights of the average"
         loss = (Extra(key, "scalar", why, required=True),)
@@ -138,7 +138,7 @@ class FedBSMethod(FedProxMethod[FedBSParams, FedBSState]):
         if state.switched_after is not None:
             asks += super().on_clients(state, facts)
         if self.params.loss_key == VALIDATION_LOSS:
-            # The metric in the reply shows that the hook was there.
+            # The metric in the reply shows that the client applied the hook.
             asks.append(Ask("report-validation", shown=True))
         return asks
 
@@ -150,7 +150,7 @@ class FedBSMethod(FedProxMethod[FedBSParams, FedBSState]):
         if state.switched_after is not None or len(replies) < 2:
             return model, state
         losses = [reply.metrics[self.params.loss_key] for reply in replies]
-        # One round in which they disagree begins the count anew.
+        # After a round in which the losses disagree, the count starts again.
         agreed = 0
         if float(np.std(losses)) <= self.params.fedbs_eps:
             agreed = state.agreed + 1

@@ -86,7 +86,7 @@ __all__ += [
 ]
 
 P = TypeVar("P", bound=Params, default=Params)
-Moments = Sequence[Any]  # of an entry: arrays in float64
+Moments = Sequence[Any]  # the moments of an entry, as arrays in float64
 
 
 @dataclass(frozen=True)
@@ -134,8 +134,8 @@ class ServerStep(Method[P, ServerMoments]):
         model: dict[str, Any],
     ) -> tuple[dict[str, Any], ServerMoments]:
         """Step every floating entry except running statistics from its previous value."""
-        # Also by name: InstanceNorm's running variances are not in BatchNorm's parts
-        # and must not be stepped either.
+        # Select by name as well: InstanceNorm's running variances are not in
+        # BatchNorm's parts and must not be stepped either.
         averaged = {*facts.parts.statistics, *split_state(facts.before).statistics}
         moments = dict(state.moments)
         for name, mean in model.items():
@@ -207,7 +207,7 @@ class FedAdamMethod(FedAdagradMethod[AdaptiveParams]):
 
     def rate(self, number: int) -> float:
         """Return eta sqrt(1 - beta_2^(t+1)) / (1 - beta_1^(t+1))."""
-        # Flower's exponent, where Kingma and Ba have t.
+        # Flower's exponent is t + 1; Kingma and Ba have t.
         t = number + 1
         p = self.params
         return float(p.eta * math.sqrt(1 - p.beta_2**t) / (1 - p.beta_1**t))

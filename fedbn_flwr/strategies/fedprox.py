@@ -74,7 +74,7 @@ class ProximalTerm(ClientHook):
         # A loss + 0 has FedAvg's value, and not always its bits.
         if self.mu == 0:
             return None
-        # A parameter that was frozen until now is still as it was received.
+        # A parameter that was frozen until now still has its received value.
         self._note_trained(model)
         squares = []
         for parameter, received in self._received.items():
@@ -160,11 +160,11 @@ class FedProx(Strategy):
 
 
 # --- what may be wrong ----------------------------------------------------------------
-# A step on the proximal term alone overshoots if the learning rate times mu is above 2.
+# A step on only the proximal term overshoots if the learning rate times mu is above 2.
 LARGE_MU = Problem(
     "large-mu",
     "With proximal-mu={params.proximal_mu:g} a learning-rate above 2 / proximal-mu"
-    " diverges by the proximal term alone: lower one of them.",
+    " diverges, because the proximal term overshoots: lower one of them.",
     "proximal_mu learning_rate",
     effect="remedy",
     stage="diverged",

@@ -98,7 +98,8 @@ class HeadThenBody(ClientHook):
         for parameter in {*model.parameters()}.union(
             *map(parameters_of, self._optimizers)
         ):
-            # None, not 0: an optimizer leaves it as it is, without decay and momentum.
+            # Use None and not 0: then an optimizer does not change the parameter, not
+            # even by decay or momentum.
             if (parameter in head) != (part == "head"):
                 parameter.grad = None
             elif parameter.grad is not None:

@@ -147,9 +147,9 @@ class SynchroniseFirstStep(ClientHook):
             return
         if self._batch_size not in (None, batch_size):
             raise DataError(
-                f"the first batch has {batch_size} examples; this client's answer to"
-                f" the query said batch-size {self._batch_size}, which the other"
-                " clients count on"
+                f"the first batch has {batch_size} examples, but this client's answer to"
+                f" the query was batch-size {self._batch_size}, and the other clients"
+                " rely on it"
             )
         # How many examples all clients have in this step, known before the first layer.
         union = self._reducer.begin()

@@ -72,7 +72,7 @@ class FedTAN2Method(FixBNMethod):
 
     def on_clients(self, state: Frozen, facts: Facts) -> list[Ask]:
         """Ask for FedTAN's step in the first M rounds, and for what FixBN asks."""
-        # What FixBN asks: the freeze, or delta_m while an automatic M is not known.
+        # FixBN asks for the freeze, or for delta_m while an automatic M is not known.
         asks = super().on_clients(state, facts)
         if self.phase(state, facts.number) != "frozen":
             asks = [*self._fedtan.on_clients(None, facts), *asks]

@@ -89,7 +89,8 @@ class FedWon(Strategy):
         self,
         *flowers: Any,
         agc: float = 0.1,
-        # NamedOptions has agc, which a type checker does not let one name twice
+        # Any instead of NamedOptions: it declares agc as well, and a type checker
+        # refuses the second declaration
         **options: Any,
     ) -> None:
         super().__init__(
@@ -108,7 +109,7 @@ def _has_filters(known: Any) -> bool:
 
 
 def _what_helped(method: Any, known: Any) -> str:
-    """Return the remedies; clipping is one where it is off or weak."""
+    """Return the remedies; clipping is a remedy if it is off or weak."""
     if 0 < method.params.agc <= 0.1:
         return "a tenth of the learning-rate"
     return "agc=0.1, or a tenth of the learning-rate"
@@ -146,7 +147,7 @@ FedWonMethod.rows = (
     Problem(
         "large-steps-without-norm",
         "Likely cause: without normalisation the training steps are too large;"
-        " agc={params.agc:g}. What helped in small runs: {found}.",
+        " agc={params.agc:g}. In small runs, this helped: {found}.",
         effect="cause",
         stage="diverged",
         when=_what_helped,

@@ -118,7 +118,7 @@ class FreezeBN(ClientHook):
         own = {p for layer in layers for p in layer.parameters(recurse=False)}
         # A parametrized gamma is in a module of its own, below the layer.
         affine = split_state(model, lambda _, module: module in layers).affine
-        # Duplicates, too: gamma may be tied to a parameter that is named before it.
+        # Include duplicates: gamma may be tied to a parameter that is named before it.
         for name, parameter in model.named_parameters(remove_duplicate=False):
             if (parameter in own or name in affine) and parameter.requires_grad:
                 parameter.requires_grad_(False)
@@ -236,7 +236,7 @@ class FixBNMethod(Method[Any, Frozen]):
     def begin(self, facts: Facts) -> Frozen:
         """Set the round if it is known."""
         rounds = 0
-        # A fraction needs R, which Flower's own loops do not say.
+        # A fraction needs R, and Flower's own loops do not report R.
         at = self.params.freeze_at
         if isinstance(at, float):
             rounds = facts.total_rounds(f"{self.key}={at}")
@@ -252,8 +252,8 @@ class FixBNMethod(Method[Any, Frozen]):
         """Ask the clients to freeze BN, or to report delta_m while T* is not known."""
         if self.phase(state, facts.number) == "frozen":
             affine = {FREEZE_AFFINE: self.params.freeze_affine}
-            # The reply need not say that the hook was applied: its frozen entries are
-            # compared with those that were sent.
+            # The reply need not report the hook: its frozen entries are compared with
+            # the entries that were sent.
             return [Ask("freeze-bn", affine, shown=True, tunes=True)]
         if state.frozen_after is None:
             return [Ask("report-drift")]
@@ -268,8 +268,8 @@ class FixBNMethod(Method[Any, Frozen]):
             return facts.with_frozen(model), state
         if state.frozen_after is not None:
             return model, state
-        # B.6: T* is the first round at which the mean of delta_m has become steady,
-        # which is a small variance over the last W rounds.
+        # B.6: T* is the first round at which the mean of delta_m is steady: its
+        # variance over the last W rounds is small.
         means = [*state.deltas, replies.mean_of(DELTA)]
         window = means[-self.params.freeze_window :]
         full = len(window) == self.params.freeze_window
@@ -373,8 +373,8 @@ FixBNMethod.rows = (
     Problem(
         "trained-too-late",
         "round {known.number}: client {found} trained for the first time after"
-        " {method.title} froze gamma and beta, which each client keeps: there they have"
-        " the values of the initial model, and stay so. Let every client train before"
+        " {method.title} froze gamma and beta. They are local, so this client's values"
+        " stay as in the initial model. Let every client train before"
         " the freeze, or leave out freeze-affine.",
         effect="warn",
         stage="replies",
@@ -383,12 +383,12 @@ FixBNMethod.rows = (
     Problem(
         "far-statistics",
         "Likely cause: the running statistics, frozen after round"
-        " T*={known.state.frozen_after}, are far from those of the batches, so BN no"
-        " longer keeps the activations small. What helped in small runs: a learning"
-        " rate ten times lower from there on (lr-decay-at=freeze, or a smaller"
-        " lr-decay-factor where it is set; in a loop of your own, where the message's"
-        " config has fedbn-flwr.frozen), or from the start (learning-rate). A later T*"
-        " alone put the divergence off, but did not prevent it.",
+        " T*={known.state.frozen_after}, are far from the batches' statistics, so BN no"
+        " longer keeps the activations small. In small runs, a learning rate ten times"
+        " lower helped, either from the start (learning-rate) or from the freeze"
+        " (lr-decay-at=freeze, or a smaller lr-decay-factor if this is set). In your"
+        " own loop, lower it when the message's config has fedbn-flwr.frozen. A later T*"
+        " without a lower rate delayed the divergence, but did not prevent it.",
         effect="cause",
         stage="diverged",
         when=lambda method, known: method.phase(known.state, known.number) == "frozen",

@@ -151,7 +151,8 @@ class HybridStatistics(SurveyedStatistics):
 
     def begin(self, model: nn.Module) -> None:
         """Take over the forward pass of the layers, each with its alpha."""
-        # In the warm-up, too, which replaces nothing: a misfit shows in round 1.
+        # Do this even in the warm-up, although it replaces nothing, so that a misfit
+        # appears in round 1.
         self._replaceable = replaceable_layers(model)
         super().begin(model)
 
@@ -164,20 +165,20 @@ class HybridStatistics(SurveyedStatistics):
         """
         if self._optimizer is not None:
             raise ConfigError(
-                "hbn: alpha learns in one optimizer, and this is a second one. Give all"
-                " parameters to one optimizer; each group may have its own rate."
+                "hbn: alpha learns in one optimizer, but this is a second optimizer. Give"
+                " all parameters to one optimizer; each group may have its own rate."
             )
         # torch lets LBFGS have one group of parameters.
         if isinstance(optimizer, torch.optim.LBFGS):
             raise ConfigError(
-                "hbn: LBFGS takes one group of parameters, and alpha is one more, which"
-                " has no weight decay. Use another optimizer, e.g. SGD or Adam."
+                "hbn: LBFGS takes one group of parameters, but alpha needs a second"
+                " group without weight decay. Use another optimizer, e.g. SGD or Adam."
             )
         self._optimizer = optimizer
         if not self._alpha or self._warm_up:
             return
         groups = optimizer.param_groups
-        # The largest one: the first group may be frozen by a rate of 0.
+        # Use the largest rate: the first group may be frozen by a rate of 0.
         rate = max(group["lr"] for group in groups)
         alphas = list(self._alpha.values())
         # Weight decay would pull alpha to 0, a share of one half.
@@ -185,7 +186,7 @@ class HybridStatistics(SurveyedStatistics):
         own = groups[-1]
         handle = optimizer.register_step_post_hook(self._forget_gradients)
 
-        # A client may use its optimizer again: the next round brings its own alpha.
+        # A client may use its optimizer again, and the next round adds its own alpha.
         def finish() -> None:
             handle.remove()
             groups[:] = [group for group in groups if group is not own]
@@ -224,7 +225,7 @@ class HybridStatistics(SurveyedStatistics):
         return entries
 
     def _change_layers(self) -> None:
-        # Once a round: after the pass of ``survey`` alpha is the same.
+        # Do this once a round: after the pass of ``survey`` alpha has not changed.
         if not self._alpha:
             for path, layer in self._model.named_modules():
                 if layer in self._layers:

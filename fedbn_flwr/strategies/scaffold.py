@@ -298,8 +298,9 @@ def _scaled(
 ) -> tuple[dict[str, Any], int]:
     """Return c and N; c is a mean over N clients, and is scaled when N grows."""
     known = {*facts.known, *(reply.node.label for reply in replies)}
-    # N is not known beforehand: it is all that were seen, also in a round that was not
-    # used. Nodes that have not said their partition are counted in each round.
+    # N is not known beforehand, so it counts all clients that were seen, including
+    # those of unused rounds. Nodes that have not reported their partition count only in
+    # the round of their reply.
     count = max(facts.most_able, len(known))
     variates = dict(state.variates)
     if count > state.num_clients > 0:

@@ -74,7 +74,8 @@ class Untracked(ClientHook):
 
     def begin(self, model: nn.Module) -> None:
         """Switch tracking off."""
-        # Layers that the model keeps in eval mode track nothing, and stay as they are.
+        # Layers that the model keeps in eval mode track nothing, so they are not
+        # changed.
         training = layers_in_training(model).values()
         chosen = batchnorm_layers(model, self.paths)
         self._track_again = stop_tracking([one for one in training if one in chosen])

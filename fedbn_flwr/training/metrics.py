@@ -207,7 +207,8 @@ def _f1(_: Tensor, y_pred: Tensor, y_true: Tensor) -> float:
 
 
 def _auroc(scores: Tensor, _: Tensor, y_true: Tensor) -> float:
-    if not 0 < y_true.sum() < len(y_true):  # the metric compares examples of both
+    # The metric compares examples of both classes.
+    if not 0 < y_true.sum() < len(y_true):
         return _NAN
     return float(_sklearn().roc_auc_score(y_true, _ranks(scores)))
 

@@ -444,7 +444,7 @@ def wrapper_prefix(names: Collection[str], model_names: Collection[str]) -> str:
 def without_wrappers(name: str) -> str:
     """Return a name without the prefixes of wrappers."""
     parts = name.split(".")
-    # The path of a wrapper itself keeps its last name.
+    # If all parts are names of wrappers, keep the last part.
     while len(parts) > 1 and parts[0] in _WRAPPERS:
         parts = parts[1:]
     return ".".join(parts)

@@ -94,7 +94,8 @@ class Task:
         wrong = [name for name in names if name not in allowed]
         if wrong:
             raise ConfigError(
-                f"{key}={', '.join(wrong)}: task {self.name} has {', '.join(allowed)}"
+                f"{key}={', '.join(wrong)} is not allowed for task {self.name}. Use"
+                f" {', '.join(allowed)}"
             )
 
     @property

@@ -418,7 +418,7 @@ def odd_ones(sent: Mapping[int, TaggedTensor | None]) -> dict[int, str]:
     if not sent:
         return {}
     kinds = {node_id: _kind(tensor) for node_id, tensor in sent.items()}
-    # For equal counts, this takes the first one that was met.
+    # If counts are equal, this is the kind that occurs first.
     usual, _ = Counter(kinds.values()).most_common(1)[0]
     return {i: _difference(kind, usual) for i, kind in kinds.items() if kind != usual}
 

@@ -53,7 +53,7 @@ class ByMessages(Transport):
     def __init__(self, settings: LinkSettings) -> None:
         super().__init__(settings)
         # Nodes whose app has no function for such queries. They get training messages
-        # instead, and answer the last one with the model.
+        # instead, and answer the last message with the model.
         self._without_query: set[int] = set()
 
     def step(

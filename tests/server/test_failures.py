@@ -483,7 +483,7 @@ def test_fixbn_names_its_frozen_statistics(federate, datasets, mlp) -> None:
         client=all_spoilt(2, 3),
         fails=DivergedError,
     )
-    assert "frozen after round T*=1, are far from those of the batches" in str(
+    assert "frozen after round T*=1, are far from the batches' statistics" in str(
         run.error
     )
     assert "lr-decay-at=freeze" in str(run.error)
@@ -505,14 +505,14 @@ def test_fixbn_names_its_frozen_statistics(federate, datasets, mlp) -> None:
     [
         (
             FedWon(agc=0.1),
-            "What helped in small runs: a tenth of the learning-rate.",
+            "In small runs, this helped: a tenth of the learning-rate.",
             "agc=0.1, or",
         ),
-        (FedWon(agc=0.01), "agc=0.01. What helped in small runs: a tenth", "agc=0.1"),
+        (FedWon(agc=0.01), "agc=0.01. In small runs, this helped: a tenth", "agc=0.1"),
         (
             FedWon(agc=0.0),
             (
-                "agc=0. What helped in small runs: agc=0.1, or a tenth of the"
+                "agc=0. In small runs, this helped: agc=0.1, or a tenth of the"
                 " learning-rate."
             ),
             "proximal",
@@ -559,7 +559,7 @@ def test_fixbn_names_its_frozen_statistics(federate, datasets, mlp) -> None:
         ),
         (
             FixBN(freeze_at=1),
-            "lr-decay-at=freeze, or a smaller lr-decay-factor where it is set",
+            "lr-decay-at=freeze, or a smaller lr-decay-factor if this is set",
             "training steps",
         ),
     ],

@@ -172,7 +172,7 @@ def test_a_class_that_overrides_calls_of_flower_is_not_combined_without_a_word(
     assert combined(AskingAverage) is AskingAverage
     for pair in ((Asking, FedProx), (FedBN, AskingAverage)):
         with pytest.raises(
-            ConfigError, match=r"leaves out what the class overrides: configure_train\."
+            ConfigError, match=r"leave out functions of the class: configure_train\."
         ):
             combined(*pair)
     federate(Both(), mlp, datasets, rounds=2)

@@ -74,7 +74,7 @@ def test_far_statistics_are_named_when_the_run_diverges(
 ) -> None:
     far = {**mlp().state_dict(), "1.running_var": torch.full((4,), 1e-300).double()}
     for measure, said in (
-        ("steps", "a fifth of the learning-rate."),
+        ("steps", "a fifth of the learning-rate helped."),
         ("pass", "learning-rate. fbn-measure=steps helped, too."),
     ):
         strategy = FBN(fbn_measure=measure, statistics_warm_up=0)
@@ -85,9 +85,8 @@ def test_far_statistics_are_named_when_the_run_diverges(
             rate=1e300,
             fails=DivergedError,
         )
-        assert (
-            "Likely cause: the global statistics are those of earlier weights"
-            in str(run.error)
+        assert "Likely cause: the global statistics belong to earlier weights" in str(
+            run.error
         )
         assert said in str(run.error)
 

@@ -112,8 +112,8 @@ def test_an_unknown_hook_names_the_two_things_that_may_be_missing() -> None:
     with pytest.raises(
         ConfigError,
         match=(
-            r"unknown client hook 'small-gammas'\..*@register.*import its module in the"
-            r" client app, too"
+            r"unknown client hook 'small-gammas'\..*@register.*also import its module in the"
+            r" client app"
         ),
     ):
         make_hooks(["small-gammas"], HookContext({STRENGTH: SMALL}))

@@ -422,7 +422,7 @@ def test_the_main_metric_is_one_that_the_task_has() -> None:
         with pytest.raises(ConfigError) as error:
             CLASSIFICATION.scored_by(metric)
         assert str(error.value).startswith(
-            f"metrics={metric}: task classification has accuracy, balanced-accuracy"
+            f"metrics={metric} is not allowed for task classification. Use accuracy, balanced-accuracy"
         )
 
 

@@ -76,7 +76,7 @@ def _pass(
 
     with (
         seeded(seed),
-        # The union must be large enough for every layer.
+        # Several clients make the union of batches large enough for every layer.
         synchronised(
             model,
             reduce,

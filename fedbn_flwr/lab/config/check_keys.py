@@ -57,7 +57,7 @@ F = TypeVar("F", bound=Fields)
 
 ROLES = ("local-part", "client-hooks", "server-step")
 """The keys that add methods to the strategy."""
-# The keys that the reference, which has no clients, cannot use.
+# Keys of a federation. The reference run has no clients and cannot use them.
 _OF_A_FEDERATION = (
     *(
         "fraction-train",
@@ -120,7 +120,7 @@ def _of_names(config: Fields) -> Iterator[Problem]:
         )
         yield Problem("conflict", text, "strategy")
     yield from of_name("norm", config.norm, allowed("norm"))
-    # a prefix is that of own data
+    # A prefix before a colon marks own data.
     if ":" not in config.dataset:
         yield from of_name("dataset", config.dataset, allowed("dataset"))
     if config.partition:
@@ -225,7 +225,8 @@ def has_no_effect(config: Fields) -> dict[str, str]:
     unused: dict[str, str] = {}
     values, defaults = values_of(config), defaults_of(type(config))
 
-    # the settings of this run's methods; a misspelt method has unknown ones
+    # Collect the settings of this run's methods. The settings of a misspelt method are
+    # unknown.
     of_run: set[str] = set()
     misspelt = False
     for method in config.method_names:

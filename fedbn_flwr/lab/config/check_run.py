@@ -56,7 +56,7 @@ def _noted(problems: list[Problem], key: str, read: Callable[[], T]) -> T | None
 def _of_data(config: Fields, data: RunData) -> list[Problem]:
     """Return the problems of the data, their model, the task and the split."""
     problems: list[Problem] = []
-    # what the other questions need
+    # The other checks need these three.
     info = _noted(problems, "dataset", lambda: data.info)
     _noted(problems, "model", lambda: model_info(config.model))
     augment = _noted(problems, "augment", lambda: data.augmentation)
@@ -65,7 +65,7 @@ def _of_data(config: Fields, data: RunData) -> list[Problem]:
     problems += of_name("partition", data.split_name, allowed("partition"))
     _noted(problems, "task", lambda: _check_task(config, data))
 
-    # classes: those of own data are what the config says, or what is found
+    # The classes of own data are found in the data, or set in the config.
     classes = 0 if data.is_own else info.num_classes
     if config.partition in ("", "classes") and 0 < classes < config.classes_per_client:
         text = (
@@ -80,7 +80,7 @@ def _of_data(config: Fields, data: RunData) -> list[Problem]:
         )
         problems.append(Problem("bad-value", text, "num-classes"))
 
-    # augmentation of whole images, where each pixel has a class
+    # An augmentation of whole images does not fit classes of pixels.
     augmentations = augment.each if augment and info.task.by_pixel else ()
     for name in augmentations:
         if name.endswith("-augment"):

@@ -89,7 +89,8 @@ def _load(info: DatasetInfo, folder: Path, shape: Shape, device: str) -> Dataset
             " data-dir to the folder with these files, or use the embedded"
             " dataset='digits'."
         ) from error
-    # Readers may return images as published. Fit all of them here, once in a process.
+    # Readers may return images of the published size and channels. Convert all of them
+    # here, once in a process.
     return Dataset(
         info.name,
         fitted(loaded.train, shape).to(device),

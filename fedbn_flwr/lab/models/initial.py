@@ -122,7 +122,7 @@ def load_initial(model: nn.Module, init: str, name: str, channels: int) -> InitR
         ConfigError: ``init`` is not such a name, it cannot be read or fetched, a value
             is not finite, or no parameter of the model matches in name and shape.
     """
-    # The source's name of each entry of the model that the source has.
+    # For each entry of the model that the source has, find its name in the source.
     given, at = _chosen(init, _read(init, name, channels))
     state = model.state_dict()
     names = _renamed(given, state)

@@ -182,7 +182,7 @@ class _Reference:
             report = _report(server_round, result, self._writer.test(server_round))
             report.evaluations = self._writer.test_at_clients(server_round, self._tests)
             line = self._writer.write(report)
-            # the line has the validation score, and early stopping has read it
+            # ``write`` has passed the line's validation score to early stopping.
             if self._stopping and self._stopping.best() == server_round:
                 self._best = self._state()
             last = server_round == config.num_server_rounds

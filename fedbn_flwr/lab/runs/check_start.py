@@ -133,7 +133,7 @@ def _problems_here(config: Config) -> Iterator[str]:
             f" {str(init.absolute())!r})."
         )
 
-    # what clients keep
+    # the local state of the clients
     if config.state_dir == STATE_IN_OUT:
         if not config.out:
             yield (
@@ -149,7 +149,7 @@ def _problems_here(config: Config) -> Iterator[str]:
 
 def _refuse_norms(config: Config, model: nn.Module) -> None:
     """Raise NormLayerError if the norm layers of the model do not fit the settings."""
-    # A run that began without this check may go on.
+    # A resumed run may have begun before this check existed, and may continue.
     if not config.resume and _replaces_nothing(config):
         raise NormLayerError(
             f"norm={config.norm!r} changes nothing: model {config.model!r} has no"
@@ -158,7 +158,8 @@ def _refuse_norms(config: Config, model: nn.Module) -> None:
     keys = "strategy='fedavg' client-hooks='' local-part='', norm='batch', personal"
     tell(misfits(config, model), "-", f"The keys: {keys}.")
 
-    # With a protection BN's counters count rounds; a cumulative average needs batches.
+    # With a protection, BN's counters count rounds, but a cumulative average needs a
+    # count of batches.
     if config.protected:
         by = f"dp={config.dp}" if config.dp != "off" else "masked-sums=true"
         refuse_cumulative(model, by)
@@ -231,12 +232,13 @@ def misfits(config: Config, model: nn.Module) -> list[Problem]:
 
 def _try_model(config: Config, model: nn.Module) -> list[str]:
     """Return what looks wrong in the model's outputs; its statistics move."""
-    # the augmentation may not fit the images
+    # Apply the augmentation, because it may not fit the images.
     examples = torch.zeros(2, *data_of(config).shape, dtype=torch.uint8)
     augment = data_of(config).augmentation
     if augment:
         examples = augment(examples, torch.Generator())
-    # inputs that are not all the same; before any pass, which may make entries
+    # Use inputs with different values. Draw them before any pass, because a pass may
+    # create entries.
     noise = torch.rand(examples.shape, generator=torch.Generator().manual_seed(0))
     told = first_look(model, lambda: noise, data_of(config).task)
 
@@ -260,7 +262,7 @@ def moved_buffers(model: nn.Module, config: Config) -> frozenset[str]:
     before = {name: buffer.clone() for name, buffer in buffers.items()}
     generator = torch.Generator().manual_seed(0)
     _outputs(config, trial, torch.rand(2, *data_of(config).shape, generator=generator))
-    # A layer may put another tensor in the place of a buffer.
+    # A layer may replace a buffer by another tensor.
     now = dict(trial.named_buffers(remove_duplicate=False))
     return frozenset(
         name for name, buffer in now.items() if not torch.equal(buffer, before[name])
@@ -282,12 +284,13 @@ def _outputs(config: Config, model: nn.Module, examples: torch.Tensor) -> torch.
             outputs = model(examples)
     except FedBNError:
         raise
-    except Exception as error:  # the model's own, which may raise anything
+    except Exception as error:  # the user's model may raise anything
         raise ConfigError(
             f"model {config.model!r} fails {what}: {type(error).__name__}: {error}"
         ) from error
 
-    # an output for each class, and each pixel; a single one may be without its axis
+    # The model needs one output per class, and per pixel if pixels have classes. The
+    # axis of a single output may be missing.
     pixels = examples.shape[2:] if data_of(config).task.by_pixel else ()
     wanted = (2, data_of(config).num_outputs, *pixels)
     got = f"a {type(outputs).__name__}"
@@ -306,7 +309,7 @@ def _norms(model: nn.Module) -> str:
     """Return the kinds and the first paths of the model's norm layers, for messages."""
     found: dict[str, str] = {}
     for path, module in model.named_modules():
-        # a subclass of a user's is what it is made of: the first of torch's own
+        # A user's subclass counts as the first class of torch among its bases.
         in_torch = [
             kind.__name__
             for kind in type(module).__mro__

@@ -80,7 +80,7 @@ def cluster(
 
 def user_modules(configs: Sequence[Config]) -> list[Path]:
     """Return the paths of the user's modules, with their own imports next to them."""
-    # the modules that the configs name
+    # Find the modules that the configs name.
     named = []
     for config in configs:
         if is_own(config.model):
@@ -88,7 +88,7 @@ def user_modules(configs: Sequence[Config]) -> list[Path]:
         if data_of(config).by_function:
             named.append(own_code.own_module("dataset", config.dataset, KINDS))
 
-    # their folders; installed packages are on each machine of a cluster anyway
+    # Find their folders. Installed packages are on each machine of a cluster anyway.
     paths = [sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")]
     installed = [Path(path).resolve() for path in paths]
     own = set()

@@ -91,17 +91,17 @@ def _problems_of(study: Study, given: Mapping[str, Any]) -> Iterator[str]:
     # Its names.
     yield from _wrong_names(study)
     for method in study.methods:
-        # its folder would lie in place of the study's own files
+        # its folder would replace a file of the study
         if Path(method).suffix in (".csv", ".html", ".md", ".yaml"):
             yield f"method {method!r} ends as a file of the study; rename it"
 
-    # Seeds are those of the lists. One of the command is told of below.
+    # Seeds come from the lists. The loop below reports a seed of the command.
     for what, keys in _places(study):
         if "seed" in keys and not (what == "base" and "seed" in given):
             seeds = "tune.seeds" if what.startswith("tune") else "seeds"
             yield f"{what}: seed has no effect here; list the seeds under {seeds}"
 
-    # Each run, and what the command says to no run.
+    # Check each run, and the settings of the command that no run uses.
     yield from _problems_of_runs(study)
     for key in given:
         if all(key in cell.settings for cell in study.cells()):
@@ -159,9 +159,9 @@ def _problems_of_runs(study: Study) -> Iterator[str]:
             )
         elif config.strategy == FedBS.name and not shares.get(pair):
             yield (
-                f"{cell.name}: with validation-share fedbs weighs by the validation"
-                " loss, without by the training loss; also set validation-share for"
-                " the runs, so that trials and runs weigh alike"
+                f"{cell.name}: fedbs weighs by the validation loss if validation-share"
+                " is set, otherwise by the training loss. Set validation-share for the"
+                " runs as well, so that trials and runs use the same weights"
             )
     if tied:
         one = names = next(iter(tied))

@@ -117,7 +117,8 @@ class MomentumBuffers(ClientHook):
         return kept
 
     def _buffers(self, shared: bool) -> dict[str, Tensor]:
-        # Two optimizers may have a state of a parameter. Use the one that steps it.
+        # Two optimizers may have a state of a parameter. Use the optimizer that steps
+        # it.
         states: dict[Tensor, dict[str, Tensor]] = {}
         for optimizer in self._optimizers:
             own = parameters_of(optimizer)

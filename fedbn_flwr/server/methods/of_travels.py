@@ -187,7 +187,7 @@ def _of_phases(method: Method[Any, Any], known: Known) -> Iterator[Problem]:
             "phase-never-begins",
             f"{method.name}: {key}={getattr(method.params, setting)} means after round"
             f" {after} at the earliest, and the run has {rounds} rounds: the phase never"
-            " begins, unless a resumed run continues",
+            " begins, unless the run is resumed with more rounds",
             setting,
             effect="warn",
             remedy=f"a smaller {key} or more rounds",
@@ -200,7 +200,7 @@ def _of_layers(
     """Yield the layers or entries that a method needs and the model lacks."""
     # A layer with personal entries is still a layer of the model.
     parts = dataclasses.replace(parts, personal=())
-    # Either no layer at all, or no layer with the parts on which the method acts.
+    # Either the model has no layer, or no layer has the parts that the method needs.
     for wanted in model_needs(together(declared(method))):
         if not parts.layers:
             has = _NONE_FOUND_BY_NAME if parts.by_names else known.has
@@ -260,7 +260,8 @@ def declared(
 
 def reads_undeclared(kind: type[Method[Any, Any]]) -> bool:
     """Return whether ``aggregate`` may read more than ``travels`` declares."""
-    # The class nearer to ``kind`` decides. A class with both declares what it reads.
+    # The class nearer to ``kind`` decides. A class with both functions declares all
+    # entries that it reads.
     for base in kind.__mro__:
         if "travels" in vars(base):
             return False

@@ -154,7 +154,7 @@ def in_words(conditions: Mapping[str, Any]) -> str:
         shown = []
         for value in values:
             if isinstance(value, bool):
-                shown.append(str(value).lower())  # as YAML has it
+                shown.append(str(value).lower())  # as in YAML
             elif value != "":
                 shown.append(value)
         words.append(f"{key}={' and '.join(shown)}")
@@ -203,8 +203,8 @@ class Settings(BaseModel):
 
     rows: ClassVar[Sequence[Problem]] = ()
 
-    # A process imports the settings of all methods, but uses those of one method: the
-    # validators are built at first use.
+    # A process imports the settings of all methods but uses only one method's settings,
+    # so validators are built at first use.
     model_config = ConfigDict(
         frozen=True, extra="forbid", allow_inf_nan=False, defer_build=True
     )

@@ -99,7 +99,8 @@ class Methods:
         """Whether every test and the final model use re-estimated statistics."""
         if self.params.recalibrate:
             return True
-        # The option of eval-on=recalibrated affects only one test.
+        # Leave out options: eval-on=recalibrated is an option, and affects only one
+        # test.
         own = [method for method in self._methods if method.role != "option"]
         return any(reestimates(method) for method in own)
 

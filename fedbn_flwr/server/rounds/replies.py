@@ -299,7 +299,7 @@ def read_metrics(message: Message, count_key: str) -> dict[str, float]:
         ClientPartError: a mod of the client's app has refused the message.
     """
     if message.has_error():
-        # A mod refuses the next message as well.
+        # A client whose mod refuses this message would refuse the next message as well.
         kind = ClientPartError if is_mod_refusal(message) else ReplyError
         raise kind(error_text(message))
     records = list(of_kind(message.content, MetricRecord).values())

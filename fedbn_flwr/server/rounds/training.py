@@ -175,7 +175,8 @@ def address_training(
         return NOTHING
     extras = {key: to_record(state) for key, state in _records(facts, asks).items()}
     own = run.train_config(facts, asks, tuple(extras))
-    # The user's entries come first: those of the package and the methods replace them.
+    # The user's entries come first, so the entries of the package and the methods
+    # replace them.
     entries = {**config, **own, **run.protection.config()}
     run.report.asked = len(nodes)
     return address(

@@ -133,7 +133,7 @@ def average_metrics(
     averaged = MetricRecord()
     for key, pairs in reported.items():
         values = [value for _, value in pairs]
-        # None stands for a number.
+        # None means a number.
         lengths = {len(value) if isinstance(value, list) else None for value in values}
         if len(lengths) > 1:
             logger.warning(

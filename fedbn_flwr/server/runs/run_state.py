@@ -440,7 +440,7 @@ class Run:
                 f" entries: {', '.join(sorted(needed))}. Saved entries:"
                 f" {', '.join(sorted(saved))}."
             )
-        # The clients' present states are unknown: tell each the hash to restore.
+        # The clients' present states are unknown, so send each the hash to restore.
         self.after = after
         # First: the error about another method precedes the error about its entries.
         self.states = self.methods.restored(self.states, saved["methods"])
