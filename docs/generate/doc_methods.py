@@ -68,6 +68,7 @@ Every other pair is refused before the run, with the reason. Three and more meth
 _REACHED = re.compile(
     r"# (Digits, .+)\. Reaches (\d+\.\d\d) % on (.+) \((seed \d+), CPU"
 )
+_RESULTS = {"papers.md": "the papers' tables", "which-method.md": "ten methods"}
 _UP = "../../"  # from docs/methods to the root
 StrategyClass = type[Strategy]
 
@@ -268,7 +269,7 @@ def _reached(
     same = [
         other for other in STRATEGIES.values() if other.__module__ == method.__module__
     ]
-    elsewhere: dict[str, None] = {}
+    elsewhere: dict[str, dict[str, None]] = {}
     for other in same:
         of = f"{other.__name__}: " if len(same) > 1 else ""
         found = _REACHED.search((root / _recipe(other.name)).read_text("utf-8"))
@@ -287,10 +288,17 @@ def _reached(
                 numbers = f"{row.get('here', 'not run')} | {row.get('paper', '-')}"
                 yield f"| {of}{text} | {numbers} |"
             else:
-                elsewhere[link] = None
+                file = study["page"].partition("#")[0]
+                elsewhere.setdefault(file, {})[link] = None
     if elsewhere:
         yield ""
-        yield f"More results: {', '.join(elsewhere)}."
+        links_or_pages = [
+            f"[{_RESULTS[file]}](../results/{file})"
+            if len(links) > 1
+            else next(iter(links))
+            for file, links in elsewhere.items()
+        ]
+        yield f"More results: {', '.join(links_or_pages)}."
 
 
 def _combinations() -> str:

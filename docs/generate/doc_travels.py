@@ -81,11 +81,10 @@ def _rows(travels: Travels) -> Iterator[tuple[str, str]]:
     )
     yield "sent down", "; ".join([shared, *down, *step, *before_test])
     yield "sent up", "; ".join(filter(None, [shared, frozen, *up, *step, *moments]))
-    yield (
-        "kept",
-        "; ".join(filter(None, [_listed(travels.local), travels.kept])) or "nothing",
-    )
-    yield "weights", _weights(travels.weights)
+    if kept := "; ".join(filter(None, [_listed(travels.local), travels.kept])):
+        yield "kept", kept
+    if travels.weights != "examples":
+        yield "weights", _weights(travels.weights)
 
 
 def _shared(local: PartSet) -> str:
@@ -106,8 +105,7 @@ def _listed(parts: PartSet) -> str:
 
 
 def _weights(weights: str) -> str:
-    known = {"examples": "$p_i$ by the number of examples", "equal": "equal"}
-    return known.get(weights, f"by the metric `{weights}`")
+    return weights if weights == "equal" else f"by the metric `{weights}`"
 
 
 def _cost(travels: Travels) -> str:
