@@ -177,7 +177,7 @@ def _legend(axes: Axes, handles: Sequence[Any], names: Sequence[str]) -> None:
     """Write the legend below the picture, so that it covers nothing."""
     axes.figure.legend(
         handles,
-        # matplotlib would leave out a name with an underscore
+        # matplotlib would leave out a name that begins with an underscore
         [short(name.lstrip("_")) for name in names],
         loc="outside lower center",
         ncols=2,
