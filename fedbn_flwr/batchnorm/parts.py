@@ -564,7 +564,7 @@ def split_state(
             entries |= _owned_outside(modules, path)
         present = {leaf: name for leaf, name in entries.items() if name in known}
         found.append(BatchNormLayer(path, present))
-        # layers of torch have both
+        # a BatchNorm layer of torch has both entries
         if by_names and not {"running_var", "num_batches_tracked"} <= present.keys():
             others.append(path)
     parts = Parts(

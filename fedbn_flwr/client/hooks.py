@@ -226,7 +226,8 @@ class Hooks:
         # The weights when the hooks stored them, and after the last step: a user's loop
         # may load others in between.
         self._at_start, self._after_step = NotedModel(model), NotedModel(model)
-        self._wrapped: list[torch.optim.Optimizer] = []  # they take the steps
+        # The optimizers that take the steps.
+        self._wrapped: list[torch.optim.Optimizer] = []
         self._steps = 0
         self._passes = 0
         # New gradients distinguish a step from the one before: several optimizers may
@@ -234,7 +235,8 @@ class Hooks:
         self._watched: set[nn.Parameter] = set()
         self._stepped: list[torch.optim.Optimizer] = []
         self._new_gradients = self._new_step = True
-        self._has_gradients = False  # in the open pass of ``begin_step``
+        # Whether the open pass of ``begin_step`` has made gradients.
+        self._has_gradients = False
         self._surveyed = False
         self._trained = False
         self._exit = ExitStack()

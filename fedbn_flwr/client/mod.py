@@ -290,4 +290,4 @@ def _reopen(message: Message, context: Context) -> None:
     entries = dict(zip(json.loads(config[ARRAY_NAMES]), model, strict=True))
     for key, record in to_records(first, entries, further).items():
         message.content[key] = record
-    message.content.pop(EXCHANGE, None)  # the log has it
+    message.content.pop(EXCHANGE, None)  # the log has the answer already

@@ -255,7 +255,7 @@ def copied_context(context: Context) -> Context:
 
 def _shallow(value: T) -> T:
     """Return ``copy.copy(value)`` of an object with its attributes in its dict."""
-    # This takes a fifth of the time.
+    # This takes a fifth of the time of copy.copy.
     copied = object.__new__(type(value))
     copied.__dict__.update(value.__dict__)
     return copied

@@ -184,7 +184,7 @@ class OwnProcess:
             self._jobs.clear()
         for threads in [self._threads, *self._of_barrier.values()]:
             threads.shutdown(cancel_futures=True)
-        wait(self._begun.copy())  # including members of steps that are over
+        wait(self._begun.copy())  # including the members of ended steps
 
     def _pool(self, threads: int) -> ThreadPoolExecutor:
         return ThreadPoolExecutor(

@@ -43,7 +43,7 @@ _ALIGNED = 64  # bytes; each array begins at a multiple in shared memory
 # Number of broadcasts. A round has two: the whole model for new clients, and the shared
 # part for the others.
 _REMEMBERED = 3
-_MAX_BUFFERS = 512  # in one system call
+_MAX_BUFFERS = 512  # the most buffers in one system call
 _keys = itertools.count(1)  # keys of pieces of shared memory
 
 

@@ -221,7 +221,7 @@ class _Alias:
     def __init__(self, array: Array) -> None:
         interface = array.__array_interface__
         self.__array_interface__ = {**interface, "data": (interface["data"][0], False)}
-        self._array = array  # keeps the memory
+        self._array = array  # keeps the memory alive
 
 
 def num_bytes(record: ArrayRecord) -> tuple[int, int]:

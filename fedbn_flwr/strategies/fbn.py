@@ -492,7 +492,7 @@ FBNMethod.rows = (
     ),
     Problem(
         "statistics-of-a-pass",
-        "fbn-measure=steps helped, too.",
+        "fbn-measure=steps also helped.",
         effect="remedy",
         stage="diverged",
         when=lambda method, known: (

@@ -266,7 +266,7 @@ def _is_contiguous_only(model: nn.Module, example: Callable[[], Any]) -> bool:
         type(model).__qualname__,
         repr(model),
     )
-    if is_noted(*kind):  # by an earlier client or message
+    if is_noted(*kind):  # noted by an earlier client or message
         return False
     # users' data may raise any exception, and the training will raise it again
     with suppress(Exception), seeded(0):

@@ -127,7 +127,7 @@ def _take_kept(bits: bytes) -> float | None:
     number = np.random.standard_normal()
     if _bits() == bits:
         return number
-    np.random.standard_normal()  # the second of the pair that was drawn
+    np.random.standard_normal()  # discard the second number of the pair
     return None
 
 

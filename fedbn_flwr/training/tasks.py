@@ -41,7 +41,7 @@ __all__ = [
 _COUNTED = ("accuracy", "miou", "dice")
 _NO_SHARES = ("mae", "rmse", "r2", "loss")
 _LOWER_IS_BETTER = ("loss", "mae", "rmse")
-_LOSS = "loss"  # every test has it
+_LOSS = "loss"  # every test has this metric
 
 
 @dataclass(frozen=True)
@@ -441,7 +441,7 @@ def in_percent(metric: str) -> bool:
 
     These are the metrics that are shares.
     """
-    if metric.endswith("-clients"):  # a number of clients
+    if metric.endswith("-clients"):  # it is a number of clients
         return False
     return not {*metric.split("-")}.intersection(_NO_SHARES)
 

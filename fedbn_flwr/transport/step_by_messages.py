@@ -152,7 +152,7 @@ class _Post:
         self._first = {message.metadata.dst_node_id: message for message in messages}
         self._limits = limits
         self._without_query = without_query
-        self._begun: set[int] = set()  # nodes that have the model
+        self._begun: set[int] = set()  # nodes that have received the model
 
     def exchange(
         self, nodes: Sequence[int], answer: ArrayRecord, config: Mapping[str, Any]

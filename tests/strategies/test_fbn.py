@@ -75,7 +75,7 @@ def test_far_statistics_are_named_when_the_run_diverges(
     far = {**mlp().state_dict(), "1.running_var": torch.full((4,), 1e-300).double()}
     for measure, said in (
         ("steps", "a fifth of the learning-rate helped."),
-        ("pass", "learning-rate helped. fbn-measure=steps helped, too."),
+        ("pass", "learning-rate helped. fbn-measure=steps also helped."),
     ):
         strategy = FBN(fbn_measure=measure, statistics_warm_up=0)
         run = federate(

@@ -175,7 +175,7 @@ def _of_tests(config: Fields) -> Iterator[Problem]:
 
 def _of_privacy(config: Fields) -> Iterator[Problem]:
     """Yield what is wrong with the keys of the protections together."""
-    # they protect clients
+    # A protection needs clients.
     if config.strategy == CENTRALIZED:
         text = "strategy=centralized has no clients"
         if config.dp != "off":

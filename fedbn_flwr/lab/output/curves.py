@@ -9,7 +9,7 @@ from typing import Any
 
 __all__ = ["draw_curves"]
 
-EPSILON = "epsilon"  # in metrics.jsonl, see privacy.differential
+EPSILON = "epsilon"  # a key in metrics.jsonl, see privacy.differential
 _TESTS = ("test-", "personal-", "train-")
 
 

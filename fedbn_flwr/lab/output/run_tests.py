@@ -90,7 +90,7 @@ class GlobalTests:
         self._strategy = strategy
         self._task = data_of(config).test_task
         self._domains = domains
-        # None without such examples
+        # Each is None if there are no such examples.
         self._test = self._validation = self._train = None
         if data:
             self._test = data.test_view() or None

@@ -73,7 +73,7 @@ def centralized(
             tests = tests_of_clients(config, data)
             reference = _Reference(config, model, optimizer, writer, start, tests)
 
-            # the rounds, with the threads of a client
+            # Do the rounds with the threads of a client.
             threads = torch.get_num_threads()
             torch.set_num_threads(config.torch_threads)
             try:

@@ -180,7 +180,7 @@ def check_shared(setting: str, folder: Path) -> None:
             [task.options(scheduling_strategy=place).remote(mark) for place in on],
             timeout=_WORK_SECONDS,
         )
-    except ray.exceptions.RayError as error:  # includes a timeout
+    except ray.exceptions.RayError as error:  # a timeout is a RayError as well
         raise EngineError(
             f"a machine of the cluster failed at its first task: {error}"
         ) from error

@@ -143,7 +143,7 @@ def _do(
         # The lock raises an error if another process still writes there. Nothing is
         # renamed under that process.
         with lock_folder(folder):
-            if finished(folder):  # with other settings, see ``_do_all``
+            if finished(folder):  # finished with other settings, see ``_do_all``
                 _set_aside(folder, "earlier")
             (folder / FAILED).unlink(missing_ok=True)  # the error of a former try
     if (folder / "checkpoint").is_dir():

@@ -87,7 +87,7 @@ def in_parallel(parallel: int) -> Runner:
         for cell in cells:
             refuse_named_gpu(cell.config)
         waiting, free = deque(cells), [*range(parallel)]
-        running: dict[Any, _Running] = {}  # by the pipe of its process
+        running: dict[Any, _Running] = {}  # each run by the pipe of its process
         warned: set[str] = set()
         try:
             while waiting or running:

@@ -64,7 +64,7 @@ def reestimate_before_tests(run: Run, arrays: ArrayRecord, grid: Grid) -> None:
         return
     present = run.present(grid, max(run.options.min_available_nodes, 1))
     nodes = [node for node in present if node.num_examples != 0]
-    known = run.known_statistics  # of the same weights
+    known = run.known_statistics  # statistics of the same weights
     same_data = run.measured == [node.label for node in nodes]
     if not (known and same_data):
         # If too few clients answer, keep the known statistics.
@@ -90,7 +90,8 @@ def _ask(
 
     # Read. A single reply that cannot be decoded must not spoil the sum.
     def read(node: Node, message: Message) -> Mapping[str, Moments]:
-        read_metrics(message, NUM_EXAMPLES)  # for any weights of the models
+        # Refuses a reply without a count, even if counts do not weigh the models.
+        read_metrics(message, NUM_EXAMPLES)
         state, _, sizes = read_arrays(message, run.options.arrays_key)
         moments = decode_moments(state, before, run.parts)
         for size in sizes:
@@ -117,7 +118,7 @@ def _ask(
             len(good),
         )
         return {}
-    if not run.statistics_at_start:  # the first time
+    if not run.statistics_at_start:  # warn only the first time
         left_out = unmeasured(run.parts, moments)
         if left_out:
             logger.warning("round %d: %s", report.server_round, left_out)

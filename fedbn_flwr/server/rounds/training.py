@@ -197,13 +197,13 @@ def sum_ahead(
         return None
     if facts.travels.weights == "equal":
         return SumAhead([1.0] * len(sent.nodes))
-    if facts.travels.weights != "examples":  # a metric of the replies
+    if facts.travels.weights != "examples":  # the weight is a metric of the replies
         return None
     if run.options.weighted_by_key != NUM_EXAMPLES:
         return None
     counts = []
     for node in sorted(sent.nodes, key=lambda node: node.order):
-        if not node.num_examples:  # only its reply contains the number
+        if not node.num_examples:  # only the node's reply contains the number
             return None
         counts.append(node.num_examples)
     return SumAhead(counts)

@@ -395,7 +395,7 @@ class NodeRegistry:
         compared = node.num_partitions is not None and self._num_partitions is not None
         if not compared or node.unusable or node.refusal:
             return None
-        if self._num_partitions == 0:  # any number: the first node decides
+        if self._num_partitions == 0:  # 0 allows any number: the first node decides
             self._num_partitions = node.num_partitions
             self._said_by = str(node)
         if node.num_partitions == self._num_partitions:

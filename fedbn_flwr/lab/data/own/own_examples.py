@@ -155,7 +155,7 @@ def parts_of(request: OwnData, records: Records) -> tuple[Indices, Indices]:
 
 def is_divided(request: OwnData) -> bool:
     """Return whether the data themselves determine the test examples."""
-    # A function is called for each part.
+    # A function is called separately for training and test examples.
     if request.kind == FUNCTION:
         return True
     return read(request, stamp_of(request)).tests is not None
