@@ -129,8 +129,9 @@ def bn_rules(
     local = frozenset(sent.local_entries)
     hooks = make_hooks(sent.hooks, HookContext(config, local, replay(context, config)))
     _refuse_second_block(context, hooks.values())
-    # FixBN and others act only on the model. A hook with its own arrays needs the
-    # context, to which the mod has added them, and the names on the server.
+    # The hooks of FixBN and others act only on the model. A hook with its own arrays
+    # also needs the context, because the mod has added the arrays to it, and the names
+    # on the server.
     kept: KeptState | None = None
     with_arrays = [
         hook_name

@@ -105,7 +105,8 @@ def try_key(
             refused = refusal.code == ApiErrorCode.FLEET_NODE_ACTIVATION_FAILED
             raise RefusedKey(refusal.message, REFUSED if refused else "") from error
         # Otherwise the activation would prevent the node from connecting for a while.
-        with suppress(httpx.HTTPError):  # the activation ends on its own
+        # Ignore a failure, because an activation ends by itself after a while.
+        with suppress(httpx.HTTPError):
             client.DeactivateNode(DeactivateNodeRequest(node_id=node_id))
 
 

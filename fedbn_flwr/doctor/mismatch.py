@@ -108,7 +108,8 @@ def mismatch(
     z = _z(running_loss - batch_loss)
     running, by_batch = None, None
     if running_right is not None and batch_right is not None:
-        # The added example is correct or wrong under both, see ``Mismatch.z``.
+        # Add an example that is correct in both runs, or wrong in both, see
+        # ``Mismatch.z``.
         z = max(z, _z(functional.pad(batch_right - running_right, (0, 1))))
         running, by_batch = float(running_right.mean()), float(batch_right.mean())
     return Mismatch(

@@ -110,7 +110,8 @@ class OwnProcess:
     def __init__(self, app: ClientApp, torch_threads: int, threads: int = 1) -> None:
         self._app = app
         self._torch_threads = torch_threads
-        # Not measured, because one client works at a time, in any order.
+        # This stays empty: one client works at a time, in any order, so no time is
+        # measured.
         self.seconds: dict[tuple[int, str], float] = {}
         self._count = threads
         self._threads = self._pool(threads)

@@ -365,8 +365,9 @@ class WorkerProcesses:
                     " __name__ == '__main__':`"
                 )
 
-            # All members of a step have started. Without a step, only the first client
-            # has. The second waited for its turn and now waits for another process.
+            # If the jobs belong to a synchronised step, all have started, so all are
+            # lost. Otherwise only the first job has started, and the others wait for
+            # another process.
             lost = list(worker.jobs.values())
             worker.jobs.clear()
             if not any(job.member for job in lost):

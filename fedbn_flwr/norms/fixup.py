@@ -204,7 +204,8 @@ def _block(module: nn.Module, known: Wiring) -> _Block | None:
     if len(branch) < 2 or id(norms[-1]) not in known.added:
         return None
 
-    # All other layers are the shortcut: convolutions, and the norms after them.
+    # All other layers belong to the shortcut: its convolutions, and the norms after
+    # them.
     inside = {id(layer) for layer in (*branch, *norms)}
     convs = []
     shortcut_norms = []

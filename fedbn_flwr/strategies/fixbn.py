@@ -318,7 +318,7 @@ class FixBN(Strategy):
 def _untouched(method: Any, known: Any) -> bool:
     """Return whether BN is about to be frozen at the statistics of new layers."""
     last, facts = known.state.frozen_after, known.facts
-    # A run that freezes from the start is warned of before it.
+    # If a run freezes from the start, a warning comes before the run.
     if not last or known.number != last + 1:
         return False
     frozen = frozenset(facts.frozen)

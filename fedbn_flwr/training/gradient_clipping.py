@@ -93,7 +93,8 @@ def clip_in_steps(
         clip_gradients(parameters, clipping, eps, exclude=excluded)
         return 0.0
 
-    # An optimizer around another calls its steps; torch runs the hooks of the inner.
+    # If an optimizer wraps another optimizer, torch runs only the hooks of the inner
+    # optimizer.
     for stepping in stepping_optimizers(optimizer):
         before_steps(stepping, clip)
     return optimizer

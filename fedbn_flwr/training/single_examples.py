@@ -121,7 +121,7 @@ def refusing_layers(
             model.eval()(inputs)
     except FedBNError:  # layers of this package raise their own errors
         raise
-    except ValueError:  # torch raises it for a BatchNorm without running statistics
+    except ValueError:  # torch raises this for a BatchNorm without running statistics
         fails = True
     finally:
         for handle in handles:

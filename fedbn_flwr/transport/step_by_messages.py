@@ -277,7 +277,8 @@ def _sort(
     for node_id in left:
         if node_id not in replies:
             lost[node_id] = f"did not answer an exchange {limit}"
-    # Add clients that call other layers than most, or have finished before them.
+    # Add clients that call other layers than most clients, or have finished before most
+    # clients.
     odd = odd_ones({i: sent.get(i) for i in left if i not in lost})
     sent = {node_id: own for node_id, own in sent.items() if node_id not in odd}
     done = {node_id: reply for node_id, reply in done.items() if node_id not in odd}

@@ -101,7 +101,7 @@ def _split_over_domains(targets: Tensor) -> list[Tensor]:
     order = np.concatenate(
         [rng.permutation(np.flatnonzero(labels == label)) for label in range(10)]
     )
-    # Take every fifth example in the order of classes, so classes are even as well.
+    # Take every fifth example in the order of classes, so the classes are balanced.
     parts = []
     for start in range(len(DOMAINS)):
         parts.append(torch.from_numpy(np.sort(order[start :: len(DOMAINS)])))

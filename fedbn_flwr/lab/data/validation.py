@@ -58,7 +58,8 @@ def split_off(
         for label, number in enumerate(wanted):
             chosen[order[classes[order] == label][:number]] = True
     else:
-        # Count the examples of each unit by class, then take nearer units.
+        # Count the examples of each unit by class. Then take each unit, in random
+        # order, that brings the counts nearer to the wanted counts.
         _, unit_of = np.unique(np.asarray(units)[examples], return_inverse=True)
         num_units = int(unit_of.max(initial=-1)) + 1
         counts = np.zeros((num_units, len(wanted)), np.int64)

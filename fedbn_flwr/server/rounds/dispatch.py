@@ -158,7 +158,7 @@ def in_order(
             yielded.append((run.nodes.identify_sender(reply), reply))
             yield yielded[-1]
 
-    # No more replies will come. Left are those after a missing one, or all of them.
+    # No more replies will come. All unread replies come after a missing reply.
     answered = {node.node_id for node, _ in yielded}
     rest = []
     for node_id, reply in arrived.items():

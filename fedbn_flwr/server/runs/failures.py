@@ -248,7 +248,8 @@ def _has_trained_nothing(run: Run) -> bool:
     # A resumed run may have trained before the resume; those reports are not available.
     if run.options.fraction_train == 0 or run.after or not run.reports:
         return False
-    # A run that continues after divergence may lack usable replies only because of it.
+    # A run that continues after a divergence may lack usable replies only because it
+    # diverged.
     if any(report.diverged for report in run.reports):
         return False
     return all(report.kept_previous for report in run.reports)

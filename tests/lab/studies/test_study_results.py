@@ -400,7 +400,7 @@ def test_the_best_point_is_the_highest_score_or_the_lowest_error(
 def test_fedbs_is_tuned_by_the_loss_of_its_runs(tmp_path: Path) -> None:
     study = TUNE.replace("strategy: fedavg", "strategy: fedbs", 1)
     with pytest.raises(
-        ConfigError, match=r"fedbs weighs by .* set validation-share for the runs"
+        ConfigError, match=r"fedbs weighs by .* Set validation-share for the runs"
     ):
         load(tmp_path, study)
     load(
