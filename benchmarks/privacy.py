@@ -2,7 +2,7 @@
 treats it, as ours does, and without.
 
     python benchmarks/privacy.py --out runs/privacy                                  # digits, 25 minutes on one core
-    python benchmarks/privacy.py --data-dir DIR --out runs/privacy --write docs/guides/privacy.md   # and MNIST
+    python benchmarks/privacy.py --data-dir DIR --out runs/privacy --write benchmarks/results.md   # and MNIST
 
 Ten clients, all in every round; client-level noise (``dp=server``). The clipping norm
 of each cell is the best of four on a seed of its own (9), on the test set; the cells

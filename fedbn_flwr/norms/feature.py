@@ -45,8 +45,7 @@ attention.
 4. LN after every layer equals subtracting the mean after every layer, and LN after the
    last layer (Proposition 2).
 5. Features that are all zero after a ReLU stay zero, and the ReLU passes on no
-   gradient. Without a ReLU before them, features that are exactly zero get the gradient
-   of $\sqrt{d} \, x / 10^{-12}$.
+   gradient.
 """
 
 from __future__ import annotations

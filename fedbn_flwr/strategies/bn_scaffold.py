@@ -32,10 +32,9 @@ Gradients flow only through $\mu_B$ and $v_B$, and they are corrected as in SCAF
 $\rho$ is `variance_floor`. Under label skew, $v_B - s_i + s$ falls below zero in some
 channels and steps. Without a floor, training ended at chance in our trial. The metric
 `variance-floor-share` is the share of channels and steps at the floor: 3 % to 8 % in
-our trials under label skew. If it is much higher, the layer often normalises with the
-floor instead of the correction. Then try `variance_floor=0.5`, which trained as well or
-better in the trials. The running statistics take $\tilde\mu$ and
-$\tilde v \, n / (n - 1)$ with BN's momentum, and tests use the running statistics.
+our trials under label skew. If it is much higher, try `variance_floor=0.5`. The running
+statistics take $\tilde\mu$ and $\tilde v \, n / (n - 1)$ with BN's momentum, and tests
+use the running statistics.
 
 The new variates of a client are the merged moments of the inputs of all its local steps
 (option II; option I is a pass over its data before the first step).
@@ -53,20 +52,17 @@ each node a `partition-id` in its node config.
 ## Differs from the paper
 
 Unknown, because the paper could not be read. The SCAFFOLD part is the same as in
-`scaffold`. Variates of the gradients with respect to the statistics would make the mean
-gradient equal to the centralized gradient under fixed weights. They are left out,
-because stale variates make gradients too large, and they are stale for some $3 L$
-rounds.
+`scaffold`. There are no variates of the gradients with respect to the statistics,
+because stale variates make gradients too large.
 
 ## Law
 
 Round 1 equals SCAFFOLD, bit for bit. So does every round in which $u_i = u$ and
 $s_i = s$ for all clients and no variance is at the floor. With fixed weights and full
 batches of any sizes, the corrected statistics of BN layer $l$ equal the statistics of
-the union from round $l + 1$ on. After as many rounds as there are layers, the forward
-pass is the centralized forward pass. The mean gradient is **not** the centralized
-gradient, because each client still uses its own gradients with respect to the
-statistics, as in FedDNA.
+the union from round $l + 1$ on. The mean gradient is **not** the centralized gradient,
+because each client still uses its own gradients with respect to the statistics, as in
+FedDNA.
 """
 
 from __future__ import annotations

@@ -41,12 +41,10 @@ Then, in float64 and with $\mu$ = `statistics-momentum`,
 $$S \leftarrow (1 - \mu) S + \mu \, (m, v)$$
 
 The first `statistics-warm-up` rounds with a result are rounds of FedAvg: BN normalises
-with the statistics of the batches, and $S$ becomes $(m, v)$. Without a warm-up, BN
-would start with the initial statistics 0 and 1, so it would not normalise at all. For a
-trained model with its own statistics, use 0. The statistics of the warm-up come only
-from its participants, and with $\mu$ = 0.1 they still weigh $0.9^k$ after $k$ more
-rounds (35 % after ten). If few clients take part in a round, use a longer warm-up or a
-larger $\mu$.
+with the statistics of the batches, and $S$ becomes $(m, v)$. For a trained model with
+its own statistics, use 0. The statistics of the warm-up still weigh $0.9^k$ after $k$
+more rounds with $\mu$ = 0.1. If few clients take part in a round, use a longer warm-up
+or a larger $\mu$.
 
 With `statistics-aggregation="trimmed-mean:0.2"`, the server takes, per channel, the
 mean of $m_i$ over the clients, and then of $v_i + (m_i - m)^2$. Each mean has equal
@@ -55,16 +53,13 @@ $n$ clients, floor($t n$) are left out at either end. Below five clients this is
 and the log reports it. False statistics from at most floor($t n$) clients have no
 effect. This protects only the statistics.
 
-`steps` is the default because it needs no additional pass.
-
 ## Differs from the paper
 
 The texts that were read do not describe the exchange of statistics or the paper's
 robust aggregation. The warm-up, `pass` and `trimmed-mean` are ours. The baseline in the
 public code of HBN averages the means and variances of a client's batches and so leaves
-out the spread between them. It takes the spread of the clients about the mean after the
-momentum step, divides by examples instead of elements per channel, starts with
-statistics of 0 and 1, and drops trained gamma, beta and eps.
+out the spread between them, starts with statistics of 0 and 1, and drops trained gamma
+and beta.
 
 ## Law
 

@@ -44,13 +44,11 @@ the server averages everything, eq. (7).
 
 `fedtan_exchanges="2L+1"` sends mean and variance together, with the same mathematics in
 fewer exchanges: $\sigma^2 = \sum_i p_i (\sigma_i^2 + (\mu_i - \mu)^2)$.
-`union_batch_size` is the sum of the first batches. `batchnorm/sync` contains the
-arithmetic of a synchronised layer, and `transport` contains the exchange of messages.
+`union_batch_size` is the sum of the first batches.
 
 A BN layer cannot be synchronised if it is part of a TorchScript module, or if
-activation checkpointing calls it again. A `TorchClient` tries a step before the first
-round and reports this. The run ends if no client can take part. Other clients raise the
-error at their first exchange.
+activation checkpointing calls it again. A `TorchClient` reports this before the first
+round.
 
 Every client must call the same BN layers in its first local step, in the same order. A
 `TorchClient` whose model skips layers at random (stochastic depth) is refused before
@@ -60,8 +58,7 @@ majority are dropped in the round, and the log names the layer.
 If a client is lost in the middle of the step, the other clients repeat the step from
 its first exchange. The round then equals a round without the lost client. If a client
 is lost after its last exchange, the step contains its batch and remains valid, and only
-the client's model is missing in the average. The same happens if most clients finish
-the step and one client calls another layer. The log reports which case occurred.
+the client's model is missing in the average. The log reports the case.
 
 ## Differs from the paper
 

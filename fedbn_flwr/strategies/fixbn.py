@@ -43,9 +43,7 @@ them have a population variance below $\tau$. $W$ is `freeze_window`, $\tau$ is
 Lower the rate after $T^*$. Frozen statistics do not follow the activations, so a rate
 that trains well up to $T^*$ may diverge afterwards. With its decay,
 `lr-decay-at=freeze`, the recipe `apps/main/recipes/fixbn.yaml` reaches 92.20 %. Without
-the decay, it diverges in round 32 of 60, with $T^*$ = 30. In the tuned studies
-(`docs/results/which-method.md`), FixBN has no decay: it diverges at rate 1.0 on MNIST,
-and at 0.01 and above on Office-Caltech-10.
+the decay, it diverges in round 32 of 60, with $T^*$ = 30.
 
 ## Differs from the paper
 
@@ -56,10 +54,8 @@ The paper recommends a large $W$ and a small $\tau$ without numbers. $W$ = 100 a
 = 0.002 are calibrated on MNIST (`docs/results/papers.md`). $\delta$ has the scale of the
 statistics, so another network may need another $\tau$.
 
-The public code of HBN (commit 1c0e151) contains FixBN as a baseline that differs: after
-$T^*$ the whole model is in eval mode, including dropout; BN's counters are averaged as
-floats; gradients are clipped; small batches and clients are left out; the best round is
-chosen on the test set.
+In the public code of HBN, FixBN puts the whole model in eval mode after $T^*$,
+including dropout, and averages BN's counters as floats.
 
 ## Law
 

@@ -40,10 +40,8 @@ statistics with $\mu$ = `statistics-momentum`:
 $$(\mu_g, v_g) \leftarrow (1 - \mu) (\mu_g, v_g) + \mu \, (m, v)$$
 
 The first `statistics-warm-up` rounds with a result are rounds of FedAvg, and the pooled
-statistics replace the global statistics. For a trained model, use 0. The statistics of
-the warm-up come only from its participants, and with $\mu$ = 0.1 they still weigh 35 %
-after ten more rounds. If few clients take part in a round, use a longer warm-up or a
-larger $\mu$.
+statistics replace the global statistics. For a trained model, use 0. If few clients
+take part in a round, use a longer warm-up or a larger $\mu$.
 
 ## Differs from the paper
 
@@ -51,22 +49,17 @@ These parts are ours: the warm-up, the momentum of 0.1, no weight decay on $\alp
 tests with the unchanged global statistics (`recalibrate=true` re-estimates them before
 each test). The public code differs from the figure and the abstract:
 
-1. Its $a$ is sigmoid(+$\alpha$). Both start at 1/2, but saved values cannot be exchanged.
+1. Its $a$ is sigmoid(+$\alpha$). Both start at 1/2, but saved values cannot be
+   exchanged.
 2. Its pass records the mixed statistics. At their fixed point, the variance between
    clients is too small by the factor $a$.
-3. Its pass reads one batch: the first 64 examples in index order, augmented. These are
-   the lowest classes of a client.
-4. A client counts with at most 64 examples. Counts are examples instead of elements per
-   channel.
-5. The momentum in training is 0.002. After 501 rounds, the initial constants 0 and 1
+3. Its pass reads one batch: the first 64 examples in index order, which are the lowest
+   classes of a client. A client counts with at most 64 examples.
+4. The momentum in training is 0.002. After 501 rounds, the initial constants 0 and 1
    still weigh 37 % or more.
-6. Its tests use statistics that are re-estimated from the participants of that round.
-   The saved model has other statistics.
-7. $\alpha$ is averaged into the global model until a client has its own $\alpha$.
-8. Only BatchNorm2d is replaced, without its trained values and with eps 1e-5;
-   affine=False fails in training. Gradients are clipped to norm 10, small last batches
-   and small clients are left out, and momentum restarts in each round.
-9. The commands of its README end with an error, because `--iid` takes no value.
+5. Its tests use statistics that are re-estimated from the participants of that round.
+6. Only BatchNorm2d is replaced, without its trained values. Gradients are clipped to
+   norm 10, and small batches and small clients are left out.
 
 [A comparison](../results/which-method.md#hbns-public-code-beside-ours) shows a run of
 the public code and of this module.
