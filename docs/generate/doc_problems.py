@@ -90,23 +90,25 @@ def _text(node: ast.AST, texts: Mapping[str, str]) -> str:
 
 
 def problem_table() -> str:
-    """Return the table of all problems, by stage and code."""
-    lines = [
-        "",
-        "| code | stage, effect | keys | sentence | remedy | file |",
-        "|---|---|---|---|---|---|",
-    ]
+    """Return the tables of all problems, one for each stage, by code."""
+    lines = []
     order = get_args(Stage)
     rows = sorted(
         set(problem_rows()),
         key=lambda row: (order.index(row.stage), *vars(row).values()),
     )
+    stage = ""
     for row in rows:
+        if row.stage != stage:
+            stage = row.stage
+            lines += ["", f"## Stage: {stage}", ""]
+            lines += ["| code | keys | sentence | file |", "|---|---|---|---|"]
         # A variable stands for the key of the config.
         named = "" if "{" in row.keys else row.keys.replace("_", "-")
         keys = ", ".join(f"`{key}`" for key in named.split())
-        cells = [f"`{row.code}`", f"{row.stage}, {row.effect}", keys, row.text]
-        cells += [row.remedy, f"`{row.file}`"]
+        code = f"`{row.code}`" + f", {row.effect}" * (row.effect != "refuse")
+        text = f"{row.text}: {row.remedy}" if row.remedy else row.text
+        cells = [code, keys, text, f"`{row.file}`"]
         lines.append(
             "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
         )
