@@ -331,7 +331,7 @@ def fitting(findings: Sequence[Finding], config: Config) -> list[Finding]:
     except FedBNError:
         # Own data are not here, so nothing can be checked.
         return [*findings]
-    # Another test is not an obstacle, because the remedy is for training.
+    # Leave out eval-on: a remedy changes the training, so it need not fit the tests.
     del settings["eval-on"]
     fitted = []
     for finding in findings:

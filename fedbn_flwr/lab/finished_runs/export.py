@@ -140,7 +140,8 @@ def export(
     """
     _check_place(out, format)
     saved = load_model(run, choice or Choice())
-    # A file of another model would look right, with no model of the run to compare.
+    # Otherwise the file would contain another model, and the check at the end would not
+    # notice it, because both sides would use today's code.
     changed = saved.description.code_changed()
     if changed:
         raise ConfigError(changed)

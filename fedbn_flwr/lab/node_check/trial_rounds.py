@@ -81,7 +81,8 @@ def _alone(config: Config) -> Config:
             if key in own:
                 changes[key.replace("_", "-")] = 1
 
-    # A function is called for the same data, and may have set the task and the classes.
+    # The trial calls the user's function for the same data. Set the task and the
+    # classes that the function may have given.
     if data_of(config).by_function:
         info = data_of(config).info
         changes["task"] = info.task.name

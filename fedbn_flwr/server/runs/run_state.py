@@ -319,7 +319,8 @@ class Run:
 
         A later start has an id, so that its clients discard their local state.
         """
-        # A resumed run continues from the local states, and a continuity names the run.
+        # A resumed run must keep the local states. With a continuity, the run already
+        # has a name.
         earlier = _STARTS.get(grid, 0)
         _STARTS[grid] = earlier + 1
         if earlier and not self.after and self.continuity is None:
