@@ -105,7 +105,7 @@ __all__ = [
 Kind = Method[Any, Any]
 _PACKAGE = "fedbn_flwr."
 StrategyClass = type[Strategy] | Combination
-"""A strategy before it has settings: a class, or what ``combined`` returns."""
+"""A strategy without settings: a class, or the result of ``combined``."""
 
 # Combined methods act in this order: a method that restores entries comes after a
 # method with a server step.
@@ -140,29 +140,29 @@ STRATEGIES: Mapping[str, type[Strategy]] = {
 METHODS: Mapping[str, type[Kind]] = {
     name: strategy.combination.kinds[0] for name, strategy in STRATEGIES.items()
 }
-# only `register` writes here, and no strategy of the package depends on it
+# Only `register` changes this list. No strategy of the package depends on it.
 _REGISTERED: list[type[Kind]] = []
 Registered = TypeVar("Registered", bound="type[Strategy] | type[Kind]")
 
 
 def register(method: Registered) -> Registered:
-    """Make the client hooks of your own method known in this process: a decorator.
+    """Register the client hooks of your own method in this process.
 
     ::
 
         @register
         class MineMethod(Method): ...
 
-    The server app and the client app import the module of the class. A class of the
-    same name and module replaces the former one, as in a notebook cell that is run
-    again.
+    Use it as a decorator. The server app and the client app import the module of the
+    class. A class with the same name and module replaces the earlier class, for example
+    if a notebook cell runs again.
 
     Args:
-        method: a subclass of Method with a ``name`` of its own, or the strategy that
-            has it.
+        method: a subclass of Method that defines its ``name``, or a strategy with such
+            a method.
 
     Raises:
-        ConfigError: the class is no such subclass, or another method makes a client
+        ConfigError: the argument is not such a class, or another method makes a client
             hook of the same name in another way.
     """
     for kind in _kinds_of(method):
@@ -176,8 +176,8 @@ def _kinds_of(method: Any) -> tuple[type[Kind], ...]:
     if isinstance(method, type) and issubclass(method, Method):
         return (method,)
     raise ConfigError(
-        f"register({method!r}): it takes a subclass of Method, or of Strategy, by"
-        " @register."
+        f"register({method!r}): the argument must be a subclass of Method or of"
+        " Strategy. Write @register above such a class."
     )
 
 
@@ -208,11 +208,12 @@ def _place(kind: type) -> str:
 
 
 def _makers() -> dict[str, type[Kind]]:
-    """Return, by a client hook's name, the method that makes it.
+    """Return the method that makes each client hook, by the name of the hook.
 
-    Of two it is the package's, or the one registered last.
+    A method of the package has priority, and then the method registered last.
     """
-    # A later entry replaces an earlier entry: FedTAN's hooks are its own.
+    # A later entry replaces an earlier entry, so FedTAN's hooks come from FedTAN and
+    # not from FedTAN-II.
     kinds = (*_REGISTERED, *reversed(list(METHODS.values())), *OPTIONS)
     makers: dict[str, type[Kind]] = {}
     for kind in kinds:
@@ -221,20 +222,20 @@ def _makers() -> dict[str, type[Kind]]:
 
 
 def combined(*strategies: StrategyClass) -> StrategyClass:
-    """Return the strategy that does what all of these do.
+    """Return a strategy with the methods of all these strategies.
 
     ::
 
         combined(FixBN, FedProx)(freeze_at=5)
 
-    Each method changes the place of FedAvg that its ``role`` names: what stays with the
-    clients, the local training or the server's step. The order of the arguments has no
-    meaning. The settings are those of all methods.
+    Each method changes the part of FedAvg that its ``role`` names: the local part, the
+    local training or the server's step. The order of the arguments has no effect. The
+    combination has the settings of all methods.
 
     Raises:
-        ConfigError: two of the methods cannot be combined, with the reason of each
-            pair; or a strategy is a class that overrides more than the method, which a
-            combination would leave out.
+        ConfigError: two of the methods cannot be combined; the message has the reason
+            for each pair. Or a class overrides more than the method, and a combination
+            would leave out these functions.
     """
     # FedAvg changes nothing, and a strategy that is named twice counts once.
     others = [kind for kind in dict.fromkeys(strategies) if kind is not FedAvg]
@@ -248,7 +249,7 @@ def combined(*strategies: StrategyClass) -> StrategyClass:
                 f" functions of the class: {', '.join(overridden)}. Write a class with these"
                 " functions and `method = combined(...)`."
             )
-    # Each method, and the first strategy that has it.
+    # Map each method to the first strategy that has it.
     chosen: dict[type[Kind], StrategyClass] = {}
     for strategy in others:
         for kind in strategy.combination.kinds:
@@ -258,12 +259,12 @@ def combined(*strategies: StrategyClass) -> StrategyClass:
     chosen.pop(FedAvgMethod, None)
     if len(chosen) < 2:
         return next(iter(chosen.values()), others[0])
-    # In one order, so that combined(A, B) and combined(B, A) are the same object.
+    # Sort the methods, so that combined(A, B) and combined(B, A) are the same object.
     return _combined(tuple(sorted(chosen, key=_rank)))
 
 
 def _overrides(strategy: StrategyClass) -> list[str]:
-    """Return what the user's classes of a strategy define besides its method."""
+    """Return the names that a user's classes define in addition to the method."""
     if isinstance(strategy, Combination):
         return []
     names: set[str] = set()
@@ -271,31 +272,31 @@ def _overrides(strategy: StrategyClass) -> list[str]:
         if not issubclass(base, Strategy) or base.__module__.startswith(_PACKAGE):
             continue
         names.update(name for name in vars(base) if not name.startswith("_"))
-        # a partialmethod is ours, for the method's own defaults
+        # A partialmethod comes from the package, for the defaults of the method.
         if inspect.isfunction(vars(base).get("__init__")):
             names.add("__init__")
     return sorted(names - {"method", "combination", "name", "Params"})
 
 
 def _rank(kind: type[Kind]) -> tuple[int, int, str]:
-    """Return the sorting key of a method: its place in the registry, or its base's.
+    """Return the sorting key of a method, by its place in the registry.
 
-    One of the user's own has FedAvg's place: FixBN, which restores entries, acts after
-    its server step.
+    A subclass has the place of its base. Any other method of a user has FedAvg's place,
+    so that FixBN restores entries after the server step of this method.
     """
     registry = list(METHODS.values())
     place = 0
     for base in reversed(kind.__mro__):
         if base in registry:
             place = registry.index(base)
-    # A subclass acts after its base; names settle the rest.
+    # A subclass acts after its base. Names decide the remaining order.
     return place, len(kind.__mro__), _place(kind)
 
 
-# Once for the same methods, so that combined(A, B) is combined(B, A).
+# Cache the combination, so that combined(A, B) is combined(B, A).
 @functools.cache
 def _combined(kinds: tuple[type[Kind], ...]) -> Combination:
-    """Return the combination of methods that are in order."""
+    """Return the combination of sorted methods."""
     problems = []
     for first, second in itertools.combinations(kinds, 2):
         why = why_not_combined(first, second)
@@ -315,7 +316,7 @@ def _combined(kinds: tuple[type[Kind], ...]) -> Combination:
 
 
 def make_hooks(names: Collection[str], context: HookContext) -> dict[str, ClientHook]:
-    """Return the client hooks that a training message names, by name, in that order.
+    """Return the client hooks of a training message by name, in its order.
 
     Raises:
         ConfigError: the message names a hook that neither this version nor a registered

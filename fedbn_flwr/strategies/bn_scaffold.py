@@ -126,9 +126,10 @@ FLOOR_SHARE = Key(
 
 @dataclass(frozen=True)
 class _Correction:
-    """What a layer adds to a batch's mean and variance, and the floor, (C,) each.
+    """Correction of a batch's mean and variance in a layer, with the floor.
 
-    ``any``: whether it adds any.
+    ``mean`` and ``var`` are added to the values of the batch. Each tensor has one value
+    per channel. ``any`` is False if the correction is zero.
     """
 
     mean: Tensor
@@ -138,13 +139,16 @@ class _Correction:
 
 
 class BNControlVariates(ControlVariates):
-    """Client half: SCAFFOLD's, and u - u_i and s - s_i in every step of a BN layer.
+    """Client code that also corrects the BN statistics of every step.
 
-    Where it corrects nothing the forward pass is torch's own, so that SCAFFOLD's bits
-    stay.
+    In addition to SCAFFOLD's correction, a layer adds u - u_i to the mean of the batch
+    and s - s_i to its variance. If nothing is corrected, torch's own forward pass keeps
+    SCAFFOLD's bits.
     """
 
-    of_all_steps = "the variates are of all steps: return the weights of the last one"
+    of_all_steps = (
+        "the variates depend on all steps: return the weights of the last step"
+    )
 
     def __init__(self, local: frozenset[str] = frozenset(), floor: float = 0.1) -> None:
         super().__init__(local)
@@ -159,7 +163,7 @@ class BNControlVariates(ControlVariates):
         self._moments: Entries = {}
 
     def receive(self, sent: Extras, kept: Entries) -> None:
-        """Take c and c_i, (u, s) and (u_i, s_i)."""
+        """Take c and (u, s) of the server, and c_i and (u_i, s_i) of the client."""
         self._common, self._before = sent.get(BN_VARIATES, {}), {}
         c_i = {}
         for name, entry in kept.items():
@@ -170,11 +174,11 @@ class BNControlVariates(ControlVariates):
         super().receive(sent, c_i)
 
     def begin(self, model: nn.Module) -> None:
-        """Take over the forward pass of the BatchNorm layers that track statistics.
+        """Replace the forward pass of the BatchNorm layers that track statistics.
 
         Raises:
-            NormLayerError: the class of a layer has a forward pass of its own, or
-                TorchScript holds it.
+            NormLayerError: the forward pass of a layer does more, so a part would be
+                lost; or the layer is in TorchScript.
         """
         self._undo = replace_forward(replaceable_layers(model), self._forward)
         self._corrections = {}
@@ -184,7 +188,7 @@ class BNControlVariates(ControlVariates):
                 self._corrections[layer] = correction
 
     def end(self, model: nn.Module) -> dict[str, float]:
-        """Restore the layers; compute dc_i and the moments; count hits of the floor."""
+        """Restore the layers, and compute dc_i, moments and the share at the floor."""
         metrics = super().end(model)
         self._undo()
         self._moments = encode_moments(self._measured(model), model.state_dict())
@@ -209,7 +213,7 @@ class BNControlVariates(ControlVariates):
         common = [entry_name(path, leaf) for leaf in ("mean", "var")]
         own = [entry_name(path, leaf) for leaf in ("count", "mean", "m2")]
         has_both = {*common} <= self._common.keys() and {*own} <= self._before.keys()
-        # In its first round a client has no variates of its own, and corrects nothing.
+        # In its first round, a client has no variates of its own and corrects nothing.
         if like is None or not has_both:
             return None
         u, s = (self._common[name] for name in common)
@@ -231,7 +235,7 @@ class BNControlVariates(ControlVariates):
             return _BatchNorm.forward(layer, x)
         mean, var = batch_statistics(x)
         self._sums.add(layer, x, (mean, var))
-        # Under label skew v_B - s_i + s falls below zero in some channels.
+        # Under label skew, v_B - s_i + s falls below zero in some channels.
         corrected = var + correction.var
         low = corrected.detach() < correction.floor
         self._low, self._seen = self._low + low.sum(), self._seen + len(low)
@@ -249,10 +253,10 @@ _KEPT = f"{BN_VARIATES}/"
 
 
 def _track(layer: _BatchNorm, mean: Tensor, var: Tensor, count: int) -> None:
-    """Move the running statistics by a batch's mean and biased variance, as torch does.
+    """Update the running statistics with a batch's mean and biased variance.
 
-    A cumulative average (``momentum=None``) needs the counter: without one torch does
-    not move them.
+    The update is the same as in torch. A cumulative average (``momentum=None``) needs
+    the counter: without a counter, torch does not change the statistics.
     """
     if layer.running_mean is None or layer.running_var is None:
         return
@@ -271,22 +275,22 @@ def _track(layer: _BatchNorm, mean: Tensor, var: Tensor, count: int) -> None:
 
 @dataclass(frozen=True)
 class BNVariates(Variates):
-    """The state of BN-SCAFFOLD: also each client's last moments and examples."""
+    """The state of BN-SCAFFOLD, with each client's last moments and examples."""
 
     latest_variates: Sequence[Sequence[Any]] = ()
 
 
 class BNScaffoldMethod(ScaffoldMethod[BNScaffoldParams, BNVariates]):
-    """SCAFFOLD with control variates for the statistics of BatchNorm, too."""
+    """SCAFFOLD that also corrects the statistics of BatchNorm in every step."""
 
     name = "bn-scaffold"
     summary_line = (
-        "scaffold, and BN's statistics corrected in every step (ours where the paper"
-        " could not be read)"
+        "scaffold that also corrects BN's statistics in every step (our formulas: the"
+        " paper could not be read)"
     )
     source = "Quintana 2024, arXiv:2410.03281 (abstract)"
     alone = (
-        "bn-scaffold corrects the gradients and the statistics of every step by itself"
+        "bn-scaffold already corrects the gradients and the statistics in every step"
     )
     Params = BNScaffoldParams
     State = BNVariates
@@ -297,7 +301,7 @@ class BNScaffoldMethod(ScaffoldMethod[BNScaffoldParams, BNVariates]):
     }
 
     def travels(self, num_rounds: int | None = None) -> tuple[Travels, ...]:
-        """Add the statistics' variates, and how often a variance is at the floor."""
+        """Add the variates of the statistics, and the share of hits of the floor."""
         (scaffold,) = super().travels(num_rounds)
         why = (
             f"strategy={self.name} sends the moments of BatchNorm's inputs on the"
@@ -310,14 +314,14 @@ class BNScaffoldMethod(ScaffoldMethod[BNScaffoldParams, BNVariates]):
         return (replace(scaffold, extras=(*scaffold.extras, *extras)),)
 
     def on_clients(self, state: BNVariates, facts: Facts) -> list[Ask]:
-        """Ask for the variates of BN; send c, (u, s) and rho."""
+        """Send c, (u, s) and rho, and ask for the variates of BN."""
         sends = {VARIATES: state.variates, BN_VARIATES: self._common(state, facts)}
         return [Ask("bn-variates", {FLOOR: self.params.variance_floor}, sends)]
 
     def aggregate(
         self, state: BNVariates, facts: Facts, replies: Replies, model: dict[str, Any]
     ) -> tuple[dict[str, Any], BNVariates]:
-        """Update x and c as SCAFFOLD does; store the moments, for the next (u, s)."""
+        """Update x and c as in SCAFFOLD, and store the moments for the next (u, s)."""
         sent = []
         for reply in replies:
             moments = reply.extras.get(BN_VARIATES, {})
@@ -328,14 +332,14 @@ class BNScaffoldMethod(ScaffoldMethod[BNScaffoldParams, BNVariates]):
         return super().aggregate(state, facts, replies, model)
 
     def _common(self, state: BNVariates, facts: Facts) -> dict[str, Any]:
-        """Return ``PATH.mean`` and ``PATH.var``: (u, s) of each layer with moments."""
+        """Return (u, s) of layers with moments, as ``PATH.mean`` and ``PATH.var``."""
         entries: dict[str, Any] = {}
         like, parts = facts.before, facts.parts
         latest = LatestBN(state.latest_variates).latest
         sent = [decode_moments(moments, like, parts) for moments, _ in latest]
         examples = [count for _, count in latest]
         for layer, clients, counts in by_layer(parts, sent, examples):
-            # s = sum_i p_i (s_i + (u_i - u)^2): the clients' spread is a part of it.
+            # s = sum_i p_i (s_i + (u_i - u)^2) includes the spread of the clients.
             u, s = mixture(clients, counts, spread=True)
             mean = like[layer.entries["running_mean"]]
             dtype = np.promote_types(mean.dtype, np.float32)
@@ -346,7 +350,7 @@ class BNScaffoldMethod(ScaffoldMethod[BNScaffoldParams, BNVariates]):
 
 
 class BNScaffold(Strategy):
-    """SCAFFOLD with control variates for the statistics of BatchNorm, too.
+    """SCAFFOLD that also corrects the statistics of BatchNorm in every step.
 
     Example, with ``app`` and ``arrays`` as in the example of ``InProcessGrid``::
 
@@ -375,13 +379,13 @@ class BNScaffold(Strategy):
 
 # --- what may be wrong ----------------------------------------------------------------
 def _without_moments(method: Any, known: Any) -> str:
-    """Return how many replies have no moments."""
+    """Return the number of replies without moments as a text, empty if it is 0."""
     without = sum(not reply.extras.get(BN_VARIATES) for reply in known.replies)
     return f"{without} of {len(known.replies)} replies" if without else ""
 
 
 def _unmeasured(method: Any, known: Any) -> str:
-    """Name, in the first round with variates, the layers without."""
+    """Name the layers without variates in the first round with variates."""
     if known.state.latest_variates:
         return ""
     like, parts = known.facts.before, known.facts.parts
@@ -396,8 +400,8 @@ BNScaffoldMethod.rows = (
     Problem(
         "variates-without-moments",
         "round {known.number}: {found} have no moments of BatchNorm's inputs (record"
-        f" '{BN_VARIATES}'); what these clients sent last, if anything, stays in the"
-        " variates",
+        f" '{BN_VARIATES}'); the last moments of these clients, if any, stay in"
+        " the variates",
         effect="warn",
         stage="replies",
         when=_without_moments,

@@ -64,7 +64,7 @@ __all__ = ["Ditto", "DittoMethod", "PersonalModel"]
 
 
 class PersonalModel(ClientHook):
-    """Client half: train v_k before w."""
+    """Client code that trains v_k before w."""
 
     kept_as = OWN_MODEL
 
@@ -82,7 +82,7 @@ class PersonalModel(ClientHook):
         self._own = kept
 
     def begin(self, model: nn.Module) -> None:
-        """Train v_k near the model, which is as it was received."""
+        """Train v_k with a proximal term towards the received model."""
         personal = copied(model)
         if self._own:
             load_state(personal, self._own)
@@ -98,10 +98,10 @@ class PersonalModel(ClientHook):
 
 
 class DittoMethod(FedProxMethod[DittoParams]):
-    """FedAvg beside a model of each client's own."""
+    """FedAvg with an additional personal model for each client."""
 
     name = "ditto"
-    summary_line = "FedAvg, and a model of each client's own that is held near it"
+    summary_line = "FedAvg, and a personal model per client near the global model"
     source = "Li 2021, arXiv:2012.04221"
     Params = DittoParams
     client_hooks = {
@@ -111,7 +111,7 @@ class DittoMethod(FedProxMethod[DittoParams]):
     }
 
     def travels(self, num_rounds: int | None = None) -> tuple[Travels, ...]:
-        """Return that the client keeps its model."""
+        """Return a phase that keeps the personal model on the client."""
         return (Travels(kept="the personal model", second_model=True),)
 
     def on_clients(self, state: None, facts: Facts) -> list[Ask]:
@@ -120,7 +120,7 @@ class DittoMethod(FedProxMethod[DittoParams]):
 
 
 class Ditto(Strategy):
-    """FedAvg beside a model of each client's own.
+    """FedAvg with an additional personal model for each client.
 
     Example, with ``app`` and ``arrays`` as in the example of ``InProcessGrid``::
 
@@ -136,8 +136,8 @@ class Ditto(Strategy):
 # --- what may be wrong ----------------------------------------------------------------
 ALONE = Problem(
     "models-alone",
-    "{method.title}: with proximal-mu=0 each client trains its model alone, as with"
-    " standalone. Use a proximal-mu above 0, such as 0.01.",
+    "{method.title}: with proximal-mu=0, each client trains its personal model"
+    " independently, just as standalone does. Use a proximal-mu above 0, such as 0.01.",
     "proximal_mu",
     stage="settings",
     effect="warn",

@@ -148,15 +148,15 @@ WARM_UP = Key(
 
 
 class GlobalStatistics(ClientHook):
-    """Client half: BN normalises with the received statistics; its inputs are measured.
+    """Client code for BN with the received statistics, measuring the inputs of BN.
 
-    In a round of the warm-up BN normalises with the batches' statistics.
+    In a round of the warm-up, BN normalises with the batches' statistics.
     ``SurveyedStatistics`` takes the moments of one pass before the first step instead.
     """
 
     of_all_steps = (
-        "BatchNorm's moments are of all steps: return the weights of the last one, or"
-        " take fbn_measure='pass'"
+        "BatchNorm's moments depend on all steps: return the weights of the last step,"
+        " or use fbn_measure='pass'"
     )
 
     def __init__(self, warm_up: bool) -> None:
@@ -168,13 +168,13 @@ class GlobalStatistics(ClientHook):
         self._moments: Entries = {}
 
     def begin(self, model: nn.Module) -> None:
-        """Let the layers normalise as the round asks, and note their inputs."""
+        """Let the layers normalise as the round requires, and measure their inputs."""
         self._model = model
         self._layers = list(layers_in_training(model).values())
         self._change_layers()
 
     def end(self, model: nn.Module) -> dict[str, float]:
-        """Restore the layers."""
+        """Restore the layers and encode the moments."""
         self._restore_layers()
         self._moments = encode_moments(self._measured(model), model.state_dict())
         return {}
@@ -208,14 +208,14 @@ class GlobalStatistics(ClientHook):
 
 
 class Surveyed(ClientHook):
-    """Client half by a pass: the moments of all data, under the received weights."""
+    """Client code that measures all data in a pass with the received weights."""
 
     _found: Mapping[str, Moments] = {}
 
     def survey(
         self, model: nn.Module, data: Batches, batch_size: int, seed: int
     ) -> None:
-        """Pass the data through the model in train mode; statistics do not change."""
+        """Pass the data through the model in train mode, with statistics unchanged."""
         self._found = reestimate_statistics(
             model, data, batch_size=batch_size, seed=seed, forward=self.passes
         )
@@ -225,7 +225,7 @@ class Surveyed(ClientHook):
 
 
 class SurveyedStatistics(Surveyed, GlobalStatistics):
-    """Client half by a pass, which the layers make as they are without this hook."""
+    """Client code that measures in a pass of plain BN before the first step."""
 
     of_all_steps = ""
 
@@ -233,7 +233,7 @@ class SurveyedStatistics(Surveyed, GlobalStatistics):
         self, model: nn.Module, data: Batches, batch_size: int, seed: int
     ) -> None:
         """Pass the data through the model."""
-        # The pass is one of plain BN, each batch normalised with its own statistics.
+        # Use plain BN in the pass: each batch is normalised with its own statistics.
         self._restore_layers()
         try:
             super().survey(model, data, batch_size, seed)
@@ -241,15 +241,15 @@ class SurveyedStatistics(Surveyed, GlobalStatistics):
             self._change_layers()
 
     def _note(self, layer: nn.Module, x: Tensor) -> None:
-        """Leave the inputs of the steps out."""
+        """Ignore the inputs of the steps."""
 
 
 def trimmed(moments: Sequence[Moments], share: float) -> Moments:
     """Return the trimmed mean of the clients' statistics, with equal weights.
 
-    Of n clients floor(share n) are left out at either end: first of the means, then of
-    var_i + (mean_i - mean)^2, and of the counts, of which the result has n times the
-    mean.
+    At either end, floor(share n) of n clients are left out: first for the means, then
+    for var_i + (mean_i - mean)^2, and for the counts. The count of the result is n
+    times the trimmed mean of the counts.
     """
     cut = share_of(share, len(moments))
 
@@ -257,7 +257,8 @@ def trimmed(moments: Sequence[Moments], share: float) -> Moments:
         return torch.stack(list(values)).sort(0).values[cut : len(values) - cut].mean(0)
 
     mean = middle([one.mean for one in moments])
-    # About the trimmed mean: a client with a false mean has a large variance there.
+    # Use variances about the trimmed mean: a client with a false mean then has a large
+    # variance.
     var = middle([one.m2 / one.count + (one.mean - mean).square() for one in moments])
     counts = [torch.tensor(one.count, dtype=torch.float64) for one in moments]
     count = round(float(middle(counts)) * len(moments))
@@ -291,7 +292,7 @@ class PooledStatisticsMethod(Method[P, S]):
     State = Pooled
 
     def travels(self, num_rounds: int | None = None) -> tuple[Travels, ...]:
-        """Return that statistics are frozen, and the moments besides the model."""
+        """Return a phase with frozen statistics that also collects the moments."""
         why = (
             f"strategy={self.name} sends the moments of BatchNorm's inputs on the"
             " clients' data"
@@ -306,18 +307,19 @@ class PooledStatisticsMethod(Method[P, S]):
         )
 
     def pool(self, moments: Sequence[Moments], weights: Sequence[float]) -> Moments:
-        """Return a layer's moments of all clients, here merged by their counts;
-        ``weights``: p_i, not normalised.
+        """Return a layer's moments of all clients, merged by their counts.
+
+        ``weights`` are the p_i before normalisation. Only subclasses use them.
         """
         return pool(moments)
 
     def begin(self, facts: Facts) -> S:
-        """Start with the warm-up; without one it is over."""
+        """Start the run in the warm-up, if there is a warm-up."""
         over_since = None if self.params.statistics_warm_up else 0
         return replace(super().begin(facts), warmed_up_after=over_since)
 
     def phase(self, state: S, number: int) -> str:
-        """Return "warm-up" as long as it lasts; "" after it."""
+        """Return "warm-up" during the warm-up, and "" after it."""
         if state.warmed_up_after is None or number <= state.warmed_up_after:
             return "warm-up"
         return ""
@@ -325,7 +327,7 @@ class PooledStatisticsMethod(Method[P, S]):
     def aggregate(
         self, state: S, facts: Facts, replies: Replies, model: dict[str, Any]
     ) -> tuple[dict[str, Any], S]:
-        """Move the statistics towards the pooled ones."""
+        """Move the statistics towards the pooled statistics of the round."""
         sent = _moments(facts, replies)
         pooled = pooled_statistics(
             facts.parts, sent, replies.weights, self.pool, facts.before
@@ -339,7 +341,8 @@ class PooledStatisticsMethod(Method[P, S]):
             moved = (1 - mu) * old.astype(np.float64) + mu * new
             model[name] = moved.astype(old.dtype)
         # Only rounds with statistics count for the warm-up, because BN normalises with
-        # these statistics afterwards. The statistics of a new model do not normalise.
+        # these statistics afterwards. The initial statistics of a new model do
+        # not normalise.
         num_pooled = state.num_pooled + bool(pooled)
         after = state.warmed_up_after
         if after is None and num_pooled >= self.params.statistics_warm_up:
@@ -348,7 +351,7 @@ class PooledStatisticsMethod(Method[P, S]):
 
 
 def _moments(facts: Facts, replies: Sequence[Reply]) -> list[dict[str, Moments]]:
-    """Return what each client sent, by layer."""
+    """Return the moments from each client, by layer."""
     found = []
     for reply in replies:
         record = reply.extras.get(BN_MOMENTS, {})
@@ -357,7 +360,7 @@ def _moments(facts: Facts, replies: Sequence[Reply]) -> list[dict[str, Moments]]
 
 
 class FBNMethod(PooledStatisticsMethod[FBNParams]):
-    """FedAvg whose BN trains with pooled global statistics, by steps or by a pass."""
+    """FedAvg whose BN trains with global statistics, pooled from steps or a pass."""
 
     name = "fbn"
     summary_line = (
@@ -376,7 +379,7 @@ class FBNMethod(PooledStatisticsMethod[FBNParams]):
     }
 
     def on_clients(self, state: Pooled, facts: Facts) -> list[Ask]:
-        """Ask for the moments, by steps or by a pass; say how BN normalises."""
+        """Ask for moments of steps or of a pass, and send the kind of normalisation."""
         warms_up = self.phase(state, facts.number) == "warm-up"
         hook = "surveyed-statistics"
         if self.params.fbn_measure == "steps":
@@ -384,7 +387,7 @@ class FBNMethod(PooledStatisticsMethod[FBNParams]):
         return [Ask(hook, {WARM_UP: warms_up}, tunes=True)]
 
     def pool(self, moments: Sequence[Moments], weights: Sequence[float]) -> Moments:
-        """Pool with p_i after steps, by counts after a pass; or take the trimmed mean."""
+        """Pool by p_i after steps, by counts after a pass, or take the trimmed mean."""
         share = trimmed_share(self.params.statistics_aggregation)
         if share is not None:
             return trimmed(moments, share)
@@ -392,7 +395,7 @@ class FBNMethod(PooledStatisticsMethod[FBNParams]):
 
 
 class FBN(Strategy):
-    """FedAvg whose BN trains with pooled global statistics, by steps or by a pass.
+    """FedAvg whose BN trains with global statistics, pooled from steps or a pass.
 
     Example, with ``app`` and ``arrays`` as in the example of ``InProcessGrid``::
 
@@ -425,13 +428,13 @@ class FBN(Strategy):
 
 # --- what may be wrong ----------------------------------------------------------------
 def _without_moments(method: Any, known: Any) -> str:
-    """Say how many replies have no moments, and what that does."""
+    """Return the number of replies without moments, and the effect."""
     without = sum(not reply.extras.get(BN_MOMENTS) for reply in known.replies)
     if not without:
         return ""
-    what = "the statistics are of the others"
+    what = "the statistics come from the other replies"
     if without == len(known.replies):
-        what = "the statistics stay as they are"
+        what = "the statistics do not change"
     return (
         f"{without} of {len(known.replies)} replies have no moments of BatchNorm's"
         f" inputs; {what}"
@@ -439,14 +442,14 @@ def _without_moments(method: Any, known: Any) -> str:
 
 
 def _unmeasured(method: Any, known: Any) -> str:
-    """Name, in the first round with statistics, the layers without."""
+    """Name the layers without statistics in the first round with statistics."""
     if known.state.num_pooled:
         return ""
     return unmeasured(known.facts.parts, _moments(known.facts, known.replies))
 
 
 def _trims_nobody(method: Any, known: Any) -> str:
-    """Return the share of a trimmed mean that leaves out none of so many clients."""
+    """Return the share of the trimmed mean if it leaves out no client."""
     share, count = (
         trimmed_share(method.params.statistics_aggregation),
         len(known.replies),
@@ -480,7 +483,7 @@ FBNMethod.rows = (
     Problem(
         "trims-nobody",
         "round {known.number}: trimmed-mean:{found} leaves nobody out; the statistics"
-        " are a mean with equal weights, and a false one counts in full",
+        " are a mean with equal weights, and a false value counts in full",
         effect="warn",
         stage="replies",
         when=_trims_nobody,

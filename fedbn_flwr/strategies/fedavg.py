@@ -53,7 +53,7 @@ __all__ = ["FedAvg", "FedAvgMethod"]
 
 
 class FedAvgMethod(Method):
-    """Federated averaging: the average that every round computes, and nothing more."""
+    """Federated averaging without any change of the average."""
 
     name = "fedavg"
     summary_line = "weighted average of everything, BN counters kept exact"

@@ -64,7 +64,7 @@ class FedAvgMMethod(ServerStep[FedAvgMParams]):
     def step(
         self, number: int, delta: Array, moments: Moments
     ) -> tuple[Array, Moments]:
-        """Return rate v, and v = beta v + Delta."""
+        """Return the step rate * v, and the new moment v = beta v + Delta."""
         (v,) = moments or (0.0,)
         v = self.params.server_momentum * v + delta
         return np.asarray(self.params.server_learning_rate * v), (v,)

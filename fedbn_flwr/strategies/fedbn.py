@@ -49,7 +49,7 @@ __all__ = ["FedBN", "FedBNMethod"]
 
 
 class FedBNMethod(Method):
-    """FedAvg in which the whole of BN stays with the client."""
+    """FedAvg that keeps the whole of BN on the client."""
 
     name = "fedbn"
     summary_line = "BN stays with the client: gamma, beta and running statistics"
@@ -57,12 +57,12 @@ class FedBNMethod(Method):
     role = "local-part"
 
     def travels(self, num_rounds: int | None = None) -> tuple[Travels, ...]:
-        """Return what stays with the client."""
+        """Return a phase that keeps BN on the client."""
         return (Travels(local=BATCHNORM),)
 
 
 class FedBN(Strategy):
-    """FedAvg in which the whole of BN stays with the client.
+    """FedAvg that keeps the whole of BN on the client.
 
     Example, with ``app`` and ``arrays`` as in the example of ``InProcessGrid``::
 

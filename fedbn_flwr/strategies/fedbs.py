@@ -67,10 +67,10 @@ __all__ = ["FedBS", "FedBSMethod", "FedBSState", "MeasureValidationLoss"]
 
 
 class MeasureValidationLoss(ClientHook):
-    """Client half: report the trained model's loss on the client's validation data.
+    """Client code that reports the trained model's loss on validation data.
 
-    ``validation_loss`` is None in a training loop of another project, which reports the
-    metric itself.
+    ``validation_loss`` is None in a training loop of another project, because such a
+    loop reports the metric itself.
     """
 
     def __init__(self, validation_loss: Callable[[nn.Module], float] | None) -> None:
@@ -86,8 +86,8 @@ class FedBSState:
     """The state of FedBS.
 
     Attributes:
-        switched_after: the last round of phase 1; None while it lasts.
-        agreed: consecutive rounds in which the losses agreed.
+        switched_after: the last round of phase 1; None during phase 1.
+        agreed: the number of consecutive rounds with agreeing losses.
     """
 
     switched_after: int | None = None
@@ -95,12 +95,12 @@ class FedBSState:
 
 
 class FedBSMethod(FedProxMethod[FedBSParams, FedBSState]):
-    """Weighted by losses until they agree (``switched_after``), then FedProx."""
+    """FedAvg weighted by losses until they agree (``switched_after``), then FedProx."""
 
     name = "fedbs"
     summary_line = "weighted by the clients' losses, then FedProx with equal weights"
     source = "Idrissi 2021, ICTAI"
-    alone = "fedbs weighs the clients by their losses, and changes to fedprox by itself"
+    alone = "fedbs weighs the clients by their losses, and then changes to fedprox"
     Params = FedBSParams
     State = FedBSState
     client_hooks = {
@@ -111,7 +111,7 @@ class FedBSMethod(FedProxMethod[FedBSParams, FedBSState]):
     }
 
     def travels(self, num_rounds: int | None = None) -> tuple[Travels, ...]:
-        """Return the losses, which are the weights in phase 1."""
+        """Return the two phases, with the losses as weights in phase 1."""
         # Both phases ask for the loss: in phase 2 it only appears in the metrics.
         key = Key(self.params.loss_key, "float: F_k", "client", "server")
         why = "the clients' losses are the weights of the average"
@@ -128,12 +128,12 @@ class FedBSMethod(FedProxMethod[FedBSParams, FedBSState]):
         )
 
     def phase(self, state: FedBSState, number: int) -> str:
-        """Return the phase."""
+        """Return the phase of a round."""
         first = state.switched_after is None or number <= state.switched_after
         return "loss-weighted" if first else "proximal"
 
     def on_clients(self, state: FedBSState, facts: Facts) -> list[Ask]:
-        """Send mu in phase 2; ask for the loss on validation data if that is F_k."""
+        """Send mu in phase 2, and ask for the validation loss if it is F_k."""
         asks: list[Ask] = []
         if state.switched_after is not None:
             asks += super().on_clients(state, facts)
@@ -145,12 +145,12 @@ class FedBSMethod(FedProxMethod[FedBSParams, FedBSState]):
     def aggregate(
         self, state: FedBSState, facts: Facts, replies: Replies, model: dict[str, Any]
     ) -> tuple[dict[str, Any], FedBSState]:
-        """Count in phase 1 the rounds in which the losses agreed."""
+        """Count the rounds of phase 1 with agreeing losses."""
         # A single loss agrees with itself.
         if state.switched_after is not None or len(replies) < 2:
             return model, state
         losses = [reply.metrics[self.params.loss_key] for reply in replies]
-        # After a round in which the losses disagree, the count starts again.
+        # The count starts again after a round with losses that disagree.
         agreed = 0
         if float(np.std(losses)) <= self.params.fedbs_eps:
             agreed = state.agreed + 1
@@ -159,10 +159,10 @@ class FedBSMethod(FedProxMethod[FedBSParams, FedBSState]):
 
 
 class FedBS(Strategy):
-    """Weighted by losses until they agree (``switched_after``), then FedProx.
+    """FedAvg weighted by losses until they agree (``switched_after``), then FedProx.
 
-    ``loss_key`` is the metric of the clients' replies that is F_k; "validation-loss"
-    asks a ``TorchClient`` for the loss on its test set "validation".
+    ``loss_key`` is the name of the metric F_k in the clients' replies. For
+    "validation-loss", a ``TorchClient`` reports the loss on its test set "validation".
 
     Example, with ``app`` and ``arrays`` as in the example of ``InProcessGrid``::
 

@@ -91,22 +91,20 @@ Moments = Sequence[Any]  # the moments of an entry, as arrays in float64
 
 @dataclass(frozen=True)
 class ServerMoments:
-    """The state of a server optimizer: what it keeps of each entry, by name."""
+    """The state of a server optimizer, with the moments of each entry by name."""
 
     moments: Mapping[str, Moments] = field(default_factory=dict)
 
 
 class ServerStep(Method[P, ServerMoments]):
-    """Algorithm 1: the clients' mean change is the server's gradient.
+    """Algorithm 1, with the clients' mean change as the server's gradient.
 
-    A method implements ``step``.
-
-    Entries that stay with the clients or that are frozen (``combined(FedAdam, FixBN)``)
-    are not stepped.
+    A method implements ``step``. Entries that are frozen or that stay with the clients
+    (``combined(FedAdam, FixBN)``) are not stepped.
 
     Attributes:
-        server_rate: the parameter that is the server's learning rate, for the advice of
-            a run that diverged.
+        server_rate: the name of the parameter for the server's learning rate. The
+            advice for a diverged run uses it.
     """
 
     role = "server-step"
@@ -114,16 +112,19 @@ class ServerStep(Method[P, ServerMoments]):
     server_rate: ClassVar[str]
 
     def travels(self, num_rounds: int | None = None) -> tuple[Travels, ...]:
-        """Return that the method decides the server's step; the mean change is enough."""
+        """Return a phase whose server step comes from this method.
+
+        The method needs only the mean change of the clients.
+        """
         return (Travels(decides=frozenset({"server step"})),)
 
     @abstractmethod
     def step(
         self, number: int, delta: Array, moments: Moments
     ) -> tuple[Array, Moments]:
-        """Return what to add to an entry, and its new moments; none at the start.
+        """Return the change of an entry, and its new moments.
 
-        ``delta`` is Delta_t, in float64.
+        ``delta`` is Delta_t, in float64. ``moments`` is empty in the first step.
         """
 
     def aggregate(
@@ -154,7 +155,7 @@ A = TypeVar("A", bound=FedAdagradParams, default=FedAdagradParams)
 
 
 class FedAdagradMethod(ServerStep[A]):
-    """Adaptive server step whose second moment only grows: v += Delta^2."""
+    """Adaptive server step whose second moment only grows, by Delta^2."""
 
     name = "fedadagrad"
     summary_line = "FedAvg with Adagrad on the server; BN statistics averaged"
@@ -162,7 +163,7 @@ class FedAdagradMethod(ServerStep[A]):
     Params = FedAdagradParams
     server_rate = "eta"
     ignored: ClassVar[Mapping[str, str]] = {
-        "eta_l": "the clients' learning rate is that of their own training"
+        "eta_l": "the clients use the learning rate of their own training"
     }
 
     def step(
@@ -190,7 +191,7 @@ class FedAdagradMethod(ServerStep[A]):
 
 
 class FedAdamMethod(FedAdagradMethod[AdaptiveParams]):
-    """Adam's server step: v = beta_2 v + (1 - beta_2) Delta^2, bias-corrected."""
+    """Adam's bias-corrected server step, with v = beta_2 v + (1 - beta_2) Delta^2."""
 
     name = "fedadam"
     summary_line = "FedAvg with Adam on the server; BN statistics averaged"
@@ -214,7 +215,7 @@ class FedAdamMethod(FedAdagradMethod[AdaptiveParams]):
 
 
 class FedYogiMethod(FedAdamMethod):
-    """Yogi's server step: v moves by (1 - beta_2) Delta^2 towards Delta^2."""
+    """Yogi's server step, with v moving by (1 - beta_2) Delta^2 towards Delta^2."""
 
     name = "fedyogi"
     summary_line = "FedAvg with Yogi on the server; BN statistics averaged"
@@ -230,7 +231,7 @@ class FedYogiMethod(FedAdamMethod):
 
 
 class FedAdagrad(Strategy):
-    """Adaptive server step whose second moment only grows: v += Delta^2.
+    """Adaptive server step whose second moment only grows, by Delta^2.
 
     Example, with ``app`` and ``arrays`` as in the example of ``InProcessGrid``::
 
@@ -260,7 +261,7 @@ class FedAdagrad(Strategy):
 
 
 class FedAdam(Strategy):
-    """Adam's server step: v = beta_2 v + (1 - beta_2) Delta^2, bias-corrected.
+    """Adam's bias-corrected server step, with v = beta_2 v + (1 - beta_2) Delta^2.
 
     Example, with ``app`` and ``arrays`` as in the example of ``InProcessGrid``::
 
@@ -294,7 +295,7 @@ class FedAdam(Strategy):
 
 
 class FedYogi(Strategy):
-    """Yogi's server step: v moves by (1 - beta_2) Delta^2 towards Delta^2.
+    """Yogi's server step, with v moving by (1 - beta_2) Delta^2 towards Delta^2.
 
     Example, with ``app`` and ``arrays`` as in the example of ``InProcessGrid``::
 
@@ -329,7 +330,7 @@ class FedYogi(Strategy):
 
 # --- what may be wrong ----------------------------------------------------------------
 def _server_rate(method: Any, known: Any) -> str:
-    """Return what to do about the server's learning rate."""
+    """Return the remedy for the server's learning rate."""
     rate = getattr(method.params, method.server_rate)
     default = type(method.params).model_fields[method.server_rate].default
     given = f"server-learning-rate={rate:g}"

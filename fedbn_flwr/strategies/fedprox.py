@@ -53,9 +53,10 @@ PROXIMAL_MU = Key("fedbn-flwr.proximal-mu", "float: mu", "server", "client")
 
 
 class ProximalTerm(ClientHook):
-    """Client half: add mu/2 * sum over trainable w of (w - w_received)^2 to the loss.
+    """Client code that adds a proximal term to the loss.
 
-    ``received``: the model as it was received, where another one trains.
+    The term is mu/2 times the sum of (w - w_received)^2 over the trainable parameters
+    w. ``received`` is the received model if another model trains.
     """
 
     def __init__(self, mu: float, received: nn.Module | None = None) -> None:
@@ -70,8 +71,9 @@ class ProximalTerm(ClientHook):
         self._note_trained(model)
 
     def penalty(self, model: nn.Module) -> Tensor | None:
-        """Return mu/2 ||w - w_received||^2; None for mu = 0, which keeps FedAvg's bits."""
-        # A loss + 0 has FedAvg's value, and not always its bits.
+        """Return mu/2 ||w - w_received||^2, or None for mu = 0."""
+        # None keeps FedAvg's bits. A loss + 0 has FedAvg's value, but not always its
+        # bits.
         if self.mu == 0:
             return None
         # A parameter that was frozen until now still has its received value.
@@ -88,7 +90,7 @@ class ProximalTerm(ClientHook):
 
 
 def _real(change: Tensor) -> Tensor:
-    """Return the values; of a complex tensor its real and imaginary parts."""
+    """Return the values, or the real and imaginary parts of a complex tensor."""
     return torch.view_as_real(change) if change.is_complex() else change
 
 
@@ -109,7 +111,10 @@ class FedProxMethod(Method[P, S]):
     }
 
     def on_clients(self, state: S, facts: Facts) -> list[Ask]:
-        """Send mu; 0, Flower's default, asks for nothing that a client may lack."""
+        """Send mu, or ask for nothing if mu is 0.
+
+        With mu = 0, the default in Flower, a client need not support the hook.
+        """
         if self.params.proximal_mu == 0:
             return []
         return [Ask("proximal", {PROXIMAL_MU: self.params.proximal_mu})]

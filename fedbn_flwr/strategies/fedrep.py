@@ -60,7 +60,7 @@ HEAD_STEPS = Key("fedbn-flwr.head-steps", "int: tau_h", "server", "client")
 
 
 class HeadThenBody(ClientHook):
-    """Client code: the first steps train only the head, the other steps only the body.
+    """Client code that trains only the head in the first steps, then only the body.
 
     ``num_steps``: the number of steps of the round; 0 if unknown.
     """
@@ -87,7 +87,10 @@ class HeadThenBody(ClientHook):
             )
 
     def start(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Note the optimizer: HBN lets it train alpha, which belongs to the body."""
+        """Store the optimizer.
+
+        HBN adds alpha to the optimizer, and alpha counts as a part of the body.
+        """
         self._optimizers.append(optimizer)
 
     def gradients(self, model: nn.Module) -> None:
@@ -106,7 +109,7 @@ class HeadThenBody(ClientHook):
                 self._trained.add(part)
 
     def end(self, model: nn.Module) -> dict[str, float]:
-        """Refuse a round that has not trained the head, or not the body."""
+        """Refuse a round that has not trained the head, or has no step for the body."""
         self._refuse_too_many(self._taken)
         if self._taken and self._head_steps and "head" not in self._trained:
             raise ConfigError(
@@ -125,7 +128,7 @@ class HeadThenBody(ClientHook):
 
 
 def _too_many(head_steps: int, num_steps: int) -> str:
-    """Return the refusal if no step is left for the body; else an empty text."""
+    """Return the refusal if no step is left for the body, or an empty text."""
     if head_steps < num_steps:
         return ""
     return (
@@ -149,7 +152,7 @@ class FedRepMethod(Method[FedRepParams]):
     }
 
     def travels(self, num_rounds: int | None = None) -> tuple[Travels, ...]:
-        """Return that the head stays."""
+        """Return a phase that keeps the head on the client."""
         return (Travels(local=PERSONAL),)
 
     def on_clients(self, state: None, facts: Facts) -> list[Ask]:

@@ -104,10 +104,10 @@ BACKWARD = Key("fedbn-flwr.fedtan-backward", "str: global or own", "server", "cl
 
 
 class SynchroniseFirstStep(ClientHook):
-    """Client half: the BN layers of the first step use ``reducer``.
+    """Client code that synchronises the BN layers of the first step.
 
-    ``batch_size`` is the size of the first batch that this client has reported; the
-    other clients rely on it.
+    The layers exchange their statistics through ``reducer``. ``batch_size`` is the size
+    of the first batch that this client has reported. The other clients rely on it.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class SynchroniseFirstStep(ClientHook):
         self._backward: Backward = backward
 
     def synchronises(self, step: int) -> bool:
-        """Return True for the first step, which uses the union of the batches."""
+        """Return True for the first step, because it uses the union of the batches."""
         return step == 0
 
     @contextmanager
@@ -135,8 +135,8 @@ class SynchroniseFirstStep(ClientHook):
                 same state and batch.
             StopStep: the step travels in messages, and its next exchange has no answer
                 yet.
-            NormLayerError: a layer cannot be synchronised, or none was called in train
-                mode.
+            NormLayerError: a layer cannot be synchronised, or no layer was called in
+                train mode.
             DataError: the batch does not have the size that this client has reported.
         """
         if step > 0:
@@ -148,7 +148,7 @@ class SynchroniseFirstStep(ClientHook):
                 f" the query was batch-size {self._batch_size}, and the other clients"
                 " rely on it"
             )
-        # How many examples all clients have in this step, known before the first layer.
+        # The first layer needs the number of examples of all clients in this step.
         union = self._reducer.begin()
         with synchronised(
             model,
@@ -159,7 +159,7 @@ class SynchroniseFirstStep(ClientHook):
             backward=self._backward,
         ) as mode:
             yield
-        # A step without such a layer would be FedAvg's, without a word.
+        # Without such a layer, the step would silently be a step of FedAvg.
         mode.require_a_layer()
         self._reducer.close()
 
@@ -188,10 +188,10 @@ class FedTANMethod(Method[FedTANParams]):
         return (Travels("synchronised", exchanges=self.exchanges()),)
 
     def exchanges(self) -> Exchanges:
-        """Return what a BN call exchanges: mean, variance and two gradients.
+        """Return the exchanges of mean, variance and two gradients in a BN call.
 
-        2L+1 sends mean and variance together, and what rounding took from the mean.
-        With the variance goes a column of the examples per element.
+        2L+1 sends mean and variance together, and the rounding error of the mean. The
+        variance comes with a column of the examples per element.
         """
         p = self.params
         link = LinkSettings(

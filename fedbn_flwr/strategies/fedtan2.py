@@ -67,11 +67,11 @@ class FedTAN2Method(FixBNMethod):
         self._fedtan = FedTANMethod(params)
 
     def first_phase(self) -> Travels:
-        """Return FedTAN's."""
+        """Return the phase of FedTAN."""
         return self._fedtan.travels()[0]
 
     def on_clients(self, state: Frozen, facts: Facts) -> list[Ask]:
-        """Ask for FedTAN's step in the first M rounds, and for what FixBN asks."""
+        """Ask for the hooks of FixBN, and for FedTAN's step in the first M rounds."""
         # FixBN asks for the freeze, or for delta_m while an automatic M is not known.
         asks = super().on_clients(state, facts)
         if self.phase(state, facts.number) != "frozen":

@@ -109,7 +109,7 @@ def _has_filters(known: Any) -> bool:
 
 
 def _what_helped(method: Any, known: Any) -> str:
-    """Return the remedies; clipping is a remedy if it is off or weak."""
+    """Return the remedies, including clipping if it is off or weak."""
     if 0 < method.params.agc <= 0.1:
         return "a tenth of the learning-rate"
     return "agc=0.1, or a tenth of the learning-rate"

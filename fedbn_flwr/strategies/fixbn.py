@@ -96,9 +96,10 @@ FREEZE_AFFINE = Key(
 
 # --- the clients ----------------------------------------------------------------------
 class FreezeBN(ClientHook):
-    """Client half after T*: BN stays in eval mode, also after ``model.train()``.
+    """Client code that keeps BN in eval mode, even after ``model.train()``.
 
-    ``affine`` freezes gamma and beta, too; ``paths`` are those of the layers, () = all.
+    The server asks for this hook after round T*. ``affine`` also freezes gamma and
+    beta. ``paths`` are the paths of the layers; an empty collection means all layers.
     """
 
     def __init__(self, affine: bool, paths: Collection[str] = ()) -> None:
@@ -106,7 +107,7 @@ class FreezeBN(ClientHook):
         self._undo: list[Callable[[], object]] = []
 
     def begin(self, model: nn.Module) -> None:
-        """Put the BN layers in eval mode; with ``affine`` also freeze gamma and beta."""
+        """Put the BN layers in eval mode, and freeze gamma and beta if ``affine``."""
         layers = batchnorm_layers(model, self.paths, "frozen BatchNorm")
         self._undo = [force_eval(layer) for layer in layers]
         if not self.affine or not layers:
@@ -121,16 +122,17 @@ class FreezeBN(ClientHook):
                 self._undo.append(partial(parameter.requires_grad_, True))
 
     def end(self, model: nn.Module) -> dict[str, float]:
-        """Undo this."""
+        """Undo the changes of ``begin``."""
         for undo in self._undo:
             undo()
         return {}
 
 
 class MeasureDrift(ClientHook):
-    """Client half of the automatic T*: report delta_m, how far the statistics moved.
+    """Client code that reports delta_m, the distance that the statistics moved.
 
-    ``paths`` are those of the layers, () = all.
+    An automatic T* needs it. ``paths`` are the paths of the layers; an empty collection
+    means all layers.
     """
 
     compares_with_start = True
@@ -164,13 +166,13 @@ class MeasureDrift(ClientHook):
 # --- the server -----------------------------------------------------------------------
 @dataclass(frozen=True)
 class Frozen:
-    """The state of a method that freezes.
+    """The state of a method that freezes BN statistics.
 
     Attributes:
-        frozen_after: the last round before the statistics are frozen; None while it is
-            not known.
-        deltas: for an automatic round, the p-weighted mean of delta_m of each round
-            until then.
+        frozen_after: the last round before the statistics are frozen; None as long
+            as the round is unknown.
+        deltas: the p-weighted mean of delta_m in each round, until an automatic round
+            is found.
     """
 
     frozen_after: int | None = None
@@ -180,7 +182,7 @@ class Frozen:
 class FixBNMethod(Method[Any, Frozen]):
     """FedAvg that freezes the BN statistics after round T* (``freeze_at``).
 
-    FedTAN-II freezes as well, after other rounds and by another key.
+    FedTAN-II also freezes, after rounds of FedTAN and with another key.
 
     Attributes:
         key: the config key of T*.
@@ -206,15 +208,18 @@ class FixBNMethod(Method[Any, Frozen]):
         return BATCHNORM if self.params.freeze_affine else TRACKED
 
     def first_phase(self) -> Travels:
-        """Return what travels before BN is frozen: FedAvg's."""
+        """Return the phase before BN is frozen, the same as in FedAvg."""
         return Travels("train")
 
     def freezes_after(self, num_rounds: int) -> int | None:
-        """Return T*, of a fraction f floor(f R); None = found out in the run."""
+        """Return T*, or None if the run determines T*.
+
+        A fraction f means floor(f R).
+        """
         return round_of(self.params.freeze_at, num_rounds)
 
     def travels(self, num_rounds: int | None = None) -> tuple[Travels, ...]:
-        """Return two phases: before and after the freeze."""
+        """Return the phases before and after the freeze."""
         first = self.first_phase()
         if self.params.freeze_at == "auto":
             why = f"{self.key}=auto follows delta_m of each client; use a fixed round"
@@ -230,7 +235,7 @@ class FixBNMethod(Method[Any, Frozen]):
         return replace(first, last=last), frozen
 
     def begin(self, facts: Facts) -> Frozen:
-        """Set the round if it is known."""
+        """Set T* if it is known."""
         rounds = 0
         # A fraction needs R, and Flower's own loops do not report R.
         at = self.params.freeze_at
@@ -239,7 +244,7 @@ class FixBNMethod(Method[Any, Frozen]):
         return Frozen(self.freezes_after(rounds))
 
     def phase(self, state: Frozen, number: int) -> str:
-        """Return "frozen" after the freeze."""
+        """Return "frozen" after the freeze, or the name of the first phase."""
         if state.frozen_after is not None and number > state.frozen_after:
             return "frozen"
         return self.first_phase().phase
@@ -258,14 +263,14 @@ class FixBNMethod(Method[Any, Frozen]):
     def aggregate(
         self, state: Frozen, facts: Facts, replies: Replies, model: dict[str, Any]
     ) -> tuple[dict[str, Any], Frozen]:
-        """Restore frozen entries bit for bit; look for T* while it is not known."""
+        """Restore frozen entries bit for bit, or look for T* if it is unknown."""
         if self.phase(state, facts.number) == "frozen":
-            # The server's step of another method may have moved them.
+            # The server's step of another method may have changed them.
             return facts.with_frozen(model), state
         if state.frozen_after is not None:
             return model, state
-        # B.6: T* is the first round at which the mean of delta_m is steady: its
-        # variance over the last W rounds is small.
+        # B.6: T* is the first round with a steady mean of delta_m, so the variance of
+        # the mean over the last W rounds is small.
         means = [*state.deltas, replies.mean_of(DELTA)]
         window = means[-self.params.freeze_window :]
         full = len(window) == self.params.freeze_window
@@ -273,7 +278,7 @@ class FixBNMethod(Method[Any, Frozen]):
         return model, Frozen(facts.number if steady else None, means)
 
     def outcome(self, state: Frozen, num_rounds: int) -> dict[str, Any]:
-        """Return the round after which BN was frozen; None if it was not yet."""
+        """Return the last round before the freeze, or None if BN was not frozen."""
         frozen = self.phase(state, num_rounds) == "frozen"
         return {"frozen-after": state.frozen_after if frozen else None}
 
@@ -358,9 +363,9 @@ FixBNMethod.rows = (
     Problem(
         "statistics-untouched",
         "{method.title} freezes BN after round {known.state.frozen_after}"
-        " ({method.key}={params.freeze_at}), and no round until then has changed a running"
-        " statistic: BN would be frozen at mean 0 and variance 1, as if there were"
-        " none. Use a later {method.key}, or a trained initial model.",
+        " ({method.key}={params.freeze_at}), but no round until then changed a running"
+        " statistic: BN would be frozen at mean 0 and variance 1, so it would not"
+        " normalise. Use a later {method.key}, or a trained initial model.",
         effect="end",
         error=NothingTrainedError,
         stage="sending",

@@ -117,16 +117,17 @@ SHARE_ALPHA = Key(
 
 
 class HybridStatistics(SurveyedStatistics):
-    """Client half: BN mixes batch and global statistics; alpha learns and stays here.
+    """Client code that mixes batch and global statistics with a learned alpha.
 
-    In a round of the warm-up BN normalises with the batches' statistics, and alpha does
-    not change: a client that took part in the warm-up alone has none of its own.
+    The client keeps alpha, and sends a copy if ``share`` is True. In a round of the
+    warm-up, BN normalises with the batches' statistics, and alpha does not change. A
+    client that took part only in the warm-up has no alpha of its own.
     """
 
     initial = 0.0
     of_all_steps = (
-        "alpha, which the model does not hold, is that of the last step: return the"
-        " weights of this step"
+        "alpha is not in the model and has its value after the last step: return the"
+        " weights of the last step"
     )
 
     def __init__(self, warm_up: bool, share: bool) -> None:
@@ -139,11 +140,11 @@ class HybridStatistics(SurveyedStatistics):
         self._finished: list[Callable[[], None]] = []
 
     def receive(self, sent: Extras, kept: Entries) -> None:
-        """Take the kept alpha; without one, the server's."""
+        """Take the kept alpha of each layer, or else the server's alpha."""
         self._given, self._before = {**sent.get(ALPHA, {}), **kept}, kept
 
     def begin(self, model: nn.Module) -> None:
-        """Take over the forward pass of the layers, each with its alpha."""
+        """Prepare the layers for the mixture, each with its alpha."""
         # Do this even in the warm-up, although it replaces nothing, so that a misfit
         # appears in round 1.
         self._replaceable = replaceable_layers(model)
@@ -153,8 +154,8 @@ class HybridStatistics(SurveyedStatistics):
         """Let the optimizer train alpha until the end, without weight decay.
 
         Raises:
-            ConfigError: the optimizer takes one group of parameters only, or is a
-                second one.
+            ConfigError: the optimizer takes only one group of parameters, or is a
+                second optimizer.
         """
         if self._optimizer is not None:
             raise ConfigError(
@@ -189,13 +190,13 @@ class HybridStatistics(SurveyedStatistics):
         self._finished.append(finish)
 
     def end(self, model: nn.Module) -> dict[str, float]:
-        """Restore the layers and the optimizer, which a client may use again."""
+        """Restore the layers and the optimizer, because a client may use it again."""
         while self._finished:
             self._finished.pop()()
         return super().end(model)
 
     def takes_one_value(self, layer: nn.Module) -> bool:
-        """Return whether the layer has global statistics besides the batch's."""
+        """Return whether the layer mixes global statistics with batch statistics."""
         return not self._warm_up and layer in self._alpha
 
     def reply(self) -> Extras:
@@ -206,19 +207,19 @@ class HybridStatistics(SurveyedStatistics):
         return sent
 
     def keep(self) -> Entries:
-        """Return alpha by layer path; in the warm-up what was kept before."""
+        """Return alpha by layer path, or the alpha kept before if in the warm-up."""
         return self._before if self._warm_up else self._by_path()
 
     def _by_path(self) -> Entries:
         entries = {}
-        # Under each path of a shared layer, as the model's own entries.
+        # A shared layer has an entry under each of its paths, as in the model.
         for path, module in self._model.named_modules(remove_duplicate=False):
             if module in self._alpha:
                 entries[entry_name(path, "alpha")] = self._alpha[module].detach()
         return entries
 
     def _change_layers(self) -> None:
-        # Do this once a round: after the pass of ``survey`` alpha has not changed.
+        # Do this once a round, because the pass of ``survey`` does not change alpha.
         if not self._alpha:
             for path, layer in self._model.named_modules():
                 if layer in self._layers:
@@ -239,14 +240,17 @@ class HybridStatistics(SurveyedStatistics):
         return nn.Parameter(start)
 
     def _forget_gradients(self, *_: Any) -> None:
-        """A user's loop may zero the gradients of the model, which does not know alpha."""
+        """Drop alpha's gradients after a step.
+
+        A user's loop may zero only the gradients of the model, and alpha is not in it.
+        """
         for alpha in self._alpha.values():
             alpha.grad = None
 
     def _mixed(self, layer: _BatchNorm, x: Tensor) -> Tensor:
         old_mean: Tensor = layer.running_mean  # type: ignore[assignment]
         old_var: Tensor = layer.running_var  # type: ignore[assignment]
-        # No rows have no statistics, and their NaN would reach alpha's gradient.
+        # Zero rows have no statistics, and their NaN would reach alpha's gradient.
         if not x.numel():
             return normalise(layer, x, old_mean, old_var)
         a = torch.sigmoid(-self._alpha[layer])
@@ -290,13 +294,13 @@ class HBNMethod(PooledStatisticsMethod[HBNParams, HBNState]):
         alpha = Extra(
             ALPHA,
             "channels",
-            "share-alpha=true sends each client's alpha beside the model",
+            "share-alpha=true sends each client's alpha with the model",
             down=True,
         )
         return (replace(pooled, extras=(*pooled.extras, alpha)),)
 
     def on_clients(self, state: HBNState, facts: Facts) -> list[Ask]:
-        """Ask the clients to mix; send the mean of alpha if they share it."""
+        """Ask the clients to mix, and send the mean of alpha if they share it."""
         warms_up = self.phase(state, facts.number) == "warm-up"
         config = {WARM_UP: warms_up, SHARE_ALPHA: self.params.share_alpha}
         sends = {ALPHA: state.alpha} if self.params.share_alpha else {}
@@ -305,7 +309,7 @@ class HBNMethod(PooledStatisticsMethod[HBNParams, HBNState]):
     def aggregate(
         self, state: HBNState, facts: Facts, replies: Replies, model: dict[str, Any]
     ) -> tuple[dict[str, Any], HBNState]:
-        """Pool; average alpha, each entry over the clients that have it."""
+        """Pool the statistics, and average alpha over the clients that have it."""
         model, state = super().aggregate(state, facts, replies, model)
         if not self.params.share_alpha:
             return model, state

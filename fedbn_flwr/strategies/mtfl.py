@@ -46,7 +46,7 @@ __all__ = ["MTFL", "MTFLMethod"]
 
 
 class MTFLMethod(Method):
-    """FedAvg in which gamma and beta stay with the client."""
+    """FedAvg that keeps gamma and beta on the client."""
 
     name = "mtfl"
     summary_line = "gamma and beta stay with the client, BN statistics are shared"
@@ -54,12 +54,12 @@ class MTFLMethod(Method):
     role = "local-part"
 
     def travels(self, num_rounds: int | None = None) -> tuple[Travels, ...]:
-        """Return what stays with the client."""
+        """Return a phase that keeps gamma and beta on the client."""
         return (Travels(local=frozenset({Part.AFFINE})),)
 
 
 class MTFL(Strategy):
-    """FedAvg in which gamma and beta stay with the client.
+    """FedAvg that keeps gamma and beta on the client.
 
     Example, with ``app`` and ``arrays`` as in the example of ``InProcessGrid``::
 

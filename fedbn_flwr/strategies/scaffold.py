@@ -87,8 +87,8 @@ from fedbn_flwr.training.client_hook import ClientHook, Entries, Extras
 __all__ = ["ControlVariates", "Scaffold", "ScaffoldMethod", "Variates"]
 
 _NEEDS_SGD = (
-    "scaffold corrects plain SGD: its variates are differences of the weights over K *"
-    " eta, which are mean gradients under SGD only"
+    "scaffold corrects plain SGD: its variates are changes of the weights divided by K"
+    " * eta, and these are mean gradients only under SGD"
 )
 
 VARIATES = Key(
@@ -100,13 +100,16 @@ P = TypeVar("P", bound=ScaffoldParams, default=ScaffoldParams)
 
 
 class ControlVariates(ClientHook):
-    """Client half: add c - c_i to every gradient; the way from x gives the new c_i.
+    """Client code that adds c - c_i to every gradient.
 
-    Entries that stay with the client have no common direction, and no variates. Tied
-    weights have one variate, under the first of their names; the reply has all names.
+    The change of the weights from x gives the new c_i. Entries that stay with the
+    client have no common direction, and no variates. Tied weights have one variate,
+    under the first of their names; the reply has all names.
     """
 
-    of_all_steps = "the variates are of all steps: load other weights after the block"
+    of_all_steps = (
+        "the variates depend on all steps: load other weights after the block"
+    )
     # It counts the steps of each parameter, after hooks that drop gradients.
     stage = "correct"
 
@@ -123,7 +126,7 @@ class ControlVariates(ClientHook):
         self._rates: dict[str, Counter[float]] = {}
 
     def receive(self, sent: Extras, kept: Entries) -> None:
-        """Take c and c_i; missing entries are zero."""
+        """Take c and c_i, with zero for missing entries."""
         # c is empty in the run's first round, c_i in the client's.
         self._server, self._own = sent.get(VARIATES, {}), kept
 
@@ -172,8 +175,8 @@ class ControlVariates(ClientHook):
         self._correction[name] = c - c_i
 
     def gradients(self, model: nn.Module) -> None:
-        """Add c - c_i; note the rate of this step."""
-        # Read in each step: a schedule moves the rates between steps.
+        """Add c - c_i, and count this step under its rate."""
+        # Read the rates in each step, because a schedule changes them between steps.
         rates: dict[Tensor, float] = {}
         for optimizer in self._optimizers:
             for group in optimizer.param_groups:
@@ -181,7 +184,7 @@ class ControlVariates(ClientHook):
         for name, parameter in model.named_parameters():
             if parameter.grad is None or name in self._local:
                 continue
-            # It was frozen until now, so it is still x.
+            # The parameter was frozen until now, so it still has the value x.
             if name not in self._start and parameter.requires_grad:
                 self._begin_with(name, parameter)
             if name in self._start:
@@ -190,7 +193,7 @@ class ControlVariates(ClientHook):
                     self._rates[name][rates[parameter]] += 1
 
     def end(self, model: nn.Module) -> dict[str, float]:
-        """Compute dc_i = -c + (x - y_i) / sum_k eta_k; 0 without a step."""
+        """Compute dc_i = -c + (x - y_i) / sum_k eta_k, or 0 without a step."""
         self._change = {}
         for name, parameter in model.named_parameters():
             if name not in self._start:
@@ -229,7 +232,7 @@ class Variates:
     """The state of SCAFFOLD.
 
     Attributes:
-        variates: c by entry; empty = zero.
+        variates: c by entry. A missing entry is zero.
         num_clients: N, the number of clients with data so far.
     """
 
@@ -241,7 +244,7 @@ S = TypeVar("S", bound=Variates, default=Variates)
 
 
 class ScaffoldMethod(Method[P, S]):
-    """Stochastic controlled averaging; BN statistics are averaged as by FedAvg."""
+    """Stochastic controlled averaging, with BN statistics averaged as in FedAvg."""
 
     name = "scaffold"
     summary_line = "control variates over trainable parameters; BN statistics averaged"
@@ -252,20 +255,23 @@ class ScaffoldMethod(Method[P, S]):
     client_hooks = {"variates": lambda context: ControlVariates(context.local_entries)}
 
     def travels(self, num_rounds: int | None = None) -> tuple[Travels, ...]:
-        """Return the variates' changes; a lost reply undoes its round at the client."""
-        why = "the changes of the control variates come beside the model"
+        """Return a phase that also sends the changes of the variates.
+
+        If a reply is lost, the client undoes the round.
+        """
+        why = "the changes of the control variates come with the model"
         return (
             Travels(
                 each=frozenset({Part.AFFINE, Part.REST}),
                 extras=(Extra(VARIATES, "trainable", why, down=True, required=True),),
                 undo=True,
                 decides=frozenset({"server step", "gradients"}),
-                kept="c_i, and the one before the round",
+                kept="c_i, and its value before the round",
             ),
         )
 
     def on_clients(self, state: S, facts: Facts) -> list[Ask]:
-        """Ask the clients to apply the control variates; send c."""
+        """Send c, and ask the clients to apply the control variates."""
         return [Ask("variates", {}, {VARIATES: state.variates})]
 
     def aggregate(
@@ -285,7 +291,7 @@ class ScaffoldMethod(Method[P, S]):
             moved = weighted_sum(ways, shares)
             stepped = x + self.params.server_learning_rate * moved
             model[name] = stepped.astype(before.dtype)
-            # c <- c + S/N mean(dc_i); dc_i is 0 of an entry that does not train.
+            # c <- c + S/N mean(dc_i); dc_i is 0 for an entry that does not train.
             zero = np.zeros_like(before)
             change = weighted_sum([dc.get(name, zero) for dc in changes], shares)
             c = variates.get(name, 0.0) + part * change
@@ -296,11 +302,11 @@ class ScaffoldMethod(Method[P, S]):
 def _scaled(
     state: Variates, facts: Facts, replies: Replies
 ) -> tuple[dict[str, Any], int]:
-    """Return c and N; c is a mean over N clients, and is scaled when N grows."""
+    """Return c and N, with c scaled if N grew, because c is a mean over N clients."""
     known = {*facts.known, *(reply.node.label for reply in replies)}
     # N is not known beforehand, so it counts all clients that were seen, including
-    # those of unused rounds. Nodes that have not reported their partition count only in
-    # the round of their reply.
+    # clients of unused rounds. Nodes that have not reported their partition count
+    # only in the round of their reply.
     count = max(facts.most_able, len(known))
     variates = dict(state.variates)
     if count > state.num_clients > 0:
@@ -311,7 +317,7 @@ def _scaled(
 
 
 class Scaffold(Strategy):
-    """Stochastic controlled averaging; BN statistics are averaged as by FedAvg.
+    """Stochastic controlled averaging, with BN statistics averaged as in FedAvg.
 
     Example, with ``app`` and ``arrays`` as in the example of ``InProcessGrid``::
 

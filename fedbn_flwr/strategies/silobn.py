@@ -45,7 +45,7 @@ __all__ = ["SiloBN", "SiloBNMethod"]
 
 
 class SiloBNMethod(Method):
-    """FedAvg in which running statistics and counters stay with the client."""
+    """FedAvg that keeps running statistics and counters on the client."""
 
     name = "silobn"
     summary_line = "BN statistics stay with the client, gamma and beta are shared"
@@ -53,12 +53,12 @@ class SiloBNMethod(Method):
     role = "local-part"
 
     def travels(self, num_rounds: int | None = None) -> tuple[Travels, ...]:
-        """Return what stays with the client."""
+        """Return a phase that keeps running statistics on the client."""
         return (Travels(local=TRACKED),)
 
 
 class SiloBN(Strategy):
-    """FedAvg in which running statistics and counters stay with the client.
+    """FedAvg that keeps running statistics and counters on the client.
 
     Example, with ``app`` and ``arrays`` as in the example of ``InProcessGrid``::
 

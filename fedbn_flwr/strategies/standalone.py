@@ -39,20 +39,20 @@ __all__ = ["Standalone", "StandaloneMethod"]
 
 
 class StandaloneMethod(Method):
-    """FedAvg in which the whole state stays with the client."""
+    """FedAvg that keeps the whole state on the client."""
 
     name = "standalone"
-    summary_line = "every client alone: nothing is shared"
+    summary_line = "each client trains its own model: nothing is shared"
     source = "reference of arXiv:2306.05879"
     alone = "standalone shares nothing that another method could change"
 
     def travels(self, num_rounds: int | None = None) -> tuple[Travels, ...]:
-        """Return what stays with the client."""
+        """Return a phase that keeps the whole state on the client."""
         return (Travels(local=ALL),)
 
 
 class Standalone(Strategy):
-    """FedAvg in which the whole state stays with the client.
+    """FedAvg that keeps the whole state on the client.
 
     Example, with ``app`` and ``arrays`` as in the example of ``InProcessGrid``::
 

@@ -63,9 +63,10 @@ __all__ = ["StaticBN", "StaticBNMethod", "Untracked"]
 
 
 class Untracked(ClientHook):
-    """Client half: BN uses the batch's statistics; the running ones stay.
+    """Client code that lets BN use the batch's statistics in training.
 
-    ``paths`` are those of the layers, () = all.
+    The running statistics do not change. ``paths`` are the paths of the layers; an
+    empty collection means all layers.
     """
 
     def __init__(self, paths: Collection[str] = ()) -> None:
@@ -87,7 +88,7 @@ class Untracked(ClientHook):
 
 
 class StaticBNMethod(Method):
-    """FedAvg without running statistics in training; tests use re-estimated ones."""
+    """FedAvg that trains without running statistics and re-estimates them for tests."""
 
     name = "staticbn"
     summary_line = (
@@ -99,16 +100,19 @@ class StaticBNMethod(Method):
     client_hooks = {"untracked-statistics": lambda context: Untracked(context.layers)}
 
     def travels(self, num_rounds: int | None = None) -> tuple[Travels, ...]:
-        """Return that statistics are frozen, and re-estimated."""
+        """Return a phase with frozen statistics that are re-estimated."""
         return (Travels(frozen=TRACKED, reestimates=True),)
 
     def on_clients(self, state: None, facts: Facts) -> list[Ask]:
-        """Ask the clients not to track statistics; those of the reply show it."""
+        """Ask the clients not to track statistics.
+
+        The statistics in the reply show whether a client applied the hook.
+        """
         return [Ask("untracked-statistics", shown=True, tunes=True)]
 
 
 class StaticBN(Strategy):
-    """FedAvg without running statistics in training; tests use re-estimated ones.
+    """FedAvg that trains without running statistics and re-estimates them for tests.
 
     Example, with ``app`` and ``arrays`` as in the example of ``InProcessGrid``::
 

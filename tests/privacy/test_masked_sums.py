@@ -854,7 +854,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: FedTAN(fedtan_exchanges="2L+1"),
         "with fedtan-exchanges=2L.1 the server computes more than sums",
     ),
-    "variates": (Scaffold, "the changes of the control variates come beside the model"),
+    "variates": (Scaffold, "the changes of the control variates come with the model"),
     "losses": (FedBS, "the clients' losses are the weights"),
     "re-estimation": (
         StaticBN,

@@ -127,7 +127,7 @@ def test_replies_without_moments_are_named(federate, datasets, mlp, caplog) -> N
     assert not run.strategy.reports[1].rejected
     text = (
         "round 2: 1 of 3 replies have no moments of BatchNorm's inputs; the statistics"
-        " are of the others"
+        " come from the other replies"
     )
     assert [message for message in caplog.messages if "no moments" in message] == [text]
 

@@ -165,7 +165,9 @@ def test_a_class_statement_that_is_run_again_replaces_the_class() -> None:
 
 @pytest.mark.parametrize("wrong", [ClientHook, FedAvg(), "slimming"])
 def test_only_a_method_or_its_strategy_can_be_registered(wrong: Any) -> None:
-    with pytest.raises(ConfigError, match="takes a subclass of Method, or of Strategy"):
+    with pytest.raises(
+        ConfigError, match="must be a subclass of Method or of Strategy"
+    ):
         register(wrong)
 
 

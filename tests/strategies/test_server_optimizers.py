@@ -80,7 +80,7 @@ def test_the_clients_rate_of_a_strategy_of_flowers_is_told_to_have_no_effect(
         kind(eta_l=0.2)
         assert caplog.messages == [
             f"strategy {kind.name!r}: eta_l=0.2 has no effect, as in Flower: the"
-            " clients' learning rate is that of their own training. Leave eta_l out."
+            " clients use the learning rate of their own training. Leave eta_l out."
         ]
         caplog.clear()
     with pytest.raises(TypeError, match="eta_l"):
