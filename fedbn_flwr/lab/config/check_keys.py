@@ -77,7 +77,7 @@ def checked(kind: type[F], settings: Mapping[str, Any]) -> tuple[F, list[Problem
 
     Args:
         kind: the class to return.
-        settings: under their new names, see ``reading.new_names``.
+        settings: under their new names, see ``values.new_names``.
     """
     fields = {field.alias or name: field for name, field in kind.model_fields.items()}
     try:

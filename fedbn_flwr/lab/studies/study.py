@@ -26,7 +26,6 @@ no effect in a run is left out there, with a line in the log. Each run has the f
 
 ``target: 60`` adds the rounds, exchanges and bytes until the main metric was first at
 60, in the unit of the table.
-60, in the unit of the table.
 
 ``tune`` chooses settings before the runs, separately for each METHOD/SPLIT, by the
 score on validation examples::
