@@ -263,7 +263,7 @@ def _recipe(name: str) -> str:
 def _reached(
     method: StrategyClass, root: Path, results: Mapping[str, Any]
 ) -> Iterator[str]:
-    """Yield the recipe's result, the results beside a paper's, and links to others."""
+    """Yield the recipe's result, own results beside a paper's, and links to others."""
     yield "| setting | here, % | paper, % |"
     yield "|---|---|---|"
     same = [
@@ -279,14 +279,13 @@ def _reached(
         rows = results["methods"].get(other.name, ())
         for row in sorted(rows, key=lambda row: order(row["study"])):
             study = results["studies"][row["study"]]
-            link = study["title"]
-            if "page" in study:
-                link = f"[{study['name']}](../results/{study['page']})"
-            if "paper" in row or "page" not in study:
+            if "here" not in row:
+                continue
+            link = f"[{study['name']}](../results/{study['page']})"
+            if "paper" in row:
                 details = [str(row[key]) for key in ("case", "note") if key in row]
                 text = ", ".join([link, *details])
-                numbers = f"{row.get('here', 'not run')} | {row.get('paper', '-')}"
-                yield f"| {of}{text} | {numbers} |"
+                yield f"| {of}{text} | {row['here']} | {row['paper']} |"
             else:
                 file = study["page"].partition("#")[0]
                 elsewhere.setdefault(file, {})[link] = None

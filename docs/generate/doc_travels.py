@@ -79,8 +79,13 @@ def _rows(travels: Travels) -> Iterator[tuple[str, str]]:
     frozen = (
         f"{_listed(travels.frozen)} return as they were sent" if travels.frozen else ""
     )
-    yield "sent down", "; ".join([shared, *down, *step, *before_test])
-    yield "sent up", "; ".join(filter(None, [shared, frozen, *up, *step, *moments]))
+    sent_down = "; ".join([shared, *down, *step, *before_test])
+    sent_up = "; ".join(filter(None, [shared, frozen, *up, *step, *moments]))
+    if sent_down == sent_up:
+        yield "sent down and up", sent_down
+    else:
+        yield "sent down", sent_down
+        yield "sent up", sent_up
     if kept := "; ".join(filter(None, [_listed(travels.local), travels.kept])):
         yield "kept", kept
     if travels.weights != "examples":
