@@ -17,12 +17,9 @@ def _of_clients(methods: Methods) -> str:
 
 
 def _masked(methods: Methods) -> str:
-    reason = "; ".join(
+    return "; ".join(
         disclosure.text for disclosure in disclosures(methods) if not disclosure.masked
-    )
-    if reason and reason == _of_clients(methods):
-        return "as on the left"
-    return reason or _works(methods)
+    ) or _works(methods)
 
 
 def _works(methods: Methods) -> str:
@@ -51,6 +48,7 @@ def privacy_table() -> str:
     for name, kind in STRATEGIES.items():
         cells = tuple(cell(kind().methods) for cell in PROTECTIONS.values())
         names.setdefault(cells, []).append(f"`{name}`")
-    for cells, alike in names.items():
+    for (left, right), alike in names.items():
+        cells = (left, "the same" if right == left != "works" else right)
         lines.append(f"| {', '.join(alike)} | {' | '.join(cells)} |")
     return "\n".join(lines)

@@ -238,7 +238,9 @@ def class_list() -> str:
 
 
 def key_table() -> str:
-    """Return a table of the keys without a prefix: of all methods, then of single ones."""
+    """Return a table of the keys without a prefix that are not inside an internal
+    record: of all methods, then of single ones.
+    """
     kinds = [
         kind for method in (*OPTIONS, *METHODS.values()) for kind in method.__mro__
     ]
@@ -246,7 +248,11 @@ def key_table() -> str:
     keys: dict[Key, None] = {}
     for module in (protocol, *modules):
         for value in vars(module).values():
-            if isinstance(value, Key) and not value.startswith("fedbn-flwr."):
+            if (
+                isinstance(value, Key)
+                and not value.startswith("fedbn-flwr.")
+                and ", in fedbn-flwr." not in value.kind
+            ):
                 keys[value] = None
     lines = ["", "| key | type | writes | reads |", "|---|---|---|---|"]
     for key in keys:
