@@ -316,7 +316,7 @@ def _combined(kinds: tuple[type[Kind], ...]) -> Combination:
 
 
 def make_hooks(names: Collection[str], context: HookContext) -> dict[str, ClientHook]:
-    """Return the client hooks of a training message by name, in its order.
+    """Return the client hooks that a training message names, in its order.
 
     Raises:
         ConfigError: the message names a hook that neither this version nor a registered
@@ -326,8 +326,8 @@ def make_hooks(names: Collection[str], context: HookContext) -> dict[str, Client
     for name in names:
         if name not in makers:
             raise ConfigError(
-                f"{unknown_name('client hook', name, makers)} If its strategy is one of"
-                " your own project, write @register above the class of its method, and"
+                f"{unknown_name('client hook', name, makers)} If its strategy belongs"
+                " to your own project, write @register above the class of its method, and"
                 " also import its module in the client app."
             )
     return {name: makers[name].client_hooks[name](context) for name in names}

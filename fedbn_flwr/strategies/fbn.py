@@ -148,7 +148,7 @@ WARM_UP = Key(
 
 
 class GlobalStatistics(ClientHook):
-    """Client code for BN with the received statistics, measuring the inputs of BN.
+    """Client code that lets BN use the received statistics and measures its inputs.
 
     In a round of the warm-up, BN normalises with the batches' statistics.
     ``SurveyedStatistics`` takes the moments of one pass before the first step instead.
@@ -200,9 +200,9 @@ class GlobalStatistics(ClientHook):
             self._undo.pop()()
 
     def _note(self, layer: nn.Module, x: Tensor) -> None:
-        # Ignore a test in the middle of the training. The mode is the model's, because
-        # the layers stay in eval mode. A reentrant checkpoint computes the first of its
-        # two passes without gradients.
+        # Ignore a test in the middle of the training. Check the mode of the model,
+        # because the layers stay in eval mode. A reentrant checkpoint computes the
+        # first of its two passes without gradients.
         if self._model.training and (torch.is_grad_enabled() or in_checkpoint()):
             self._sums.add(layer, x)
 
@@ -273,9 +273,9 @@ class Pooled:
     """The state of a method that trains with pooled statistics.
 
     Attributes:
-        num_pooled: rounds whose statistics were pooled so far; the warm-up ends with
-            enough of them.
-        warmed_up_after: the last round of the warm-up; None while it lasts.
+        num_pooled: the number of rounds with pooled statistics so far; the warm-up ends
+            with enough such rounds.
+        warmed_up_after: the last round of the warm-up; None during the warm-up.
     """
 
     num_pooled: int = 0
@@ -379,7 +379,7 @@ class FBNMethod(PooledStatisticsMethod[FBNParams]):
     }
 
     def on_clients(self, state: Pooled, facts: Facts) -> list[Ask]:
-        """Ask for moments of steps or of a pass, and send the kind of normalisation."""
+        """Ask for moments of steps or of a pass, and send whether BN warms up."""
         warms_up = self.phase(state, facts.number) == "warm-up"
         hook = "surveyed-statistics"
         if self.params.fbn_measure == "steps":
@@ -428,7 +428,7 @@ class FBN(Strategy):
 
 # --- what may be wrong ----------------------------------------------------------------
 def _without_moments(method: Any, known: Any) -> str:
-    """Return the number of replies without moments, and the effect."""
+    """Return the number of replies without moments and the effect, as a text."""
     without = sum(not reply.extras.get(BN_MOMENTS) for reply in known.replies)
     if not without:
         return ""
@@ -483,7 +483,8 @@ FBNMethod.rows = (
     Problem(
         "trims-nobody",
         "round {known.number}: trimmed-mean:{found} leaves nobody out; the statistics"
-        " are a mean with equal weights, and a false value counts in full",
+        " are a mean with equal weights, and a client with false moments counts in"
+        " full",
         effect="warn",
         stage="replies",
         when=_trims_nobody,

@@ -122,7 +122,7 @@ FedAvgMMethod.rows = (
     Problem(
         "no-server-step",
         "{method.title}: with server-momentum=0 and server-learning-rate=1, the defaults in"
-        " Flower, the server averages as with fedavg. Use a server-momentum above 0, such"
+        " Flower, the server averages as in fedavg. Use a server-momentum above 0, such"
         " as 0.9.",
         "server_momentum server_learning_rate",
         stage="settings",

@@ -182,7 +182,7 @@ class FedAdagradMethod(ServerStep[A]):
         return 0.0
 
     def second_moment(self, v: Array, square: Array) -> Array:
-        """Return the new v from the old one and Delta^2."""
+        """Return the new v from the old v and Delta^2."""
         return v + square
 
     def rate(self, number: int) -> float:
@@ -335,7 +335,7 @@ def _server_rate(method: Any, known: Any) -> str:
     default = type(method.params).model_fields[method.server_rate].default
     given = f"server-learning-rate={rate:g}"
     if rate > default:
-        return f"{given}. In small runs its default, {default:g}, helped."
+        return f"{given}. In small runs, its default, {default:g}, helped."
     return f"lower {given}."
 
 

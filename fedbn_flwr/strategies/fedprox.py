@@ -168,7 +168,7 @@ class FedProx(Strategy):
 # A step on only the proximal term overshoots if the learning rate times mu is above 2.
 LARGE_MU = Problem(
     "large-mu",
-    "With proximal-mu={params.proximal_mu:g} a learning-rate above 2 / proximal-mu"
+    "With proximal-mu={params.proximal_mu:g}, a learning-rate above 2 / proximal-mu"
     " diverges, because the proximal term overshoots: lower one of them.",
     "proximal_mu learning_rate",
     effect="remedy",
@@ -178,7 +178,7 @@ LARGE_MU = Problem(
 NO_TERM = Problem(
     "no-proximal-term",
     "{method.title}: with proximal-mu=0, the default in Flower, the clients train as"
-    " with fedavg. Use a proximal-mu above 0, such as 0.01.",
+    " in fedavg. Use a proximal-mu above 0, such as 0.01.",
     "proximal_mu",
     stage="settings",
     effect="warn",

@@ -131,8 +131,8 @@ class FreezeBN(ClientHook):
 class MeasureDrift(ClientHook):
     """Client code that reports delta_m, the distance that the statistics moved.
 
-    An automatic T* needs it. ``paths`` are the paths of the layers; an empty collection
-    means all layers.
+    The search for an automatic T* uses delta_m. ``paths`` are the paths of the layers;
+    an empty collection means all layers.
     """
 
     compares_with_start = True
@@ -269,8 +269,8 @@ class FixBNMethod(Method[Any, Frozen]):
             return facts.with_frozen(model), state
         if state.frozen_after is not None:
             return model, state
-        # B.6: T* is the first round with a steady mean of delta_m, so the variance of
-        # the mean over the last W rounds is small.
+        # B.6: T* is the first round with a steady mean of delta_m. Steady means
+        # that the variance over the last W rounds is small.
         means = [*state.deltas, replies.mean_of(DELTA)]
         window = means[-self.params.freeze_window :]
         full = len(window) == self.params.freeze_window

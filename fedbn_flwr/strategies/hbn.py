@@ -145,8 +145,8 @@ class HybridStatistics(SurveyedStatistics):
 
     def begin(self, model: nn.Module) -> None:
         """Prepare the layers for the mixture, each with its alpha."""
-        # Do this even in the warm-up, although it replaces nothing, so that a misfit
-        # appears in round 1.
+        # Do this even in the warm-up, although it replaces nothing, so that an
+        # unsuitable layer is refused in round 1.
         self._replaceable = replaceable_layers(model)
         super().begin(model)
 
@@ -162,11 +162,12 @@ class HybridStatistics(SurveyedStatistics):
                 "hbn: alpha learns in one optimizer, but this is a second optimizer. Give"
                 " all parameters to one optimizer; each group may have its own rate."
             )
-        # torch lets LBFGS have one group of parameters.
+        # torch accepts only one group of parameters for LBFGS.
         if isinstance(optimizer, torch.optim.LBFGS):
             raise ConfigError(
                 "hbn: LBFGS takes one group of parameters, but alpha needs a second"
-                " group without weight decay. Use another optimizer, e.g. SGD or Adam."
+                " group without weight decay. Use another optimizer, such as SGD or"
+                " Adam."
             )
         self._optimizer = optimizer
         if not self._alpha or self._warm_up:
@@ -175,7 +176,7 @@ class HybridStatistics(SurveyedStatistics):
         # Use the largest rate: the first group may be frozen by a rate of 0.
         rate = max(group["lr"] for group in groups)
         alphas = list(self._alpha.values())
-        # Weight decay would pull alpha to 0, a share of one half.
+        # Weight decay would pull alpha to 0, and both shares to one half.
         optimizer.add_param_group({"params": alphas, "lr": rate, "weight_decay": 0.0})
         own = groups[-1]
         handle = optimizer.register_step_post_hook(self._forget_gradients)
@@ -207,7 +208,7 @@ class HybridStatistics(SurveyedStatistics):
         return sent
 
     def keep(self) -> Entries:
-        """Return alpha by layer path, or the alpha kept before if in the warm-up."""
+        """Return alpha by layer path, or the former alpha during the warm-up."""
         return self._before if self._warm_up else self._by_path()
 
     def _by_path(self) -> Entries:
@@ -314,7 +315,7 @@ class HBNMethod(PooledStatisticsMethod[HBNParams, HBNState]):
         if not self.params.share_alpha:
             return model, state
         averaged = replies.average_of(ALPHA, replies.weights)
-        # In the model's order; a layer that no client of the round has keeps its mean.
+        # Use the model's order. A layer without a client in this round keeps its mean.
         alpha = dict(state.alpha)
         for name in facts.channel_shapes:
             if name in averaged:

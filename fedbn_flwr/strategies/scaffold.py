@@ -110,7 +110,7 @@ class ControlVariates(ClientHook):
     of_all_steps = (
         "the variates depend on all steps: load other weights after the block"
     )
-    # It counts the steps of each parameter, after hooks that drop gradients.
+    # The hook counts the steps of parameters, after hooks that drop gradients.
     stage = "correct"
 
     def __init__(self, local: frozenset[str] = frozenset()) -> None:
@@ -127,7 +127,7 @@ class ControlVariates(ClientHook):
 
     def receive(self, sent: Extras, kept: Entries) -> None:
         """Take c and c_i, with zero for missing entries."""
-        # c is empty in the run's first round, c_i in the client's.
+        # c is empty in the first round of the run, and c_i in the client's first round.
         self._server, self._own = sent.get(VARIATES, {}), kept
 
     def start(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -304,7 +304,7 @@ def _scaled(
 ) -> tuple[dict[str, Any], int]:
     """Return c and N, with c scaled if N grew, because c is a mean over N clients."""
     known = {*facts.known, *(reply.node.label for reply in replies)}
-    # N is not known beforehand, so it counts all clients that were seen, including
+    # N is unknown beforehand, so it counts all clients that were seen, including
     # clients of unused rounds. Nodes that have not reported their partition count
     # only in the round of their reply.
     count = max(facts.most_able, len(known))

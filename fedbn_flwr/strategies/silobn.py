@@ -53,7 +53,7 @@ class SiloBNMethod(Method):
     role = "local-part"
 
     def travels(self, num_rounds: int | None = None) -> tuple[Travels, ...]:
-        """Return a phase that keeps running statistics on the client."""
+        """Return a phase that keeps statistics and counters on the client."""
         return (Travels(local=TRACKED),)
 
 

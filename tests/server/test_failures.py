@@ -532,7 +532,7 @@ def test_fixbn_names_its_frozen_statistics(federate, datasets, mlp) -> None:
         ),
         (
             FedAvgM(server_learning_rate=9.0),
-            "server-learning-rate=9. In small runs its default, 1, helped.",
+            "server-learning-rate=9. In small runs, its default, 1, helped.",
             "eta=",
         ),
         (
