@@ -327,7 +327,7 @@ def make_hooks(names: Collection[str], context: HookContext) -> dict[str, Client
         if name not in makers:
             raise ConfigError(
                 f"{unknown_name('client hook', name, makers)} If its strategy belongs"
-                " to your own project, write @register above the class of its method, and"
-                " also import its module in the client app."
+                " to your own project, write @register above the class of its method,"
+                " and also import its module in the client app."
             )
     return {name: makers[name].client_hooks[name](context) for name in names}

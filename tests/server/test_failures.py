@@ -521,7 +521,7 @@ def test_fixbn_names_its_frozen_statistics(federate, datasets, mlp) -> None:
             FedAdam(eta=100.0),
             (
                 "the server's steps are too large: server-learning-rate=100. In small"
-                " runs its default, 0.1, helped."
+                " runs, its default, 0.1, helped."
             ),
             "T*",
         ),
