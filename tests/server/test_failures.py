@@ -537,7 +537,7 @@ def test_fixbn_names_its_frozen_statistics(federate, datasets, mlp) -> None:
         ),
         (
             FedProx(proximal_mu=2.0),
-            "With proximal-mu=2 a learning-rate above 2 / proximal-mu",
+            "With proximal-mu=2, a learning-rate above 2 / proximal-mu",
             "eta=",
         ),
         (FedProx(proximal_mu=0.0), "a lower learning-rate", "proximal-mu"),
