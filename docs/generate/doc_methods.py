@@ -189,7 +189,7 @@ def _box(
     links += [
         f"[code]({_UP}{code})",
         f"[recipe]({_UP}{_recipe(method.name)})",
-        "[lines for your app](../flower-projects.md)",
+        "[your app](../flower-projects.md)",
     ]
     lines.append(f"**Read:** {', '.join(links)}")
     for line in lines:
@@ -225,10 +225,15 @@ def _measured(method: StrategyClass, results: Mapping[str, Any]) -> str:
 
 
 def _setting(row: Mapping[str, Any], results: Mapping[str, Any]) -> str:
-    title = results["studies"][row["study"]]["title"]
-    return ", ".join(
-        [title, *(str(row[key]) for key in ("case", "note") if key in row)]
-    )
+    return ", ".join([_link(results["studies"][row["study"]]), *_details(row)])
+
+
+def _link(study: Mapping[str, Any]) -> str:
+    return f"[{study['name']}](../results/{study['page']})"
+
+
+def _details(row: Mapping[str, Any]) -> list[str]:
+    return [str(row[key]) for key in ("case", "note") if key in row]
 
 
 def _docstring(module: Any) -> tuple[str, str]:
@@ -281,10 +286,9 @@ def _reached(
             study = results["studies"][row["study"]]
             if "here" not in row:
                 continue
-            link = f"[{study['name']}](../results/{study['page']})"
+            link = _link(study)
             if "paper" in row:
-                details = [str(row[key]) for key in ("case", "note") if key in row]
-                text = ", ".join([link, *details])
+                text = ", ".join([link, *_details(row)])
                 yield f"| {of}{text} | {row['here']} | {row['paper']} |"
             else:
                 file = study["page"].partition("#")[0]
