@@ -71,6 +71,7 @@ _RESULTS = {"papers.md": "the papers' tables", "which-method.md": "ten methods"}
 _UP = "../../"  # from docs/methods to the root
 StrategyClass = type[Strategy]
 
+
 def method_pages(root: Path) -> dict[Path, str]:
     """Return the text of ``docs/methods/NAME.md`` for every method, of the options and
     the combinations, by path.
@@ -88,6 +89,7 @@ def method_pages(root: Path) -> dict[Path, str]:
             pages[folder / page_of(name)] = _page(method, root, results)
     return pages | {folder / "options.md": _options_page(root) + _combinations()}
 
+
 def page_of(name: str) -> str:
     """Return the file of a method's page: the methods of one module share the page of
     the first.
@@ -98,6 +100,7 @@ def page_of(name: str) -> str:
         for first, other in STRATEGIES.items()
         if other.__module__ == module
     )
+
 
 def method_title(method: StrategyClass) -> str:
     """Return the paper's name of a method, with which its docstring begins, or the
@@ -111,6 +114,7 @@ def method_title(method: StrategyClass) -> str:
     if len(same) > 1:
         return ", ".join(same)
     return _docstring(sys.modules[method.__module__])[0].partition(":")[0]
+
 
 def _page(method: StrategyClass, root: Path, results: Mapping[str, Any]) -> str:
     file = method.__module__.replace(".", "/") + ".py"
@@ -148,6 +152,7 @@ def _page(method: StrategyClass, root: Path, results: Mapping[str, Any]) -> str:
         ]
     )
 
+
 def _with_when(body: str) -> tuple[str, list[str], str]:
     """Return what stands before the section "When", its two paragraphs, and the rest."""
     head, _, rest = body.partition("## When\n")
@@ -157,6 +162,7 @@ def _with_when(body: str) -> tuple[str, list[str], str]:
         [" ".join(text.split()) for text in when.strip().split("\n\n")],
         mark + rest,
     )
+
 
 def _box(
     method: StrategyClass, when: list[str], results: Mapping[str, Any]
@@ -189,6 +195,7 @@ def _box(
         yield ""
         yield f"    {line}"
 
+
 def _measured(method: StrategyClass, results: Mapping[str, Any]) -> str:
     """Return a result of the method beside FedAvg's with BatchNorm in the same study;
     "" without one.
@@ -215,19 +222,24 @@ def _measured(method: StrategyClass, results: Mapping[str, Any]) -> str:
             )
     return ""
 
+
 def _setting(row: Mapping[str, Any], results: Mapping[str, Any]) -> str:
     return ", ".join([_link(results["studies"][row["study"]]), *_details(row)])
+
 
 def _link(study: Mapping[str, Any]) -> str:
     return f"[{study['name']}](../results/{study['page']})"
 
+
 def _details(row: Mapping[str, Any]) -> list[str]:
     return [str(row[key]) for key in ("case", "note") if key in row]
+
 
 def _docstring(module: Any) -> tuple[str, str]:
     """Return the summary and the rest; code quotes are Markdown's."""
     first, _, body = inspect.cleandoc(module.__doc__).partition("\n\n")
     return first.replace("\n", " "), body.replace("``", "`").strip()
+
 
 def _settings(method: StrategyClass) -> Iterator[str]:
     common = {name: field.default for name, field in Params.model_fields.items()}
@@ -247,8 +259,10 @@ def _settings(method: StrategyClass) -> Iterator[str]:
     own = own or ["none of its own"]
     yield f"[Config keys](../config.md): {', '.join(own)}."
 
+
 def _recipe(name: str) -> str:
     return f"apps/main/recipes/{name}.yaml"
+
 
 def _reached(
     method: StrategyClass, root: Path, results: Mapping[str, Any]
@@ -288,6 +302,7 @@ def _reached(
         ]
         yield f"More results: {', '.join(links_or_pages)}."
 
+
 def _combinations() -> str:
     roles = ("local-part", "client-hooks", "server-step")
     named = [
@@ -314,12 +329,14 @@ def _combinations() -> str:
     ]
     return "\n".join([*lines, ""])
 
+
 def _combine(one: StrategyClass, other: StrategyClass) -> bool:
     try:
         combined(one, other)
     except ConfigError:
         return False
     return True
+
 
 def _options_page(root: Path) -> str:
     lines = [
