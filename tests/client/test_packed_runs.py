@@ -222,7 +222,7 @@ def test_a_damaged_piece_is_a_refused_reply_by_name_and_the_run_goes_on(
     for report in done.strategy.reports:
         assert report.rejected.keys() == {bad}
         assert f"node {bad} (partition {BAD}): " in report.rejected[bad]
-        assert "arrays in one piece" in report.rejected[bad]
+        assert "packed arrays cannot be read" in report.rejected[bad]
 
 
 def test_an_app_of_the_message_api_with_the_mod_first(run, user_app, same_bits) -> None:

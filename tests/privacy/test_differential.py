@@ -330,7 +330,7 @@ def test_a_client_that_does_not_clip_is_refused_by_name(
     DPWrapper(strategy, 0.0, 0.5, where="client")
     with pytest.raises(
         ClientPartError,
-        match=r"its update has norm .* to clip it to 0\.5\. Make `clipped_update`",
+        match=r"its update has norm .* clip it to 0\.5\. Make `clipped_update`",
     ):
         run_strategy(
             strategy, app_that_adds_five(bn_mod), mlp().state_dict(), 2, rounds=1

@@ -127,7 +127,7 @@ def machines(*cpus: float, addresses: str = "ab") -> list[tuple[str, float]]:
     ("settings", "found", "message"),
     [
         ({"strategy": "fedtan", "fedtan-transport": "channel"}, machines(1, 1), "the 3 clients of a round wait for"),
-        ({"strategy": "fedtan", "fedtan-transport": "channel"}, machines(2, 1), "fedtan-bind='127.0.0.1:0' is this"),
+        ({"strategy": "fedtan", "fedtan-transport": "channel"}, machines(2, 1), "fedtan-bind='127.0.0.1:0' is"),
         ({"strategy": "fedtan", "fedtan-transport": "channel"}, machines(2, 1, addresses="aa"), ""),
         ({"strategy": "fedtan"}, machines(1, 1), ""),
     ],

@@ -229,7 +229,7 @@ def test_it_is_seeded_and_takes_rows_and_norms() -> None:
         (
             "my_net:small_net",
             (
-                r"no module 'my_net' in the working directory.*Did you mean"
+                r"module 'my_net' is neither in the working directory.*Did you mean"
                 r" 'my_nets:small_net'\?"
             ),
         ),
@@ -251,7 +251,7 @@ def test_it_is_seeded_and_takes_rows_and_norms() -> None:
         (
             "my_nets:needs",
             (
-                r"'depth' and 'width'\. For these data it may take num_classes,"
+                r"'depth' and 'width'\. With these data, it may take num_classes,"
                 r" channels, size"
             ),
         ),

@@ -99,7 +99,7 @@ def images(num_classes, channels, size):
     model = make_model(Config.make({**settings, "model": "my_signals:net"}))
     assert model(torch.ones(2, CHANNELS, STEPS)).shape == (2, CLASSES)
     with pytest.raises(
-        ConfigError, match=r"'size'\. For these data .* num_classes, channels, length"
+        ConfigError, match=r"'size'\. With these data, .* num_classes, channels, length"
     ):
         make_model(Config.make({**settings, "model": "my_signals:images"}))
 
