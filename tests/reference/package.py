@@ -231,6 +231,9 @@ def run(case: Any, moved: float = 0.0) -> Result:
     hidden: set[int] = set()
     grid_of = RecordingBarrierGrid if case.transport == "barrier" else RecordingGrid
     workers = 2 if case.engine == "workers" else 0
+    # The clients of a round wait for one another in the channel.
+    if workers and case.transport == "channel":
+        workers = len(datasets)
     # Clients that meet in a channel are at work at the same time.
     threads = len(datasets) if case.transport == "channel" else 1
     with InProcessGrid(app, len(datasets), workers=workers, threads=threads) as inner:
