@@ -67,16 +67,12 @@ RAY: Mapping[str, Mapping[str, Any]] = {
     # One of each way in which methods use the engine; those left out send what one of
     # these sends.
     "fedavg": {},
-    "fedadam": {"strategy": "fedadam"},  # a server's step
     "scaffold": {"strategy": "scaffold"},  # a part that goes both ways
     "fedbn": {"strategy": "fedbn"},  # a part that stays with the clients
     "staticbn": {"strategy": "staticbn"},  # queries
-    "fixbn": {"strategy": "fixbn"},
     "fbn": {"strategy": "fbn", "fbn-measure": "pass"},
-    "hbn": {"strategy": "hbn", "share-alpha": True},
     "fedtan": {"strategy": "fedtan", "fedtan-transport": "channel"},
     "fedtan2": {"strategy": "fedtan2"},  # by messages
-    "fedbs": {"strategy": "fedbs"},
     "test-bn": {"eval-on": "global,global-test-bn", "test-bn": "mix"},
 }
 
