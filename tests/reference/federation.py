@@ -440,8 +440,10 @@ class Federation:
         # A resumed run does not know that nobody has trained.
         known = case.again != "resume" or t <= case.resumed_after
         everybody = refusing and len(refusing) == len(self.drawn(t))
-        # The sentence has the number of steps: another one is another error.
-        everybody = everybody and len({*map(self.num_steps, refusing)}) == 1
+        # The sentence has the number of steps, at the end of those that were taken:
+        # another number is another error.
+        numbers = {len(c.losses) or self.num_steps(c) for c in refusing}
+        everybody = everybody and len(numbers) == 1
         if everybody and known and not self.anybody:
             raise AllRefuse
         self.anybody |= bool(trained)
