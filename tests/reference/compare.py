@@ -95,9 +95,9 @@ def differences(
 def _differences(
     found: package.Result, right: package.Result, allowed: float
 ) -> Iterator[tuple[str, float]]:
-    # The legacy loop ends before the last test if no round was used, and the server
-    # undoes a round at its next call.
-    ended = found.way == "legacy" and not found.used
+    # If no round was used, the command writes no model, and the legacy loop ends before
+    # the last test and the undoing of the last round.
+    ended = found.way in ("legacy", "command") and not found.used
     for t, other in right.history.items():
         if t not in found.history and ended:
             continue

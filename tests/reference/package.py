@@ -222,7 +222,7 @@ def training_of(case: Any) -> LocalTraining:
 def run(case: Any, moved: float = 0.0) -> Result:
     """Run the case with the package."""
     if case.way == "command":
-        return command.run(case, data_of(case, moved), Result())
+        return command.run(case, data_of(case, moved), Result(way=case.way))
     dtype = getattr(torch, case.dtype)
     datasets = [Points(x, y) for x, y in data_of(case, moved)]
     make = functools.partial(model_of, case, dtype)
