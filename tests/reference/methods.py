@@ -187,7 +187,9 @@ class FedRep(Method):
                 g[name] = None
 
     def refuses(self, client: Client) -> bool:
-        return self.fed.num_steps(client) <= self.fed.case.head_steps
+        # A loop of the user's shows its number of steps only at its end.
+        too_few = self.fed.num_steps(client) <= self.fed.case.head_steps
+        return too_few and not self.fed.case.in_loop
 
     def incomplete(self, client: Client) -> bool:
         return 0 < client.sends["steps"] <= self.fed.case.head_steps
