@@ -1,4 +1,4 @@
-"""The client code: ``TorchClient``, and mod and hooks for users' own training loops."""
+"""The client code, with ``TorchClient``, the mod and hooks for other training loops."""
 
 from __future__ import annotations
 

@@ -25,8 +25,8 @@ def references_of(run: RunFiles, against: Sequence[Path] = ()) -> list[RunFiles]
 
     Args:
         run: the run of the report.
-        against: folders to compare with; by default all comparable runs in the same
-            parent folder, training alone first.
+        against: folders of the runs to compare with. By default, these are up to three
+            comparable runs in the same parent folder, with training alone first.
 
     Raises:
         ConfigError: a folder of ``against`` does not belong to a comparable run.
@@ -34,10 +34,10 @@ def references_of(run: RunFiles, against: Sequence[Path] = ()) -> list[RunFiles]
     if against:
         found = [RunFiles.read(folder) for folder in against]
         for one in found:
-            other = _differs(run, one)
-            if other:
+            reason = _differs(run, one)
+            if reason:
                 raise ConfigError(
-                    f"--against {one.folder}: {other}. Compare runs with the same data,"
+                    f"--against {one.folder}: {reason}. Compare runs with the same data,"
                     " split, seed and test."
                 )
         return found
@@ -54,7 +54,7 @@ def references_of(run: RunFiles, against: Sequence[Path] = ()) -> list[RunFiles]
 
 
 def alone_command(config: Config, out: Path) -> str:
-    """Return the command that trains each site of a run alone, with the same test."""
+    """Return the command that trains each site on its own data, with the same test."""
     values = config.to_mapping()
     defaults = {field.alias: field.default for field in Config.model_fields.values()}
     options = [f"--set strategy={ALONE}", "--set eval-on=personal-own"]
@@ -89,7 +89,8 @@ class Comparison:
     Attributes:
         reference: the other run.
         by_site: the difference at each site, by name.
-        better, worse: numbers of sites at which the run is better or worse.
+        better: the number of sites at which the run is better.
+        worse: the number of sites at which the run is worse.
         difference: the mean over the sites.
         low: the lower end of its 95 % interval, from the sites' paired bootstraps.
         high: the upper end; both are None if a site has no interval.

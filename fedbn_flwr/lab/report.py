@@ -200,27 +200,26 @@ def _tested_sites(
 def _answer(
     run: RunFiles, sites: Sequence[Mapping[str, Any]], comparison: Comparison | None
 ) -> dict[str, Any]:
-    """Return the numbers of the answer, which the template says in words."""
+    """Return the numbers of the answer for the template."""
     metric = quantity_of(run.headline)
-    order = max if higher_is_better(metric) else min
+    best, worst, sign, extreme = max, min, 1, "Lowest"
+    if not higher_is_better(metric):
+        best, worst, sign, extreme = min, max, -1, "Highest"
     rounds, values = run.curve(run.headline)
     known = [row for row in sites if row.get("value") is not None]
-    worst = min if higher_is_better(metric) else max
     totals = run.summary.get("ledger") or ledger_of(run.lines)
-    gain = 0.0
-    if comparison:
-        gain = comparison.difference * (1 if higher_is_better(metric) else -1)
     return {
         "run": run,
         "metric": metric,
         "unit": " points" if in_percent(metric) else "",
         "value": run.final.get(run.headline),
-        "best": order(values) if values else None,
-        "best_round": rounds[values.index(order(values))] if values else None,
+        "best": best(values) if values else None,
+        "best_round": rounds[values.index(best(values))] if values else None,
         "sites": sites,
+        "extreme": extreme,
         "lowest": worst(known, key=lambda row: row["value"]) if known else None,
         "comparison": comparison,
-        "gain": gain,
+        "gain": sign * comparison.difference if comparison else 0.0,
         "mebibytes": (totals.get("bytes-down", 0) + totals.get("bytes-up", 0)) / 2**20,
         "exchanges": totals.get("exchanges", 0),
         "seconds": sum(line["seconds"] for line in run.lines),

@@ -1,7 +1,6 @@
-"""Values that a process keeps until the end of a run: warnings that it has given, models
-that it has tried.
+"""The memory of a process for one run, such as warnings and built models.
 
-A client, and often its model, is made for each message, so neither can keep them.
+A client and often its model are made for each message, so they cannot keep such values.
 """
 
 from __future__ import annotations
@@ -14,8 +13,8 @@ __all__ = ["first_time", "is_noted", "kept_for_run", "memory_of_run", "note"]
 
 T = TypeVar("T")
 
-# A registry: no object of a client exists as long as its run does. The end of a run
-# empties it, so the next run in this process gives the same warnings.
+# This is a registry, because no object of a client exists as long as its run. The end of
+# a run empties the registry, so the next run in the process gives the same warnings.
 _KEPT: dict[str, Any] = {}
 
 
@@ -29,9 +28,10 @@ def memory_of_run() -> Iterator[None]:
 
 
 def kept_for_run(name: str, make: Callable[[], T]) -> T:
-    """Return the object of this name; ``make`` makes it once in a run."""
-    kept: T = _KEPT.setdefault(name, make())
-    return kept
+    """Return the object of this name, made by ``make`` at its first use in a run."""
+    kept: T | None = _KEPT.get(name)
+    # Another thread may have made the object in the meantime.
+    return _KEPT.setdefault(name, make()) if kept is None else kept
 
 
 def is_noted(*fact: Hashable) -> bool:
@@ -45,7 +45,7 @@ def note(*fact: Hashable) -> None:
 
 
 def first_time(*fact: Hashable) -> bool:
-    """Note the fact; return whether it is new in this run."""
+    """Note the fact and return whether it is new in this run."""
     is_new = not is_noted(*fact)
     note(*fact)
     return is_new

@@ -173,9 +173,10 @@ def say(text: object = "", style: str | None = None, on: Console = console) -> N
 
 @contextmanager
 def exit_codes(*bad_input: type[FedBNError]) -> Iterator[None]:
-    """Turn errors into exit codes: 2 for bad usage, config or data, else 1.
+    """Turn errors into exit codes.
 
-    The code is 130 for Ctrl-C and 143 for SIGTERM, as in a shell.
+    The code is 2 for bad usage, config or data, 130 for Ctrl-C and 143 for SIGTERM, and
+    1 for other errors.
 
     Args:
         bad_input: further errors with code 2.
@@ -206,7 +207,7 @@ def _terminate(*_: object) -> None:
 
 @contextmanager
 def interrupt(what_is_saved: Callable[[], str]) -> Iterator[None]:
-    """Let SIGTERM end a command like Ctrl-C; both errors list the saved files."""
+    """Let SIGTERM end a command like Ctrl-C, with a list of the saved files."""
     # The main thread raises it, like KeyboardInterrupt, so every ``finally`` runs.
     before = signal.signal(signal.SIGTERM, _terminate)
     try:
@@ -247,7 +248,7 @@ class Scores:
         self._last: dict[str, str] = {}
 
     def after(self, line: Any) -> str:
-        """Return the loss and scores after a line of metrics; "" if there are none yet."""
+        """Return the loss and scores after a line of metrics, or an empty text."""
         for key, label in self._labels.items():
             if line.get(key) is not None:
                 self._last[label] = f"{label} {line[key]:.4f}"
@@ -290,5 +291,5 @@ def progress(
 
 
 def quiet_flower() -> None:
-    """Hide Flower's log of every round; warnings and errors still show."""
+    """Hide Flower's log of every round, but not its warnings and errors."""
     logging.getLogger("flwr").setLevel(logging.WARNING)

@@ -1,8 +1,7 @@
-"""The half of the check that needs no torch; a value for each problem of a config, and the
-error with all.
+"""Checks of a config that need no torch.
 
-Each key by itself, names, keys together, keys without effect. What needs the registries,
-own data or the methods is in ``check_run.py``.
+They check each key, the names, the keys together, and keys without effect.
+``check_run.py`` has the checks that need the registries, the user's data or the methods.
 """
 
 from __future__ import annotations
@@ -174,7 +173,7 @@ def _of_tests(config: Fields) -> Iterator[Problem]:
 
 
 def _of_privacy(config: Fields) -> Iterator[Problem]:
-    """Yield what is wrong with the keys of the protections together."""
+    """Yield the conflicts between the keys of the protections."""
     # A protection needs clients.
     if config.strategy == CENTRALIZED:
         text = "strategy=centralized has no clients"
@@ -194,15 +193,15 @@ def _of_privacy(config: Fields) -> Iterator[Problem]:
             " counts rounds"
         )
         yield Problem("conflict", text, "norm")
-    # Runs without privacy import its settings alone.
+    # A run without privacy imports only its settings.
     rows = [*DPSettings.rows, *([MASKED_UPDATES] if config.masked_sums else [])]
     for problem in check(rows, config, Known()):
         if problem.effect == "refuse":
             yield problem.spelled("-")
     if config.dp == "off":
         return
-    # With noise neither whether a round has a result nor which one is the best may
-    # depend on the clients' data.
+    # With noise, the clients' data must not determine whether a round has a result, or
+    # which round is the best.
     if config.min_replies > 1:
         text = (
             f"min-replies={config.min_replies}: a round with noise has a result whoever"
@@ -219,9 +218,7 @@ def _of_privacy(config: Fields) -> Iterator[Problem]:
 
 # --- keys without effect --------------------------------------------------------------
 def has_no_effect(config: Fields) -> dict[str, str]:
-    """Return the keys that are set and that this run cannot use, each with what it
-    needs.
-    """
+    """Return the keys that are set without effect in this run, with their needs."""
     unused: dict[str, str] = {}
     values, defaults = values_of(config), defaults_of(type(config))
 

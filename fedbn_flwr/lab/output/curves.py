@@ -45,7 +45,7 @@ def draw_curves(lines: Sequence[Mapping[str, Any]], score: str) -> bytes:
             # A single point has no line.
             marker = "o" if len(rounds) < 4 else ""
             axis.plot(rounds, values, style, label=key, linewidth=1.3, marker=marker)
-        # the round from which BatchNorm is frozen
+        # Mark the round of the freeze of BatchNorm.
         if frozen:
             axis.axvline(frozen[0], color="grey", linewidth=0.8, linestyle=":")
         axis.set(xlabel="server round", ylabel=label)

@@ -18,9 +18,9 @@ __all__ = ["EVERYTHING", "Selection", "load_study"]
 
 @dataclass(frozen=True)
 class Selection:
-    """Names of methods and splits, and seeds; an empty one selects all of its kind.
+    """The methods, splits and seeds to run. An empty list selects all.
 
-    The trials of ``tune`` have seeds of their own, which ``seeds`` does not limit.
+    ``seeds`` does not limit the trials of ``tune``, because they have their own seeds.
     """
 
     methods: Sequence[str] = ()
@@ -82,11 +82,11 @@ def load_study(path: Path, overrides: Sequence[str] = ()) -> Study:
 
 
 def _problems_of(study: Study, given: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what is wrong, with the name of the run.
+    """Yield the problems of a study, each with the name of the run.
 
     Args:
         study: the study, with the settings of the command in its ``base``.
-        given: those settings.
+        given: the settings of the command.
     """
     # Its names.
     yield from _wrong_names(study)
@@ -112,7 +112,7 @@ def _problems_of(study: Study, given: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _wrong_names(study: Study) -> Iterator[str]:
-    """Yield what is listed twice, and names that are none of the study."""
+    """Yield repeated entries, and names that the study does not contain."""
     for what, values in _lists(study):
         repeated = {str(value) for value in values if values.count(value) > 1}
         if repeated:
@@ -128,7 +128,7 @@ def _problems_of_runs(study: Study) -> Iterator[str]:
     """Yield shared folders, wrong settings, and runs that are tied together."""
     folders: dict[Path, tuple[str, str, str, int]] = {}
     tied: dict[str, str] = {}
-    shares: dict[str, float] = {}  # of the runs, which come before the trials
+    shares: dict[str, float] = {}  # Runs come before trials.
     for cell in (*study.cells(), *study.trials()):
         # Two names may become one folder: A on b/c, and A/b on c.
         folder = cell.folder(Path())
@@ -191,7 +191,7 @@ def _places(study: Study) -> Iterator[tuple[str, Collection[str]]]:
 
 
 def _lists(study: Study) -> Iterator[tuple[str, Sequence[Any]]]:
-    """Yield each list in the file, in which nothing may be twice."""
+    """Yield each list of the file whose entries must differ."""
     yield "seeds", study.seeds
     yield "metrics", study.metrics
     if study.tune:

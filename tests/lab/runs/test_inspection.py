@@ -163,7 +163,7 @@ def broadcasts(grid: RecordingGrid, message_type: str) -> dict[int, list[ArrayRe
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@settings(max_examples=3, deadline=None, derandomize=True, database=None)
+@settings(max_examples=2, deadline=None, derandomize=True, database=None)
 @example(own={"transport": "barrier"})
 @example(own={"norm": "group"})
 @example(own={"momentum-scope": "global", "transport": "messages"})

@@ -33,7 +33,7 @@ def test_every_strategy_ends_on_a_gpu_where_it_ends_on_the_cpu(
 ) -> None:
     settings = {
         "model": "lenet",
-        "num-clients": 3,
+        "num-clients": 2,
         "num-server-rounds": 2,
         "local-steps": 2,
         "batch-size": 8,
