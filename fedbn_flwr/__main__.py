@@ -9,8 +9,6 @@ import sys
 
 from fedbn_flwr.errors import MissingExtraError
 
-__all__ = ["main"]
-
 
 def main() -> None:
     """Run the command line.

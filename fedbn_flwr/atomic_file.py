@@ -7,8 +7,6 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
-__all__ = ["remove_leftovers", "write_atomically"]
-
 
 def write_atomically(path: Path, content: bytes | str, mode: int = 0o666) -> None:
     """Write a file in one step.

@@ -15,8 +15,6 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
-__all__ = ["imported_when_used"]
-
 
 def imported_when_used(
     package: str, where: Mapping[str, str]

@@ -14,16 +14,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-__all__ = [
-    "begin_fork",
-    "forking",
-    "has_bfloat16",
-    "keep_freed_memory",
-    "memory_bytes",
-    "num_cores",
-    "threads",
-]
-
 _ARENA_MAX, _MMAP_THRESHOLD, _TRIM_THRESHOLD = -8, -3, -1  # options of mallopt(3)
 _GROUPS, _OWN = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 

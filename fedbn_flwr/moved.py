@@ -9,8 +9,6 @@ from importlib.abc import Loader
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
-__all__ = ["MOVED", "OldNames"]
-
 MOVED = {
     "lab.models.registry": "lab.models.models_by_name",
     "server.runs.run": "server.runs.run_state",

@@ -16,8 +16,6 @@ from typing import Any, Literal
 
 from fedbn_flwr.errors import ConfigError, FedBNError
 
-__all__ = ["BEFORE_A_RUN", "Known", "Problem", "Stage", "check", "tell"]
-
 logger = logging.getLogger("flwr")
 
 Stage = Literal["settings", "run", "model", "start", "sending", "replies", "diverged"]

@@ -23,8 +23,6 @@ from torch.nn import functional
 from fedbn_flwr.norms.own_forward import random_input
 from fedbn_flwr.training.model_state import copied
 
-__all__ = ["outer_affine"]
-
 # Number of parameters that are tried in pairs.
 _MOST = 4
 

@@ -23,15 +23,6 @@ from fedbn_flwr.training.freezing import refuse_scripted, restored_modes, stays_
 from fedbn_flwr.training.model_state import not_compiled
 from fedbn_flwr.training.replaced_method import replace_method
 
-__all__ = [
-    "ForwardFunction",
-    "layers_in_training",
-    "normalise",
-    "replace_forward",
-    "replaceable_layers",
-    "watch_inputs",
-]
-
 ForwardFunction = Callable[[_BatchNorm, Tensor], Tensor]
 """``compute(layer, x)`` returns a layer's output in training.
 

@@ -34,8 +34,6 @@ from fedbn_flwr.training.model_state import (
     wrapper_prefix,
 )
 
-__all__ = ["answer_query", "answer_statistics"]
-
 
 def answer_query(message: Message, context: Context, loader: Any) -> Message:
     """Return the answer to the strategies' ``query``.

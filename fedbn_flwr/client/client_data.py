@@ -20,8 +20,6 @@ from fedbn_flwr.training.loaded import LoadedBatches
 from fedbn_flwr.training.randomness import torch_generator
 from fedbn_flwr.training.tasks import Task
 
-__all__ = ["ClientData", "ClientStreams", "Examples", "as_batches"]
-
 Examples = Batches | Dataset[Any]
 """A data set that a ``TorchClient`` takes."""
 

@@ -63,8 +63,6 @@ from fedbn_flwr.training.optimizer_hooks import (
     stepping_optimizers,
 )
 
-__all__ = ["Hooks", "bn_rules"]
-
 # Methods of hooks that act once in a round, or add something up over the round.
 _PER_ROUND = ("start", "penalty", "gradients", "survey", "reply", "keep")
 

@@ -50,8 +50,6 @@ from fedbn_flwr.messages.records import (
 )
 from fedbn_flwr.training.client_hook import OWN_MODEL, ClientHook, Entries
 
-__all__ = ["ClientStorage", "KeptState", "own_entries", "state_dir"]
-
 _VERSION = 1
 _RECORDS = (KEPT, KEPT_BY_HOOKS)
 # Names of the records' copies from before the round, by the name of the record.

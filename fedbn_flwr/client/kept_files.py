@@ -18,8 +18,6 @@ from fedbn_flwr.checked_file import read_checked, remove_leftovers, write_checke
 from fedbn_flwr.errors import StateError
 from fedbn_flwr.messages.protocol import Continuity
 
-__all__ = ["KeptFiles", "partition_folder"]
-
 logger = logging.getLogger("flwr")
 
 _FILE = re.compile(

@@ -15,8 +15,6 @@ from fedbn_flwr.messages.protocol import OUTBOX
 from fedbn_flwr.messages.records import of_kind, to_record, to_state
 from fedbn_flwr.training.client_hook import ClientHook
 
-__all__ = ["fill_outbox", "is_filled", "open_outbox", "records_in", "take_records"]
-
 
 def records_in(context: Context | None, box: str) -> dict[str, ArrayRecord]:
     """Return the records of ``box`` (INBOX or OUTBOX) by name."""

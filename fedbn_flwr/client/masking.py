@@ -63,8 +63,6 @@ from fedbn_flwr.privacy.masks import Party, PublicKeys, about
 from fedbn_flwr.privacy.ring import FixedPoint
 from fedbn_flwr.transport import Reducer, wrap_reducers
 
-__all__ = ["masked_update"]
-
 _IN_THE_CLEAR = (APPLIED, LOCAL_SHA256, LOCAL_HOME, LOCAL_BEGAN, PARTITION_ID)
 
 

@@ -42,8 +42,6 @@ from fedbn_flwr.messages.protocol import (
 from fedbn_flwr.messages.versions import as_text, own_versions
 from fedbn_flwr.privacy.coordinates import CLIP
 
-__all__ = ["SizedApp", "client_app"]
-
 
 class RepeatableApp(ClientApp):
     """A ClientApp whose function draws from seeded generators.

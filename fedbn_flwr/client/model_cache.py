@@ -55,16 +55,6 @@ from fedbn_flwr.training.randomness import seeded
 from fedbn_flwr.training.run_memory import first_time, kept_for_run
 from fedbn_flwr.training.tasks import Task
 
-__all__ = [
-    "BuildModel",
-    "CachedModel",
-    "Received",
-    "entries_that_stay",
-    "load_received",
-    "model_cache",
-    "returned_entries",
-]
-
 logger = logging.getLogger("flwr")
 
 BuildModel = Callable[[], nn.Module]

@@ -29,8 +29,6 @@ from fedbn_flwr.messages.protocol import (
 )
 from fedbn_flwr.messages.records import of_kind
 
-__all__ = ["ModelSpec", "StateLocation"]
-
 _FILE = "model.safetensors"
 
 

@@ -13,8 +13,6 @@ from torch import Tensor, nn
 
 from fedbn_flwr.errors import ConfigError
 
-__all__ = ["NotedModel"]
-
 
 class _Noted(NamedTuple):
     parameter: nn.Parameter

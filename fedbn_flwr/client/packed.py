@@ -11,8 +11,6 @@ from fedbn_flwr.compat.flower import earlier_mods
 from fedbn_flwr.messages.packing import FORMAT, in_one_piece, is_packed, unpacked
 from fedbn_flwr.messages.protocol import PACKS, add_info
 
-__all__ = ["packed"]
-
 logger = logging.getLogger("flwr")
 
 

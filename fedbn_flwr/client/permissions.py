@@ -18,8 +18,6 @@ from fedbn_flwr.compat.flower import on_network_node
 from fedbn_flwr.errors import NOT_ALLOWED, ConfigError
 from fedbn_flwr.messages.protocol import ALLOW_MODULES, ALLOW_PATHS, Key
 
-__all__ = ["check_module", "check_path"]
-
 
 def check_path(context: Context, key: str, path: str) -> None:
     """Refuse a path of the run's config outside the folders of ``allow-paths``.

@@ -20,21 +20,6 @@ from fedbn_flwr.errors import ConfigError, StateError
 from fedbn_flwr.messages.protocol import FINGERPRINT
 from fedbn_flwr.messages.records import tensors
 
-__all__ = [
-    "ABSENT",
-    "AVERAGED",
-    "FINE_TUNED",
-    "KEPT_HASHES",
-    "SiteState",
-    "client_file",
-    "global_state",
-    "metadata",
-    "personal_state",
-    "read_state",
-    "site_state",
-    "why_absent",
-]
-
 ABSENT = "absent: it stays with the clients"
 """The metadata of ``model.safetensors`` for a part of the state that is left out."""
 

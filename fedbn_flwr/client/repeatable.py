@@ -23,8 +23,6 @@ from fedbn_flwr.errors import (
 from fedbn_flwr.messages.protocol import merged_config, message_seed
 from fedbn_flwr.training.randomness import seed_generators, seed_secretly
 
-__all__ = ["repeatable"]
-
 
 def repeatable(mod: Mod) -> Mod:
     """Return ``mod`` as a mod that seeds the random draws of the app's function.

@@ -30,8 +30,6 @@ from fedbn_flwr.messages.protocol import (
 from fedbn_flwr.messages.records import from_record, of_kind, tensors, to_record
 from fedbn_flwr.transport import NextExchange, Replay
 
-__all__ = ["clear_log", "log_answer", "log_sent", "replay"]
-
 
 def log_answer(
     context: Context | None, parameters: list[Array], config: dict[str, Any]

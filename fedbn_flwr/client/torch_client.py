@@ -71,8 +71,6 @@ from fedbn_flwr.training.settings import LocalTraining
 from fedbn_flwr.training.tasks import CLASSIFICATION, Task
 from fedbn_flwr.transport import StopStep
 
-__all__ = ["TorchClient"]
-
 
 class TorchClient(NumPyClient):
     """Trains and evaluates a torch model for any strategy of this package.

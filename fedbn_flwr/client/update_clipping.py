@@ -11,8 +11,6 @@ from fedbn_flwr.messages.protocol import merged_config
 from fedbn_flwr.messages.records import of_kind, to_record, views
 from fedbn_flwr.privacy.coordinates import CLIP, Coordinates, clipped
 
-__all__ = ["clipped_update"]
-
 
 def clipped_update(
     message: Message, context: Context, call_next: ClientAppCallable

@@ -31,8 +31,6 @@ from flwr.supercore.runtime_version_compatibility import RuntimeVersionMetadata
 from flwr.supernode.fleet_http_client import FleetHttpClient
 from flwr.supernode.node_auth_http_interceptor import NodeAuthHttpInterceptor
 
-__all__ = ["REFUSED", "RefusedKey", "private_key", "public_bytes", "try_key"]
-
 REFUSED = "refused"
 
 

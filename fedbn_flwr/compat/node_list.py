@@ -20,8 +20,6 @@ from flwr.proto.control_pb2 import (
 )
 from flwr.supercore.constant import NodeStatus
 
-__all__ = ["register_exactly"]
-
 
 def register_exactly(connection: str, keys: Mapping[str, bytes]) -> list[str]:
     """Register these nodes, unregister all others, and return a line for each node.

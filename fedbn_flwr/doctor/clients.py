@@ -16,16 +16,6 @@ from torch.utils.data import DataLoader, IterableDataset
 from fedbn_flwr.errors import DataError
 from fedbn_flwr.training.randomness import seeded
 
-__all__ = [
-    "ClientExamples",
-    "Loaders",
-    "classes_of",
-    "inputs_at",
-    "mixed_batches",
-    "outputs_of",
-    "read_clients",
-]
-
 Loaders = Mapping[Any, Iterable[Any]] | Sequence[Iterable[Any]]
 """A loader for each client, by name or in order. Each loader yields batches (inputs,
 targets), as a ``DataLoader`` does.

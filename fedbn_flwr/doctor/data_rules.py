@@ -25,20 +25,6 @@ from fedbn_flwr.doctor.thresholds import (
 )
 from fedbn_flwr.norms.replaced_layers import shown_path
 
-__all__ = [
-    "client_below",
-    "client_classes",
-    "client_inputs",
-    "client_repeats",
-    "clients_differ",
-    "clients_named",
-    "feature_shift",
-    "label_skew",
-    "small_batch",
-    "train_test_mismatch",
-    "unmoved_statistics",
-]
-
 
 def small_batch(m: Measurements) -> Finding | None:
     """Batches of up to four examples, so that their statistics are mostly noise."""

@@ -33,8 +33,6 @@ from fedbn_flwr.training.model_state import unwrap, wrapper_prefix
 from fedbn_flwr.training.randomness import seeded
 from fedbn_flwr.training.state_file import tensors_by_name
 
-__all__ = ["diagnose", "diagnose_clients", "diagnose_state"]
-
 _SCRIPTED = "TorchScript layers cannot be observed. Pass the plain module."
 
 

@@ -38,16 +38,6 @@ from fedbn_flwr.doctor.thresholds import (
 )
 from fedbn_flwr.errors import needs_package
 
-__all__ = [
-    "Compared",
-    "EachClient",
-    "below_median",
-    "class_mixes",
-    "distinct_share",
-    "stand_out",
-    "statistics",
-]
-
 # Class mixes get half of the level, because counts of few examples are weak evidence.
 _SHARE_OF_CLASSES = 0.5
 _OTHERS = 3  # measures that share the rest: inputs, distinct examples, accuracy

@@ -10,8 +10,6 @@ from typing import Any
 
 from fedbn_flwr.norms.replaced_layers import shown_path
 
-__all__ = ["Diagnosis", "Finding", "Remedy", "listed", "number_of"]
-
 _ROWS = 100  # clients with a row in the printed table
 
 

@@ -11,8 +11,6 @@ from fedbn_flwr.doctor.each_client import EachClient
 from fedbn_flwr.doctor.mismatch import Mismatch
 from fedbn_flwr.doctor.state import Missed
 
-__all__ = ["Measurements", "Training"]
-
 
 @dataclass(frozen=True)
 class Training:

@@ -31,8 +31,6 @@ from fedbn_flwr.errors import DataError, FedBNError
 from fedbn_flwr.training.freezing import layers_of
 from fedbn_flwr.training.model_state import copied, load_state
 
-__all__ = ["Measuring"]
-
 
 class Measuring:
     """Measures a model on data, without changing the model.

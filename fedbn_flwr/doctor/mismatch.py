@@ -26,8 +26,6 @@ from fedbn_flwr.errors import DataError
 from fedbn_flwr.training.batches import inputs_for
 from fedbn_flwr.training.model_state import copied
 
-__all__ = ["Loss", "Mismatch", "accuracy", "default_loss", "mismatch"]
-
 Loss = Callable[[Tensor, Tensor], Tensor]
 """Function that returns the mean loss of a batch, from outputs and targets, as
 ``nn.CrossEntropyLoss()`` does.

@@ -13,16 +13,6 @@ from fedbn_flwr.doctor.measured import Measurements
 from fedbn_flwr.doctor.thresholds import EXTREME_SHARE
 from fedbn_flwr.norms.replaced_layers import shown_path
 
-__all__ = [
-    "RULES",
-    "averaged_counters",
-    "extreme_variance",
-    "findings",
-    "name_filter",
-    "tested_by_batch",
-    "unusable_statistics",
-]
-
 
 def unusable_statistics(m: Measurements) -> Finding | None:
     """Values that make every test meaningless, such as a negative variance or NaN."""

@@ -21,19 +21,6 @@ from fedbn_flwr.errors import StateError
 from fedbn_flwr.training.model_state import wrapper_prefix
 from fedbn_flwr.training.state_file import load_file, open_state
 
-__all__ = [
-    "STATE_FILES",
-    "Missed",
-    "TensorState",
-    "averaged_counters",
-    "missed_entries",
-    "named",
-    "read_state_file",
-    "unmoved",
-    "unusable_statistics",
-    "variance_extremes",
-]
-
 STATE_FILES = (".safetensors", ".pt", ".pth", ".npz")
 
 TensorState = Mapping[str, Tensor]

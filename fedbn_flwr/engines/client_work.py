@@ -27,8 +27,6 @@ from fedbn_flwr.messages.protocol import message_seed
 from fedbn_flwr.training.turns import one_after_the_other, turn
 from fedbn_flwr.transport import Barrier, Reducer, use_reducers
 
-__all__ = ["Done", "InProcessMember", "Job", "OwnProcess", "work", "work_of"]
-
 logger = logging.getLogger("flwr")
 
 Outcome = tuple[Message, Context | None]

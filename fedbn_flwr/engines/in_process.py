@@ -49,8 +49,6 @@ from fedbn_flwr.training.randomness import numpy_generator
 from fedbn_flwr.transport import Barrier
 from fedbn_flwr.transport.polling_grid import ImmediateGrid, TellsProperties
 
-__all__ = ["InProcessGrid"]
-
 logger = logging.getLogger("flwr")
 
 _SHORTEST = 1e-4  # seconds, less than any client takes

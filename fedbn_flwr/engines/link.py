@@ -36,8 +36,6 @@ from flwr.app import Array as FlowerArray
 from fedbn_flwr.batchnorm.averaging import Array
 from fedbn_flwr.compat.flower import BufferArray
 
-__all__ = ["Broadcasts", "Packed", "WorkerPipe"]
-
 _LARGE = 2**10  # bytes; smaller arrays stay in the pickle
 _ALIGNED = 64  # bytes; each array begins at a multiple in shared memory
 # Number of broadcasts. A round has two: the whole model for new clients, and the shared

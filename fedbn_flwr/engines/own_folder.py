@@ -16,8 +16,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-__all__ = ["own_folder", "remove_dead"]
-
 _PREFIX = "fedbn-flwr-"
 _MARKER = "fedbn-flwr"  # file that marks a folder as ours
 

@@ -29,8 +29,6 @@ from fedbn_flwr.machine import begin_fork, keep_freed_memory
 from fedbn_flwr.training.turns import interrupted
 from fedbn_flwr.transport import Reducer
 
-__all__ = ["ANSWER", "CALL", "DONE", "READY", "WORK", "end_with_the_command", "serve"]
-
 READY, WORK, DONE, CALL, ANSWER = "ready", "work", "done", "call", "answer"
 _MOST_MEMBERS = 2**20  # upper limit; threads start only when there is work
 

@@ -37,8 +37,6 @@ from fedbn_flwr.errors import EngineError, needs_package
 from fedbn_flwr.machine import forking
 from fedbn_flwr.transport import Barrier, Dropped, RetryStep
 
-__all__ = ["WorkerProcesses"]
-
 logger = logging.getLogger("flwr")
 
 _SECONDS_TO_END = 5.0

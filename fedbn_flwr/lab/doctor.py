@@ -57,16 +57,6 @@ from fedbn_flwr.training.model_state import copied, load_state
 from fedbn_flwr.training.randomness import torch_generator
 from fedbn_flwr.training.state_file import tensors_by_name
 
-__all__ = [
-    "diagnose_model",
-    "diagnose_run",
-    "diagnose_saved_state",
-    "examine",
-    "fitting",
-    "read_names",
-    "training_of",
-]
-
 Split = Mapping[str, Any]
 _BATCHNORM = ("batch", "batch-renorm")  # norms that leave a model with BatchNorm
 

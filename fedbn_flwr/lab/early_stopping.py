@@ -16,8 +16,6 @@ from typing import Any
 from fedbn_flwr.lab.config import Config, data_of, method_of
 from fedbn_flwr.messages.protocol import VALIDATION
 
-__all__ = ["EarlyStopping", "validation_metric"]
-
 
 def validation_metric(config: Config) -> str:
     """Return the name of the validation score in ``metrics.jsonl``."""

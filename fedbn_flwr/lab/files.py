@@ -11,21 +11,6 @@ from typing import Any
 
 from fedbn_flwr.errors import ConfigError, StateError
 
-__all__ = [
-    "CONFIG_FILE",
-    "COUNTED",
-    "STUDY_FILE",
-    "NewLines",
-    "ledger_of",
-    "lost_lines",
-    "numbers_of",
-    "read_json",
-    "read_metrics",
-    "refuse_no_results",
-    "refuse_no_run",
-    "site_label",
-]
-
 CONFIG_FILE = "config.yaml"  # in the folder of a run: its settings
 STUDY_FILE = "study.yaml"  # in the folder of a study: the study with final settings
 

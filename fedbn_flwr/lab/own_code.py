@@ -18,8 +18,6 @@ from typing import Any
 
 from fedbn_flwr.errors import ConfigError, unknown_name
 
-__all__ = ["is_function", "own_function", "own_module", "sha256_of_code"]
-
 
 def is_function(name: str, prefixes: Collection[str] = ()) -> bool:
     """Return whether a name has the form ``module:function``.

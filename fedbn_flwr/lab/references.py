@@ -15,8 +15,6 @@ from fedbn_flwr.lab.files import CONFIG_FILE
 from fedbn_flwr.lab.run_files import RunFiles
 from fedbn_flwr.training.tasks import higher_is_better, in_percent, quantity_of
 
-__all__ = ["ALONE", "Comparison", "alone_command", "compare", "references_of"]
-
 ALONE = "standalone"
 
 

@@ -48,8 +48,6 @@ from fedbn_flwr.lab.studies.results import rows_of, table
 from fedbn_flwr.lab.studies.study import Cell, Study
 from fedbn_flwr.training.tasks import higher_is_better, in_percent, quantity_of
 
-__all__ = ["REPORT_FILE", "write_report"]
-
 REPORT_FILE = "report.html"
 _GENERATOR = '<meta name="generator" content="fedbn-flwr report">'
 _DIAGNOSIS = "doctor.json"

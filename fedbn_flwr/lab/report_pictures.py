@@ -15,8 +15,6 @@ from markupsafe import Markup
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["Curve", "Point", "curves", "heat_map", "rows"]
-
 # the colours of Okabe and Ito, with a darker yellow
 _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#8a6d00", "#000000")
 _DASHES = ("-", "--", ":", "-.")

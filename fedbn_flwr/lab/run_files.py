@@ -17,8 +17,6 @@ from fedbn_flwr.lab.output.folder import DIVERGED_AT
 from fedbn_flwr.lab.output.run_tests import headlines
 from fedbn_flwr.training.tasks import in_percent
 
-__all__ = ["RunFiles", "run_warnings"]
-
 
 @dataclass(frozen=True)
 class RunFiles:

@@ -29,8 +29,6 @@ from flwr.common import (
 from fedbn_flwr.compat.flower import identify_process, legacy_records
 from fedbn_flwr.errors import ConfigError, StateError
 
-__all__ = ["to_client_fn"]
-
 
 def to_client_fn(
     app: ClientApp, node_config: Mapping[str, Any] | None = None

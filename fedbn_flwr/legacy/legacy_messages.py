@@ -31,8 +31,6 @@ from fedbn_flwr.messages.protocol import (
 )
 from fedbn_flwr.messages.records import to_record, view
 
-__all__ = ["with_names"]
-
 _REPLY = {"fitins": "fitres", "evaluateins": "evaluateres"}
 _ASKED, _KNOWN = "getpropertiesins.config", "getpropertiesres"
 

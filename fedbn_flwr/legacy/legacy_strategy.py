@@ -65,8 +65,6 @@ from fedbn_flwr.server.runs.failures import losses_not_finite, note_losses
 from fedbn_flwr.server.runs.protection import Protection
 from fedbn_flwr.server.strategy import Strategy
 
-__all__ = ["LegacyStrategy", "to_legacy"]
-
 ConfigFn = Callable[[int], dict[str, Scalar]]
 MetricsFn = Callable[[list[tuple[int, dict[str, Scalar]]]], dict[str, Scalar]]
 EvaluateFn = Callable[

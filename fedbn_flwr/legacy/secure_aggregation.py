@@ -20,8 +20,6 @@ from fedbn_flwr.server.methods.of_travels import declared
 from fedbn_flwr.server.methods.travels import sums_suffice, together
 from fedbn_flwr.server.strategy import Strategy
 
-__all__ = ["check", "is_secure_average", "restored"]
-
 logger = logging.getLogger("flwr")
 
 

@@ -15,8 +15,6 @@ from fedbn_flwr.batchnorm.parts import Parts, entry_name
 from fedbn_flwr.batchnorm.reestimation import Moments
 from fedbn_flwr.errors import ReplyError
 
-__all__ = ["decode_moments", "encode_moments"]
-
 
 def encode_moments(
     moments: Mapping[str, Moments], like: Mapping[str, torch.Tensor]

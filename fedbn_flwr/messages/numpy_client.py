@@ -28,16 +28,6 @@ from fedbn_flwr.messages.protocol import (
 )
 from fedbn_flwr.messages.records import decode, of_kind, to_record, view
 
-__all__ = [
-    "Config",
-    "checked",
-    "describe",
-    "open_message",
-    "reply_to_evaluate",
-    "reply_to_fit",
-    "to_records",
-]
-
 Config = dict[str, Any]
 
 

@@ -40,15 +40,6 @@ from fedbn_flwr.messages.records import (
     view,
 )
 
-__all__ = [
-    "FORMAT",
-    "in_one_piece",
-    "is_packed",
-    "packed_for",
-    "unpacked",
-    "unpacked_reply",
-]
-
 FORMAT = 1
 """The version of this format; a node reports it in its answer to the query."""
 _LENGTH = 8  # bytes

@@ -7,8 +7,6 @@ import re
 from collections.abc import Mapping
 from importlib import metadata
 
-__all__ = ["COMPARED", "as_text", "differences", "own_versions"]
-
 COMPARED = ("fedbn-flwr", "torch", "flwr")
 _LONGEST = 500  # characters that are read of a text from another machine
 # of texts such as ``fedbn-flwr 0.2.0`` and ``torch = v2.14.1``

@@ -20,15 +20,6 @@ from fedbn_flwr.errors import NormLayerError
 from fedbn_flwr.norms.replaced_layers import Replacement, named
 from fedbn_flwr.norms.swap import describe
 
-__all__ = [
-    "DerivedWeightConv",
-    "become",
-    "fan_in",
-    "in_model_order",
-    "plain_convolutions",
-    "refuse_unusual",
-]
-
 _COMPUTE = ("forward", "_conv_forward")
 
 

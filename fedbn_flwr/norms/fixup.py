@@ -41,8 +41,6 @@ from fedbn_flwr.norms.replaced_layers import Replacement, shown_path
 from fedbn_flwr.norms.swap import batchnorm_places, describe, swap_batchnorm
 from fedbn_flwr.norms.wiring import Wiring, wiring
 
-__all__ = ["BiasedConv2d", "BiasedLinear", "ScalarBias", "ScalarScale", "use_fixup"]
-
 
 class ScalarBias(nn.Module):
     """x + bias, with one number for all channels."""

@@ -24,8 +24,6 @@ from fedbn_flwr.errors import ConfigError, NormLayerError
 from fedbn_flwr.norms.replaced_layers import Replacement, shown_path
 from fedbn_flwr.norms.swap import batchnorm_places, swap_batchnorm
 
-__all__ = ["CheckedGroupNorm", "use_group", "use_instance", "use_layer"]
-
 
 class CheckedGroupNorm(nn.GroupNorm):
     """GroupNorm that refuses groups of one value, since their output would be beta.

@@ -30,13 +30,6 @@ from fedbn_flwr.norms.group import use_group
 from fedbn_flwr.norms.replaced_layers import Replacement
 from fedbn_flwr.norms.wiring import wiring
 
-__all__ = [
-    "StandardisedConv1d",
-    "StandardisedConv2d",
-    "StandardisedConv3d",
-    "use_group_ws",
-]
-
 EPS = 1e-5
 
 

@@ -14,8 +14,6 @@ from torch import nn
 from fedbn_flwr.norms.replaced_layers import Replacement
 from fedbn_flwr.norms.swap import swap_batchnorm
 
-__all__ = ["remove_batch"]
-
 
 def remove_batch(model: nn.Module) -> tuple[nn.Module, tuple[Replacement, ...]]:
     """Replace every BatchNorm layer by ``nn.Identity``, in place."""

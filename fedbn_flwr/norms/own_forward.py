@@ -19,8 +19,6 @@ from fedbn_flwr.training.model_state import copied
 from fedbn_flwr.training.randomness import seeded_on_cpu
 from fedbn_flwr.training.run_memory import kept_for_run
 
-__all__ = ["modules_after", "random_input"]
-
 _OF_TORCH = (_BatchNorm.forward, nn.SyncBatchNorm.forward)
 _ENTRIES = {"weight", "bias", "running_mean", "running_var", "num_batches_tracked"}
 # Examples and positions; the channels come second. 3d first: most layers accept it.

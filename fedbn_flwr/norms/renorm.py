@@ -34,8 +34,6 @@ from fedbn_flwr.norms.replaced_layers import Replacement, named
 from fedbn_flwr.norms.swap import batchnorm_places, swap_batchnorm
 from fedbn_flwr.training.channels import batch_mean_and_variance
 
-__all__ = ["BatchRenorm", "use_batch_renorm"]
-
 
 class BatchRenorm(_BatchNorm):
     """Batch renormalisation of an input (N, C, *).

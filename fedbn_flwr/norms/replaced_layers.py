@@ -8,8 +8,6 @@ from typing import NamedTuple
 
 from torch import nn
 
-__all__ = ["NormReport", "Replacement", "named", "shown_path"]
-
 
 class Replacement(NamedTuple):
     """One row of a report, with a layer's path, the old layer and the new layer.

@@ -20,14 +20,6 @@ from fedbn_flwr.norms.own_forward import modules_after
 from fedbn_flwr.norms.replaced_layers import Replacement, named
 from fedbn_flwr.training.freezing import refuse_scripted
 
-__all__ = [
-    "LayerMaker",
-    "Place",
-    "batchnorm_places",
-    "describe",
-    "swap_batchnorm",
-]
-
 LayerMaker = Callable[[_BatchNorm, str], nn.Module]
 
 

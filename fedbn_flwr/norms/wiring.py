@@ -28,8 +28,6 @@ from torch.nn.modules.conv import _ConvNd
 
 from fedbn_flwr.training.recorded_pass import record, skeleton_of
 
-__all__ = ["Wiring", "num_outputs", "wiring"]
-
 _ADDITIONS = (operator.add, operator.iadd, torch.add, "add", "add_")
 _MOVES = (
     "flatten",

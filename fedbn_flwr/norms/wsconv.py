@@ -41,8 +41,6 @@ from fedbn_flwr.norms.replaced_layers import Replacement
 from fedbn_flwr.norms.swap import describe, swap_batchnorm
 from fedbn_flwr.norms.wiring import num_outputs, wiring
 
-__all__ = ["GAMMAS", "ScaledConv1d", "ScaledConv2d", "ScaledConv3d", "use_wsconv"]
-
 EPS = 1e-6
 GAMMAS: dict[str, float] = {
     "identity": 1.0,

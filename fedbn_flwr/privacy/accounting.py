@@ -24,8 +24,6 @@ from typing import Any
 from fedbn_flwr.checked_file import write_atomically
 from fedbn_flwr.errors import ConfigError, install_extra
 
-__all__ = ["PrivacyAccountant", "require_dp_accounting"]
-
 _KEY = "noise-multiplier"  # key of a line in the file
 _LARGEST_NOISE = 1e4
 _MARGIN = 1 + 1e-6  # for rounding when the noise is computed from an epsilon

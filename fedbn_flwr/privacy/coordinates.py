@@ -29,8 +29,6 @@ from fedbn_flwr.batchnorm.parts import Parts, split_state
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.messages.protocol import Key
 
-__all__ = ["CLIP", "STATISTICS_SCALE", "Coordinates", "E", "Update", "clipped", "norm"]
-
 Update = Mapping[str, Array]  # float64, by entry
 
 CLIP = Key("fedbn-flwr.dp-clipping-norm", "float: C", "server", "client")

@@ -10,8 +10,6 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from fedbn_flwr.errors import NormLayerError
 
-__all__ = ["CUMULATIVE", "refuse_cumulative"]
-
 CUMULATIVE = "cumulative-average"
 """Code of the error for a layer with ``momentum=None``."""
 

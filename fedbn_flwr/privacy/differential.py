@@ -74,8 +74,6 @@ from fedbn_flwr.server.methods.travels import NONE, PartSet
 from fedbn_flwr.server.runs.protection import Protection
 from fedbn_flwr.server.runs.round_outcome import RoundOutcome
 
-__all__ = ["NO_ROUND", "ClientLevelDP", "DPSettings"]
-
 logger = logging.getLogger("flwr")
 
 NO_ROUND = "No round has been released."

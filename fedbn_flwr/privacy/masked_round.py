@@ -52,8 +52,6 @@ from fedbn_flwr.server.methods.method import Node, Reply
 from fedbn_flwr.server.rounds.replies import error_text
 from fedbn_flwr.server.runs.round_outcome import RoundOutcome
 
-__all__ = ["MaskedRound"]
-
 logger = logging.getLogger("flwr")
 
 _LACKS_MOD = (

@@ -79,8 +79,6 @@ from fedbn_flwr.server.runs.round_outcome import RoundOutcome
 from fedbn_flwr.transport import Member
 from fedbn_flwr.transport.step_transport import Limits, with_config
 
-__all__ = ["MaskSettings", "MaskedSums"]
-
 logger = logging.getLogger("flwr")
 
 _LACKS_COUNT = (

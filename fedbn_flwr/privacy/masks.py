@@ -54,16 +54,6 @@ from fedbn_flwr.compat.secret_sharing import (
 from fedbn_flwr.errors import MaskingError
 from fedbn_flwr.privacy.noise import keystream
 
-__all__ = [
-    "Party",
-    "PublicKeys",
-    "about",
-    "add_pair_mask",
-    "recovered_key",
-    "recovered_seed",
-    "seed_mask",
-]
-
 
 class PublicKeys(NamedTuple):
     """A client's public keys, s for the model's masks and c for messages."""

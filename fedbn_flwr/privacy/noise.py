@@ -17,8 +17,6 @@ from cryptography.hazmat.primitives.ciphers.algorithms import ChaCha20
 
 from fedbn_flwr.batchnorm.averaging import Array
 
-__all__ = ["Noise", "SystemNoise", "keystream"]
-
 _BLOCK = 2**20  # values
 
 

@@ -10,12 +10,6 @@ from fedbn_flwr.problems import Problem
 from fedbn_flwr.server.methods.params import Settings
 from fedbn_flwr.server.methods.params import setting as _setting
 
-__all__ = [
-    "MASKED_UPDATES",
-    "DPSettings",
-    "MaskSettings",
-]
-
 setting = functools.partial(_setting, group="privacy")
 _WITH_DP = {"dp": ("server", "client")}
 

@@ -22,8 +22,6 @@ import numpy as np
 from fedbn_flwr.batchnorm.averaging import Array
 from fedbn_flwr.errors import NOT_FINITE, ConfigError, DataError, ReplyError, coded
 
-__all__ = ["VALUE_RANGE", "FixedPoint", "split"]
-
 VALUE_RANGE = 2.0**16
 """R, the largest size of a masked value. Updates are in units of their layer, see
 ``privacy.coordinates``.

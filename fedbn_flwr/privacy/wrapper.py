@@ -14,8 +14,6 @@ from fedbn_flwr.privacy.noise import Noise
 from fedbn_flwr.privacy.protection_settings import DPSettings
 from fedbn_flwr.server.strategy import Strategy
 
-__all__ = ["DPWrapper"]
-
 
 class DPWrapper:
     """A strategy of this package with client-level differential privacy.

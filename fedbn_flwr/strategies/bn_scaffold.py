@@ -107,8 +107,6 @@ from fedbn_flwr.strategies.scaffold import (
 )
 from fedbn_flwr.training.client_hook import Entries, Extras
 
-__all__ = ["BNControlVariates", "BNScaffold", "BNScaffoldMethod", "BNVariates"]
-
 BN_VARIATES = Key(
     "bn-variates",
     "ArrayRecord: u and s down; count, mean, m2 of client i up",

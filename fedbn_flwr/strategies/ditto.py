@@ -60,8 +60,6 @@ from fedbn_flwr.strategies.fedprox import (
 from fedbn_flwr.training.client_hook import OWN_MODEL, ClientHook, Entries, Extras
 from fedbn_flwr.training.model_state import copied, load_state
 
-__all__ = ["Ditto", "DittoMethod", "PersonalModel"]
-
 
 class PersonalModel(ClientHook):
     """Client code that trains v_k before w."""

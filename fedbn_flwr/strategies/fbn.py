@@ -118,21 +118,6 @@ from fedbn_flwr.training.client_hook import ClientHook, Entries, Extras
 from fedbn_flwr.training.freezing import force_eval
 from fedbn_flwr.training.settings import share_of
 
-__all__ = [
-    "BN_MOMENTS",
-    "FBN",
-    "FBNMethod",
-    "GlobalStatistics",
-    "Pooled",
-]
-__all__ += [
-    "WARM_UP",
-    "PooledStatisticsMethod",
-    "Surveyed",
-    "SurveyedStatistics",
-    "trimmed",
-]
-
 BN_MOMENTS = Key(
     "bn-moments",
     "ArrayRecord: count, mean and m2 of the inputs of each BN layer",

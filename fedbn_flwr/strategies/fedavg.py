@@ -49,8 +49,6 @@ from __future__ import annotations
 from fedbn_flwr.server.methods.method import Method
 from fedbn_flwr.server.strategy import Strategy
 
-__all__ = ["FedAvg", "FedAvgMethod"]
-
 
 class FedAvgMethod(Method):
     """Federated averaging without any change of the average."""

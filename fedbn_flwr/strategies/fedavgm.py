@@ -46,11 +46,6 @@ from fedbn_flwr.server.methods.params_by_method import FedAvgMParams
 from fedbn_flwr.server.strategy import AggregateMetrics, CommonOptions, Strategy
 from fedbn_flwr.strategies.fedopt import Moments, ServerStep
 
-__all__ = [
-    "FedAvgM",
-    "FedAvgMMethod",
-]
-
 
 class FedAvgMMethod(ServerStep[FedAvgMParams]):
     """FedAvg with momentum on the server."""

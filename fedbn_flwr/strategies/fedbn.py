@@ -45,8 +45,6 @@ from fedbn_flwr.server.methods.method import Method
 from fedbn_flwr.server.methods.travels import BATCHNORM, Travels
 from fedbn_flwr.server.strategy import Strategy
 
-__all__ = ["FedBN", "FedBNMethod"]
-
 
 class FedBNMethod(Method):
     """FedAvg that keeps the whole of BN on the client."""

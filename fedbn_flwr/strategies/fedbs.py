@@ -63,8 +63,6 @@ from fedbn_flwr.server.strategy import NamedOptions, Strategy
 from fedbn_flwr.strategies.fedprox import LARGE_MU, FedProxMethod
 from fedbn_flwr.training.client_hook import ClientHook
 
-__all__ = ["FedBS", "FedBSMethod", "FedBSState", "MeasureValidationLoss"]
-
 
 class MeasureValidationLoss(ClientHook):
     """Client code that reports the trained model's loss on validation data.

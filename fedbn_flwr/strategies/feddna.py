@@ -44,8 +44,6 @@ from __future__ import annotations
 
 from fedbn_flwr.strategies.fedtan import FedTAN, FedTANMethod
 
-__all__ = ["FedDNA", "FedDNAMethod"]
-
 
 class FedDNAMethod(FedTANMethod):
     """FedTAN without the exchange of gradients."""

@@ -72,19 +72,6 @@ from fedbn_flwr.server.methods.params_by_method import (
 from fedbn_flwr.server.methods.travels import Travels
 from fedbn_flwr.server.strategy import NamedOptions, Strategy
 
-__all__ = [
-    "FedAdagrad",
-    "FedAdam",
-    "FedYogi",
-]
-__all__ += [
-    "FedAdagradMethod",
-    "FedAdamMethod",
-    "FedYogiMethod",
-    "ServerMoments",
-    "ServerStep",
-]
-
 P = TypeVar("P", bound=Params, default=Params)
 Moments = Sequence[Any]  # the moments of an entry, as arrays in float64
 

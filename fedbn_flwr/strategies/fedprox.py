@@ -47,8 +47,6 @@ from fedbn_flwr.server.methods.params_by_method import FedProxParams
 from fedbn_flwr.server.strategy import AggregateMetrics, CommonOptions, Strategy
 from fedbn_flwr.training.client_hook import ClientHook
 
-__all__ = ["FedProx", "FedProxMethod", "ProximalTerm"]
-
 PROXIMAL_MU = Key("fedbn-flwr.proximal-mu", "float: mu", "server", "client")
 
 

@@ -54,8 +54,6 @@ from fedbn_flwr.training.client_hook import ClientHook
 from fedbn_flwr.training.model_state import without_wrappers
 from fedbn_flwr.training.optimizer_hooks import parameters_of
 
-__all__ = ["FedRep", "FedRepMethod", "HeadThenBody"]
-
 HEAD_STEPS = Key("fedbn-flwr.head-steps", "int: tau_h", "server", "client")
 
 

@@ -97,8 +97,6 @@ from fedbn_flwr.training.client_hook import ClientHook
 from fedbn_flwr.transport import Reducer
 from fedbn_flwr.transport.step_transport import LinkSettings
 
-__all__ = ["FedTAN", "FedTANMethod", "SynchroniseFirstStep"]
-
 EXCHANGES = Key("fedbn-flwr.fedtan-exchanges", "str: 3L+1 or 2L+1", "server", "client")
 BACKWARD = Key("fedbn-flwr.fedtan-backward", "str: global or own", "server", "client")
 

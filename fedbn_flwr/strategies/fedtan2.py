@@ -46,11 +46,6 @@ from fedbn_flwr.server.strategy import NamedOptions, Strategy
 from fedbn_flwr.strategies.fedtan import FedTANMethod
 from fedbn_flwr.strategies.fixbn import FixBNMethod, Frozen
 
-__all__ = [
-    "FedTAN2",
-    "FedTAN2Method",
-]
-
 
 class FedTAN2Method(FixBNMethod):
     """FedTAN for M rounds, then frozen BN statistics (``frozen_after`` = M)."""

@@ -54,11 +54,6 @@ from fedbn_flwr.server.methods.method import Method
 from fedbn_flwr.server.methods.params_by_method import FedWonParams
 from fedbn_flwr.server.strategy import Strategy
 
-__all__ = [
-    "FedWon",
-    "FedWonMethod",
-]
-
 
 class FedWonMethod(Method[FedWonParams]):
     """FedAvg with AGC, for a model without BatchNorm."""

@@ -86,8 +86,6 @@ from fedbn_flwr.training.client_hook import ClientHook
 from fedbn_flwr.training.freezing import force_eval
 from fedbn_flwr.training.settings import round_of
 
-__all__ = ["FixBN", "FixBNMethod", "FreezeBN", "Frozen", "MeasureDrift"]
-
 DELTA = Key("statistics-delta", "float: delta_m", "client", "server")
 FREEZE_AFFINE = Key(
     "fedbn-flwr.freeze-affine", "bool: gamma and beta", "server", "client"

@@ -103,8 +103,6 @@ from fedbn_flwr.strategies.fbn import (
 )
 from fedbn_flwr.training.client_hook import Entries, Extras
 
-__all__ = ["HBN", "HBNMethod", "HBNState", "HybridStatistics"]
-
 ALPHA = Key(
     "bn-alpha",
     "ArrayRecord: alpha of each BN layer",

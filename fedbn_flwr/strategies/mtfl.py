@@ -42,8 +42,6 @@ from fedbn_flwr.server.methods.method import Method
 from fedbn_flwr.server.methods.travels import Travels
 from fedbn_flwr.server.strategy import Strategy
 
-__all__ = ["MTFL", "MTFLMethod"]
-
 
 class MTFLMethod(Method):
     """FedAvg that keeps gamma and beta on the client."""

@@ -84,8 +84,6 @@ from fedbn_flwr.server.methods.travels import Extra, Travels
 from fedbn_flwr.server.strategy import NamedOptions, Strategy
 from fedbn_flwr.training.client_hook import ClientHook, Entries, Extras
 
-__all__ = ["ControlVariates", "Scaffold", "ScaffoldMethod", "Variates"]
-
 _NEEDS_SGD = (
     "scaffold corrects plain SGD: its variates are changes of the weights divided by K"
     " * eta, and these are mean gradients only under SGD"

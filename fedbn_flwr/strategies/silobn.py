@@ -41,8 +41,6 @@ from fedbn_flwr.server.methods.method import Method
 from fedbn_flwr.server.methods.travels import TRACKED, Travels
 from fedbn_flwr.server.strategy import Strategy
 
-__all__ = ["SiloBN", "SiloBNMethod"]
-
 
 class SiloBNMethod(Method):
     """FedAvg that keeps running statistics and counters on the client."""

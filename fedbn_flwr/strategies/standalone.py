@@ -35,8 +35,6 @@ from fedbn_flwr.server.methods.method import Method
 from fedbn_flwr.server.methods.travels import ALL, Travels
 from fedbn_flwr.server.strategy import Strategy
 
-__all__ = ["Standalone", "StandaloneMethod"]
-
 
 class StandaloneMethod(Method):
     """FedAvg that keeps the whole state on the client."""

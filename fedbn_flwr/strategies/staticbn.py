@@ -59,8 +59,6 @@ from fedbn_flwr.server.methods.travels import TRACKED, Travels
 from fedbn_flwr.server.strategy import Strategy
 from fedbn_flwr.training.client_hook import ClientHook
 
-__all__ = ["StaticBN", "StaticBNMethod", "Untracked"]
-
 
 class Untracked(ClientHook):
     """Client code that lets BN use the batch's statistics in training.

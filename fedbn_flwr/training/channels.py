@@ -8,8 +8,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["batch_mean_and_variance", "other_axes", "per_channel"]
-
 
 def other_axes(x: Tensor) -> list[int]:
     """Return the dimensions of ``x`` except the channel dimension."""

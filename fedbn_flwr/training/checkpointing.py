@@ -11,8 +11,6 @@ from types import FrameType
 
 import torch
 
-__all__ = ["in_checkpoint", "is_recomputed"]
-
 
 def in_checkpoint() -> bool:
     """Return whether the current call comes from ``torch.utils.checkpoint``."""

@@ -22,8 +22,6 @@ from fedbn_flwr.training.randomness import seeded
 from fedbn_flwr.training.run_memory import is_noted, note
 from fedbn_flwr.training.tasks import LabelTask, RegressionTask, Task
 
-__all__ = ["first_look", "makes_no_entries", "refuse_made", "was_looked_at"]
-
 # Number of random weights that must all show the function at the end of a model.
 _DRAWS = 8
 

@@ -29,8 +29,6 @@ from fedbn_flwr.training.model_state import copied, unwrap
 from fedbn_flwr.training.randomness import seeded
 from fedbn_flwr.training.recorded_pass import record, skeleton_of
 
-__all__ = ["Head", "head_in_shapes", "head_of"]
-
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 # Names of a layer's weight, including the old weight_norm and spectral_norm.
 _WEIGHTS = ("weight", "weight_v", "weight_g", "weight_orig")

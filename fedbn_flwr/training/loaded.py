@@ -25,8 +25,6 @@ from fedbn_flwr.training.batches import Batches, map_inputs
 from fedbn_flwr.training.randomness import drawing_from
 from fedbn_flwr.training.reading import draws_nothing, name_of, reader
 
-__all__ = ["LoadedBatches", "batches_of", "first_batch", "num_examples"]
-
 
 class LoadedBatches:
     """The data set of a ``DataLoader`` as ``Batches``.

@@ -30,23 +30,6 @@ from torch.utils._pytree import tree_leaves
 
 from fedbn_flwr.errors import NormLayerError, StateError
 
-__all__ = [
-    "ATTRIBUTES_OF_TORCH",
-    "Layout",
-    "compiled_modules",
-    "copied",
-    "load_state",
-    "loads_by_copy",
-    "memo_of",
-    "named_compiler",
-    "no_tensors",
-    "not_compiled",
-    "unwrap",
-    "view_with_names",
-    "without_wrappers",
-    "wrapper_prefix",
-]
-
 # the dict of a module, and the name in it
 _Place = tuple[MutableMapping[str, Tensor | None], str]
 

@@ -11,8 +11,6 @@ from fedbn_flwr.training.freezing import unchanged
 from fedbn_flwr.training.randomness import seeded
 from fedbn_flwr.training.tasks import Task
 
-__all__ = ["refuse_first_pass"]
-
 # Larger weights may result from earlier steps that were too large.
 _USUAL = 1000
 

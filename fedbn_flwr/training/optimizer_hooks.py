@@ -16,8 +16,6 @@ from torch.utils.hooks import RemovableHandle
 
 from fedbn_flwr.errors import ConfigError
 
-__all__ = ["before_steps", "parameters_of", "stepping_optimizers"]
-
 
 def stepping_optimizers(optimizer: Any) -> list[torch.optim.Optimizer]:
     """Return the optimizers that take the steps of ``optimizer``.

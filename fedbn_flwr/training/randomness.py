@@ -24,19 +24,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-__all__ = [
-    "Generators",
-    "NumpyGenerator",
-    "derive_seed",
-    "drawing_from",
-    "numpy_generator",
-    "seed_generators",
-    "seed_secretly",
-    "seeded",
-    "seeded_on_cpu",
-    "torch_generator",
-]
-
 
 # --- named streams --------------------------------------------------------------------
 def derive_seed(seed: int, purpose: str, *keys: int | str) -> int:

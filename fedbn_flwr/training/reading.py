@@ -18,8 +18,6 @@ from torch.utils.data import ConcatDataset, Subset, TensorDataset, default_colla
 
 from fedbn_flwr.errors import DataError
 
-__all__ = ["Read", "draws_nothing", "name_of", "reader"]
-
 Read = Callable[[Sequence[int]], Any]
 """Returns the batch of the examples with the given numbers."""
 

@@ -19,8 +19,6 @@ from torch import Tensor, fx, nn
 
 from fedbn_flwr.training.model_state import copied
 
-__all__ = ["record", "skeleton_of"]
-
 
 class _Recorder(fx.proxy.GraphAppendingTracer):
     """Records operations with the useful part of their arguments.

@@ -7,8 +7,6 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["replace_method"]
-
 
 def replace_method(
     module: nn.Module, name: str, function: Callable[..., Any]

@@ -9,8 +9,6 @@ from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-__all__ = ["first_time", "is_noted", "kept_for_run", "memory_of_run", "note"]
-
 T = TypeVar("T")
 
 # This is a registry, because no object of a client exists as long as its run. The end of

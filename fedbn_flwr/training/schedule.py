@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 from fedbn_flwr.errors import ConfigError
 
-__all__ = ["LearningRate"]
-
 
 @dataclass(frozen=True)
 class LearningRate:

@@ -14,9 +14,6 @@ from torch import Tensor
 from fedbn_flwr.errors import ConfigError, unknown_name
 from fedbn_flwr.training.schedule import LearningRate
 
-__all__ = ["LocalTraining", "OptimizerName", "Sampling", "round_of", "share_of"]
-
-
 OptimizerName = Literal["sgd", "adam", "adamw"]
 Sampling = Literal["with-replacement", "without-replacement"]
 

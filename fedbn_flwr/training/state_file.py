@@ -15,8 +15,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["Opened", "all_tensors", "load_file", "open_state", "tensors_by_name"]
-
 # Types of other values in many files: command-line options, and best metrics as numbers
 # of NumPy.
 _SCALARS = [type(np.dtype(kind)) for kind in ("f2", "f4", "f8", "i4", "i8", "?")]

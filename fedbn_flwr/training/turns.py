@@ -19,8 +19,6 @@ from typing import Any
 
 from fedbn_flwr.training.randomness import Generators, seed_generators
 
-__all__ = ["Wait", "interrupted", "one_after_the_other", "turn"]
-
 logger = logging.getLogger("flwr")
 
 

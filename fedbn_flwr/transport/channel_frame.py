@@ -16,17 +16,6 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor
 
-__all__ = [
-    "METHOD",
-    "OPTIONS",
-    "SERVICE",
-    "Call",
-    "ReplyHeader",
-    "is_loopback",
-    "pack",
-    "unpack",
-]
-
 SERVICE, METHOD = "fedbn.Channel", "Call"
 # Far above three rows of any layer's channels, but small enough for unknown senders.
 MAX_BYTES = 4 * 2**20

@@ -25,17 +25,6 @@ from fedbn_flwr.errors import EngineError
 from fedbn_flwr.messages.packing import packed_for, unpacked_reply
 from fedbn_flwr.messages.protocol import NodeProperties
 
-__all__ = [
-    "ImmediateGrid",
-    "Pauses",
-    "PollingGrid",
-    "TellsProperties",
-    "in_simulation",
-    "over_network",
-    "polling",
-    "polls",
-]
-
 logger = logging.getLogger("flwr")
 
 # Seconds until the log names the nodes without a reply for the first time, and seconds

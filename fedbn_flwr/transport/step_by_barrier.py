@@ -21,8 +21,6 @@ from fedbn_flwr.transport.step_transport import (
     with_config,
 )
 
-__all__ = ["play_step", "release", "step_by_barrier"]
-
 _ENDED = "ended its work before the step was done"
 
 

@@ -37,8 +37,6 @@ from fedbn_flwr.transport.through_user_code import Reducer
 if TYPE_CHECKING:
     from fedbn_flwr.transport.channel_server import ChannelServer
 
-__all__ = ["ByChannel"]
-
 
 class ByChannel(Transport):
     """The clients exchange through the server's port, open during the run."""

@@ -42,8 +42,6 @@ from fedbn_flwr.transport.step_transport import (
     with_config,
 )
 
-__all__ = ["ByMessages"]
-
 logger = logging.getLogger("flwr")
 
 

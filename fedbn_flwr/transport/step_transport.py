@@ -18,16 +18,6 @@ from fedbn_flwr.transport.barrier import Member
 from fedbn_flwr.transport.polling_grid import Pauses, over_network, polls
 from fedbn_flwr.transport.through_user_code import Reducer
 
-__all__ = [
-    "Enough",
-    "Limits",
-    "LinkSettings",
-    "StepResult",
-    "Transport",
-    "send_until",
-    "with_config",
-]
-
 Enough = Callable[[Mapping[int, Message], float], bool]
 """A function ``enough(replies, seconds)`` that returns whether to stop waiting.
 

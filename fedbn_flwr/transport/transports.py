@@ -16,8 +16,6 @@ from fedbn_flwr.transport.step_by_messages import ByMessages
 from fedbn_flwr.transport.step_transport import Transport
 from fedbn_flwr.transport.through_user_code import Reducer, in_process_reducer, wrapped
 
-__all__ = ["TRANSPORTS", "connect"]
-
 TRANSPORTS: Mapping[str, type[Transport]] = {
     "messages": ByMessages,
     "channel": ByChannel,

@@ -17,14 +17,6 @@ from torch.autograd.function import once_differentiable
 from fedbn_flwr.errors import NormLayerError
 from fedbn_flwr.training.channels import other_axes, per_channel
 
-__all__ = [
-    "BatchNormCall",
-    "NormaliseTogether",
-    "elements_per_channel",
-    "local_mean",
-    "local_moments",
-]
-
 
 def elements_per_channel(y: Tensor) -> int:
     """Return n_i, the number of elements of one channel (dimension 1) of ``y``."""

@@ -23,8 +23,6 @@ from fedbn_flwr.training.batches import refuse_inputs
 from fedbn_flwr.training.checkpointing import in_checkpoint
 from fedbn_flwr.training.model_state import not_compiled
 
-__all__ = ["SynchronisedStep"]
-
 
 class _Arguments(NamedTuple):
     """The arguments of a BatchNorm call, independent of their order in torch."""

@@ -33,18 +33,6 @@ from torch import Tensor
 
 from fedbn_flwr.errors import ReplyError, unknown_name
 
-__all__ = [
-    "BACKWARDS",
-    "EXCHANGES",
-    "Backward",
-    "Combine",
-    "ExchangeScheme",
-    "Reduce",
-    "check_names",
-    "combine",
-]
-__all__ += ["exchange_bytes"]
-
 ExchangeScheme = Literal["3L+1", "2L+1"]
 """The order of mean and variance in the forward pass.
 

@@ -16,8 +16,6 @@ from fedbn_flwr.errors import NormLayerError
 from fedbn_flwr.training.freezing import unchanged
 from fedbn_flwr.training.randomness import seeded
 
-__all__ = ["try_synchronised_step"]
-
 # Number of passes with two examples. A layer that is skipped half of the time is missed
 # in one of 128 models.
 _PASSES = 8

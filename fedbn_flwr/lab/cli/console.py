@@ -27,27 +27,6 @@ from typer.models import TyperPath
 
 from fedbn_flwr.errors import ConfigError, DataError, FedBNError, NormLayerError
 
-__all__ = [
-    "AFTERWARDS",
-    "BEFORE",
-    "TRAIN",
-    "ConfigFile",
-    "EngineChoice",
-    "Overrides",
-    "Scores",
-    "StateFolder",
-    "app",
-    "bars",
-    "complaints",
-    "console",
-    "exit_codes",
-    "interrupt",
-    "progress",
-    "quiet_flower",
-    "report_own_data",
-    "say",
-]
-
 F = TypeVar("F", bound=Callable[..., Any])
 # groups of commands in the help
 BEFORE, TRAIN, AFTERWARDS = "Before a run", "Train", "Afterwards"

@@ -10,8 +10,6 @@ from rich.table import Table
 from fedbn_flwr.lab.cli.console import say
 from fedbn_flwr.lab.files import site_label
 
-__all__ = ["print_sites"]
-
 _FIGURES = ("value", "low", "high", "difference", "difference-low", "difference-high")
 
 

@@ -20,16 +20,6 @@ from fedbn_flwr.problems import Known, Problem, check
 from fedbn_flwr.server.methods.params import EVALUATIONS, TEST_BN, of_pydantic, unmet
 from fedbn_flwr.server.methods.params_by_method import PARAMS
 
-__all__ = [
-    "ROLES",
-    "checked",
-    "defaults_of",
-    "has_no_effect",
-    "of_error",
-    "of_name",
-    "problems_together",
-]
-
 
 def of_error(error: FedBNError, key: str = "") -> Problem:
     """Return an error of something that was read from the config."""

@@ -17,8 +17,6 @@ from fedbn_flwr.problems import Problem
 from fedbn_flwr.server.methods.disclosures import uncovered
 from fedbn_flwr.server.methods.params import TEST_BN
 
-__all__ = ["has_no_effect_in_run", "problems_of_run"]
-
 T = TypeVar("T")
 
 

@@ -25,8 +25,6 @@ from fedbn_flwr.lab.config.values import (
 )
 from fedbn_flwr.problems import Problem, tell
 
-__all__ = ["Config", "Scalar", "state_in_out"]
-
 Scalar = str | int | float | bool
 # The service `cli` of docker-compose.yml sets these in every run config, and a user
 # cannot leave them out there. They are therefore ignored in a run that cannot use them.

@@ -22,8 +22,6 @@ from fedbn_flwr.lab.data import (
 from fedbn_flwr.lab.models import input_shape
 from fedbn_flwr.training.tasks import TASKS, Task
 
-__all__ = ["RunData", "data_of"]
-
 # numbers in the inputs of a test batch: 500 images in colour of 64 pixels
 _TEST_VALUES = 500 * 3 * 64 * 64
 

@@ -36,9 +36,6 @@ from fedbn_flwr.server.methods.params import (
 )
 from fedbn_flwr.server.methods.params_by_method import PARAMS
 
-__all__ = ["GROUPS", "STATE_IN_OUT", "Fields", "config_fields", "methods_with"]
-__all__ += ["only_if_of", "own_defaults", "settings_of_methods"]
-
 # The value of state-dir that selects a folder in the run's folder, for clients on the
 # server's machine.
 STATE_IN_OUT = "out"

@@ -31,14 +31,6 @@ from fedbn_flwr.strategies import STRATEGIES, StrategyClass, combined
 from fedbn_flwr.training.schedule import LearningRate
 from fedbn_flwr.training.settings import round_of
 
-__all__ = [
-    "MethodOfConfig",
-    "learning_rate_of",
-    "method_of",
-    "rounds_of_decays",
-    "schedule_changes",
-]
-
 
 # Equal settings give the same object, so each property is computed once in a run.
 @functools.lru_cache(maxsize=8)

@@ -18,22 +18,6 @@ from typing import Any
 
 from fedbn_flwr.errors import ConfigError
 
-__all__ = [
-    "CENTRALIZED",
-    "NAMES_FILE",
-    "RENAMED",
-    "allowed",
-    "listed",
-    "merged",
-    "new_names",
-    "number",
-    "read_decays",
-    "read_settings",
-    "rows",
-]
-
-__all__ += ["refuse_bool", "split"]
-
 RENAMED = {"fedtan-exchange": "fedtan-transport"}
 """Old to new names of keys; YAML and ``--set`` may still use the old name."""
 

@@ -11,8 +11,6 @@ import yaml
 
 from fedbn_flwr.errors import ConfigError
 
-__all__ = ["UNREADABLE", "read_overrides", "read_value", "read_yaml"]
-
 _INT = "tag:yaml.org,2002:int"
 
 

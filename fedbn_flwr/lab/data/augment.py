@@ -21,8 +21,6 @@ from torch import Tensor
 
 from fedbn_flwr.errors import ConfigError
 
-__all__ = ["EACH", "RESIZED_CROP", "Augment", "Draw", "transform_image"]
-
 RESIZED_CROP = "resized-crop"
 """A random part of the image as stored, 8 to 100 % of its area, resized: torchvision's
 ``RandomResizedCrop``.

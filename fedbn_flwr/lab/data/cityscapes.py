@@ -20,8 +20,6 @@ from fedbn_flwr.lab.data.readers import Loaded
 from fedbn_flwr.lab.data.samples import Shape
 from fedbn_flwr.training.tasks import SEGMENTATION
 
-__all__ = ["IGNORE", "TRAIN_IDS", "read_cityscapes"]
-
 IGNORE = SEGMENTATION.ignore
 """The class of pixels that neither train nor count."""
 

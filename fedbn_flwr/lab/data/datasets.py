@@ -21,8 +21,6 @@ from fedbn_flwr.lab.data.readers import (
 )
 from fedbn_flwr.training.tasks import CLASSIFICATION, SEGMENTATION, Task
 
-__all__ = ["DATASETS", "IMAGENET_MEAN", "IMAGENET_STD", "DatasetInfo"]
-
 
 @dataclass(frozen=True, slots=True)
 class DatasetInfo:

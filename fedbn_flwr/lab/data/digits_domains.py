@@ -21,8 +21,6 @@ from fedbn_flwr.lab.data.readers import Loaded, read_digits
 from fedbn_flwr.lab.data.samples import Samples, Shape
 from fedbn_flwr.training.randomness import numpy_generator
 
-__all__ = ["DOMAINS", "read_digits_domains"]
-
 Transform = Callable[[Tensor, np.random.Generator], Tensor]
 """Maps grey values 0..255, int64 (N, 1, H, W), to (N, 1 or 3, H, W)."""
 

@@ -35,17 +35,6 @@ from fedbn_flwr.lab.data.readers import (
 from fedbn_flwr.lab.data.samples import Samples, Shape, reshaped
 from fedbn_flwr.training.randomness import numpy_generator
 
-__all__ = [
-    "DIGITS_FIVE",
-    "DOMAINNET10",
-    "OFFICE_CALTECH10",
-    "merged",
-    "read_archive",
-    "read_class_folders",
-    "read_digits_five",
-    "read_domains",
-]
-
 OFFICE_CALTECH10 = (
     ("amazon", "caltech", "dslr", "webcam"),
     (

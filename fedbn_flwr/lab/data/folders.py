@@ -11,16 +11,6 @@ from fedbn_flwr.lab.data.image_files import open_images
 from fedbn_flwr.lab.data.readers import Loaded
 from fedbn_flwr.lab.data.samples import Samples, Shape
 
-__all__ = [
-    "Files",
-    "files_of_classes",
-    "image_files",
-    "open_image_files",
-    "read_imagenet",
-    "read_tiny_imagenet",
-    "root_of",
-]
-
 SUFFIXES = (".bmp", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp")
 
 Files = list[tuple[Path, int]]

@@ -20,8 +20,6 @@ from fedbn_flwr.lab.data.splits import Indices, PartitionRequest
 from fedbn_flwr.training.randomness import numpy_generator
 from fedbn_flwr.training.settings import share_of
 
-__all__ = ["split_domain", "split_natural"]
-
 
 def split_domain(request: PartitionRequest) -> list[Indices]:
     """Split a share of each domain evenly over its clients.

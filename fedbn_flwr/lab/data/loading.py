@@ -13,8 +13,6 @@ from fedbn_flwr.lab.data.datasets import DATASETS, DatasetInfo
 from fedbn_flwr.lab.data.readers import READ_ERRORS
 from fedbn_flwr.lab.data.samples import Dataset, Shape, fitted, per_channel
 
-__all__ = ["load_dataset"]
-
 # With functools.cache and no lock, two threads could load the same data set. With this
 # lock, the second thread waits.
 _LOADING = threading.Lock()

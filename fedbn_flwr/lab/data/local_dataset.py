@@ -17,8 +17,6 @@ from fedbn_flwr.lab.data.folders import Files, image_files
 from fedbn_flwr.lab.data.readers import READ_ERRORS
 from fedbn_flwr.lab.data.samples import Dataset, Samples, Shape, fitted, per_channel
 
-__all__ = ["load_local_dataset"]
-
 logger = logging.getLogger("flwr")
 
 

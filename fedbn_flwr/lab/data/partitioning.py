@@ -27,15 +27,6 @@ from fedbn_flwr.lab.data.splits import (
 )
 from fedbn_flwr.training.randomness import numpy_generator
 
-__all__ = [
-    "PARTITIONS",
-    "PartitionInfo",
-    "make_partition",
-    "partition_counts",
-    "partition_test_set",
-    "split_dataset",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class PartitionInfo:

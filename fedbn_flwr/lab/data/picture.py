@@ -9,8 +9,6 @@ import numpy as np
 
 from fedbn_flwr.lab.data.splits import Indices
 
-__all__ = ["partition_picture", "partition_table"]
-
 _MOST_COLUMNS = 20
 
 

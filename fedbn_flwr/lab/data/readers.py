@@ -24,18 +24,6 @@ from fedbn_flwr.errors import DataError
 from fedbn_flwr.lab.data.samples import Samples, Shape
 from fedbn_flwr.training.randomness import numpy_generator
 
-__all__ = [
-    "IDX_FILES",
-    "READ_ERRORS",
-    "Loaded",
-    "Reader",
-    "as_samples",
-    "is_there",
-    "read_digits",
-    "read_idx",
-    "read_torchvision",
-]
-
 
 class Loaded(NamedTuple):
     """Training and test set of a reader, and the names of the groups, if any."""

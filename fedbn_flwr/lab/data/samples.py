@@ -19,18 +19,6 @@ from torch import Tensor
 from fedbn_flwr.errors import DataError
 from fedbn_flwr.lab.data.augment import Augment, Draw
 
-__all__ = [
-    "Block",
-    "Dataset",
-    "LastTest",
-    "LazyInputs",
-    "Samples",
-    "Shape",
-    "fitted",
-    "per_channel",
-    "reshaped",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class Shape:

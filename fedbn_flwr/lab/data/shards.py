@@ -19,8 +19,6 @@ from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.lab.data.splits import Indices, PartitionRequest
 from fedbn_flwr.training.randomness import numpy_generator
 
-__all__ = ["split_shards", "split_unbalanced_shards"]
-
 _SHARDS_PER_CLIENT = 2
 _MOST_SHARDS_PER_CLIENT = 30
 _SHARD_SIZE = 50

@@ -33,15 +33,6 @@ from fedbn_flwr.training.randomness import derive_seed, numpy_generator
 if TYPE_CHECKING:
     from flwr_datasets.partitioner import Partitioner
 
-__all__ = [
-    "Indices",
-    "PartitionRequest",
-    "split_classes",
-    "split_dirichlet",
-    "split_dirichlet_equal",
-    "split_iid",
-]
-
 Indices = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 

@@ -14,8 +14,6 @@ from torch import Tensor
 from fedbn_flwr.lab.data.augment import Augment
 from fedbn_flwr.lab.data.samples import Block, LastTest, Samples
 
-__all__ = ["Subset"]
-
 # The most bytes of floats in one conversion, so that they stay in a cache.
 _BLOCK = 2**21
 # The most bytes of floats that are kept from one test for the next.

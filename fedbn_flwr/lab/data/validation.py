@@ -11,8 +11,6 @@ from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.lab.data.splits import Indices
 from fedbn_flwr.training.randomness import numpy_generator
 
-__all__ = ["split_off"]
-
 
 def split_off(
     indices: Indices,

@@ -40,8 +40,6 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from fedbn_flwr.atomic_file import write_atomically
 from fedbn_flwr.errors import ConfigError
 
-__all__ = ["add_node", "make_certificates", "renew"]
-
 # the service whose ServerApp opens FedTAN's channel
 _CHANNEL_HOST = "superexec-serverapp"
 _LOCAL = ("localhost", "127.0.0.1", "::1")

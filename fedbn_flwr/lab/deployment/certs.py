@@ -15,8 +15,6 @@ from fedbn_flwr.atomic_file import write_atomically
 from fedbn_flwr.errors import FedBNError
 from fedbn_flwr.lab.deployment.certificates import add_node, make_certificates, renew
 
-__all__ = ["add_variables", "main"]
-
 _ORDINARY = 1000  # the containers' user if root makes the keys; it needs no account
 
 

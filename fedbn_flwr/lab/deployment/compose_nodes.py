@@ -13,8 +13,6 @@ from pathlib import Path
 from fedbn_flwr.atomic_file import write_atomically
 from fedbn_flwr.errors import ConfigError
 
-__all__ = ["files_for_nodes", "write_for_nodes"]
-
 _FIRST, _SECOND, _VOLUMES = "  supernode-1:\n", "  supernode-2:\n", "\nvolumes:\n"
 _NETWORKS = "networks:\n"
 _ELSEWHERE = "".join(

@@ -31,8 +31,6 @@ from fedbn_flwr.norms.convolution import DerivedWeightConv
 from fedbn_flwr.norms.replaced_layers import shown_path
 from fedbn_flwr.training.model_state import copied
 
-__all__ = ["Folding", "fold", "folded_at"]
-
 _PLAIN = {
     nn.Conv1d,
     nn.Conv2d,

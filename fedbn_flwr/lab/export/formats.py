@@ -18,14 +18,6 @@ from torch import Tensor, nn
 
 from fedbn_flwr.errors import ConfigError, install_extra
 
-__all__ = [
-    "check_onnx_is_installed",
-    "encode_onnx",
-    "encode_torch_export",
-    "run_onnx",
-    "run_torch_export",
-]
-
 Run = Callable[[Tensor], Tensor]
 
 

@@ -7,8 +7,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Normalise", "normalised_inside"]
-
 
 class Normalise(nn.Module):
     """(x / scale - mean) / std in float32, with the bits of the tests of a run.

@@ -42,8 +42,6 @@ from fedbn_flwr.training.tasks import (
     Task,
 )
 
-__all__ = ["ADAPT", "ALL", "Evaluation", "Row", "evaluate_run", "predictions"]
-
 logger = logging.getLogger("flwr")
 
 ADAPT = "adapt"

@@ -45,8 +45,6 @@ from fedbn_flwr.messages.records import to_state
 from fedbn_flwr.training.batches import inputs_for
 from fedbn_flwr.training.model_state import copied
 
-__all__ = ["BOUND", "FORMATS", "Check", "Exported", "Format", "export", "load_exported"]
-
 logger = logging.getLogger("flwr")
 
 Format = Literal["torch", "torch-export", "onnx"]

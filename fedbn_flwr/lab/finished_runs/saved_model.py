@@ -26,8 +26,6 @@ from fedbn_flwr.lab.output.folder import RunFolder
 from fedbn_flwr.lab.output.summary import ModelDescription
 from fedbn_flwr.lab.setup import in_memory_format
 
-__all__ = ["Choice", "SavedModel", "load_model", "run_config"]
-
 # The metadata of a part that belongs to the server.
 GLOBAL = "global"
 

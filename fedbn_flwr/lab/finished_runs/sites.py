@@ -34,8 +34,6 @@ from fedbn_flwr.training.evaluation import evaluate
 from fedbn_flwr.training.metrics import confusion, dice, mean_iou
 from fedbn_flwr.training.tasks import Task
 
-__all__ = ["LEVEL", "SiteTest", "difference", "interval", "sites_of_run", "test_site"]
-
 LEVEL = 0.95
 _RESAMPLES = 1000
 _SEED = 0

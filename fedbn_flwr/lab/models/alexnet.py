@@ -20,8 +20,6 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-__all__ = ["FULL", "SMALL", "AlexNet", "Widths"]
-
 
 @dataclass(frozen=True)
 class Widths:

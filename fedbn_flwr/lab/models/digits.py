@@ -11,8 +11,6 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-__all__ = ["SIDE", "DigitsCNN"]
-
 SIDE = 28
 
 

@@ -23,15 +23,6 @@ from torch import Tensor, nn
 from fedbn_flwr.errors import ConfigError, install_extra
 from fedbn_flwr.lab.models.info import ModelInfo
 
-__all__ = [
-    "SMP_PREFIX",
-    "TIMM_PREFIX",
-    "published_smp",
-    "published_timm",
-    "smp_info",
-    "timm_info",
-]
-
 TIMM_PREFIX, SMP_PREFIX = "timm:", "smp:"
 # Heights of images: smaller images become SMALLEST; a config may set SMALLEST_ASKED.
 SMALLEST, SMALLEST_ASKED = 64, 32

@@ -16,8 +16,6 @@ import itertools
 
 from torch import Tensor, nn
 
-__all__ = ["FedBSNet", "cifar_net", "mnist_net"]
-
 
 class FedBSNet(nn.Module):
     """Blocks of convolution, BatchNorm, ReLU and pooling, then linear layers."""

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 from torch import nn
 
-__all__ = ["SIZES", "ModelInfo", "always", "at_least"]
-
 SIZES = {
     "rows": ("features",),
     "signals": ("channels", "length"),

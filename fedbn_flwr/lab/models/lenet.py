@@ -13,8 +13,6 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-__all__ = ["SMALLEST", "LeNet"]
-
 SMALLEST = 28
 
 

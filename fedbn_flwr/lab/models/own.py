@@ -23,8 +23,6 @@ from fedbn_flwr.errors import ConfigError, FedBNError
 from fedbn_flwr.lab import own_code
 from fedbn_flwr.lab.models.info import SIZES, ModelInfo, at_least
 
-__all__ = ["OWN", "code_changed", "code_sha256", "is_own", "own_info", "own_module"]
-
 OWN = "<module>:<function>"
 PUBLISHERS = ("torchvision", "torchvision-seg", "timm", "smp")
 

@@ -20,8 +20,6 @@ from torch.nn import functional as F
 
 from fedbn_flwr.errors import ConfigError
 
-__all__ = ["SMALLEST", "BasicBlock", "SmallResNet"]
-
 SMALLEST = 32
 WIDTHS = (16, 32, 64)
 

@@ -13,8 +13,6 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-__all__ = ["SignalCNN"]
-
 
 class SignalCNN(nn.Module):
     """Three blocks of convolution, BatchNorm and ReLU, for signals of any length."""

@@ -22,15 +22,6 @@ from torch import Tensor, nn
 from fedbn_flwr.errors import ConfigError, unknown_name
 from fedbn_flwr.lab.models.info import ModelInfo
 
-__all__ = [
-    "PREFIX",
-    "SEGMENTATION_PREFIX",
-    "segmentation_info",
-    "segmentation_names",
-    "zoo_info",
-    "zoo_names",
-]
-
 PREFIX, SEGMENTATION_PREFIX = "torchvision:", "torchvision-seg:"
 SMALLEST = 64
 # torchvision's layers need these sizes, because of position tables and windows of one

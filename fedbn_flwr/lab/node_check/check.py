@@ -19,8 +19,6 @@ from fedbn_flwr.lab.node_check.trial_rounds import try_rounds
 from fedbn_flwr.lab.runs.node import client_fn, describe_data
 from fedbn_flwr.lab.runs.node_guard import check_run
 
-__all__ = ["check_node"]
-
 
 def check_node(
     settings: Mapping[str, Any], node_config: str, connection: Connection

@@ -16,8 +16,6 @@ import httpx
 from fedbn_flwr.compat.node_key import REFUSED, RefusedKey, private_key, try_key
 from fedbn_flwr.lab.node_check.page import StepFinding
 
-__all__ = ["Connection", "check_connection"]
-
 _SECONDS = 10.0
 
 

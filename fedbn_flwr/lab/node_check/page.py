@@ -6,8 +6,6 @@ import textwrap
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["Page", "StepFinding"]
-
 _WIDTH = 110
 
 

@@ -15,8 +15,6 @@ from fedbn_flwr.lab.runs.node import client_fn
 from fedbn_flwr.lab.runs.serve import serve
 from fedbn_flwr.messages.protocol import STATE_DIR
 
-__all__ = ["try_rounds"]
-
 # Settings of the server, of other clients or of later rounds.
 _ALONE: dict[str, Scalar] = {
     "num-server-rounds": 2,  # a method's phases are one round each

@@ -33,14 +33,6 @@ from fedbn_flwr.lab.output.folder import PLACES, RunFolder, changed_settings
 from fedbn_flwr.lab.output.summary import versions
 from fedbn_flwr.lab.partitioned.counts import refuse_other_data
 
-__all__ = [
-    "Checkpoint",
-    "Checkpoints",
-    "StartingPoint",
-    "after_interrupt",
-    "starting_point",
-]
-
 logger = logging.getLogger("flwr")
 
 _FORMAT = 3  # version of the format of a checkpoint

@@ -7,8 +7,6 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-__all__ = ["draw_curves"]
-
 EPSILON = "epsilon"  # a key in metrics.jsonl, see privacy.differential
 _TESTS = ("test-", "personal-", "train-")
 

@@ -26,8 +26,6 @@ from fedbn_flwr.messages.records import to_state
 from fedbn_flwr.strategies import Strategy
 from fedbn_flwr.training.model_state import copied
 
-__all__ = ["fine_tuned"]
-
 
 def fine_tuned(
     config: Config,

@@ -64,8 +64,6 @@ from fedbn_flwr.server.runs.round_outcome import RoundOutcome
 from fedbn_flwr.strategies import Strategy
 from fedbn_flwr.training.model_state import load_state
 
-__all__ = ["OnRound", "ResultWriter"]
-
 logger = logging.getLogger("flwr")
 
 OnRound = Callable[[Mapping[str, Any]], None]

@@ -34,16 +34,6 @@ from fedbn_flwr.training.evaluation import evaluate
 from fedbn_flwr.training.model_state import load_state
 from fedbn_flwr.training.tasks import Task
 
-__all__ = [
-    "GLOBAL_TESTS",
-    "GlobalTests",
-    "HeldOut",
-    "client_means",
-    "client_means_by_domain",
-    "headlines",
-    "tested_at_clients",
-]
-
 logger = logging.getLogger("flwr")
 
 # tests of the global model with some BN entries replaced

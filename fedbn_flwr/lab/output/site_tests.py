@@ -27,8 +27,6 @@ from fedbn_flwr.strategies import Strategy
 from fedbn_flwr.training.evaluation import evaluate
 from fedbn_flwr.training.model_state import load_state
 
-__all__ = ["HELD_OUT", "site_names", "table_of_run"]
-
 logger = logging.getLogger("flwr")
 
 HELD_OUT = "held-out"

@@ -34,18 +34,6 @@ from fedbn_flwr.server.methods.shared_bn import SHARED_BN
 from fedbn_flwr.server.rounds.testing import completing_entries
 from fedbn_flwr.strategies import Strategy
 
-__all__ = [
-    "CLIENTS",
-    "HELD_OUT",
-    "MODEL_DESCRIPTION",
-    "ModelDescription",
-    "commit_of",
-    "contents_of_model",
-    "kept_by_clients",
-    "kept_contents",
-    "versions",
-]
-
 HELD_OUT = "held-out"
 """The key of held-out clients' tests in ``metrics.jsonl``, and the prefix of means."""
 

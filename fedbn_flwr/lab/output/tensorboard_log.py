@@ -8,8 +8,6 @@ from typing import Any
 
 from fedbn_flwr.lab.files import numbers_of
 
-__all__ = ["TensorBoardLog"]
-
 
 class TensorBoardLog:
     """Writes the numbers of each round to a file for ``tensorboard --logdir``.

@@ -14,17 +14,6 @@ from fedbn_flwr.lab.data.own.request import shown
 from fedbn_flwr.lab.files import read_json
 from fedbn_flwr.lab.partitioned.partitioned_data import PartitionedData, sites_of_tests
 
-__all__ = [
-    "client_names",
-    "data_counts",
-    "data_text",
-    "data_warnings",
-    "has_other_data",
-    "refuse_no_tests",
-    "refuse_other_data",
-    "sha256_of_data",
-]
-
 # The most clients and classes in a text.
 _MOST = 20
 

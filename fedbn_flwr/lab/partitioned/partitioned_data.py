@@ -28,17 +28,6 @@ from fedbn_flwr.lab.data.splits import Indices
 from fedbn_flwr.lab.setup import pick_device
 from fedbn_flwr.training.randomness import derive_seed
 
-__all__ = [
-    "PartitionedData",
-    "count_clients",
-    "domain_test",
-    "load_data",
-    "partitioned_data",
-    "put_aside",
-    "sites_of_tests",
-    "whole_data",
-]
-
 # The number for num-clients=0 in process, without a federation to count.
 DEFAULT_CLIENTS = 5
 

@@ -12,8 +12,6 @@ from fedbn_flwr.lab.data import partition_counts, partition_picture
 from fedbn_flwr.lab.data.splits import Indices
 from fedbn_flwr.lab.partitioned.partitioned_data import count_clients, partitioned_data
 
-__all__ = ["Counts", "count_split", "draw_split"]
-
 
 @dataclass(frozen=True)
 class Counts:

@@ -40,8 +40,6 @@ from fedbn_flwr.training.loop import TrainResult
 from fedbn_flwr.training.model_state import load_state, unwrap
 from fedbn_flwr.training.randomness import torch_generator
 
-__all__ = ["centralized", "reference_config"]
-
 logger = logging.getLogger("flwr")
 
 _OPTIMIZER = "optimizer"  # in a checkpoint, instead of a strategy's state

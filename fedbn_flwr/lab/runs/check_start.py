@@ -34,14 +34,6 @@ from fedbn_flwr.training.model_state import copied
 from fedbn_flwr.training.randomness import seeded_on_cpu
 from fedbn_flwr.training.settings import share_of
 
-__all__ = [
-    "CheckedConfig",
-    "check",
-    "misfits",
-    "moved_buffers",
-    "refuse_too_few_clients",
-]
-
 
 @dataclass(frozen=True)
 class CheckedConfig:

@@ -31,15 +31,6 @@ from fedbn_flwr.lab.models.own import is_own, own_module
 from fedbn_flwr.training.settings import share_of
 from fedbn_flwr.transport.channel_frame import is_loopback
 
-__all__ = [
-    "check_cluster",
-    "check_room",
-    "check_shared",
-    "cluster",
-    "join_cluster",
-    "user_modules",
-]
-
 _ANSWER_SECONDS = 5.0  # limit for the address; ``ray.init`` would wait for minutes
 _WORK_SECONDS = 120.0  # limit for a machine to get the code and start Python
 _PACKAGE = Path(__file__).parents[2]

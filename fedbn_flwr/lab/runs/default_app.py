@@ -15,8 +15,6 @@ from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.runs.node import client_fn
 from fedbn_flwr.lab.runs.node_guard import guarded, reason
 
-__all__ = ["client_app", "server_app"]
-
 logger = logging.getLogger("flwr")
 
 client_app = make_client_app(client_fn, mods=[guarded], reason=reason)

@@ -37,8 +37,6 @@ from fedbn_flwr.server.runs.round_outcome import RoundOutcome
 from fedbn_flwr.server.runs.run_listener import RunListener
 from fedbn_flwr.strategies import Strategy
 
-__all__ = ["CheckpointManager", "FolderListener", "divergence_of", "ends_diverged"]
-
 logger = logging.getLogger("flwr")
 
 

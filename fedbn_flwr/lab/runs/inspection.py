@@ -25,8 +25,6 @@ from fedbn_flwr.server.methods.shared_bn import SHARED_BN
 from fedbn_flwr.server.methods.together import Methods
 from fedbn_flwr.training.freezing import layers_of, stays_in_eval, unchanged
 
-__all__ = ["Inspection", "Phase", "batchnorm_calls", "inspect_model"]
-
 
 @dataclass(frozen=True)
 class Phase:

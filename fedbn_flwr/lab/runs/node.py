@@ -56,8 +56,6 @@ from fedbn_flwr.training.tasks import Task
 if TYPE_CHECKING:
     from fedbn_flwr.lab.runs.check_start import CheckedConfig
 
-__all__ = ["RunClients", "client_fn", "describe_data"]
-
 
 def client_fn(context: Context) -> TorchClient:
     """Return a node's client, made from its Flower context.

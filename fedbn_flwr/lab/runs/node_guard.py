@@ -23,8 +23,6 @@ from fedbn_flwr.lab.models.own import is_own
 from fedbn_flwr.lab.own_code import is_function
 from fedbn_flwr.messages.protocol import REPORT_DATA, STATE_DIR
 
-__all__ = ["guarded", "reason"]
-
 logger = logging.getLogger("flwr")
 
 

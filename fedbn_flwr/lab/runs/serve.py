@@ -61,15 +61,6 @@ from fedbn_flwr.server.runs.protection import Protection
 from fedbn_flwr.transport import BarrierGrid
 from fedbn_flwr.transport.polling_grid import ImmediateGrid, over_network, polling
 
-__all__ = [
-    "REPLY_WAIT",
-    "beginning",
-    "count_nodes",
-    "report_data",
-    "serve",
-    "tests_of_clients",
-]
-
 logger = logging.getLogger("flwr")
 
 NODE_GRACE = 15.0  # seconds to wait for all nodes of a federation

@@ -26,8 +26,6 @@ from fedbn_flwr.lab.runs.cluster import check_cluster
 from fedbn_flwr.lab.setup import gpu_share, pick_device, refuse_named_gpu
 from fedbn_flwr.machine import num_cores
 
-__all__ = ["echo", "simulate"]
-
 logger = logging.getLogger("flwr")
 
 # the beginning of a record in Flower's log

@@ -26,18 +26,6 @@ from fedbn_flwr.lab.runs.centralized import reference_config
 from fedbn_flwr.lab.runs.run import run
 from fedbn_flwr.lab.studies.study import Cell
 
-__all__ = [
-    "FAILED",
-    "changed",
-    "do_cell",
-    "failure_of",
-    "finished",
-    "is_done",
-    "note_failure",
-    "of_study",
-    "summary_of",
-]
-
 logger = logging.getLogger("flwr")
 
 # in the folder of a run that a sweep could not finish: the error

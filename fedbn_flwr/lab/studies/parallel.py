@@ -28,8 +28,6 @@ from fedbn_flwr.lab.studies.sweep import Follower, Outcome, Runner
 from fedbn_flwr.machine import keep_freed_memory, memory_bytes, num_cores
 from fedbn_flwr.training.settings import share_of
 
-__all__ = ["default_parallel", "in_parallel"]
-
 logger = logging.getLogger("flwr")
 
 # bytes of a process that has imported torch and Flower, measured

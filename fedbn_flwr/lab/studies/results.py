@@ -21,8 +21,6 @@ from fedbn_flwr.lab.studies.one_run import failure_of, is_done, summary_of
 from fedbn_flwr.lab.studies.study import AVERAGE, WHOLE, Cell, PaperNumber, Study
 from fedbn_flwr.training.tasks import higher_is_better, in_percent, quantity_of
 
-__all__ = ["FIELDS", "markdown", "paired_tests", "rows_of", "table", "write_results"]
-
 logger = logging.getLogger("flwr")
 
 _TO_TARGET = ("rounds-to-target", "exchanges-to-target", "bytes-to-target")

@@ -19,8 +19,6 @@ from fedbn_flwr.lab.studies.results import markdown
 from fedbn_flwr.lab.studies.study import Cell, Study, StudySettings, trial_name
 from fedbn_flwr.training.tasks import in_percent
 
-__all__ = ["Tuned", "tuned", "tuning_markdown"]
-
 logger = logging.getLogger("flwr")
 
 

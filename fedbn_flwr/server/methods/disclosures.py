@@ -17,8 +17,6 @@ from fedbn_flwr.server.methods.of_travels import declared, reads_undeclared
 from fedbn_flwr.server.methods.together import Methods
 from fedbn_flwr.server.methods.travels import Exchanges, together
 
-__all__ = ["Disclosure", "disclosures", "of_wrapper", "uncovered"]
-
 
 class Disclosure(NamedTuple):
     """A value that clients send in addition to their update.

@@ -9,8 +9,6 @@ from fedbn_flwr.batchnorm.parts import BatchNormLayer, Parts
 from fedbn_flwr.batchnorm.reestimation import Moments
 from fedbn_flwr.problems import Problem
 
-__all__ = ["UNMEASURED", "Pool", "by_layer", "pooled_statistics", "unmeasured"]
-
 Pool = Callable[[Sequence[Moments], Sequence[float]], Moments]
 """Returns the common moments of a layer from the clients' moments and weights."""
 

@@ -42,8 +42,6 @@ from fedbn_flwr.messages.protocol import Key
 from fedbn_flwr.training.client_hook import ClientHook, Entries, Extras
 from fedbn_flwr.training.optimizer_hooks import parameters_of
 
-__all__ = ["MOMENTUM", "SCOPE", "Momentum", "MomentumBuffers", "Scope"]
-
 MOMENTUM = Key(
     "momentum", "ArrayRecord: SGD's buffers", "server, client", "client, server"
 )

@@ -29,14 +29,6 @@ from fedbn_flwr.server.methods.travels import (
     together,
 )
 
-__all__ = [
-    "declared",
-    "of_travels",
-    "reads_undeclared",
-    "reestimates",
-    "why_not_combined",
-]
-
 _NEEDED = {Part.AFFINE: "gamma and beta", Part.STATISTICS: "running statistics"}
 _WITHOUT = {
     Part.AFFINE: "affine=False",

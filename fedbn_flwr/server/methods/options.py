@@ -34,8 +34,6 @@ from fedbn_flwr.server.methods.travels import PERSONAL, Extra, Travels
 from fedbn_flwr.training.client_hook import ClientHook
 from fedbn_flwr.training.gradient_clipping import clip_gradients, exclude_head
 
-__all__ = ["AGC", "OPTIONS", "ClipGradients", "Option"]
-
 AGC = Key("fedbn-flwr.agc", "float: lambda", "server", "client")
 
 S = TypeVar("S", default=None)

@@ -14,30 +14,6 @@ from pydantic import AfterValidator, field_validator
 
 from fedbn_flwr.server.methods.params import Params, setting
 
-__all__ = [
-    "PARAMS",
-    "AdaptiveParams",
-    "At",
-    "BNScaffoldParams",
-    "DittoParams",
-    "FBNParams",
-    "FedAdagradParams",
-    "FedAvgMParams",
-    "FedBSParams",
-    "FedProxParams",
-    "FedRepParams",
-    "FedTAN2Params",
-    "FedTANParams",
-    "FedWonParams",
-    "FedYogiParams",
-    "FixBNParams",
-    "HBNParams",
-    "PooledParams",
-    "ScaffoldParams",
-    "WindowParams",
-    "trimmed_share",
-]
-
 
 class FedProxParams(Params):
     """Parameters of FedProx."""

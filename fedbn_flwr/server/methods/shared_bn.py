@@ -35,8 +35,6 @@ from fedbn_flwr.batchnorm.parts import Parts
 from fedbn_flwr.messages.protocol import Key
 from fedbn_flwr.training.client_hook import ClientHook, Extras
 
-__all__ = ["SHARED_BN", "LatestBN", "ShareBN"]
-
 # This is also the name of the test in eval-on.
 SHARED_BN = Key("averaged-bn", "ArrayRecord: a client's BN parts", "client", "server")
 

@@ -26,8 +26,6 @@ from fedbn_flwr.server.methods.travels import (
     together,
 )
 
-__all__ = ["TOO_LARGE_STEPS", "Methods", "States"]
-
 States = Mapping[str, Any]
 """The state of each method by its name; read-only."""
 

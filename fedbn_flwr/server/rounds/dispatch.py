@@ -22,15 +22,6 @@ from fedbn_flwr.server.methods.method import Node
 from fedbn_flwr.server.rounds.replies import Refused, error_text
 from fedbn_flwr.server.runs.run_state import Run
 
-__all__ = [
-    "NOTHING",
-    "Sent",
-    "address",
-    "in_order",
-    "raise_shared_error",
-    "raise_shared_test_error",
-]
-
 logger = logging.getLogger("flwr")
 
 

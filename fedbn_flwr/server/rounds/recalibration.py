@@ -48,8 +48,6 @@ from fedbn_flwr.server.rounds.replies import (
 )
 from fedbn_flwr.server.runs.run_state import Run
 
-__all__ = ["reestimate_before_tests"]
-
 logger = logging.getLogger("flwr")
 
 

@@ -25,8 +25,6 @@ from fedbn_flwr.transport.step_transport import (
 )
 from fedbn_flwr.transport.transports import TRANSPORTS
 
-__all__ = ["train_synchronised"]
-
 logger = logging.getLogger("flwr")
 
 _ANSWER = (

@@ -31,21 +31,6 @@ from fedbn_flwr.server.runs.failures import losses_not_finite, note_losses
 from fedbn_flwr.server.runs.run_state import Run
 from fedbn_flwr.training.settings import share_of
 
-__all__ = [
-    "address_tests",
-    "completed",
-    "completing_entries",
-    "read_tests",
-    "test_metrics",
-    "tested_by_server",
-    "warn_of_affine_elsewhere",
-    "warn_of_initial_values",
-    "warn_of_nothing_shared",
-    "warn_of_own_aggregation",
-    "warn_of_own_start",
-    "with_statistics",
-]
-
 logger = logging.getLogger("flwr")
 
 

@@ -35,18 +35,6 @@ from fedbn_flwr.server.runs.protection import Protection
 from fedbn_flwr.server.runs.run_state import Run
 from fedbn_flwr.training.settings import share_of
 
-__all__ = [
-    "address_training",
-    "average_replies",
-    "note_kept",
-    "read_training",
-    "release",
-    "sample_for_training",
-    "sum_ahead",
-    "terms_of",
-    "training_metrics",
-]
-
 logger = logging.getLogger("flwr")
 
 

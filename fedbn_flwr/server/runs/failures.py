@@ -29,22 +29,6 @@ from fedbn_flwr.messages.protocol import NUM_EXAMPLES
 from fedbn_flwr.server.runs.round_outcome import RoundOutcome, listed
 from fedbn_flwr.server.runs.run_state import Run
 
-__all__ = [
-    "account",
-    "all_not_finite",
-    "divergence",
-    "losses_not_finite",
-    "note_losses",
-    "note_too_few",
-    "nothing_trained",
-    "raise_if_ends",
-    "raise_if_failed",
-    "raise_if_nothing_trains",
-    "shortened",
-    "training_losses",
-    "with_refusals",
-]
-
 logger = logging.getLogger("flwr")
 
 _NODE = re.compile(r"\bnode \d+( \(partition \d+\))?: ")

@@ -19,8 +19,6 @@ from fedbn_flwr.messages.protocol import (
 from fedbn_flwr.server.methods.method import Node, Reply
 from fedbn_flwr.server.methods.shared_bn import SHARED_BN, LatestBN
 
-__all__ = ["Kept"]
-
 logger = logging.getLogger("flwr")
 
 

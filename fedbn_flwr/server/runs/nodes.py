@@ -38,8 +38,6 @@ from fedbn_flwr.server.methods.method import Node
 from fedbn_flwr.training.randomness import derive_seed, numpy_generator
 from fedbn_flwr.transport.polling_grid import ImmediateGrid, over_network
 
-__all__ = ["NodeRegistry"]
-
 logger = logging.getLogger("flwr")
 
 

@@ -19,8 +19,6 @@ from fedbn_flwr.server.runs.round_outcome import RoundOutcome
 from fedbn_flwr.transport import Member
 from fedbn_flwr.transport.step_transport import Limits
 
-__all__ = ["Protection"]
-
 
 class Protection:
     """No protection, and the base class of all protections.

@@ -22,8 +22,6 @@ from fedbn_flwr.messages.protocol import (
 from fedbn_flwr.messages.records import Traffic, of_kind
 from fedbn_flwr.training.tasks import METRICS, quantity_of
 
-__all__ = ["AVERAGED", "RoundOutcome", "average_metrics", "listed"]
-
 logger = logging.getLogger("flwr")
 
 

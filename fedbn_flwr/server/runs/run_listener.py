@@ -10,8 +10,6 @@ from fedbn_flwr.batchnorm.averaging import State
 from fedbn_flwr.messages.protocol import Continuity
 from fedbn_flwr.server.methods.method import Reply
 
-__all__ = ["RunListener"]
-
 
 class RunListener:
     """The listener of a run, for ``strategy.start(..., recording=...)``.

@@ -8,8 +8,6 @@ from pathlib import Path
 from fedbn_flwr.errors import DataError
 from fedbn_flwr.lab.data.image_files.decoding import check_mode, for_all
 
-__all__ = ["refuse_damaged", "refuse_damaged_files"]
-
 # The last bytes of a complete file. A file that was cut off lacks them.
 _ENDS = {"JPEG": b"\xff\xd9", "MPO": b"\xff\xd9", "PNG": b"IEND"}
 

@@ -15,8 +15,6 @@ from torch import Tensor
 from fedbn_flwr.errors import DataError
 from fedbn_flwr.machine import num_cores
 
-__all__ = ["Bytes", "check_mode", "for_all", "is_transparent", "pixels", "size_of"]
-
 Bytes = npt.NDArray[np.uint8]
 Result = TypeVar("Result")
 

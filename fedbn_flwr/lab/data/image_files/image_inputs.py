@@ -15,8 +15,6 @@ from fedbn_flwr.lab.data.image_files.damage import refuse_damaged
 from fedbn_flwr.lab.data.image_files.decoding import Bytes, for_all, pixels
 from fedbn_flwr.lab.data.samples import LazyInputs, Samples, Shape, reshaped
 
-__all__ = ["ImageFiles"]
-
 
 class ImageFiles(LazyInputs):
     """Image files, decoded to bytes of one shape.

@@ -23,8 +23,6 @@ from fedbn_flwr.lab.data.readers import READ_ERRORS
 from fedbn_flwr.training.losses import IGNORED_PIXEL
 from fedbn_flwr.training.tasks import Task
 
-__all__ = ["read_arrays"]
-
 logger = logging.getLogger("flwr")
 
 _OF_EXAMPLES = ("client", "group", "split")

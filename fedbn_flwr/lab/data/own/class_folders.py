@@ -23,8 +23,6 @@ from fedbn_flwr.lab.data.image_files.decoding import for_all, is_transparent, si
 from fedbn_flwr.lab.data.own.own_records import Records
 from fedbn_flwr.lab.data.own.request import OwnData, chosen_task, numbered, shown
 
-__all__ = ["read_folder"]
-
 logger = logging.getLogger("flwr")
 
 _PARTS = {"train": False, "training": False, "test": True, "testing": True}

@@ -18,8 +18,6 @@ from fedbn_flwr.lab.data.readers import Loaded
 from fedbn_flwr.lab.data.samples import Shape, per_channel
 from fedbn_flwr.training.tasks import TASKS
 
-__all__ = ["own_info"]
-
 # In pixels: larger images get this height, unless image-size sets another height.
 _LARGEST = 224
 

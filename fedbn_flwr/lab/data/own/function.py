@@ -40,8 +40,6 @@ from fedbn_flwr.lab.own_code import own_function, own_module, sha256_of_code
 from fedbn_flwr.training.losses import IGNORED_PIXEL
 from fedbn_flwr.training.tasks import CLASSIFICATION, TASKS, Task
 
-__all__ = ["function_info", "function_sha256"]
-
 _PARTS = ("train", "test")
 # The largest number of classes if nothing states it. A larger target is not a class.
 _MOST = 1000

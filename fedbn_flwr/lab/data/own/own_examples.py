@@ -27,8 +27,6 @@ from fedbn_flwr.lab.data.validation import split_off
 
 logger = logging.getLogger("flwr")
 
-__all__ = ["is_divided", "load", "own_sha256", "own_tests", "read", "stamp_of"]
-
 _READERS: dict[str, Callable[[OwnData], Records]] = {
     "folder": read_folder,
     "npz": read_arrays,

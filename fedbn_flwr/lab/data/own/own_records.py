@@ -12,8 +12,6 @@ from torch import Tensor
 
 from fedbn_flwr.training.tasks import Task
 
-__all__ = ["Records"]
-
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Records:

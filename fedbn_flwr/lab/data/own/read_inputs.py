@@ -9,8 +9,6 @@ from torch import Tensor
 
 from fedbn_flwr.lab.data.samples import LazyInputs
 
-__all__ = ["ReadInputs"]
-
 Read = Callable[[int], tuple[Tensor, Tensor]]
 """Returns the input (float32) and the target of an example."""
 

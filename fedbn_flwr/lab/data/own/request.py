@@ -14,18 +14,6 @@ from fedbn_flwr.errors import ConfigError, DataError, unknown_name
 from fedbn_flwr.lab.own_code import is_function
 from fedbn_flwr.training.tasks import TASKS, Task
 
-__all__ = [
-    "COMPLEX",
-    "FUNCTION",
-    "FUNCTION_FORM",
-    "KINDS",
-    "OwnData",
-    "chosen_task",
-    "is_own",
-    "numbered",
-    "shown",
-]
-
 KINDS = {
     "folder": (
         "folder:PATH, image files in class/file, client/class/file or"
