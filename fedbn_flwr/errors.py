@@ -88,10 +88,13 @@ _IN_TEXT = (
     MOD_RAISED,
     _CLIENTS_CONFIG,
 )
-_CODE = re.compile(rf"\[({'|'.join(_IN_TEXT)})\] ")
+# A client's ConfigError also has its own code.
+_CODE = re.compile(rf"\[({'|'.join(_IN_TEXT)})(?: [\w-]+)?\] ")
 # A user's app may raise a ConfigError outside ``NamedConfigErrors``. Then the text from
 # Flower or Ray names the class.
-_CONFIG_ERROR = re.compile(rf"\[{_CLIENTS_CONFIG}\] |\bConfigError(?:: |'>:<')")
+_CONFIG_ERROR = re.compile(
+    rf"\[{_CLIENTS_CONFIG}(?: ([\w-]+))?\] |\bConfigError(?:: |'>:<')"
+)
 
 
 class FedBNError(Exception):
@@ -245,7 +248,10 @@ class NamedConfigErrors(ContextDecorator):
     ) -> None:
         """Raise the ConfigError again, with the code in its text."""
         if isinstance(error, ConfigError) and error.code != _CLIENTS_CONFIG:
-            raise ConfigError(coded(_CLIENTS_CONFIG, str(error))) from error
+            code = _CLIENTS_CONFIG
+            if error.code != ConfigError.code:
+                code = f"{code} {error.code}"
+            raise ConfigError(coded(code, str(error))) from error
 
 
 def coded(code: str, text: str) -> str:
@@ -274,24 +280,27 @@ def raise_shared_config_error(reasons: Sequence[str], num_asked: int) -> None:
     """
     # If all clients raise it, it would come again in every round. If only one does, it
     # may be the client's own fault.
-    texts = {_text_of_config_error(reason) for reason in reasons}
-    if len(reasons) != num_asked or len(texts) != 1:
+    errors = {_config_error_in(reason) for reason in reasons}
+    if len(reasons) != num_asked or len(errors) != 1:
         return
-    text = texts.pop()
+    text, code = errors.pop()
     if text:
         who = "The client that was"
         if num_asked > 1:
             who = f"All {num_asked} clients that were"
-        raise ConfigError(f"{text}\n({who} asked raised this error.)")
+        raise ConfigError(f"{text}\n({who} asked raised this error.)", code=code)
 
 
-def _text_of_config_error(reason: str) -> str:
-    """Return the text of the ConfigError in a reason from Flower, or an empty text."""
-    _, *texts = _CONFIG_ERROR.split(reason)
-    if not texts:
-        return ""
+def _config_error_in(reason: str) -> tuple[str, str | None]:
+    """Return the text and the code of the ConfigError in a reason from Flower.
+
+    The text is empty if there is no such error.
+    """
+    text, code = "", None
+    for match in _CONFIG_ERROR.finditer(reason):
+        text, code = reason[match.end() :], match[1]
     # Remove the text that Flower and Python add after it.
-    return texts[-1].partition("\n\nThe above exception")[0].removesuffix("'>")
+    return text.partition("\n\nThe above exception")[0].removesuffix("'>"), code
 
 
 def install_extra(extra: str) -> str:

@@ -36,6 +36,7 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 
 from fedbn_flwr.batchnorm.outer_affine import outer_affine
 from fedbn_flwr.errors import ConfigError, NormLayerError
+from fedbn_flwr.problems import Problem
 from fedbn_flwr.training.freezing import (
     is_scripted_batchnorm,
     layers_of,
@@ -62,8 +63,8 @@ __all__ = [
     "name_once",
     "other_layers",
     "refuse_other_head",
-    "refuse_tied",
     "split_state",
+    "tied_apart",
     "tied_entries",
 ]
 
@@ -403,10 +404,10 @@ def _repeated(values: Iterable[tuple[str, Hashable]]) -> dict[str, str]:
     return repeated
 
 
-def refuse_tied(
+def tied_apart(
     tied: Mapping[str, str], local: Collection[str], unless: str = ""
-) -> None:
-    """Raise ConfigError if a tied tensor stays with the client under only one name.
+) -> Iterator[Problem]:
+    """Yield the first tied tensor that stays with the client under only one name.
 
     Args:
         tied: see ``Parts.tied``.
@@ -416,13 +417,16 @@ def refuse_tied(
     for pair in tied.items():
         stays, shared = sorted(pair, key=lambda name: name not in local)
         if stays in local and shared not in local:
-            raise ConfigError(
+            yield Problem(
+                "tied-apart",
                 f"'{stays}' stays with the client, but '{shared}' is shared. Both are"
                 " names of the same tensor, so one would overwrite the other. Untie"
                 " them in the model, name both in personal, or use a strategy that"
-                " shares both."
-                f"{unless}"
+                f" shares both.{unless}",
+                "personal",
+                "model",
             )
+            return
 
 
 def refuse_other_head(

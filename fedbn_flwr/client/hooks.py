@@ -6,6 +6,7 @@ mod ``bn_mod`` adds the names and the metrics of the hooks to the reply.
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
@@ -22,7 +23,7 @@ from torch.optim.optimizer import (
 from fedbn_flwr.batchnorm.parts import (
     name_once,
     refuse_other_head,
-    refuse_tied,
+    tied_apart,
     tied_entries,
 )
 from fedbn_flwr.client.kept import KeptState
@@ -39,8 +40,9 @@ from fedbn_flwr.messages.protocol import (
     merged_config,
 )
 from fedbn_flwr.messages.records import from_record, of_kind, tensors
+from fedbn_flwr.problems import Known, tell
 from fedbn_flwr.server.methods.method import HookContext
-from fedbn_flwr.strategies import make_hooks
+from fedbn_flwr.strategies import make_hooks, refuse_on_client
 from fedbn_flwr.training.client_hook import (
     ClientHook,
     around_step,
@@ -59,6 +61,7 @@ from fedbn_flwr.training.model_state import (
 )
 from fedbn_flwr.training.optimizer_hooks import (
     before_steps,
+    facts_of,
     parameters_of,
     stepping_optimizers,
 )
@@ -163,9 +166,10 @@ def bn_rules(
             hook = hooks[hook_name]
             hook.receive(extras, kept.hook_state(hook))
     name_once(model)
-    refuse_tied(tied_entries(unwrap(model)), set(map(without_wrappers, local)))
+    tell(tied_apart(tied_entries(unwrap(model)), set(map(without_wrappers, local))))
     refuse_other_head(model, sent.head)
-    rules = Hooks(model, hooks)
+    refuse = functools.partial(refuse_on_client, sent.hooks, config)
+    rules = Hooks(model, hooks, refuse)
     with rules._block():
         yield rules
     # After the block, and only if it did not raise: a round counts completely or not at
@@ -212,14 +216,25 @@ class Hooks:
     It is the value of ``with bn_rules(...) as rules``. Call ``survey``, ``wrap`` and
     ``step`` if the method needs them; otherwise they do nothing.
 
+    Args:
+        model: the model.
+        hooks: the client hooks by name.
+        refuse: raises the problems that the methods have with the facts of the loop.
+
     Attributes:
         metrics: the hooks' metrics and ``fedbn-flwr.hooks-applied``, set at the end of
             the block. The mod adds them to the reply; a ``NumPyClient`` returns them
             with its own metrics.
     """
 
-    def __init__(self, model: nn.Module, hooks: Mapping[str, ClientHook]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        hooks: Mapping[str, ClientHook],
+        refuse: Callable[[Known], None] = lambda known: None,
+    ) -> None:
         self.metrics: dict[str, Any] = {}
+        self._refuse = refuse
         self._model = model
         self._hooks = hooks
         # The weights when the hooks stored them, and after the last step: a user's loop
@@ -344,7 +359,8 @@ class Hooks:
                     "the optimizer has no parameter of the model that was passed to"
                     " `bn_rules`: pass the same model to both, not a copy"
                 )
-            # A hook refuses an optimizer that it cannot use.
+            # A method refuses an optimizer that it cannot use.
+            self._refuse(facts_of(optimizer))
             for hook in self._acting:
                 hook.start(self._model, optimizer)
             self._exit.callback(before_steps(optimizer, self._act).remove)
@@ -549,6 +565,7 @@ class Hooks:
         # Be thorough: a load by ``.data`` does not change a tensor's version.
         if self._belongs_to_all_steps:
             self._check_last_step(self._after_step.changed(thorough=True))
+        self._refuse(Known(local_steps=self._steps or None))
         # A hook that took no part has changed nothing: the run would be plain FedAvg.
         for name, hook in self._hooks.items():
             if overrides(hook, "start", "penalty", "gradients") and not self._steps:

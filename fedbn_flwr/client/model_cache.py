@@ -31,14 +31,15 @@ from fedbn_flwr.batchnorm.parts import (
     Parts,
     name_once,
     refuse_other_head,
-    refuse_tied,
     split_state,
+    tied_apart,
 )
 from fedbn_flwr.batchnorm.sync import try_synchronised_step
 from fedbn_flwr.errors import ConfigError, NormLayerError, StateError
 from fedbn_flwr.messages.numpy_client import Config
 from fedbn_flwr.messages.protocol import ARRAY_NAMES, MessageConfig
 from fedbn_flwr.messages.records import tensors, to_state
+from fedbn_flwr.problems import tell
 from fedbn_flwr.training.batches import Batches, inputs_for, set_memory_format
 from fedbn_flwr.training.client_hook import ClientHook, Extras
 from fedbn_flwr.training.first_look import first_look, refuse_made, was_looked_at
@@ -302,7 +303,7 @@ def entries_that_stay(cached: CachedModel, sent: MessageConfig) -> tuple[str, ..
             " parts=split_state(model) to the strategy. To leave only some layers, pass"
             " layers=, or parts=split_state(model, layers=...)."
         )
-    refuse_tied(cached.parts.tied, names)
+    tell(tied_apart(cached.parts.tied, names))
     return names
 
 

@@ -60,8 +60,9 @@ from fedbn_flwr.messages.protocol import (
 )
 from fedbn_flwr.messages.records import to_state
 from fedbn_flwr.privacy.counters import refuse_cumulative
+from fedbn_flwr.problems import Known
 from fedbn_flwr.server.methods.method import HookContext
-from fedbn_flwr.strategies import make_hooks
+from fedbn_flwr.strategies import make_hooks, refuse_on_client
 from fedbn_flwr.training.batches import inputs_for, refuse_not_finite
 from fedbn_flwr.training.client_hook import ClientHook
 from fedbn_flwr.training.evaluation import EvalResult, evaluate
@@ -232,14 +233,12 @@ class TorchClient(NumPyClient):
         hooks: dict[str, ClientHook] = {}
         if sent.hooks:
             loss = functools.partial(self.data.validation_loss, task=self.task)
-            about = HookContext(
-                config,
-                frozenset(local),
-                reducer,
-                loss,
-                trained,
-                self.settings.num_steps(len(self.data.train)),
+            known = Known(
+                optimizer=self.settings.optimizer,
+                sgd_momentum=self.settings.sgd_momentum,
+                local_steps=self.settings.num_steps(len(self.data.train)) or None,
             )
+            about = HookContext(config, frozenset(local), reducer, loss, trained, known)
             hooks = make_hooks(sent.hooks, about)
         # The model starts as the server's model, except for the local entries.
         extras, prefix = load_received(
@@ -249,6 +248,8 @@ class TorchClient(NumPyClient):
             hook.receive(extras, kept.hook_state(hook))
         result = trained(cached.model, hooks=list(hooks.values()), layout=cached.layout)
         cached.refuse_made()
+        # Dropped batches are not steps.
+        refuse_on_client(sent.hooks, config, Known(local_steps=result.num_steps))
         if not math.isfinite(result.loss):
             load_received(cached, parameters, config, sent, kept.load(local))
             size = self.settings.batch_size

@@ -708,12 +708,10 @@ class Strategy(FlowerFedAvg):
         """Check the model and begin the run, once."""
         run = self.run
         run.options = self._options()
-        run.refuse_tied()
-
         known = Known(
             num_rounds=run.num_rounds,
             recorded=self._recording is not None,
-            parts=run.parts,
+            parts=run.parts_with_ties,
             shapes=run.shapes,
         )
         tell(self.params.told(self.methods.problems(known)))

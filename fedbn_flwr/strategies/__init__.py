@@ -18,8 +18,8 @@ from typing import Any, TypeVar
 from pydantic import create_model
 
 from fedbn_flwr.errors import ConfigError, unknown_name
-from fedbn_flwr.messages.protocol import Key
-from fedbn_flwr.problems import Known, Problem
+from fedbn_flwr.messages.protocol import PREFIX, Key
+from fedbn_flwr.problems import Known, Problem, check, tell
 from fedbn_flwr.server.methods.method import (
     Ask,
     Facts,
@@ -320,7 +320,7 @@ def make_hooks(names: Collection[str], context: HookContext) -> dict[str, Client
 
     Raises:
         ConfigError: the message names a hook that neither this version nor a registered
-            strategy has.
+            strategy has; or its method has a problem with the client's training.
     """
     makers = _makers() if names else {}
     for name in names:
@@ -330,4 +330,32 @@ def make_hooks(names: Collection[str], context: HookContext) -> dict[str, Client
                 " to your own project, write @register above the class of its method,"
                 " and also import its module in the client app."
             )
+    refuse_on_client(names, context.config, context.known)
     return {name: makers[name].client_hooks[name](context) for name in names}
+
+
+def refuse_on_client(
+    names: Collection[str], config: Mapping[str, Any], known: Known
+) -> None:
+    """Raise the problems that the methods of client hooks have with local training.
+
+    The rows are the rows of the server. A row is skipped if the message lacks a setting
+    of its keys.
+
+    Args:
+        names: the client hooks.
+        config: the config of the message; its keys name the settings of the methods.
+        known: the facts of the client's training.
+    """
+    makers = _makers() if names else {}
+    own = {key.removeprefix(PREFIX).replace("-", "_"): config[key] for key in config}
+    problems: list[Problem] = []
+    for name in names:
+        kind = makers[name]
+        method = kind(kind.Params.model_construct(**own))
+        unsent = kind.Params.model_fields.keys() - own.keys()
+        rows = [row for row in kind.rows if unsent.isdisjoint(row.keys.split())]
+        # The server has logged the warnings.
+        found = check(rows, method, known, ["run"])
+        problems += [problem for problem in found if problem.effect == "refuse"]
+    tell(dict.fromkeys(problems), "")

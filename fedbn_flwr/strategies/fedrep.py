@@ -58,21 +58,15 @@ HEAD_STEPS = Key("fedbn-flwr.head-steps", "int: tau_h", "server", "client")
 
 
 class HeadThenBody(ClientHook):
-    """Client code that trains only the head in the first steps, then only the body.
-
-    ``num_steps``: the number of steps of the round; 0 if unknown.
-    """
+    """Client code that trains only the head in the first steps, then only the body."""
 
     stage = "choose"
 
-    def __init__(
-        self, head: Collection[str], head_steps: int, num_steps: int = 0
-    ) -> None:
+    def __init__(self, head: Collection[str], head_steps: int) -> None:
         self._head, self._head_steps = head, head_steps
         self._optimizers: list[torch.optim.Optimizer] = []
         self._trained: set[str] = set()
         self._taken = 0
-        self._refuse_too_many(num_steps)
 
     def begin(self, model: nn.Module) -> None:
         """Refuse a head without parameters."""
@@ -107,8 +101,7 @@ class HeadThenBody(ClientHook):
                 self._trained.add(part)
 
     def end(self, model: nn.Module) -> dict[str, float]:
-        """Refuse a round that has not trained the head, or has no step for the body."""
-        self._refuse_too_many(self._taken)
+        """Refuse a round that has not trained the head."""
         if self._taken and self._head_steps and "head" not in self._trained:
             raise ConfigError(
                 f"head-steps={self._head_steps}, but none of the first steps trained the"
@@ -116,23 +109,9 @@ class HeadThenBody(ClientHook):
             )
         return {}
 
-    def _refuse_too_many(self, num_steps: int) -> None:
-        if num_steps and _too_many(self._head_steps, num_steps):
-            raise ConfigError(_too_many(self._head_steps, num_steps))
-
     def _of_head(self, model: nn.Module) -> set[nn.Parameter]:
         named = model.named_parameters()
         return {p for name, p in named if without_wrappers(name) in self._head}
-
-
-def _too_many(head_steps: int, num_steps: int) -> str:
-    """Return the refusal if no step is left for the body, or an empty text."""
-    if head_steps < num_steps:
-        return ""
-    return (
-        f"head-steps={head_steps} leaves none of the {num_steps} local steps for the"
-        " body. Use fewer head-steps, or more local steps."
-    )
 
 
 class FedRepMethod(Method[FedRepParams]):
@@ -145,7 +124,7 @@ class FedRepMethod(Method[FedRepParams]):
     Params = FedRepParams
     client_hooks = {
         "head-then-body": lambda context: HeadThenBody(
-            context.personal, int(context.config[HEAD_STEPS]), context.num_steps
+            context.personal, int(context.config[HEAD_STEPS])
         )
     }
 
@@ -176,11 +155,10 @@ class FedRep(Strategy):
 FedRepMethod.rows = (
     Problem(
         "no-body-step",
-        "{found}",
+        "head-steps={params.head_steps} leaves none of the {known.local_steps} local"
+        " steps for the body. Use fewer head-steps, or more local steps.",
         "head_steps local_steps",
         needs="local_steps",
-        when=lambda method, known: _too_many(
-            method.params.head_steps, known.local_steps or 0
-        ),
+        when=lambda method, known: method.params.head_steps >= known.local_steps,
     ),
 )

@@ -132,21 +132,9 @@ class ControlVariates(ClientHook):
         """Store x, and the names of the parameters.
 
         Raises:
-            ConfigError: the optimizer is not SGD, or a group has momentum or is
-                maximised.
+            ConfigError: the optimizer maximises a group. The rows refuse others.
         """
-        if not isinstance(optimizer, torch.optim.SGD):
-            raise ConfigError(
-                f"{_NEEDS_SGD}; the client has the optimizer"
-                f" {type(optimizer).__name__.lstrip('_')}. Use torch.optim.SGD without"
-                " momentum, or another strategy"
-            )
         for group in optimizer.param_groups:
-            if group["momentum"]:
-                raise ConfigError(
-                    "scaffold corrects plain SGD:"
-                    f" sgd-momentum={float(group['momentum'])} must be 0"
-                )
             if group.get("maximize"):
                 raise ConfigError(
                     "scaffold corrects plain SGD: the optimizer's maximize=True must be"
@@ -353,6 +341,7 @@ ScaffoldMethod.rows = (
         "needs-plain-sgd",
         "scaffold corrects plain SGD: sgd-momentum={known.sgd_momentum} must be 0",
         "sgd_momentum",
+        needs="sgd_momentum",
         when=lambda method, known: known.sgd_momentum,
     ),
     Problem(

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from fedbn_flwr.errors import ConfigError
+from fedbn_flwr.problems import Known
 
 
 def stepping_optimizers(optimizer: Any) -> list[torch.optim.Optimizer]:
@@ -50,6 +51,14 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> set[Tensor]:
     return {
         parameter for group in optimizer.param_groups for parameter in group["params"]
     }
+
+
+def facts_of(optimizer: torch.optim.Optimizer) -> Known:
+    """Return the facts of an optimizer that the rows of methods read."""
+    if not isinstance(optimizer, torch.optim.SGD):
+        return Known(optimizer=type(optimizer).__name__)
+    momentum = max(float(group["momentum"]) for group in optimizer.param_groups)
+    return Known(optimizer="sgd", sgd_momentum=momentum)
 
 
 def before_steps(

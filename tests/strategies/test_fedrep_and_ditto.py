@@ -21,8 +21,9 @@ from fedbn_flwr.strategies import (
     Standalone,
     combined,
     ditto,
+    refuse_on_client,
 )
-from fedbn_flwr.strategies.fedrep import HeadThenBody
+from fedbn_flwr.strategies.fedrep import HEAD_STEPS, HeadThenBody
 from tests.support.user_loops import SIZES
 from tests.support.written_out import (
     State,
@@ -136,7 +137,9 @@ def test_no_step_for_the_body_is_told_before_training_in_the_same_words(
     assert problem.text in str(refused.value)
 
     model, data = network(), points(4, 1, shape=(3, 16, 16))
-    rules = Hooks(model, {"hook": HeadThenBody({"classifier.weight"}, 2)})
+    refuse = functools.partial(refuse_on_client, ["head-then-body"], {HEAD_STEPS: 2})
+    hooks = {"head-then-body": HeadThenBody({"classifier.weight"}, 2)}
+    rules = Hooks(model, hooks, refuse)
 
     def own_loop() -> None:
         with rules._block():

@@ -16,7 +16,7 @@ from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.runs.inspection import inspect_model
 from fedbn_flwr.messages.records import from_record
 from fedbn_flwr.server.methods.method import Facts, Node, Replies, Reply
-from fedbn_flwr.strategies import FedAvg, Scaffold
+from fedbn_flwr.strategies import FedAvg, Scaffold, refuse_on_client
 from fedbn_flwr.strategies.scaffold import (
     VARIATES,
     ControlVariates,
@@ -87,11 +87,13 @@ def test_an_optimizer_with_one_group_that_is_not_plain_sgd_is_refused(
         [{"params": model[0].parameters()}, {"params": model[3].parameters(), **wrong}],
         0.1,
     )
+    refuse = functools.partial(refuse_on_client, ["variates"], {})
+    rules = Hooks(model, {"variates": ControlVariates()}, refuse)
     (name,) = wrong
     with pytest.raises(
         ConfigError, match=f"scaffold corrects plain SGD: .*{name}=.* must be"
     ):
-        ControlVariates().start(model, optimizer)
+        rules.wrap(optimizer)
 
 
 @pytest.mark.parametrize("name", ["mlp", "tied"])

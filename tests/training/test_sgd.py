@@ -12,10 +12,6 @@ import torch
 from torch import nn
 from torchvision.models import resnet18
 
-from fedbn_flwr.errors import ConfigError
-from fedbn_flwr.server.methods.momentum import MomentumBuffers
-from fedbn_flwr.server.methods.options import ClipGradients
-from fedbn_flwr.strategies.scaffold import ControlVariates
 from fedbn_flwr.training import LearningRate, LocalTraining, train
 from fedbn_flwr.training.optimizers import sgd, sgd_step
 from fedbn_flwr.training.randomness import torch_generator
@@ -129,47 +125,3 @@ def test_a_round_equals_torchs_loop_bit_for_bit(
             == (torch.int64 if "num_batches" in key else torch.float32)
         )
         assert torch.equal(a, b), key
-
-
-def test_a_method_that_needs_sgd_refuses_another_optimizer_in_a_client_too(
-    points, mlp
-) -> None:
-    settings = LocalTraining(learning_rate=LearningRate(0.1), optimizer="adam")
-    with pytest.raises(
-        ConfigError, match=r"scaffold corrects plain SGD.*optimizer Adam"
-    ):
-        train(
-            mlp(),
-            points(6),
-            settings,
-            learning_rate=0.1,
-            stream=stream,
-            hooks=[ControlVariates()],
-        )
-    with pytest.raises(
-        ConfigError,
-        match="momentum-scope=local keeps SGD's momentum, but optimizer Adam",
-    ):
-        train(
-            mlp(),
-            points(6),
-            settings,
-            learning_rate=0.1,
-            stream=stream,
-            hooks=[MomentumBuffers("local", frozenset())],
-        )
-    with pytest.raises(
-        ConfigError,
-        match=r"sgd_momentum=0.9 requires optimizer='sgd', but the optimizer is 'adam'",
-    ):
-        LocalTraining(
-            learning_rate=LearningRate(0.1), optimizer="adam", sgd_momentum=0.9
-        )
-    train(
-        mlp(),
-        points(6),
-        settings,
-        learning_rate=0.1,
-        stream=stream,
-        hooks=[ClipGradients(0.1)],
-    )

@@ -17,7 +17,6 @@ from fedbn_flwr.batchnorm.parts import (
     Part,
     Parts,
     learning_parts,
-    refuse_tied,
     split_state,
 )
 from fedbn_flwr.lab.config.data import data_of
@@ -85,14 +84,12 @@ class MethodOfConfig:
         if self.centralized:
             return split(model)
         # Use two inputs, for a model that shows its head only in a forward pass.
-        parts = split(
+        return split(
             model,
             self.params.layers,
             self.params.personal,
             lambda: torch.rand(2, *data_of(self.config).shape),
         )
-        refuse_tied(parts.tied, parts.select(self.methods.local))
-        return parts
 
     @property
     def known(self) -> Known:

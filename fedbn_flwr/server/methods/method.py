@@ -35,7 +35,7 @@ from fedbn_flwr.batchnorm.averaging import State, to_shares, weighted_sum
 from fedbn_flwr.batchnorm.parts import Parts, entry_name
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.messages.protocol import MessageConfig, ReplyInfo
-from fedbn_flwr.problems import Problem
+from fedbn_flwr.problems import Known, Problem
 from fedbn_flwr.server.methods.params import Params
 from fedbn_flwr.server.methods.travels import Travels
 from fedbn_flwr.training.client_hook import ClientHook
@@ -302,8 +302,8 @@ class HookContext:
             belongs to another project.
         train: trains a model as the client does, with ``hooks``; None in a loop of
             another project.
-        num_steps: the steps of the client's training; 0 if unknown, as in a loop of
-            another project.
+        known: the facts of the client's training that the rows read; none of them in a
+            loop of another project.
     """
 
     config: Mapping[str, Any]
@@ -311,7 +311,7 @@ class HookContext:
     replayed: Reducer | None = None
     validation_loss: Callable[[nn.Module], float] | None = None
     train: Callable[..., object] | None = None
-    num_steps: int = 0
+    known: Known = field(default_factory=Known)
 
     @property
     def reducer(self) -> Reducer:

@@ -37,7 +37,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.messages.protocol import Key
 from fedbn_flwr.training.client_hook import ClientHook, Entries, Extras
 from fedbn_flwr.training.optimizer_hooks import parameters_of
@@ -71,22 +70,7 @@ class MomentumBuffers(ClientHook):
         self._start = {**sent.get(MOMENTUM, {}), **kept}
 
     def start(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Load the buffers into the optimizer.
-
-        Raises:
-            ConfigError: the optimizer is not SGD, or has no momentum.
-        """
-        if not isinstance(optimizer, torch.optim.SGD):
-            kind = type(optimizer).__name__.lstrip("_")
-            raise ConfigError(
-                f"momentum-scope={self._scope} keeps SGD's momentum, but optimizer"
-                f" {kind} has none: its moments start at zero in each round. Use SGD,"
-                " or momentum-scope=none"
-            )
-        if not optimizer.param_groups[0]["momentum"]:
-            raise ConfigError(
-                f"momentum-scope={self._scope} needs sgd-momentum above 0"
-            )
+        """Load the buffers into the optimizer."""
         self._optimizers.append(optimizer)
         # Keep duplicates: a tied weight has several names.
         parameters = model.named_parameters(remove_duplicate=False)

@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
-from fedbn_flwr.batchnorm.parts import Part, Parts
+from fedbn_flwr.batchnorm.parts import Part, Parts, tied_apart
 from fedbn_flwr.errors import NormLayerError
 from fedbn_flwr.problems import Known, Problem
 from fedbn_flwr.server.methods.method import Method
@@ -62,6 +62,11 @@ def of_travels(methods: Any, known: Known) -> Iterator[Problem]:
             "standalone, or fewer personal entries",
             "personal",
         )
+    by_numbers = (
+        " If they are two tensors that start with the same numbers, pass"
+        " parts=split_state(model)."
+    )
+    yield from tied_apart(known.parts.tied, kept, by_numbers * known.parts.by_names)
     for method in methods:
         yield from _of_layers(method, known, known.parts)
         yield from _of_personal(method, known, known.parts)

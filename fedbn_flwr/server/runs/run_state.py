@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -16,7 +16,6 @@ from fedbn_flwr.batchnorm.parts import (
     LAST_LAYER,
     Parts,
     equal_entries,
-    refuse_tied,
     split_state,
 )
 from fedbn_flwr.errors import ConfigError, ReplyError
@@ -372,19 +371,12 @@ class Run:
                 " buffers, such as running statistics"
             )
 
-    def refuse_tied(self) -> None:
-        """Raise ConfigError if one of two names of a tensor stays with the clients."""
-        local = set(self.local_entries)
-        if not local or local.issuperset(self.before):
-            return
-        tied, unless = self.parts.tied, ""
-        if self.parts.by_names:
-            tied = equal_entries(self.before)
-            unless = (
-                " If they are two tensors that start with the same numbers, pass"
-                " parts=split_state(model)."
-            )
-        refuse_tied(tied, local, unless)
+    @property
+    def parts_with_ties(self) -> Parts:
+        """The split; if it follows from names, equal numbers reveal tied entries."""
+        if not self.parts.by_names or not self.local_entries:
+            return self.parts
+        return replace(self.parts, tied=equal_entries(self.before))
 
     def check_initial(self) -> None:
         """Raise ConfigError if the initial state is not finite."""

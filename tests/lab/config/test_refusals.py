@@ -11,13 +11,16 @@ from typing import Any
 
 import pytest
 from flwr.app import ArrayRecord
+from flwr.clientapp import ClientApp
 from torch import nn
 
+from fedbn_flwr import client_app
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.config.check_keys import defaults_of
 from fedbn_flwr.lab.runs.check_start import check as check_start
 from fedbn_flwr.legacy.legacy_strategy import LegacyStrategy
+from fedbn_flwr.mods import bn_mod, bn_rules
 from fedbn_flwr.privacy.protection_settings import (
     MASKED_UPDATES,
     DPSettings,
@@ -27,6 +30,9 @@ from fedbn_flwr.problems import BEFORE_A_RUN, Known, Problem, check
 from fedbn_flwr.server.methods.options import OPTIONS
 from fedbn_flwr.server.methods.params import Params
 from fedbn_flwr.strategies import METHODS, STRATEGIES
+from fedbn_flwr.training import LearningRate, LocalTraining, make_optimizer
+from tests.support.federation import torch_clients
+from tests.support.their_client import TheirClient, numpy_clients
 
 ROWS: dict[str, list[Problem]] = defaultdict(list)
 for kind in (*METHODS.values(), *OPTIONS):
@@ -223,6 +229,60 @@ def test_config_strategy_and_legacy_loop_refuse_the_same_settings(
         assert found == told(lambda: in_python(legacy=False)), (key, value)
         if STRATEGIES[name]().methods.whole.exchanges is None:
             assert found == told(lambda: in_python(legacy=True)), (key, value)
+
+
+class InALoop(TheirClient):
+    """It takes the optimizer and the steps of ``training``, with the method's rules."""
+
+    training: LocalTraining
+
+    def fit(self, parameters: list[Any], config: dict[str, Any]) -> Any:
+        self.set(parameters)
+        with bn_rules(self.model, config, self.context) as rules:
+            optimizer = rules.wrap(make_optimizer(self.model, self.training))
+            for _ in range(self.training.num_steps(len(self.data))):
+                self.model(self.data.inputs).sum().backward()
+                optimizer.step()
+        return self.state(), len(self.data), {}
+
+
+KNOWN_BY_CLIENTS = {"optimizer", "sgd_momentum", "local_steps"}
+"""Facts of training. Only the laboratory's server knows them: it has the config."""
+
+
+@pytest.mark.parametrize("legacy", [False, True], ids=["message", "legacy"])
+@pytest.mark.parametrize("loop", [False, True], ids=["TorchClient", "bn_rules"])
+@pytest.mark.parametrize(
+    "code",
+    [code for code in CASES if {*ROWS[code][0].needs.split()} & KNOWN_BY_CLIENTS],
+)
+def test_clients_refuse_the_training_that_a_config_refuses(
+    code: str,
+    loop: bool,
+    legacy: bool,
+    points: Any,
+    mlp: Any,
+    run_strategy: Any,
+    run_legacy_loop: Any,
+) -> None:
+    case = {key.replace("-", "_"): value for key, value in CASES[code].items()}
+    kind = STRATEGIES[case.pop("strategy", "fedavg")]
+    settings = {
+        key: case.pop(key) for key in [*case] if key in kind.Params.model_fields
+    }
+    training = LocalTraining(learning_rate=LearningRate(0.1), **case)
+    data = [points(6, i) for i in range(2)]
+    client_fn: Any = torch_clients(mlp, data, training)
+    if loop:
+        client_fn = numpy_clients(mlp, data, InALoop, training=training)
+    mods = [bn_mod] if loop else []
+    app, run = client_app(client_fn, mods=mods), run_strategy
+    if legacy:
+        app = ClientApp(lambda context: client_fn(context).to_client(), mods=mods)
+        run = run_legacy_loop
+    with pytest.raises(ConfigError) as caught:
+        run(kind(**settings), app, mlp().state_dict(), 2, rounds=1)
+    assert caught.value.code == code
 
 
 def test_a_row_whose_facts_are_unknown_is_skipped() -> None:
