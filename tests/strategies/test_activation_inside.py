@@ -1,6 +1,7 @@
-"""BatchNorm layers with their dropout and activation inside, as in most of timm's
-networks: every method and norm does what it does with these written out after torch's
-BatchNorm, to the bit.
+"""BatchNorm layers with dropout and activation inside, as in most timm networks.
+
+Every method and norm gives the bits that it gives if dropout and activation are written
+out after torch's BatchNorm.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ Federate = Callable[..., Outcome]
 
 
 def images(*sizes: int) -> list[TensorDataset]:
-    """Return the images of clients, each with another mean and scale."""
+    """Return images whose mean and scale differ from client to client."""
     draw = torch.Generator().manual_seed(1)
     datasets = []
     for client, size in enumerate(sizes):
@@ -64,7 +65,7 @@ def compare(
     datasets: list[TensorDataset],
     **options: Any,
 ) -> None:
-    """Compare the runs of a model and of the same model with all written out."""
+    """Compare the runs of a model and of its written-out form."""
     method, settings = OPTIONS.get(case, (case, {}))
     runs = []
     for build in (model, lambda: written_out(model())):
@@ -83,14 +84,14 @@ def compare(
 
 @pytest.mark.parametrize("case", [*METHODS, *OPTIONS])
 def test_a_method_treats_them_as_if_written_out(case: str, federate: Federate) -> None:
-    """The dropout inside is a part of the training also where BatchNorm is frozen."""
+    """The inner dropout stays active in training even if BatchNorm is frozen."""
     datasets = images(5, 9, 7)
     compare(federate, case, acts_inside, datasets, rounds=3, rate=0.05)
 
 
 @pytest.mark.parametrize("kind", [kind for kind in NORMS if kind != "fixup"])
 def test_another_norm_keeps_what_is_inside(kind: str) -> None:
-    """The entries keep their names, by which published weights are loaded."""
+    """The entries keep their names because published weights are loaded by name."""
     model = acts_inside()
     x, y = images(4)[0].tensors
     found, report = replace_norm(model, kind)

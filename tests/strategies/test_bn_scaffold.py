@@ -1,4 +1,4 @@
-"""BN-SCAFFOLD: when it is SCAFFOLD, and its forward law."""
+"""BN-SCAFFOLD equals SCAFFOLD for equal variates, and its forward law."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FULL = {"batch_size": 0, "local_steps": 1}
 
 
 def network() -> nn.Module:
-    """Two BN layers."""
+    """Return a network with two BN layers."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
         layers = [nn.Conv2d(2, 4, 2), nn.BatchNorm2d(4), nn.Tanh(), nn.Conv2d(4, 3, 2)]
@@ -36,7 +36,7 @@ def network() -> nn.Module:
 def test_with_equal_variates_it_is_scaffold_bit_for_bit_unless_a_variance_is_at_the_floor(
     federate, points, mlp, same_bits, clients: int
 ) -> None:
-    """One client, or two with the same data: their variates are the server's."""
+    """One client, or two clients with equal data, have the server's variates."""
     data = [points(10, 0)] * clients
     alone = {"min_train_nodes": 1, "min_evaluate_nodes": 1, "min_available_nodes": 1}
     plain = federate(Scaffold(**alone), mlp, data, rounds=4, **FULL)
@@ -55,9 +55,7 @@ def test_with_equal_variates_it_is_scaffold_bit_for_bit_unless_a_variance_is_at_
 def test_a_corrected_step_tracks_statistics_as_torch_does_with_and_without_a_counter(
     momentum, counter: bool
 ) -> None:
-    """Without a counter a corrected step left the statistics as they were, and an
-    uncorrected one moved them.
-    """
+    """Without a counter, only an uncorrected step once moved the statistics."""
     ours = nn.BatchNorm1d(5, momentum=momentum).double()
     torchs = nn.BatchNorm1d(5, momentum=momentum).double()
     for layer in (ours, torchs) if not counter else ():
@@ -81,8 +79,10 @@ UNEVEN = (5, 12, 8)
 def test_under_fixed_weights_layer_l_has_the_unions_statistics_from_round_l_plus_one_on(
     federate, torchvision_net, points
 ) -> None:
-    """The moments that the clients measure in a round are (u, s) of the next one. After
-    as many rounds as layers the forward pass is the centralized one.
+    """The moments measured in a round become (u, s) of the next round.
+
+    After as many rounds as there are layers, the forward pass equals the centralized
+    pass.
     """
     data = [points(n, i, (3, 20, 20)) for i, n in enumerate(UNEVEN)]
     inputs, targets = (
@@ -116,7 +116,7 @@ def test_under_fixed_weights_layer_l_has_the_unions_statistics_from_round_l_plus
 def test_under_bfloat16_autocast_the_variates_are_those_of_float32(
     federate, points
 ) -> None:
-    """Of inputs that are rounded to bfloat16, and of nothing else."""
+    """Only the inputs are rounded to bfloat16."""
     datasets = [points(8, i, (2, 4, 4)) for i in range(2)]
     datasets = [type(data)(data.inputs.float(), data.targets) for data in datasets]
     seen: dict[int, dict[str, list[Tensor]]] = {}

@@ -1,5 +1,6 @@
-"""Methods in one strategy: lawful pairs, every other pair refused, and the order of
-hooks. The numbers of combinations are compared in tests/reference.
+"""Allowed and refused pairs of methods in one strategy, and the order of hooks.
+
+tests/reference compares the numbers of combinations.
 """
 
 from __future__ import annotations
@@ -55,8 +56,7 @@ LAWFUL = [
     *itertools.product(("scaffold",), ("staticbn", "fixbn", "fbn", "hbn")),
     *itertools.product(("mtfl",), ("fixbn", "fbn", "hbn")),
 ]
-# Hooks of the clients that keep more than BatchNorm; their laws stand in
-# test_fedrep_and_ditto.py.
+# Client hooks that keep more than BatchNorm. test_fedrep_and_ditto.py has their laws.
 WITH_PERSONAL = [
     *itertools.product(
         ("ditto", "fedrep"),
@@ -129,7 +129,7 @@ def test_the_own_subclass_of_fedavg_adds_nothing_to_a_combination() -> None:
 
 
 class Moves(Method):
-    """A server step of a user's."""
+    """A user's server step."""
 
     name = "moves"
     role = "server-step"
@@ -180,7 +180,7 @@ def test_a_class_that_overrides_calls_of_flower_is_not_combined_without_a_word(
 
 
 class Counts(ClientHook):
-    """Notes weights, alpha and gradients as the optimizer will apply them."""
+    """Record weights, alpha and the gradients that the optimizer will apply."""
 
     stage = "count"
 
@@ -218,9 +218,10 @@ def in_an_own_loop(model: nn.Module, data: Any, hooks: Sequence[ClientHook]) -> 
 def test_hooks_act_in_the_order_of_their_stages(
     loop: Any, head_steps: int, mlp, points
 ) -> None:
-    """In any order of the methods one that counts sees what the optimizer applies;
-    SCAFFOLD's new variate is the mean gradient of the steps in which a parameter moved,
-    and alpha trains with the body.
+    """A hook sees the applied gradients in any order of the hooks.
+
+    SCAFFOLD's new variate is the mean gradient of the steps in which a parameter moved.
+    Alpha trains with the body.
     """
     data, head = points(8, 1), frozenset({"3.weight", "3.bias"})
     common = {name: torch.full_like(p, 0.1) for name, p in mlp().named_parameters()}

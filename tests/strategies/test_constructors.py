@@ -1,5 +1,7 @@
-"""The arguments of the strategies, as an editor shows them: Flower's with Flower's
-defaults, the method's own with its ``Params``'.
+"""Strategy constructors show arguments and defaults to an editor.
+
+Flower's arguments have Flower's defaults. A method's arguments have the defaults of its
+``Params``.
 """
 
 from __future__ import annotations
@@ -65,12 +67,12 @@ def test_flowers_ten_arguments_work_by_position_and_by_name(name: str) -> None:
 def test_a_class_with_a_name_of_flowers_has_its_arguments_and_defaults(
     name: str,
 ) -> None:
-    """So changing the import changes no result but BatchNorm's."""
+    """A changed import therefore changes only the results of BatchNorm."""
     ours = defaults(getattr(strategies, name))
     theirs = defaults(getattr(flower, name))
     assert {argument: ours[argument] for argument in theirs} == theirs
     values = list(theirs.values())
-    if name in ("FedAvg", "FedProx", "FedAvgM"):  # the others take names alone
+    if name in ("FedAvg", "FedProx", "FedAvgM"):  # the other classes take keywords only
         made = getattr(strategies, name)(*values)
         assert made.min_available_nodes == 2
 
@@ -93,13 +95,13 @@ def test_an_unknown_argument_is_a_type_error_with_the_nearest_name(
 
 
 class CarefulParams(Params):
-    """Another default of a setting of every method."""
+    """Give a setting of every method another default."""
 
     min_replies: int = setting(3, "", ge=1)
 
 
 class CarefulMethod(Method[CarefulParams]):
-    """A method of a user's, with it."""
+    """A user's method with that default."""
 
     name = "careful"
     role = "server-step"
@@ -113,7 +115,10 @@ class Careful(Strategy):
 
 
 def test_a_methods_own_default_of_a_common_setting_holds() -> None:
-    """Alone, in a subclass and combined, and a value that is given is used."""
+    """The default applies to the class, a subclass and a combination.
+
+    An explicit value overrides the default.
+    """
     for kind in (Careful, type("Mine", (Careful,), {}), combined(Careful, FedBN)):
         assert kind().params.min_replies == 3
         assert kind(min_replies=1).params.min_replies == 1

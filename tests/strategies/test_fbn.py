@@ -1,6 +1,4 @@
-"""FBN: its warm-up, clients without moments, false moments, and layers that no training
-measures.
-"""
+"""FBN's warm-up, clients without moments, false moments and unmeasured layers."""
 
 from __future__ import annotations
 
@@ -133,7 +131,7 @@ def test_replies_without_moments_are_named(federate, datasets, mlp, caplog) -> N
 
 
 class Teacher(nn.Module):
-    """A network beside a copy that runs without gradients."""
+    """A student network and a teacher that runs without gradients."""
 
     def __init__(self, make: Any) -> None:
         super().__init__()
@@ -183,7 +181,7 @@ def test_false_moments_are_refused_and_a_round_without_replies_does_not_end_the_
 def test_a_round_whose_replies_have_no_moments_does_not_end_the_warm_up(
     federate, datasets, mlp, method
 ) -> None:
-    """Nothing was pooled: the statistics are still those of the start."""
+    """No moments were pooled, so the statistics keep their initial values."""
 
     def spoil(content: Any) -> None:
         content["bn-moments"] = to_record({})
@@ -238,7 +236,7 @@ def test_a_trimmed_mean_without_trim_is_the_plain_one_and_false_moments_have_no_
             found.m2 / found.count, torch.full((2,), 2.0).double()
         )
     assert trimmed([*[moments_with(8, 3.0, 2.0)] * 2, false[0]], 0.3).mean[0] > 1e8, (
-        "0.3 of 3 leave out nobody"
+        "a trim of 0.3 leaves out none of 3 clients"
     )
 
 
@@ -268,7 +266,7 @@ def test_a_warm_up_as_long_as_the_run_is_told(
 
 
 class Checkpointed(nn.Sequential):
-    """Its first three layers run again in the backward pass."""
+    """A chain whose first three layers run again in the backward pass."""
 
     reentrant = False
 

@@ -1,4 +1,4 @@
-"""FedAvg over real clients: the report, sampling, Flower's own arguments."""
+"""Report, sampling and Flower's arguments of FedAvg with real clients."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_parts_of_another_model_are_refused(federate, datasets, mlp) -> None:
         ConfigError, match=r"^parts= lacks 7 of the arrays \(1.weight, ...\)"
     ):
         federate(FedAvg(parts=split_state(mlp(norm=False))), mlp, datasets)
-    # Without their buffers, by parameters() alone.
+    # These arrays come from parameters(), so they lack the buffers.
     arrays = to_record(dict(mlp().named_parameters()))
     with pytest.raises(ConfigError, match=r"^the arrays lack 3 entries"):
         FedAvg(parts=split_state(mlp())).prepare(arrays, 1, 1)
@@ -139,7 +139,7 @@ def test_an_app_without_query_works_and_one_node_is_asked(
 def test_a_plain_flower_numpy_client_app_is_rejected_with_advice(
     run_strategy, mlp
 ) -> None:
-    # never reached: the legacy app fails to read the message
+    # The function is never called because the legacy app cannot read the message.
     app = ClientApp(client_fn=lambda _: None)
     run = run_strategy(
         FedAvg(),
@@ -225,8 +225,9 @@ def test_metrics_with_equal_keys_are_averaged_as_by_flower() -> None:
 def test_metrics_of_a_test_set_are_weighted_by_its_size(
     first: str, second: str
 ) -> None:
-    """A client without tests of its own counts in the others alone, and not by their
-    size in the first.
+    """A client without examples in a test set counts only in the other test set.
+
+    Its size in the other test set has no weight in the first.
     """
     sizes = (
         {first: 20, second: 100},

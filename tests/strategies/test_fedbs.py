@@ -1,4 +1,4 @@
-"""FedBS: losses on validation data and of zero, and the round in which it switches."""
+"""FedBS with validation losses and zero losses, and the round of its switch."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def facts(number: int) -> Facts:
 def averaged(
     method: FedBSMethod, state: FedBSState, number: int, sent: list[Reply]
 ) -> Any:
-    """The model and the state after a round, as the round computes them."""
+    """Return the model and the state that a round computes."""
     (travels,) = [
         one for one in method.travels() if one.phase == method.phase(state, number)
     ]
@@ -62,9 +62,7 @@ def averaged(
 def test_with_validation_data_the_weights_are_the_losses_of_the_trained_models_there(
     federate, points, datasets, mlp
 ):
-    """Each client's model as it was sent up, tested by hand on examples that the client
-    does not train on.
-    """
+    """The test evaluates each sent model by hand on the client's validation data."""
     aside = [points(5, seed) for seed in (7, 8, 9)]
 
     class Client(TorchClient):
@@ -108,14 +106,15 @@ def test_a_client_without_a_validation_example_is_left_out_with_the_reason(
 def test_zero_losses_have_equal_weights_where_all_are_zero(
     losses: tuple[float, ...], mean: float
 ) -> None:
-    """One among others has no weight."""
+    """A zero loss among other losses gets no weight."""
     model, _ = averaged(FedBSMethod(FedBSParams()), FedBSState(), 1, replies(*losses))
     np.testing.assert_allclose(model["w"], mean, rtol=1e-14)
 
 
 def test_the_switch_happens_once_in_the_round_of_the_rule() -> None:
-    """Two consecutive rounds with a spread of at most eps; single replies do not count,
-    a wide round starts anew.
+    """The rule needs two consecutive rounds with a spread of at most eps.
+
+    A round with a single reply does not count, and a wide round restarts the count.
     """
     method, state = (
         FedBSMethod(FedBSParams(fedbs_eps=0.1, fedbs_rounds=2)),
@@ -139,12 +138,12 @@ def test_the_switch_happens_once_in_the_round_of_the_rule() -> None:
 
 def test_a_spread_equal_to_eps_counts() -> None:
     method = FedBSMethod(FedBSParams(fedbs_eps=0.5, fedbs_rounds=1))
-    # population deviation exactly 0.5
+    # The population deviation is exactly 0.5.
     _, state = averaged(method, FedBSState(), 1, replies(1.0, 2.0))
     assert state.switched_after == 1
 
 
-# of a loss or a delta
+# Values of a loss or a delta.
 REFUSED = (None, float("nan"), float("inf"), float("-inf"), -0.1, -5e-324)
 ACCEPTED = (-0.0, 0.0, 0, 5e-324, 1.0, sys.float_info.max)
 

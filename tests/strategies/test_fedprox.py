@@ -1,4 +1,4 @@
-"""FedProx: the proximal term, and FedAvg at mu = 0."""
+"""The proximal term of FedProx, and FedAvg at mu = 0."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""FedRep and Ditto: bits that stay, and refusals."""
+"""Unchanged bits and refusals of FedRep and Ditto."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ RATE = 0.005
 
 @pytest.fixture
 def datasets(points: Any) -> list[Any]:
-    """The images of three clients of different sizes."""
+    """Return the images of three clients of different sizes."""
     return [points(n, i, shape=(3, 16, 16)) for i, n in enumerate(SIZES)]
 
 
 def personal_model(run: Any, client: int) -> State:
-    """What a client keeps of its second model."""
+    """Return the entries that a client keeps of its second model."""
     kept = run.context(client).state["fedbn-flwr.rules"]
     entries = {name: array.numpy() for name, array in kept.items()}
     return {name.removeprefix("own-model/"): a for name, a in entries.items()}
@@ -62,7 +62,7 @@ def test_fedrep_with_fedbn_keeps_both_and_other_heads_by_their_names(
 def test_ditto_changes_no_bit_of_the_method_and_without_a_term_is_standalone(
     federate: Any, points: Any, mlp: Any, same_bits: Any, method: Any, strength: float
 ) -> None:
-    """Beside FedAvg or FedBN, whose model does not know of it."""
+    """The model of FedAvg or FedBN does not depend on Ditto."""
     data = [points(n, i) for i, n in enumerate(SIZES)]
     strategy = combined(method, Ditto)(proximal_mu=strength)
     run = federate(strategy, mlp, data, rounds=2)
@@ -110,7 +110,7 @@ def test_what_does_not_fit_is_refused(federate: Any, datasets: Any, run: Any) ->
 
 
 class Untouched(Dataset[Any]):
-    """Examples that nobody may look at."""
+    """Examples whose use fails the test."""
 
     def __len__(self) -> int:
         return 6
@@ -130,7 +130,7 @@ class Untouched(Dataset[Any]):
 def test_no_step_for_the_body_is_told_before_training_in_the_same_words(
     federate: Any, points: Any, training: dict[str, int]
 ) -> None:
-    """By the config's numbers, by a client before it trains, and after an own loop."""
+    """The config, a client before training and a user's loop give one message."""
     (problem,) = FedRep(head_steps=2).methods.problems(Known(local_steps=2), ["run"])
     with pytest.raises(ConfigError) as refused:
         federate(FedRep(head_steps=2), network, [Untouched()] * 2, rounds=1, **training)

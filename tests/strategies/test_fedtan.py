@@ -1,5 +1,6 @@
-"""FedTAN's settings, its traffic, and its gRPC channel in a whole run; the law and
-dropouts have their own files.
+"""FedTAN's settings, its traffic and its gRPC channel in a whole run.
+
+The law and the dropouts have their own files.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def branches() -> nn.Module:
         return trained(Branches())
 
 
-# By messages a client repeats its step for each of the 58 exchanges; a smaller model
+# With messages, a client repeats its step for each of the 58 exchanges. A smaller model
 # below shows the same bytes.
 @pytest.mark.parametrize(
     "transport",
@@ -46,8 +47,9 @@ def branches() -> nn.Module:
 def test_the_traffic_of_fedtan_with_resnet20_is_table_3(
     run_step, transport: str
 ) -> None:
-    """Five clients, 32-bit floats, 1 MB = 2^20 bytes; the counts apart; measured, and
-    as ``inspect`` predicts it.
+    """The measured traffic of five clients equals the prediction of ``inspect``.
+
+    Floats have 32 bits, 1 MB is 2^20 bytes, and counts are measured separately.
     """
     model = build_model("resnet20", num_classes=10, channels=3, size=32)
     data = client_data((3, 8, 8), [2] * 5, classes=10, dtype=torch.float32)
@@ -84,10 +86,10 @@ def test_the_traffic_of_fedtan_with_resnet20_is_table_3(
 def test_all_transports_move_the_same_bytes_and_give_the_same_bits(
     run_step, same_bits, strategy, exchanges: str, rows: int, apart: int, count: int
 ) -> None:
-    """Five calls of BatchNorm with four channels: mean, variance and two gradients;
-    fused, a rest of the mean.
+    """Each of five BatchNorm calls with four channels exchanges rows.
 
-    Apart, the examples per element.
+    The rows are mean, variance and two gradients; a fused exchange adds the rest of the
+    mean. Counts of examples per element are measured separately.
     """
     model, data = branches(), client_data((3, 6, 6), (2, 3, 1))
     state = sum(
@@ -127,8 +129,9 @@ def test_all_transports_move_the_same_bytes_and_give_the_same_bits(
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_client_with_one_example_takes_part(run_step, transport: str) -> None:
-    """Its first step sees the union; the local ones, which would see one value per
-    channel, are left out.
+    """Its first step sees the union.
+
+    Its local steps would see one value per channel, so they are left out.
     """
     model = build_model("mlp", num_classes=3, channels=1, size=28).double()
     data = client_data((1, 28, 28), (1, 3))
@@ -202,7 +205,7 @@ def in_blocks(kind: type[nn.Sequential]) -> nn.Module:
 
 
 class Recording(TorchClient):
-    """Notes the partitions that trained."""
+    """Record the partitions that trained."""
 
     trained: ClassVar[list[Any]] = []
 
@@ -254,9 +257,7 @@ def test_models_that_cannot_be_synchronised_end_the_run_before_the_first_trainin
 def test_a_client_whose_model_cannot_be_synchronised_is_left_out_by_name(
     run_step, points, same_bits
 ) -> None:
-    """The check changes nothing in the clients that pass it: not the state, not the
-    random numbers.
-    """
+    """The check changes neither state nor random numbers of clients that pass it."""
 
     class Own(TorchClient):
         def __init__(self, model: nn.Module, *args: Any, **kwargs: Any) -> None:

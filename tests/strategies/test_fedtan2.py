@@ -1,4 +1,4 @@
-"""FedTAN-II: FedTAN bit for bit up to M, then statistics that never change."""
+"""FedTAN-II equals FedTAN bit for bit up to M and then freezes the statistics."""
 
 from __future__ import annotations
 

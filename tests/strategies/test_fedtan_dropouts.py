@@ -1,4 +1,4 @@
-"""A client lost in the step: it is named, and the round is without it."""
+"""A round names a client that it lost in the step and continues without it."""
 
 from __future__ import annotations
 
@@ -41,8 +41,9 @@ Fault = Callable[[Tensor], Tensor]
 
 
 class Gremlin(Versioned):
-    """Sits between two BatchNorm layers; does nothing until it is given a fault. Its
-    state has a version.
+    """A layer between two BatchNorm layers that does nothing until it has a fault.
+
+    Its state has a version.
     """
 
     fault: Fault | None = None
@@ -88,16 +89,16 @@ def leaves(self: TorchClient, parameters: Any, config: Any) -> Any:
 
 
 def does_not_synchronise(self: TorchClient, parameters: Any, config: Any) -> Any:
-    """What a client that knows nothing of exchanges does with a TRAIN message."""
+    """Answer a TRAIN message as a client without exchanges does."""
     return list(self._state().values()), 5, {}
 
 
 @dataclass
 class Lost:
-    """Clients that are lost in round 1: who, by which fault in the forward pass or in
-    place of ``fit``, and the words.
+    """The clients lost in round 1, the fault that loses them, and its message.
 
-    ``said`` may differ by transport.
+    The fault is in the forward pass or replaces ``fit``. ``said`` may differ by
+    transport.
     """
 
     said: str | Mapping[str, str]
@@ -178,7 +179,7 @@ WITHOUT: dict[frozenset[int], Outcome] = {}
 
 @pytest.fixture
 def without(run_step, model, data) -> Callable[[frozenset[int]], Outcome]:
-    """``without(who)``: the run without them in round 1, once for all tests."""
+    """Return a function that runs round 1 without some clients, once for all tests."""
 
     def run(who: frozenset[int]) -> Outcome:
         if who not in WITHOUT:
@@ -206,7 +207,7 @@ def test_in_one_process_no_client_is_late_while_another_computes(
 ) -> None:
     """Together the clients take longer than the timeout of an exchange."""
     seconds = 0.4
-    # not of the two examples of the first try
+    # The first try, with two examples, does not sleep.
     model[4].fault = lambda x: (time.sleep(seconds * (len(x) > 2)), x)[1]
     done = run_step(
         synchronised(FedTAN, "barrier", fedtan_timeout=2.5 * seconds),
@@ -218,9 +219,7 @@ def test_in_one_process_no_client_is_late_while_another_computes(
 
 
 def test_an_interrupted_step_leaves_no_client_waiting(monkeypatch) -> None:
-    """After Ctrl-C the command ended only with the timeout of the exchange, in the
-    threads that wait at the barrier.
-    """
+    """Ctrl-C once left threads at the barrier until the timeout of the exchange."""
     ended: list[BaseException] = []
 
     class Barriers:
@@ -269,7 +268,10 @@ def test_a_round_equals_one_without_the_lost_clients(
     case: str,
     simulated: bool,
 ) -> None:
-    """Also in Flower's simulation, where by channel a late client ends the run."""
+    """The cases include Flower's simulation.
+
+    There, a late client ends a run that uses the channel.
+    """
     lost = LOST[case]
     if simulated and lost.timeout < 20:
         pytest.skip("it ends the run")
@@ -327,8 +329,8 @@ def test_if_too_few_are_left_the_previous_model_is_kept(
     assert done.seconds < 19
     first, second = made.reports
     assert (first.kept_previous, first.participants) == (True, [])
-    # The round is over once the others have given up; the failed client's own words may
-    # come a moment later.
+    # The round ends when the others have given up. The failed client's own message may
+    # arrive a moment later.
     assert any(words in done.reason(BAD) for words in ("lights out", "ended its work"))
     assert "redone" not in caplog.text
     same_bits(done.history[1], done.history[0])
@@ -352,7 +354,7 @@ def test_fewer_clients_than_the_step_needs_are_not_asked(
 
 
 class LayerByDomain(nn.Module):
-    """One of two layers of the same width, by the inputs."""
+    """A model whose inputs select one of two layers of equal width."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -363,7 +365,7 @@ class LayerByDomain(nn.Module):
 
 
 class Skipping(nn.Module):
-    """Its last BatchNorm layer is skipped for large inputs."""
+    """A model that skips its last BatchNorm layer for large inputs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -388,7 +390,7 @@ def skipping() -> nn.Module:
 
 OTHERS = frozenset(range(len(SIZES))) - {BAD}
 CALLS: dict[str, tuple[Callable[[], nn.Module], frozenset[int], str]] = {
-    # the model, whose inputs are large, and what is said of BAD
+    # the model, the clients with large inputs, and the message about BAD
     "another layer": (
         by_domain,
         frozenset({BAD}),
@@ -421,7 +423,7 @@ def test_a_client_that_calls_other_layers_is_dropped_by_name(
     )
     assert said in done.reason(BAD)
     assert done.strategy.reports[0].participants == [0, 2, 3]
-    # its batch is in the step of the others
+    # After one layer more, the batch of BAD stays in the step of the others.
     hide = {} if case == "one layer more" else {1: {BAD}}
     same_bits(
         done.state,
@@ -463,8 +465,9 @@ def test_stochastic_depth_is_refused_before_the_first_round(run_step, data) -> N
 def test_a_client_that_fails_after_its_last_exchange_is_rejected_as_in_fedavg(
     run_step, model, data, same_bits, caplog, transport: str, when: str
 ) -> None:
-    """The step it took part in stands; only its model is missing from the average, and
-    the log says this.
+    """The average lacks only its model, and the log reports this.
+
+    The step that it took part in is kept.
     """
 
     def fit(self: TorchClient, parameters: Any, config: Any) -> Any:
@@ -491,7 +494,7 @@ def test_a_client_that_fails_after_its_last_exchange_is_rejected_as_in_fedavg(
     assert "redone" not in caplog.text + done.reason(BAD)
 
     class Absent(TorchClient):
-        """Takes part in the step as if nothing were wrong; its reply is not used."""
+        """A client that joins the step but whose reply is unusable."""
 
         def fit(self, parameters, config):
             state, size, metrics = super().fit(parameters, config)
@@ -539,9 +542,7 @@ def test_an_array_that_cannot_be_read_drops_its_sender(
 def test_an_exchange_waits_for_the_others_from_its_first_tensor_on_however_late_that_is(
     run_step, model, data, monkeypatch
 ) -> None:
-    """The first tensor comes after the timeout of an exchange, and those of the others
-    right after it.
-    """
+    """The first tensor arrives after the timeout, and the others right after it."""
     timeout = 0.4
     made = synchronised(FedTAN, "messages", fedtan_timeout=timeout)
     plain, began, pulls = PollingGrid.pull_messages, list[float](), list[int]()
@@ -562,7 +563,7 @@ def test_an_exchange_waits_for_the_others_from_its_first_tensor_on_however_late_
     assert report.participants == [0, 1, 2, 3]
 
 
-# The limit of a phase, and what a client begins late in it.
+# The limit of a phase, and the function that a client begins late in it.
 PHASES: Mapping[str, tuple[str, Any, str]] = {
     "exchanges": ("fedtan_timeout", TorchClient, "_fit"),
     "training": ("timeout", _Totals, "add"),
@@ -576,7 +577,7 @@ PHASES: Mapping[str, tuple[str, Any, str]] = {
 def test_only_the_limit_of_a_phase_ends_it(
     federate, model, phase: str, transport: str, monkeypatch
 ) -> None:
-    """A client is later than all other limits of the run."""
+    """One client exceeds every other limit of the run."""
     own_limit, kind, name = PHASES[phase]
     limits = {"fedtan_timeout": 0.6, "timeout": 0.6, own_limit: 60.0}
     plain, calls = getattr(kind, name), list[int]()
@@ -614,8 +615,9 @@ def test_only_the_limit_of_a_phase_ends_it(
 def test_replayed_steps_give_the_bits_of_uninterrupted_steps(
     run_step, model, data, same_bits, steps: int
 ) -> None:
-    """With dropout on: batch, random state and running statistics are those of the
-    first pass in every replay.
+    """Each replay has the batch, random state and statistics of the first pass.
+
+    The test runs with dropout.
     """
     settings = {"rounds": 2, "local_steps": steps, "batch_size": 4, "sgd_momentum": 0.9}
     barrier, messages, channel = (
@@ -633,8 +635,9 @@ def test_replayed_steps_give_the_bits_of_uninterrupted_steps(
 def test_a_client_that_hangs_for_rounds_does_not_block_the_others(
     run_step, model, data
 ) -> None:
-    """In process: it is dropped in each round, and its waiting messages do not keep a
-    healthy client from starting.
+    """The client is dropped in each round.
+
+    In one process, its waiting messages do not keep a healthy client from starting.
     """
     hanging = Lost("", fit=begins_late).clients()
     done = run_step(

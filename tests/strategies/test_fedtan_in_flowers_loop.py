@@ -1,4 +1,4 @@
-"""Under Flower's own ``start`` FedTAN exchanges too, and gives the same bits."""
+"""FedTAN in Flower's own ``start`` exchanges the same and gives the same bits."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""FedTAN's law: a round of one step, through the strategy and its clients, is one
-centralised step.
+"""A round of one step under FedTAN equals one centralised step.
+
+The round runs through the strategy and its clients.
 """
 
 from __future__ import annotations
@@ -67,9 +68,7 @@ def test_the_law_holds_for_any_number_and_size_of_clients(
 def test_images_of_other_sizes_weigh_by_examples_and_all_clients_have_the_same_bits(
     run_step, transport: str, exchanges: str
 ) -> None:
-    """Examples of one client have more positions than those of another: there is one n,
-    by examples per element.
-    """
+    """One n counts the examples per element even if image sizes differ."""
     sizes, shapes = (6, 5, 9), ((2, 3), (4, 5), (6, 6))
     data = [
         client_data((3, *shape), (size,), seed=size)[0]

@@ -1,4 +1,4 @@
-"""FixBN: FedAvg bit for bit, then bits that stay; the automatic T*."""
+"""FixBN's bits before and after the freeze, and its automatic T*."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def test_clients_receive_when_bn_is_frozen(
     assert all(
         "fedbn-flwr.hooks" not in config for config in run.grid.config("evaluate")
     )
-    # A rate that waits for the freeze waits for a change: FBN's statistics are the
-    # server's in every round.
+    # A learning rate that waits for the freeze waits for a change. FBN has no freeze,
+    # because its statistics are the server's in every round.
     pooled = federate(FBN(), mlp, datasets, rounds=2)
     assert all("fedbn-flwr.frozen" not in config for config in pooled.grid.config())
 
@@ -87,8 +87,9 @@ def test_a_window_as_long_as_the_run_is_refused(
 def test_the_automatic_t_star_is_the_round_of_the_rule(
     window: int, tau: float, t_star: int
 ) -> None:
-    """Tau = 0.012 lies between the population and the sample variance of round 4;
-    unweighted means differ by round.
+    """Tau = 0.012 is between the population and the sample variance of round 4.
+
+    The unweighted means of the deltas would be different.
     """
     params = FixBNParams(freeze_at="auto", freeze_window=window, freeze_tau=tau)
     method, parts = FixBNMethod(params), split_state({})
@@ -107,7 +108,7 @@ def test_the_automatic_t_star_is_the_round_of_the_rule(
         ]
         facts = Facts(number, 9, parts, {})
         _, state = method.aggregate(state, facts, Replies(sent), {})
-    assert state.frozen_after == t_star, "for good, though the later deltas grow"
+    assert state.frozen_after == t_star, "the freeze is final even if later deltas grow"
     assert state.deltas == pytest.approx(means[:t_star], rel=1e-12)
 
 
@@ -179,9 +180,7 @@ def test_a_delta_that_is_no_distance_is_refused(
 
 
 def test_what_is_frozen_is_what_the_split_calls_affine() -> None:
-    """A parametrized gamma, and one that the model also has under another name; and
-    what a subclass adds.
-    """
+    """The cases are a parametrized gamma, a tied gamma and a subclass's parameter."""
 
     class Gated(nn.BatchNorm1d):
         def __init__(self) -> None:
@@ -281,7 +280,7 @@ class LateOfThree(TorchClient):
 def test_a_client_that_begins_after_the_freeze_with_parts_of_its_own_is_named(
     freeze_affine: bool, federate, datasets, mlp, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Its gamma and beta have no value to be frozen at but the initial one."""
+    """Its gamma and beta can only be frozen at their initial values."""
     strategy = combined(MTFL, FixBN)(freeze_at=2, freeze_affine=freeze_affine)
     federate(strategy, mlp, datasets, rounds=5, client=LateOfThree)
     told = [

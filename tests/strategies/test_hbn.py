@@ -1,4 +1,4 @@
-"""HBN: the mixed layer, and how alpha learns in the optimizers of a user."""
+"""HBN's mixed layer, and the training of alpha in a user's optimizers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def lower(data: Any) -> Any:
 
 
 def hybrid(model: nn.Module, alpha: float) -> HybridStatistics:
-    """The hook, begun on the model."""
+    """Return a hook that has begun on the model."""
     hook = HybridStatistics(warm_up=False, share=False)
     hook.initial = alpha
     hook.begin(model)
@@ -59,7 +59,7 @@ def test_no_rows_give_alpha_no_gradient_and_half_precision_a_wide_alpha() -> Non
 
 @pytest.mark.parametrize("rates", [(0.0, 0.05), (0.05, 0.0), (0.01, 0.05, 0.02)])
 def test_alpha_learns_at_the_largest_rate_of_the_groups(mlp, rates) -> None:
-    """Any group may be frozen by a rate of 0, also the first."""
+    """A rate of 0 may freeze any group, even the first."""
     model = mlp().train()
     parameters = list(model.parameters())
     groups = [
@@ -145,7 +145,7 @@ def test_alpha_that_does_not_fit_is_refused(federate, datasets, mlp) -> None:
 def test_the_mixed_layer_is_the_formula(
     dtype: torch.dtype, shift: float, off: float
 ) -> None:
-    """Of inputs in bfloat16, too, far from zero: only the output is rounded to it."""
+    """With bfloat16 inputs far from zero, only the output is rounded to bfloat16."""
     layer, x = (
         nn.BatchNorm1d(2, eps=1e-3).to(torch.promote_types(dtype, torch.float32)),
         torch.randn(64, 2).double(),

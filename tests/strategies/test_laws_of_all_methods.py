@@ -1,8 +1,8 @@
-"""What holds for every method and option: a run leaves nothing behind, a checkpoint has
-all that a run needs, and no entry changes its dtype or shape on the way.
+"""Laws of every method and option.
 
-Runs are compared by all that the server sends, by their models and reports, and by the
-strategy's state, to the bit. Their model has entries of every type.
+A run leaves nothing behind, a checkpoint has all that a run needs, and no entry changes
+its dtype or shape. Runs are compared to the bit by all messages of the server, by
+models and reports, and by the strategy's state. Their model has entries of every type.
 """
 
 from __future__ import annotations
@@ -74,9 +74,9 @@ OPTIONS: Mapping[str, tuple[tuple[str, ...], Mapping[str, Any]]] = {
 }
 CASES = (*STRATEGIES, *OPTIONS)
 Absent = Mapping[int, Collection[int]]
-"""By round the partitions that the server does not see in it."""
+"""The partitions that the server does not see, by round."""
 
-# Which start this is, what a resumed run expects, and the name of a barrier.
+# The start, the state that a resumed run expects, and the name of a barrier.
 VOLATILE = ("fedbn-flwr.start", "fedbn-flwr.local-sha256", "fedbn-flwr.fedtan-barrier")
 ALONE = {"min_available_nodes": 1, "min_train_nodes": 1, "min_evaluate_nodes": 1}
 
@@ -93,7 +93,7 @@ def made(case: str) -> FedAvg[Any]:
 
 @dataclass
 class Run:
-    """What is known of a run from outside."""
+    """The outcome of a run that an observer sees."""
 
     sent: list[Any]
     history: list[Any]
@@ -101,7 +101,7 @@ class Run:
     state: Any
 
     def after(self, server_round: int) -> Run:
-        """Return what comes after a round."""
+        """Return the part of the run after a round."""
         sent = [
             message
             for message in self.sent
@@ -125,7 +125,10 @@ class Run:
 
 
 class Federation:
-    """Three clients for one strategy after another; ``away``: who is missing."""
+    """Three clients that serve one strategy after another.
+
+    ``away`` names the missing clients.
+    """
 
     def __init__(self, inner: InProcessGrid, model: Callable[[], nn.Module]) -> None:
         self.grid = RecordingBarrierGrid(inner, self._hidden)
@@ -141,7 +144,7 @@ class Federation:
         arrays: Mapping[str, Array] | None = None,
         stop_after: int | None = None,
     ) -> Run:
-        """Run the rounds, those after ``stop_after`` left out."""
+        """Run the rounds up to ``stop_after``."""
         self._strategy, self._away = strategy, away
         strategy.parts = split_state(self._model())
         first, history = len(self.grid.sent), list[Any]()
@@ -162,18 +165,19 @@ class Federation:
             for m in self.grid.sent[first:]
             if m.metadata.message_type != "query"
         ]
-        # A start knows only of the nodes that were lost since it began.
+        # A start counts only the nodes that were lost since it began.
         reports = [replace(one, expected=0, missing=[]) for one in strategy.reports]
         return Run(sent, history, reports, bits(strategy.state_dict()))
 
     def _assert_types(self, found: Any) -> None:
-        """Assert that each entry found here, in a message, or with a client has the
-        dtype and shape of the model's.
+        """Assert that each entry has the dtype and shape of the model's entry.
+
+        Entries are in ``found``, in messages and with the clients.
         """
         model = bits(to_state(self._model().state_dict()))
         contents = [m.content for m in (*self.grid.sent, *self.grid.received)]
         contents += [self.grid.inner.context(i).state for i in range(len(SIZES))]
-        # a broadcast is one record in several messages
+        # A broadcast is one record in several messages.
         records = {id(one): one for c in contents for one in c.array_records.values()}
         left = [found, *(bits(views(record)) for record in records.values())]
         while left:
@@ -183,7 +187,7 @@ class Federation:
             elif isinstance(value, dict):
                 left += value.values()
                 for name in value.keys() & model.keys():
-                    # a server step has lists of moments, in float64
+                    # A server step has lists of moments in float64.
                     if isinstance(value[name], tuple):
                         assert value[name][:2] == model[name][:2], name
 
@@ -212,7 +216,7 @@ class Federation:
 
 
 def every_type() -> nn.Module:
-    """Return the model; always the same."""
+    """Return a model that is equal in every call."""
     return EveryType()
 
 
@@ -221,7 +225,7 @@ Open = Callable[[str], Any]
 
 @pytest.fixture
 def federation(datasets, wsconv_net) -> Open:
-    """Give what opens the clients of a case."""
+    """Return a function that opens the clients of a case."""
 
     @contextmanager
     def opened(case: str) -> Iterator[Federation]:
@@ -243,7 +247,7 @@ def federation(datasets, wsconv_net) -> Open:
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_second_start_equals_a_new_strategys_run(federation: Open, case: str) -> None:
-    """On the same clients; one is away at first, another one in the next run."""
+    """One client is away at first, and another client in the second run."""
     rounds = 4 if "auto" in case else 3
     strategy, away = made(case), {1: {1}}
     with federation(case) as clients:
@@ -257,8 +261,10 @@ def test_a_second_start_equals_a_new_strategys_run(federation: Open, case: str) 
 def test_a_run_goes_on_from_its_checkpoint_in_the_same_bits(
     federation: Open, case: str
 ) -> None:
-    """From a copy of the state as a file holds it. After it client 2 joins, at first
-    alone, and client 1 is gone. All have kept something of an earlier run.
+    """The state is copied through a file.
+
+    After the checkpoint, client 2 joins, at first as the only client, and client 1 is
+    gone. All clients have local state of an earlier run.
     """
     rounds, saved_after, away = 5, 2, {1: {2}, 2: {2}, 3: {0, 1}, 4: {1}, 5: {1}}
     with federation(case) as clients:
@@ -287,7 +293,7 @@ def test_a_run_goes_on_from_its_checkpoint_in_the_same_bits(
 
 @pytest.fixture
 def run_case(federate, datasets, wsconv_net) -> Callable[..., Outcome]:
-    """``run_case(case, strategy, ...)``: four rounds of a case's strategy."""
+    """Return a function that runs four rounds of a case's strategy."""
 
     def run(case: str, strategy: FedAvg[Any], **options: Any) -> Outcome:
         return federate(
@@ -304,7 +310,10 @@ def run_case(federate, datasets, wsconv_net) -> Callable[..., Outcome]:
 
 @pytest.mark.parametrize("case", [*STRATEGIES, "recalibrate"])
 def test_every_message_has_its_round_in_the_config(case: str, run_case) -> None:
-    """As Flower's own messages have it, which a mod may read; client 2 joins late."""
+    """Flower's own messages have this key, and a mod may read it.
+
+    Client 2 joins late.
+    """
     strategy = made(case)
     strategy.configrecord_key = "settings"
     run = run_case(case, strategy, hide={1: {2}, 2: {2}})
@@ -319,7 +328,7 @@ def test_every_message_has_its_round_in_the_config(case: str, run_case) -> None:
 def test_a_run_whose_replies_were_all_refused_ends_with_the_reason(
     case: str, run_case
 ) -> None:
-    """Whichever check ends it: a method may find that nothing has changed."""
+    """A method may end the run because nothing changed, but gives this reason."""
 
     def spoil(content: RecordDict) -> None:
         content["metrics"]["num-examples"] = -1
@@ -330,8 +339,8 @@ def test_a_run_whose_replies_were_all_refused_ends_with_the_reason(
     assert f"refused or lost: {refused} x 'num-examples' is -1" in str(run.error)
 
 
-# What a later round reads of a run and of its earlier reports, and a checkpoint does
-# not have; and why.
+# The fields of a run and of its earlier reports that a later round reads but a
+# checkpoint does not contain, with the reason.
 NOT_SAVED: Mapping[str, str] = {
     **dict.fromkeys(
         ("methods", "protection", "timeout", "num_rounds", "continuity"),
@@ -362,8 +371,9 @@ NOT_SAVED_OF_REPORTS: Mapping[str, str] = {
 def test_a_checkpoint_has_what_a_later_round_reads_of_the_run(
     federate, datasets, monkeypatch
 ) -> None:
-    """After a round without a test, in which no reply was finite: the model was kept,
-    and its statistics are known.
+    """The checkpoint follows a round without a test or finite replies.
+
+    The model was kept, and its statistics are known.
     """
     strategy = FedAvg(recalibrate=True, eval_every=2, on_divergence="continue")
     fields = {field.name for field in dataclasses.fields(ServersRun)}
@@ -430,7 +440,7 @@ def test_a_checkpoint_has_what_a_later_round_reads_of_the_run(
     again.load_state_dict(kept["state"], 3)
     again.prepare(kept["arrays"], 4, 60.0)
     resumed = values(again)
-    assert NOT_SAVED.keys() - read == set(), "what it never reads needs no reason"
+    assert NOT_SAVED.keys() - read == set(), "a field that is never read needs no reason"
     assert {
         name for name in read - NOT_SAVED.keys() if resumed[name] != kept["run"][name]
     } == set()
@@ -448,7 +458,7 @@ def all_nan(state: dict[str, Array]) -> None:
 
 
 class HeldByTheRound(FixBNMethod):
-    """FixBN without its own guard: the round itself restores what is frozen."""
+    """FixBN without its own guard, so that the round restores frozen entries."""
 
     name = "frozen-by-the-round"
 
@@ -459,7 +469,7 @@ class HeldByTheRound(FixBNMethod):
 
 
 class Holding(FixBN):
-    """Its strategy."""
+    """The strategy of ``HeldByTheRound``."""
 
     method = HeldByTheRound
 
@@ -500,8 +510,9 @@ HELD: Mapping[str, tuple[Callable[..., FedAvg[Any]], Collection[str]]] = {
 
 
 def moved_layers() -> nn.Module:
-    """Two layers as after some training, with values x of the last one for which 6 / 15
-    x + 9 / 15 x is not x.
+    """Return two trained layers.
+
+    For values x of the last layer, 6 / 15 x + 9 / 15 x is not x.
     """
     model = two_layers()
     for name, value in model.state_dict().items():
@@ -517,8 +528,9 @@ def moved_layers() -> nn.Module:
 def test_an_entry_that_the_clients_hold_is_refused_if_it_changed_and_stays_as_it_is(
     federate, datasets, case: str, entry: str
 ) -> None:
-    """One reply has another value of the last layer's gamma, beta, statistics or
-    counter; other methods average it.
+    """One reply changes an entry of the last layer.
+
+    Other methods average the changed value.
     """
     make, parts = HELD[case]
     frozen = {
@@ -529,13 +541,13 @@ def test_an_entry_that_the_clients_hold_is_refused_if_it_changed_and_stays_as_it
         state[entry] = state[entry] + 1
 
     app = functools.partial(spoiling, spoil_state(change))
-    # Without client 1 the weights are 6 / 15 and 9 / 15: the average of equal values is
-    # a bit off.
+    # Without client 1, the weights are 6 / 15 and 9 / 15, so the average of equal
+    # values differs in the last bit.
     run = federate(make(), moved_layers, datasets, rounds=1, local_steps=1, wrap=app)
     (report,) = run.strategy.reports
     assert report.participants == ([0, 2] if entry in frozen else [0, 1, 2])
     if entry in frozen:
         assert f"entry '{entry}' changed " in run.reason(1)
-    # the others have statistics of their own
+    # The other methods make new statistics.
     if entry in frozen and case.startswith(("fixbn", "fedtan2", "frozen")):
         assert bits(run.history[1][entry]) == bits(run.history[0][entry])

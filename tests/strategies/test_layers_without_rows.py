@@ -1,6 +1,6 @@
-"""BatchNorm without rows: an expert that gets no example of a batch.
+"""BatchNorm without rows, such as an expert that gets no example of a batch.
 
-The oracle is the same model without such calls: only the counters differ, since torch
+The oracle is the same model without such calls. Only the counters differ, because torch
 counts every call.
 """
 
@@ -105,8 +105,8 @@ def test_no_rows_count_nothing(method: str, federate, points) -> None:
     )
     for name, value in without_counters(wanted.state).items():
         assert np.isfinite(found.state[name]).all(), name
-        # SCAFFOLD corrects a gradient of zero, which a call on no rows has, and none
-        # that is missing.
+        # A call on no rows has a gradient of zero. SCAFFOLD corrects such a gradient
+        # but not a missing gradient.
         assert "scaffold" in method or np.array_equal(found.state[name], value), name
 
 

@@ -1,4 +1,4 @@
-"""FedBN, SiloBN, MTFL, Standalone: local parts stay."""
+"""Local parts stay with the clients under FedBN, SiloBN, MTFL and Standalone."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LEAVES = {
 
 
 def local_names(method: type[FedAvg], model: nn.Module) -> set[str]:
-    """What a method keeps, from walking the modules."""
+    """Return the local entries of a method, found by walking the modules."""
     if method is Standalone:
         return set(model.state_dict())
     names = set()
@@ -62,7 +62,7 @@ def test_personal_entries_of_a_given_split_stay_as_those_of_the_setting(
 def test_no_message_contains_a_local_part(
     federate, points, method, personal: str
 ) -> None:
-    """Of a residual network, in whose shortcuts BatchNorm has other names."""
+    """In the shortcuts of this residual network, BatchNorm has other names."""
 
     def build() -> nn.Module:
         with torch.random.fork_rng():
@@ -89,7 +89,7 @@ def test_no_message_contains_a_local_part(
     ]
     assert [list(m.content["arrays"]) for m in replies] == [shared] * 4
     for message in replies:
-        assert list(message.content.array_records) == ["arrays"], "no other way out"
+        assert list(message.content.array_records) == ["arrays"], "a reply has no other arrays"
     for partition in range(2):
         assert set(run.local_state(partition)) == own
     down, up = strategy.reports[1].train.down, strategy.reports[1].train.up
@@ -160,8 +160,9 @@ def test_a_client_that_uploads_its_local_part_is_rejected(
 def test_a_global_model_without_the_clients_parts_ends_the_run(
     federate, points, mlp
 ) -> None:
-    """An ``aggregate_train`` of the user's own averages the replies' entries alone:
-    nothing would be local any more.
+    """A user's ``aggregate_train`` returns only the entries of the replies.
+
+    Without this refusal, no entry would be local any more.
     """
 
     class Own(FedBN):
@@ -181,7 +182,7 @@ def test_a_global_model_without_the_clients_parts_ends_the_run(
 
 
 class Scaled(nn.Module):
-    """A layer that owns gamma and beta around BatchNorm without its own."""
+    """A layer with gamma and beta around a BatchNorm without them."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -197,7 +198,7 @@ class Scaled(nn.Module):
 
 
 class ScaledBefore(Scaled):
-    """The same, applied to the input: no gamma and beta of the BatchNorm."""
+    """A layer that applies gamma and beta to the input instead of the output."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.bn(x * self.gamma + self.beta)
@@ -211,8 +212,9 @@ def scaled_net(kind: type[Scaled] = ScaledBefore) -> nn.Module:
 def test_gamma_and_beta_that_their_owner_applies_right_after_it_stay_with_the_clients(
     federate, points, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """No example is needed: the owner is tried. FedBN is then that of the layer with
-    gamma and beta of its own.
+    """The package tries the owner itself, so it needs no example.
+
+    FedBN then acts as for a BatchNorm with its own gamma and beta.
     """
 
     def plain() -> nn.Module:

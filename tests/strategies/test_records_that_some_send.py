@@ -1,9 +1,9 @@
-"""Records beside the model that only some clients send: what the server makes of them
-is that of those who have them.
+"""Records beside the model that only some clients send.
 
-Momentum, shared BN parts, alpha, moments and variates; a client sends none in some
-rounds, or leaves out a layer. The oracle reads the replies as they arrive, and is
-compared with what the server sends in the next round.
+The server uses the records of the clients that sent them: momentum, shared BN parts,
+alpha, moments and variates. A client sends no record in some rounds or leaves out a
+layer. The oracle reads the replies as they arrive. Its result is compared with the
+record that the server sends in the next round.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def shares(values: Sequence[float]) -> list[float]:
 
 
 def mean_of_those_who_have_it(sent: Replies) -> dict[str, Array]:
-    """The |D_i|-weighted mean of each entry."""
+    """Return the |D_i|-weighted mean of each entry."""
     names: set[str] = set()
     for record in sent:
         names |= record.keys()
@@ -64,7 +64,7 @@ def mean_of_those_who_have_it(sent: Replies) -> dict[str, Array]:
 
 
 def pooled(sent: Replies, path: str, by_count: bool) -> Moments:
-    """A layer's moments over the clients that sent them."""
+    """Pool a layer's moments over the clients that sent them."""
     moments, sizes = [], []
     for record, size in zip(sent, SIZES, strict=True):
         if f"{path}.count" in record:
@@ -77,7 +77,7 @@ def pooled(sent: Replies, path: str, by_count: bool) -> Moments:
 
 
 def statistics(sent: Replies, by_count: bool = False) -> dict[str, Any]:
-    """The running statistics of the next model in a warm-up."""
+    """Return the running statistics of the next model in a warm-up."""
     found = {}
     for path in LAYERS:
         one = pooled(sent, path, by_count)
@@ -86,7 +86,7 @@ def statistics(sent: Replies, by_count: bool = False) -> dict[str, Any]:
 
 
 def variates(sent: Replies) -> dict[str, Any]:
-    """(u, s) of BN-SCAFFOLD."""
+    """Return (u, s) of BN-SCAFFOLD."""
     found = {}
     for path in LAYERS:
         one = pooled(sent, path, by_count=False)
@@ -95,7 +95,7 @@ def variates(sent: Replies) -> dict[str, Any]:
 
 
 def averaged(sent: Replies) -> dict[str, Array]:
-    """The average of BN parts: counters take the maximum."""
+    """Return the average of BN parts and the maximum of counters."""
     found = mean_of_those_who_have_it(sent)
     for name in [name for name in found if name.endswith("num_batches_tracked")]:
         found[name] = np.max(
@@ -158,7 +158,7 @@ CASES: Mapping[
         averaged,
     ),
 }
-# what a client sent last counts as long as it sends nothing else
+# The last record of a client counts until the client sends a new record.
 OF_THE_LATEST = ("averaged-bn", "bn-variates")
 
 
@@ -225,7 +225,7 @@ def test_the_server_takes_those_who_have_it(
 def test_an_alpha_that_nobody_sends_stays_as_it_was(
     federate, datasets, lost: str, gap: tuple[int, ...]
 ) -> None:
-    """Also in a later gap, and in a second one."""
+    """This includes a later gap and a second gap."""
 
     def spoil(content: Any) -> None:
         sent = from_record(content["bn-alpha"])

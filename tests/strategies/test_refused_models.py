@@ -1,5 +1,6 @@
-"""Models that a method cannot use are refused from Python before the first message,
-with advice that helps.
+"""Models that a method cannot use are refused before the first message.
+
+The refusal gives advice that helps.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from fedbn_flwr.training.run_memory import memory_of_run
 
 
 def net(convolution: bool = False, **options: bool) -> nn.Module:
-    """A network with BatchNorm at 1 and 3; ``options`` are those of the layers."""
+    """Return a network with BatchNorm at 1 and 3, made with ``options``."""
     if convolution:
         return nn.Sequential(
             nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4)
@@ -57,7 +58,7 @@ def bare() -> nn.Module:
 
 
 def refused(strategy: FedAvg, model: nn.Module) -> str:
-    """The error of ``start``; there is no grid, so no message can be sent."""
+    """Return the error of ``start`` without a grid, so that no message is sent."""
     with pytest.raises(NormLayerError) as error:
         strategy.start(
             grid=None, initial_arrays=to_record(model.state_dict()), num_rounds=200
@@ -66,7 +67,7 @@ def refused(strategy: FedAvg, model: nn.Module) -> str:
 
 
 class Own(nn.Module):
-    """A BatchNorm that is no torch BatchNorm."""
+    """A BatchNorm that is not a torch BatchNorm."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -110,9 +111,9 @@ def test_methods_about_batchnorm_refuse_a_model_without(method: type[FedAvg]) ->
     by_names = refused(strategy, bare())
     assert needs in by_names
     assert "parts=split_state(model)" in by_names, (
-        "names alone do not show layers without statistics"
+        "names do not show layers without statistics"
     )
-    accepted(strategy, net())  # another model: the split by names is made anew
+    accepted(strategy, net())  # the split by names is made again for another model
 
 
 UNTRACKED, PLAIN = {"track_running_stats": False}, {"affine": False}
@@ -169,7 +170,7 @@ def test_fedwon_refuses_batchnorm_and_a_model_without_convolutions() -> None:
 
 
 class Ported(nn.Module):
-    """Statistics with TensorFlow's names, or a variance alone."""
+    """Statistics with TensorFlow's names, or only a variance."""
 
     def __init__(self, *names: str) -> None:
         super().__init__()
@@ -209,7 +210,7 @@ class Counted(Own):
 
 @pytest.fixture
 def named(caplog) -> Iterator[Callable[[], int]]:
-    """``named()``: in how many warnings of a new run layer 3 is named."""
+    """Return a function that counts the warnings of a new run about layer 3."""
     with memory_of_run():
         yield lambda: sum("'3'" in text for text in caplog.messages)
 
@@ -239,7 +240,7 @@ def test_by_names_alone_a_layer_without_counter_or_variance_is_named(
 
 @pytest.mark.parametrize("make", OTHERS.values(), ids=OTHERS)
 def test_clients_name_such_a_layer_once_in_a_run(make, named, points) -> None:
-    """Also where the server is in another one and knows names alone."""
+    """This includes clients whose server runs elsewhere and has only names."""
     model, data = beside(make()), points(9)
     settings = LocalTraining(learning_rate=LearningRate(0.1), batch_size=4)
     for server_round in (1, 2):

@@ -1,6 +1,4 @@
-"""A method of a user's project whose client half is registered: ``register``, and
-``make_hooks`` that finds it.
-"""
+"""Registered methods of a user's project, and ``make_hooks`` that finds them."""
 
 from __future__ import annotations
 
@@ -64,7 +62,7 @@ class Slimming(Strategy):
 
 
 def variant(qualname: str, *bases: type, **fields: Any) -> Any:
-    """A class statement of this module, as if run once more."""
+    """Return a class as if its statement in this module ran again."""
     return type(
         qualname,
         bases or (Method,),
@@ -81,7 +79,7 @@ def _nothing_stays_registered(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_registered_method_acts_alone_and_combined(
     others, federate, points, mlp, same_bits
 ) -> None:
-    """Without strength it changes no bit."""
+    """With strength 0, it changes no bit."""
     data, ends = [points(8, 1), points(6, 2)], []
     kind = combined(register(Slimming), *others)
     for strategy in (combined(*others)(), kind(strength=0.0), kind()):
@@ -138,7 +136,7 @@ def test_two_strategies_that_make_a_hook_in_two_ways_are_refused(
 
 
 def test_a_class_statement_that_is_run_again_replaces_the_class() -> None:
-    """Also where another class derives from it: nothing stale is inherited."""
+    """A class derived from it inherits nothing stale."""
 
     def run_cell() -> tuple[Any, ClientHook]:
         hook = ClientHook()

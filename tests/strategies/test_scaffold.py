@@ -1,4 +1,4 @@
-"""SCAFFOLD: the variates by the rates of the steps, what it sends, what it refuses."""
+"""SCAFFOLD's variates by the rates of the steps, its records and its refusals."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SIZES = (6, 14, 10, 8)
 
 @pytest.fixture
 def tied() -> functools.partial:
-    """A model with tied weights, the same every time."""
+    """Return a function that builds equal models with tied weights."""
     return functools.partial(network, "tied")
 
 
@@ -38,8 +38,9 @@ def tied() -> functools.partial:
 def test_a_variate_is_the_mean_of_the_gradients_by_the_rates_of_their_steps(
     mlp, points, unfreeze: bool
 ) -> None:
-    """Layer 0 trains from the second step on, or never; 3.bias is in no group. The
-    optimizer of 3.weight begins after a step of the other one.
+    """Layer 0 trains from the second step on or never, and 3.bias is in no group.
+
+    The optimizer of 3.weight begins after a step of the other optimizer.
     """
     model, data, hook = mlp(), points(8, 1), ControlVariates()
     parameters = dict(model.named_parameters())
@@ -75,7 +76,7 @@ def test_a_variate_is_the_mean_of_the_gradients_by_the_rates_of_their_steps(
         wanted = sums[name] / rates[name] if rates[name] else own[name]
         torch.testing.assert_close(kept[name], wanted, rtol=1e-9, atol=1e-12, msg=name)
     assert rates["3.bias"] == 0
-    assert not sent["3.bias"].any(), "nothing is known of its gradient"
+    assert not sent["3.bias"].any(), "its gradient is unknown"
 
 
 @pytest.mark.parametrize("wrong", [{"momentum": 0.5}, {"maximize": True}])
@@ -122,7 +123,7 @@ def test_variates_are_counted_and_carry_no_statistics(
 def test_extra_records_of_tied_weights_have_all_names_as_the_model(
     federate, datasets, tied
 ) -> None:
-    """Momentum, too: what inspect predicts is what travels."""
+    """The records include momentum, and ``inspect`` predicts the traffic exactly."""
     run = federate(
         FedAvg(momentum_scope="global"), tied, datasets, rounds=2, sgd_momentum=0.9
     )
@@ -139,7 +140,7 @@ def test_extra_records_of_tied_weights_have_all_names_as_the_model(
 def test_an_entry_that_a_client_does_not_train_has_a_change_of_zero(
     at: int, same_bits
 ) -> None:
-    """Whichever client it is: the first one has no say in which entries have variates."""
+    """The first client does not determine which entries have variates."""
     before = {"a": np.ones(2), "b": np.full(3, 2.0)}
     facts = Facts(2, None, split_state(before), before)
     ends = []

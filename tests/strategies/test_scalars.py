@@ -1,5 +1,6 @@
-"""A trained entry without dimensions: NumPy makes a scalar of it in arithmetic, and an
-array's in-place sum is lost.
+"""A trained entry without dimensions.
+
+NumPy arithmetic makes a scalar of it, and an in-place sum of an array is lost.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def masked() -> Any:
     return MaskedSums(MaskSettings(masked_sums=True))
 
 
-# the one refuses a BatchNorm, the other has no model of all clients
+# FedWon refuses BatchNorm, and Standalone has no common model.
 ELSEWHERE = ("fedwon", "standalone")
 CASES: dict[str, tuple[Any, Any]] = {
     **{

@@ -1,5 +1,6 @@
-"""FedAvgM, FedAdam, FedYogi, FedAdagrad: Flower's own without BN, and what they
-leave alone.
+"""FedAvgM, FedAdam, FedYogi and FedAdagrad equal Flower's without BatchNorm.
+
+Statistics are not part of their server step.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ ARGUMENTS: dict[str, dict[str, float]] = {
     "FedYogi": {"eta": ETA, "beta_1": BETA_1, "beta_2": BETA_2, "tau": TAU},
     "FedAdagrad": {"eta": ETA, "tau": TAU},
 }
-NAMES = [name for name in ARGUMENTS if name != "FedProx"]  # those with a server's step
+NAMES = [name for name in ARGUMENTS if name != "FedProx"]  # methods with a server step
 
 
 @pytest.mark.parametrize("arguments", [False, True])
@@ -40,8 +41,10 @@ NAMES = [name for name in ARGUMENTS if name != "FedProx"]  # those with a server
 def test_without_batchnorm_they_equal_flowers(
     name: str, lost: tuple[int, ...], arguments: bool, federate, datasets, mlp
 ) -> None:
-    """Also with the defaults of both; the arguments are the same. A round without
-    replies counts: FedAdam corrects its step by the round's number.
+    """Both run with the same arguments or with their defaults.
+
+    A round without replies counts, because FedAdam corrects its step by the round
+    number.
     """
 
     def fail(content: Any) -> None:
@@ -72,7 +75,7 @@ def test_without_batchnorm_they_equal_flowers(
 def test_the_clients_rate_of_a_strategy_of_flowers_is_told_to_have_no_effect(
     name: str, caplog
 ) -> None:
-    """Alone and combined."""
+    """The warning appears for single and combined strategies."""
     alone = getattr(strategies, name)
     for kind in (alone, combined(alone, FedProx), combined(FedBN, alone)):
         kind(), kind(eta_l=None)
@@ -91,7 +94,7 @@ def test_the_clients_rate_of_a_strategy_of_flowers_is_told_to_have_no_effect(
 def test_statistics_of_an_instancenorm_are_averaged_too(
     name: str, federate, points
 ) -> None:
-    """They are no part of BatchNorm, and variances all the same."""
+    """They do not belong to BatchNorm, but they are variances."""
 
     def model() -> nn.Module:
         torch.manual_seed(0)
@@ -112,8 +115,9 @@ def test_statistics_of_an_instancenorm_are_averaged_too(
 
 
 def test_flowers_optimizers_give_nan_on_this_toy_and_ours_do_not() -> None:
-    """The benchmark's toy: running_var below zero, then the loss NaN, by Flower's
-    FedAvgM in round 2.
+    """With Flower's FedAvgM, running_var becomes negative in round 2.
+
+    The loss is then NaN. The toy comes from the benchmark.
     """
     bench: dict[str, Any] = runpy.run_path(
         str(Path(__file__).parents[2] / "benchmarks/server_optimizers.py")

@@ -1,5 +1,6 @@
-"""Settings that no method takes: out of their range, or beside others that they
-contradict. Errors name both.
+"""Settings that no method accepts.
+
+They are out of range or contradict another setting. Errors name both settings.
 """
 
 from __future__ import annotations
@@ -119,7 +120,7 @@ def test_settings_that_do_not_fit_together_are_refused_by_name(
 
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_a_setting_that_switches_a_method_off_is_warned_of(name: str) -> None:
-    """Also where it is Flower's default; those of a config switch nothing off."""
+    """Flower's default may be such a setting, but a config's default never is."""
     off = {"fedprox": "no-proximal-term", "fedavgm": "no-server-step"}
     of_zero = {**off, "ditto": "models-alone"}
 

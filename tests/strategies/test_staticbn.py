@@ -1,4 +1,4 @@
-"""StaticBN: the statistics that clients receive, and layers that do not track."""
+"""Statistics that StaticBN sends to clients, and layers that do not track them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_clients_receive_and_return_the_initial_statistics(
 
 
 class Own(nn.BatchNorm1d):
-    """Its forward pass does not ask whether it tracks."""
+    """A layer whose forward pass ignores whether it tracks statistics."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         named = (self.running_mean, self.running_var, self.weight, self.bias)
@@ -60,7 +60,7 @@ def test_a_forward_pass_that_tracks_in_any_case_trains_as_the_plain_one(
 def test_a_layer_that_is_no_batchnorm_is_told_from_a_missing_client_part(
     federate, datasets
 ) -> None:
-    """InstanceNorm with running statistics, where the layers were found by names."""
+    """InstanceNorm has running statistics, and the layers were found by names."""
 
     def model() -> nn.Module:
         norm = nn.InstanceNorm1d(1, track_running_stats=True)
@@ -85,8 +85,9 @@ def test_a_model_that_is_in_eval_mode_before_its_training_is_not_tracked(mlp) ->
 def test_a_run_that_stops_between_two_tests_ends_with_the_unions_statistics(
     federate, datasets, mlp, caplog
 ) -> None:
-    """A second run of the strategy is not stopped. The tests in between are told of
-    their statistics.
+    """A second run of the strategy is not stopped.
+
+    Warnings report that the tests in between lack re-estimated statistics.
     """
     strategy = StaticBN(eval_every=3)
 

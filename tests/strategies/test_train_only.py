@@ -1,4 +1,4 @@
-"""``train_only`` under the strategies: frozen entries keep their bits."""
+"""``train_only`` keeps the bits of frozen entries under the strategies."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ from fedbn_flwr.training.freezing import FrozenBN, train_only
 from tests.support.points import Points
 from tests.support.synchronised import client_data, trained
 
-TRAINED = ("3", "4", "6")  # the second BatchNorm among them
+TRAINED = ("3", "4", "6")  # These include the second BatchNorm.
 SIZES, RATE = (5, 3, 4), 0.1
 
 
 def net(frozen_bn: FrozenBN | None) -> nn.Module:
-    """Two layers with BatchNorm and a head, as after some training; with a mode, all
-    but ``TRAINED`` is frozen.
+    """Return two trained layers with BatchNorm and a head.
+
+    If there is a mode, everything but ``TRAINED`` is frozen.
     """
     with torch.random.fork_rng():
         torch.manual_seed(0)
@@ -62,7 +63,7 @@ def data() -> list[Points]:
     ],
 )
 def test_frozen_entries_keep_their_bits(run_step: Any, strategy: str) -> None:
-    """Momentum, weight decay, clipping, a server step where there is one; float32."""
+    """The float32 runs use momentum, weight decay, clipping and any server step."""
     model = net("eval").float()
     data = client_data((5,), SIZES, dtype=torch.float32)
     local = {} if strategy.endswith("scaffold") else {"sgd_momentum": 0.9}
@@ -75,6 +76,6 @@ def test_frozen_entries_keep_their_bits(run_step: Any, strategy: str) -> None:
     start = model.state_dict()
     for name in run.state:
         same = run.state[name].tobytes() == start[name].numpy().tobytes()
-        # BatchNorm that trains stays with the clients under some strategies
+        # Under some strategies, trained BatchNorm stays with the clients.
         if not name.startswith("4."):
             assert same == (not name.startswith(TRAINED)), name

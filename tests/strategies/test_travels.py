@@ -1,4 +1,4 @@
-"""What follows from declarations: phases, what is sent, what a model needs."""
+"""Declarations determine phases, sent entries and the needs of a model."""
 
 import dataclasses
 from typing import Any
@@ -175,7 +175,7 @@ def test_two_ends_that_are_found_out_in_the_run_are_refused() -> None:
 
 
 class OnlyUp(Method):
-    """A method with a record that clients send, and one that it forgets to declare."""
+    """A method with a record that only clients send, and an undeclared record."""
 
     name = "only-up"
     undeclared = False
@@ -201,7 +201,7 @@ def test_a_record_that_only_clients_send_is_asked_for_counted_once_and_refused_b
     strategy = Mine()
     assert strategy.methods.whole.extra_copies == (0, 1)
     assert [one.text for one in disclosures(strategy.methods)] == ["tells all"], (
-        "arrays tell, also if only reported"
+        "arrays reveal data even if they are only reported"
     )
     run = strategy.run
     run.set_model(to_record(mlp().state_dict()))
@@ -236,7 +236,7 @@ def test_a_state_that_is_no_dataclass_is_saved_and_restored(first: int | None) -
 
 
 def test_every_method_of_the_package_says_what_it_reads() -> None:
-    """Else privacy would tell a user to change a class of the package."""
+    """Otherwise, privacy would ask a user to change a class of the package."""
     assert [
         kind.name for kind in (*METHODS.values(), *OPTIONS) if reads_undeclared(kind)
     ] == []
