@@ -46,7 +46,7 @@ def put(value: float, index: int = 0) -> Callable[[np.ndarray], np.ndarray]:
 
 
 def record(content: RecordDict, **entries: Array | None) -> None:
-    """Put these arrays into the reply's state; None takes one out."""
+    """Put these arrays into the reply's state, or remove an entry if it is None."""
     changed = {**content["arrays"], **entries}
     content["arrays"] = ArrayRecord(
         {name: array for name, array in changed.items() if array is not None}
@@ -60,7 +60,7 @@ def garbage(data: bytes, dtype: str = "float64") -> Spoil:
 
 
 def wrong_header(content: RecordDict) -> None:
-    """The array is fine, what stands beside it is not."""
+    """Keep the array's data but spoil its description."""
     garbage(content["arrays"]["0.bias"].data, "nonsense")(content)
 
 
@@ -94,7 +94,7 @@ def object_array() -> bytes:
 
 HEADER = b"\x93NUMPY\x01\x00v\x00{'descr': '<f8', 'fortran_order': False, 's"
 WRONG: dict[str, tuple[Spoil, str | None, str]] = {
-    # what is wrong: the spoiled reply, the code of the refusal, and the name in it
+    # The spoiled reply, the code of the refusal and the name in the refusal, by fault.
     "nan": (entry("0.weight", put(np.nan, 3)), NOT_FINITE, "'0.weight'"),
     "inf": (
         entry("1.running_mean", put(-np.inf)),
@@ -132,7 +132,7 @@ WRONG: dict[str, tuple[Spoil, str | None, str]] = {
 
 @pytest.fixture
 def without_bad(federate, points, mlp):
-    """The run in which the bad client has no data and so never takes part."""
+    """Return a function that runs with a bad client that has no data."""
 
     def run(rounds: int) -> Any:
         if rounds not in WITHOUT:
@@ -226,7 +226,7 @@ def test_an_initial_entry_that_every_reply_would_repeat_is_refused_before_the_ru
 def test_a_count_other_than_that_of_the_query_is_told_once_for_each_node(
     federate, datasets, mlp, caplog
 ) -> None:
-    """The query's count weighs the reply: the result is that of replies with it."""
+    """The query's count is the weight of the reply."""
     run = federate(
         FedAvg(),
         mlp,
@@ -283,7 +283,7 @@ def test_a_bad_test_is_reported_beside_a_bad_training(federate, datasets, mlp) -
 def test_a_client_that_does_not_answer_in_time_is_rejected(
     federate, datasets, mlp, same_bits, without_bad
 ) -> None:
-    # first: a process's first step takes seconds
+    # This comes first because a process's first step takes seconds.
     expected, over = without_bad(1).state, threading.Event()
 
     def hang(content: RecordDict) -> None:
@@ -305,8 +305,9 @@ def test_a_client_that_does_not_answer_in_time_is_rejected(
 def test_a_client_that_lost_its_local_part_gets_the_initial_part_again(
     federate, datasets, mlp, kind: str
 ) -> None:
-    """As after a restarted SuperNode: the context is empty, the server thinks the
-    client has had the start.
+    """A restarted SuperNode has an empty context.
+
+    The server assumes that the client has received the initial model.
     """
     lost = []
 
@@ -330,8 +331,8 @@ def test_a_client_that_lost_its_local_part_gets_the_initial_part_again(
         return app
 
     run = federate(FedBN(), mlp, datasets, rounds=4, wrap=forgetful)
-    # An error rolls the context back, so the client has its part again in this engine;
-    # the server sends it anyway.
+    # An error rolls the context back, so the client has its part again in this engine.
+    # The server sends it anyway.
     second = [0, 2] if kind == MessageType.TRAIN else [0, 1, 2]
     assert [r.participants for r in run.strategy.reports] == [
         [0, 1, 2],

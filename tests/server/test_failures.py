@@ -1,5 +1,6 @@
-"""A run that diverged or trained nothing raises: its error holds the result, and says
-why and what to do.
+"""A run that diverged or trained nothing raises an error with the result.
+
+The error gives the cause and an action.
 """
 
 from __future__ import annotations
@@ -59,8 +60,9 @@ NAN = float("nan")
 def client(
     fit: Callable[..., Any] | None = None, evaluate: Callable[..., Any] | None = None
 ) -> type[TorchClient]:
-    """Return a client that changes its results: ``fit(client, server_round, result)``
-    and ``evaluate`` alike.
+    """Return a client whose results pass through the given functions.
+
+    Each is called as ``fit(client, server_round, result)``.
     """
 
     class Changed(TorchClient):
@@ -136,7 +138,7 @@ def test_a_loss_of_the_servers_test_ends_the_run(
             evaluate_fn=first_only,
             fails=DivergedError,
         )
-    assert len(run.strategy.reports) == 2, "it ends at once"
+    assert len(run.strategy.reports) == 2, "the run ends immediately"
     same_bits(run.state, run.history[2])
     assert list(run.result.evaluate_metrics_serverapp) == [0, 1, 2]
     assert run.error.diverged_at == 2
@@ -158,7 +160,8 @@ def test_with_continue_the_run_goes_on_and_logs_it(
         )
     assert [report.diverged_at for report in run.strategy.reports] == [None, 2, 3, 4]
     assert ["Likely cause" in text for text in caplog.messages] == [True, False, False]
-    # so does a run from its checkpoint, whose model may hold NaN; it tests its own rounds
+    # A run from its checkpoint continues and tests its own rounds, even if its model
+    # contains NaN.
     again = FedAvg(on_divergence="continue")
     again.load_state_dict(run.strategy.state_dict(), 4)
     broken = mlp()
@@ -209,7 +212,7 @@ def test_a_training_loss_counts_although_the_model_is_finite(
 def test_a_foreign_loop_is_ended_too(
     run_legacy_loop, datasets, mlp, share: float, of_clients: bool
 ) -> None:
-    """By the clients' losses, or by those of its own ``evaluate_fn``."""
+    """The clients' losses or the losses of its own ``evaluate_fn`` end it."""
     if of_clients and not share:
         pytest.skip("no client is tested")
     training = LocalTraining(learning_rate=LearningRate(0.1), batch_size=4)
@@ -255,8 +258,9 @@ def test_a_single_round_without_a_used_reply_is_a_warning(
 def test_two_rounds_with_values_that_are_not_finite_diverged_in_the_first(
     federate, datasets, mlp, strategy
 ) -> None:
-    """The evaluated loss stays finite, since the model does: no reply is used. FedBN's
-    clients refuse to keep NaN.
+    """No reply is used, so the model and the evaluated loss stay finite.
+
+    FedBN's clients refuse to keep NaN.
     """
     run = federate(
         strategy(),
@@ -281,8 +285,10 @@ def test_two_rounds_with_values_that_are_not_finite_diverged_in_the_first(
 def test_an_input_of_one_client_that_no_model_takes_is_named_and_the_others_go_on(
     federate, datasets, mlp, strategy, value: float
 ) -> None:
-    """By an error of the client's, whose code is that of the cause. In the data 1e39 is
-    finite: a sentinel in float64, bytes in half precision.
+    """The client's error has the code of the cause.
+
+    The value 1e39 is finite in the data, such as a sentinel in float64 or bytes in half
+    precision.
     """
     datasets[1].inputs[2, 3] = value
     run = federate(strategy(), lambda: mlp().float(), datasets, rounds=2)
@@ -293,7 +299,7 @@ def test_an_input_of_one_client_that_no_model_takes_is_named_and_the_others_go_o
 
 
 def root_of_zero(outputs: Tensor, targets: Tensor) -> Tensor:
-    """A finite loss, whose gradient is not."""
+    """Return a finite loss with a non-finite gradient."""
     same = (outputs - outputs.detach()).square().sum().sqrt()
     return F.cross_entropy(outputs, targets) + same
 
@@ -309,7 +315,7 @@ BEFORE_A_STEP = {
 def test_a_loss_that_is_not_finite_before_a_step_is_no_fault_of_the_rate(
     federate, datasets, mlp, loss
 ) -> None:
-    """The model is as it was sent; a client without the cause goes on."""
+    """The model is still as sent, and a client without the cause continues."""
     task = dataclasses.replace(CLASSIFICATION, training_loss=loss)
     run = federate(FedAvg(), mlp, datasets, rounds=3, task=task, fails=DivergedError)
     codes = [code for found in run.strategy.reports[0].codes.values() for code in found]
@@ -350,7 +356,7 @@ def test_nan_in_the_inputs_of_a_test_is_named(mlp, points) -> None:
     test.targets[:] = CLASSIFICATION.ignore
     loss, count, _ = one.evaluate(one.get_parameters({}), {})
     assert math.isnan(loss)
-    assert count == 0, "nothing counts, nothing is wrong"
+    assert count == 0, "no target counts, so nothing is wrong"
 
 
 def test_targets_that_do_not_count_weigh_nothing_in_a_test(mlp, points) -> None:
@@ -366,8 +372,10 @@ def test_targets_that_do_not_count_weigh_nothing_in_a_test(mlp, points) -> None:
 def test_a_client_without_a_target_that_counts_is_refused(
     federate, datasets, mlp
 ) -> None:
-    """It would halve the others' steps. Of a test it says the size: its NaN would be
-    the loss of all.
+    """The client would halve the steps of the others.
+
+    Its test reports only its size, because its NaN would become the loss of all
+    clients.
     """
     datasets[1].targets[:] = CLASSIFICATION.ignore
 
@@ -398,7 +406,7 @@ def test_a_loss_of_the_weights_is_not_the_inputs_fault(mlp, points) -> None:
 def test_statistics_alone_that_are_not_finite_are_no_fault_of_the_rate(
     federate, datasets, mlp
 ) -> None:
-    """As after an overflow in half precision, whose step a scaler leaves out."""
+    """This happens if a scaler skips a step after a half-precision overflow."""
 
     class Overflows(TorchClient):
         def fit(self, parameters, config):
@@ -444,7 +452,7 @@ def test_a_step_of_values_that_are_not_finite_diverges_too(
 def test_nan_in_the_inputs_of_one_client_of_a_step_is_named(
     run_step, mlp, transport: str, min_replies: int
 ) -> None:
-    """Where no round can do without this client, its inputs are the cause."""
+    """If no round can succeed without this client, its inputs are the cause."""
     data = client_data((5,), (6, 5, 9, 7))
     data[1].inputs[:] = NAN
     made = synchronised(FedTAN, transport, min_replies=min_replies)
@@ -461,7 +469,7 @@ def test_nan_in_the_inputs_of_one_client_of_a_step_is_named(
 def test_rounds_with_values_that_are_not_finite_count_if_they_follow_each_other(
     federate, datasets, mlp
 ) -> None:
-    """Between two of them the replies fail for another reason."""
+    """Between two such rounds, the replies fail for another reason."""
 
     def fit(self, server_round, result):
         if server_round == 3:
@@ -616,8 +624,9 @@ def refusing(
     where: str,
     says: Callable[[int], str] = lambda partition: "agc=-1 must be at least 0",
 ) -> Any:
-    """Return a wrap for ``federate``: every client raises a ConfigError in ``where``,
-    or None where ``says`` is "".
+    """Return a wrap whose clients raise a ConfigError in ``where``.
+
+    A client does not raise it if ``says`` returns an empty text.
     """
 
     def wrap(client_fn: Any) -> ClientApp:
@@ -670,7 +679,7 @@ def test_it_ends_a_run_with_a_synchronised_step(run_step, mlp, transport: str) -
 
 
 def test_other_errors_do_not_end_the_run(federate, datasets, mlp) -> None:
-    """Different texts; a client that trains; a client that is not there."""
+    """The texts differ, one client trains, or one client is absent."""
     for says in (
         lambda partition: f"device='cuda:{partition}'",
         lambda partition: "bad" if partition else "",
@@ -690,7 +699,7 @@ def test_other_errors_do_not_end_the_run(federate, datasets, mlp) -> None:
 def test_one_client_with_a_config_error_does_not_end_a_run_in_which_others_work(
     federate, datasets, mlp, where
 ) -> None:
-    """With a share of the clients it can be the only one that is asked in a round."""
+    """If only a share is asked, it may be the only client of a round."""
     shares = {
         "fraction_train": 0.34,
         "fraction_evaluate": 0.34,
@@ -730,7 +739,7 @@ def test_it_does_not_end_a_run_in_which_a_client_has_trained(
 def test_it_does_not_end_a_run_in_which_a_client_was_tested(
     federate, datasets, mlp
 ) -> None:
-    """Nobody trains, so that only an earlier test tells that the clients work."""
+    """Nobody trains, so only an earlier test shows that the clients work."""
     strategy = FedAvg(fraction_train=0.0)
     late = refusing(
         "evaluate", lambda partition: "no disk" if len(strategy.reports) > 1 else ""
@@ -739,7 +748,7 @@ def test_it_does_not_end_a_run_in_which_a_client_was_tested(
     assert [len(report.rejected) for report in strategy.reports] == [0, 3, 3]
 
 
-# Loops whose end nobody tells us.
+# Loops that do not announce their end.
 
 
 def raising(partitions: set[int] = {0, 1, 2}, until: int = 99) -> type[TorchClient]:  # noqa: B006
@@ -754,8 +763,9 @@ def raising(partitions: set[int] = {0, 1, 2}, until: int = 99) -> type[TorchClie
 
 
 class OwnStart(FedAvg):
-    """A project's strategy with a loop of its own, as in Flower's advanced example; it
-    may leave the tests out.
+    """A project's strategy with its own loop, as in Flower's advanced example.
+
+    It may skip the tests.
     """
 
     tests = False

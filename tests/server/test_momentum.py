@@ -1,5 +1,6 @@
-"""Momentum across rounds: local parts stay local; the scope needs momentum. Its numbers
-are compared in tests/reference.
+"""Momentum across rounds leaves local parts local, and its scope needs momentum.
+
+tests/reference compares its numbers.
 """
 
 from __future__ import annotations

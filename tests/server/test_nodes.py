@@ -1,4 +1,4 @@
-"""Who takes part: two nodes with one partition, and nodes without usable data."""
+"""Participants, nodes with the same partition, and nodes without usable data."""
 
 from __future__ import annotations
 
@@ -28,8 +28,9 @@ from tests.support.federation import torch_clients
 
 
 class Answers(InProcessGrid):
-    """A grid whose nodes answer the query with what they are given, a number as an
-    error; ``asked`` tells whom.
+    """A grid whose nodes answer the query with given properties or an error code.
+
+    ``asked`` lists the nodes of each query.
     """
 
     def __init__(self, nodes: Mapping[int, dict[str, Any] | int]) -> None:
@@ -93,7 +94,10 @@ def test_two_nodes_with_one_partition_are_refused_at_the_start(
 
 
 def test_nodes_with_parts_of_different_splits_are_refused(caplog) -> None:
-    """Their parts share examples. A node with its own data says no number of parts."""
+    """Their parts share examples.
+
+    A node with its own data reports no number of parts.
+    """
     nodes = NodeRegistry(seed=0, timeout=1, num_partitions=0)
     grid = Answers(
         {
@@ -130,7 +134,7 @@ def test_nodes_with_parts_of_different_splits_are_refused(caplog) -> None:
 def test_a_new_node_waits_until_the_holder_of_its_partition_is_gone(
     nodes: NodeRegistry, caplog
 ) -> None:
-    """As a killed SuperNode without a key: it comes back with another node id."""
+    """A killed SuperNode without a key returns with another node id."""
     grid = Answers({11: node(0), 12: node(1)})
     assert [n.node_id for n in nodes.present(grid, 1)] == [11, 12]
     grid.nodes[13] = node(1)
@@ -143,7 +147,7 @@ def test_a_new_node_waits_until_the_holder_of_its_partition_is_gone(
 
 
 def test_a_node_lost_during_a_query_is_asked_again(nodes: NodeRegistry, caplog) -> None:
-    """It counts as soon as it is back; an app without an answer is taken so."""
+    """The node counts when it returns, and an app without an answer is accepted."""
     grid = Answers(
         {
             11: node(0),
@@ -175,7 +179,7 @@ def test_a_node_lost_during_a_query_is_asked_again(nodes: NodeRegistry, caplog) 
 
 
 class Mute(Answers):
-    """Nodes whose app has no function for queries, but for those that are lost."""
+    """Nodes with an app that has no function for queries, except lost nodes."""
 
     def _reply(self, message: Message) -> Message:
         reply = super()._reply(message)
@@ -190,7 +194,7 @@ class Mute(Answers):
 def test_an_app_without_a_function_for_queries_is_asked_no_more(
     one_first: bool,
 ) -> None:
-    """Flower logs an exception at each node that is asked; a lost one says nothing."""
+    """A query logs an exception at each node, and a lost node reveals nothing."""
     nodes = NodeRegistry(seed=0, timeout=1, one_first=one_first)
     grid = Mute({11: ErrorCode.NODE_UNAVAILABLE, 12: {}, 13: {}})
     assert [n.node_id for n in nodes.present(grid, 1)] == [11, 12, 13]
@@ -205,7 +209,7 @@ def test_an_app_without_a_function_for_queries_is_asked_no_more(
 def test_nodes_whose_properties_the_engine_knows_are_not_asked(
     nodes: NodeRegistry,
 ) -> None:
-    """They are the same as if they had been asked."""
+    """The result equals the result of a query."""
     told = {
         11: node(3),
         12: node(0, 0, unusable="no images"),
@@ -247,7 +251,7 @@ def test_a_reply_may_name_a_partition_that_no_other_node_has(
 def test_a_node_without_training_data_is_not_trained_and_an_unusable_one_not_tested_either(
     run_strategy, mlp, points, unusable: str
 ) -> None:
-    """Nor is it asked for statistics."""
+    """The server does not request its statistics."""
     data = [points(8), points(9, 1), points(7, 2)]
     training = LocalTraining(learning_rate=LearningRate(0.1), batch_size=4)
     whole, app = client_app(torch_clients(mlp, data, training)), ClientApp()
@@ -327,7 +331,10 @@ def test_as_many_nodes_are_asked_as_the_shares_and_the_minima_say(
 def test_a_round_knows_who_is_missing(
     federate, mlp, points, fraction: float, expected: int, told: list[int]
 ) -> None:
-    """Of those that were there before; where a share trains, others take their place."""
+    """A node is missing if it was present before.
+
+    If only a share trains, another node takes its place.
+    """
     data = [points(8, i) for i in range(4)]
     strategy = FedAvg(fraction_train=fraction)
     run = federate(strategy, mlp, data, rounds=3, hide={2: [1]})
@@ -349,7 +356,7 @@ def test_a_client_that_has_nothing_to_train_on_is_not_missing(
 def test_those_who_are_drawn_stay_in_the_order_of_all(
     nodes: NodeRegistry, draw: str
 ) -> None:
-    """Sums of floats depend on it."""
+    """The sums of floats depend on the order."""
     everyone = [Node(100 - i, partition_id=i, num_examples=5) for i in range(6)]
     found = set()
     for number in range(20):
@@ -366,7 +373,7 @@ def test_those_who_are_drawn_stay_in_the_order_of_all(
 def test_who_is_drawn_for_tests_is_independent_of_who_is_drawn_for_training(
     federate, mlp, points
 ) -> None:
-    """Half of four nodes each: another fraction of the one leaves the other as it is."""
+    """A changed fraction of training does not change the tests, and conversely."""
     data = [points(8, i) for i in range(4)]
     drawn: dict[tuple[float, float], tuple[list[list[int]], list[list[int]]]] = {}
     for train, test in ((0.5, 0.5), (0.75, 0.5), (0.5, 0.75)):
@@ -379,15 +386,16 @@ def test_who_is_drawn_for_tests_is_independent_of_who_is_drawn_for_training(
     assert tested == drawn[0.75, 0.5][1]
     assert trained == drawn[0.5, 0.75][0]
     shared = [len({*a} & {*b}) for a, b in zip(trained, tested, strict=True)]
-    assert {*shared} == {0, 1, 2}, "neither the same nodes nor the other ones"
+    assert {*shared} == {0, 1, 2}, "neither the same nodes nor the complement"
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_the_list_of_initialised_nodes_is_exact_after_any_chain_of_resumes(
     seed: int,
 ) -> None:
-    """Node ids are new after a resume; some nodes are away, train for the first time, or
-    lose their part.
+    """Node ids are new after a resume.
+
+    Some nodes are away, train for the first time, or lose their part.
     """
     draws = random.Random(seed)
     partitions = range(5)

@@ -1,5 +1,6 @@
-"""Recalibration: tests see re-estimated statistics, training does not; clients'
-statistics are checked; its cost.
+"""Tests use re-estimated statistics, but training does not.
+
+The server checks the statistics of clients, and reports count their traffic.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ STATISTICS = ("1.running_mean", "1.running_var")
 
 
 def trained(run) -> list[bytes]:
-    """All that travelled in training, in the order of partitions."""
+    """Return all arrays of training messages in the order of partitions."""
     found = []
     for message in (*run.grid.sent, *run.grid.received):
         if message.metadata.message_type == "train":
@@ -64,7 +65,7 @@ def test_recalibration_asks_every_client_and_does_not_change_training(
     offered = completing_entries(beside.strategy.run, "recalibrated")
     assert offered.keys() == {*STATISTICS}
     for name, value in plain.state.items():
-        # Beside the plain model they are offered, and not put into it.
+        # If the plain model is tested, the statistics are offered but not inserted.
         assert beside.state[name].tobytes() == value.tobytes()
         assert mine.state[name].tobytes() == offered.get(name, value).tobytes()
     assert completing_entries(plain.strategy.run, "recalibrated") == {}
@@ -73,8 +74,9 @@ def test_recalibration_asks_every_client_and_does_not_change_training(
 def test_recalibration_runs_before_tests_and_its_traffic_is_counted(
     federate, datasets, mlp
 ) -> None:
-    """Statistics of the one layer: 2 x 4 float64 up per client, and an int64 count; the
-    state down once.
+    """Each client sends 2 x 4 float64 values and an int64 count for its layer.
+
+    The server sends the state once.
     """
     run = federate(FedAvg(recalibrate=True, eval_every=2), mlp, datasets, rounds=5)
     plain = federate(FedAvg(eval_every=2), mlp, datasets, rounds=5)
@@ -104,7 +106,7 @@ def test_recalibration_runs_before_tests_and_its_traffic_is_counted(
 def test_between_two_tests_the_model_has_the_statistics_of_the_training(
     federate, datasets, mlp, same_bits
 ) -> None:
-    """Those that were re-estimated two rounds ago are of other weights."""
+    """Statistics of an earlier re-estimate belong to other weights."""
     run = federate(FedAvg(recalibrate=True, eval_every=2), mlp, datasets, rounds=5)
     plain = federate(FedAvg(), mlp, datasets, rounds=5)
     for number in (1, 3):
@@ -206,9 +208,7 @@ def test_a_numpy_client_without_statistics_is_named(federate, datasets, mlp) -> 
 def test_statistics_have_the_weights_of_their_examples_whatever_weighs_the_models(
     federate, datasets, mlp
 ) -> None:
-    """Each answer was refused for want of the models' key, and the run ended with the
-    statistics of its start.
-    """
+    """Once, each answer lacked the models' key, so the initial statistics stayed."""
     plain = federate(
         FedAvg(recalibrate=True, fraction_evaluate=0.0),
         mlp,

@@ -1,5 +1,6 @@
-"""How the server reads replies: in place, and with the memory of a few models for any
-number of replies.
+"""The server reads replies in place, with the memory of a few models.
+
+The memory does not depend on the number of replies.
 """
 
 from __future__ import annotations
@@ -85,8 +86,9 @@ def test_reading_checking_averaging_and_writing_takes_less_than_three_models_for
 
 
 def test_parts_that_the_server_keeps_do_not_hold_on_to_the_message() -> None:
-    """They stay until the client's next reply; the message may lie in memory shared
-    with a client's process.
+    """The parts stay until the client's next reply.
+
+    The message may be in memory that a client's process shares.
     """
     message, latest = reply(2.0), LatestBN()
     state, _, _ = read_arrays(message, "arrays")
@@ -97,11 +99,11 @@ def test_parts_that_the_server_keeps_do_not_hold_on_to_the_message() -> None:
 
 
 def test_the_latest_parts_of_clients_without_a_partition_id_are_by_node() -> None:
-    """In a sum by partition ids, with those that have one first."""
+    """The sum is in the order of partition ids, and nodes without an id come last."""
     named, other, silent = Node(8, 1), Node(5, 0), [Node(9), Node(4)]
     latest = LatestBN()
     for nodes in ([named, *silent], [other, silent[0]], [Node(6, 1)]):
         sent = [(one.order, {"w": np.ones(1) * one.node_id}, 2.0) for one in nodes]
         latest = latest.with_latest(sent)
-    # the node of partition 1 has started anew, with another id
+    # The node of partition 1 has restarted with another id.
     assert [int(state["w"][0]) for state, _ in latest.latest] == [5, 6, 4, 9]

@@ -1,5 +1,6 @@
-"""The loop over rounds equals Flower's; the checkpoint of a strategy; the hash that
-clients are expected to hold.
+"""The loop over rounds equals Flower's loop.
+
+Other tests are about a strategy's checkpoint and the hash of the expected local state.
 """
 
 from __future__ import annotations
@@ -39,12 +40,12 @@ from tests.support.federation import RecordingGrid, torch_clients
 
 
 def two(points: Any) -> list[Any]:
-    """The data of two clients."""
+    """Return the data of two clients."""
     return [points(8), points(12, 1)]
 
 
 def run_of(strategy: Any, timeout: float = 1.0) -> Run:
-    """The strategy's run, with another timeout."""
+    """Return the strategy's run with another timeout."""
     strategy.run.timeout = timeout
     return strategy.run
 
@@ -97,8 +98,9 @@ Asked = list[tuple[int, dict[str, Array], dict[str, Any]]]
 def asking(
     strategy: FedAvg, last: int, start: Callable[..., Any] | None = None
 ) -> Asked:
-    """Let ``should_stop`` end the strategy's runs after round ``last``; return what it
-    is going to be called with.
+    """Let ``should_stop`` end the strategy's runs after round ``last``.
+
+    Return the list of its future calls.
     """
     asked: Asked = []
 
@@ -136,7 +138,7 @@ def test_should_stop_is_asked_after_the_test_of_each_round(
 def test_a_stopped_run_ends_as_a_shorter_one(
     federate, mlp, points, same_bits, way: str
 ) -> None:
-    """``on_round_end`` knows that none follows; a second run is not stopped."""
+    """``on_round_end`` can see the last round, and a second run is not stopped."""
     last: dict[int, bool] = {}
     strategy = FedAvg(
         on_round_end=lambda server_round, *_: last.update(
@@ -175,7 +177,7 @@ KINDS = (
 
 @dataclass
 class Ends:
-    """Notes the ends of rounds: the state and the metrics by round."""
+    """Record the state and the metrics at the end of each round."""
 
     states: dict[int, dict[str, Array]] = field(default_factory=dict)
     metrics: dict[int, Any] = field(default_factory=dict)
@@ -192,10 +194,9 @@ class Ends:
 def test_the_callback_gets_the_state_to_test_or_save(
     federate, mlp, points, same_bits, name: str
 ) -> None:
-    """What the run would return if it ended there, and the metrics that Flower's result
-    has for the round.
+    """The callback gets the state that a run of so many rounds would return.
 
-    In our loop and in Flower's.
+    It also gets the round's metrics of Flower's result. Both loops do this.
     """
     make, data = CALLBACK_METHODS[name], two(points)
     fails = NothingTrainedError if name == "kept previous" else None  # in our own loop
@@ -219,7 +220,7 @@ def test_the_callback_gets_the_state_to_test_or_save(
         )
         assert list(ends.states) == [1, 2, 3]
         for server_round in (1, 2, 3):
-            # a run of one round would be tested in it
+            # A run of one round would test in this round.
             if (server_round, name) != (1, "re-estimated"):
                 same_bits(ends.states[server_round], shorter[server_round])
             known = {
@@ -252,8 +253,9 @@ def test_the_callback_gets_no_metrics_of_earlier_rounds(federate, mlp, points) -
 
 
 def test_the_callback_gets_the_servers_own_test_as_it_is(mlp) -> None:
-    """Numbers of NumPy and text are no values of a MetricRecord; a dict goes through
-    Flower's loop as it is.
+    """NumPy numbers and text are not values of a MetricRecord.
+
+    Flower's loop passes a dict unchanged.
     """
     ends, tested = Ends(), {"accuracy": np.float32(0.5), "model": "a"}
     strategy = FedAvg(
@@ -278,7 +280,7 @@ def test_the_callback_gets_the_servers_own_test_as_it_is(mlp) -> None:
 def test_going_back_to_a_round_is_as_if_the_run_had_ended_there(
     federate, mlp, points, same_bits, make
 ) -> None:
-    """Its model with re-estimated statistics, its state, and the reports up to it."""
+    """The strategy has the model, the state and the reports of that round."""
     ends, states = Ends(), dict[int, Any]()
 
     def end_round(server_round: int, arrays: ArrayRecord, metrics: Any) -> None:
@@ -362,7 +364,7 @@ def test_clients_are_sent_the_expected_hash_until_they_have_answered(
     outcome = federate(again, mlp, data, rounds=4)
     trainings = outcome.grid.of("train")
     expected = {}
-    for message in trainings[:3]:  # those of the first round after the resume
+    for message in trainings[:3]:  # the first round after the resume
         partition = outcome.grid.partition(message.metadata.dst_node_id)
         config = message.content.config_records["config"]
         expected[partition] = config.get("fedbn-flwr.local-sha256")
@@ -370,7 +372,7 @@ def test_clients_are_sent_the_expected_hash_until_they_have_answered(
         0: "none",
         1: "0" * 64,
         2: "none",
-    }, "nothing is known of 0 and 2: they start again"
+    }, "clients 0 and 2 are unknown, so they start again"
     (reason,) = outcome.strategy.reports[0].rejected.values()
     assert (
         "the server expects the local state of this client with SHA-256 000000000000"
@@ -394,8 +396,9 @@ def test_clients_are_sent_the_expected_hash_until_they_have_answered(
 def test_a_node_lost_in_the_first_round_after_a_resume_has_not_answered(
     federate, mlp, points, monkeypatch, code: int, asked_again: bool
 ) -> None:
-    """The SuperLink answers for it: the node has not restored its part, and must be
-    told again which one that is.
+    """If the SuperLink answers, the node has not restored its part.
+
+    The server must send the expected hash again.
     """
     data = two(points)
     first = federate(FedBN(), mlp, data, rounds=2)
@@ -445,7 +448,7 @@ def test_a_node_lost_in_the_first_round_after_a_resume_has_not_answered(
 
 
 def test_a_node_with_unknown_partition_is_not_sent_an_expected_hash() -> None:
-    """What it holds may be what another message names, and "" would make it drop that."""
+    """The value "none" would discard a state that another message may expect."""
     kept = Kept(to_restore={"0": "a" * 64})
     expected = [
         kept.config(Node(7, partition), undo=False) for partition in (0, 1, None)
@@ -460,8 +463,8 @@ def test_a_node_with_unknown_partition_is_not_sent_an_expected_hash() -> None:
 def asked_of(
     run: Run, report: RoundOutcome, nodes: list[Node], kind: str = "train"
 ) -> Any:
-    """Messages of a round to these nodes, made without a federation."""
-    # Flower makes messages only in a process of a run
+    """Return a round's messages to these nodes, made without a federation."""
+    # Flower makes messages only in the process of a run.
     InProcessGrid(client_app(lambda context: None), 1).close()
     run.reports = [report]
     return address(run, nodes, kind, ArrayRecord(), {}, report.train)
@@ -478,8 +481,9 @@ def asked_of(
 def test_a_node_without_a_reply_is_reported_with_the_true_cause(
     timeout: float, travelled: Any, why: str
 ) -> None:
-    """Flower's engine waits less than the strategy, or another loop; a reply names
-    another node than those asked.
+    """Flower's engine, or another loop, waits less than the strategy.
+
+    One reply names a node that was not asked.
     """
     report, run = (
         RoundOutcome(1, "train"),
@@ -512,15 +516,15 @@ def test_a_node_without_a_reply_is_reported_with_the_true_cause(
 def test_a_reply_is_read_once_as_soon_as_all_before_it_are_there(
     partitions: tuple, read_before: list[list[int]], caplog
 ) -> None:
-    """Where a reply may still name its partition all are awaited. ``read_before``: what
-    is read when the next comes.
+    """All replies are awaited if a reply may still name its partition.
 
-    A node that replies twice to its message counts once.
+    ``read_before`` lists the replies that are read before the next reply arrives. A
+    node that replies twice to its message counts once.
     """
     report, run = RoundOutcome(1, "train"), run_of(FedAvg(parts=split_state({})), 60.0)
     nodes = [Node(7 + i, partition) for i, partition in enumerate(partitions)]
     run.nodes._nodes = {node.node_id: node for node in nodes}
-    sent = asked_of(run, report, nodes[::-1])  # in no order that the result may have
+    sent = asked_of(run, report, nodes[::-1])  # not in the order of the result
     read: list[int] = []
     found = []
 
@@ -542,10 +546,9 @@ def test_a_reply_is_read_once_as_soon_as_all_before_it_are_there(
 def test_a_client_that_lost_what_it_kept_is_named(
     make: type[FedAvg], loses: bool, federate, mlp, points, caplog
 ):
-    """SCAFFOLD's variate is zero again: nothing is missing, so nothing tells.
+    """SCAFFOLD's variate is zero again, so no missing entry reveals the loss.
 
-    Under FedBN, whose rounds are not undone, the client is refused once, and then
-    begins again.
+    FedBN's rounds are not undone. The client is refused once and then begins again.
     """
 
     def forgetful(client_fn):
@@ -572,8 +575,9 @@ def test_a_client_that_lost_what_it_kept_is_named(
 def test_the_report_says_why_no_node_was_identified(
     federate, mlp, points, monkeypatch
 ) -> None:
-    """For example an app that cannot be imported: else every round would be empty
-    without a reason.
+    """For example, the app cannot be imported.
+
+    Without the report, every round would be empty without a reason.
     """
     ask = InProcessGrid.send_and_receive
 
@@ -602,7 +606,7 @@ def test_the_report_says_why_no_node_was_identified(
 def test_a_second_start_of_ones_own_begins_anew(
     make: Any, mlp, points, same_bits
 ) -> None:
-    """Momentum, variates and what clients had kept went into it."""
+    """Momentum, variates and local state once entered the second start."""
     strategy, data = make(fraction_evaluate=0.0), two(points)
     app = client_app(
         torch_clients(
@@ -642,7 +646,7 @@ def test_a_second_start_of_ones_own_begins_anew(
 def test_a_start_of_ones_own_is_told_how_to_complete_the_model(
     federate, mlp, points, caplog, make
 ) -> None:
-    """``evaluate_fn`` and the result had the statistics of the start, unsaid."""
+    """``evaluate_fn`` and the result once silently had the initial statistics."""
 
     def said(**callback: Any) -> list[str]:
         caplog.clear()
@@ -673,7 +677,7 @@ def test_a_strategy_object_takes_another_model_in_a_later_run() -> None:
 def test_messages_that_the_strategy_did_not_make_are_refused(
     federate, mlp, points, kind: str
 ) -> None:
-    """Training ended with an IndexError, and the clients' tests were left out."""
+    """Training once ended with an IndexError, and client tests were skipped."""
 
     def configure(self, server_round, arrays, config, grid):
         content = RecordDict(
@@ -689,7 +693,7 @@ def test_messages_that_the_strategy_did_not_make_are_refused(
 def test_arguments_that_change_in_the_run_hold_for_the_next_messages(
     federate, mlp, points
 ) -> None:
-    """Fewer clients train after round 1, and fewer test after the training of round 2."""
+    """Fewer clients train after round 1 and test after the training of round 2."""
     strategy = FedAvg(min_train_nodes=1, min_evaluate_nodes=1)
 
     def after_training(server_round: int, *_: Any) -> None:
@@ -705,7 +709,10 @@ def test_arguments_that_change_in_the_run_hold_for_the_next_messages(
 
 
 class Notes(RunListener):
-    """Notes what a run tells, and ends it after a round; its run's name moves on."""
+    """Record the notifications of a run and end it after a round.
+
+    The name of its run changes with each notification.
+    """
 
     def __init__(self, last: int) -> None:
         self.last, self.told = last, list[Any]()
@@ -726,9 +733,9 @@ class Notes(RunListener):
 
 
 def test_a_recording_listens_to_its_run_alone(federate, mlp, points, same_bits) -> None:
-    """It ends the run, also a resumed one, and has no say in a later one."""
+    """It may end a run or a resumed run, but it does not affect a later run."""
     data, notes, unheard = two(points), Notes(2), Notes(0)
-    strategy = FedBN(on_round_end=lambda *_: pytest.fail("in place of it"))
+    strategy = FedBN(on_round_end=lambda *_: pytest.fail("replaced by the recording"))
     plain = strategy.start
     strategy.start = functools.partial(plain, recording=notes)  # type: ignore[method-assign]
     short = federate(FedBN(), mlp, data, rounds=2)
@@ -746,8 +753,10 @@ def test_a_recording_listens_to_its_run_alone(federate, mlp, points, same_bits) 
 
 
 class Picky(FedAvg):
-    """A project's strategy that leaves out partition 0's message in training, and
-    partition 1's replies.
+    """A project's strategy that skips a message and a reply in each round.
+
+    Training skips partition 0's message and partition 1's reply. Tests skip partition
+    1's message and partition 2's reply.
     """
 
     def configure_train(self, server_round, *rest):
@@ -800,7 +809,7 @@ def test_a_class_may_average_the_replies_by_itself(federate, mlp, points) -> Non
 
     ours, own = (federate(kind(), mlp, two(points), rounds=3) for kind in (FedAvg, Own))
     for name, array in ours.state.items():
-        if array.dtype.kind == "f":  # counters have a rule of their own
+        if array.dtype.kind == "f":  # counters have their own rule
             np.testing.assert_allclose(own.state[name], array, rtol=1e-12)
     assert [report.rejected for report in own.strategy.reports] == [{}] * 3
 
@@ -830,5 +839,5 @@ def test_an_override_of_aggregate_train_is_told_what_its_model_lacks(
         federate(kind(**options), mlp, two(points), rounds=2)
         assert caplog.text.count("your own aggregate_train") == told
     assert all(not mean.any() for mean in saved) == (base is not FedAvg), (
-        "BN as it was made"
+        "BN has its initial values"
     )

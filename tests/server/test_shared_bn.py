@@ -1,5 +1,6 @@
-"""The average of BN parts that stay with the clients: a slow reference, and which
-clients are tested with it.
+"""The average of local BN parts, compared with a slow reference.
+
+Other tests show the clients that are tested with the average.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ AVERAGED = "averaged-bn"
 
 
 def participants(run: Any) -> list[int]:
-    """The clients whose replies were used in some round."""
+    """Return the clients whose replies were used in some round."""
     found: set[int] = set()
     for report in run.strategy.reports:
         found |= {*report.participants}
@@ -58,8 +59,9 @@ def test_only_the_upload_grows_and_only_if_averaged_bn_is_tested(
 def test_a_client_that_has_not_trained_is_tested_with_the_average(
     federate, datasets, mlp
 ) -> None:
-    """One of four trains in the first round; the others begin from the common start all
-    the same, in their turn.
+    """One of four clients trains in the first round.
+
+    The others still begin from the common start later.
     """
     tests = {}
     for asked in (AVERAGED, "personal-own"):
@@ -86,7 +88,7 @@ def test_a_client_that_has_not_trained_is_tested_with_the_average(
             assert all(np.array_equal(plain[name], start[name]) for name in names)
             assert all(np.array_equal(averaged[name], own[name]) for name in names)
     assert not np.array_equal(own["1.running_mean"], start["1.running_mean"]), (
-        "the parts of the one that trained"
+        "the parts of the client that trained"
     )
     # each client gets the whole model once, and then keeps its own entries
     begun = []
@@ -105,9 +107,7 @@ def test_a_client_that_has_not_trained_is_tested_with_the_average(
 def test_the_users_own_test_gets_the_average_or_a_warning(
     federate, run_legacy_loop, datasets, mlp, caplog, loop
 ) -> None:
-    """``evaluate_fn`` and the final arrays had the initial BN values: untrained,
-    without a word.
-    """
+    """``evaluate_fn`` and the final arrays once silently had initial BN values."""
 
     def history(strategy: FedAvg) -> list[dict[str, np.ndarray]]:
         caplog.clear()
@@ -163,7 +163,7 @@ def test_parts_that_do_not_fit_are_refused(federate, datasets, mlp) -> None:
         def fit(self, parameters, config):
             arrays, count, metrics = super().fit(parameters, config)
             if self.partition_id == 1:
-                # the counter's place, the variance before it
+                # The last array is the counter, and the variance is before it.
                 arrays[-1] = np.full_like(arrays[-2], -1.0)
                 arrays[-2] = np.full_like(arrays[-2], -1.0)
             return arrays, count, metrics

@@ -440,7 +440,9 @@ def test_a_checkpoint_has_what_a_later_round_reads_of_the_run(
     again.load_state_dict(kept["state"], 3)
     again.prepare(kept["arrays"], 4, 60.0)
     resumed = values(again)
-    assert NOT_SAVED.keys() - read == set(), "a field that is never read needs no reason"
+    assert NOT_SAVED.keys() - read == set(), (
+        "a field that is never read needs no reason"
+    )
     assert {
         name for name in read - NOT_SAVED.keys() if resumed[name] != kept["run"][name]
     } == set()

@@ -89,7 +89,9 @@ def test_no_message_contains_a_local_part(
     ]
     assert [list(m.content["arrays"]) for m in replies] == [shared] * 4
     for message in replies:
-        assert list(message.content.array_records) == ["arrays"], "a reply has no other arrays"
+        assert list(message.content.array_records) == ["arrays"], (
+            "a reply has no other arrays"
+        )
     for partition in range(2):
         assert set(run.local_state(partition)) == own
     down, up = strategy.reports[1].train.down, strategy.reports[1].train.up
