@@ -23,18 +23,18 @@ from tests.support.user_loops import BATCH, SIZES, Loop, hooked_loop, plain_loop
 
 @pytest.fixture
 def datasets(points) -> list[Any]:
-    """The data of three clients of different sizes."""
+    """Return the data of three clients of different sizes."""
     return [points(n, i) for i, n in enumerate(SIZES)]
 
 
 @pytest.fixture
 def user_app(mlp, datasets) -> Callable[..., ClientApp]:
-    """``user_app(loop, mods, query=False, model=mlp)``: Flower's PyTorch quickstart,
-    with local data and fixed order.
+    """``user_app(loop, mods, query=False, model=mlp)`` makes Flower's quickstart app.
 
-    ``train_mods``: mods of the training function alone. ``query``: the app also answers
-    queries, as FedTAN and re-estimated statistics need it, and FedTAN's exchanges
-    unless ``exchange`` is false.
+    The app is Flower's PyTorch quickstart with local data in fixed order. The mods in
+    ``train_mods`` belong to the training function only. If ``query`` is true, the app
+    also answers the queries of FedTAN and re-estimated statistics, and FedTAN's
+    exchanges unless ``exchange`` is false.
     """
 
     def make(
@@ -100,10 +100,10 @@ def user_app(mlp, datasets) -> Callable[..., ClientApp]:
 
 @pytest.fixture
 def run_app(run_strategy, mlp) -> Callable[..., Outcome]:
-    """``run_app(strategy, app, rounds=3, ...)``: run a strategy over an app; all
-    clients compute at the same time.
+    """``run_app(strategy, app, rounds=3, ...)`` runs a strategy over an app.
 
-    ``barrier=False``: FedTAN's exchanges travel by messages.
+    All clients compute at the same time. If ``barrier`` is false, FedTAN's exchanges
+    travel by messages.
     """
 
     def run(
@@ -125,10 +125,9 @@ def run_app(run_strategy, mlp) -> Callable[..., Outcome]:
 
 @pytest.fixture
 def on_disk(run_app, user_app, tmp_path) -> Callable[..., Outcome]:
-    """``on_disk(strategy, rounds, ...)``: run a user's loop with the mod over nodes
-    with state folders.
+    """``on_disk(strategy, rounds, ...)`` runs a loop over nodes with state folders.
 
-    Always of the same experiment.
+    The loop is a user's loop with the mod, and the experiment is always the same.
     """
 
     def run(

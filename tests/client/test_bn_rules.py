@@ -1,5 +1,6 @@
-"""The block ``with bn_rules(...)``: what the optimizer sees, and which wrong uses are
-refused with advice.
+"""The block ``with bn_rules(...)`` and its optimizer.
+
+Wrong uses are refused with advice.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ PROXIMAL = {"fedbn-flwr.hooks": "proximal", "fedbn-flwr.proximal-mu": 5.0}
 
 
 def test_an_optimizer_of_a_copy_is_refused() -> None:
-    """FedProx would be FedAvg, bit for bit."""
+    """Without the refusal, FedProx would equal FedAvg bit for bit."""
     model = nn.Linear(2, 1)
     with pytest.raises(ConfigError, match="pass the same model to both, not a copy"):
         Hooks(model, {"proximal": ProximalTerm(1.0)}).wrap(
@@ -66,7 +67,7 @@ LOADED = r"2 parameters \('weight', ...\) have changed"
 
 @pytest.mark.parametrize("assign", [False, True])
 def test_a_state_that_is_loaded_inside_the_block_is_refused(assign: bool) -> None:
-    """FedProx would hold the client at the weights from before."""
+    """FedProx would pull the client to the weights before the load."""
     model, received = nn.Linear(2, 1), nn.Linear(2, 1).state_dict()
 
     def train(config: Any) -> None:
@@ -76,14 +77,14 @@ def test_a_state_that_is_loaded_inside_the_block_is_refused(assign: bool) -> Non
 
     with pytest.raises(ConfigError, match=LOADED):
         train(PROXIMAL)
-    train({})  # FedAvg compares with nothing
+    train({})  # FedAvg has no reference weights
 
 
 @pytest.mark.parametrize("hook", [ProximalTerm(5.0), ControlVariates()])
 def test_a_state_that_is_loaded_before_the_first_step_is_refused(
     hook: ClientHook,
 ) -> None:
-    """SCAFFOLD's variates had the difference of the two states in them."""
+    """SCAFFOLD's variates once contained the difference of the two states."""
     model, received = nn.Linear(2, 1), nn.Linear(2, 1).state_dict()
     hook.receive({}, {})
     rules = Hooks(model, {"hook": hook})
@@ -123,7 +124,7 @@ def test_a_table_whose_forward_pass_changes_its_weights_is_no_other_state(
 def test_the_automatic_round_of_fixbn_refuses_a_state_that_is_loaded_inside_the_block(
     inside: bool,
 ) -> None:
-    """The states' difference would be taken for a change by training."""
+    """The difference of the states would look like a change by training."""
     model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)).train()
     received = {name: entry + 1 for name, entry in model.state_dict().items()}
 
@@ -133,7 +134,7 @@ def test_the_automatic_round_of_fixbn_refuses_a_state_that_is_loaded_inside_the_
                 model.load_state_dict(received)
             for _ in range(2):
                 model(torch.randn(4, 2)).sum().backward()
-        model.load_state_dict(received)  # after the block it is the user's
+        model.load_state_dict(received)  # the block has ended
         return rules.metrics
 
     if inside:
@@ -147,9 +148,7 @@ def test_the_automatic_round_of_fixbn_refuses_a_state_that_is_loaded_inside_the_
 
 @pytest.mark.parametrize("forward", ["replace_forward", "watch_inputs"])
 def test_a_copy_of_the_model_has_its_own_forward_pass(forward: str) -> None:
-    """An average of the weights is such a copy, made in mid-training; it must leave the
-    original alone.
-    """
+    """A weight average is such a copy and must not affect the original."""
     model, noted = nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 1)), []
     if forward == "replace_forward":
         undo = replace_forward(
@@ -170,9 +169,7 @@ def test_a_copy_of_the_model_has_its_own_forward_pass(forward: str) -> None:
 
 
 def test_an_optimizer_for_each_epoch_is_refused(mlp) -> None:
-    """A second one of the same parameters would begin with the momentum of the round's
-    start, or act twice.
-    """
+    """A second optimizer would use the round's initial momentum, or act twice."""
     model = mlp()
     for hooks in ({}, PROXIMAL):
         with bn_rules(model, hooks) as rules:
@@ -204,18 +201,20 @@ def scaled_steps(
 
 
 def test_scaled_gradients_of_a_fused_optimizer_are_refused() -> None:
-    """Such an optimizer unscales them inside its step: a term added before would be a
-    thousand times too small.
+    """A fused optimizer unscales gradients inside its step.
+
+    A term added before the step would be a thousand times too small.
     """
     with pytest.raises(ConfigError, match=r"scaler.unscale_\(optimizer\)"):
         scaled_steps(PROXIMAL, unscale=False)
-    scaled_steps({}, unscale=False)  # a method without a term takes them as they are
+    scaled_steps({}, unscale=False)  # a method without a term accepts them
     scaled_steps(PROXIMAL)
 
 
 def test_a_step_that_a_gradient_scaler_skips_is_not_acted_on(monkeypatch) -> None:
-    """An infinite gradient: the fused optimizer leaves the parameters as they are, so
-    SCAFFOLD must not count it.
+    """A fused optimizer with an infinite gradient does not move the parameters.
+
+    SCAFFOLD must not count such a step.
     """
     acted: list[bool] = []
     act = Hooks._act
@@ -249,7 +248,7 @@ def test_a_model_that_moves_inside_the_block_is_refused(after_wrap: bool) -> Non
 
 
 def test_a_block_for_each_epoch_is_refused(run_app, user_app) -> None:
-    """FedProx would take another anchor, SCAFFOLD lose the first block's gradients."""
+    """FedProx would use another anchor, and SCAFFOLD would lose gradients."""
 
     def twice(model: nn.Module, data: Any, msg: Message, context: Context) -> float:
         hooked_loop(model, data, msg, context)
@@ -313,7 +312,7 @@ def test_hooks_that_send_arrays_need_message_and_context(mlp) -> None:
 def test_a_first_batch_that_changes_between_exchanges_is_refused(
     run_app, user_app
 ) -> None:
-    """By messages the training function is called again for every exchange."""
+    """With messages, every exchange calls the training function again."""
     calls = iter(range(1000))
 
     def restless(model: nn.Module, data: Any, msg: Message, context: Context) -> float:
@@ -358,7 +357,7 @@ def test_a_first_batch_of_another_size_is_refused(run_app, user_app) -> None:
 
 
 class Surveying(ClientHook):
-    """Keeps the inputs of one pass over the data."""
+    """A hook that keeps the inputs of one pass over the data."""
 
     batches: list[torch.Tensor]
 
@@ -369,7 +368,7 @@ class Surveying(ClientHook):
 
 
 def surveyed_loop(model: nn.Module, rules: Hooks, data: Any, first: bool) -> None:
-    """One step, with the survey before or after it."""
+    """Take one step, with the survey before or after it."""
     loader = DataLoader(
         TensorDataset(data.inputs, data.targets), 4, shuffle=True, drop_last=True
     )
@@ -426,7 +425,7 @@ def test_a_survey_takes_the_batch_size_of_a_batch_sampler_and_names_data_that_it
 
 
 class Stream(torch.utils.data.IterableDataset[Any]):
-    """Yields nothing."""
+    """A stream without examples."""
 
     def __iter__(self) -> Any:
         return iter(())
@@ -477,7 +476,10 @@ def test_a_missing_call_leaves_the_model_as_it_was(run_app, user_app) -> None:
 def test_an_error_in_the_block_leaves_the_model_and_the_optimizer_as_they_were(
     run_app, user_app, make, error: type[BaseException]
 ) -> None:
-    """Also Ctrl-C, which is no ``Exception``; the model may be trained again."""
+    """The errors include Ctrl-C, a ``BaseException``.
+
+    The model may be trained again.
+    """
     found: list[tuple[Any, Any]] = []
 
     def loop(model: nn.Module, data: Any, msg: Message, context: Context) -> float:
@@ -518,7 +520,7 @@ def test_an_error_in_the_block_leaves_the_model_and_the_optimizer_as_they_were(
 def test_a_survey_after_steps_of_an_optimizer_that_is_not_wrapped_is_refused(
     make, mlp, points
 ) -> None:
-    """Whatever the hook does with BN's forward pass; a test in between is no step."""
+    """The hook's forward pass does not matter, and a test is not a step."""
     model, data, hook = mlp(), points(10), make()
     loader = DataLoader(TensorDataset(data.inputs, data.targets), 4)
     hook.receive({}, {})
@@ -543,7 +545,7 @@ def test_a_survey_after_steps_of_an_optimizer_that_is_not_wrapped_is_refused(
 
 
 def test_a_survey_after_a_step_of_a_compiled_model_is_refused(mlp, points) -> None:
-    """Also where the model was compiled, and called, before the block."""
+    """The model may be compiled and called before the block."""
     torch._dynamo.reset()
     model, data = torch.compile(mlp(), backend="eager"), points(10)
     F.cross_entropy(model(data.inputs), data.targets).backward()
@@ -588,7 +590,7 @@ def test_a_layer_with_a_forward_of_its_own_is_refused_in_the_warm_up_too() -> No
 def test_entries_that_a_pass_makes_are_refused_by_name_in_round_1(
     run_app, user_app, loop: Any, method: Any
 ) -> None:
-    """By the block of `bn_rules`, and by the mod where a method needs no block."""
+    """The block of ``bn_rules`` refuses, or the mod if a method needs no block."""
 
     def model() -> nn.Module:
         torch.manual_seed(0)
@@ -599,4 +601,4 @@ def test_entries_that_a_pass_makes_are_refused_by_name_in_round_1(
     strategy = method(parts=split_state(model()))
     with pytest.raises(ConfigError, match=r"'1\.made\.weight'"):
         run_app(strategy, app, model=model, rounds=3)
-    assert len(strategy.reports) <= 2, "it does not come again in each round"
+    assert len(strategy.reports) <= 2, "no later round repeats the refusal"

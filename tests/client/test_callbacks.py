@@ -1,11 +1,11 @@
-"""The callbacks of docs/guides/own-training-loop.md, Lightning's in the real library
-where it is installed.
+"""The callbacks of docs/guides/own-training-loop.md.
 
-Else in loops that call in the same order: Lightning's ``on_train_start``,
+Lightning's callback runs in the real library if it is installed. Otherwise, loops call
+the callbacks in the same order. Lightning's order is ``on_train_start``,
 ``on_train_batch_start``, and ``optimizer.step(closure)`` with forward pass,
-``zero_grad``, backward pass and ``on_after_backward`` inside; fastai's ``before_fit``,
-``before_batch``, forward and backward pass, ``after_backward``, step, and the batches
-of a validation.
+``zero_grad``, backward pass and ``on_after_backward`` inside. fastai's order is
+``before_fit``, ``before_batch``, forward and backward pass, ``after_backward``, step,
+and the batches of a validation.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ def test_lightning(library: str, method: str, same_bits, monkeypatch) -> None:
 
 
 class OfALearner:
-    """fastai's Callback: attributes that it lacks are the learner's."""
+    """A fastai Callback that takes missing attributes from the learner."""
 
     run_valid = True
     learn: Any = None
@@ -137,8 +137,9 @@ class OfALearner:
 
 
 class FastaisOrder:
-    """A Learner of fastai 2.8: training batches, then those of the validation, which
-    have no backward pass.
+    """A Learner of fastai 2.8.
+
+    It runs the training batches, then the validation batches without a backward pass.
     """
 
     def __init__(self, dls: Any, model: nn.Module, opt_func: Any) -> None:
@@ -165,7 +166,7 @@ class FastaisOrder:
 
 @pytest.mark.parametrize("method", METHODS)
 def test_fastai(method: str, same_bits, monkeypatch) -> None:
-    """The validation after the epoch is no step; its forward passes are in eval mode."""
+    """The validation after the epoch runs in eval mode and has no steps."""
     core = ModuleType("fastai.callback.core")
     core.Callback = OfALearner  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "fastai.callback.core", core)
@@ -178,7 +179,7 @@ def test_fastai(method: str, same_bits, monkeypatch) -> None:
 
 
 class OwnOptimizer:
-    """As fastai's: none of torch's, and without step hooks."""
+    """An optimizer like fastai's, not a torch optimizer and without step hooks."""
 
     def step(self) -> None: ...
 
@@ -202,7 +203,7 @@ def test_what_is_no_optimizer_of_torch_is_refused_where_a_hook_acts_in_its_steps
 
 
 class Around(ClientHook):
-    """Notes how its step ends."""
+    """A hook that records how its step ends."""
 
     def __init__(self, synchronised: bool = False) -> None:
         self.ends: list[str] = []
@@ -222,17 +223,15 @@ class Around(ClientHook):
 
 
 class Left(BaseException):
-    """As the exception by which FedTAN leaves a loop in mid-step."""
+    """An exception that leaves a loop in mid-step, like FedTAN's exception."""
 
 
 @pytest.mark.parametrize("by_hand", [False, True])
 def test_an_exception_between_the_two_calls_ends_the_step(by_hand: bool) -> None:
-    """Else BatchNorm would stay synchronised for what the process does next, until the
-    step is collected.
-    """
+    """Otherwise, BatchNorm would stay synchronised until the step is collected."""
     hook = Around()
     rules = Hooks(network(), {"hook": hook})
-    entered = []  # as callbacks keep what they have entered
+    entered = []  # callbacks keep entered contexts like this
 
     def train() -> None:
         with rules._block():
@@ -276,7 +275,7 @@ def test_a_step_that_raises_is_over() -> None:
 def test_calls_out_of_order_are_refused(
     calls: list[str], why: str, synchronised: bool
 ) -> None:
-    """A step that had a backward pass, or that other clients take part in, has an end."""
+    """A step with a backward pass or with other clients must end."""
     hook, net = Around(synchronised), network()
     rules = Hooks(net, {"hook": hook})
 
@@ -303,7 +302,7 @@ def test_calls_out_of_order_are_refused(
 def test_an_epoch_of_forward_passes_has_steps_of_its_own(
     hooks: dict[str, Around], monkeypatch
 ) -> None:
-    """As the last one of Lightning's StochasticWeightAveraging, for BatchNorm."""
+    """Lightning's StochasticWeightAveraging has such a last epoch for BatchNorm."""
     monkeypatch.setitem(sys.modules, "pytorch_lightning", LIGHTNING)
     net, loader = network(), [(torch.randn(4, 3072), torch.arange(4) % 3)] * 2
     module = SimpleNamespace(

@@ -1,5 +1,6 @@
-"""The client in Flower's ClientApps: in its legacy one under Flower's FedAvg, and in
-ours on the Message API.
+"""The client in two kinds of ClientApp.
+
+The kinds are Flower's legacy app under Flower's FedAvg, and our app on the Message API.
 """
 
 from __future__ import annotations
@@ -58,8 +59,9 @@ def state_of(model) -> dict[str, Array]:
 def test_flowers_legacy_fedavg_runs_through_flowers_own_client_app(
     client_fn, mlp, open_grid, inplace: bool
 ) -> None:
-    """Flower averages the counters as floats, or in place as zeros: either must load in
-    the next round, rounded.
+    """Flower averages counters as floats, or in place as zeros.
+
+    Both must load in the next round as rounded numbers.
     """
     counters: list[float] = []
 

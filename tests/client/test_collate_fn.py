@@ -1,5 +1,6 @@
-"""What a ``collate_fn`` puts together is a batch. Inputs in parts are in the table of
-test_user_loops.py.
+"""The output of a ``collate_fn`` is a batch.
+
+Inputs in parts are in the table of test_user_loops.py.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class Sequences(Dataset[Any]):
 def padded(
     examples: list[tuple[Tensor, Tensor]],
 ) -> tuple[tuple[Tensor, Tensor], Tensor]:
-    """((tokens, lengths), labels)."""
+    """Return ((tokens, lengths), labels)."""
     lengths = torch.tensor([len(x) for x, _ in examples])
     longest = int(lengths.max())
     return (
@@ -99,7 +100,7 @@ def test_a_batch_is_that_of_the_collate_fn_at_the_positions() -> None:
 
 
 def test_a_collate_fn_that_leaves_examples_out_is_refused() -> None:
-    """The client's weight, and the number of tested examples, would count them."""
+    """Otherwise, the weight and the test size would count the omitted examples."""
 
     def without_short(examples: Any) -> Any:
         return padded([pair for pair in examples if len(pair[0]) > 3])

@@ -1,5 +1,6 @@
-"""What an app draws from the default generators: anew in each round, client, kind of
-work and seed, and repeatably.
+"""An app's draws from the default generators.
+
+They repeat, and they differ by round, client, kind of work and seed.
 """
 
 from __future__ import annotations
@@ -71,7 +72,9 @@ def test_an_app_draws_anew_in_each_round_client_kind_and_seed(mods: Any) -> None
             assert exchange == training, (
                 "the training repeats the exchanges of its first step"
             )
-        assert torch.equal(torch.get_rng_state(), state), "outside they are as before"
+        assert torch.equal(torch.get_rng_state(), state), (
+            "the outer generators are unchanged"
+        )
     assert runs[0] == runs[1]
     assert len({number for found in runs[0] for number in found}) == 3 * len(cases)
 

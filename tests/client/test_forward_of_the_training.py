@@ -1,5 +1,6 @@
-"""A model whose ``forward`` reaches a part of its BatchNorm, as an autoencoder of
-Lightning whose forward encodes.
+"""A model whose ``forward`` reaches only a part of its BatchNorm.
+
+An example is a Lightning autoencoder whose ``forward`` encodes.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ DECODER = ("decoder.1.running_mean", "decoder.1.running_var")
 
 
 class Autoencoder(nn.Module):
-    """Its forward encodes; the training decodes, too."""
+    """An autoencoder that encodes in ``forward`` and also decodes in training."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,8 +43,9 @@ class Autoencoder(nn.Module):
 
 @pytest.fixture
 def app(datasets) -> Any:
-    """``app(whole)``: an app that trains the autoencoder; ``whole`` = its passes over
-    the data decode, too.
+    """``app(whole)`` makes an app that trains the autoencoder.
+
+    If ``whole`` is true, its passes over the data also decode.
     """
 
     def make(whole: bool) -> ClientApp:
@@ -112,8 +114,9 @@ def test_layers_that_the_pass_does_not_reach_are_named_once(
 def test_with_the_forward_of_the_training_they_are_measured(
     app, run_app, datasets, caplog, name: str
 ) -> None:
-    """After round 1, under the weights of which the method measures: before the
-    training, or after it.
+    """The statistics after round 1 fit the weights that the method measures.
+
+    These are the weights before or after the training.
     """
     run = run_app(
         METHODS[name](fraction_evaluate=0.0), app(True), model=Autoencoder, rounds=1
@@ -123,7 +126,7 @@ def test_with_the_forward_of_the_training_they_are_measured(
     if name in ("staticbn", "recalibrate"):
         net.load_state_dict(run.tensors)
     hidden = []
-    with torch.no_grad():  # each client is one batch, which normalises by itself
+    with torch.no_grad():  # each client is one batch with its own statistics
         for data in datasets:
             net.train()
             hidden.append(net.decoder[0](net.encoder(data.inputs)))

@@ -1,4 +1,4 @@
-"""What a client keeps is checked against the model it is used for."""
+"""Local state is checked against the model that uses it."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Counting(ClientHook):
 
 
 def test_a_hook_may_change_the_entries_that_it_gets(mlp) -> None:
-    """What is kept stays as it was: the round may be undone."""
+    """The kept state does not change, because the round may be undone."""
     context, model, hook = empty_context(), mlp(), Counting()
     store(context, model).save_hook_state([hook], 4)
     for _ in range(2):
@@ -75,7 +75,7 @@ def test_a_hook_may_change_the_entries_that_it_gets(mlp) -> None:
 def test_what_is_kept_has_begun_in_the_round_in_which_nothing_was_kept_before(
     mlp, hook_too: bool
 ) -> None:
-    """However many records a round keeps."""
+    """The number of records in a round does not matter."""
     context, model = empty_context(), mlp()
     began = []
     for server_round in (4, 5, 9):

@@ -1,4 +1,4 @@
-"""A client's files: which is loaded, which stay, and what is refused."""
+"""Loaded, kept and refused files of a client."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def write(root: Path, server_round: int, sha256: str, **options: Any) -> None:
 
 
 def rounds(root: Path) -> list[str]:
-    """Run and round of the files that stand, oldest first."""
+    """Return run and round of the remaining files, oldest first."""
     return [
         ".".join(path.name.split(".")[1:3])
         for path in sorted((root / "s/partition-2").glob("*.safetensors"))
@@ -42,7 +42,10 @@ def rounds(root: Path) -> list[str]:
 def test_the_newest_two_files_and_those_of_checkpoints_stay(
     missed: tuple[int, ...], stay: tuple[int, ...], tmp_path: Path
 ) -> None:
-    """Checkpoints every 4 rounds, two stand; the client misses some rounds."""
+    """The last two checkpoints of every 4 rounds remain.
+
+    The client misses some rounds.
+    """
     for server_round in range(1, 11):
         committed = tuple(r for r in (0, 4, 8) if r < server_round)[-2:]
         if server_round not in missed:

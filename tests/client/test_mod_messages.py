@@ -1,5 +1,6 @@
-"""What the mod does to messages: what the app sees, what the server receives, and what
-the client keeps.
+"""Effects of the mod on messages.
+
+The tests check the app's view, the server's view and the client's local state.
 """
 
 from __future__ import annotations
@@ -51,8 +52,9 @@ from tests.support.versioned import Versioned
 
 
 def test_the_server_says_which_entries_are_batchnorm(run_app, user_app) -> None:
-    """By name an InstanceNorm with statistics is a BatchNorm; the server, which has the
-    model, knows better.
+    """By name, an InstanceNorm with statistics looks like a BatchNorm.
+
+    The server has the model and can distinguish the two.
     """
 
     class Mixed(nn.Module):
@@ -106,8 +108,9 @@ def test_statistics_of_a_model_that_reads_the_version_of_its_state(datasets) -> 
 
 @pytest.fixture
 def queries(mlp, monkeypatch) -> Callable[..., list[str]]:
-    """``queries(strategy, app, in_process)``: the queries of two rounds in process, or in
-    a simulation that has loaded these apps, by message type.
+    """Return a function that lists the queries of two rounds by message type.
+
+    The rounds run in process or in a simulation that has loaded these apps.
     """
 
     def watched(send: Callable[..., Any], kinds: list[str]) -> Callable[..., Any]:
@@ -146,12 +149,12 @@ def queries(mlp, monkeypatch) -> Callable[..., list[str]]:
 def test_an_app_without_a_query_handler_is_asked_nothing(
     queries, user_app, caplog, kind: Any, simulated: bool
 ) -> None:
-    """Nor is anything logged, at a node or at the server."""
+    """Neither nodes nor the server log anything."""
     app = user_app(hooked_loop)
     with caplog.at_level("WARNING", "flwr"):
         asked = queries(kind(fraction_evaluate=0.5), app, [app] if simulated else None)
     assert asked == []
-    # of the model, and of Flower's default of mu
+    # Warnings about the model and about Flower's default of mu are expected.
     known = tuple(
         f"strategy '{kind.name}'{said}" for said in (" keeps", ": with proxi")
     )
@@ -224,8 +227,9 @@ def test_the_app_sees_the_whole_model_in_order(run_app, user_app, mlp) -> None:
 def test_a_record_of_the_users_own_stays_in_the_message(
     run_app, user_app, method: Any
 ) -> None:
-    """A teacher beside the model, say, also under methods that have further records or
-    exchange by messages.
+    """An example is a teacher model.
+
+    The methods include methods with further records or exchanges by messages.
     """
     seen: list[list[str]] = []
     strategy = method()
@@ -249,7 +253,7 @@ def test_a_record_of_the_users_own_stays_in_the_message(
     assert len(seen) >= 6
 
 
-# What the keys that a method adds were called when they had no prefix.
+# Former names of a method's keys, without the prefix.
 TAKEN = (
     *(
         "rules",
@@ -278,7 +282,7 @@ TAKEN = (
 def test_a_users_keys_reach_the_app_as_they_were_given(
     run_app, user_app, method: type[Strategy]
 ) -> None:
-    """Under a method with keys of its own, with a state folder's run beside them."""
+    """The method has its own keys, and a state folder adds a run."""
     seen: list[dict[str, Any]] = []
 
     def loop(model: nn.Module, data: Any, msg: Message, context: Context) -> float:
@@ -340,10 +344,10 @@ def test_the_server_learns_partition_ids_from_replies(run_app, user_app) -> None
 def test_a_second_start_begins_with_its_initial_arrays(
     user_app, mlp, same_bits, make: Any
 ) -> None:
-    """Two strategies compared in one run of a ServerApp: the second would have gone on
-    with the parts of the first.
+    """A ServerApp may compare two strategies in one run.
 
-    So it would in another loop than our ``start``.
+    Otherwise, the second strategy would use the local state of the first. The same
+    applies to other loops than ``start``.
     """
     elsewhere = type("Elsewhere", (make,), {"start": FlowerFedAvg.start})
     states = []
@@ -364,8 +368,9 @@ def test_a_second_start_begins_with_its_initial_arrays(
 def test_what_an_app_writes_into_its_state_is_written_once_a_round(
     run_app, user_app, same_bits, barrier: bool
 ) -> None:
-    """By messages FedTAN calls the training function once for each exchange; also if
-    the app catches its errors.
+    """With messages, FedTAN calls the training function for each exchange.
+
+    The app may catch its errors.
     """
 
     def counting(model: nn.Module, data: Any, msg: Message, context: Context) -> float:
@@ -376,7 +381,7 @@ def test_what_an_app_writes_into_its_state_is_written_once_a_round(
         try:
             return hooked_loop(model, data, msg, context)
         except Exception as error:
-            raise AssertionError("an exchange is no error") from error
+            raise AssertionError("an exchange is not an error") from error
 
     run = run_app(FedTAN(), user_app(counting, query=True), rounds=2, barrier=barrier)
     assert [report.rejected for report in run.strategy.reports] == [{}, {}]
@@ -404,7 +409,7 @@ def test_a_part_that_diverged_is_not_kept(run_app, user_app) -> None:
 
 
 def test_a_partition_id_that_is_no_number_is_named() -> None:
-    # Flower makes messages only in a process of a run
+    # Flower makes messages only in the process of a run.
     InProcessGrid(ClientApp(), 1).close()
     message = Message(RecordDict({"config": ConfigRecord()}), 1, "train")
     context = Context(1, 2, {"partition-id": "berlin"}, RecordDict(), {})
@@ -438,7 +443,7 @@ def test_an_app_that_replaces_its_state_does_not_lose_the_part(
 def test_what_a_hook_kept_is_not_put_back_where_the_app_loses_what_it_keeps_now(
     run_app, user_app
 ) -> None:
-    """An older variate would be no client's own; one that is lost is begun anew."""
+    """An older variate would be wrong, so a lost variate starts again."""
 
     def replacing(message: Message, context: Context, call_next: Any) -> Message:
         reply = call_next(message, context)
@@ -455,7 +460,7 @@ def test_what_a_hook_kept_is_not_put_back_where_the_app_loses_what_it_keeps_now(
 
 
 def test_an_outbox_that_is_opened_is_empty() -> None:
-    """Whatever a training before it, which raised, has left there."""
+    """A failed training before it may have left entries."""
     context = Context(1, 1, {}, RecordDict(), {})
     context.state["fedbn-flwr.outbox"] = ConfigRecord({"a": 1})
     context.state["fedbn-flwr.outbox/variates"] = to_record({"w": np.ones(1)})

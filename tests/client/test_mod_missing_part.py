@@ -1,4 +1,4 @@
-"""An app without the mod or a hook: the error names it, and the line to write."""
+"""The error for an app without the mod or a hook names the line to write."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from tests.support.user_loops import SIZES, hooked_loop, plain_loop
 
 MOD = "ClientApp(mods=[bn_mod])"
 MISSING: dict[str, tuple[Callable[[], Strategy], str]] = {
-    # the strategy, and what the error says is missing: the mod, or the client hook
+    # the strategy, and the missing mod or client hook in the error
     "fedbn": (FedBN, MOD),
     "silobn": (SiloBN, MOD),
     "mtfl": (MTFL, MOD),
@@ -64,7 +64,7 @@ MISSING: dict[str, tuple[Callable[[], Strategy], str]] = {
         "'synchronise-first-step'",
     ),
 }
-# the mod is not all that they need
+# These cases need more than the mod.
 WITH_MOD = [case for case in MISSING if MISSING[case][1] != MOD]
 BARE = [case for case in MISSING if "by messages" not in case]
 
@@ -99,7 +99,7 @@ def test_fedtan_without_a_query_handler_is_refused(run_app, user_app) -> None:
 def test_an_app_that_measures_no_statistics_is_told_the_handler(
     run_app, user_app, strategy
 ) -> None:
-    """Else the model would be tested with the statistics of the start."""
+    """Otherwise, the model would be tested with the initial statistics."""
     app = user_app(hooked_loop)
     with pytest.raises(
         ClientPartError,
@@ -119,7 +119,7 @@ def test_an_app_that_measures_no_statistics_is_told_the_handler(
 
 
 def without_arrays(message: Message, context: Context, call_next: Any) -> Message:
-    """A mod that counts on arrays, which a query does not have."""
+    """A mod that requires arrays, although a query has no arrays."""
     if not message.content.array_records:
         raise FileNotFoundError("/data/train.csv")
     return call_next(message, context)

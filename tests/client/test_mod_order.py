@@ -1,7 +1,7 @@
-"""Mods of other people beside ours: which order works, and what is said of the others.
+"""Order of other people's mods and our mod, and errors for wrong orders.
 
-Flower's mods for differential privacy expect one record each way, with the same names,
-in every message that they see.
+Flower's mods for differential privacy expect one record in each direction, with the
+same names, in every message that they see.
 """
 
 from __future__ import annotations
@@ -41,8 +41,9 @@ PRIVATE = pytest.mark.parametrize(
 
 @pytest.fixture
 def run_private(mlp) -> Callable[[Strategy, ClientApp], Strategy]:
-    """``run_private(strategy, app)``: two rounds within Flower's wrapper, which sends
-    the norm to clip to.
+    """``run_private(strategy, app)`` runs two rounds within Flower's wrapper.
+
+    The wrapper sends the norm for clipping.
     """
 
     def run(strategy: Strategy, app: ClientApp) -> Strategy:
@@ -73,7 +74,7 @@ def test_with_bn_mod_first_and_the_mod_on_training_everything_passes(
 def test_a_mod_of_the_whole_app_lets_the_nodes_train_and_is_named(
     run_private, user_app, mod, name, caplog
 ) -> None:
-    """It refuses the query and the evaluations; the first is no reason not to train."""
+    """The mod refuses queries and evaluations, but clients still train."""
     strategy = run_private(FedAvg(), user_app(mods=[mod], query=True))
     assert [report.participants for report in strategy.reports] == [[None] * 3] * 2
     assert ADVICE in caplog.text
@@ -86,8 +87,9 @@ def test_a_mod_of_the_whole_app_lets_the_nodes_train_and_is_named(
 def test_before_bn_mod_such_a_mod_ends_the_run_with_its_name(
     run_private, user_app, mod, name
 ) -> None:
-    """The reply lacks what stays with the client, and the mod would refuse it, with a
-    reply to a wrong message.
+    """The reply lacks the local entries.
+
+    The mod would refuse it with a reply to a wrong message.
     """
     with pytest.raises(ClientPartError, match=rf"{name} .*{re.escape(ADVICE)}"):
         run_private(FedBN(), user_app(mods=[mod, bn_mod], query=True))
@@ -110,7 +112,7 @@ def test_behind_bn_mod_the_mod_hides_the_amount_of_data_only(run_app, user_app) 
 def test_a_reply_to_a_wrong_message_is_reported_with_its_node_and_cause(
     run_app, user_app
 ) -> None:
-    """``LocalDpMod`` answers its own reply where the names differ."""
+    """``LocalDpMod`` answers its own reply if the names differ."""
     strategy = FedBN()
     with pytest.raises(ClientPartError, match="LocalDpMod"):
         run_app(
@@ -149,7 +151,7 @@ NAMED = (
 def test_a_mod_that_raises_on_the_query_is_told_what_to_do(
     run_app, user_app, mods: Any, named: str
 ) -> None:
-    """Behind a mod of this package it is named, too."""
+    """Behind a mod of this package, the error also names the raising mod."""
     with pytest.raises(ConfigError, match=f"(?s){named}.*train_mods="):
         run_app(FedTAN(), user_app(hooked_loop, mods, query=True))
 
@@ -205,7 +207,7 @@ METHODS: dict[str, Callable[[], Strategy]] = {
 
 @pytest.mark.parametrize("name", METHODS)
 def test_mods_that_only_look_may_stand_anywhere(run_app, user_app, name: str) -> None:
-    """Each of them before and after ours, and at the training alone."""
+    """Each mod is before and after ours, and at the training function only."""
     strategy = METHODS[name]()
     strategy.continuity = Continuity("site", "run-1")  # no checkpoint yet
     app = user_app(
@@ -238,9 +240,7 @@ Seen = list[tuple[int, str, list[int]]]
 
 
 def watching(seen: Seen) -> Any:
-    """A mod that notes partition, message type and the sizes of the ArrayRecords of all
-    messages with arrays.
-    """
+    """A mod that records partition, message type and sizes of all ArrayRecords."""
 
     def watch(message: Message, context: Context, call_next: Any) -> Message:
         if message.content.array_records:
@@ -261,8 +261,10 @@ EXCHANGES = 4  # one BN layer, 3L+1: the model and three tensors
 
 
 def test_mods_see_each_training_message_once(run_app, user_app, mlp) -> None:
-    """FedTAN's exchanges are queries. A mod of the training sees one message with the
-    whole model, as under FedAvg.
+    """FedTAN's exchanges are queries.
+
+    A mod of the training function sees one message with the whole model, like under
+    FedAvg.
     """
     outside, inside = list[Any](), list[Any]()
     training = [watching(inside), local_dp_mod]
@@ -299,8 +301,9 @@ def test_a_numpy_client_sees_them_once_too(federate, datasets, mlp) -> None:
 def test_without_a_function_for_exchanges_they_go_as_training_messages(
     run_app, user_app, same_bits, caplog
 ) -> None:
-    """As apps were written before there was one: the same bits, and a warning that
-    names the line to add.
+    """Older apps have no such function.
+
+    They give the same bits, and a warning names the line to add.
     """
     seen: Seen = []
     app = user_app(hooked_loop, [watching(seen), bn_mod], query=True, exchange=False)
@@ -320,7 +323,7 @@ def test_without_a_function_for_exchanges_they_go_as_training_messages(
 
 
 class Noisy:
-    """A mod that draws before and after what it calls, and sends the draws."""
+    """A mod that draws before and after its call, and sends the draws."""
 
     def __init__(self, place: str) -> None:
         self.place = place
@@ -343,7 +346,7 @@ def the_apps_own(message: Message, context: Context) -> Message:
 
 
 class OwnDraws(NumPyClient):
-    """Sends what it draws."""
+    """A client that sends its draws."""
 
     def fit(self, parameters: Any, config: Any) -> Any:
         return parameters, 1, {"own": sum(draws())}
@@ -363,7 +366,7 @@ def of_clients() -> ClientApp:
 
 @pytest.mark.parametrize("make", [with_own_mods, of_clients])
 def test_what_the_app_draws_repeats_and_nothing_that_a_mod_draws(make: Any) -> None:
-    """Noise that follows the seed, which the server knows, can be subtracted again."""
+    """The server has the seed, so it could subtract noise that depends on it."""
     runs = []
     for _ in range(2):
         content = {
@@ -384,5 +387,5 @@ def test_what_the_app_draws_repeats_and_nothing_that_a_mod_draws(make: Any) -> N
     ]
     assert len(noises) == 12
     assert all(one != other for one, other in noises)
-    after = slice(3, None)  # what a mod draws before ours has begun is the engine's
+    after = slice(3, None)  # before our mod begins, a mod uses the engine's draws
     assert not set(first.get("outer", [])[after]) & set(second.get("outer", [])[after])

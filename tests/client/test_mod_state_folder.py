@@ -1,4 +1,4 @@
-"""With a state folder, what the mod keeps for a client outlives the node's process."""
+"""With a state folder, local state outlives the node's process."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.support.user_loops import SIZES, hooked_loop
 
 
 def restarted(message: Message, context: Context, call_next: Any) -> Message:
-    """A node whose process is new in round 2: its context is empty."""
+    """Empty the context in round 2, as for a node with a new process."""
     if (config := message.content.config_records.get("config")) and config[
         "server-round"
     ] == 2:

@@ -33,7 +33,7 @@ class Builds:
 
 
 def app(build, datasets, fresh: bool = False):
-    """The clients' app; ``fresh``: each message has a model of its own."""
+    """Return the app of the clients, with a new model per message if ``fresh``."""
     settings = LocalTraining(
         learning_rate=LearningRate(0.1), local_steps=2, batch_size=4
     )
@@ -51,7 +51,7 @@ def app(build, datasets, fresh: bool = False):
 def test_one_model_serves_all_messages_with_the_same_bits(
     points, mlp, same_bits, method
 ) -> None:
-    """Also when hooks have frozen layers of it, and when clients keep a part."""
+    """Hooks may freeze its layers, and clients may keep entries."""
     datasets = [points(n, i) for i, n in enumerate(SIZES)]
     build = Builds(functools.partial(mlp, dropout=0.4))
     found = []
@@ -71,7 +71,7 @@ def test_one_model_serves_all_messages_with_the_same_bits(
 
 
 def test_a_model_that_is_lent_again_has_no_gradients(mlp) -> None:
-    """A loop that adds up gradients would begin with those of another client."""
+    """A loop that accumulates gradients would begin with another client's values."""
     lend = model_cache(Builds(mlp))
     with lend() as cached:
         cached.model(torch.ones(4, 5, dtype=torch.float64)).sum().backward()
@@ -111,7 +111,7 @@ def test_clients_of_a_synchronised_step_have_a_model_each(points, mlp) -> None:
 def test_a_second_run_in_the_process_gives_the_warnings_of_the_first(
     points, caplog
 ) -> None:
-    """Of layers that are built in eval mode, and of outputs that are probabilities."""
+    """The warnings are about eval-mode layers and probabilities as outputs."""
 
     def build() -> nn.Module:
         layers = (nn.BatchNorm1d(5), nn.BatchNorm1d(5).eval(), nn.Linear(5, 3))
@@ -157,8 +157,9 @@ def test_a_model_whose_client_failed_is_not_lent_again(mlp) -> None:
 
 
 class Running(nn.Module):
-    """Its forward pass replaces its buffers, one of which is in no state dict; or it
-    changes them in place.
+    """A model whose forward pass replaces its buffers or changes them in place.
+
+    One buffer is not in the state dict.
     """
 
     def __init__(self, in_place: bool) -> None:
@@ -209,7 +210,7 @@ def test_the_first_weights_of_a_model_take_nothing_from_the_clients_draws() -> N
 
 
 def doubled_before(num_classes: int) -> nn.Module:
-    """A layer with another scale in states than in its forward pass."""
+    """Return a layer with another scale in states than in its forward pass."""
 
     def double(module: nn.Module, state: dict[str, Any], *_: Any) -> None:
         state["weight"] = 2 * state["weight"]
@@ -229,7 +230,7 @@ def doubled_after(num_classes: int) -> nn.Module:
 
 
 class DoublesExtra(nn.Linear):
-    """A layer with a state that it takes and gives by itself."""
+    """A layer with an extra state."""
 
     def __init__(self, num_classes: int) -> None:
         super().__init__(2, num_classes)
@@ -253,7 +254,7 @@ class DoublesExtra(nn.Linear):
     ],
 )
 def test_states_are_loaded_as_load_state_dict_does(make, by_copy: bool) -> None:
-    """Torchvision's MNASNet loads in a way of its own."""
+    """Torchvision's MNASNet has its own way to load."""
     cached, other = CachedModel.of(make(num_classes=3)), make(num_classes=3)
     assert cached.by_copy == by_copy
     cached.load(other.state_dict())

@@ -1,5 +1,6 @@
-"""A user's NumPyClient with the mod, by messages and in Flower's legacy loop; its bits
-are in test_user_loops.py.
+"""A user's NumPyClient with the mod, by messages and in Flower's legacy loop.
+
+test_user_loops.py compares its bits.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ ROUNDS = 3
 
 @pytest.fixture
 def client_fn(mlp, datasets) -> Callable[..., Any]:
-    """``client_fn(kind=TheirClient, ...)``: a project's function of that name."""
+    """``client_fn(kind=TheirClient, ...)`` makes a project's function of that name."""
     return lambda kind=TheirClient, **attributes: numpy_clients(
         mlp, datasets, kind, **attributes
     )
@@ -39,9 +40,7 @@ def client_fn(mlp, datasets) -> Callable[..., Any]:
 
 @pytest.fixture
 def by_the_loop(run_legacy_loop, mlp) -> Callable[..., Any]:
-    """``by_the_loop(strategy, client_fn, mods=[bn_mod], start=mlp())``: run in
-    Flower's legacy loop.
-    """
+    """``by_the_loop(strategy, client_fn, ...)`` runs in Flower's legacy loop."""
 
     def run(
         strategy: Any,
@@ -105,7 +104,7 @@ class Worded(TheirClient):
 def test_a_client_without_properties_is_known_by_its_partition(
     by_the_loop, client_fn, kind: Any
 ) -> None:
-    """Node ids change from run to run: by them a sum of the loop would, too."""
+    """Node ids change from run to run, and a sum in their order would change."""
     strategy = FedAvg(fraction_evaluate=0.0)
     by_the_loop(strategy, client_fn(kind))
     assert [report.participants for report in strategy.reports] == [[0, 1, 2]] * ROUNDS
@@ -117,7 +116,7 @@ def test_a_client_without_properties_is_known_by_its_partition(
 def test_a_layer_may_have_a_slash_in_its_name(
     by_the_loop, client_fn, datasets, mlp, make: Any
 ) -> None:
-    """It was taken for a further record of the message."""
+    """A slash was once read as a further record of the message."""
 
     def slashed() -> nn.Module:
         return nn.Sequential(
@@ -180,7 +179,7 @@ def test_metrics_of_the_mod_do_not_reach_the_projects_aggregation(
 
 
 class Backwards(nn.Module):
-    """Two layers, the last of which comes first in the state."""
+    """Two layers whose state begins with the last layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -193,7 +192,7 @@ class Backwards(nn.Module):
 
 
 def test_a_client_may_have_its_entries_in_another_order(run_app, datasets) -> None:
-    """A client that goes by received names; SCAFFOLD's state has the server's order."""
+    """The client uses received names, but SCAFFOLD's state has server order."""
     start = nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 3)).double()
     names = list(start.state_dict())
 
@@ -229,8 +228,9 @@ def test_arrays_without_names_need_none_where_no_hook_does(
 def test_client_hooks_work_in_each_round_without_the_mod(
     run_app, by_the_loop, client_fn, way: str
 ) -> None:
-    """The client itself returns what the block reports. From round 2 on it was refused
-    as a second block.
+    """The client itself returns the report of the block.
+
+    From round 2 on, it was once refused as a second block.
     """
 
     class Reporting(TheirClient):

@@ -1,7 +1,6 @@
-"""Optimizers in a user's own loop: several of them, those around another one, and
-weights that are loaded after a step.
+"""Several optimizers, wrapped optimizers and reloaded weights in a user's loop.
 
-The oracles write the method's term into the loss, or the gradients, in plain torch.
+The oracles write the method's term into the loss or the gradients in plain torch.
 """
 
 from __future__ import annotations
@@ -34,8 +33,9 @@ MU, RATE = 2.0, 0.1
 
 
 class SAM(torch.optim.Optimizer):
-    """Sharpness-aware minimisation around a base optimizer, in its two usual forms: two
-    steps, and a closure.
+    """Sharpness-aware minimisation around a base optimizer.
+
+    It has the two usual forms, two steps or a closure.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ HEAD = frozenset({"3.weight", "3.bias"})
 def test_phases_in_two_optimizers_one_after_the_other_are_those_of_the_steps(
     head_steps: int, freezes: bool, mlp, points
 ) -> None:
-    """Five steps of the head, then five of the body; the loop may freeze the other."""
+    """Five head steps precede five body steps, and the loop may freeze the rest."""
     model, data = mlp(), points(12, 1)
     head, body = [*model[3].parameters()], [*model[:2].parameters()]
     parts = {torch.optim.SGD(part, RATE): part for part in (head, body)}
@@ -140,7 +140,7 @@ def test_a_loop_that_steps_the_body_first_is_refused(mlp, points) -> None:
 def test_momentum_of_parameters_that_train_one_after_the_other_is_kept(
     mlp, points
 ) -> None:
-    """The loop freezes one part while the other one trains."""
+    """The loop freezes one part while the other part trains."""
     model, data = mlp(), points(12, 1)
     hook = MomentumBuffers("local", frozenset())
     rules = Hooks(model, {"hook": hook})
@@ -194,7 +194,7 @@ def test_a_state_that_is_loaded_between_two_optimizers_is_refused(mlp, points) -
 def test_an_optimizer_of_the_model_that_is_not_wrapped_is_refused(
     hook: ClientHook | None, mlp, points
 ) -> None:
-    """Its parameters would train without the method's term; FedAvg has none."""
+    """A method's term would miss its parameters, but FedAvg has no such term."""
     model, data = mlp(), points(12, 1)
     settings = {"momentum": 0.9} if isinstance(hook, MomentumBuffers) else {}
     both = [
@@ -216,7 +216,7 @@ def test_an_optimizer_of_the_model_that_is_not_wrapped_is_refused(
         train()
 
 
-# Optimizers around another one.
+# Optimizers around another optimizer.
 def add_term(model: nn.Module, start: list[Tensor], *_: Any) -> None:
     for p, received in zip(model.parameters(), start, strict=True):
         p.grad += MU * (p.detach() - received)
@@ -233,8 +233,9 @@ def sam_round(
     form: str,
     subtracts: bool = False,
 ) -> nn.Module:
-    """Train with SAM; without a hook with the proximal term written out, at the weights
-    that the step changes.
+    """Train with SAM and a hook, or with the proximal term written out.
+
+    The written term uses the weights that the step changes.
     """
     start = [p.detach().clone() for p in model.parameters()]
     rules = Hooks(model, {"hook": hook} if hook else {})
@@ -295,8 +296,9 @@ def epochs(
     wrap: bool,
     when: int,
 ) -> None:
-    """Three epochs; at the end of epoch ``when`` put the weights of the first one back,
-    inside the block.
+    """Train three epochs and put the first weights back after epoch ``when``.
+
+    This happens inside the block.
     """
     hook.receive({}, {})
     rules = Hooks(model, {"hook": hook})
@@ -334,7 +336,7 @@ def epochs(
 def test_weights_of_an_earlier_step_are_refused_where_a_method_sums_over_all_steps(
     make, wrap: bool, put, when: int, mlp, points
 ) -> None:
-    """Variates would be too small by the number of epochs after the best one."""
+    """Variates would be too small because of the epochs after the best epoch."""
     data = points(12, 1)
     with pytest.raises(
         ConfigError,

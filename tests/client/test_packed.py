@@ -1,5 +1,6 @@
-"""The mod ``packed``: other mods and the app see ordinary records, and the server hears
-of it where it is the first.
+"""The mod ``packed`` shows ordinary records to other mods and to the app.
+
+The app announces the mod to the server if the mod comes first.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""Runs with arrays in one piece: bits and traffic are those of arrays one by one, and a
-bad piece is refused.
+"""Runs with arrays in one piece equal runs with separate arrays.
+
+Bits and traffic are equal, and a bad piece is refused.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ ROUNDS = 2
 
 
 class Line(InProcessGrid):
-    """Nodes of this process; ``travelled``: messages and replies as they are sent."""
+    """Nodes of this process that record sent messages and replies in ``travelled``."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -63,9 +64,7 @@ def _on_a_node(monkeypatch) -> None:
 
 @pytest.fixture
 def run(mlp, datasets) -> Iterator[Callable[..., Any]]:
-    """``run(strategy, packs=True, wrap=client_app)``: a run of ``ROUNDS`` rounds over
-    the line.
-    """
+    """``run(strategy, packs=True, wrap=client_app)`` runs ``ROUNDS`` rounds."""
     with ExitStack() as grids:
 
         def do(
@@ -134,7 +133,7 @@ def test_bits_and_traffic_are_those_of_arrays_one_by_one(
     for one, other in zip(ours.strategy.reports, plain.strategy.reports, strict=True):
         assert one == other
         assert (one.replied, one.rejected) == (len(SIZES), {})
-    if method != "masked sums":  # the masks in Context.state are drawn
+    if method != "masked sums":  # random masks are in Context.state
         assert kept(ours.line) == kept(plain.line)
     assert all(is_packed(message.content) for message in with_arrays(ours.line))
     assert not any(is_packed(message.content) for message in with_arrays(plain.line))
@@ -161,15 +160,13 @@ def test_it_is_the_way_over_a_network_and_nowhere_else(
     advice = [
         record.args for record in caplog.records if record.funcName == "_advise_packing"
     ]
-    assert advice == [(1, len(SIZES))] * network, "of the second run"
+    assert advice == [(1, len(SIZES))] * network, "only the second run gives advice"
 
 
 def only_at(
     node: int, change: Callable[[ClientApp, Message, Context], Message]
 ) -> Callable[[Any], ClientApp]:
-    """Return what makes an app whose node of this partition answers with
-    ``change(app, message, context)``.
-    """
+    """Return a wrap with a node that answers with ``change(app, message, context)``."""
 
     def wrap(client_fn: Any) -> ClientApp:
         whole, app = client_app(client_fn), ClientApp()

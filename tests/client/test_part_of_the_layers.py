@@ -1,6 +1,7 @@
-"""``layers``: a method acts on a part of the BatchNorm layers, the others are FedAvg's.
+"""With ``layers``, a method acts on some BatchNorm layers.
 
-Networks of torchvision in float64, and clients of different sizes.
+FedAvg treats the other layers. The networks are torchvision's in float64, and the
+clients have different sizes.
 """
 
 from __future__ import annotations
@@ -42,14 +43,14 @@ def network(name: str = "densenet") -> nn.Module:
 
 @pytest.fixture
 def datasets(points: Any) -> list[Any]:
-    """The images of three clients of different sizes."""
+    """Return the images of three clients of different sizes."""
     return [points(n, i, shape=(3, 16, 16)) for i, n in enumerate(SIZES)]
 
 
 def entries_below(
     model: nn.Module, prefixes: tuple[str, ...], leaves: Collection[str]
 ) -> set[str]:
-    """The entries of the BatchNorm layers at these places, from walking the modules."""
+    """Walk the modules and return the BatchNorm entries at these places."""
     entries = set()
     for path, layer in model.named_modules():
         if isinstance(layer, _BatchNorm) and path.startswith(prefixes):
@@ -61,7 +62,7 @@ def entries_below(
 def test_the_automatic_round_follows_the_chosen_layers_alone(
     federate: Any, datasets: Any
 ) -> None:
-    """delta_m, from the replies of one round."""
+    """The oracle computes delta_m from the replies of one round."""
     strategy = FixBN(freeze_at="auto", freeze_window=2, layers="*.denseblock3")
     run = federate(strategy, network, datasets, rounds=3, rate=0.01)
     names = entries_below(network(), ("features.denseblock3",), TRACKED[:2])
@@ -123,7 +124,7 @@ def test_methods_that_measure_all_layers_together_refuse_a_part(
 def test_a_split_without_the_other_layers_is_refused_by_a_torch_client(
     federate: Any, datasets: Any
 ) -> None:
-    """Written by hand, it does not say whether names hid them."""
+    """A split written by hand does not show whether names hid layers."""
     whole = split_state(network())
     by_hand = Parts(whole.names, whole.layers[:3])
     with pytest.raises((ConfigError, RunFailedError)):

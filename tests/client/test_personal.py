@@ -1,5 +1,7 @@
-"""``personal``: entries that a user names stay with the clients, beside the method's own
-part. Networks of torchvision in float64, and clients of different sizes.
+"""Entries that a user names with ``personal`` stay with the clients.
+
+They add to the method's local entries. The networks are torchvision's in float64, and
+the clients have different sizes.
 """
 
 from __future__ import annotations
@@ -44,7 +46,7 @@ from tests.support.written_out import (
 
 @pytest.fixture
 def datasets(points: Any) -> list[Any]:
-    """The images of three clients of different sizes."""
+    """Return the images of three clients of different sizes."""
     return [points(n, i, shape=(3, 16, 16)) for i, n in enumerate(SIZES)]
 
 
@@ -52,8 +54,9 @@ def datasets(points: Any) -> list[Any]:
 def test_a_head_of_another_shape_starts_as_its_client_builds_it(
     run_strategy: Any, datasets: Any, given: bool
 ) -> None:
-    """Clients 1 and 2 have five classes, and one function that builds their model; the
-    rate moves nothing.
+    """Clients 1 and 2 have five classes and one function that builds their model.
+
+    The learning rate is too small to move a weight.
     """
     five = functools.partial(network, classes=5)
     builds = [network, five, five]
@@ -74,14 +77,14 @@ def test_a_head_of_another_shape_starts_as_its_client_builds_it(
     for i, build in enumerate(builds):
         assert {*run.local_state(i)} == stays
         close(run.local_state(i), {n: numbers(build())[n] for n in stays})
-    # what is shared must fit, as ever
+    # Shared entries must fit.
     strategy = FedAvg(personal="features.norm0", parts=split_state(network()))
     run_strategy(strategy, app, five().state_dict(), 3, rounds=1)
     assert len(strategy.reports[0].rejected) == 1
 
 
 class AnyHead(nn.Linear):
-    """Takes weights of any shape, as a user's app may."""
+    """A layer that accepts weights of any shape, as a user's app may."""
 
     def _load_from_state_dict(self, state: Any, prefix: str, *others: Any) -> None:
         for leaf in ("weight", "bias"):
@@ -97,7 +100,7 @@ def with_any_head() -> nn.Module:
 
 
 def five_classes(model: nn.Module, data: Any, msg: Any, context: Any) -> float:
-    """Clients 1 and 2 begin with a head of their own."""
+    """Train clients 1 and 2 from their own heads."""
     first = len(model.classifier.weight) == 3
     if first and int(context.node_config["partition-id"]):
         model.classifier.load_state_dict(network(classes=5).classifier.state_dict())
@@ -136,7 +139,7 @@ def test_masked_sums_cover_what_is_shared(
     strategy = FedBN(personal="classifier", fraction_evaluate=0.0)
     strategy.protect(MaskedSums(MaskSettings(masked_sums=True)))
     run = federate(strategy, network, datasets, rounds=1)
-    # No advice that the masks refuse.
+    # The advice contains no option that the masks refuse.
     assert "averaged-bn" not in caplog.text
     plain = federate(
         FedBN(personal="classifier", fraction_evaluate=0.0),
@@ -222,7 +225,7 @@ def test_a_second_model_and_fine_tuning_need_a_torch_client(
 
 
 def fails_at_once(model: nn.Module, data: Any, msg: Any, context: Any) -> float:
-    """Client 0 raises after its first step, which is one of its head."""
+    """Let client 0 raise after its first step, a step of its head."""
     if context.node_config["partition-id"]:
         return hooked_loop(model, data, msg, context)
     with bn_rules(model, msg, context) as rules:

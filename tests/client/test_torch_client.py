@@ -80,7 +80,7 @@ def arrays(model: nn.Module) -> list[np.ndarray]:
 
 
 class Viewed(nn.Sequential):
-    """A network whose view needs one image after the other in memory."""
+    """A network whose ``view`` requires images one after another in memory."""
 
     def __init__(self) -> None:
         super().__init__(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Linear(4 * 6 * 6, 3))
@@ -205,8 +205,9 @@ def pairs(data) -> TensorDataset:
 
 
 class Transformed(Dataset):
-    """Examples with noise of torch, NumPy and Python; its ``batch`` is something else
-    than that of ``Batches``.
+    """Examples with noise of torch, NumPy and Python.
+
+    Its ``batch`` is unrelated to the method of ``Batches``.
     """
 
     def __init__(self, data) -> None:
@@ -224,8 +225,9 @@ class Transformed(Dataset):
 
 
 def test_random_transforms_draw_from_the_clients_stream(points) -> None:
-    """With its whole state, also in NumPy and Python; what else is drawn does not move,
-    and tests may draw, too.
+    """The stream covers torch, NumPy and Python.
+
+    Other draws do not change, and tests may draw as well.
     """
     data, positions = as_batches(Transformed(points(10, 1))), torch.arange(4)
     before, generator = torch.get_rng_state(), torch.Generator().manual_seed(1)
@@ -240,8 +242,9 @@ def test_random_transforms_draw_from_the_clients_stream(points) -> None:
 
 
 def test_statistics_are_measured_on_plain_training_data(points, mlp, caplog) -> None:
-    """Those of the survey (HBN) and of the query (StaticBN) equal a client's that has
-    no random transforms at all.
+    """Survey (HBN) and query (StaticBN) ignore random transforms.
+
+    They give the statistics of a client without transforms.
     """
     data, settings = (
         points(10, 1),
@@ -278,9 +281,7 @@ def test_statistics_are_measured_on_plain_training_data(points, mlp, caplog) -> 
 
 
 def test_a_sampler_chooses_the_examples_of_a_pass() -> None:
-    """Else the statistics of a client would be those of other clients' examples, or of
-    its validation part.
-    """
+    """Otherwise, statistics would include examples of others or of validation."""
     data = TensorDataset(torch.arange(10.0), torch.zeros(10))
     chosen = SubsetRandomSampler([7, 2, 5])
     in_order = BatchSampler(chosen, 2, drop_last=False)
@@ -332,7 +333,7 @@ class Endless(IterableDataset):
 
 
 class Counted(nn.Linear):
-    """Its extra state is whatever it is given."""
+    """A layer that stores any extra state."""
 
     kept: Any = None
 
@@ -394,8 +395,9 @@ def test_switched_off_tracking_is_told_once(points, mlp, caplog) -> None:
 def test_clients_without_a_partition_id_draw_from_streams_of_their_own(
     points, mlp
 ) -> None:
-    """Their node ids tell them apart: they had one stream, so that equal data gave
-    equal batches and dropout.
+    """The stream of such a client depends on its node id.
+
+    Once, all such clients had one stream, so equal data gave equal batches and dropout.
     """
 
     def trained(node_id: int) -> list[np.ndarray]:
@@ -416,7 +418,7 @@ def test_clients_without_a_partition_id_draw_from_streams_of_their_own(
 
 
 def test_arrays_returned_by_fit_do_not_change_later(client) -> None:
-    """Nor do the arrays the caller passed in."""
+    """The caller's input arrays do not change either."""
     start = client.get_parameters({})
     before = [a.copy() for a in start]
     first, _, _ = client.fit(start, {"server-round": 1})
@@ -444,7 +446,7 @@ def test_evaluate_with_named_test_sets(points, mlp) -> None:
 def test_an_unknown_test_set_is_refused_before_the_others_are_tested(
     points, mlp, monkeypatch
 ) -> None:
-    """Without it the server heard of `'global'` alone."""
+    """The error once contained only ``'global'``."""
     monkeypatch.setattr("fedbn_flwr.client.torch_client.evaluate", None)
     for tests, known in (
         ({"own": points(8)}, "own"),
@@ -461,7 +463,7 @@ def test_an_unknown_test_set_is_refused_before_the_others_are_tested(
 def test_a_split_that_misses_a_batchnorm_without_running_statistics_is_refused(
     points,
 ) -> None:
-    """By names alone it is not found, and its gamma and beta would be averaged."""
+    """Names do not reveal it, so its gamma and beta would be averaged."""
     model = nn.Sequential(
         nn.Linear(5, 4), nn.BatchNorm1d(4), nn.BatchNorm1d(4, track_running_stats=False)
     ).double()
@@ -506,7 +508,7 @@ def test_kept_entries_win_over_received_ones(client) -> None:
 def test_the_round_decides_which_batches_are_drawn_and_is_needed(
     client, key: str
 ) -> None:
-    """Legacy strategies send no round; Flower's projects write an underscore."""
+    """Legacy strategies send no round, and Flower's projects use an underscore."""
     start = client.get_parameters({})
     first = client.fit(start, {key: 1})[0][0]
     second = client.fit(start, {key: 2})[0][0]
@@ -579,7 +581,7 @@ def test_examples_that_are_no_pairs_of_one_shape_are_refused(
 
 
 def renamed(client: TorchClient, **names: str) -> dict[str, str]:
-    """A config whose names of the arrays are the model's, some of them changed."""
+    """Return a config with the model's array names, some of them changed."""
     return {
         "fedbn-flwr.array-names": json.dumps(
             [names.get(name, name) for name in client.model.state_dict()]

@@ -1,4 +1,4 @@
-"""A client's own loss of training; its tests have the loss of the task."""
+"""A client may train with its own loss, but tests use the loss of the task."""
 
 from __future__ import annotations
 

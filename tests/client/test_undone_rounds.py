@@ -1,9 +1,8 @@
-"""A client of SCAFFOLD undoes a round whose reply is not used: the server's c stays the
-mean of the clients' c_i.
+"""A SCAFFOLD client undoes a round whose reply is not used.
 
-Replies are lost or refused in any round; nodes restart, with their files and under
-another node id; the run is killed and resumed; clients come and go; the client is ours,
-or a user's loop with the mod.
+The server's c stays the mean of the clients' c_i. Replies are lost or refused in any
+round. Nodes restart with their files and another node id. The run is killed and
+resumed. Clients come and go. The client is ours, or a user's loop with the mod.
 """
 
 from __future__ import annotations
@@ -30,13 +29,13 @@ CLIENTS = len(SIZES)
 
 
 def state_of(run: Outcome) -> Variates:
-    """Return SCAFFOLD's state, of a combination, too."""
+    """Return SCAFFOLD's state, even from a combination."""
     states = run.strategy.run.states.values()
     return next(state for state in states if isinstance(state, Variates))
 
 
 def assert_mean(run: Outcome) -> None:
-    """Assert that c is the mean of the c_i; a client that never trained has 0."""
+    """Assert that c is the mean of the c_i, with 0 for a client without training."""
     states = [run.context(i).state for i in range(CLIENTS)]
     own = [
         from_record(state.array_records["fedbn-flwr.rules"])
@@ -67,7 +66,7 @@ def new_process(
     call_next: Any,
     rounds: Collection[int] = range(99),
 ) -> Message:
-    """A node with a new process, and an empty context, at these trainings."""
+    """Empty the context at these trainings, as a new process of the node does."""
     config = message.content.config_records.get("config", {})
     if (
         message.metadata.message_type == "train"
@@ -84,8 +83,9 @@ def new_process(
 def test_replies_are_lost(
     method, min_replies, federate, datasets, mlp, monkeypatch, caplog
 ) -> None:
-    """In the first round, in a later one, and twice in a row. Without tests nothing
-    else mends a client's part.
+    """Replies are lost in the first round, in a later round and twice in a row.
+
+    Without tests, nothing else repairs a client's local state.
     """
     lose_replies(monkeypatch, {1: 0, 2: 2, 3: 2, 5: 1})
     run = federate(
@@ -119,8 +119,9 @@ def test_a_refused_reply_takes_all_back_that_the_client_keeps(
 
 @pytest.mark.parametrize("rounds", [range(99), (4,)], ids=["always", "once"])
 def test_nodes_restart(rounds, on_disk, monkeypatch, tmp_path) -> None:
-    """The file of the last used round is there, also after two lost ones; the undone
-    files are gone.
+    """The file of the last used round remains, even after two lost rounds.
+
+    The undone files are gone.
     """
     lose_replies(monkeypatch, {1: 0, 2: 1, 3: 1})
     run = on_disk(Scaffold(), 5, mods=(functools.partial(new_process, rounds=rounds),))
@@ -137,7 +138,10 @@ def test_nodes_restart(rounds, on_disk, monkeypatch, tmp_path) -> None:
 
 @pytest.mark.parametrize("query", [True, False], ids=["a query", "no query"])
 def test_a_node_returns_under_another_id(query, on_disk, monkeypatch) -> None:
-    """Without an answer to the query the server does not know it: it keeps what it has."""
+    """Without an answer to the query, the server cannot identify the node.
+
+    The node then keeps its state.
+    """
     strategy, get_node_ids = Scaffold(), RecordingGrid.get_node_ids
 
     def renamed(grid: RecordingGrid) -> list[int]:
@@ -162,7 +166,7 @@ def test_a_node_returns_under_another_id(query, on_disk, monkeypatch) -> None:
 def test_a_run_resumed_from_a_round_whose_reply_was_lost(
     min_replies, on_disk, monkeypatch
 ) -> None:
-    """The run goes on for a round after the checkpoint before it is killed."""
+    """The run continues for a round after the checkpoint before it is killed."""
     saved: dict[str, Any] = {}
 
     def checkpoint(server_round: int, *_: Any) -> None:
@@ -185,14 +189,14 @@ def test_a_run_resumed_from_a_round_whose_reply_was_lost(
 
 
 def test_the_next_run_of_a_series_begins_with_zero(on_disk) -> None:
-    """The server begins with c = 0. What FedBN keeps goes on."""
+    """The server begins with c = 0, but FedBN's local entries persist."""
     kind = combined(FedBN, Scaffold)
     first = on_disk(kind(), 2)
     seen: dict[int, list[str]] = {}
 
     def look(message: Message, context: Context, call_next: Any) -> Message:
         reply = call_next(message, context)
-        # after no training, with what the first run has left
+        # This is not a training, so the first run's state is still there.
         if message.metadata.message_type == "evaluate":
             seen[int(context.node_config["partition-id"])] = [
                 key for key in context.state if key.startswith("fedbn")
@@ -209,8 +213,9 @@ def test_the_next_run_of_a_series_begins_with_zero(on_disk) -> None:
 def test_a_client_that_gets_a_state_folder_keeps_its_part_on_disk_from_then_on(
     on_disk,
 ) -> None:
-    """Its node starts again with one; the checkpoint names the clients with which a run
-    cannot be resumed.
+    """Its node starts again with a state folder.
+
+    The checkpoint names the clients that prevent a resume.
     """
     in_memory: list[list[str]] = []
 

@@ -1,8 +1,7 @@
-"""A user's training loop with the mod ends in the bits of our own client: one table of
-methods and ways.
+"""A user's training loop with the mod gives the bits of our own client.
 
-The oracle of a method is ``TorchClient`` with the same data and the same batches, over
-the Message API.
+The tests are one table of methods and ways. The oracle of a method is ``TorchClient``
+with the same data and batches, over the Message API.
 """
 
 from __future__ import annotations
@@ -93,8 +92,8 @@ METHODS: dict[str, Make] = {
     "silobn, recalibrated": functools.partial(SiloBN, recalibrate=True),
 }
 SERVERS: dict[str, Make] = {
-    # Nothing of these methods is in a user's loop: they run where the loop over rounds
-    # is another.
+    # A user's loop contains no part of these methods. They run in another loop over
+    # rounds.
     "sampled": lambda: FedAvg(
         fraction_train=0.5,
         fraction_evaluate=0.5,
@@ -132,7 +131,7 @@ def momentum_of(name: str) -> float:
 
 @dataclass
 class Ways:
-    """The ways in which the clients of a method are run."""
+    """The ways to run the clients of a method."""
 
     federate: Any
     run_app: Any
@@ -146,7 +145,7 @@ class Ways:
         return self.wsconv_net if name == "fedwon" else self.mlp
 
     def ours(self, name: str) -> Any:
-        """Our own client, by messages; its clients meet at a barrier."""
+        """Run our own client by messages, with a barrier between the clients."""
         if name not in OURS:
             options = {
                 "sgd_momentum": momentum_of(name),
@@ -158,7 +157,10 @@ class Ways:
         return OURS[name]
 
     def app(self, name: str, loop: Any, **options: Any) -> Any:
-        """The user's app with this loop; ``barrier=False``: exchanges by messages."""
+        """Run the user's app with this loop.
+
+        If ``barrier`` is false, exchanges travel by messages.
+        """
         model = self.model(name)
         app = self.user_app(loop, query=name in SYNCHRONISED + REESTIMATED, model=model)
         return self.run_app(ALL[name](), app, model=model, rounds=ROUNDS, **options)
@@ -184,7 +186,7 @@ class Ways:
         return self.app(name, functools.partial(closure_loop, as_keyword=True))
 
     def compiled(self, name: str) -> Any:
-        # what was compiled for another method must not be used here
+        # A model compiled for another method must not be used here.
         torch._dynamo.reset()
         # torch's compiler parses Python, which in 3.11 is not safe in several threads.
         loop = functools.partial(compiled_loop, momentum=momentum_of(name))
@@ -229,7 +231,7 @@ class Ways:
         )
 
     def in_parts(self, name: str, form: str = "dict") -> Any:
-        """Our own client, whose inputs are in parts that the model joins."""
+        """Run our own client with inputs in parts that the model joins."""
         data = [InParts(own, form) for own in self.datasets]
         options = {
             "sgd_momentum": momentum_of(name),
@@ -285,8 +287,9 @@ TABLE: dict[str, Any] = {
 
 
 def copies_of(model: nn.Module) -> Callable[[], nn.Module]:
-    """Builds a model that draws nothing: a thread of the run before may still put the
-    generators back.
+    """Return a function that builds a model without draws.
+
+    A thread of the earlier run may still restore the generators.
     """
     return lambda: copy.deepcopy(model)
 
@@ -347,7 +350,7 @@ def test_every_way_of_a_loop_has_the_bits_of_our_client(
 
 
 def same_metrics_too(legacy: Any, ours: Any) -> None:
-    """Flower's legacy loop: the same traffic and metrics as by messages."""
+    """Assert that the legacy loop has the traffic and metrics of messages."""
     for mine, report in zip(
         legacy.strategy.reports, ours.strategy.reports, strict=True
     ):
