@@ -1,4 +1,4 @@
-"""``copied``: a deep copy, also of a model that keeps tensors with a graph."""
+"""``copied`` makes a deep copy, even of a model that keeps tensors with a graph."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fedbn_flwr.training.model_state import copied
 
 
 class Keeping(nn.Module):
-    """It keeps its last activation, and a list of some more."""
+    """A model that keeps its last activation and a list of other activations."""
 
     def __init__(self) -> None:
         super().__init__()

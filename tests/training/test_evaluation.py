@@ -1,4 +1,4 @@
-"""Evaluation: exact means, eval mode, and no change to the model."""
+"""Evaluation has exact means, uses eval mode, and does not change the model."""
 
 from __future__ import annotations
 
@@ -39,8 +39,9 @@ def test_every_example_has_the_same_weight_also_in_a_smaller_last_batch(
 def test_a_test_that_depends_on_its_batches_keeps_their_size(
     points, mlp, by_batch: bool
 ) -> None:
-    """A smaller batch saves memory; where BatchNorm normalises by the batch, it would
-    give other figures.
+    """A smaller batch saves memory.
+
+    If BatchNorm normalises by the batch, a smaller batch would change the results.
     """
     data, task = points(22, 2), Task(test_batch=10, plain_test_batch=4)
     model = mlp()

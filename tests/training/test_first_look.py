@@ -1,5 +1,6 @@
-"""The first look at a model: entries that a pass makes, and ends before a loss of
-logits.
+"""The first look at a model finds entries made in a pass and wrong last layers.
+
+A wrong last layer is a sigmoid or softmax before a loss of logits.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class MadeBuffer(nn.Linear):
 
 
 class Grows(nn.BatchNorm1d):
-    """A table gets the length of the inputs."""
+    """A layer whose table gets the length of the inputs."""
 
     def __init__(self) -> None:
         super().__init__(5)
@@ -53,7 +54,7 @@ class Grows(nn.BatchNorm1d):
 
 
 class Later(nn.BatchNorm1d):
-    """A scale is made in a pass of the training, or in eval mode, that comes later."""
+    """A layer that makes a scale in a later pass, in training or in eval mode."""
 
     def __init__(self, passes: int, training: bool, lock: bool = False) -> None:
         super().__init__(5)
@@ -111,8 +112,9 @@ def _new_run() -> Iterator[None]:
     ],
 )
 def test_entries_that_a_pass_makes_are_refused_by_name(points, model, name) -> None:
-    """Also with another shape, in eval mode and after some steps; in the next round,
-    too, with a new model.
+    """The entries may differ in shape or appear in eval mode or after some steps.
+
+    A new model in the next round is refused as well.
     """
     data = points(9)
     for server_round in (1, 2):
@@ -145,7 +147,7 @@ def of_probabilities(outputs: Tensor, targets: Tensor) -> Tensor:
 
 
 class InTests(nn.Module):
-    """A sigmoid in eval mode alone."""
+    """A sigmoid in eval mode only."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x if self.training else x.sigmoid()
@@ -203,8 +205,9 @@ def own_loss(outputs: Tensor, targets: Tensor) -> Tensor:
 def test_a_sigmoid_or_softmax_before_a_loss_of_logits_is_warned_of_once(
     caplog, task: Task, columns: int, end: Callable[[Tensor], Tensor], told: str
 ) -> None:
-    """Under every task, in a client, whatever hides it; a model whose outputs happen to
-    be between 0 and 1 is not accused.
+    """A client warns under every task, even if code hides the function.
+
+    A model with outputs that are by chance between 0 and 1 gets no warning.
     """
     torch.manual_seed(0)
     model = Ends(columns, end).double()

@@ -1,4 +1,4 @@
-"""``train_only``: the named layers train; what that means for BatchNorm in the others."""
+"""Layers that ``train_only`` trains, and BatchNorm in the other layers."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_prefixes_end_at_dots() -> None:
     }
     model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(12)))
     train_only(model, ["1"])
-    assert training(model) == ["1.weight", "1.bias"], "not those of 10 and 11"
+    assert training(model) == ["1.weight", "1.bias"], "not the entries of 10 and 11"
 
 
 def test_a_path_without_parameters_names_the_nearest() -> None:
@@ -121,7 +121,7 @@ def test_batchnorm_that_a_model_has_in_eval_mode_stays_so() -> None:
     model[2].eval()
     assert list(left_in_eval(model)) == ["3.0"]
     assert "3.0" in force_eval_as_built(model)
-    assert force_eval_as_built(model) == "", "told once"
+    assert force_eval_as_built(model) == "", "the message comes once"
     for one in (model, copy.deepcopy(model)):
         one.eval()
         one.train()

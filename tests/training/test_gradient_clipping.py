@@ -22,7 +22,7 @@ SHAPES = [(4, 3, 2, 2), (5, 3), (4, 1, 1, 1), (6,), (1,), ()]
 
 
 def parameters(dtype: torch.dtype = torch.float64) -> list[nn.Parameter]:
-    """Weights and gradients of many sizes; some units zero, some clipped."""
+    """Return weights and gradients of many sizes with zero and clipped units."""
     random = torch.Generator().manual_seed(0)
     made = []
     for shape in SHAPES:
@@ -40,7 +40,7 @@ def parameters(dtype: torch.dtype = torch.float64) -> list[nn.Parameter]:
 
 
 def reference(weight: Tensor, gradient: Tensor, clipping: float, eps: float) -> Tensor:
-    """One unit after the other; a vector is a unit as a whole."""
+    """Clip one unit after another, with each vector as one unit."""
     if weight.dim() <= 1:
         return reference_of_unit(weight, gradient, clipping, eps)
     units = zip(weight, gradient, strict=True)
@@ -65,7 +65,7 @@ def test_equals_the_formula(clipping: float, eps: float) -> None:
         given, values, want, parameters(), strict=True
     ):
         torch.testing.assert_close(parameter.grad, wanted, rtol=1e-13, atol=1e-16)
-        assert torch.equal(parameter.detach(), value), "weights are left"
+        assert torch.equal(parameter.detach(), value), "the weights do not change"
         changed += not torch.equal(parameter.grad, before.grad)
     assert changed > 0
 
@@ -82,7 +82,7 @@ def test_short_gradients_keep_their_bits_and_missing_ones_are_skipped() -> None:
 
 
 class Chain(nn.Module):
-    """Layers with as many outputs as classes: only the last is the head."""
+    """Layers with as many outputs as classes, with the last layer as the head."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -149,8 +149,9 @@ def test_only_the_classifier_is_left_out_and_all_of_it() -> None:
 
 @pytest.mark.parametrize("closure", [False, True])
 def test_clip_in_steps_equals_clip_gradients_before_each_step(closure: bool) -> None:
-    """Weight decay and momentum come after the clipping; a closure computes the
-    gradients inside the step.
+    """Weight decay and momentum come after the clipping.
+
+    A closure computes the gradients inside the step.
     """
     ours, theirs = parameters(), parameters()
     settings = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1}

@@ -1,6 +1,7 @@
-"""The head: whatever the names, the order of registration and the sizes are, it is the
-layer that makes the outputs, with all its entries; a network whose head does not show is
-refused with the candidates.
+"""The head is the layer that makes the outputs, with all its entries.
+
+Names, sizes and the order of registration do not matter. If the head of a network does
+not show, it is refused with the candidates.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ def test_the_head_makes_the_outputs_whatever_comes_last(
 
 
 class Product(nn.Module):
-    """It multiplies by a matrix of its own."""
+    """A network that multiplies by its own matrix."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -115,14 +116,14 @@ def test_a_client_compares_the_head_that_shapes_have_shown() -> None:
     assert {*sent.head} == {"2.weight", "2.bias"}
     with pytest.raises(ConfigError):
         refuse_other_head(model, ["0.weight", "0.bias"])
-    # A server that knows the model has nothing to ask.
+    # A server that has the model does not send a head.
     strategy = FedRep(parts=split_state(model))
     strategy.prepare(to_record(model.state_dict()), 1, 1)
     assert not strategy.run.message_config(1).head
 
 
 def tied() -> nn.Module:
-    """The decoder's weight is the encoder's."""
+    """Return a model whose decoder has the encoder's weight."""
     model = nn.Sequential()
     model.encoder = nn.Linear(6, 6, bias=False)
     model.norm = nn.BatchNorm1d(6)

@@ -1,5 +1,6 @@
-"""A model's entries and parameters are read from where they were found once; a changed
-architecture is noticed.
+"""A layout finds the entries of a model once and reads them from there.
+
+It notices a changed architecture.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from fedbn_flwr.training.model_state import Layout
 
 
 class Doubled(nn.Linear):
-    """A layer whose entries in the state dict are not the tensors that it holds."""
+    """A layer whose entries in the state dict are not its own tensors."""
 
     def _save_to_state_dict(self, destination, prefix, keep_vars) -> None:
         destination[prefix + "double"] = 2 * self.weight.detach()
@@ -86,7 +87,7 @@ def test_the_state_and_the_parameters_are_those_of_the_model(
                 parameter.add_(1)
         for module in model.modules():
             if isinstance(module, nn.BatchNorm1d):
-                # another tensor, as some layers make
+                # Some layers make another tensor like this.
                 module.running_mean = module.running_mean + 2
     assert all(
         one is other
@@ -164,8 +165,6 @@ def test_modes_are_left_alone_only_where_train_would_change_none() -> None:
     usual = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     own = Frozen(nn.Linear(2, 2), nn.BatchNorm1d(2))
     assert Layout(usual).in_train_mode()
-    assert not Layout(own).in_train_mode(), (
-        "it has a train() of its own, which was not called yet"
-    )
+    assert not Layout(own).in_train_mode(), "its own train() was not called yet"
     usual[1].eval()
     assert not Layout(usual).in_train_mode()

@@ -95,7 +95,7 @@ def test_learning_rate_over_rounds() -> None:
 
 
 def test_a_given_optimizer_takes_its_own_step(points, mlp) -> None:
-    """Also Nesterov's, and with hooks around it."""
+    """This includes Nesterov momentum and hooks around the optimizer."""
     data, model, other = points(8), mlp(), mlp()
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9, nesterov=True)
     reference = torch.optim.SGD(other.parameters(), 0.1, momentum=0.9, nesterov=True)
@@ -117,8 +117,9 @@ def test_a_given_optimizer_takes_its_own_step(points, mlp) -> None:
 
 
 def test_a_batch_in_which_no_target_counts_has_no_loss(points, mlp) -> None:
-    """Torch's mean over no target is NaN; the other batches' losses are counted as
-    ever, in training and in tests.
+    """Torch's mean over no target is NaN.
+
+    The losses of the other batches are counted as before, in training and in tests.
     """
     data = points(12)
     data.targets[8:] = -100
@@ -135,7 +136,7 @@ def test_a_batch_in_which_no_target_counts_has_no_loss(points, mlp) -> None:
 
 
 def conv(size: int, channels: int = 3) -> nn.Module:
-    """BN2d on maps of size x size."""
+    """Return a network with BN2d on maps of size x size."""
     layers = [
         nn.Conv2d(1, channels, 1),
         nn.BatchNorm2d(channels),
@@ -168,7 +169,10 @@ def test_a_last_batch_of_one_is_dropped_for_batchnorm1d_and_counted(
 
 
 class OnlyInTraining(nn.Module):
-    """Its BatchNorm normalises in training alone; images of ``size`` pixels."""
+    """A network whose BatchNorm normalises in training only.
+
+    Its images have ``size`` by ``size`` pixels.
+    """
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -191,7 +195,7 @@ def test_a_batch_of_one_through_batchnorm2d_depends_on_the_map(
 
 
 class CalledTwice(nn.Module):
-    """Its BatchNorm sees a map of 2 x 2 and the mean of it, in this order or not."""
+    """A network whose BatchNorm sees a 2 x 2 map and its mean, in either order."""
 
     def __init__(self, map_first: bool) -> None:
         super().__init__()
@@ -286,7 +290,7 @@ def test_each_purpose_has_a_stream_of_its_own_and_takes_it_once(points, mlp) -> 
 
 
 class Noted(ClientHook):
-    """Adds the squared norm of the parameters, and notes what it is called with."""
+    """A hook that adds half the squared norm of the parameters and records calls."""
 
     def __init__(self, model: nn.Module) -> None:
         self.initial = copy.deepcopy(model.state_dict())
@@ -314,7 +318,7 @@ class Noted(ClientHook):
 def test_hooks_are_called_in_order_and_a_penalty_is_not_in_the_loss(
     points, mlp
 ) -> None:
-    """The gradient of half the squared norm is the parameter itself: weight decay 1."""
+    """The gradient of half the squared norm equals a weight decay of 1."""
     data, model, decayed = points(8), mlp(), mlp()
     hook = Noted(model)
     result = run(model, data, batch_size=4, hooks=[hook, ClientHook()])
@@ -326,14 +330,14 @@ def test_hooks_are_called_in_order_and_a_penalty_is_not_in_the_loss(
 
 
 class Fails(ClientHook):
-    """Raises in the first step."""
+    """A hook that raises in the first step."""
 
     def penalty(self, model: nn.Module) -> Tensor:
         raise RuntimeError("in the first step")
 
 
 def test_after_an_error_the_hook_that_began_last_ends_first(points, mlp) -> None:
-    """Each finds the model as it left it: a later one may have changed it, too."""
+    """Each hook finds the model as it left it, even if a later hook changed it."""
     model, ended = mlp(), list[int]()
     hooks = [Noted(model), Noted(model), Fails()]
     for number, hook in enumerate(hooks):
@@ -344,7 +348,7 @@ def test_after_an_error_the_hook_that_began_last_ends_first(points, mlp) -> None
 
 
 class Surveying(ClientHook):
-    """Notes the order of calls, and the positions of one pass over the data."""
+    """A hook that records the order of calls and the survey of the data."""
 
     def __init__(self) -> None:
         self.calls: list[object] = []
@@ -371,7 +375,7 @@ def test_a_hook_surveys_the_data_after_begin_and_before_start(points, mlp) -> No
 def test_a_batch_of_one_is_used_where_a_hook_lets_every_layer_take_it(
     points, mlp
 ) -> None:
-    """Here because its forward pass is not BatchNorm's."""
+    """Here, the layer has another forward pass than BatchNorm."""
     model = mlp()
     model[1].forward = nn.Identity().forward
     assert run(model, points(5), batch_size=4, hooks=[Surveying()]).num_steps == 2
@@ -410,7 +414,7 @@ def test_a_training_that_fails_leaves_the_model_as_it_was(
     mlp,
     points,
 ) -> None:
-    """A model that a client keeps trains on in its next round as a new one does."""
+    """A client's model must train in its next round like a new model."""
     model, data = mlp().train(), points(12, 0)
     before = settings_of(model)
     for left in in_survey_or_step:
@@ -421,7 +425,7 @@ def test_a_training_that_fails_leaves_the_model_as_it_was(
 
 
 class Ghost(nn.BatchNorm1d):
-    """It normalises virtual batches of four."""
+    """A BatchNorm that normalises virtual batches of four."""
 
     def forward(self, input: Tensor) -> Tensor:
         return torch.cat([super(Ghost, self).forward(part) for part in input.split(4)])

@@ -1,4 +1,4 @@
-"""Channels-last changes the order in memory, and else only rounding."""
+"""Channels-last changes the order in memory and the rounding only."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_the_format_follows_the_model_and_not_the_clock() -> None:
 
 
 class Net(nn.Module):
-    """PyTorch's tutorial network, small; its view needs contiguous images."""
+    """PyTorch's small tutorial network with a view that needs contiguous images."""
 
     def __init__(self, viewed: str = "always") -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Models in wrappers: compiled, in DDP, both; and models of other libraries."""
+"""Compiled models, models in DDP or in both, and models of other libraries."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SIZES = (6, 8)
 
 
 class Replicated(nn.DataParallel):
-    """Like DistributedDataParallel, without a process group: ``module``."""
+    """A wrapper like DistributedDataParallel, without a process group."""
 
     def __init__(self, module: nn.Module) -> None:
         nn.Module.__init__(self)
@@ -66,7 +66,7 @@ def test_the_split_works_through_wrappers(mlp, kind: str) -> None:
         plain.part_of.values()
     )
     assert split_state(wrapped.state_dict()).part_of == through.part_of, (
-        "and from the names alone"
+        "the names are enough"
     )
     assert unwrap(wrapped) is model
     assert view_with_names(wrapped, plain.names) is model
@@ -145,8 +145,9 @@ def test_a_wrapped_model_on_the_client_changes_no_bit(
 def test_a_compiler_that_fails_between_layers_that_a_method_computes_is_named(
     federate, datasets, make: Any
 ) -> None:
-    """Inductor's kind, without a C++ compiler: it changes an activation's input after
-    the graph has saved it.
+    """The compiler is of Inductor's kind, but needs no C++ compiler.
+
+    It changes an activation's input after the graph has saved it.
     """
     torch.compiler.reset()
 
@@ -171,7 +172,7 @@ def test_a_compiler_that_fails_between_layers_that_a_method_computes_is_named(
     "make", [FedBN, Scaffold, StaticBN], ids=["fedbn", "scaffold", "staticbn"]
 )
 def test_a_wrapped_model_only_on_the_server(federate, datasets, mlp, make: Any) -> None:
-    """The server's names come back; kept entries have the inner module's."""
+    """The result has the server's names, but local entries have inner names."""
     plain = federate(make(), mlp, datasets, rounds=2)
     settings = LocalTraining(learning_rate=LearningRate(0.1), batch_size=4)
 

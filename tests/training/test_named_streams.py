@@ -32,12 +32,12 @@ def test_streams_differ_by_each_part_of_their_name() -> None:
 
 
 def test_streams_are_the_same_on_every_machine() -> None:
-    """Golden numbers, made by the same calls."""
+    """The golden numbers come from the same calls."""
     assert numpy_generator(5, "x", "a", 1).integers(10**9, size=3).tolist() == [
         936399188,
         628667064,
         842350217,
     ]
     drawn = torch.randint(10**9, (3,), generator=torch_generator(5, "x", "a", 1))
-    if torch.__version__ >= (2, 8):  # torch 2.6 draws others
+    if torch.__version__ >= (2, 8):  # torch 2.6 draws other numbers
         assert drawn.tolist() == [845660191, 920378236, 542855088]

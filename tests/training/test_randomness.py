@@ -24,7 +24,7 @@ X = torch.ones(40, 6)
 
 
 def drawn() -> Tensor:
-    """Draw from every default generator, also inside layers."""
+    """Draw from every default generator, even inside layers."""
     lstm = nn.LSTM(6, 6, num_layers=2, dropout=0.5)
     own = [
         torch.tensor(random.random()),
@@ -81,7 +81,7 @@ def test_numpys_state_is_saved_and_restored_as_by_numpy_itself(seed: int) -> Non
                     "restore",
                 ]
             )
-            if what == "one normal":  # numpy keeps a second one
+            if what == "one normal":  # numpy keeps a second normal number
                 assert np.random.randn() == other.randn()
             # the same bits come again, with and without a kept number
             elif what == "seed":
@@ -238,7 +238,7 @@ def test_a_wait_that_cannot_begin_takes_no_turn(
     with turn(0):
         monkeypatch.setattr(Generators, "now", broken)
         with pytest.raises(RuntimeError, match="CUDA error"):
-            # a barrier lists it at once, and ends all that it has listed
+            # A barrier lists a wait immediately and ends all listed waits.
             waits.append(Wait())
         monkeypatch.undo()
     assert not waits

@@ -46,8 +46,9 @@ LAYOUTS = st.tuples(
 
 @st.composite
 def data_sets(draw: Any, layouts: Any = None, depth: int = 2) -> Dataset[Any]:
-    """Rows of tensors, in subsets and data sets put together; most of them can be
-    stacked.
+    """Draw rows of tensors in subsets and concatenations.
+
+    Most of them can be stacked.
     """
     layouts = layouts or draw(st.sampled_from([LAYOUTS, st.just(draw(LAYOUTS))]))
     inside = data_sets(layouts, depth - 1)
@@ -96,7 +97,7 @@ def test_rows_of_tensors_are_read_by_one_index(wrap: Any, monkeypatch: Any) -> N
 
 
 class Called(Dataset[Any]):
-    """Gives several examples in a call; ``extra`` more or fewer than it is asked for."""
+    """A data set whose calls give ``extra`` more or fewer examples."""
 
     def __init__(self, extra: int = 0) -> None:
         self.extra, self.calls = extra, 0
@@ -121,7 +122,7 @@ def test_several_examples_are_asked_for_in_one_call() -> None:
 
 
 class Stream(IterableDataset[Any]):
-    """Has no numbers."""
+    """A stream without numbers for its examples."""
 
     def __iter__(self) -> Any:
         return iter(())

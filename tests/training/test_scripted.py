@@ -1,5 +1,6 @@
-"""BatchNorm in TorchScript is refused by name where a method would act on the layer,
-and works where none does.
+"""TorchScript BatchNorm works if no method acts on the layer.
+
+Otherwise, it is refused by name.
 """
 
 from __future__ import annotations

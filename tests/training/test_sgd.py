@@ -1,5 +1,6 @@
-"""Optimizers of local training have the bits of torch's own; the gradient's norm is
-clipped before them.
+"""Optimizers of local training have the bits of torch's optimizers.
+
+The gradient's norm is clipped before their steps.
 """
 
 from __future__ import annotations
@@ -20,8 +21,10 @@ from fedbn_flwr.training.randomness import torch_generator
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 @pytest.mark.parametrize("decay", [0.0, 5e-4])
 def test_steps_have_the_bits_of_torchs_optimizer(momentum: float, decay: float) -> None:
-    """Rates change, a parameter gets its first gradient late, another never, buffers
-    are there before: all the same.
+    """The bits also agree in unusual cases.
+
+    Rates change, a parameter gets its first gradient late, another parameter gets none,
+    and buffers exist before.
     """
     settings = LocalTraining(
         learning_rate=LearningRate(0.1), sgd_momentum=momentum, weight_decay=decay

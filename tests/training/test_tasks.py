@@ -1,6 +1,4 @@
-"""The tasks: the losses by hand, the mean IoU by slow counts, and every other metric by
-its definition.
-"""
+"""Losses by hand, the mean IoU by slow counts, other metrics by definition."""
 
 from __future__ import annotations
 
@@ -39,8 +37,9 @@ NAN = float("nan")
 
 
 def pixels(count: int = 5, classes: int = 4) -> tuple[Tensor, Tensor]:
-    """Random logits and classes of 3 by 6 pixels; a third of them are ignored, and one
-    image completely.
+    """Return random logits and classes of 3 by 6 pixels.
+
+    A third of the pixels and one complete image are ignored.
     """
     generator = torch.Generator().manual_seed(3)
     logits = torch.randn(count, classes, 3, 6, generator=generator, dtype=torch.float64)
@@ -74,7 +73,7 @@ def scaling() -> nn.Module:
 def slow_overlaps(
     predicted: Tensor, targets: Tensor, classes: int
 ) -> tuple[float, float]:
-    """The mean IoU and Dice, from the set of pixels of each class, by hand."""
+    """Return the mean IoU and Dice from the set of pixels of each class."""
     shares, dices = [], []
     for label in range(classes):
         told = {
@@ -204,7 +203,7 @@ def test_what_a_task_cannot_judge_is_refused_in_both_loops(
 
 @pytest.mark.parametrize("label", [156, 255])
 def test_every_class_of_images_counts(label: int) -> None:
-    """The ignored class -100 is 156 in a byte; 255 is for pixels alone."""
+    """The ignored class -100 is 156 in a byte, and 255 is only for pixels."""
     labels = torch.full((4,), label, dtype=torch.uint8)
     model = nn.Linear(2, 300)
     plain = evaluate(
@@ -219,8 +218,9 @@ def test_every_class_of_images_counts(label: int) -> None:
 
 
 def columns(task: Task, count: int = 61) -> tuple[Tensor, Tensor]:
-    """Outputs and targets with ties, uneven classes, a class that is absent, and
-    unknown values.
+    """Return outputs and targets with many special cases.
+
+    They have ties, uneven classes, an absent class and unknown values.
     """
     generator = torch.Generator().manual_seed(5)
     width = {"classification": 5, "binary": 1, "multi-label": 4, "regression": 3}[
@@ -232,8 +232,8 @@ def columns(task: Task, count: int = 61) -> tuple[Tensor, Tensor]:
         .round(decimals=1)
     )
     if task.name == "classification":
-        outputs[:, 4] -= 100  # neither a target nor told
-        # class 3 is told, but no target
+        outputs[:, 4] -= 100  # neither a target nor predicted
+        # Class 3 is predicted, but it is not a target.
         targets = (torch.rand(count, generator=generator) ** 3 * 3).long()
         return outputs, targets
     if task.name == "regression":
@@ -259,22 +259,23 @@ def f1(truth: Booleans, told: Booleans) -> float:
 
 
 def auroc(truth: Booleans, scores: Numbers) -> float:
-    """The share of pairs of a yes and a no in which the yes has the higher score; a tie
-    is half a pair.
+    """Return the share of yes-no pairs with the higher score for the yes.
+
+    A tie is half a pair.
     """
     difference = scores[truth][:, None] - scores[~truth]
     return float(((difference > 0) + (difference == 0) / 2).mean())
 
 
 def auprc(truth: Booleans, scores: Numbers) -> float:
-    """Over the yes examples, the mean precision among scores at least theirs."""
+    """Return the mean precision at the score of each yes example."""
     return float(np.mean([truth[scores >= score].mean() for score in scores[truth]]))
 
 
 def from_the_definitions(
     task: Task, outputs: Tensor, targets: Tensor
 ) -> dict[str, float]:
-    """Each metric label by label and target by target, over those where it is defined."""
+    """Compute each metric label by label and target by target if it is defined."""
     known = [
         (~column.isnan(), column) for column in targets.T.reshape(-1, len(targets))
     ]
@@ -303,7 +304,7 @@ def from_the_definitions(
     some = [label for label in labels if label[0].any()]
     recalls = [recall(yes, told) for yes, told, _ in some]
     if task.name != "classification":
-        # of the label, and of its absence; a test set may lack one of them
+        # The recall of the label and of its absence. A test set may lack one of them.
         recalls = []
         for yes, told, _ in labels:
             both = [(yes, told), (~yes, ~told)]
@@ -326,7 +327,7 @@ def from_the_definitions(
     ids=lambda task: task.name,
 )
 def test_every_metric_of_a_task_is_its_definition(task: Task) -> None:
-    """Also where softmax or sigmoid is 1 in float32, and for targets far from 0."""
+    """This includes a softmax or sigmoid of 1 in float32 and targets far from 0."""
     outputs, targets = columns(task)
     everything = task.measuring(task.allowed)
     found = evaluate(
