@@ -1,4 +1,4 @@
-"""A case as the command runs it: a config, a run's folder, and what is read from it."""
+"""A case as the command runs it, with a config and a run's folder."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ KEYS = {
 
 
 def config_of(case: Any, settings: dict[str, Any], module: str) -> Config:
-    """The config of a case."""
+    """Return the config of a case."""
     main, *others = case.methods or ("fedavg",)
     roles: dict[str, list[str]] = {}
     for name in others:

@@ -21,7 +21,7 @@ Entries = Mapping[str, Tensor]
 
 
 def wanted(case: Case) -> package.Result:
-    """The reference's result."""
+    """Return the reference's result."""
     fed = Federation(case, package.data_of(case), methods_of)
     found = package.Result()
     for t in range(1, case.rounds + 1):
@@ -44,8 +44,9 @@ def wanted(case: Case) -> package.Result:
 
 
 def _in_the_folder(fed: Federation, found: package.Result) -> package.Result:
-    """What the run's folder has: the last model without what stays with the clients,
-    and the model of each client.
+    """Return the models of a run's folder.
+
+    These are the last model without local entries, and the model of each client.
     """
     last, tested = fed.case.rounds, fed.tested()
     averaged = fed.case.eval_on == "averaged-bn"
@@ -55,7 +56,8 @@ def _in_the_folder(fed: Federation, found: package.Result) -> package.Result:
     shared = {name: v for name, v in tested.items() if name not in absent}
     found.history = {last: shared} if shared else {}
     for client in fed.clients:
-        # Entries that stay are nowhere else; without a second model it is the global one.
+        # Local entries exist only at a client that has begun. Without such entries, its
+        # model is the global model.
         found_there = client.begun or averaged or not fed.local or fed.case.fine_tune
         model = fed.tuned_model(client, tested)
         if model is not None and found_there:
@@ -64,7 +66,7 @@ def _in_the_folder(fed: Federation, found: package.Result) -> package.Result:
 
 
 def _kept(fed: Federation, kept: Mapping[str, Any]) -> dict[str, Tensor]:
-    """What a client keeps besides entries of the model, by the package's names."""
+    """Return a client's state beyond model entries, by the package's names."""
     hook = "BNControlVariates" if fed.case.has("bn-scaffold") else "ControlVariates"
     entries = {}
     for name, value in kept.get("own-model", {}).items():
@@ -88,7 +90,10 @@ def _kept(fed: Federation, kept: Mapping[str, Any]) -> dict[str, Tensor]:
 def differences(
     found: package.Result, right: package.Result, case: Case, exact: bool = False
 ) -> dict[str, float]:
-    """What differs, and by how much; ``exact``: also by less than rounding may."""
+    """Return the differences and their sizes.
+
+    If ``exact`` is true, they include differences below rounding.
+    """
     return dict(_differences(found, right, 0.0 if exact else RELATIVE[case.dtype]))
 
 
@@ -164,12 +169,13 @@ def check(case: Case) -> None:
         words = f"{case!r}\nwas refused: {type(error).__name__}: {error}"
         raise AssertionError(words) from error
     assert not reason, f"{case!r}\nmust be refused: {reason}"
-    # A resumed run does not know whether a round before it was used.
+    # A resumed run has no record of used rounds before it.
     if case.again != "resume":
         assert found.used == right.used, f"{case!r}\na round was used: {found.used}"
     wrong = differences(found, right, case)
     if wrong:
-        # Both ways: rounding may decide on a sign, as in FedYogi's step.
+        # Inputs move both ways because rounding may decide a sign. FedYogi's step is an
+        # example.
         moves = [
             differences(package.run(case, step), found, case, exact=True)
             for step in (MOVED[case.dtype], -MOVED[case.dtype])

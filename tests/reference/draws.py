@@ -1,7 +1,7 @@
-"""The cases of the reference: a value on each axis, and which of them are lawful.
+"""Cases of the reference, with a value on each axis, and lawful combinations.
 
 The first choice of each axis is the default. A failing draw shrinks towards the
-defaults, and ``repr`` shows only the values that differ from them.
+defaults, and ``repr`` shows only values that differ from them.
 """
 
 from __future__ import annotations
@@ -92,12 +92,15 @@ class Case:
         return bool({*names} & {*self.methods})
 
     def tests_after(self, t: int) -> bool:
-        """Whether there is a test after a round."""
+        """Return whether there is a test after a round."""
         return bool(t) and (t % self.eval_every == 0 or t == self.rounds)
 
     @property
     def client_seed(self) -> int:
-        """The seed of the clients' batches; a config has one seed for all."""
+        """Return the seed of the clients' batches.
+
+        A config has one seed for everything.
+        """
         return self.seed if self.way == "command" else self.seed + 4
 
     @property
@@ -110,7 +113,7 @@ class Case:
 
 
 def refusal(case: Case) -> str:
-    """Return why the package must refuse the case before the first round; "" = it runs."""
+    """Return the reason to refuse the case before round 1, or an empty text."""
     local = {name for name in LOCAL if case.has(name)}
     personal = bool(case.personal) or case.has("fedrep")
     measures = case.has("staticbn") or case.recalibrate
@@ -155,13 +158,13 @@ def refusal(case: Case) -> str:
 
 @st.composite
 def cases(draw: Any) -> Case:
-    """Draw a case; only the choices that make sense together."""
+    """Draw a case with choices that make sense together."""
 
     def one(*values: Any) -> Any:
         return draw(st.sampled_from(values))
 
     def some(value: Any, *more: Any) -> Any:
-        """A default that is drawn in half of the cases."""
+        """Draw any value in half of the cases, otherwise the default."""
         return one(value, *more) if draw(st.booleans()) else value
 
     # The first method is drawn evenly, and the others only if they fit it.
@@ -239,7 +242,7 @@ def cases(draw: Any) -> Case:
 
 
 def _way(draw: Any, values: dict[str, Any]) -> dict[str, Any]:
-    """Draw another way to run than TorchClients in one process, and what it can do."""
+    """Draw another way to run than TorchClients in one process, and its limits."""
     has, rare = {*values["methods"]}, draw(st.integers(0, 9))
     if rare == 9:
         return {"engine": "workers"}
@@ -270,8 +273,8 @@ def _way(draw: Any, values: dict[str, Any]) -> dict[str, Any]:
         changed["hidden"] = tuple((r, i) for r, i in values["hidden"] if i < 3)
         changed["faults"] = tuple(one for one in values["faults"] if one[1] < 3)
     if changed["way"] == "named" and has & {"fedtan", "fedtan2", "feddna"}:
-        changed["way"] = "loop"  # a step in common has messages of its own
-    # The loop says ``model.train()`` to a layer that was built in eval mode.
+        changed["way"] = "loop"  # a common step has its own messages
+    # The loop calls ``model.train()``, even for a layer that was built in eval mode.
     if values["model"] == "in-eval":
         changed["model"] = "mlp"
     return changed

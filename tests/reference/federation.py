@@ -1,8 +1,8 @@
-"""A federation in plain torch: one round after another, one client after another.
+"""A federation in plain torch, round after round and client after client.
 
-It imports nothing of the package. Each method is a class of ``methods`` with at most
-six places; here is what all of them share: who takes part, the batches of a client, a
-local step, the average, and the tests. Random streams are written out again.
+It imports nothing from the package. Each method is a class of ``methods`` with at most
+six places. This module contains the shared steps: the participants, the batches of a
+client, a local step, the average, and the tests. Random streams are written out again.
 """
 
 from __future__ import annotations
@@ -30,30 +30,30 @@ def cloned(state: Mapping[str, Tensor]) -> State:
 
 
 def stream(seed: int, purpose: str, *keys: int) -> int:
-    """The seed of a named random stream."""
+    """Return the seed of a named random stream."""
     name = "/".join(map(str, [seed, purpose, *keys]))
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") >> 1
 
 
 def shares(weights: Sequence[float]) -> list[float]:
-    """p_i."""
+    """Return the weights p_i."""
     return [w / sum(weights) for w in weights]
 
 
 def total(weights: Sequence[float], values: Sequence[Tensor]) -> Tensor:
-    """sum_i w_i x_i in float64, in the dtype of x."""
+    """Compute sum_i w_i x_i in float64 and return it in the dtype of x."""
     summed = sum(w * x.double() for w, x in zip(weights, values, strict=True))
     return summed.to(values[0].dtype)
 
 
 def moments_of(h: Tensor) -> tuple[int, Tensor, Tensor]:
-    """Count, mean and biased variance of a layer's input, by channel, in float64."""
+    """Return count, mean and biased variance of an input by channel, in float64."""
     flat = h.detach().double().transpose(0, 1).flatten(1)
     return flat.shape[1], flat.mean(1), flat.var(1, correction=0)
 
 
 def union(parts: Sequence[tuple[int, Tensor, Tensor]]) -> tuple[int, Tensor, Tensor]:
-    """The moments of all values together."""
+    """Return the moments of all values together."""
     count = sum(n for n, _, _ in parts)
     return (count, *mixture([n / count for n, _, _ in parts], parts))
 
@@ -70,7 +70,7 @@ def channels(statistic: Tensor, like: Tensor) -> Tensor:
 
 
 def normalised(layer: Any, h: Tensor, mean: Tensor, var: Tensor) -> Tensor:
-    """BatchNorm of a layer with these statistics."""
+    """Apply the BatchNorm of a layer with these statistics."""
     y = (h - channels(mean, h)) / (channels(var, h) + layer.eps).sqrt()
     if layer.weight is None:
         return y
@@ -79,13 +79,13 @@ def normalised(layer: Any, h: Tensor, mean: Tensor, var: Tensor) -> Tensor:
 
 @dataclass
 class Client:
-    """A client, and what it has in a round."""
+    """A client and its values in a round."""
 
     number: int
     inputs: Tensor
     targets: Tensor
     own: State = field(default_factory=dict)  # entries that stay, after its first round
-    kept: dict[str, Any] = field(default_factory=dict)  # by method, what else it keeps
+    kept: dict[str, Any] = field(default_factory=dict)  # other state, by method
     begun: bool = False
     # in a round
     net: Network = None  # type: ignore[assignment]
@@ -101,20 +101,20 @@ class Client:
 
     @property
     def loss(self) -> float:
-        """The mean of the losses before each step, over the examples."""
+        """Return the mean over examples of the losses before each step."""
         return sum(x * n for x, n in self.losses) / sum(n for _, n in self.losses)
 
 
 @dataclass
 class Turn:
-    """The server's half of a round; a method changes ``model`` in place.
+    """The server's half of a round, with a ``model`` that methods change in place.
 
     Attributes:
         replies: the clients whose replies are used.
         p: their weights p_i.
         before: the global model before the round.
-        model: the new one, at first the average.
-        fixed: the entries that stay as they were: frozen, or with the clients.
+        model: the new model, at first the average.
+        fixed: the unchanged entries, frozen or with the clients.
     """
 
     replies: Sequence[Client]
@@ -129,11 +129,11 @@ class AllRefuse(Exception):
 
 
 class Lost(Exception):
-    """A batch of one example for which a layer has one value per channel."""
+    """A batch of one example that gives a layer one value per channel."""
 
 
 class Federation:
-    """A run of some methods; ``rounds`` changes ``state`` and the clients."""
+    """A run of some methods whose ``round`` changes ``state`` and the clients."""
 
     def __init__(
         self, case: Any, data: Sequence[tuple[Tensor, Tensor]], methods_of: Any
@@ -149,7 +149,8 @@ class Federation:
         for method in self.methods:
             self.local |= method.local()
         self.t = 0
-        self.latest: dict[int, tuple[State, int]] = {}  # what clients shared last
+        # the last shared entries of clients
+        self.latest: dict[int, tuple[State, int]] = {}
         self.known: tuple[State, State] = ({}, {})  # weights, and their statistics
         self.used = False
         self.anybody = False  # whether a client has trained
@@ -165,7 +166,7 @@ class Federation:
         return net
 
     def train_mode(self, net: Network) -> None:
-        """Train mode, except for layers that the network is built with in eval mode."""
+        """Set train mode, except for layers that are built in eval mode."""
         net.train()
         for name, module in net.named_modules():
             if name in self.in_eval:
@@ -200,7 +201,7 @@ class Federation:
             self.first_name[name] = first.setdefault(id(p), name)
 
     def tracks(self, path: str, layer: Any) -> bool:
-        """Whether a layer's running statistics move in training."""
+        """Return whether a layer's running statistics move in training."""
         return layer.running_mean is not None and path not in self.in_eval
 
     # --- who takes part -----------------------------------------------------------------
@@ -219,7 +220,7 @@ class Federation:
         return [able[i] for i in sorted(chosen)]
 
     def batches(self, client: Client, t: int, steps: int, epochs: int) -> Iterator[Any]:
-        """The batches of a client's round."""
+        """Draw the batches of a client's round."""
         n, size = len(client), self.case.batch_size or len(client)
         generator = torch.Generator().manual_seed(
             stream(self.case.client_seed, "batches", t, client.number)
@@ -237,13 +238,13 @@ class Federation:
             yield client.inputs[rows], client.targets[rows]
 
     def num_steps(self, client: Client) -> int:
-        """The local steps of a round, if no batch is dropped."""
+        """Return the local steps of a round if no batch is dropped."""
         return self.case.steps or math.ceil(
             len(client) / (self.case.batch_size or len(client))
         )
 
     def rate(self, t: int) -> float:
-        """eta(t)."""
+        """Return eta(t)."""
         decayed = self.case.decay == "round" and t > 1
         if self.case.decay == "freeze":
             decayed = any(method.frozen(t) for method in self.methods)
@@ -264,7 +265,10 @@ class Federation:
     def forward(
         self, client: Client, x: Tensor, methods: Sequence[Any], notes: bool = True
     ) -> Tensor:
-        """The outputs; a method may compute BatchNorm calls, and note their inputs."""
+        """Return the outputs.
+
+        A method may compute BatchNorm calls and record their inputs.
+        """
         calls = client.net.calls(x)
         try:
             layer, h = next(calls)
@@ -294,7 +298,7 @@ class Federation:
         return layer(h)
 
     def drops(self, client: Client, x: Tensor, methods: Sequence[Any]) -> bool:
-        """Whether a batch of one example is dropped: a layer would see one value."""
+        """Return whether a batch is dropped because a layer would see one value."""
         if len(x) > 1:
             return False
         before = cloned(client.net.state_dict())
@@ -309,7 +313,7 @@ class Federation:
     def take_step(
         self, client: Client, x: Tensor, y: Tensor, methods: Sequence[Any]
     ) -> None:
-        """An ordinary local step."""
+        """Take an ordinary local step."""
         loss = F.cross_entropy(self.forward(client, x, methods), y)
         objective = loss + sum(method.penalty(client) for method in methods)
         found = self.gradients(client, objective, methods)
@@ -318,7 +322,7 @@ class Federation:
     def gradients(
         self, client: Client, objective: Tensor, methods: Sequence[Any], p: float = 1.0
     ) -> dict[Any, Any]:
-        """The gradients by name, and by parameter for those of a method; over p."""
+        """Return gradients over p, by name or by a method's parameter."""
         named = {n: q for n, q in client.net.named_parameters() if q.requires_grad}
         further = [q for method in methods for q in method.trains(client)]
         found = torch.autograd.grad(
@@ -349,7 +353,7 @@ class Federation:
         client.losses.append((float(loss.detach()), size))
 
     def common_step(self, clients: Sequence[Client], batches: Sequence[Any]) -> None:
-        """The step in which all clients are one batch: one graph over all of them."""
+        """Take the step with all clients as one batch and one graph."""
         (method,) = (method for method in self.methods if method.in_common(self.t))
         passes = [c.net.calls(x) for c, (x, _) in zip(clients, batches, strict=True)]
         waiting = [next(one, None) for one in passes]
@@ -384,7 +388,7 @@ class Federation:
     # --- a round ------------------------------------------------------------------------
 
     def start(self, client: Client) -> None:
-        """The model that a client trains: the global one with the client's entries."""
+        """Give a client the global model with the client's local entries."""
         client.net, client.losses, client.sends = self.make(), [], {}
         client.start = cloned({**self.state, **client.own})
         client.net.load_state_dict(client.start)
@@ -396,7 +400,7 @@ class Federation:
             method.with_optimizer(client)
 
     def train(self, clients: Sequence[Client]) -> list[Client]:
-        """Train the clients; return those that took a step."""
+        """Train the clients and return the clients that took a step."""
         case = self.case
         batches = {c.number: self.batches(c, self.t, case.steps, 1) for c in clients}
         if any(method.in_common(self.t) for method in self.methods):
@@ -409,7 +413,7 @@ class Federation:
         return [c for c in usable if not any(m.incomplete(c) for m in self.methods)]
 
     def round(self) -> None:
-        """One round."""
+        """Run one round."""
         self.t += 1
         case, t = self.case, self.t
         faults = {i: kind for r, i, kind in case.faults if r == t}
@@ -437,11 +441,11 @@ class Federation:
             refusing += [c for c in begun if any(m.incomplete(c) for m in self.methods)]
         except Lost:  # one value in the batches of all clients
             trained, refusing = [], begun
-        # A resumed run does not know that nobody has trained.
+        # A resumed run has no record that nobody has trained.
         known = case.again != "resume" or t <= case.resumed_after
         everybody = refusing and len(refusing) == len(self.drawn(t))
-        # The sentence has the number of steps, at the end of those that were taken:
-        # another number is another error.
+        # The error contains the number of planned steps, or of taken steps at the end.
+        # Different numbers are different errors.
         numbers = {len(c.losses) or self.num_steps(c) for c in refusing}
         everybody = everybody and len(numbers) == 1
         if everybody and known and not self.anybody:
@@ -455,7 +459,7 @@ class Federation:
             for method in self.methods:
                 method.end(client)
         usable = [c for c in trained if faults.get(c.number) != "nan"]
-        # The mod keeps nothing that is not finite: the client's round fails.
+        # The mod keeps only finite values, so the client's round fails.
         for client in trained:
             if client not in usable and case.in_loop and self.keeps_floats():
                 client.own, client.kept, client.begun = undone[client.number]
@@ -474,7 +478,7 @@ class Federation:
         return any(self.state[name].is_floating_point() for name in self.local)
 
     def aggregate(self, usable: Sequence[Client]) -> None:
-        """The new global model."""
+        """Make the new global model."""
         before, weights = self.state, [float(len(c)) for c in usable]
         for method in self.methods:
             weights = method.weights(usable) or weights
@@ -491,7 +495,7 @@ class Federation:
         self.state = {name: model[name] for name in before}
 
     def average(self, p: Sequence[float], states: Sequence[State]) -> State:
-        """Sum p_i x_i; the maximum of integers; pooled variances if the case has them."""
+        """Return sum p_i x_i, the maximum of integers, and any pooled variances."""
         averaged: State = {}
         for name, value in states[0].items():
             values = [state[name] for state in states]
@@ -514,7 +518,7 @@ class Federation:
     # --- the tests ----------------------------------------------------------------------
 
     def tested(self) -> State:
-        """The global model as it is tested after this round."""
+        """Return the global model for the test after this round."""
         model = dict(self.state)
         if self.case.eval_on == "averaged-bn" and self.latest:
             latest = [self.latest[i] for i in sorted(self.latest)]
@@ -525,10 +529,10 @@ class Federation:
         return model
 
     def survey(self, client: Client, net: Network, paths: set[str]) -> dict[str, Any]:
-        """The moments of layers' inputs in one pass, each batch with its own statistics."""
+        """Return the input moments of layers in one pass with batch statistics."""
         size = max(self.case.batch_size, 2) if self.case.batch_size else len(client)
         parts = [*torch.arange(len(client)).split(size)]
-        # A last example that is alone joins the batch before it, if there is one.
+        # A single last example joins the previous batch, if there is one.
         if len(parts[-1]) == 1 and self.alone_fails(
             net, client.inputs[parts[-1]], paths
         ):
@@ -574,7 +578,7 @@ class Federation:
                 return
 
     def measured(self) -> State:
-        """The statistics of all clients' data under the global weights."""
+        """Return the statistics of all clients' data under the global weights."""
         paths = {p for p in self.chosen if self.tracks(p, self.layers[p])}
         sent = []
         for client in self.present(self.t):
@@ -592,7 +596,7 @@ class Federation:
         return statistics if measured is self.state else {}
 
     def pooled(self, sent: Sequence[Mapping[str, Any]], pool: Any) -> State:
-        """Running statistics by entry, with torch's n / (n - 1)."""
+        """Return running statistics by entry, with torch's n / (n - 1)."""
         model: State = {}
         for path in self.layers:
             parts = [moments[path] for moments in sent if path in moments]
@@ -607,14 +611,14 @@ class Federation:
         return model
 
     def own_model(self, client: Client, tested: State) -> State:
-        """The model with which a client tests."""
+        """Return the model that a client tests."""
         model = {**tested, **client.own}
         for method in self.methods:
             model |= method.tested(client)
         return model
 
     def tuned_model(self, client: Client, tested: State | None = None) -> State | None:
-        """The model that a client tests; None if it cannot fine-tune it."""
+        """Return the tested model after fine-tuning, or None if that fails."""
         net = self.make()
         net.load_state_dict(self.own_model(client, tested or self.tested()))
         if self.case.fine_tune and not self.fine_tune(client, net):
@@ -622,7 +626,7 @@ class Federation:
         return cloned(net.state_dict())
 
     def test(self, client: Client, tested: State) -> float | None:
-        """The loss of a client's own model on its data; None if there is none."""
+        """Return the loss of a client's own model on its data, or None."""
         state = self.tuned_model(client, tested)
         if state is None:
             return None
@@ -636,7 +640,7 @@ class Federation:
             return None
 
     def fine_tune(self, client: Client, net: Network) -> bool:
-        """Some local steps by the client's loss alone, on the batches of the round."""
+        """Take local steps by the client's loss only, on batches of the round."""
         self.train_mode(net)
         tuned = Client(client.number, client.inputs, client.targets, kept=client.kept)
         tuned.net, tuned.start = net, cloned(net.state_dict())

@@ -31,7 +31,7 @@ BLOCK = 100
 
 
 def run_block(number: int) -> dict[str, Any]:
-    """Do the draws of a block; a failing one is shrunk."""
+    """Do the draws of a block and shrink a failing case."""
     logging.disable(logging.CRITICAL)
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
@@ -60,14 +60,14 @@ def run_block(number: int) -> dict[str, Any]:
 
     try:
         draws()
-    except Exception as error:  # of hypothesis, too: the block is reported, not lost
+    except Exception as error:  # even hypothesis' own errors are reported
         failing = failing or [repr(error)]
     smallest = min(failing, key=len, default="")
     return {"block": number, "cases": equal, "failing": smallest}
 
 
 def axes(case: Case) -> list[tuple[str, str]]:
-    """The choices of a case, one for each axis; each method is an axis."""
+    """Return the choices of a case by axis, with each method as an axis."""
     chosen = [("methods", name) for name in case.methods or ("fedavg",)]
     for field in dataclasses.fields(Case):
         if field.name not in ("methods", "seed", "hidden", "faults"):
@@ -79,7 +79,7 @@ def axes(case: Case) -> list[tuple[str, str]]:
 
 
 def pairs_never_drawn(drawn: list[Case]) -> list[str]:
-    """The pairs of choices of two axes that no case had."""
+    """Return the pairs of choices of two axes that no case had."""
     single: set[tuple[str, str]] = set()
     seen: Counter[Any] = Counter()
     for case in drawn:

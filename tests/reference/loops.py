@@ -1,4 +1,4 @@
-"""A user's own training loop behind the mod, in the ways in which people write it."""
+"""A user's own training loop behind the mod, in several ways to write it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.reference.federation import stream
 
 
 class Around(nn.Module):
-    """A module of the user's around the network."""
+    """A user's module around the network."""
 
     def __init__(self, net: nn.Module) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ def app(
     training: Any,
     faults: Mapping[tuple[int, int], str],
 ) -> ClientApp:
-    """Flower's quickstart with the lines of this package."""
+    """Return Flower's quickstart app with the lines of this package."""
     app = ClientApp(mods=[bn_mod])
 
     def data_of(context: Context) -> Any:
@@ -99,7 +99,7 @@ def fit(
     context: Context,
     number: int,
 ) -> float:
-    """A round of training; return the mean loss."""
+    """Train for a round and return the mean loss."""
     partition = int(context.node_config["partition-id"])
     generator = torch.Generator().manual_seed(
         stream(case.client_seed, "batches", number, partition)
@@ -135,14 +135,14 @@ def fit(
 
 
 def optimizers_of(case: Any, net: nn.Module, rate: float) -> list[Any]:
-    """One optimizer, or one for the classifier and one for the rest."""
+    """Return one optimizer, or one each for the classifier and the rest."""
     kind: Any = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
     decay: dict[str, Any] = {"weight_decay": case.weight_decay}
     if case.optimizer == "sgd":
         kind, decay["momentum"] = torch.optim.SGD, case.momentum
     else:
         kind = kind[case.optimizer]
-    named = dict(net.named_parameters())  # also those that are frozen
+    named = dict(net.named_parameters())  # including frozen parameters
     if case.way != "two-optimizers":
         return [kind(named.values(), rate, **decay)]
     head = [p for n, p in named.items() if n.startswith("head.")]

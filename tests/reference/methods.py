@@ -1,8 +1,8 @@
 """The methods of the reference, each in the symbols of its paper.
 
-``Method`` is FedAvg, and has a place for each thing that a paper changes: how a
-BatchNorm layer normalises, the gradient, what a client keeps and sends, the server's
-step, and what is tested. A class has only the places that its paper changes.
+``Method`` is FedAvg. It has a place for each possible change: the normalisation of a
+BatchNorm layer, the gradient, a client's kept and sent values, the server's step, and
+the tested model. A class has only the places that its paper changes.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ EPS, PATIENCE = 10.0, 1  # FedBS: the losses always agree, so phase 2 begins in 
 
 
 class Method:
-    """FedAvg: every place does nothing."""
+    """FedAvg, with places that do nothing."""
 
     undo: ClassVar[bool] = False  # a round that is not used is undone at the client
     reestimates: ClassVar[bool] = False
@@ -79,11 +79,11 @@ class Method:
         return None
 
     def refuses(self, client: Client) -> bool:
-        """Whether a client refuses the settings before it trains."""
+        """Return whether a client refuses the settings before it trains."""
         return False
 
     def incomplete(self, client: Client) -> bool:
-        """Whether it refuses the round after it has trained."""
+        """Return whether a client refuses the round after it has trained."""
         return False
 
     def penalty(self, client: Client) -> Any:
@@ -105,7 +105,10 @@ class Method:
         return {}
 
     def tunes(self, client: Client) -> bool:
-        """Whether the method acts in the steps before a test; prepares them."""
+        """Return whether the method acts in the steps before a test.
+
+        It prepares these steps.
+        """
         return False
 
 
@@ -187,7 +190,7 @@ class FedRep(Method):
                 g[name] = None
 
     def refuses(self, client: Client) -> bool:
-        # A loop of the user's shows its number of steps only at its end.
+        # A user's loop shows its number of steps only at its end.
         too_few = self.fed.num_steps(client) <= self.fed.case.head_steps
         return too_few and not self.fed.case.in_loop
 
@@ -264,7 +267,7 @@ class Scaffold(Method):
 
 # --- the server's step ------------------------------------------------------------------
 class ServerStep(Method):
-    """x + step of Delta; running statistics and integers are averaged."""
+    """x + step(Delta), with averaged running statistics and integers."""
 
     def __init__(self, fed: Federation) -> None:
         super().__init__(fed)
@@ -327,7 +330,7 @@ class FedAdagrad(FedYogi):
 
 # --- the statistics that BatchNorm normalises with --------------------------------------
 class FixBN(Method):
-    """From round T* + 1 on BatchNorm is in eval mode."""
+    """From round T* + 1 on, BatchNorm is in eval mode."""
 
     def frozen(self, t: int) -> bool:
         return t > T_STAR
@@ -360,7 +363,7 @@ def by_the_batch(layer: Any, h: Tensor) -> Tensor:
 
 
 class StaticBN(Method):
-    """BatchNorm trains on batch statistics; tests use re-estimated ones."""
+    """BatchNorm trains on batch statistics, but tests use re-estimated statistics."""
 
     reestimates = True
 
@@ -378,7 +381,7 @@ class StaticBN(Method):
 
 
 class Pooling(Method):
-    """What FBN and HBN share: the server pools the moments of the clients."""
+    """The server's pooling of the clients' moments, shared by FBN and HBN."""
 
     def __init__(self, fed: Federation) -> None:
         super().__init__(fed)
@@ -464,7 +467,7 @@ class FBN(Pooling):
 
 
 class HBN(Pooling):
-    """a mu_B + (1 - a) mu_g with a = sigmoid(-alpha); alpha learns and stays."""
+    """a mu_B + (1 - a) mu_g with a = sigmoid(-alpha) and a local, trained alpha."""
 
     def __init__(self, fed: Federation) -> None:
         super().__init__(fed)
@@ -521,7 +524,7 @@ class HBN(Pooling):
 
 
 class FedTAN(Method):
-    """In the first step all clients are one batch."""
+    """In the first step, all clients are one batch."""
 
     def in_common(self, t: int) -> bool:
         return not self.frozen(t)
@@ -563,7 +566,7 @@ class FedTAN(Method):
 
 
 class FedDNA(FedTAN):
-    """FedTAN's forward pass; each client's own gradients of the statistics."""
+    """FedTAN's forward pass with each client's own gradients of the statistics."""
 
     backward = "own"
 
@@ -753,7 +756,7 @@ REFERENCES: dict[str, type[Method]] = {
 
 
 def methods_of(fed: Federation) -> list[Method]:
-    """The options of the case, then its methods."""
+    """Return the options of the case, then its methods."""
     case, methods = fed.case, []
     if case.personal:
         methods.append(Personal(fed))

@@ -1,9 +1,9 @@
 """Networks whose BatchNorm calls somebody else can compute.
 
-``calls`` is the forward pass as a generator: at each BatchNorm call it gives the layer
-and its input to the caller, and continues with the output that the caller sends. The
-package uses ``forward``, where each layer computes itself; the reference computes the
-calls, and so needs no hooks.
+``calls`` is the forward pass as a generator. At each BatchNorm call, it gives the layer
+and its input to the caller, and continues with the output that the caller sends. In the
+package's ``forward``, each layer computes itself. The reference computes the calls and
+needs no hooks.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class Twice(Network):
 
 
 class TwoNorms(Network):
-    """Two BatchNorm layers, each made with settings of its own."""
+    """Two BatchNorm layers with different settings."""
 
     before_norm = ("first.bias", "second.bias")
 
@@ -111,14 +111,14 @@ class TwoNorms(Network):
 
 
 def _in_eval() -> Network:
-    """The second layer is in eval mode in the network as it is built."""
+    """Return a network whose second layer is built in eval mode."""
     network = TwoNorms({}, {})
     network.b.eval()
     return network
 
 
 def _frozen() -> Network:
-    """A weight and a gamma that do not train."""
+    """Return a network with a frozen weight and a frozen gamma."""
     network = TwoNorms({}, {})
     network.first.weight.requires_grad_(False)
     network.a.weight.requires_grad_(False)
@@ -152,7 +152,7 @@ class Tied(Network):
 
 
 class Parametrized(MLP):
-    """A classifier with ``weight_norm``: its weight is two other parameters."""
+    """A classifier whose weight ``weight_norm`` replaces by two parameters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -160,7 +160,7 @@ class Parametrized(MLP):
 
 
 class Buffers(MLP):
-    """Buffers of several dtypes, some of which the forward pass moves in training."""
+    """Buffers of several dtypes that the forward pass may move in training."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -209,7 +209,7 @@ class EqualChannels(Network):
 
 
 class Standardised(nn.Conv2d):
-    """gamma (W - mean) / sqrt((var + 1e-6) N), filter by filter; gamma of a ReLU."""
+    """gamma (W - mean) / sqrt((var + 1e-6) N) for each filter, with ReLU's gamma."""
 
     def forward(self, x: Tensor) -> Tensor:
         w = self.weight.flatten(1)
@@ -237,7 +237,7 @@ class Convolved(Network):
 
 
 class NoNorm(Network):
-    """Without BatchNorm."""
+    """A network without BatchNorm."""
 
     before_norm = ()
 
@@ -268,7 +268,7 @@ NETWORKS: dict[str, Callable[[], Network]] = {
     "equal-channels": EqualChannels,
     "no-norm": NoNorm,
     "wsconv": lambda: Convolved(Standardised),
-    # what the package makes into "wsconv"
+    # the model that the package turns into "wsconv"
     "convolved": lambda: Convolved(nn.Conv2d),
 }
 
@@ -276,9 +276,9 @@ NETWORKS: dict[str, Callable[[], Network]] = {
 def network(
     name: str, dtype: torch.dtype = torch.float64, without_noise: bool = False
 ) -> Network:
-    """Return a network whose BatchNorm is as after some training, always the same.
+    """Return a network, equal in every call, with BatchNorm as after training.
 
-    ``without_noise``: the biases ``before_norm`` do not train.
+    If ``without_noise`` is true, the biases ``before_norm`` do not train.
     """
     before = torch.get_default_dtype()
     with torch.random.fork_rng(devices=[]):

@@ -1,4 +1,4 @@
-"""The package's own run of a case, and what the reference is compared with."""
+"""The package's own run of a case, and its result."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 @dataclass
 class Result:
-    """What a run has left."""
+    """The result of a run."""
 
     # the tested global model after each round with a test
     history: dict[int, Mapping[str, Tensor]] = field(default_factory=dict)
@@ -72,14 +72,14 @@ class Result:
     kept: dict[int, Mapping[str, Tensor]] = field(default_factory=dict)
     tests: list[Mapping[str, Mapping[str, float]]] = field(default_factory=list)
     rejected: list[Mapping[int, str]] = field(default_factory=list)
-    used: bool = False  # whether a round was
+    used: bool = False  # whether a round was used
     way: str = ""
-    # each client's own model, as the run's folder has it
+    # each client's own model in the run's folder
     models: dict[int, Mapping[str, Tensor]] = field(default_factory=dict)
 
 
 def data_of(case: Any, moved: float = 0.0) -> list[tuple[Tensor, Tensor]]:
-    """The data of the clients; ``moved`` shifts each input by this share of itself."""
+    """Return the clients' data, with each input moved by a share of itself."""
     shape, dtype = network(case.model).shape, getattr(torch, case.dtype)
     data = []
     for i, size in enumerate(case.sizes):
@@ -93,7 +93,7 @@ def data_of(case: Any, moved: float = 0.0) -> list[tuple[Tensor, Tensor]]:
 
 
 def model_of(case: Any, dtype: torch.dtype) -> Any:
-    """The model that the package trains."""
+    """Return the model that the package trains."""
     if case.model == "wsconv":
         return replace_norm(network("convolved", dtype), "wsconv")[0]
     return network(case.model, dtype, case.optimizer != "sgd")
@@ -116,7 +116,7 @@ class Faulty(TorchClient):
 
 
 def app_of(case: Any, make: Any, datasets: Any) -> Any:
-    """The clients' app: TorchClients, or a user's loop behind the mod."""
+    """Return an app of TorchClients or of a user's loop behind the mod."""
     faults = {(r, i): kind for r, i, kind in case.faults}
     if case.way not in ("torch-client", "legacy"):
         return loops.app(case, make, datasets, training_of(case), faults)
@@ -130,7 +130,7 @@ def app_of(case: Any, make: Any, datasets: Any) -> Any:
 
 
 def settings_of(case: Any) -> dict[str, Any]:
-    """The settings of the case's methods."""
+    """Return the settings of the case's methods."""
     settings: dict[str, Any] = {}
     for name in case.methods:
         settings |= SETTINGS.get(name, {})
@@ -156,7 +156,7 @@ def settings_of(case: Any) -> dict[str, Any]:
 
 
 def _to_named_function(made: Any) -> type[Strategy]:
-    """A user's class that sends its training messages to ``@app.train("local")``."""
+    """Return a user's class that sends training to ``@app.train("local")``."""
 
     class Named(Strategy):
         method = getattr(made, "method", made)
@@ -171,7 +171,7 @@ def _to_named_function(made: Any) -> type[Strategy]:
 
 
 def strategy_of(case: Any) -> Any:
-    """The strategy of a case."""
+    """Return the strategy of a case."""
     settings = settings_of(case)
     if case.synchronised:
         settings["fedtan_timeout"] = 30.0
@@ -203,7 +203,7 @@ def strategy_of(case: Any) -> Any:
 
 
 def training_of(case: Any) -> LocalTraining:
-    """The settings of local training."""
+    """Return the settings of local training."""
     decay: tuple[Any, ...] = ()
     if case.decay:
         decay = (1 if case.decay == "round" else "freeze",)
@@ -239,7 +239,7 @@ def run(case: Any, moved: float = 0.0) -> Result:
     with InProcessGrid(app, len(datasets), workers=workers, threads=threads) as inner:
         grid = grid_of(inner, lambda: hidden)
         start = functools.partial(_start, case, grid, make(), hidden)
-        if case.again:  # the clients have what an earlier run has left
+        if case.again:  # the clients have the state of an earlier run
             start(Result(), 0)
         stops = case.resumed_after if case.again == "resume" else 0
         saved = start(result, stops)
@@ -265,7 +265,7 @@ def _start(
     stops: int,
     saved: tuple[Any, Any] | None = None,
 ) -> tuple[Any, Any] | None:
-    """Run the rounds; after round ``stops`` return the model and the state instead."""
+    """Run the rounds, and return model and state if they end at ``stops``."""
     strategy = strategy_of(case)
     split = strategy.params.layers, strategy.params.personal
     strategy.parts = split_state(model, *split)
@@ -296,7 +296,7 @@ def _start(
     for report in strategy.reports:
         result.tests.append(dict(report.evaluations))
         result.rejected.append(dict(report.rejected))
-    # No client has a state folder, so each that has kept something has it in memory.
+    # No client has a state folder, so all kept state is in memory.
     kept = strategy.run.kept
     assert kept.volatile == kept.hashes.keys()
     return (strategy.run.arrays, strategy.state_dict()) if stops else None

@@ -1,5 +1,6 @@
-"""Every way to cross methods, models, clients, training and ways to run, against one
-slow federation in plain torch.
+"""The package against one slow federation in plain torch.
+
+The draws cross methods, models, clients, training and ways to run.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ equal: set[str] = set()
 
 
 def check_new(case: Case) -> None:
-    """Check a case that was not drawn before: hypothesis repeats more than half."""
+    """Check a new case, because hypothesis repeats more than half of the cases."""
     assume(repr(case) not in equal)
     check(case)
     equal.add(repr(case))
