@@ -1,4 +1,4 @@
-"""Test-time BatchNorm: its laws on a torchvision model and on BatchNorm1d, 2d and 3d."""
+"""Laws of test-time BatchNorm on a torchvision model and BatchNorm1d, 2d and 3d."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ IMAGES = (3, 32, 32)
 
 
 def batches_of(size: int) -> Task:
-    """The task with test batches of this size."""
+    """Return the task with test batches of this size."""
     return replace(CLASSIFICATION, test_batch=size)
 
 
 def outputs(model: nn.Module, data: Any, mode: TestBNMode, batch: int) -> Tensor:
-    """The outputs of a test over all data, batch after batch."""
+    """Return the outputs of a test over all data, batch after batch."""
     model.eval()
     parts = torch.arange(len(data)).split(batch)
     with torch.no_grad(), adapted(model, mode):
@@ -41,7 +41,7 @@ def outputs(model: nn.Module, data: Any, mode: TestBNMode, batch: int) -> Tensor
 
 @pytest.fixture
 def trained(torchvision_net: Any, points: Any) -> tuple[nn.Module, Any]:
-    """A model whose running statistics are not those of the data."""
+    """Return a model whose running statistics differ from the data's."""
     model, data = torchvision_net(), points(10, 1, IMAGES)
     for module in model.modules():
         if isinstance(module, nn.BatchNorm2d):
@@ -78,8 +78,9 @@ def test_a_batch_does_not_see_the_batches_before_it(trained: Any) -> None:
 def test_only_batchnorm_passes_the_data_otherwise_than_in_eval_mode(
     points: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Dropout does not act in any mode, and a layer that training keeps in eval mode is
-    adapted in both.
+    """Dropout does not act in any mode.
+
+    A layer that training keeps in eval mode is adapted in both modes.
     """
     layers = [
         nn.Linear(5, 4),
@@ -111,14 +112,14 @@ def test_only_batchnorm_passes_the_data_otherwise_than_in_eval_mode(
 def test_a_layer_of_every_kind_against_numbers_by_hand(
     layer: nn.Module, shape: tuple[int, ...], mode: Any
 ) -> None:
-    """Over one batch of everything: with all of its own statistics, or with 6 parts of
-    them to 16 of the stored ones.
+    """The oracle uses one batch of all data.
 
-    The variances are biased; with unbiased ones, as the public code of ``mix`` has
-    them, the outputs are elsewhere.
+    It uses only the batch's statistics, or 6 parts of them to 16 parts of the stored
+    statistics. The variances are biased. Unbiased variances, used by the public code of
+    ``mix``, give other outputs.
     """
     model = nn.Sequential(layer)
-    # without affine there is none else
+    # Without affine, the model has no other parameter.
     model.register_parameter("other", nn.Parameter(torch.zeros(())))
     model.double().eval()
     x = (
@@ -157,7 +158,7 @@ def test_a_model_in_bfloat16_has_the_outputs_of_the_wide_one(
     assert found.dtype == torch.bfloat16
     off = (found.double() - wide).abs().mean()
     assert off < 0.1 * (outputs(model, data, "", 5) - wide).abs().mean(), (
-        "rounding alone"
+        "only rounding"
     )
 
 
@@ -238,4 +239,4 @@ def test_a_batch_of_one_is_refused_by_the_layers_name_where_nothing_is_mixed(
     try_batches(model, data, "mix", batches_of(1))
     try_batches(model, data, "")
     try_batches(model, points(0), "batch")
-    assert model.training, "the mode is that of before"
+    assert model.training, "the mode does not change"

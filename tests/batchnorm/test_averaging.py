@@ -69,8 +69,9 @@ def exact_mean(values: list[float], counts: list[int]) -> Fraction:
 def test_pooled_statistics_are_finite_or_left_out(
     dtype: Any, drawn: list[tuple[int, float, float]], magnitude: int
 ) -> None:
-    """And left out only if they are above the largest number of the type. ``drawn``:
-    count, mean and deviation of each client, as shares of that number.
+    """Statistics are left out only if they exceed the largest number of the type.
+
+    ``drawn`` has count, mean and deviation of each client, as shares of that number.
     """
     largest = float(np.finfo(dtype).max)
     scale = largest ** (1 + magnitude / 16)
@@ -126,8 +127,9 @@ def test_inputs_are_not_changed(same_bits) -> None:
 
 
 def mixed(seed: int, sizes: list[int]) -> dict[str, np.ndarray]:
-    """Entries of several shapes and all kinds of floats, some in Fortran order, with
-    zeros of both signs.
+    """Return entries of several shapes and all kinds of floats.
+
+    Some are in Fortran order, and there are zeros of both signs.
     """
     draw, state = np.random.default_rng(seed), {}
     for i, (size, dtype) in enumerate(
@@ -148,8 +150,9 @@ def mixed(seed: int, sizes: list[int]) -> dict[str, np.ndarray]:
 def test_sums_have_the_bits_of_one_client_after_the_other(
     monkeypatch, block: int | None, num_clients: int
 ) -> None:
-    """Each product is rounded, then each sum, from zero: no fused operation, no sums in
-    pairs, whatever the block.
+    """Each product is rounded, then each sum, beginning at zero.
+
+    Blocks do not cause fused operations or sums in pairs.
     """
     monkeypatch.setattr(averaging, "_BLOCK", block or averaging._BLOCK)
     states = [mixed(seed, [1, 2, 20]) for seed in range(num_clients)]
@@ -203,7 +206,7 @@ def test_sums_made_ahead_have_the_bits_of_the_average_and_are_used_for_these_sta
 
 
 def test_pooled_variance_does_not_cancel() -> None:
-    """The means' spread is 2.25, their squares differ in the last digits of float64."""
+    """The means have a spread of 2.25, but their squares differ in last digits."""
     states = [
         {"running_mean": np.asarray([1e9 + d]), "running_var": np.asarray([1e-3])}
         for d in (-1.5, 1.5)
@@ -225,7 +228,9 @@ def test_weights_that_cannot_be_normalised(weights: list[float]) -> None:
 
 def test_normalise() -> None:
     assert to_shares([1.0, 3.0, 0.0]) == [0.25, 0.75, 0.0]
-    assert to_shares([1e308, 1e308, 0.0]) == [0.5, 0.5, 0.0], "their sum is no float64"
+    assert to_shares([1e308, 1e308, 0.0]) == [0.5, 0.5, 0.0], (
+        "their sum is not a float64"
+    )
 
 
 @pytest.mark.parametrize(
@@ -277,7 +282,7 @@ def test_statistics_are_the_cause_where_nothing_else_is_not_finite() -> None:
 def test_large_values_are_finite_and_one_that_is_not_is_found_anywhere(
     dtype: str,
 ) -> None:
-    """Their squares are not."""
+    """Their squares are not finite."""
     large = np.full(1000, np.finfo(dtype).max, dtype)
     parts = split_state({"x": None})
     with warnings.catch_warnings():

@@ -173,7 +173,7 @@ def test_without_affine_or_statistics() -> None:
         0,
         0,
         2,
-    ), "names alone cannot tell"
+    ), "names are not enough"
 
 
 def test_the_model_itself_is_the_layer() -> None:
@@ -215,7 +215,7 @@ def test_fingerprint_sees_names_types_and_shapes() -> None:
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 def test_torchscript_keeps_the_types_of_its_layers() -> None:
-    """Also of layers that their names would not show, or would show wrongly."""
+    """This includes layers whose names reveal no type or a wrong type."""
     bn, other = (
         nn.BatchNorm1d(2, track_running_stats=False),
         nn.InstanceNorm1d(2, track_running_stats=True),
@@ -229,8 +229,9 @@ def test_torchscript_keeps_the_types_of_its_layers() -> None:
 
 
 class Windowed(nn.Module):
-    """A layer with two constants, of which one is not in the state, beside what
-    training moves.
+    """A layer with two constants and with entries that training moves.
+
+    One constant is not in the state.
     """
 
     def __init__(self) -> None:
@@ -252,7 +253,7 @@ class Windowed(nn.Module):
 @pytest.mark.parametrize("frozen", [0, 1])
 @pytest.mark.parametrize("what", ["weight", "gamma", "layer", "window"])
 def test_fixed_entries_are_closed_under_ties(what: str, frozen: int) -> None:
-    """Whichever of the two names comes first, and by whichever one it was frozen."""
+    """Neither the order of the two names nor the frozen name matters."""
     model = nn.Sequential(*(nn.Sequential(Windowed(), nn.Linear(3, 3)) for _ in "ab"))
     one, other = model[1 - frozen], model[frozen]
     if what == "weight":

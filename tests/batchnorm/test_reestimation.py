@@ -1,5 +1,6 @@
-"""Re-estimated statistics: merging is exact, every layer has those of plain passes, and
-the model does not change.
+"""Merged statistics are exact, and every layer has the values of plain passes.
+
+The model does not change.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ def test_layers_called_twice_or_never_or_frozen_or_at_two_paths(points) -> None:
     assert list(found) == ["twice", "a", "b"]
     inputs = data.inputs
     np.testing.assert_allclose(found["b"].variance, (inputs * inputs).var(0))
-    # ``twice`` sees the inputs as the frozen layer gives them, whose statistics are 0
-    # and 1, and then the squares, which ``a`` normalises by their batch
+    # ``twice`` sees the outputs of the frozen layer with statistics 0 and 1. Then it
+    # sees the squares after ``a`` has normalised them by their batch.
     second = nn.functional.batch_norm(inputs * inputs, None, None, training=True)
     both = torch.cat([inputs / (1 + 1e-5) ** 0.5, second])
     assert found["twice"].count == 18
@@ -46,7 +47,7 @@ def test_layers_called_twice_or_never_or_frozen_or_at_two_paths(points) -> None:
 
 
 class Own(nn.BatchNorm1d):
-    """Its forward pass does not ask whether it tracks, and gives it a new mean."""
+    """A layer whose forward pass always tracks and replaces its mean."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if not self.training:
@@ -74,7 +75,7 @@ def test_a_forward_pass_that_tracks_in_any_case_is_undone(points, mlp) -> None:
 def test_a_layer_that_a_model_in_train_mode_has_in_eval_mode_is_left_out(
     points,
 ) -> None:
-    """A model in eval mode as a whole says nothing of its layers."""
+    """A model in eval mode as a whole reveals nothing about its layers."""
     model = nn.Sequential(nn.BatchNorm1d(5), nn.BatchNorm1d(5)).double().train()
     model[0].running_mean += 1
     model[0].eval()
@@ -142,7 +143,7 @@ PASSES: dict[str, Callable[[nn.Module, Points], object]] = {
 
 @pytest.mark.parametrize("measure", PASSES.values(), ids=PASSES)
 def test_a_pass_that_measures_changes_nothing_in_other_layers(points, measure) -> None:
-    """Each tensor is the same one, bit for bit, and each number and container is."""
+    """Each tensor, number and container is the same object with equal bits."""
     model, data = others_move().train(), points(9)
     attributes = ("sizes", "recurrent", "counts", "steps", "teacher", "generators")
     objects = {name: getattr(model, name) for name in attributes}
@@ -199,7 +200,7 @@ def test_dropout_draws_from_its_own_seed(points) -> None:
 def test_moments_in_blocks_are_those_of_all_values(
     monkeypatch, shape: tuple[int, ...], dtype: torch.dtype
 ) -> None:
-    """For each dimension and memory format; the input stays as it is."""
+    """This covers each dimension and memory format, and the input does not change."""
     x = (torch.randn(shape, generator=torch.Generator().manual_seed(0)) + 3).to(dtype)
     layouts = [x]
     if x.dim() == 4:
@@ -208,7 +209,7 @@ def test_moments_in_blocks_are_those_of_all_values(
         layouts.append(x.contiguous(memory_format=torch.channels_last_3d))
     channels = x.double().transpose(0, 1).flatten(1)
     for values in layouts:
-        # all at once, two examples, less than one
+        # all examples together, two examples, less than one example
         for block in (1 << 18, x[:2].numel(), 1):
             monkeypatch.setattr(reestimation, "_BLOCK", block)
             before, found = values.clone(), moments_of(values)

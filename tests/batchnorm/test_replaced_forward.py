@@ -1,5 +1,6 @@
-"""A forward pass taken over: BatchNorm's own where it computes the same; moments of all
-batches, merged and pooled.
+"""A replaced forward pass uses BatchNorm's own pass if both are equal.
+
+The moments of all batches are merged and pooled.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def by_batch(layer: _BatchNorm, x: Tensor) -> Tensor:
 def gradients(
     model: nn.Module, x: Tensor, dtype: torch.dtype | None = None
 ) -> list[Tensor]:
-    """The output, and the gradients of input and parameters; under amp of a dtype."""
+    """Return the output and all gradients, under amp if there is a dtype."""
     x = x.clone().requires_grad_()
     with torch.autocast("cpu", dtype or torch.bfloat16, enabled=dtype is not None):
         out = model(x)
@@ -66,7 +67,7 @@ class Net(nn.Module):
 
 @pytest.fixture
 def compiled() -> tuple[Net, Any, list[Any]]:
-    """A model, the compiled one, and the graphs that were compiled so far."""
+    """Return a model, its compiled form, and the graphs compiled so far."""
     graphs: list[Any] = []
 
     def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
@@ -82,7 +83,7 @@ def test_a_compiled_model_is_not_compiled_anew_in_each_round(compiled: Any) -> N
     model, fast, graphs = compiled
     counts = []
     for _ in range(4):
-        share = nn.Parameter(torch.ones(4))  # a round's own, as HBN's alpha
+        share = nn.Parameter(torch.ones(4))  # one per round, like HBN's alpha
         undo = replace_forward(
             replaceable_layers(model),
             lambda layer, x, share=share: (
@@ -100,8 +101,9 @@ def test_a_compiled_model_is_not_compiled_anew_in_each_round(compiled: Any) -> N
 def test_a_compiled_model_whose_inputs_are_measured_is_compiled_once(
     compiled: Any, warm_up: bool
 ) -> None:
-    """In each of more steps than torch's compiler bears new graphs; the measured sums
-    change with every step.
+    """The steps are more than the new graphs that torch's compiler allows.
+
+    The measured sums change with every step.
     """
     model, fast, graphs = compiled
     counts = []
@@ -149,8 +151,9 @@ def test_batchnorm_written_out_is_torchs_and_leaves_the_running_statistics(
 
 @pytest.mark.parametrize("amp", [True, False], ids=["amp", "bfloat16 model"])
 def test_bfloat16_is_computed_in_float32(amp: bool) -> None:
-    """Far from zero, where statistics in bfloat16 are wrong by a tenth; here only input
-    and output are rounded.
+    """Statistics in bfloat16 would be wrong by a tenth far from zero.
+
+    Here, only input and output are rounded.
     """
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(2, 5, 3), nn.BatchNorm2d(5))
@@ -185,7 +188,7 @@ def test_bfloat16_is_computed_in_float32(amp: bool) -> None:
 def test_gradients_are_those_of_differences(
     affine: bool, memory_format: torch.memory_format
 ) -> None:
-    """Of every argument, also twice: no statistic is taken for a constant."""
+    """First and second derivatives of every argument treat no statistic as constant."""
     generator = torch.Generator().manual_seed(0)
     layer = nn.BatchNorm2d(3, affine=affine).double()
     x = torch.rand((4, 3, 2, 2), generator=generator).double()
@@ -250,11 +253,11 @@ def test_an_input_of_other_dimensions_is_refused_as_by_the_layer(kind: str) -> N
 def test_sums_over_batches_are_the_moments_of_all_values(
     offset: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of more calls than are kept: those of many are merged together."""
+    """There are more calls than kept moments, so moments are merged."""
     monkeypatch.setattr(reestimation, "_KEPT", 2)
     layer, sums = nn.BatchNorm2d(3), MomentSums()
     x = torch.randn(7, 3, 2, 2, dtype=torch.float64) + offset
-    for batch in x.split(3):  # the last one has one example
+    for batch in x.split(3):  # the last batch has one example
         sums.add(layer, batch, batch_statistics(batch) if offset else None)
         assert len(sums._moments[layer]) == 1
     found, want = sums.by_path(layer)[""], moments_of(x)

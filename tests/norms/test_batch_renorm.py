@@ -1,4 +1,7 @@
-"""Batch renormalisation: BatchNorm at r_max 1 and d_max 0, Ioffe's formula otherwise."""
+"""Batch renormalisation equals BatchNorm at r_max 1 and d_max 0.
+
+Otherwise, it follows Ioffe's formula.
+"""
 
 from __future__ import annotations
 
@@ -83,8 +86,9 @@ def test_without_corrections_it_is_batchnorm_bit_for_bit(
 def slow(
     x: Tensor, state: dict[str, Tensor], rmax: float, dmax: float, eps: float
 ) -> Tensor:
-    """Ioffe's Algorithm 1, forward, one channel at a time; ``state`` is updated as
-    torch does (unbiased variance).
+    """Compute the forward pass of Ioffe's Algorithm 1, channel by channel.
+
+    ``state`` is updated as torch does it, with the unbiased variance.
     """
     channels = []
     for c in range(x.shape[1]):

@@ -1,4 +1,4 @@
-"""Feature normalisation: laws, strangers' models, refusals."""
+"""Laws, strangers' models and refusals of feature normalisation."""
 
 from __future__ import annotations
 
@@ -83,7 +83,8 @@ def test_half_precision_takes_the_length_in_float32(
     dtype: torch.dtype, value: float
 ) -> None:
     head = use_feature_norm(nn.Linear(400, 2).to(dtype))[0]
-    # The sum of squares is above float16's largest, and then the length, too.
+    # The sum of squares is above float16's largest value. At 4000, the length is also
+    # above it.
     x = torch.full((1, 400), value, dtype=dtype)
     out = head(x)
     assert out.dtype == dtype
@@ -111,7 +112,7 @@ def test_a_model_without_a_plain_classifier_is_refused_by_name() -> None:
 
 
 class HeadFirst(nn.Module):
-    """Registers its classifier before its body."""
+    """A network that registers its classifier before its body."""
 
     def __init__(self, num_classes: int, channels: int, size: int) -> None:
         super().__init__()
@@ -126,7 +127,7 @@ class HeadFirst(nn.Module):
 
 
 class Branching(HeadFirst):
-    """Its path depends on the values of its input."""
+    """A network whose path depends on the values of its input."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x if x.sum() > 0 else -x)
@@ -142,8 +143,8 @@ def test_a_layer_that_is_not_the_classifier_is_refused_by_name(
         match=(r"the classifier of Unet, 'segmentation_head\.0', is a Conv2d"),
     ):
         build_model("smp:Unet/mit_b0", **sizes)
-    # It makes the outputs, wherever it is registered; if a pass does not show that, it
-    # must be the last.
+    # The classifier makes the outputs and may be registered anywhere. If a pass does
+    # not show it, it must be the last layer.
     users = types.SimpleNamespace(net=HeadFirst, branching=Branching)
     monkeypatch.setitem(sys.modules, "users", users)
     net: Any = build_model("users:net", **sizes)

@@ -1,4 +1,4 @@
-"""Fixup: initial weights, scalars, the paper's networks by hand, refusals."""
+"""Fixup's weights, scalars and refusals, with the paper's networks by hand."""
 
 from __future__ import annotations
 
@@ -94,8 +94,8 @@ def test_the_initial_weights(name: str) -> None:
     assert all(float(value) == key.endswith("scale") for key, value in scalars.items())
     assert sum(key.endswith("scale") for key in scalars) == num_branches
     shortcuts = sum("downsample.0.weight" in key for key in old.state_dict())
-    # A bias before and one after each convolution of a branch, one each for a
-    # shortcut's, the stem and the classifier.
+    # Each convolution of a branch has a bias before and after it. A shortcut, the stem
+    # and the classifier have one bias each.
     assert len(scalars) == num_branches * (2 * depth + 1) + shortcuts + 2
     assert (
         len(report) == len(batchnorm_places(old)) + num_branches * depth + shortcuts + 1
@@ -131,8 +131,10 @@ def test_filters_that_are_all_zero_stay_so(name: str) -> None:
 def block_forward(
     block: nn.Module, x: Tensor, p: dict[str, Tensor], path: str, depth: int
 ) -> Tensor:
-    """A Fixup block from its parameters: conv(x + a), + b, relu; the last one times
-    scale; plus the shortcut.
+    """Compute a Fixup block from its parameters.
+
+    Each convolution is conv(x + a) + b with a relu. The last is multiplied by scale,
+    and the shortcut is added.
     """
     out = x
     for k in range(1, depth + 1):
@@ -196,7 +198,7 @@ def test_forward_and_backward_equal_the_network_written_out(name: str) -> None:
 
 
 class PreActivation(nn.Module):
-    """The same names in another order: bn1, conv1, bn2, conv2."""
+    """A block with the order bn1, conv1, bn2, conv2."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -208,7 +210,7 @@ class PreActivation(nn.Module):
 
 
 class NormFirst(PreActivation):
-    """The last norm is where it should be, the first is not."""
+    """A block with the last norm in the right place, but not the first."""
 
     def forward(self, x: Tensor) -> Tensor:
         return self.bn2(self.conv2(self.conv1(self.bn1(x)))) + x

@@ -1,4 +1,4 @@
-"""GroupNorm with weight standardisation: its formula, both ways, in float64."""
+"""The formula of GroupNorm with weight standardisation, both ways, in float64."""
 
 from __future__ import annotations
 

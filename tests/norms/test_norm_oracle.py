@@ -21,7 +21,8 @@ LAYERS: dict[int, type[nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d]] = {
     3: nn.BatchNorm3d,
 }
 GROUPS = {"group": 2, "layer": 1, "instance": CHANNELS}
-# the others: test_group_ws.py, test_batch_renorm.py, test_wsconv.py, test_fixup.py
+# test_group_ws.py, test_batch_renorm.py, test_wsconv.py and test_fixup.py test the
+# other norms.
 KINDS = ["batch", *GROUPS, "none"]
 CASES = [
     (kind, dim, shape)
@@ -32,7 +33,7 @@ CASES = [
 
 
 def formula(kind: str, x: Tensor, layer: nn.Module) -> Tensor:
-    """Each set that is normalised is the last axis of a reshaped x."""
+    """Apply the formula, with each set as the last axis of a reshaped x."""
     if kind == "none":
         return x
     swapped = x.transpose(0, 1) if kind == "batch" else x

@@ -1,4 +1,4 @@
-"""torchvision's own models: number of layers, paths, a forward pass."""
+"""Number of layers, paths and a forward pass of torchvision's own models."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_all_layers_of_a_torchvision_model(
         )
     paths = [row.path for row in report]
     assert paths == [path for path, _ in model.named_modules() if path in paths]
-    # all entries but those of the replaced norms stay, by name and in order
+    # All entries outside the replaced norms stay, by name and in order.
     gone: set[str] = set()
     if kind != "batch-renorm":
         gone |= {"running_mean", "running_var", "num_batches_tracked"}
@@ -70,7 +70,7 @@ def test_all_layers_of_a_torchvision_model(
         gone |= {"weight", "bias"}
     norm_entries = {f"{row.path}.{leaf}" for row in norm_rows for leaf in gone}
     added: set[str] = set()
-    if kind == "wsconv":  # a bias where the norm supplied the shift
+    if kind == "wsconv":  # a bias replaces the shift of the norm
         added = {f"{path}.bias" for path in paths}
     kept = [key for key in model.state_dict() if key not in norm_entries | added]
     assert kept == [key for key in new.state_dict() if key not in added]

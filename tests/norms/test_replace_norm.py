@@ -31,7 +31,7 @@ def seeded() -> None:
 
 
 class Whitening(nn.BatchNorm2d):
-    """A BatchNorm whose name does not say so."""
+    """A BatchNorm whose name does not show it."""
 
 
 class Fused(nn.BatchNorm2d):
@@ -51,7 +51,7 @@ class Scaled(nn.BatchNorm2d):
 
 
 class Leaky(nn.BatchNorm2d):
-    """The slope is an attribute, as in InPlaceABN."""
+    """A BatchNorm with its slope as an attribute, like InPlaceABN."""
 
     slope = 0.01
 
@@ -65,7 +65,7 @@ class Dropped(nn.BatchNorm2d):
 
 
 class Gated(nn.BatchNorm2d):
-    """Its gate of 1 changes nothing yet, and learns."""
+    """A BatchNorm with a trained gate that is still 1 and changes nothing."""
 
     def __init__(self, channels: int) -> None:
         super().__init__(channels)
@@ -86,7 +86,7 @@ class ChannelsLast(nn.BatchNorm2d):
 
 
 class Cast(nn.BatchNorm2d):
-    """Harmless: only the dtype changes on the way."""
+    """A harmless BatchNorm that only changes the dtype on the way."""
 
     def forward(self, input: Tensor) -> Tensor:
         return super().forward(input.float()).to(input.dtype)
@@ -109,7 +109,7 @@ def hooked(channels: int, before: bool = False) -> nn.BatchNorm2d:
 
 
 class Called(nn.BatchNorm2d):
-    """BatchNorm that adds something where it is called, and not in its forward pass."""
+    """A BatchNorm that adds a ReLU in its call and not in its forward pass."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return super().__call__(*args, **kwargs).relu()
@@ -139,7 +139,7 @@ def small() -> nn.Sequential:
 
 
 def norm_rows(report: NormReport) -> list[Replacement]:
-    """Return the rows of norm layers; group+ws and wsconv report convolutions too."""
+    """Return the rows of norm layers, without rows of convolutions."""
     return [row for row in report if not row.old.startswith("Conv")]
 
 
@@ -150,7 +150,7 @@ def test_every_batchnorm_is_replaced_and_in_the_report(kind: str) -> None:
     assert [row.path for row in norm_rows(report)] == ["1", "3.0"]
     assert [row.old for row in norm_rows(report)] == ["Whitening(4)", "BatchNorm2d(4)"]
     assert bool(batchnorm_places(new)) is (kind == "batch-renorm")
-    assert len(batchnorm_places(model)) == 2, "the given model is left as it is"
+    assert len(batchnorm_places(model)) == 2, "the given model does not change"
     assert new(torch.randn(2, 3, 8, 8)).shape == (2, 4, 6, 6)
 
 
@@ -202,7 +202,7 @@ def test_gamma_beta_eps_dtype_mode_and_requires_grad_are_kept(kind: str) -> None
 def test_of_a_frozen_network_nothing_learns(
     kind: str, options: dict[str, bool]
 ) -> None:
-    """Also what a norm adds to other layers: a bias, a gain."""
+    """This includes a bias or a gain that a norm adds to other layers."""
     new, _ = replace_norm(small().requires_grad_(False), kind, **options)
     learns = [name for name, p in new.named_parameters() if p.requires_grad]
     assert learns == []
@@ -358,8 +358,9 @@ def test_a_batchnorm_with_layers_of_its_own_is_refused_by_name(kind: str) -> Non
 def test_what_a_batchnorm_does_beside_normalising_is_not_lost(
     make, kind: str, gamma: float
 ) -> None:
-    """Also where gamma is still zero, as at the end of a residual branch, and the
-    output tells nothing.
+    """The cases include a gamma of zero at the end of a residual branch.
+
+    The output then reveals nothing.
     """
     layer = make(4)
     with torch.no_grad():

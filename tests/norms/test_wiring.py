@@ -1,4 +1,4 @@
-"""Which norms follow a convolution: traced, branching, shared, unreached."""
+"""Norms after convolutions that are traced, branching, shared or unreached."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Skips(Net):
 
 
 class Asks(Net):
-    """Sizes do not use the values of a tensor; an Identity does not either."""
+    """A network whose sizes and Identity do not use the values of a tensor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class Asks(Net):
 
 
 class Branches(nn.Module):
-    """A forward that depends on values: only the wiring of its children is known."""
+    """A forward pass that depends on values, so only its children are traced."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -135,8 +135,8 @@ def test_torchvisions_segmentation_network_is_traced_completely() -> None:
     convolutions = [
         module for module in model.modules() if isinstance(module, nn.Conv2d)
     ]
-    # Two in each of 8 squeeze-excitation blocks, and the last one, have no norm behind
-    # them.
+    # Two convolutions in each of 8 squeeze-excitation blocks and the last convolution
+    # have no norm behind them.
     assert [len(convolutions), sum(bool(norms) for norms in found.values())] == [70, 53]
 
 

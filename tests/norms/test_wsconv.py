@@ -84,7 +84,7 @@ def test_gamma_makes_the_variance_of_the_activation_one(activation: str) -> None
         value = float(ACTIVATIONS[activation](torch.tensor(z, dtype=torch.float64)))
         return value**power * math.exp(-z * z / 2) / math.sqrt(2 * math.pi)
 
-    # piece by piece: some have kinks at these edges
+    # Integrate piece by piece because some functions have kinks at these edges.
     edges = [-9, -3, 0, 3, 6, 9]
     mean = square = 0.0
     for a, b in itertools.pairwise(edges):
@@ -95,13 +95,13 @@ def test_gamma_makes_the_variance_of_the_activation_one(activation: str) -> None
 
 def test_every_convolution_and_norm_and_the_new_biases() -> None:
     model = nn.Sequential(
-        nn.Conv2d(3, 4, 1, bias=False),  # a norm behind it: a bias
+        nn.Conv2d(3, 4, 1, bias=False),  # the norm behind it gives it a bias
         nn.BatchNorm2d(4),
-        nn.Conv2d(4, 4, 1, bias=False),  # none: no bias
+        nn.Conv2d(4, 4, 1, bias=False),  # no norm, so no bias
         nn.ReLU(),
-        nn.Conv2d(4, 4, 1),  # its own is kept
+        nn.Conv2d(4, 4, 1),  # its own bias is kept
         nn.BatchNorm2d(4),
-        # a norm without beta: no bias
+        # The norm has no beta, so there is no bias.
         nn.Conv2d(4, 4, 3, padding=1, groups=4, bias=False),
         nn.BatchNorm2d(4, affine=False),
         nn.Flatten(),
@@ -167,7 +167,10 @@ def test_one_weight_per_filter_and_transposed_convolutions_stay() -> None:
     ids=lambda m: str(m),
 )
 def test_they_too_get_the_bias_that_batchnorm_supplied(layer: nn.Conv2d) -> None:
-    """For a shift of zero the network is the same; the bias learns if the weight does."""
+    """At a shift of zero, the network is unchanged.
+
+    The bias learns if the weight learns.
+    """
     layer.weight.requires_grad_(False)
     new, report = replace_norm(
         nn.Sequential(layer, nn.BatchNorm2d(layer.out_channels)).double(), "wsconv"
@@ -183,7 +186,7 @@ def test_they_too_get_the_bias_that_batchnorm_supplied(layer: nn.Conv2d) -> None
 
 
 class InGroups(nn.Module):
-    """Its BatchNorm shares four betas among the eight outputs before it."""
+    """A network whose BatchNorm shares four betas among eight outputs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -221,7 +224,7 @@ def test_other_dimensions(conv: type[nn.Conv1d], shape: tuple[int, ...]) -> None
 def test_the_memory_format_of_a_model_reaches_its_activations(
     norm: str, channels: int, memory_format: Any
 ) -> None:
-    """With one channel the input does not tell the format: the filters must."""
+    """With one channel, only the filters reveal the format."""
     model = nn.Sequential(
         nn.Conv2d(channels, 4, 3),
         nn.BatchNorm2d(4),

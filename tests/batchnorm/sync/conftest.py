@@ -22,7 +22,7 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 
 
 class Barrier:
-    """The server: the last client combines the tensors, and all clients get the answer."""
+    """A server whose last client combines the tensors for all clients."""
 
     def __init__(self, weights: Sequence[float]) -> None:
         self.weights = list(weights)
@@ -64,8 +64,9 @@ def federated(
     autocast: bool = False,
     **options: str,
 ) -> State:
-    """Return the average of the clients' models after one step. ``forge`` changes what
-    a client sends.
+    """Return the average of the clients' models after one step.
+
+    ``forge`` changes the tensors that a client sends.
     """
     barrier = barrier or Barrier(weights)
     union = sum(len(x) for x, _ in batches)
@@ -94,7 +95,7 @@ def federated(
         thread.start()
     for thread in threads:
         thread.join(timeout=60)
-    # the first cause: a broken barrier is what the others saw of it
+    # The first cause comes first. A broken barrier is only its effect on other clients.
     failures.sort(key=lambda e: isinstance(e, threading.BrokenBarrierError))
     if failures:
         raise failures[0]
@@ -134,7 +135,7 @@ def centralised(
 def client_batches(
     shape: Sequence[int], sizes: Sequence[int], *, classes: int = 3, seed: int = 0
 ) -> list[Batch]:
-    """Float64 batches of clients that differ in offset and scale."""
+    """Return float64 batches of clients that differ in offset and scale."""
     g = torch.Generator().manual_seed(seed)
     batches = []
     for i, size in enumerate(sizes):

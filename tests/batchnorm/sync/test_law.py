@@ -1,5 +1,6 @@
-"""Law: the average of one synchronised step of all clients is one centralised step;
-float64, public models.
+"""The average of one synchronised step equals one centralised step.
+
+The law is tested in float64 with public models.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ MODES = ("3L+1", "2L+1")
 
 
 def trained(model: nn.Module) -> nn.Module:
-    """As after some training, with a gamma of zero in each layer that has one."""
+    """Give the model trained values, and each affine layer one gamma of zero."""
     for layer in support.trained(model).modules():
         if isinstance(layer, nn.modules.batchnorm._BatchNorm) and layer.affine:
             layer.weight.data[0] = 0
@@ -26,7 +27,7 @@ def trained(model: nn.Module) -> nn.Module:
 
 
 def vision_model(name: str) -> nn.Module:
-    """One of torchvision's, with fewer or narrower layers."""
+    """Return a torchvision model with fewer or narrower layers."""
     torch.manual_seed(1)
     return trained(VISION[name](num_classes=3))
 
@@ -64,8 +65,9 @@ class OwnForward(nn.BatchNorm2d):
 
 
 class Branches(nn.Module):
-    """Parallel branches, a layer used twice, every option of the layer, one frozen, one
-    functional, one builtin.
+    """Parallel branches with every option of a BatchNorm layer.
+
+    One layer is used twice, one is frozen, one is functional, and one is builtin.
     """
 
     def __init__(self) -> None:

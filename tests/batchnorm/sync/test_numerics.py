@@ -1,4 +1,4 @@
-"""Float32 and bfloat16: as exact as torch's BatchNorm, also with a large mean."""
+"""Float32 and bfloat16 are as exact as torch's BatchNorm, even at a large mean."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_float32_is_as_close_to_float64_as_torch(lab, name, exchanges):
 
 
 def far_clients(offset: float, spread: float) -> list[Tensor]:
-    """Float32 inputs of uneven clients, whose means are half a deviation apart."""
+    """Return float32 inputs of uneven clients, half a deviation apart."""
     g = torch.Generator().manual_seed(3)
     parts = []
     for i, n in enumerate((8, 12, 4)):
@@ -46,8 +46,10 @@ def far_clients(offset: float, spread: float) -> list[Tensor]:
 def one_layer(
     lab, layer: nn.Module, parts: list[Tensor], upstream: list[Tensor], exchanges: str
 ) -> dict[str, Tensor]:
-    """Output, input gradient, statistics and stepped weight of one layer over the
-    clients ``parts``, put together.
+    """Return the results of one layer over the clients ``parts``.
+
+    These are output, input gradient, statistics and stepped weight of all clients
+    together.
     """
     inputs = [part.clone().requires_grad_() for part in parts]
     outputs: list[Tensor | None] = [None] * len(parts)
@@ -92,14 +94,14 @@ def test_a_mean_far_above_the_deviation_loses_no_more_digits_than_torch(
     by_torch = one_layer_torch(lab, layer, parts, upstream)
     ours = one_layer(lab, layer, parts, upstream, exchanges)
     for name, value in exact.items():
-        # Fused moments carry what rounding left of the means: at any mean they are off
-        # by a few roundings of float32, far below torch's error.
+        # Fused moments carry the rest of the rounded means. At any mean, their error is
+        # a few roundings of float32, far below torch's error.
         factor = 0
         if exchanges == "3L+1":
-            # A mean that travels alone is rounded twice, by the client and by the
-            # server; torch rounds it once.
+            # A separate mean is rounded twice, by the client and by the server. Torch
+            # rounds it once.
             factor = 2
-            if name == "running_var":  # off by the square of that
+            if name == "running_var":  # its error is the square
                 factor = 4
         torch_error = relative_error(by_torch[name], value)
         bound = factor * torch_error + 2**-21
@@ -158,8 +160,9 @@ def test_a_low_precision_model_keeps_its_types(dtype):
 @pytest.mark.parametrize("exchanges", MODES)
 @pytest.mark.parametrize("positions", [1, 3, 49, 784, 50_176])
 def test_equal_positions_give_the_unions_n_in_float32_too(positions, exchanges):
-    """The examples per element travel in float32, as 1/784; n/(n-1) has the bits as
-    from whole numbers.
+    """The examples per element travel in float32, such as 1/784.
+
+    The factor n/(n-1) has the same bits as from whole numbers.
     """
     sizes, union, answers = (3, 5), 8, {}
 
@@ -192,8 +195,10 @@ def fractions(values: Tensor) -> list[Fraction]:
     ("dtype", "ulp"), [(torch.float32, 8.0), (torch.float64, 2.0**-26)]
 )
 def test_fused_moments_do_not_cancel(dtype, ulp):
-    """Against fractions: means differ by some ulps, each has its own rest, variances
-    are about one ulp squared.
+    """The oracle computes with fractions.
+
+    The means differ by some ulps, each has its own rest, and variances are about one
+    ulp squared.
     """
     # mean, its rest and variance of three clients, in ulps around 1e8
     rows = [(0, 0.25, 0.125), (1, -0.375, 0.25), (-2, 0.125, 0.5)]

@@ -1,4 +1,4 @@
-"""The interface: the exchanges, the refused models, and the state after an error."""
+"""Exchanges, refused models and the state after an error."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.support.strange_layers import InPlace
 
 
 def alone(tag: str, tensor: Tensor) -> Tensor:
-    """The only client of a round."""
+    """Combine the tensor of the only client of a round."""
     return combine(tag, [tensor], [1.0])
 
 
@@ -75,7 +75,7 @@ def test_tags_shapes_and_types_of_the_exchanges(exchanges, backward, tags):
         kind, _, path = tag.split("/")
         channels = {"1": 5, "4": 3}[path]
         rows = {"moments": (3,), "gradients": (2,)}.get(kind, ())
-        # examples: a column beside
+        # The examples are a further column.
         per_element = {"variance": [1.0], "moments": [1.0, 0.0, 0.0]}.get(kind, [])
         assert tensor.shape == (*rows, channels + bool(per_element))
         assert tensor[..., channels:].flatten().tolist() == per_element
@@ -159,7 +159,7 @@ def test_only_the_thread_of_the_step_is_synchronised():
 
 
 def test_a_model_that_two_clients_share_is_refused():
-    """Their gradients and statistics would be mixed without a word."""
+    """Otherwise, their gradients and statistics would silently be mixed."""
     model = small()
     first, second = (
         synchronised(model, lambda tag, t: t, batch_size=4, union_batch_size=8)
@@ -172,7 +172,7 @@ def test_a_model_that_two_clients_share_is_refused():
 
 
 def test_backward_may_run_in_another_thread():
-    """As autograd does on an accelerator."""
+    """Autograd does this on an accelerator."""
     model, reference = small(), small()
     step(reference)
     with synchronised(model, alone, batch_size=4, union_batch_size=8):
@@ -185,8 +185,9 @@ def test_backward_may_run_in_another_thread():
 
 
 def test_every_exchange_is_made_in_the_thread_of_the_step():
-    """Autograd has one thread for a GPU: clients of one process would wait for one
-    another in it for ever.
+    """Autograd has one thread for a GPU.
+
+    In this thread, the clients of one process would wait for one another for ever.
     """
     threads, device_threads = set(), torch._C._is_multithreading_enabled
 
@@ -392,8 +393,9 @@ def test_a_step_in_eval_mode_is_refused():
 
 @pytest.mark.parametrize("refused", [False, True])
 def test_the_trial_of_a_step_has_no_effect(refused):
-    """On state, modes, random numbers and gradients, of which it leaves none; also
-    where a layer is refused.
+    """State, modes and random numbers do not change, and no gradient remains.
+
+    The cases include a refused layer.
     """
     model = small()
     if refused:
@@ -427,7 +429,7 @@ def test_the_trial_of_a_step_has_no_effect(refused):
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("way", ["function", "in place", "layer", "layer in place"])
 def test_a_compiled_model_is_synchronised(way, backend):
-    """Also by compilers that change an activation's input after their graph."""
+    """The compilers may change an activation's input after their graph."""
     torch.compiler.reset()
     model, tags = nn.Sequential(InPlace(4)), []
     step(reference := copy.deepcopy(model))
@@ -444,7 +446,7 @@ def test_a_compiled_model_is_synchronised(way, backend):
 
 
 def test_steps_that_are_not_synchronised_stay_compiled():
-    """In more rounds than torch's compiler bears new graphs."""
+    """The rounds are more than the new graphs that torch's compiler allows."""
     torch.compiler.reset()
     graphs, runs, model = [], [], small()
 
@@ -480,7 +482,7 @@ def test_combine_refuses_wrong_tensors_and_weights(tag, shapes, weights, error):
 
 
 def test_a_batch_is_not_held_after_its_step() -> None:
-    """Nor until the next collection: it may be most of a device's memory."""
+    """It is freed before a collection, because it may fill a device's memory."""
     gc.disable()
     try:
         model, batch = small(), inputs()
