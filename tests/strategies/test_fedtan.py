@@ -88,8 +88,8 @@ def test_all_transports_move_the_same_bytes_and_give_the_same_bits(
 ) -> None:
     """Each of five BatchNorm calls with four channels exchanges rows.
 
-    The rows are mean, variance and two gradients; a fused exchange adds the rest of the
-    mean. Counts of examples per element are measured separately.
+    The rows are mean, variance and two gradients, but FedDNA has no gradients. A fused
+    exchange adds the rest of the mean. Counts of examples per element are separate.
     """
     model, data = branches(), client_data((3, 6, 6), (2, 3, 1))
     state = sum(
