@@ -1,4 +1,7 @@
-"""The commands of a federation without Docker; tests/lab/deployment runs them."""
+"""The commands of a federation without Docker.
+
+The tests of tests/lab/deployment run them.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +21,9 @@ def options(words: list[str]) -> set[str]:
 
 
 def test_tls_keys_and_secrets_are_those_of_the_compose_file(tmp_path: Path) -> None:
-    """Every process has the options of its service, and each file that it names is made
-    by ``make certs``.
+    """Each process has the options of its Compose service.
+
+    ``make certs`` makes each file that the options name.
     """
     make_certificates(tmp_path / "certs", 2)
     federation = LocalFederation(tmp_path / "net", tmp_path / "certs", 2, 8000, ())

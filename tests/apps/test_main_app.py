@@ -1,4 +1,4 @@
-"""The default app: its entry points, and the demo's table and exit code."""
+"""The default app has its entry points, and the demo's table and exit code."""
 
 from __future__ import annotations
 
@@ -45,12 +45,13 @@ def test_an_app_file_holds_only_its_entry_point(path: Path) -> None:
     assert kinds <= {"Expr", "ImportFrom", "Assign"}
 
 
-# The demo, with short runs and Flower's part in process.
+# These tests use short runs, and replace Flower's part by a run in this process.
 
 
 class AtOnce(Executor):
-    """Does the work when it gets it: here the runs beside it are in this process, too,
-    and seed its generators.
+    """An executor that does its work when it receives it.
+
+    The runs share this process and seed its generators.
     """
 
     def __init__(self, workers: int) -> None: ...
@@ -68,8 +69,9 @@ class AtOnce(Executor):
 
 @pytest.fixture
 def short_demo(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """``flower_run`` does the run in process with the settings it was given;
-    ``seen["change"]`` is added to them.
+    """Make ``flower_run`` execute the run in this process with its settings.
+
+    Tests change these settings through ``seen["change"]``.
     """
     seen: dict[str, Any] = {"change": {}}
 

@@ -1,5 +1,6 @@
-"""The NumPyClient project, in process and through ``flwr run``: our strategies in
-Flower's legacy loop.
+"""The NumPyClient project runs in process and through ``flwr run``.
+
+It uses our strategies in Flower's legacy loop.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def test_the_app_learns_in_process(strategy: str, project, caplog) -> None:
     assert found[-1] > 0.5
 
 
-# tests/lab/runs/test_matrix.py has the same law for fedbn, in its own run of Flower
+# tests/lab/runs/test_matrix.py has this law for fedbn, in its own run of Flower.
 @pytest.mark.slow
 @pytest.mark.simulation
 @pytest.mark.parametrize("strategy", ["fedadam", "fedbn"])

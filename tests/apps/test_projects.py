@@ -1,4 +1,6 @@
-"""``apps/`` as users write them, and the diffs that change one."""
+"""The projects in ``apps/`` run as users write them, and with the diffs that change
+them.
+"""
 
 from __future__ import annotations
 
@@ -36,8 +38,9 @@ NODES = 3
 
 @pytest.fixture
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """``project(name, diff=None, **run_config)``: the bundle of an app, changed by a
-    diff, run in process.
+    """Provide ``project(name, diff=None, **run_config)`` to run an app in process.
+
+    It unpacks the bundle of the app and applies the diff first.
     """
 
     def run(
@@ -97,7 +100,7 @@ def test_the_unchanged_quickstart_is_flowers(project, capsys) -> None:
 
 
 class AsLoader(LocalTraining):
-    """The order of the project's DataLoader."""
+    """Local training in the order of the project's DataLoader."""
 
     def batches(
         self, num_examples: int, generator: torch.Generator
@@ -112,7 +115,7 @@ class AsLoader(LocalTraining):
 
 
 class OurClient(TorchClient):
-    """Our client with the project's settings and seeds."""
+    """``TorchClient`` with the project's settings and seeds."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -162,12 +165,12 @@ def test_a_changed_quickstart_ends_in_the_bits_of_our_own_client(
     ("diff", "lines"), [("fedbn", 4), ("fixbn", 6), ("fedtan", 14)]
 )
 def test_the_number_of_lines_to_change(diff: str, lines: int) -> None:
-    """Lines of the result that are new or different."""
+    """Count the lines of the result that are new or different."""
     assert len(changed_lines(APPS / f"quickstart/{diff}.diff")[1]) == lines
 
 
-# Its network has no convolution to standardise, and its client does not answer queries
-# for statistics, nor has it a second model.
+# The hospitals' network has no convolution to standardise. Its client does not answer
+# queries for statistics and has no second model.
 NOT_FOR_HOSPITALS = ("fedwon", "staticbn", "ditto")
 
 
@@ -183,8 +186,8 @@ def test_the_hospital_app_runs_with_every_other_strategy(
         )
     assert [report.rejected for report in run.strategy.reports] == [{}, {}]
     assert [report.participants for report in run.strategy.reports] == [[0, 1, 2]] * 2
-    # What two rounds cannot show, Flower's defaults with which a method is FedAvg, and
-    # parts that are not in the final arrays.
+    # These warnings are expected: two rounds are too short for some effects, Flower's
+    # defaults turn some methods into FedAvg, and the final arrays lack some parts.
     known = (
         "fedtan2: fedtan_rounds=0.1 of 2 rounds",
         "fedbs: fedbs_rounds=5 means",
@@ -215,7 +218,7 @@ def test_the_hospitals_have_different_data() -> None:
 
 
 def demo(flag: str) -> dict[str, Any]:
-    """What the command of the hospitals' page gives for a flag."""
+    """Return the settings in the command of the hospitals' page for a flag."""
     page = (APPS / "hospitals/README.md").read_text()
     found = re.search(rf'{flag} "(.*?)"', page)
     assert found
@@ -258,7 +261,7 @@ def test_the_table_of_the_hub_apps_page(project, capsys) -> None:
         for seed in range(3):
             project("hospitals", nodes=nodes, strategy=strategy, seed=seed)
             reached.append(100 * float(capsys.readouterr().out.split()[-1]))
-        # other processors round otherwise: a patient or two
+        # Other processors round differently, so one or two patients may differ.
         assert np.mean(reached) == pytest.approx(float(said), abs=0.7), strategy
 
 
@@ -268,7 +271,7 @@ ROW = re.compile(r"^\| .*?`(?:flwr (new)|\w+/([\w-]+))`.*? \| (.*) \|$", re.MULT
 
 
 def test_the_page_counts_the_lines_of_the_projects_as_found() -> None:
-    """New lines, and in brackets those that are only indented."""
+    """The table shows the new lines, and in brackets the lines only indented."""
     table = (FOUND / "README.md").read_text()
     counted = 0
     for template, name, cells in ROW.findall(table):

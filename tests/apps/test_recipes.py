@@ -1,6 +1,4 @@
-"""The recipes: one for each strategy and for two options; each says how to run it and
-which accuracy it reaches.
-"""
+"""Recipes for each strategy and two options state a command and an accuracy."""
 
 from __future__ import annotations
 
@@ -60,8 +58,10 @@ def test_a_study_loads(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_reaches_the_accuracy_it_states(name: str, tmp_path: Path) -> None:
-    """Within two points: another CPU rounds otherwise, and the run on non-IID data
-    amplifies that.
+    """The accuracy may differ by two points.
+
+    Other processors round differently, and the run on non-IID data amplifies the
+    difference.
     """
     path = FOLDER / f"{name}.yaml"
     summary = run(Config.load(path), tmp_path / "out")

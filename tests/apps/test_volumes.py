@@ -1,4 +1,4 @@
-"""The guide to volumes: MONAI's 3-D UNet on NIfTI files, with Dice and HD95 by MONAI."""
+"""The guide to volumes runs MONAI's 3-D UNet, Dice and HD95 on NIfTI files."""
 
 from __future__ import annotations
 
@@ -36,14 +36,17 @@ METHODS = {
 def test_the_guide(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, record_property
 ) -> None:
-    """Four methods learn; Dice is MONAI's; ``init``, doctor, ``export`` take runs."""
+    """Four methods learn, and our Dice equals MONAI's.
+
+    ``init``, the doctor and ``export`` accept the runs.
+    """
     from apps.volumes.make import make
     from apps.volumes.measure import measured, predictions
 
     monkeypatch.setenv("VOLUMES", str(tmp_path / "volumes"))
     make(tmp_path / "volumes")
     for name, method in METHODS.items():
-        rounds = 8 if name == "fedbn" else 4  # its model of site 2 is measured below
+        rounds = 8 if name == "fedbn" else 4  # the model of site 2 is measured below
         config = Config.make({**SETTINGS, **method, "num-server-rounds": rounds})
         began = time.process_time()
         run(config, tmp_path / name, workers=0)
@@ -52,7 +55,7 @@ def test_the_guide(
         )
         lines = read_metrics(tmp_path / name / "metrics.jsonl")
         assert lines[-1]["train-loss"] < 0.7 * lines[0]["train-loss"], name
-        # that of the background alone is below
+        # a prediction of only background scores below this
         assert lines[-1]["personal-own-miou"] > 0.5, name
         record_property(f"seconds of a round, {name}", lines[-1]["seconds"])
     record_property(

@@ -1,4 +1,7 @@
-"""One client among many: which one stands out, by which measure, and when none does."""
+"""The doctor names one client among many, and the measure that shows it.
+
+It names none among equal clients.
+"""
 
 from __future__ import annotations
 
@@ -34,10 +37,11 @@ def trained(digits: Data) -> nn.Module:
 
 
 def split(digits: Data, clients: int, seed: int = 0, alpha: float = 0.0) -> list[Data]:
-    """Deal the digits to clients of uneven sizes, with the same classes; or, with
-    alpha, by Dirichlet(alpha).
+    """Deal the digits to clients of uneven sizes.
+
+    The classes are equally distributed, or follow Dirichlet(alpha) if alpha is given.
     """
-    # NumPy's draws: torch's differ between its versions.
+    # NumPy draws the numbers, because torch's draws differ between its versions.
     draw = np.random.default_rng(seed)
     shares = np.tile(draw.uniform(0.5, 1.5, clients), (10, 1))
     if alpha:
@@ -86,7 +90,7 @@ WANTED = {
             for fault in FAULTS
             if fault not in ("another class mix", "reversed pixels")
         ),
-        ("another class mix", 12, [3]),  # of few examples the classes are no evidence
+        ("another class mix", 12, [3]),  # a few examples do not prove a class mix
         *(
             (fault, 40, [3])
             for fault in ("permuted pixels", "inputs in other units", "swapped labels")
@@ -106,7 +110,7 @@ def test_a_client_that_differs_from_the_others_is_named(
     by_id = {finding.id: finding for finding in found.findings}
     wanted = WANTED[fault]
     if fault == "reversed pixels" and wanted not in by_id:
-        wanted = "client-below"  # digits look much the same backwards
+        wanted = "client-below"  # reversed digits look much the same
     assert by_id[wanted].numbers["clients"] == named
     assert by_id[wanted].what.startswith(
         f"Client{'s' if len(odd) > 1 else ''} {', '.join(named)}: "
@@ -141,7 +145,7 @@ def test_no_client_stands_out_where_all_are_alike_or_all_differ(
 
 
 def skewed_table(name: str) -> Data:
-    """A table whose columns have long tails, without a unit: as a hospital has it."""
+    """Return a hospital's table with long-tailed columns without a unit."""
     if name == "breast cancer":
         from sklearn.datasets import load_breast_cancer
 
@@ -152,8 +156,9 @@ def skewed_table(name: str) -> Data:
 
 
 def dealt(table: Data, clients: int, seed: int) -> list[Data]:
-    """Deal the examples at random: clients that differ by chance alone, and the last
-    has one example.
+    """Deal the examples at random, and a single example to the last client.
+
+    The clients differ only by chance.
     """
     order = torch.randperm(len(table[1]), generator=seed_of(seed))
     shares = [*order[1:].tensor_split(clients - 1), order[:1]]
@@ -161,7 +166,7 @@ def dealt(table: Data, clients: int, seed: int) -> list[Data]:
 
 
 def normalised_first(table: Data) -> nn.Module:
-    """A model that sees the table as it is, under the statistics of all of it."""
+    """Return a model that normalises the raw table by its statistics."""
     torch.manual_seed(0)
     norm = nn.BatchNorm1d(table[0].shape[1], momentum=1.0)
     norm(table[0])
@@ -186,7 +191,7 @@ def test_random_splits_of_long_tailed_columns_accuse_nobody(
         lambda x: 255 * x,
         lambda x: 1.8 * x + 32,
         lambda x: -x,
-        # One column alone, in a table of many.
+        # Only one column of a table with many is changed.
         lambda x: torch.cat([x[:, :1].mean(0).expand(len(x), 1), x[:, 1:]], 1),
         lambda x: torch.cat([10 * x[:, :1], x[:, 1:]], 1),
     ],
@@ -208,7 +213,7 @@ def test_small_batches_of_one_client_are_named_where_it_has_more_examples(
     trained: nn.Module, digits: Data
 ) -> None:
     parts = [[part] for part in split(digits, 8)]
-    # All that a client has, and by choice.
+    # Client 1 has only three examples; client 5 chooses batches of one example.
     parts[1] = [tuple(values[:3] for values in parts[1][0])]
     parts[5] = [*zip(*(values.split(1) for values in parts[5][0]), strict=True)]
     found = diagnose(trained, parts)

@@ -1,4 +1,4 @@
-"""Measurements against plain oracles: batches, clients, tests, states."""
+"""Measurements of batches, clients, tests and states equal plain oracles."""
 
 from __future__ import annotations
 
@@ -108,14 +108,16 @@ def test_units_of_groups_against_plain_torch() -> None:
 
 
 def test_total_variation_of_classes() -> None:
-    """Each client's distance from all examples, of which one has more."""
+    """The distance is between each client and all examples; client 1 has more."""
     assert total_variation(torch.tensor([[1, 0], [0, 3]])).tolist() == [0.75, 0.25]
 
 
 @pytest.mark.parametrize("cause", ["none", "labels", "features"])
 def test_the_causes_of_a_shift_are_told_apart(cause: str) -> None:
-    """X depends on the class. Either the classes differ between clients, or x is
-    shifted at one client, or neither.
+    """X depends on the class, and the doctor names the cause of a difference.
+
+    Either the classes differ between clients, or x is shifted at one client, or
+    neither.
     """
     generator, count = _generator(), 600
     owner = torch.arange(3).repeat_interleave(count // 3)
@@ -140,8 +142,10 @@ def test_the_causes_of_a_shift_are_told_apart(cause: str) -> None:
 
 
 def test_p_values_of_equal_clients_are_uniform() -> None:
-    """Correlated channels count only as many as are independent: else chance alone
-    would be certain. And the distances are those that chance is said to make.
+    """Correlated channels count only as many as are independent.
+
+    Otherwise every result by chance would be certain. The mean distances equal the
+    distances predicted by chance.
     """
     generator = _generator()
     mix = torch.randn(3, 40, generator=generator)
@@ -164,7 +168,7 @@ def test_p_values_of_equal_clients_are_uniform() -> None:
 
 
 def test_p_values_are_those_of_the_textbook() -> None:
-    """One column by scipy's analysis of variance, and Pearson's test written out."""
+    """The oracles are scipy's analysis of variance and a written-out Pearson test."""
     generator, owner = _generator(), torch.arange(3).repeat_interleave(5)[1:]
     for effect in (0.0, 0.5, 2.0):
         column = torch.randn(14, 1, generator=generator).double()
@@ -185,7 +189,7 @@ def test_p_values_are_those_of_the_textbook() -> None:
 
 
 def test_the_certainty_of_a_mismatch_is_scipys() -> None:
-    """By the loss or by being right, with one more example that is equally right."""
+    """The certainty uses the loss, or correctness with an extra zero difference."""
     generator = _generator()
     for _ in range(20):
         inputs = torch.randn(40, 3, generator=generator).double()
@@ -210,7 +214,7 @@ def test_the_certainty_of_a_mismatch_is_scipys() -> None:
 
 @pytest.mark.parametrize(("make", "missed"), [(resnet18, 3), (mobilenet_v2, 52)])
 def test_what_a_filter_on_names_misses(make, missed: int) -> None:
-    """The habit to avoid: 3 of 20 layers of resnet18, all 52 of mobilenet_v2."""
+    """The filter misses 3 of 20 layers of resnet18 and all 52 of mobilenet_v2."""
     model = make()
     local = [name for name in model.state_dict() if "bn" in name]
     found = missed_entries(split_state(model), local)
@@ -250,7 +254,7 @@ class _Stream(torch.utils.data.IterableDataset):
 
 @pytest.mark.parametrize("kind", ["sorted", "of a subset", "stream"])
 def test_examples_of_a_sorted_loader_are_drawn_from_all_of_it(kind: str) -> None:
-    """The first ones of a loader sorted by class: that is no skew."""
+    """The first examples of a loader sorted by class would look like skew."""
     data = torch.utils.data.TensorDataset(torch.arange(20.0)[:, None], torch.arange(20))
     sampler = (
         torch.utils.data.SubsetRandomSampler([*range(10, 20)])
@@ -280,8 +284,9 @@ def test_examples_of_a_sorted_loader_are_drawn_from_all_of_it(kind: str) -> None
 
 @pytest.mark.parametrize("limit", [8, 40])
 def test_an_example_that_a_sampler_repeats_is_used_once(limit: int) -> None:
-    """Repeated examples are no further ones: equal clients that balance their classes
-    seemed to differ.
+    """Repeated examples add no information.
+
+    Equal clients that balance their classes would seem to differ.
     """
     data = torch.utils.data.TensorDataset(torch.arange(20.0)[:, None], torch.arange(20))
     sampler = torch.utils.data.WeightedRandomSampler([1.0] * 10 + [0.1] * 10, 40)
@@ -338,7 +343,7 @@ def test_loaders_are_read_up_to_the_limit_and_leave_the_generators_alone() -> No
 
 
 def test_independent_columns_count_as_many_as_they_are_also_from_few_rows() -> None:
-    """Ten of 20 normal rows: without the correction for few rows 6.6."""
+    """Without the correction for few rows, 20 normal rows of ten columns give 6.6."""
     generator = _generator()
     found = []
     for _ in range(100):

@@ -1,4 +1,4 @@
-"""Planted faults: the doctor names each, its remedy first."""
+"""The doctor names each planted fault, and the remedy first."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ TWO_CLIENTS = (
 
 @dataclass
 class Ground:
-    """A sound model, trained on the digits; a plant spoils a copy."""
+    """A sound model that was trained on the digits; a plant spoils a copy."""
 
     model: nn.Module
     inputs: Tensor
     targets: Tensor
 
     def equal(self, batch_size: int = 32) -> list[DataLoader]:
-        """The loaders of equal clients, drawn at random."""
+        """Return loaders of equal clients, drawn at random."""
         order = torch.randperm(
             len(self.inputs), generator=torch.Generator().manual_seed(0)
         )
@@ -89,7 +89,7 @@ def ids(found: Diagnosis) -> list[str]:
     return [finding.id for finding in found.findings]
 
 
-# What must be found.
+# The doctor must find these faults.
 
 
 def train_mode(ground: Ground) -> Diagnosis:
@@ -106,7 +106,7 @@ def batches_of_two(ground: Ground) -> Diagnosis:
 
 
 def clients_below_a_batch(ground: Ground) -> Diagnosis:
-    """The batch size of the training is not that of a client with three examples."""
+    """The training's batch size, 32, exceeds a client with three examples."""
     sizes = [3, 3, 3, 60]
     inputs, targets = ground.inputs[:69].split(sizes), ground.targets[:69].split(sizes)
     loaders = [[part] for part in zip(inputs, targets, strict=True)]
@@ -114,7 +114,10 @@ def clients_below_a_batch(ground: Ground) -> Diagnosis:
 
 
 def averaged_state(ground: Ground) -> dict[str, Tensor]:
-    """A plain mean of the clients' states, as floats; loading it would hide the fault."""
+    """Return a plain mean of the clients' states, as floats.
+
+    Loading it into a model would hide the fault.
+    """
     clients = [dict(ground.model.state_dict()) for _ in range(3)]
     clients[0]["1.num_batches_tracked"] = clients[0]["1.num_batches_tracked"] + 1
     averaged = {}
@@ -131,11 +134,12 @@ def averaged_counters(ground: Ground) -> Diagnosis:
 
 
 def tiny_variance(ground: Ground) -> Diagnosis:
-    """The inputs vary as they did, so there is no constant input; accuracy stays, and
-    the loss explodes.
+    """The variance of the inputs did not change, so no input is constant.
+
+    The accuracy stays, and the loss explodes.
     """
     ground.model[4].running_var.mul_(1e-9)
-    # a tenth of the test targets is wrong, so that the loss has something to explode
+    # A tenth of the test targets is wrong, so that the loss can explode.
     wrong = ground.targets.clone()
     wrong[::10] = (wrong[::10] + 1) % 10
     tests = [[(ground.inputs, wrong)]]
@@ -152,7 +156,8 @@ def input_scale(ground: Ground) -> Diagnosis:
 def constant_features(ground: Ground) -> Diagnosis:
     inputs = torch.cat([torch.zeros(64, 40), ground.inputs[:64, 20:44]], 1)
     model = nn.Sequential(nn.BatchNorm1d(64), nn.Linear(64, 10)).train()
-    # with momentum 0.1 a constant feature's variance of 1 is 1e-7 after 150 batches
+    # With momentum 0.1 the running variance of a constant feature falls from 1 to 1e-7
+    # in 150 batches.
     for _ in range(150):
         model(inputs)
     halves = [slice(0, 32), slice(32, 64)]
@@ -161,7 +166,7 @@ def constant_features(ground: Ground) -> Diagnosis:
 
 
 def unmoved(momentum: float) -> Callable[[Ground], Diagnosis]:
-    """Statistics of the start: trained without momentum, or never sent."""
+    """The statistics are still initial: trained without momentum, or never sent."""
 
     def plant(ground: Ground) -> Diagnosis:
         torch.manual_seed(0)
@@ -188,9 +193,12 @@ def unmoved(momentum: float) -> Callable[[Ground], Diagnosis]:
 
 
 def nan_inputs(ground: Ground) -> Diagnosis:
-    """With NaN nothing else is measured; an empty answer would pass for health."""
+    """Inputs with NaN stop all other measures.
+
+    An empty answer would look like health.
+    """
     inputs = ground.inputs.clone()
-    inputs[53, 7] = float("nan")  # of the client b
+    inputs[53, 7] = float("nan")  # an example of client b
     loaders = {}
     for name, at in (("a", 0), ("b", 50), ("c", 100)):
         loaders[name] = [(inputs[at : at + 50], ground.targets[at : at + 50])]
@@ -210,14 +218,14 @@ def filter_on_names(ground: Ground) -> Diagnosis:
 
 
 def split_with_a_prefix(ground: Ground) -> Diagnosis:
-    """With a wrapper's prefix."""
+    """The local keys have a wrapper's prefix."""
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.BatchNorm1d(2))
     local = [f"module.{name}" for name in model.state_dict() if name.startswith("1.")]
     return diagnose_state(model.state_dict(), model=model, local_keys=local)
 
 
 def spoiled_statistics(ground: Ground) -> Diagnosis:
-    """As by an optimizer of the server."""
+    """Return statistics as a server optimizer may spoil them."""
     state = nn.Sequential(nn.BatchNorm1d(2), nn.BatchNorm1d(2)).state_dict()
     state["0.running_var"] -= 1.5
     state["1.running_var"] = torch.tensor([-2.0, float("nan")])
@@ -225,8 +233,10 @@ def spoiled_statistics(ground: Ground) -> Diagnosis:
 
 
 def label_skew(local_steps: int | None) -> Callable[[Ground], Diagnosis]:
-    """The same data: with one step a round FedTAN is centralised training, with more
-    FixBN acts in every step.
+    """The remedy for the same data depends on the local steps.
+
+    With one step a round FedTAN is centralised training. With more steps FixBN acts in
+    every step.
     """
 
     def plant(ground: Ground) -> Diagnosis:
@@ -240,8 +250,11 @@ def label_skew(local_steps: int | None) -> Callable[[Ground], Diagnosis]:
 
 @dataclass(frozen=True)
 class Fault:
-    """A planted fault; the first finding, its first remedy and some of its numbers; all
-    findings, if they are told; and what would keep the fault, and no finding advises.
+    """A planted fault and the expected findings.
+
+    ``found`` is the first finding, ``remedy`` its first remedy, ``numbers`` some of its
+    numbers and ``all`` the list of all findings, if given. No finding may advise
+    ``never``, because it would keep the fault.
     """
 
     plant: Callable[[Ground], Diagnosis]
@@ -374,7 +387,7 @@ def _gap(running_accuracy: float | None, running: float, batch: float) -> Measur
     [
         (_gap(0.84, 0.3, 0.2), True),
         (_gap(0.88, 0.3, 0.2), False),
-        (_gap(0.90, 4.0, 0.2), True),  # wrong with certainty where it is wrong
+        (_gap(0.90, 4.0, 0.2), True),  # wrong answers with high certainty
         (_gap(0.88, 0.8, 0.2), False),
         (_gap(None, 0.3, 0.2), True),
         (_gap(None, 0.22, 0.2), False),
@@ -386,7 +399,7 @@ def test_how_much_a_mismatch_loses(measured: Measurements, found: bool) -> None:
     assert (train_test_mismatch(measured) is not None) == found
 
 
-# What must not be found.
+# The doctor must not accuse these models.
 
 
 def batch_renorm(ground: Ground) -> Diagnosis:
@@ -407,7 +420,7 @@ def few_extreme_channels(ground: Ground) -> Diagnosis:
 
 
 class _Twice(nn.Module):
-    """One layer, called for both halves of the inputs, which differ."""
+    """One layer that is called for both halves of the inputs; the halves differ."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -454,7 +467,7 @@ def test_what_is_no_fault_is_not_found(name: str, ground: Ground) -> None:
 
 
 class _Extra(nn.Module):
-    """A mask of -inf in a buffer, and a mapping in the state: no weights."""
+    """Add a mask of -inf as a buffer and a mapping to the state, but no weights."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -489,7 +502,7 @@ def test_nothing_is_found_in_a_healthy_model_and_nothing_changes(
 
 
 class _Holding(nn.Sequential):
-    """Some layers stay in eval mode: the usual way to fine-tune with frozen BatchNorm."""
+    """A model that keeps some layers in eval mode, as usual for frozen BatchNorm."""
 
     held: tuple[int, ...] = ()
 
@@ -505,8 +518,9 @@ class _Holding(nn.Sequential):
 def test_a_layer_that_is_held_in_eval_mode_is_not_accused(
     held: tuple[int, ...], by: str, ground: Ground
 ) -> None:
-    """Its training normalises by fixed statistics: neither the batch size nor the other
-    clients' data reach it.
+    """A layer in eval mode normalises by fixed statistics during training.
+
+    Neither the batch size nor the other clients' data change it.
     """
     model = _Holding(*ground.model).eval()
     if by == "its own train":
@@ -521,19 +535,20 @@ def test_a_layer_that_is_held_in_eval_mode_is_not_accused(
     assert ("shift" in found.measures) == (held == (1,))
 
 
-# What cannot be measured.
+# Some parts cannot be measured.
 
 
 def test_what_was_not_measured_is_not_called_sound(ground: Ground) -> None:
-    """No finding beside parts that could not be measured is no proof of health."""
+    """If a part was not measured, the lack of findings does not prove health."""
     found = diagnose_state(ground.model.state_dict())
     assert found.not_measured
     assert "Nothing found." not in str(found)
 
 
 class _Auxiliary(nn.Module):
-    """A second head that is called in train mode alone, as in GoogLeNet; the layer is
-    called by keyword.
+    """A second head that runs only in train mode, as in GoogLeNet.
+
+    The layer is called by keyword.
     """
 
     def __init__(self) -> None:
@@ -561,7 +576,10 @@ def no_batch(outputs: Tensor, targets: Tensor) -> Tensor:
 def layered(
     ground: Ground, width: int = 64, shift: int = 0, **options: Any
 ) -> Diagnosis:
-    """A network of one BatchNorm layer over two clients, the last batch of one example."""
+    """Diagnose a network with one BatchNorm layer over two clients.
+
+    The last batch has one example.
+    """
     model = nn.Sequential(nn.Linear(64, 8), nn.BatchNorm1d(8), nn.Linear(8, 10)).eval()
     inputs, targets = ground.inputs[:, :width], ground.targets + shift
     return diagnose(

@@ -1,4 +1,7 @@
-"""What ``flower_run`` makes of the outcome of Flower's command, without a SuperLink."""
+"""``flower_run`` turns the outcome of Flower's command into a result.
+
+No SuperLink starts.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +18,9 @@ from fedbn_flwr.errors import EngineError
 
 @pytest.fixture
 def commands(monkeypatch: pytest.MonkeyPatch):
-    """``commands(runs)``: Flower's list of runs after the command; returns the commands
-    that are given.
+    """Provide ``commands(runs)`` to set Flower's list of runs after the command.
+
+    It returns the list of commands that were called.
     """
     given: list[list[str]] = []
 

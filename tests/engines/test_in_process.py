@@ -1,4 +1,4 @@
-"""The in-process engine: for a strategy it is the same as Flower's Grid."""
+"""To a strategy, the in-process engine behaves like Flower's Grid."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ Open = Callable[..., InProcessGrid]
 
 
 def app_of(handler: Handler) -> ClientApp:
-    """An app that answers every kind of message with ``handler``."""
+    """Return an app that answers every kind of message with ``handler``."""
     app = ClientApp()
     for register in (app.train(), app.evaluate(), app.query()):
         register(handler)
@@ -54,7 +54,10 @@ def echo(message: Message, context: Context) -> Message:
 
 @pytest.fixture
 def open_grid(open_grid: Open) -> Open:
-    """``open_grid(handler=echo, num_nodes=3, ...)``: a grid whose app answers so."""
+    """Provide ``open_grid(handler=echo, num_nodes=3, ...)`` to open a grid.
+
+    The handler answers every message.
+    """
     return lambda handler=echo, num_nodes=3, **options: open_grid(
         app_of(handler), num_nodes, **options
     )
@@ -159,7 +162,7 @@ def test_push_and_pull(open_grid, asked: str) -> None:
     assert grid.pull_messages(["unknown"]) == []
     first, second = grid.push_messages(to(grid, 0, 0))
     while not grid.pull_messages([second]) and time.monotonic() < deadline:
-        pass  # one node's messages are answered in turn: then the first reply waits
+        pass  # One node answers its messages in turn, so the first reply waits.
     assert grid.pull_messages([]) == grid.pull_messages(reply_to_message_ids=[]) == []
     assert len(grid.pull_messages([first])) == 1
 
@@ -196,7 +199,7 @@ def counted_in_state(context: Context) -> int:
 
 
 def counted_in_config(context: Context) -> int:
-    """An app may note in a config what it has found out, and keep nothing."""
+    """Store a count in the config, as an app may store a finding there."""
     n = int(context.node_config.get("count", 0)) + 1
     context.node_config["count"] = n
     return n
@@ -270,7 +273,7 @@ SLOW = {"one hangs": [60.0], "five hang": [60.0] * 5, "ten in turn": [0.3] * 10}
 def test_a_call_ends_at_its_timeout_and_names_the_slow_clients(
     workers: int, around: Callable[[Grid], Grid], seconds: list[float], mlp, points
 ) -> None:
-    """Also if each of many clients takes less than the timeout."""
+    """This applies even if each client needs less than the timeout."""
     end = threading.Event()
     timeout = 0.5
 
@@ -299,7 +302,8 @@ def test_a_call_ends_at_its_timeout_and_names_the_slow_clients(
     nodes = grid.get_node_ids()
     named = {nodes.index(node) for node in report.rejected}
     assert sorted([*report.participants, *named]) == list(range(1 + len(seconds)))
-    # In one process one client computes at a time, in the order of the partitions.
+    # In one process, only one client computes at a time, in the order of the
+    # partitions.
     ends = seconds if workers else list(itertools.accumulate(seconds))
     assert {i for i, at in enumerate(ends, 1) if at > timeout} <= named
     assert 0 not in named
@@ -307,7 +311,7 @@ def test_a_call_ends_at_its_timeout_and_names_the_slow_clients(
 
 
 def test_closing_waits_for_the_members_of_a_step_that_is_over() -> None:
-    """Else they would draw from the generators of whatever comes after the grid."""
+    """Otherwise they would draw from the generators of later code."""
     before, began = torch.get_rng_state(), threading.Event()
 
     def work(message: Message, context: Context) -> Message:
@@ -331,7 +335,7 @@ def test_closing_waits_for_the_members_of_a_step_that_is_over() -> None:
 def test_what_waits_for_its_node_is_dropped_where_the_grid_closes(
     monkeypatch,
 ) -> None:
-    """Also if a node ends its message just then, while another one's is taken."""
+    """A node may end its message while another node's message is taken."""
     worked: list[int] = []
     pushed, ended = threading.Event(), threading.Event()
 
@@ -396,7 +400,7 @@ def test_a_plain_flower_strategy_with_a_plain_app_runs_on_it() -> None:
 
 
 def test_a_thread_whose_job_another_one_took_takes_no_turn(monkeypatch) -> None:
-    """An empty turn would put back generators from which the caller draws."""
+    """An empty turn would reset the generators while the caller draws."""
     process = client_work.OwnProcess(app_of(echo), torch_threads=1, threads=2)
     turns: list[None] = []
     real = client_work.one_after_the_other

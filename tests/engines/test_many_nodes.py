@@ -1,4 +1,4 @@
-"""A node is plain data until it is used: no thread and no context for each of many."""
+"""A node is plain data before its first use, without thread or context."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_many_nodes_are_numbers_until_they_are_used() -> None:
 
 
 def test_nodes_of_known_sizes_are_not_asked() -> None:
-    """The answers are the clients'; a node of unknown size is asked after all."""
+    """The node list is the same; only nodes of unknown size are asked."""
     made: list[int] = []
 
     class Client(NumPyClient):
@@ -128,7 +128,7 @@ def test_a_run_touches_the_data_of_the_chosen_clients_only(
 
 
 def test_a_node_works_on_one_message_at_a_time_and_in_order() -> None:
-    """Also where there are more workers than nodes."""
+    """This applies even with more workers than nodes."""
     app, at_work, seen = ClientApp(), threading.Semaphore(1), []
 
     @app.query()
@@ -150,7 +150,7 @@ def test_a_node_works_on_one_message_at_a_time_and_in_order() -> None:
 
 
 class Overtaken(deque[Any]):
-    """Whoever finds it empty is overtaken by another thread before he acts."""
+    """A queue whose reader is overtaken by another thread when it is empty."""
 
     def __len__(self) -> int:
         count = super().__len__()
@@ -175,7 +175,7 @@ def test_every_message_is_answered_whoever_overtakes_whom(
         node_ids = itertools.cycle(grid.get_node_ids())
         for number in range(60):
             waiting: set[str] = set()
-            # The second one comes while the threads end their work on the first.
+            # The second message comes while the threads end their work on the first.
             for count in (threads, 1):
                 batch = [
                     Message(RecordDict(), node_id, MessageType.QUERY)
@@ -183,7 +183,8 @@ def test_every_message_is_answered_whoever_overtakes_whom(
                 ]
                 waiting.update(grid.push_messages(batch))
                 time.sleep(0.0002 * (number % 20))
-            # Nothing further is sent, which would bring a forgotten one along.
+            # No further message is sent, because it would also deliver a forgotten
+            # message.
             latest = time.monotonic() + 20
             while waiting:
                 assert time.monotonic() < latest, "a message is not answered"

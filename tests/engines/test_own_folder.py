@@ -1,4 +1,4 @@
-"""Temporary folders of a killed process and its SuperLink: the next one cleans."""
+"""The next command removes the folders of a killed process and its SuperLink."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def ended(pid: int) -> bool:
 def test_the_processes_and_the_folder_of_a_killed_command_are_removed_by_the_next_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A process with Flower's home in the folder runs on in a session of its own."""
+    """A process with Flower's home in the folder survives in its own session."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr(tempfile, "tempdir", None)
     others = tmp_path / "fedbn-flwr-others"

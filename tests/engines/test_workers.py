@@ -1,5 +1,6 @@
-"""Worker processes: the same bits, no orphans, and a process that dies costs its
-clients' replies only.
+"""Worker processes give the same bits and leave no orphans.
+
+A process that dies costs only its clients' replies.
 """
 
 from __future__ import annotations
@@ -86,7 +87,7 @@ def errors(replies: list[Message]) -> list[bool]:
 
 
 def alive(pid: int) -> bool:
-    """Whether the process runs; a zombie does not."""
+    """Return whether the process runs. A zombie does not run."""
     try:
         return (
             Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
@@ -141,8 +142,9 @@ WORKED: dict[str, tuple[Callable[[], Strategy], float]] = {
 def test_workers_give_the_bits_of_one_process(
     federate, datasets, mlp, same_bits, method: str
 ) -> None:
-    """Uneven clients, dropout; what clients keep, synchronised steps and variates go
-    through shared memory.
+    """The clients are uneven and use dropout.
+
+    Local state, synchronised steps and variates pass through shared memory.
     """
     make, momentum = WORKED[method]
 
@@ -174,7 +176,7 @@ def test_workers_give_the_bits_of_one_process(
 
 
 def test_garbage_that_refers_to_shared_memory_is_collected() -> None:
-    """The error's frame leads to the message and to the reply that repeats its arrays.
+    """The error's frame refers to the message and to the reply with its arrays.
 
     Python up to 3.12.6 ends with SIGSEGV if a cycle has a memoryview with an exported
     buffer (python/cpython#77894).
@@ -198,8 +200,9 @@ def test_garbage_that_refers_to_shared_memory_is_collected() -> None:
 
 
 def test_messages_that_fill_the_pipe_pass_each_other() -> None:
-    """A process gets its next job while it sends a reply; both are larger than the
-    pipe.
+    """A process gets its next job while it sends a reply.
+
+    Both are larger than the pipe.
     """
     echo = app_of(lambda message, _: Message(message.content, reply_to=message))
     content = RecordDict({"config": ConfigRecord({"text": "x" * 2**20})})
@@ -209,7 +212,7 @@ def test_messages_that_fill_the_pipe_pass_each_other() -> None:
 
 
 def test_no_thread_outlives_the_grid(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that frees shared memory while Python ends would abort the command."""
+    """A thread that frees shared memory while Python exits would abort the command."""
 
     def end_slowly(*args: Any) -> None:
         _end(*args)
@@ -231,7 +234,7 @@ class Odd(RecordDict):
 
 
 def cancelled(message: Message) -> Message:
-    raise asyncio.CancelledError("stopped")  # no Exception, as KeyboardInterrupt
+    raise asyncio.CancelledError("stopped")  # like KeyboardInterrupt not an Exception
 
 
 FAULTS: dict[str, tuple[Callable[[Message], Any], str]] = {
@@ -262,8 +265,9 @@ FAULTS: dict[str, tuple[Callable[[Message], Any], str]] = {
 def test_a_fault_of_a_client_costs_its_own_reply_only(
     fault: str, workers: int, at: int, caplog
 ) -> None:
-    """Also the clients that wait in its process go on, as the fourth does after the
-    third; a process that died is replaced.
+    """Other clients of the process continue, and a dead process is replaced.
+
+    The fourth client waits for the process of the third.
     """
     act, said = FAULTS[fault]
 
@@ -287,7 +291,10 @@ def test_a_fault_of_a_client_costs_its_own_reply_only(
 
 
 def in_fit(act: Callable[[int, int], None]) -> Callable[[Any], ClientApp]:
-    """A wrap for ``federate``: ``act(partition, round)`` before each training."""
+    """Return a wrap for ``federate`` that calls ``act(partition, round)``.
+
+    The call precedes each training.
+    """
 
     def wrap(client_fn: Any) -> ClientApp:
         def acting(context: Context) -> TorchClient:
@@ -312,7 +319,7 @@ def in_fit(act: Callable[[int, int], None]) -> Callable[[Any], ClientApp]:
 def test_a_worker_that_dies_in_a_synchronised_step_costs_its_members_only(
     federate, datasets, mlp, same_bits
 ) -> None:
-    """The others repeat the step without them, as if they had not been asked."""
+    """The other members repeat the step as if the dead members had not been asked."""
 
     def die(partition: int, server_round: int) -> None:
         if partition == 1:
@@ -331,7 +338,7 @@ def test_a_worker_that_dies_in_a_synchronised_step_costs_its_members_only(
 def test_a_client_whose_process_dies_is_named_and_the_run_continues(
     federate, datasets, mlp, workers: int
 ) -> None:
-    """However many processes there are, and whoever waits in the same process."""
+    """This applies for any number of processes, whoever waits in the same process."""
     dying = {1: [0], 2: [2, 4], 3: []}
 
     def die(partition: int, server_round: int) -> None:
@@ -355,7 +362,7 @@ def test_a_client_whose_process_dies_is_named_and_the_run_continues(
 
 
 def test_new_processes_get_the_app_by_cloudpickle() -> None:
-    """As with several torch threads or CUDA: closures travel."""
+    """Closures reach new processes, as with several torch threads or CUDA."""
     number = 41
 
     def work(message: Message, context: Context) -> Message:
@@ -376,10 +383,10 @@ def test_new_processes_get_the_app_by_cloudpickle() -> None:
 def test_a_new_process_starts_while_the_one_before_it_still_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Sixteen that start one after the other take as long as sixteen imports of torch.
+    """Sixteen sequential starts would take as long as sixteen imports of torch.
 
-    A pipe holds less than this app: whoever hands it over waits until the process
-    reads, which each does only after all are started.
+    The app is larger than the pipe, so a writer waits until the process reads. Each
+    process reads only after all processes were started.
     """
     started, gave_up = tmp_path / "started", tmp_path / "gave-up"
     (tmp_path / "sitecustomize.py").write_text(
@@ -430,7 +437,7 @@ END
 def test_no_process_outlives_the_command(
     tmp_path, at_once: dict[str, str], end: str
 ) -> None:
-    """Also busy ones, and where the grid was never closed."""
+    """This includes busy processes and grids that were never closed."""
     script = tmp_path / "script.py"
     script.write_text(textwrap.dedent(SCRIPT).replace("END", end))
     with subprocess.Popen(
@@ -455,7 +462,7 @@ def test_a_fork_of_a_process_in_which_a_client_computes_can_compute() -> None:
 
 
 def test_a_message_that_cannot_be_sent_fails_its_client_only(monkeypatch) -> None:
-    """For example for lack of room for its arrays; the next one arrives."""
+    """An error occurs if the arrays find no space; the next message arrives."""
     tries = []
     whole = Packed.write
 
@@ -484,7 +491,7 @@ def test_a_message_that_cannot_be_sent_fails_its_client_only(monkeypatch) -> Non
 
 
 def member_work(message: Message, context: Context) -> Message:
-    """A member's work: two exchanges, repeated after RetryStep."""
+    """Do two exchanges as a member, and repeat them after RetryStep."""
     reducer = in_process_reducer(str(message.content["config"][BARRIER]))
     while True:
         try:
@@ -512,7 +519,7 @@ def step(
 
 
 def no_more_processes(monkeypatch: pytest.MonkeyPatch, after: int) -> None:
-    """Let the start of each process after the first ones fail."""
+    """Let the start of each process after the first ``after`` starts fail."""
     start, count = multiprocessing.context.ForkProcess.start, iter(range(100))
 
     def fails(self) -> None:
@@ -554,7 +561,10 @@ def test_a_process_that_cannot_be_replaced_fails_its_clients_only(
 def test_without_worker_processes_clients_run_in_the_commands_process(
     why: str, monkeypatch, caplog
 ) -> None:
-    """Only forks have what cannot be pickled; with two torch threads they are new."""
+    """Only forks contain objects that cannot be pickled.
+
+    With two torch threads the processes are new instead of forks.
+    """
     lock = threading.Lock()
 
     def work(message: Message, context: Context) -> Message:
@@ -579,7 +589,7 @@ def reports_pid(message: Message, context: Context) -> Message:
 
 
 def test_a_member_that_hangs_is_ended_with_its_process(caplog) -> None:
-    """Until then it has its process's turn, for which the others wait there."""
+    """The member occupies its process's turn while other clients wait for it."""
 
     def work(message: Message, context: Context) -> Message:
         if context.node_config["partition-id"] == 0:
@@ -616,13 +626,13 @@ def test_below_the_minimum_a_hanging_member_holds_the_step_no_longer_than_an_exc
 
 
 def test_the_memory_of_a_reply_is_written_again_after_its_last_array() -> None:
-    """What a client keeps does not hold it; an array that is held keeps its values."""
+    """Local state does not keep the memory, and a kept array keeps its values."""
 
     def work(message: Message, context: Context) -> Message:
         calls = int(context.state["n"]["n"]) + 1 if "n" in context.state else 1
         context.state["n"] = MetricRecord({"n": calls})
         context.state["kept"] = to_record({"kept": np.full(300, calls)})
-        # of another size in each round, and in each client
+        # another size in each round and in each client
         size = 400_000 + 3_000 * calls + 100 * context.node_config["partition-id"]
         return Message(
             RecordDict({"arrays": to_record({"large": np.full(size, calls)})}),
@@ -662,8 +672,9 @@ def test_the_memory_of_a_reply_is_written_again_after_its_last_array() -> None:
 def test_the_server_reads_and_adds_a_reply_while_the_next_clients_work(
     tmp_path, monkeypatch, points, mlp
 ) -> None:
-    """Client 1 works until the server has added the reply of client 0; the model is
-    that of one process.
+    """Client 1 works until the server has added the reply of client 0.
+
+    The model equals the model of one process.
     """
     added, given_up = tmp_path / "added", tmp_path / "given-up"
     datasets = [points(n, n) for n in (6, 9, 8)]

@@ -14,8 +14,9 @@ from fedbn_flwr.messages.moment_record import decode_moments, encode_moments
 def test_sums_of_squares_of_a_model_in_half_precision_travel_in_float32(
     dtype: torch.dtype,
 ) -> None:
-    """An M2 of 70,001 is no float16, and no bfloat16; one of 70,001 + 1e-9 is of a
-    model in float64 alone.
+    """An M2 of 70,001 overflows float16 and is inexact in bfloat16.
+
+    An M2 of 70,001 + 1e-9 occurs only in a float64 model.
     """
     like = {"bn.running_mean": torch.zeros(1, dtype=dtype)}
     wide = torch.tensor([0.5], dtype=torch.float64)

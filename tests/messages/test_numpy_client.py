@@ -1,4 +1,4 @@
-"""What a NumPyClient is given of a message."""
+"""The data that a NumPyClient gets from a message and sends in a reply."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Packed arrays come back byte for byte; an unfit manifest is refused."""
+"""Packed arrays come back byte for byte, and an unfit manifest is refused."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def array(dtype: str, shape: tuple[int, ...]) -> np.ndarray:
 
 
 def fields(content: RecordDict) -> list[Any]:
-    """All that a content holds, in order; of arrays the fields that travel."""
+    """Return the fields of a content in order, and of arrays the sent fields."""
     found: list[Any] = []
     for key, record in content.items():
         if not isinstance(record, ArrayRecord):
@@ -61,7 +61,7 @@ def fields(content: RecordDict) -> list[Any]:
 
 
 def num_objects(item: Any) -> int:
-    """The number of Flower's objects in an item: each has requests of its own."""
+    """Return the number of Flower's objects; each needs its own requests."""
     return 1 + sum(num_objects(child) for child in (item.children or {}).values())
 
 
@@ -147,7 +147,7 @@ def test_messages_with_the_same_arrays_share_one_piece() -> None:
 
 
 def test_messages_that_are_made_one_by_one_have_their_own_arrays() -> None:
-    """A record may lie where one lay that has gone."""
+    """A record may have the address of an earlier record that was deleted."""
 
     def message(number: int) -> Message:
         arrays = to_record({"w": np.full(3, float(number))})
@@ -165,8 +165,9 @@ ENTRY = ["w", "float32", [2], "numpy.ndarray", len(ZERO)]
 
 
 def forged(manifest: Any, data: bytes = ZERO, **changed: Any) -> RecordDict:
-    """Arrays in one piece with this manifest, a JSON value or its bytes; ``length`` is
-    the one that is named.
+    """Return arrays in one piece with this manifest, a JSON value or its bytes.
+
+    ``length`` replaces the length of the manifest in the piece.
     """
     text = manifest if isinstance(manifest, bytes) else json.dumps(manifest).encode()
     whole = changed.get("length", len(text)).to_bytes(8, "little") + text + data
@@ -200,7 +201,7 @@ def rows(values: np.ndarray) -> RecordDict:
 
 SIZE = len(ZERO)
 DAMAGED: dict[str, Callable[[], RecordDict]] = {
-    # Any other manifest and any changed byte: see the two properties below.
+    # The two properties below cover other manifests and changed bytes.
     "no array": lambda: in_place(ArrayRecord()),
     "two arrays": lambda: in_place(
         ArrayRecord({"a": encode(np.zeros(1)), "b": encode(np.zeros(1))})
@@ -262,8 +263,9 @@ def test_the_forgery_without_a_change_is_no_forgery() -> None:
 
 
 def refused_or_whole(content: RecordDict) -> None:
-    """Whatever is unpacked is the content whose piece has the same data: no byte is
-    lost, none is there twice.
+    """Check that the content is refused, or unpacked without an error.
+
+    No byte is lost, and none is there twice.
     """
     try:
         found = unpacked(content)

@@ -1,4 +1,4 @@
-"""The protocol has one place: keys are declared once, and read and written by type."""
+"""The protocol is one module; keys are declared once and have a type."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PACKAGE = Path(fedbn_flwr.__file__).parent
 
 
 def declared() -> list[Key]:
-    """The keys of the protocol, of methods and of options, each object once."""
+    """Return the key objects of the protocol, methods and options, each once."""
     found = {
         id(value): value for value in vars(protocol).values() if isinstance(value, Key)
     }
@@ -67,7 +67,8 @@ def test_every_key_without_a_prefix_has_a_row_in_the_table() -> None:
 
 
 def test_keys_added_to_a_users_config_have_the_prefix() -> None:
-    not_added = {"server-round", "test-sets"}  # Flower's own, and the caller's
+    # the key of Flower and the key of the caller
+    not_added = {"server-round", "test-sets"}
     scalars = [
         key for key in KEYS if "Record" not in key.kind and "message" not in key.kind
     ]
@@ -115,7 +116,7 @@ def test_what_is_not_said_is_not_written() -> None:
 
 @pytest.fixture
 def message() -> Message:
-    # gives this process Flower's identity
+    # The grid gives this process Flower's identity.
     with InProcessGrid(lambda message, context: message, 1) as grid:
         return Message(RecordDict(), grid.get_node_ids()[0], MessageType.QUERY)
 

@@ -1,4 +1,4 @@
-"""State dicts survive the trip through Flower's records."""
+"""State dicts survive the way through Flower's records."""
 
 from __future__ import annotations
 
@@ -213,7 +213,7 @@ def test_tensors_share_the_memory_of_read_only_arrays_without_a_warning() -> Non
 
 
 def peak(work: Callable[[], Any]) -> int:
-    """Bytes that the work held at most, its result among them."""
+    """Return the peak of the bytes during the work, including its result."""
     tracemalloc.start()
     try:
         result = work()

@@ -17,7 +17,10 @@ PATIENCE = 20
 
 @pytest.fixture
 def at_once() -> Iterator[Callable[..., list[Any]]]:
-    """``at_once(f, g, ...)``: call all in threads; return or raised, in order."""
+    """Provide ``at_once(f, g, ...)`` to call all functions in threads.
+
+    It returns their results or exceptions in order.
+    """
     pool = ThreadPoolExecutor(16)
 
     def run(*functions: Callable[[], Any]) -> list[Any]:
@@ -32,7 +35,10 @@ def at_once() -> Iterator[Callable[..., list[Any]]]:
 
 @pytest.fixture
 def members() -> Callable[..., Mapping[int, Member]]:
-    """``members(3, 5)``: nodes 100, 101 with 3 and 5 examples, batches of 2 and 3."""
+    """Provide ``members(3, 5)`` to make members with 3 and 5 examples.
+
+    The node ids are 100 and 101, and the batch sizes 2 and 3.
+    """
 
     def make(*weights: float) -> Mapping[int, Member]:
         return {
@@ -45,8 +51,9 @@ def members() -> Callable[..., Mapping[int, Member]]:
 
 @pytest.fixture
 def steps() -> Callable[..., Any]:
-    """``steps(reducer, tensors)``: a client's whole step, repeated after RetryStep;
-    (answers, union, attempts).
+    """Provide ``steps(reducer, tensors)`` to take a client's whole step.
+
+    It repeats the step after RetryStep and returns (answers, union, attempts).
     """
 
     def run(reducer: Reducer, exchanges: Mapping[str, Any]) -> Any:
@@ -71,7 +78,7 @@ def steps() -> Callable[..., Any]:
 
 @pytest.fixture
 def tls_dir(tmp_path: Path) -> Callable[[str], Path]:
-    """``tls_dir(name)``: a CA of its own, certificate and key for 127.0.0.1."""
+    """Provide ``tls_dir(name)`` to make a CA, certificate and key for 127.0.0.1."""
 
     def make(name: str) -> Path:
         make_certificates(tmp_path / name, 1, ["127.0.0.1"])

@@ -1,4 +1,4 @@
-"""The barrier that reduces: exact sums, and nobody waits forever."""
+"""The barrier reduces to exact sums, and no member waits forever."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_members_leave_with_the_weighted_sum(members, at_once, steps) -> None:
 
 
 def test_sums_are_in_the_order_of_members_not_of_arrival(members, at_once) -> None:
-    """1e16 - 1e16 + 1 is 1, backwards it is 0."""
+    """In this order 1e16 - 1e16 + 1 is 1; in the reverse order it is 0."""
     for delays in ((0.0, 0.1, 0.2), (0.2, 0.1, 0.0)):
         barrier = Barrier(members(1, 1, 1), timeout=10)
 
@@ -68,7 +68,7 @@ def test_sums_are_in_the_order_of_members_not_of_arrival(members, at_once) -> No
 def test_late_members_are_dropped_and_the_others_retry_once(
     members, at_once, steps
 ) -> None:
-    """Many wait, and notice the end of the time at once; one acts on it."""
+    """Many members notice the end of the time together, but only one acts on it."""
     barrier = Barrier(members(*[1] * 9), timeout=0.3)
     barrier.reducer(104).begin()
     here = [100, 101, 102, 103, 105, 106, 107]
@@ -165,7 +165,7 @@ def test_a_member_that_is_done_is_not_late_when_another_one_is(
     for node_id in barrier.members:
         barrier.send(node_id, 0, "mean/0", row(1), lambda outcomes: None)
     barrier.close(100)
-    # one more than 100 had
+    # one exchange more than 100 had
     barrier.send(101, 0, "mean/1", row(1), lambda outcomes: None)
     for _ in range(6):
         now[0] += 1
@@ -234,7 +234,10 @@ def test_a_member_that_leaves_is_dropped_unless_it_was_done(
 def test_a_member_that_leaves_after_its_last_exchange_is_in_the_step(
     members, at_once, steps
 ) -> None:
-    """It has its last answer and closes nothing; the others repeat nothing."""
+    """The member leaves after its last answer without a close.
+
+    No other member repeats the step.
+    """
     barrier = Barrier(members(1, 1, 1), timeout=10)
     assert barrier.finished_with() == []
 
@@ -255,7 +258,7 @@ def test_a_member_that_leaves_after_its_last_exchange_is_in_the_step(
 
 @pytest.fixture
 def clock(monkeypatch) -> list[float]:
-    """``clock[0] += 1``: a second later."""
+    """Provide the clock as a list, so that ``clock[0] += 1`` adds a second."""
     now = [time.monotonic()]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     return now

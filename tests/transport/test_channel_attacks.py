@@ -1,5 +1,6 @@
-"""Attacks on the gRPC channel: while somebody holds as many calls as it can, the honest
-clients are served.
+"""The server serves honest clients during attacks on the gRPC channel.
+
+The attacker keeps as many calls open as possible.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from fedbn_flwr.transport.channel_server import ChannelServer
 from fedbn_flwr.transport.grpc_channel import ChannelReducer
 
 CALL = "/fedbn.Channel/Call"
-MANY = 300  # more than a pool of threads that wait for bodies would have
+MANY = 300  # more calls than a pool of threads that wait for bodies
 
 
 @pytest.fixture
@@ -35,8 +36,9 @@ Attack = Callable[..., list[Any]]
 
 @pytest.fixture
 def attack() -> Iterator[Attack]:
-    """``attack(address, token, body, count)``: calls at once, without an end; a body
-    that is None never comes.
+    """Provide ``attack(address, token, body, count)`` to start unfinished calls.
+
+    If the body is None, the calls never send a body.
     """
     over = threading.Event()
     channels = []
@@ -80,7 +82,10 @@ def exchange(tag: str, *values: float) -> bytes:
 
 @pytest.fixture
 def honest(server, at_once, steps) -> Callable[[list[str]], list[float]]:
-    """``honest(tokens)``: answers to members who send 0 and 4, weights 1, 3."""
+    """Provide ``honest(tokens)`` to return the members' answers.
+
+    Members with the weights 1 and 3 send 0 and 4.
+    """
 
     def run(tokens: list[str]) -> list[float]:
         reducers = [ChannelReducer(server.address, token, b"", 10) for token in tokens]
@@ -127,7 +132,7 @@ def test_a_member_with_many_calls_at_once_is_dropped_by_name_and_the_others_are_
     ended = threading.Semaphore(0)
     for call in calls:
         call.add_done_callback(lambda _: ended.release())
-    # one of those without a body stays open until its time is over
+    # one call without a body stays open until its time is over
     for _ in range(MANY - 1):
         assert ended.acquire(timeout=20)
     assert all(
@@ -143,7 +148,7 @@ def test_a_body_that_never_comes_drops_the_member(
     monkeypatch.setattr(channel_server, "BODY_SECONDS", 0.2)
     barrier = Barrier(members(1, 3, 1), timeout=60)
     tokens = server.admit(barrier)
-    # without a reference gRPC ends the call
+    # Without a reference gRPC ends the call.
     held = attack(server.address, tokens[102], None, 1)
     assert honest([tokens[100], tokens[101]]) == [3.0, 3.0]
     assert barrier.dropped == {102: "sent no body of a call within 0.2 s"}
@@ -151,7 +156,7 @@ def test_a_body_that_never_comes_drops_the_member(
 
 
 def test_any_number_of_clients_waits_for_one_another(server, members) -> None:
-    """Each client that waits holds no thread of the server."""
+    """A waiting client occupies no thread of the server."""
     tokens = server.admit(Barrier(members(*[1] * MANY), timeout=60))
     with grpc.insecure_channel(server.address) as channel:
         call = channel.unary_unary(CALL)

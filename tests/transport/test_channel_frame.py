@@ -1,6 +1,4 @@
-"""Frames of the gRPC channel: what a member may send, and that nothing else than a
-refusal comes of the rest.
-"""
+"""Every frame that a member may not send is refused, and nothing else happens."""
 
 from __future__ import annotations
 
@@ -77,8 +75,9 @@ frames = st.binary(max_size=64) | whole | damaged()
 def test_every_frame_gets_a_reply_or_drops_its_sender_at_once(
     members, number: int
 ) -> None:
-    """The two other members wait: after any frame they have their answer, or try again
-    without the sender.
+    """After any frame the two waiting members have their answer or try again.
+
+    They try again without the sender of a bad frame.
     """
 
     @settings(

@@ -1,5 +1,6 @@
-"""The gRPC channel: who may call, which messages are accepted, and that an intruder
-does not change a step.
+"""The gRPC channel checks the caller and the message.
+
+An intruder does not change a step.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def server() -> Iterator[ChannelServer]:
 def raw(
     address: str, token: str | None, frame: bytes, method: str = "/fedbn.Channel/Call"
 ) -> str:
-    """Call as an intruder may; the name of gRPC's refusal, or the answer's header."""
+    """Call as an intruder, and return the name of the refusal or the reply's status."""
     metadata = () if token is None else (("token", token),)
     with grpc.insecure_channel(address) as channel:
         try:
@@ -61,8 +62,9 @@ def reducers(server: ChannelServer, tokens, **options) -> list[ChannelReducer]:
 
 @pytest.fixture
 def step(server, at_once, steps) -> Callable[..., Any]:
-    """``step(reducers, others=())``: these members take a step, at once with other
-    calls; all results.
+    """Provide ``step(reducers, others=())`` to let the members take a step.
+
+    The other calls run at the same time. It returns all results.
     """
 
     def run(
@@ -112,7 +114,7 @@ def test_two_barriers_are_open_at_once(server, members, step) -> None:
 
 
 GARBAGE = {
-    # What any bytes come to is in test_channel_frame.py; here a few travel.
+    # test_channel_frame.py covers arbitrary bytes; a few of them are sent here.
     "nothing": b"",
     "another protocol": b"GET / HTTP/1.1\r\n\r\n",
     "an unknown call": frame({"op": "stop the server"}),
@@ -169,13 +171,13 @@ def test_a_message_that_is_too_large_is_refused_before_it_is_read(
     )
     large, small = reducers(server, tokens)
     with pytest.raises(EngineError, match="RESOURCE_EXHAUSTED"):
-        # the client's own end does not send it
+        # The client's own size limit refuses to send it.
         large.reduce("mean/0", torch.ones(MANY // 4))
     said, done = step([small], [partial(raw, server.address, tokens[100], bytes(MANY))])
     assert said == "RESOURCE_EXHAUSTED"
     assert done[1] == 3
     assert list(barrier.dropped) == [100], (
-        "at once: nobody waited for the timeout of 60 s"
+        "nobody waits for the timeout of 60 s"
     )
 
 

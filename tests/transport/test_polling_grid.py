@@ -1,4 +1,4 @@
-"""PollingGrid over a Grid that behaves as Flower's grids do."""
+"""PollingGrid wraps a Grid that behaves like Flower's grids."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ from fedbn_flwr.transport.polling_grid import PollingGrid, polling
 
 
 class SlowGrid(Grid):
-    """Replies after some polls; nodes in ``lost`` give an error reply from node 1,
-    those in ``silent`` none.
+    """A grid that replies after some polls.
+
+    Nodes in ``lost`` give an error reply from node 1, and nodes in ``silent`` give no
+    reply.
     """
 
     def __init__(
@@ -74,7 +76,7 @@ class SlowGrid(Grid):
 
 @pytest.fixture(autouse=True)
 def _identity() -> None:
-    """Flower's messages need an identity; the in-process engine gives one."""
+    """Start an in-process engine, because Flower's messages need its identity."""
     InProcessGrid(lambda message, context: message, 1).close()  # type: ignore[arg-type]
 
 
@@ -141,7 +143,7 @@ def test_it_does_not_wait_for_more_replies_than_are_enough() -> None:
 
 
 class Clock:
-    """The seconds of a wait, which pass in pauses alone."""
+    """A clock that counts the seconds of a wait, which pass only in pauses."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, network: bool) -> None:
         self.now, self.pauses = 0.0, list[float]()
@@ -164,8 +166,9 @@ def test_in_simulation_polling_starts_at_once(monkeypatch) -> None:
 
 @pytest.mark.parametrize("takes", [0.05, 1.0, 7.0, 40.0, 3600.0])
 def test_over_a_network_few_polls_find_a_reply_soon(takes: float, monkeypatch) -> None:
-    """The delay is a sixteenth or 0.1 s, at most 5 s; replies that are as quick as
-    before cost a few polls each.
+    """Replies that are as quick as before cost only a few polls each.
+
+    The delay is a sixteenth of the time since sending, within 0.1 s and 5 s.
     """
     clock = Clock(monkeypatch, network=True)
 
@@ -178,7 +181,7 @@ def test_over_a_network_few_polls_find_a_reply_soon(takes: float, monkeypatch) -
             }
             replies = super().pull_messages(message_ids)
             came.extend([clock.now - sent] * bool(replies))
-            # none of it may count as the wait for a reply
+            # the seconds of a pull must not count as the wait for a reply
             clock.now += pulls * len(replies)
             return replies
 
@@ -200,8 +203,8 @@ def test_over_a_network_few_polls_find_a_reply_soon(takes: float, monkeypatch) -
         )
         assert len(inner.asked[-1]) <= len(inner.asked[0]), "only what is outstanding"
         counts.append(len(inner.asked))
-    # From the first poll to the last reply the time grows by 1.1 * 1.2 / 0.75, a
-    # sixteenth at each poll.
+    # From the first poll to the last reply the time grows by the factor 1.1 * 1.2 /
+    # 0.75, and at each poll by a sixteenth.
     assert max(counts[1:3]) <= max(9.4, 0.57 * takes / 5) + 2
 
 

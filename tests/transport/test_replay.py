@@ -1,7 +1,7 @@
-"""The replay log that a client keeps between the messages of a round: what it refuses.
+"""A client keeps a replay log between the messages of a round.
 
-That replays have the bits of a step without interruption:
-tests/strategies/test_fedtan_dropouts.py.
+tests/strategies/test_fedtan_dropouts.py shows that a replay has the bits of an
+uninterrupted step.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def test_an_answer_without_the_model_of_its_round_is_refused() -> None:
 def test_a_step_that_begins_anew_is_compared_with_none_before_it(
     following: tuple[dict[str, Any], int, int],
 ) -> None:
-    """Its first batch, or the statistics of its first layers, may be others."""
+    """The first batch or the statistics of the first layers may differ."""
     context = Context(1, 1, {}, RecordDict(), {})
     log_answer(context, *message(MODEL, 2))
     log_sent(context, NextExchange({"mean/0": torch.zeros(1)}))

@@ -1,4 +1,7 @@
-"""The mapping of the transports: what a setting allows, and what each says of itself."""
+"""The table of transports lists the transports that a setting allows.
+
+Each transport describes itself.
+"""
 
 from __future__ import annotations
 
