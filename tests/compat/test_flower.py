@@ -1,10 +1,9 @@
-"""Canaries: what ``compat/flower.py`` takes from Flower is still so; a docstring says
-what no longer is.
+"""Canaries for the internals of Flower that ``compat/flower.py`` uses.
 
-One test for each function there, by its name: where one fails, mend that function.
-Where the package itself can no longer be imported, they run with
-``pytest --noconftest tests/compat/test_flower.py``: the first test then names what has
-moved.
+Each test has the name of a function there, and its docstring states the fact that must
+remain true. If a test fails, mend that function. If the package can no longer be
+imported, run the tests with ``pytest --noconftest tests/compat/test_flower.py``: the
+first test then names the moved imports.
 """
 
 from __future__ import annotations
@@ -66,9 +65,9 @@ PACKAGE = Path(SPEC.origin).parent  # found without importing it
 ADAPTERS = (
     PACKAGE / "compat",
     PACKAGE / "legacy",
-)  # Flower's internals, its older loop
+)  # Flower's internals and its older loop
 RELEASE = tuple(int(number) for number in flwr.__version__.split(".")[:2])
-# By the number: a version that moves them must fail.
+# Compare the number, because a version that moves them must fail.
 RECENT = pytest.mark.skipif(RELEASE < (1, 40), reason="internals of recent Flower")
 
 
@@ -85,7 +84,7 @@ def message(seam: ModuleType) -> Message:
 
 
 def metadata(message: Message) -> dict[str, Any]:
-    """What a message's metadata tells in public."""
+    """Return the public values of a message's metadata."""
     names = [
         name
         for name, value in inspect.getmembers(type(message.metadata))
@@ -100,8 +99,9 @@ def nodes_of(path: Path) -> list[ast.AST]:
 
 
 def imported(path: Path) -> Iterator[tuple[str, str, int]]:
-    """Yield (module, name or "", line) of every import of Flower in a file, those
-    inside functions too.
+    """Yield (module, name or "", line) of every import of Flower in a file.
+
+    Imports inside functions are included.
     """
     for node in nodes_of(path):
         if isinstance(node, ast.Import):
@@ -117,7 +117,7 @@ def imported(path: Path) -> Iterator[tuple[str, str, int]]:
 
 @RECENT
 def test_every_name_is_where_it_was() -> None:
-    """A name with two places, as in older versions, is in one of them."""
+    """A name may have two places, as in older versions; one of them must exist."""
     for path in (path for room in ADAPTERS for path in sorted(room.glob("*.py"))):
         places = defaultdict[str, list[str]](list)
         for module, name, _ in imported(path):
@@ -145,7 +145,10 @@ def test_empty_run(seam: ModuleType) -> None:
 
 @RECENT
 def test_identify_process(seam: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    """TaskIdentity's ids raise RuntimeError until they are set, and messages bear them."""
+    """TaskIdentity's ids raise RuntimeError until they are set.
+
+    Messages contain the ids.
+    """
     for name in ("_task_id", "_run_id", "_node_id"):
         monkeypatch.setattr(seam.TaskIdentity, name, None)
     with pytest.raises(RuntimeError):
@@ -171,7 +174,7 @@ def test_on_network_node(seam: ModuleType, monkeypatch: pytest.MonkeyPatch) -> N
 
 @RECENT
 def test_as_network_node(seam: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    """TaskIdentity.node_id can be set, and is what on_network_node reads."""
+    """TaskIdentity.node_id can be set, and on_network_node reads it."""
     for node_id in (seam.SUPERLINK_NODE_ID, 7):
         monkeypatch.setattr(seam.TaskIdentity, "_node_id", node_id)
         with seam.as_network_node():
@@ -182,8 +185,9 @@ def test_as_network_node(seam: ModuleType, monkeypatch: pytest.MonkeyPatch) -> N
 def check_grid(
     function: Callable[[Any], bool], engine: str, name: str, other: str
 ) -> None:
-    """The engine makes its grid with the class of that name, which the function knows;
-    the other class is another.
+    """Check the engine's grid class and that the function recognises it.
+
+    The function does not recognise the other class.
     """
     module, grids = (
         importlib.import_module(engine),
@@ -218,7 +222,7 @@ def test_is_network_grid(seam: ModuleType) -> None:
 
 @pytest.mark.parametrize("name", ["InMemoryGrid", "GrpcGrid"])
 def test_grids_of_older_versions(seam: ModuleType, name: str) -> None:
-    """Before Flower 1.31 they are in flwr.server.grid, and one has another name."""
+    """Before Flower 1.31 the grids are in flwr.server.grid, one by another name."""
     grid = type(name, (), {"__module__": "flwr.server.grid"})()
     assert seam.is_simulation_grid(grid) is (name == "InMemoryGrid")
     assert seam.is_network_grid(grid) is (name == "GrpcGrid")
@@ -228,7 +232,10 @@ def test_grids_of_older_versions(seam: ModuleType, name: str) -> None:
 def test_a_process_without_identity(
     command: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before Flower 1.38 there is no TaskIdentity: the command's name tells a node."""
+    """Before Flower 1.38 TaskIdentity does not exist.
+
+    The command's name identifies a node.
+    """
     monkeypatch.setitem(sys.modules, "flwr.supercore.task_identity", None)
     monkeypatch.setattr(sys, "argv", [f"/bin/{command}"])
     spec = importlib.util.spec_from_file_location("_seam", PACKAGE.parent / SEAM)
@@ -243,7 +250,7 @@ def test_a_process_without_identity(
 
 
 def test_copied_message(seam: ModuleType, message: Message) -> None:
-    """Metadata.__dict__ holds all that a message's metadata tells."""
+    """Metadata.__dict__ contains all public values of a message's metadata."""
     seam.set_message_id(message, "first")
     told = metadata(message)
     copied = seam.copied_message(message)
@@ -287,7 +294,7 @@ def test_filled(seam: ModuleType) -> None:
 
 
 def test_readdressed(seam: ModuleType, message: Message) -> None:
-    """A message is its metadata, its content and its error."""
+    """A message consists of its metadata, its content and its error."""
     other = Message(
         RecordDict(), 7, message.metadata.message_type, ttl=60, group_id="3"
     )
@@ -339,7 +346,10 @@ def test_array_of_bytes(seam: ModuleType) -> None:
 
 
 def test_buffer_array(seam: ModuleType) -> None:
-    """An Array is its dtype, shape, stype and data, which records and pickles copy."""
+    """An Array is its dtype, shape, stype and data.
+
+    Records and pickles copy them.
+    """
     like = Array(np.arange(6.0).reshape(2, 3))
     array = seam.BufferArray(like.dtype, like.shape, like.stype, memoryview(like.data))
     assert isinstance(array, Array)
@@ -365,7 +375,7 @@ def test_set_message_id(seam: ModuleType, message: Message) -> None:
 
 
 def test_stamped(seam: ModuleType, message: Message) -> None:
-    """Message.__dict__["_metadata"] holds a message's metadata."""
+    """Message.__dict__["_metadata"] is a message's metadata."""
     told = metadata(message)
     sent = seam.stamped(message, "another", 9)
     assert metadata(sent) == {**told, "message_id": "another", "run_id": 9}
@@ -374,7 +384,7 @@ def test_stamped(seam: ModuleType, message: Message) -> None:
 
 
 def test_set_reply_source(seam: ModuleType, message: Message) -> None:
-    """Metadata.__dict__["_src_node_id"] is where a reply comes from."""
+    """Metadata.__dict__["_src_node_id"] is the source of a reply."""
     seam.set_message_id(message, "an-id")
     reply = Message(Error(5, "gone"), reply_to=message)
     told = metadata(reply)
@@ -401,7 +411,7 @@ def test_set_reply_address(seam: ModuleType, message: Message) -> None:
 def test_app_error(seam: ModuleType, message: Message) -> None:
     """The reply for an app that raised is an error with that code and text.
 
-    What Flower's simulation answers for an app that raised, made by its own worker.
+    Flower's simulation makes this reply in its own worker.
     """
     stop, asked, answered = (
         threading.Event(),
@@ -426,7 +436,7 @@ def test_app_error(seam: ModuleType, message: Message) -> None:
 
 
 def test_as_error(seam: ModuleType, message: Message) -> None:
-    """A reply with an error is one with content, with an Error in the content's place."""
+    """A reply with an error has an Error in the place of its content."""
     reply = Message(RecordDict({"a": ConfigRecord()}), reply_to=message)
     failed = seam.as_error(reply, "why")
     assert (failed.has_content(), failed.error.code, failed.error.reason) == (
@@ -442,7 +452,10 @@ def test_as_error(seam: ModuleType, message: Message) -> None:
 
 
 def test_is_app_error(seam: ModuleType, message: Message) -> None:
-    """Code 2 is CLIENT_APP_RAISED_EXCEPTION; 3 to 5 are lost messages and nodes."""
+    """Code 2 is CLIENT_APP_RAISED_EXCEPTION.
+
+    Codes 3 to 5 are lost messages and nodes.
+    """
     codes = seam.ErrorCode
     assert codes.CLIENT_APP_RAISED_EXCEPTION == 2, "the number that travels"
     assert (
@@ -460,7 +473,7 @@ def test_is_app_error(seam: ModuleType, message: Message) -> None:
 
 
 def test_is_mod_refusal(seam: ModuleType, message: Message) -> None:
-    """A mod that expects one ArrayRecord answers with an error of its own code."""
+    """A mod that expects one ArrayRecord replies with an error of its own code."""
     refused = LocalDpMod(1.0, 1.0, 1.0, 0.1)(
         message, Context(1, 1, {}, RecordDict(), {}), lambda m, c: m
     )
@@ -472,8 +485,9 @@ def test_is_mod_refusal(seam: ModuleType, message: Message) -> None:
 def chained(
     message: Message, seam: ModuleType
 ) -> tuple[list[Any], Any, Any, Callable[..., Any]]:
-    """Two mods and what the first one of an app is given to call, which would call the
-    second and the function.
+    """Return two mods and the function that Flower gives the first mod of an app.
+
+    This function would call the second mod and the app's function.
     """
     given: list[Any] = []
 
@@ -494,14 +508,14 @@ def chained(
 
 
 def test_later_mods(seam: ModuleType, message: Message) -> None:
-    """A mod is given a function of make_ffn with _mod and _ffn, as long as mods follow."""
+    """A mod with later mods receives a function of make_ffn with _mod and _ffn."""
     _, second, function, call_next = chained(message, seam)
     assert seam.later_mods(call_next) == ([second], function)
     assert seam.later_mods(function) == ([], function)
 
 
 def test_earlier_mods(seam: ModuleType, message: Message) -> None:
-    """Every mod of an app is called by the same function of make_ffn."""
+    """One function of make_ffn calls every mod of an app."""
     counts: list[int] = []
 
     def counting(message: Message, context: Context, call_next: Any) -> Message:
@@ -526,7 +540,7 @@ def test_with_mods(seam: ModuleType, message: Message) -> None:
 
 
 def test_loaded_apps(seam: ModuleType, tmp_path: Path, monkeypatch) -> None:
-    """The garbage collector tells of each when no module is being loaded."""
+    """The garbage collector finds each app when no module is being loaded."""
     late = "import time; app = ClientApp(); time.sleep(0.2); app.query()(print)"
     (tmp_path / "late.py").write_text(f"from flwr.clientapp import ClientApp; {late}")
     monkeypatch.syspath_prepend(tmp_path)
@@ -543,7 +557,7 @@ def test_loaded_apps(seam: ModuleType, tmp_path: Path, monkeypatch) -> None:
 
 
 def test_has_function(seam: ModuleType) -> None:
-    """An app lists its functions; one of a client_fn takes all messages."""
+    """An app lists its functions; an app with a client_fn takes all messages."""
     app = ClientApp()
     assert not seam.has_function(app, "query.default")
     app.query()(lambda message, context: message)
@@ -553,7 +567,7 @@ def test_has_function(seam: ModuleType) -> None:
 
 
 def test_lacks_function(seam: ModuleType, message: Message) -> None:
-    """An app without a function for a message's action says so in these words."""
+    """An app without a function for a message's action raises these words."""
     message.metadata.__dict__["_message_type"] = "query.some"
     with pytest.raises(ValueError) as error:
         ClientApp()(message, Context(1, 1, {}, RecordDict(), {}))
@@ -630,7 +644,7 @@ def test_legacy_records(seam: ModuleType, kind: str) -> None:
 
 
 def test_is_default_aggregation(seam: ModuleType) -> None:
-    """FedAvg averages metrics with aggregate_metricrecords where it is told nothing."""
+    """If nothing is given, FedAvg averages metrics with aggregate_metricrecords."""
     told, own = FedAvg(), lambda records, key: None
     assert seam.is_default_aggregation(told.train_metrics_aggr_fn)
     assert seam.is_default_aggregation(told.evaluate_metrics_aggr_fn)
@@ -657,7 +671,7 @@ def test_log_start(
 
 
 def test_start_takes_what_flowers_takes() -> None:
-    """Strategy.start takes no argument that our start lacks."""
+    """Our start has every argument of Strategy.start."""
     ours = importlib.import_module("fedbn_flwr.strategies").FedBN.start
     mine = [*inspect.signature(ours).parameters.values()]
     theirs = [*inspect.signature(FedAvg.start).parameters.values()]
@@ -674,7 +688,7 @@ def test_start_takes_what_flowers_takes() -> None:
 
 @contextmanager
 def superlink(*statuses: int) -> Iterator[str]:
-    """Serve empty answers with these statuses on loopback; yield the address."""
+    """Serve empty answers with these statuses on loopback, and yield the address."""
     left = list(statuses)
 
     class Handler(BaseHTTPRequestHandler):
@@ -685,7 +699,7 @@ def superlink(*statuses: int) -> Iterator[str]:
             self.end_headers()
 
         def log_message(self, *_: Any) -> None:
-            """Say nothing."""
+            """Log nothing."""
 
     with HTTPServer(("127.0.0.1", 0), Handler) as server:
         thread = threading.Thread(
@@ -712,9 +726,9 @@ def connected(address: str) -> Any:
 
 @RECENT
 def test_retry_http_500(seam: ModuleType) -> None:
-    """HttpGrid sends with _retry_invoker, which calls should_giveup, on_success.
+    """The _retry_invoker of HttpGrid calls should_giveup and on_success.
 
-    Flower's own grid and HTTP client, before a SuperLink that fails.
+    Flower's own grid and HTTP client call a SuperLink that fails.
     """
     with superlink(*[500] * 7, 200, *[500] * 7, 200) as address:
         grid = connected(address)
@@ -732,11 +746,10 @@ def test_retry_http_500(seam: ModuleType) -> None:
 
 
 def test_partition_keys(seam: ModuleType) -> None:
-    """A node of the simulation is told its partition as partition-id and
-    num-partitions.
+    """Flower gives its nodes partition-id and num-partitions.
 
-    Flower's simulation tells its nodes their partition under these keys; by them
-    SuperNodes are told theirs.
+    The nodes of a simulation receive their partition under these keys. SuperNodes use
+    the same keys.
     """
     assert (seam.PARTITION_ID_KEY, seam.NUM_PARTITIONS_KEY) == (
         "partition-id",
@@ -772,7 +785,7 @@ PRIVATE = {
 
 
 def touches(node: ast.AST) -> str:
-    """Return how a node touches what Flower keeps to itself, "" where it does not."""
+    """Return how a node touches Flower's internals, or "" if it does not."""
     if isinstance(node, ast.Constant) and node.value in PRIVATE:
         return repr(node.value)
     if isinstance(node, ast.Attribute):
@@ -790,7 +803,7 @@ def touches(node: ast.AST) -> str:
 
 
 def found_outside(check: Callable[[Path], list[str]]) -> list[str]:
-    """What a check finds in the package's modules outside the adapters."""
+    """Return the findings of a check in the modules outside the adapters."""
     paths = [
         path for path in sorted(PACKAGE.rglob("*.py")) if path.parent not in ADAPTERS
     ]

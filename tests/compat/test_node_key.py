@@ -1,5 +1,6 @@
-"""What the check of a node takes from Flower: a key's activation, refused for one that
-is unknown or online.
+"""The check of a node activates its key in Flower.
+
+Flower refuses the activation of an unknown or online key.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from tests.support.superlink import superlink
 
 
 def test_flower_still_has_what_is_used(tmp_path: Path) -> None:
-    """Calls, headers and error of an activation: internals of Flower."""
+    """An activation uses calls, headers and an error that are Flower internals."""
     make_certificates(tmp_path / "certs", 1)
     key = private_key((tmp_path / "certs/node-1/node.key").read_bytes())
     with superlink() as server:
@@ -43,13 +44,13 @@ def test_flower_still_has_what_is_used(tmp_path: Path) -> None:
         server.online.add(public_bytes(key))
         with pytest.raises(RefusedKey):
             try_key(server.address, None, key)
-    # an activation that is not ended lasts two of these
+    # An unended activation lasts two of these intervals.
     assert HEARTBEAT_MIN_INTERVAL <= 10
 
 
 @pytest.fixture
 def real(tmp_path: Path) -> Iterator[tuple[str, Path]]:
-    """A SuperLink that knows node 1: its address and the certificates."""
+    """Start a SuperLink with the key of node 1; yield address and certificates."""
     certs, address = tmp_path / "certs", f"127.0.0.1:{free_port()}"
     make_certificates(certs, 2, ["127.0.0.1"])
     environment = flower_environment(tmp_path / "home")
@@ -103,8 +104,9 @@ def real(tmp_path: Path) -> Iterator[tuple[str, Path]]:
 
 @pytest.mark.network
 def test_a_real_superlink_answers_so(real: tuple[str, Path]) -> None:
-    """The key is free again after each check; an unknown key and one that is online get
-    the same answer.
+    """The key is free again after each check.
+
+    Unknown and online keys get the same answer.
     """
     address, certs = real
 

@@ -1,4 +1,4 @@
-"""What registering nodes takes from Flower: the SuperLink's list of its nodes."""
+"""Registering nodes uses the SuperLink's list of its nodes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ROOT = Path(__file__).parents[2]
 
 
 class SuperLink:
-    """A Control API with a list of nodes, as Flower 1.41 keeps it."""
+    """A Control API with a list of nodes, as in Flower 1.41."""
 
     def __init__(self, nodes: Mapping[bytes, str]) -> None:
         self.status = dict(nodes)
@@ -61,7 +61,7 @@ class SuperLink:
 
 
 def test_the_superlink_has_the_nodes_of_the_folder_and_no_others(monkeypatch) -> None:
-    """A key that was unregistered once is out for ever, and no reason to fail."""
+    """A key that was unregistered stays out forever without an error."""
     on, off = NodeStatus.ONLINE, NodeStatus.UNREGISTERED
     server = SuperLink({b"stays": on, b"goes": on, b"went": off, b"back": off})
     monkeypatch.setattr(node_list, "read_superlink_connection", str)

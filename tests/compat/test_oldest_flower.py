@@ -1,8 +1,8 @@
-"""The core imports with the oldest Flower, which the suite does not install.
+"""The core imports with the oldest Flower, but the suite does not install it.
 
-``oldest_flower.txt`` has what Flower 1.28.0 was seen to have. An import that is not
-there is written in ``compat/flower.py`` with its older place, under ``try``; or it is
-added to the file after ``make compat SETS=3.11/1.28/2.6`` has passed with it.
+``oldest_flower.txt`` lists the names that Flower 1.28.0 had. If an import is not in the
+file, write it in ``compat/flower.py`` with its older place under ``try``, or add it to
+the file after ``make compat SETS=3.11/1.28/2.6`` has passed with it.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ import fedbn_flwr
 
 PACKAGE = Path(fedbn_flwr.__file__).parent
 OLDEST = Path(__file__).with_name("oldest_flower.txt")
-# what the laboratory alone imports, which wants a newer Flower
+# Only the laboratory imports these, and it requires a newer Flower.
 COMPAT = PACKAGE / "compat"
 LAB = (PACKAGE / "lab", COMPAT / "node_key.py", COMPAT / "node_list.py")
 
 
 def imported(node: ast.AST) -> Iterator[str]:
-    """Yield what a file imports from Flower, but for the bodies of ``try``."""
+    """Yield the names that a file imports from Flower, except in ``try`` bodies."""
     if isinstance(node, ast.Try):
         for handler in node.handlers:
             yield from imported(handler)

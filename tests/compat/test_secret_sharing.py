@@ -1,5 +1,6 @@
-"""Canary: Flower's key agreement, secret sharing and encryption still do what masked
-sums need of them.
+"""Canary: Flower's key agreement, secret sharing and encryption.
+
+They must still do the work that masked sums need.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""``to_legacy``: refused strategies and reported failures in Flower's legacy loop
-(bits: client/test_user_loops.py).
+"""``to_legacy`` refuses strategies and reports failures.
+
+client/test_user_loops.py compares the bits.
 """
 
 from __future__ import annotations
@@ -73,8 +74,9 @@ ROUNDS = 3
 
 @pytest.fixture
 def run_legacy(run_legacy_loop) -> Callable[..., LegacyOutcome]:
-    """``run_legacy(strategy, model, client_fn, num_nodes)``: Flower's ServerApp and
-    ClientApp, both of the old kind.
+    """Provide ``run_legacy(strategy, model, client_fn, num_nodes)``.
+
+    It runs Flower's ServerApp and ClientApp of the old kind.
     """
 
     def run(
@@ -168,8 +170,8 @@ def test_an_argument_of_another_type_is_refused(mlp) -> None:
 
 
 UNSUPPORTED = {
-    # A step that exchanges statistics, or a query for statistics, has no message in the
-    # legacy loop.
+    # The legacy loop has no message for an exchange of statistics in a step or for a
+    # query of statistics.
     "fedtan": FedTAN,
     "fedtan2": FedTAN2,
     "feddna": FedDNA,
@@ -206,9 +208,7 @@ def test_a_fraction_of_the_rounds_needs_their_number(mlp) -> None:
 
 
 class Stock(TheirClient):
-    """A client that knows nothing of this package, has no properties, and takes one
-    step on all its data.
-    """
+    """A client without this package or properties that takes one full-batch step."""
 
     get_properties = NumPyClient.get_properties
     rate = 0.1
@@ -234,12 +234,12 @@ class Stock(TheirClient):
 def stock_fn(
     model: Callable[[], nn.Module], datasets: list, kind: type[Stock] = Stock
 ) -> Any:
-    """Each client with its data."""
+    """Return a client function that gives each client its data."""
     return numpy_clients(model, datasets, kind)
 
 
 def test_the_projects_own_config_reaches_its_clients(run_legacy, datasets, mlp) -> None:
-    """Of stock clients under FedAvg; counters stay integers."""
+    """Stock clients train under FedAvg, and counters stay integers."""
     run = run_legacy(
         FedAvg(),
         mlp,
@@ -257,8 +257,9 @@ def test_the_projects_own_config_reaches_its_clients(run_legacy, datasets, mlp) 
 def test_the_projects_own_aggregation_of_metrics_is_called(
     run_legacy, datasets, mlp
 ) -> None:
-    """As Flower's legacy strategies take it; text among the metrics arrives, a refused
-    result does not.
+    """The function has the interface of Flower's legacy strategies.
+
+    It gets the texts among the metrics, and skips a refused result.
     """
 
     class Worded(Stock):
@@ -309,7 +310,7 @@ def test_the_projects_own_aggregation_of_metrics_is_called(
 def test_the_config_names_the_arrays_that_a_client_gets(
     run_legacy_loop, datasets, mlp
 ) -> None:
-    """From round 2 on the mod adds what stays to those that were sent."""
+    """From round 2 on, the mod adds the local state to the received arrays."""
     names: list[list[str]] = []
 
     class Reads(Single):
@@ -350,7 +351,7 @@ def test_a_stock_client_under_fedbn_is_refused_by_name_not_run_as_fedavg(
 
 
 def fails_to_fit(kind: type[Stock]) -> type[Stock]:
-    """Client 1 cannot train."""
+    """Return a client kind whose client 1 cannot train."""
 
     class Fails(kind):  # type: ignore[misc, valid-type]
         def fit(self, parameters: list[Array], config: dict[str, Any]) -> Any:
@@ -365,8 +366,9 @@ def fails_to_fit(kind: type[Stock]) -> type[Stock]:
 def test_a_failure_is_reported_with_its_client_and_message(
     run_legacy, run_workflow, datasets, mlp, way: str
 ) -> None:
-    """The loop and the workflows pass an exception without its client; the one client
-    that is missing has it.
+    """The loop and the workflows pass an exception without its client.
+
+    The only missing client is blamed.
     """
 
     class Named(Stock):
@@ -389,7 +391,7 @@ def test_a_failure_is_reported_with_its_client_and_message(
 
 
 class Single(Stock):
-    """``Stock`` in float32 with client hooks; its partition is known."""
+    """``Stock`` in float32 with client hooks and a known partition."""
 
     def __init__(self, model: nn.Module, data: Any, context: Context) -> None:
         super().__init__(
@@ -413,7 +415,7 @@ class Single(Stock):
 
 @dataclass
 class Workflow:
-    """A finished workflow: the state before round 1 and after each; the strategy."""
+    """A finished workflow: the states before round 1 and after each, the strategy."""
 
     history: list[dict[str, Array]]
     strategy: Strategy
@@ -424,11 +426,11 @@ RunWorkflow = Callable[..., Workflow]
 
 @pytest.fixture
 def run_workflow(datasets, mlp) -> RunWorkflow:
-    """``run_workflow(strategy, secure, client=Single, mods=())``: two rounds under
-    ``DefaultWorkflow``.
+    """Provide ``run_workflow(strategy, secure, client=Single, mods=())``.
 
-    With ``secure`` its fit is ``SecAggPlusWorkflow``. ``wrap`` changes the model,
-    ``change`` its initial state.
+    It runs two rounds under ``DefaultWorkflow``. If ``secure``, the fit is
+    ``SecAggPlusWorkflow``. ``wrap`` changes the model, and ``change`` its initial
+    state.
     """
 
     def run(
@@ -484,7 +486,7 @@ WORKFLOW_METHODS: dict[str, tuple[Callable[[], Strategy], tuple[Any, ...]]] = {
 def test_both_workflows_run(
     run_workflow, run_legacy_loop, datasets, mlp, name: str, same_bits
 ) -> None:
-    """The default one has the legacy loop's bits; masked sums are quantised."""
+    """The default workflow has the legacy loop's bits; masked sums are quantised."""
     make, mods = WORKFLOW_METHODS[name]
     plain, secure = (
         run_workflow(make(), secure, mods=mods) for secure in (False, True)
@@ -508,7 +510,7 @@ def test_both_workflows_run(
         ] * 2
     for entry, exact in plain.history[-1].items():
         if entry.endswith("num_batches_tracked"):
-            continue  # secure aggregation cannot carry it
+            continue  # Secure aggregation does not transmit it.
         masked = secure.history[-1][entry]
         assert (masked.dtype, masked.shape) == (exact.dtype, exact.shape), entry
         np.testing.assert_allclose(masked, exact, atol=1e-3, err_msg=entry)
@@ -518,7 +520,7 @@ def test_both_workflows_run(
 
 
 def test_a_halted_secure_aggregation_is_reported(run_workflow) -> None:
-    """It never calls aggregate_fit: the model stays, and the report says so."""
+    """It never calls aggregate_fit: the model stays, and the report records it."""
 
     class Fails(Single):
         def fit(self, parameters: list[Array], config: dict[str, Any]) -> Any:
@@ -532,7 +534,7 @@ def test_a_halted_secure_aggregation_is_reported(run_workflow) -> None:
 
 
 class Keeps(LegacyStrategy):
-    """As a wrapper that does not pass the results of a round on."""
+    """A wrapper that does not pass the results of a round on."""
 
     def aggregate_fit(self, server_round: int, results: Any, failures: Any) -> Any:
         return None, {}
@@ -542,7 +544,7 @@ class Keeps(LegacyStrategy):
 def test_each_round_that_halts_is_reported_once_with_its_own_failures(
     run_legacy_loop, datasets, mlp, well: int
 ) -> None:
-    """In round 2 the largest client, or none, does not fail."""
+    """In round 2 only the largest client, or none, can train."""
 
     class Fails(Single):
         def fit(self, parameters: list[Array], config: dict[str, Any]) -> Any:
@@ -564,7 +566,7 @@ def test_each_round_that_halts_is_reported_once_with_its_own_failures(
 
 
 class MedianMethod(Method):
-    """A user's method that says nothing of secure sums."""
+    """A user's method that does not declare secure sums."""
 
     name = "median"
 
@@ -629,7 +631,7 @@ def test_another_entry_without_a_dimension_is_refused_under_secure_aggregation(
 
 
 def test_a_variance_of_zero_outlives_quantisation(run_workflow) -> None:
-    """Quantised, zero may come back below zero, which no variance is."""
+    """Quantisation may turn zero into a negative number, but variances never are."""
 
     class Dead(Single):
         def fit(self, parameters: list[Array], config: dict[str, Any]) -> Any:
@@ -646,9 +648,7 @@ def test_a_variance_of_zero_outlives_quantisation(run_workflow) -> None:
 
 
 class Direct(ClientProxy):
-    """A client in this process; as ``start_simulation``'s, it is called in a process
-    without a Flower run.
-    """
+    """A client in this process, without a Flower run as in ``start_simulation``."""
 
     def __init__(self, number: int, client: Any) -> None:
         super().__init__(str(number))
@@ -675,7 +675,7 @@ class Direct(ClientProxy):
 def test_it_runs_where_flower_has_set_no_identity(
     make: Any, kind: str, run_legacy_loop, datasets, mlp, monkeypatch
 ) -> None:
-    """There an app brings its mods as a ``client_fn``."""
+    """In ``start_simulation`` an app passes its mods as a ``client_fn``."""
     if kind == "torch":
         client_fn = torch_client_fn(mlp, datasets)
         app = ClientApp(client_fn)
@@ -685,7 +685,7 @@ def test_it_runs_where_flower_has_set_no_identity(
     start = mlp().state_dict()
     want = run_legacy_loop(make(), app, start, len(datasets), ROUNDS)
     for name in ("_task_id", "_run_id", "_node_id"):
-        # older Flower has none of them
+        # older Flower lacks them
         monkeypatch.setattr(TaskIdentity, name, None, raising=False)
     legacy = to_legacy(
         make(), to_record(mlp().state_dict()), num_rounds=ROUNDS, timeout=5

@@ -1,5 +1,6 @@
-"""``to_legacy`` under ``flwr.server.start_server``, whose clients have ids that are no
-numbers and no node config.
+"""``to_legacy`` works under ``flwr.server.start_server``.
+
+Its clients have ids that are not numbers, and no node config.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ def equal_the_loop_of_server_app(
     ports = {name: free_port() for name in names}
     with start_server.processes(folder, ports) as started:
         want = {name: loop_of_server_app(name, run_legacy_loop) for name in names}
-        # One that fails lets the others wait for it.
+        # If a client fails, the other clients wait for it.
         until = time.monotonic() + 600
         codes = [process.poll() for process in started]
         while None in codes and not any(codes) and time.monotonic() < until:
@@ -93,14 +94,15 @@ def loop_of_server_app(name: str, run_legacy_loop: RunLegacyLoop) -> LegacyOutco
 
 
 def logs(folder: Path) -> str:
-    """The end of what each process wrote."""
+    """Return the end of each process's output."""
     return "\n".join(path.read_text()[-2000:] for path in folder.glob("*.log"))
 
 
 @pytest.mark.parametrize("kind", ["torch", "numpy"])
 def test_a_client_without_id_and_without_partition_id_is_refused(kind: str) -> None:
-    """All clients of ``start_client`` have the node id -1, and would draw the same
-    batches.
+    """All clients of ``start_client`` have the node id -1.
+
+    They would draw the same batches.
     """
     app = start_server.project_app(kind)
     if kind == "torch":
@@ -121,7 +123,7 @@ UNNAMED = (
 @pytest.mark.parametrize(
     ("said", "known"),
     [({}, 3), ({"partition-id": 7}, 7), ({"partition-id": 0}, 0)]
-    # the server reads no text and no float
+    # The server ignores a text or a float.
     + [({"partition-id": other}, 3) for other in ("7", 7.0, True)],
 )
 def test_a_client_may_say_another_partition_id_than_its_node_config(
@@ -141,7 +143,7 @@ def test_a_client_may_say_another_partition_id_than_its_node_config(
 
 
 def test_a_partition_id_is_no_metric() -> None:
-    """The loop would average it."""
+    """Otherwise the loop would average it."""
 
     class Trains(NumPyClient):
         def fit(self, parameters: Any, config: dict[str, Any]) -> Any:

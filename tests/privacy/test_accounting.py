@@ -1,4 +1,4 @@
-"""Epsilon against our own sums, and the library's other accountants."""
+"""Epsilon equals our own sums and the library's other accountants."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from fedbn_flwr.privacy.accounting import PrivacyAccountant
 
 
 def delta_of(epsilon: float, noises: list[float]) -> float:
-    """Delta of composed Gaussian mechanisms (Balle and Wang 2018, Theorem 8, with
-    mu^2 = sum 1 / z^2).
+    """Return delta of composed Gaussian mechanisms, with mu^2 = sum 1 / z^2.
+
+    The formula is Theorem 8 of Balle and Wang (2018).
     """
     mu = math.sqrt(sum(z**-2 for z in noises))
     return float(
@@ -66,10 +67,11 @@ def test_releases_outlive_a_crash(tmp_path: Path) -> None:
     for z in (1.0, 2.0):
         first.add(z)
     with file.open("a") as lines:
-        # killed in mid-write: the result of this release was never used
+        # The run was killed during a write, so the result of this release was never
+        # used.
         lines.write('{"noise-multip')
     second = PrivacyAccountant(1e-5, file=file)
-    second.restore([1.0])  # of an older checkpoint
+    second.restore([1.0])  # from an older checkpoint
     assert second.releases == [1.0, 2.0]
     second.add(3.0)
     third = PrivacyAccountant(1e-5, file=file)

@@ -1,5 +1,6 @@
-"""Sums over changing clients: what the server can solve from them, the warning, and the
-clients that stay.
+"""The server can solve single clients from sums over changing clients.
+
+A warning reports this, and ``cohort_rounds`` keeps the clients the same.
 """
 
 from __future__ import annotations
@@ -37,8 +38,9 @@ def trained(
 def test_the_server_solves_single_clients_from_sums_unless_the_clients_stay(
     federate, mlp, datasets, cohort_rounds, equations
 ) -> None:
-    """What is the same in all rounds of a client, x, by least squares from the sums of
-    those in each round.
+    """The constant x of each client follows by least squares from the sums.
+
+    Each round gives the sum over its clients.
     """
     sets = trained(federate, mlp, datasets, cohort_rounds)
     assert {len(each) for each in sets} == {4}

@@ -1,4 +1,7 @@
-"""An update's coordinates: linear; the way back has variances above zero."""
+"""The coordinates of an update are linear.
+
+The way back keeps variances above zero.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ from fedbn_flwr.privacy.coordinates import Coordinates, norm
 
 
 def net() -> nn.Module:
-    """BatchNorm, an InstanceNorm with statistics, and an integer entry."""
+    """A net with BatchNorm, an InstanceNorm with statistics, and an integer entry."""
     model = nn.Sequential(
         nn.Conv2d(1, 3, 3),
         nn.BatchNorm2d(3),
@@ -87,7 +90,7 @@ def test_variances_stay_above_zero_under_any_noise(seed: int, deviation: float) 
     for name in ("1.running_var", "2.running_var"):
         assert (state[name] > 0).all()
         assert np.isfinite(state[name]).all()
-    # what noise left large enough stays as it is
+    # A variance that stays large enough under noise is exact.
     large = np.asarray(noise["1.running_var"]) > 0
     exact = (
         BEFORE["1.running_var"]
@@ -132,7 +135,7 @@ def test_a_variance_that_begins_outside_the_limits_moves_as_it_does_without_them
 
 
 def layer_at(mean: float, deviation: float, kind: type) -> dict[str, np.ndarray]:
-    """A state whose layer has statistics of this size."""
+    """Return a state whose layer has statistics of this size."""
     sizes = {"mean": mean, "var": deviation**2}
     state = {}
     for name, array in BEFORE.items():
@@ -148,13 +151,14 @@ def layer_at(mean: float, deviation: float, kind: type) -> dict[str, np.ndarray]
 def test_rounding_is_a_length_in_the_units_of_the_layers(
     mean: float, deviation: float, kind: type
 ) -> None:
-    """What a clipped state loses in its dtype stays below it; in a layer far from zero
-    and narrow this is much, in a wide one nothing.
+    """The loss of a clipped state in its dtype stays below the rounding.
+
+    A narrow layer far from zero loses much, and a wide layer nothing.
     """
     before = layer_at(mean, deviation, kind)
     coordinates = Coordinates(before, PARTS)
     rng, nothing = np.random.default_rng(0), coordinates.update(before)
-    # small beside the values, whose own rounding it is then
+    # The update is small compared to the values, so the loss is their rounding.
     small = {name: 1e-3 * rng.standard_normal(a.shape) for name, a in nothing.items()}
     found = coordinates.update(coordinates.state(small, 0.0))
     lost = norm({name: found[name] - small[name] for name in small})

@@ -1,6 +1,4 @@
-"""Client-level differential privacy: the laws of clipping and noise, who is refused,
-and what a run tells.
-"""
+"""Client-level differential privacy: clipping, noise, refusals and output."""
 
 from __future__ import annotations
 
@@ -58,7 +56,7 @@ IMAGES = (3, 32, 32)
 
 
 class EqualMethod(Method):
-    """FedAvg whose clients weigh the same."""
+    """FedAvg with equal weights for all clients."""
 
     name = "equal"
 
@@ -79,7 +77,7 @@ def test_without_noise_and_clipping_it_is_the_unprotected_run(
     strategy = Equal()
     DPWrapper(strategy, 0.0, 1e9, where=where)
     protected = federate(strategy, torchvision_net, data, rounds=3)
-    # training makes a difference in the last bit larger
+    # Training amplifies a difference in the last bit.
     for server_round, error in ((1, 1e-12), (3, 1e-9)):
         for name, array in plain.history[server_round].items():
             found = protected.history[server_round][name]
@@ -97,7 +95,7 @@ def pooled(
     states: list[dict[str, Any]],
     asked: int = 0,
 ) -> dict[str, Any]:
-    """What the method gets in place of the replies."""
+    """Return the state that the method gets instead of the replies."""
     asked = asked or len(states)
     facts = Facts(1, None, split_state(before), before, num_able=asked)
     replies = [Reply(Node(i), 5.0, own, {}) for i, own in enumerate(states)]
@@ -111,7 +109,7 @@ def federation(
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     rng, before = np.random.default_rng(seed), to_state(mlp().state_dict())
     before["1.running_var"] = rng.lognormal(0, 2, before["1.running_var"].shape)
-    # without dimensions: NumPy makes scalars of such arrays
+    # NumPy turns arrays without dimensions into scalars.
     before["scale"] = np.array(0.5)
 
     def client() -> dict[str, Any]:
@@ -134,8 +132,9 @@ def distance(
 
 
 def test_no_neighbour_changes_the_average_by_more_than_is_stated(mlp: Any) -> None:
-    """Brute force: a client without a reply, and a client with another update, the
-    opposite one included.
+    """Brute force compares the average to that of a neighbouring federation.
+
+    In the neighbour a client lacks a reply or has another update, such as the opposite.
     """
     c, most_without, most_replaced = 0.7, 0.0, 0.0
     for seed in range(40):
@@ -182,7 +181,7 @@ def test_noise_has_the_stated_deviation_and_is_new_in_every_draw(mlp: Any) -> No
 
     def draw(privacy: ClientLevelDP) -> Any:
         values = coordinates.update(pooled(privacy, before, [before] * 4))
-        del values["1.running_var"]  # changed where it would be below zero
+        del values["1.running_var"]  # changed to stay above zero
         return np.concatenate([v.ravel() for v in values.values()])
 
     privacy = ClientLevelDP(
@@ -388,7 +387,7 @@ def test_methods_that_take_more_than_an_update_are_refused_by_name(
 def test_a_round_is_released_whoever_answers(
     federate: Any, mlp: Any, datasets: Any
 ) -> None:
-    """All replies hold NaN: there is noise all the same, and it is counted."""
+    """All replies contain NaN, but the noise is added and counted."""
     bad = [type(data)(data.inputs * float("nan"), data.targets) for data in datasets]
     strategy = FedAvg(min_replies=3, on_divergence="continue")
     wrapper = DPWrapper(strategy, 1.0, 1.0)
@@ -548,7 +547,7 @@ def test_a_resumed_run_chooses_the_noise_for_what_the_target_has_left() -> None:
     assert first.admits(of_round(1, 4), 4)
     planned = first.noise_multiplier
     assert planned is not None
-    # four rounds, and one that a crash repeated
+    # four rounds and a repetition after a crash
     first.accountant.releases = [planned] * 5
     resumed = ClientLevelDP(settings)
     resumed.load_state_dict(first.state_dict())
@@ -601,7 +600,7 @@ def test_noise_in_statistics_is_told_where_they_get_some(
 
 @dataclass
 class Constant:
-    """Noise that is the same everywhere; of size zero it shows what it is added to."""
+    """Constant noise; with size zero it shows the values to which it is added."""
 
     size: float = 0.0
     secret: bool = True
@@ -625,8 +624,9 @@ def test_no_noise_moves_the_clipping_norm_further_than_all_clients_could(
 def test_average_and_quantile_together_hide_a_client_that_sends_nothing(
     mlp: Any, z: float, clients: int
 ) -> None:
-    """Brute force: both changes, each in units of its noise, are at most 1 / z; an
-    update of zero would change more.
+    """Both changes in units of their noise have a norm of at most 1 / z.
+
+    An update of zero would change more. Brute force finds both.
     """
 
     def cost(before: Any, states: list[Any], neighbour: list[Any]) -> float:
@@ -648,7 +648,7 @@ def test_average_and_quantile_together_hide_a_client_that_sends_nothing(
     most = with_zero = 0.0
     for seed in range(20):
         before, states = federation(mlp, seed, clients)
-        # else noise would bound it
+        # Otherwise noise would bound the change.
         states = [own | {"1.running_var": before["1.running_var"]} for own in states]
         most = max(most, cost(before, states, states[1:]))
         with_zero = max(with_zero, cost(before, states, [dict(before), *states[1:]]))
@@ -704,11 +704,11 @@ def test_rounds_that_a_resumed_run_repeats_are_counted_again(
 
     def killed(self: Any, server_round: int, arrays: ArrayRecord) -> Any:
         if server_round == 3:
-            # after the release of round 3, whose checkpoint is that of round 2
+            # after the release of round 3, while the checkpoint is from round 2
             raise KeyboardInterrupt
         return original(self, server_round, arrays)
 
-    # all are clipped, so C grows by 10 % a round
+    # All updates are clipped, so C grows by 10 % a round.
     adaptive = {"dp_clipping": "adaptive", "dp_clipping_norm": 1e-3}
     keys: dict[str, Any] = {"dp": "server", "dp_noise_multiplier": 0.1, **adaptive}
     monkeypatch.setattr(ResultWriter, "test", killed)
@@ -719,7 +719,7 @@ def test_rounds_that_a_resumed_run_repeats_are_counted_again(
     assert "after 5 releases" in summary["privacy"]["guarantee"]
     whole = quick(tmp_path, "whole", **keys)
     assert summary["privacy"]["epsilon"] > whole["privacy"]["epsilon"]
-    # C went on from round 2
+    # C continued from round 2.
     assert lines_of(tmp_path / "run")[2]["clipping-norm"] > 1.1e-3
 
 
@@ -727,7 +727,7 @@ def test_rounds_that_a_resumed_run_repeats_are_counted_again(
 def test_without_noise_or_with_noise_that_can_be_repeated_nothing_is_guaranteed(
     noise_multiplier: float, mlp: Any, tmp_path: Path
 ) -> None:
-    """Nor later, by one that goes on from such a release."""
+    """A later run that continues from such a release guarantees nothing either."""
     settings = DPSettings(dp="server", dp_noise_multiplier=noise_multiplier)
     file = tmp_path / "privacy.jsonl"
     first = ClientLevelDP(settings, SeededNoise(0), file)
@@ -741,7 +741,7 @@ def test_without_noise_or_with_noise_that_can_be_repeated_nothing_is_guaranteed(
 
 
 def test_no_record_decides_how_many_outputs_a_model_has(tmp_path: Path) -> None:
-    """With one more record the model would have a third class."""
+    """One more record could give the model a third class."""
     np.savez(
         tmp_path / "t.npz",
         x=np.zeros((20, 2)),
@@ -764,8 +764,9 @@ def test_no_record_decides_how_many_outputs_a_model_has(tmp_path: Path) -> None:
 def test_no_file_to_give_away_holds_what_a_client_reported(
     dp: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The clients' loss and an error of one are searched in all files but checkpoints;
-    without dp they are found.
+    """No file but the checkpoints contains a client's loss or error.
+
+    A run without dp proves that the search finds them.
     """
     from fedbn_flwr.client import torch_client
 

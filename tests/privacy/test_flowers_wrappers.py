@@ -1,6 +1,4 @@
-"""Flower's wrappers for differential privacy around our strategies: they work, or are
-refused by name.
-"""
+"""Flower's wrappers for differential privacy work, or are refused by name."""
 
 from __future__ import annotations
 
@@ -112,7 +110,7 @@ class Failing(TorchClient):
 def test_a_wrapper_around_failures_ends_with_an_error_too(
     mlp: Any, datasets: Any
 ) -> None:
-    """On the Message API Flower's wrapper logs errors, and hands nothing on."""
+    """On the Message API, Flower's wrapper logs errors and passes nothing on."""
     wrapped = FIXED["server"](FedAvg(), 0.0, 100.0, len(SIZES))
     training = LocalTraining(learning_rate=LearningRate(0.1), batch_size=4)
     app = client_app(torch_clients(mlp, datasets, training, client=Failing))

@@ -1,5 +1,6 @@
-"""Runs with masked sums: the model of the plain run, whoever is lost, and nothing of a
-single client on its way.
+"""A run with masked sums makes the model of the plain run.
+
+This applies to any lost client, and no message reveals a client's values.
 """
 
 from __future__ import annotations
@@ -69,20 +70,21 @@ SIZES = (12, 5, 8, 21)
 
 
 def masked(strategy: Any, **settings: Any) -> Any:
-    """Return the strategy under masked sums; the settings are ``masked_threshold``, ..."""
+    """Return the strategy under masked sums with settings such as the threshold."""
     strategy.protect(MaskedSums(MaskSettings(masked_sums=True, **settings)))
     return strategy
 
 
 def furthest(one: State, other: State) -> float:
-    """The largest difference of two states; counters are left out."""
+    """Return the largest difference between two states, except in counters."""
     names = [name for name in one if "num_batches" not in name]
     return max(float(np.abs(one[name] - other[name]).max()) for name in names)
 
 
 class Losing:
-    """An app that fails at a stage of some rounds: ``{partition: stage}``; stage
-    "train" fails after the training.
+    """An app that fails as ``{partition: stage}`` asks in some rounds.
+
+    The stage "train" fails after the training.
     """
 
     def __init__(
@@ -115,7 +117,7 @@ def losing(
 def test_a_masked_run_equals_the_plain_one(
     method, federate, datasets, mlp, tmp_path
 ) -> None:
-    """Also in the server's knowledge of the local states, here in state folders."""
+    """The server's hashes of the local states in state folders are equal as well."""
 
     def run(strategy: Any) -> Any:
         strategy.continuity = Continuity("series", "run")
@@ -150,7 +152,7 @@ def test_a_masked_run_equals_the_plain_one(
 def test_a_torchvision_net_has_the_stated_error(
     federate, points, torchvision_net, monkeypatch
 ) -> None:
-    """With few digits after the point the rounding is seen, and stays within the bound."""
+    """Few digits after the point make the rounding visible, within the bound."""
     data = [points(size, client, (3, 16, 16)) for client, size in enumerate((6, 3, 8))]
     value_range = 2.0**34
     monkeypatch.setattr(FixedPoint.__init__, "__defaults__", (value_range,))
@@ -164,7 +166,7 @@ def test_a_torchvision_net_has_the_stated_error(
 
 
 def furthest_in_units(plain: Any, ours: Any) -> float:
-    """The largest difference of two runs of a round, in masked coordinates."""
+    """Return the largest difference of two one-round runs in masked coordinates."""
     parts, start = split_state(plain.history[0]), plain.history[0]
     one = Coordinates(start, parts, scale=1.0).update(plain.state)
     other = Coordinates(start, parts, scale=1.0).update(ours.state)
@@ -174,15 +176,16 @@ def furthest_in_units(plain: Any, ours: Any) -> float:
 def test_a_masked_step_of_a_torchvision_net_is_near_the_stated_error(
     run_step, points, torchvision_net
 ) -> None:
-    """Each exchange has the stated error, and each layer's goes through the layers
-    after it and back.
+    """Each exchange has the stated error.
+
+    The errors of a layer propagate through the later layers and back.
     """
     data = [points(size, client, (3, 16, 16)) for client, size in enumerate((6, 3, 8))]
     plain = run_step(synchronised(FedTAN), torchvision_net(), data)
     ours = run_step(masked(synchronised(FedTAN)), torchvision_net(), data)
     allowed = FixedPoint(17.0).error(3, 17.0)
     assert 1e-14 < allowed < 1e-13
-    assert 1 < furthest_in_units(plain, ours) / allowed < 1000  # 204
+    assert 1 < furthest_in_units(plain, ours) / allowed < 1000  # measured: 204
 
 
 @pytest.fixture
@@ -190,7 +193,8 @@ def branches() -> nn.Module:
     with torch.random.fork_rng():
         torch.manual_seed(1)
         model = trained(Branches())
-    # without it the layer counts batches, and masks leave the server a count of rounds
+    # Without a momentum the layer counts batches, and masked sums show the server only
+    # a count of rounds.
     model.a.momentum = 0.1
     return model
 
@@ -199,7 +203,7 @@ def branches() -> nn.Module:
 def test_a_masked_step_equals_the_plain_one(
     method, run_step, branches, same_bits
 ) -> None:
-    """By each transport, with the same bits."""
+    """Each transport gives the same bits."""
     data = client_data((3, 6, 6), (2, 5, 1))
     plain = run_step(synchronised(method), branches, data)
     moved = plain.strategy.reports[0].train
@@ -224,7 +228,7 @@ def test_a_masked_step_equals_the_plain_one(
 
 
 def test_a_users_app_with_the_mods(federate, datasets, mlp, same_bits) -> None:
-    """As ``client_app``: an app that begins with ``masked_update``, ``bn_mod``."""
+    """The app begins with ``masked_update`` and ``bn_mod``, as ``client_app`` does."""
 
     def app_of(client_fn: Any) -> ClientApp:
         inner, app = client_app(client_fn), ClientApp(mods=[masked_update, bn_mod])
@@ -282,8 +286,9 @@ def test_a_users_app_with_the_mods(federate, datasets, mlp, same_bits) -> None:
 def test_under_masks_the_noise_comes_to_the_sum_of_clipped_updates(
     lost: dict[int, str], federate, five, mlp
 ) -> None:
-    """The same release as with updates that the server sees: a lost client's is zero,
-    with too few all are.
+    """The release is the same as if the server saw the updates.
+
+    A lost client's update is zero, and with too few answers all are zero.
     """
 
     def protection() -> ClientLevelDP:
@@ -315,8 +320,10 @@ def test_under_masks_the_noise_comes_to_the_sum_of_clipped_updates(
 def test_under_masks_epsilon_is_not_of_whether_a_client_answers(
     federate, five, mlp
 ) -> None:
-    """With too few answers the sum is 0: one client that does not answer moves it by
-    more than its own update.
+    """The guarantee does not cover whether a client answers.
+
+    With too few answers the sum is 0, so one missing answer can change it by more than
+    the client's update.
     """
     strategy = FedAvg(fraction_evaluate=0.0)
     dp = ClientLevelDP(
@@ -338,7 +345,7 @@ def test_a_budget_without_room_for_round_1_asks_nobody_and_says_so(
         DPSettings(dp="client", dp_target_epsilon=3.0, dp_clipping_norm=0.05)
     )
     if not room:
-        dp.accountant.releases = [0.3]  # of a run before this one
+        dp.accountant.releases = [0.3]  # from an earlier run
     strategy = FedAvg(fraction_evaluate=0.0)
     protection = MaskedSums(MaskSettings(masked_sums=True), dp) if masks else dp
     strategy.protect(protection)
@@ -419,7 +426,7 @@ def test_below_the_threshold_nothing_is_revealed(
 def test_a_client_lost_in_a_step_ends_the_round(
     transport: str, run_step, branches, same_bits
 ) -> None:
-    """The exchanges are not repeated without it: the difference is its own."""
+    """A repeated exchange without the client would reveal its values."""
 
     class Cut(TorchClient):
         def fit(self, parameters, config):
@@ -460,8 +467,9 @@ def test_a_client_lost_in_a_step_ends_the_round(
 def test_after_a_client_was_lost_in_a_step_none_repeats_its_batch(
     federate, points, mlp, sizes, caplog
 ) -> None:
-    """The exchanges before the loss are known. Of the same batches without that client
-    the difference is its own.
+    """The exchanges before the loss are public.
+
+    Repeating a batch without the lost client would reveal its values as the difference.
     """
 
     class Cut(TorchClient):
@@ -500,8 +508,10 @@ def test_a_round_that_ends_before_a_sum_leaves_nobody_out(
 def test_a_client_lost_after_a_synchronised_step_ends_the_round(
     federate, datasets, mlp
 ) -> None:
-    """With one step the exchanges tell the sums of all gradients of gamma and beta, the
-    update those of the others.
+    """A later sum of the other clients would reveal the lost client's gradients.
+
+    With one step the exchanges reveal the sums of all gradients of gamma and beta, and
+    an update without the lost client reveals the sums of the other clients.
     """
     made, threads = masked(FedTAN(fraction_evaluate=0.0)), {"threads": len(datasets)}
     options: dict[str, Any] = {
@@ -527,8 +537,9 @@ def test_a_client_lost_after_a_synchronised_step_ends_the_round(
 def test_a_client_that_spoils_the_sum_ends_the_round_and_not_the_run(
     federate, datasets, mlp, same_bits
 ) -> None:
-    """BN is frozen, and one client changes its statistics: nobody knows which, and the
-    previous model is kept.
+    """BN is frozen, and an unidentified client changes its statistics.
+
+    The previous model is kept.
     """
 
     class Moves(TorchClient):
@@ -549,7 +560,7 @@ def test_a_client_that_spoils_the_sum_ends_the_round_and_not_the_run(
 
 
 def round_of_masks(**told: Any) -> tuple[Context, ConfigRecord]:
-    """The context of one of three clients, and the config of its training message."""
+    """Return the context and training config of one of three clients."""
     party, context = Party.new(1), Context(1, 1, {"partition-id": 0}, RecordDict(), {})
     others = [Party.new(1) for _ in range(2)]
     keys = {
@@ -576,7 +587,7 @@ def round_of_masks(**told: Any) -> tuple[Context, ConfigRecord]:
 def test_weights_that_would_tell_of_a_client_are_refused_before_it_trains(
     equal: bool, clips: bool, weight: float, trains: bool, mlp
 ) -> None:
-    """With ``dp=client`` each has weight 1, and only then are all equal."""
+    """Equal weights are allowed only under ``dp=client``, with weight 1 each."""
     told = {"equal-weights": equal, "weight": weight}
     context, config = round_of_masks(**told)
     if clips:
@@ -648,9 +659,7 @@ def test_a_step_that_fails_after_an_exchange_is_not_repeated(mlp) -> None:
 
 
 def test_a_resumed_run_has_other_batches(federate, datasets, mlp) -> None:
-    """With the same ones the difference of two sums would be the update of a client
-    that is lost in one of them.
-    """
+    """If the batches repeated, two sums would differ by a lost client's update."""
 
     def second_round(make: Callable[[], Any]) -> State:
         first, resumed = make(), make()
@@ -701,11 +710,11 @@ def test_a_sum_that_is_of_no_use_may_be_known(
     assert [report.participants for report in made.reports][1:] == [[1, 2], [0, 1, 2]]
 
 
-# What the server sees.
+# The server's view.
 
 
 def forms_of(state: State, weight: float, point: FixedPoint) -> Iterator[bytes]:
-    """A client's numbers as bytes: in both float types and in fixed point."""
+    """Yield a client's numbers as bytes in both float types and in fixed point."""
     for name, array in state.items():
         if array.dtype.kind == "f" and array.size > 3 and array.any():
             yield from (
@@ -715,7 +724,10 @@ def forms_of(state: State, weight: float, point: FixedPoint) -> Iterator[bytes]:
 
 
 def test_no_message_holds_a_clients_numbers(run_step, branches, monkeypatch) -> None:
-    """No model, no exchange, in any form; the search finds a plain run's."""
+    """No message contains a model or exchange in any of its forms.
+
+    The same search finds those of a plain run.
+    """
     seen: list[tuple[float, State]] = []
     weight = 0.0
 
@@ -787,7 +799,7 @@ def test_layers_that_need_the_number_of_batches_are_refused_before_training(
     with pytest.raises(NormLayerError) as error:
         refuse_cumulative(cumulative(), "masked-sums=true")
     assert error.value.code == CUMULATIVE
-    # One without running statistics needs no number of batches.
+    # A layer without running statistics needs no number of batches.
     refuse_cumulative(
         nn.BatchNorm1d(3, momentum=None, track_running_stats=False), "masked-sums=true"
     )
@@ -796,7 +808,7 @@ def test_layers_that_need_the_number_of_batches_are_refused_before_training(
 def test_a_client_weighs_its_numbers_by_its_own_count(
     federate, datasets, mlp, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A server that gives one client a large weight sees little but its update."""
+    """A server could isolate a client's update by a large weight."""
     weight = MaskedRound.weight
     monkeypatch.setattr(
         MaskedRound,
@@ -827,7 +839,7 @@ class Median(Strategy):
 
 
 class MeanMethod(Method):
-    """A mean is all that it reads of a record beside the model."""
+    """A method that reads only a mean of an extra record."""
 
     name = "mean-of-a-record"
     read = "mean"
@@ -841,7 +853,7 @@ class Mean(Strategy):
 
 
 class Logged(Strategy):
-    """It only reports the record."""
+    """A strategy that only reports the record."""
 
     method = type(
         "LoggedMethod", (MeanMethod,), {"name": "record-in-the-log", "read": "log"}
@@ -905,7 +917,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
 def test_the_guides_table_says_what_a_round_of_each_method_does(
     name: str, federate, datasets, mlp, wsconv_net, run_step, branches
 ) -> None:
-    # One client has data for one step.
+    # One client has data for only one step.
     own = {"head_steps": 0} if name == "fedrep" else {}
     strategy = masked(STRATEGIES[name](fraction_evaluate=0.0, **own))
     if uncovered(strategy.methods, "masked-sums", "true"):

@@ -1,5 +1,6 @@
-"""The masks of a round: they cancel in sums, hide each vector, repeat nowhere, and a
-client keeps to the protocol.
+"""The masks of a round cancel in sums, hide each vector and never repeat.
+
+A client follows the protocol.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ THRESHOLD = 3
 def parties_of(
     size: int, threshold: int = THRESHOLD, server_round: int = 1
 ) -> tuple[list[Party], list[dict[int, bytes]]]:
-    """Clients with keys and shares, and what each encrypted for the others."""
+    """Return clients with keys and shares, and their encrypted shares."""
     parties = [Party.new(server_round) for _ in range(size)]
     keys = keys_of(parties)
     encrypted = [
@@ -60,7 +61,7 @@ def unmasked(
     vectors: Mapping[int, Array],
     threshold: int = THRESHOLD,
 ) -> Array:
-    """The server's half: ask for shares, rebuild secrets, remove what is left."""
+    """Do the server's work: collect shares, rebuild secrets, remove the masks."""
     answered, lost = sorted(vectors), sorted(set(range(len(parties))) - set(vectors))
     shares: dict[int, list[bytes]] = {number: [] for number in range(len(parties))}
     for number in answered:
@@ -122,8 +123,9 @@ def test_the_masks_of_an_exchange_cancel() -> None:
 
 
 def test_a_masked_vector_is_uniform_and_no_stream_comes_twice() -> None:
-    """Bytes of a masked zero are uniform; streams of two rounds and of all exchanges
-    have no word in common.
+    """The bytes of a masked zero are uniform.
+
+    The streams of two rounds and of all exchanges have no word in common.
     """
     size = 4096
     zero = np.zeros(size, np.int64)
@@ -239,8 +241,10 @@ def test_a_client_refuses_to_reveal(
 
 
 def test_a_client_does_each_step_once() -> None:
-    """A second vector under the same masks, or a second answer with other lists, would
-    unmask the first.
+    """Repeating a step would unmask the first vector.
+
+    The repetition is a second vector under the same masks, or a second answer with
+    other lists.
     """
     parties, encrypted = parties_of(3, 2)
     zero, everyone = np.zeros(1, np.int64), keys_of(parties)
@@ -295,7 +299,7 @@ def test_a_client_refuses_other_or_too_few_members() -> None:
 
 
 def test_masks_of_clients_that_were_told_different_things_do_not_cancel() -> None:
-    """A range for one client alone would show its numbers in the sum."""
+    """A range that only one client gets would reveal its numbers in the sum."""
     parties = [Party.new(1) for _ in range(3)]
     for number, party in enumerate(parties):
         party.shares(number, keys_of(parties), 2)

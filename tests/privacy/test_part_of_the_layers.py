@@ -1,7 +1,7 @@
-"""``layers`` under differential privacy and masked sums: a BatchNorm layer outside of
-them is shared like any other entry, with its noise and its masks.
+"""``layers`` under differential privacy and masked sums.
 
-A network of torchvision in float64.
+A BatchNorm layer outside of ``layers`` is shared like any other entry, with noise and
+masks. The network is from torchvision, in float64.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def private(strategy: Any, noise: float, clip: float, where: Any) -> Any:
 
 @pytest.fixture
 def runs(federate: Any, points: Any) -> Callable[..., Any]:
-    """``runs(protect, method, sizes, rounds)``: without protection, and with it."""
+    """Provide ``runs(protect, method, sizes, rounds)`` to run with and without it."""
 
     def both(
         protect: Callable[[Any], Any], method: str, sizes: tuple[int, ...], rounds: int
@@ -90,7 +90,7 @@ def runs(federate: Any, points: Any) -> Callable[..., Any]:
 def test_without_noise_it_is_the_unprotected_run(
     runs: Any, method: str, protect: Any, sizes: tuple[int, ...]
 ) -> None:
-    """Counters that are shared count rounds, as everywhere under protection."""
+    """Shared counters count rounds, as always under protection."""
     plain, ours = runs(protect, method, sizes, 2)
     parts = chosen()
     own = set(parts.select(LOCAL[method]))
@@ -117,7 +117,10 @@ def test_without_noise_it_is_the_unprotected_run(
 def test_the_other_layers_have_the_stated_noise_and_the_chosen_ones_none(
     runs: Any, method: str, where: Any
 ) -> None:
-    """In the coordinates of an update: of weights, of gamma and beta, of means."""
+    """The noise is measured in the coordinates of an update.
+
+    The groups are weights, gamma and beta, and means.
+    """
     clip, noise, clients = 1e6, 1e-8, 3
     protect = functools.partial(private, noise=noise, clip=clip, where=where)
     plain, ours = runs(protect, method, (6, 6, 6), 1)

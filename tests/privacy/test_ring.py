@@ -1,5 +1,6 @@
-"""Fixed-point sums in the ring: the mean within the stated error, no overflow, values
-out of range refused by name.
+"""Fixed-point sums in the ring have a mean within the stated error.
+
+They never overflow, and values out of range are refused by name.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from fedbn_flwr.privacy.ring import FixedPoint, split
 def test_a_mean_has_the_stated_error(
     weights: list[int], value_range: float, seed: int
 ) -> None:
-    """Also at both ends of the range, where a sum is as large as it can be."""
+    """Both ends of the range are included, because their sum is the largest."""
     generator = np.random.default_rng(seed)
     values = [generator.uniform(-value_range, value_range, 20) for _ in weights]
     for own in values:
@@ -37,14 +38,14 @@ def test_a_mean_has_the_stated_error(
     with np.errstate(over="ignore"):
         found = point.mean(np.sum(vectors, axis=0, dtype=np.int64), float(sum(weights)))
     weighted = [weight * own for weight, own in zip(weights, values, strict=True)]
-    # column by column: fsum rounds once
+    # Sum column by column, because fsum rounds once.
     exact = [math.fsum(column) / sum(weights) for column in np.transpose(weighted)]
     allowed = point.error(len(weights), sum(weights)) + 2**-51 * value_range
     assert np.abs(found - exact).max() <= allowed
 
 
 def test_the_error_is_that_of_the_last_digit() -> None:
-    """With few digits rounding is seen: the stated error is not far above what happens."""
+    """With few digits the stated error is close to the observed rounding."""
     point = FixedPoint(4.0, 2.0**52)
     values = np.random.default_rng(0).uniform(-1, 1, 1000)
     found = point.mean(point.vector({"x": values}, 1.0), 1.0)
