@@ -1,5 +1,7 @@
-"""Fixtures of all tests: toy data, tiny models in float64, and runs of a strategy over
-clients in this process.
+"""Fixtures of all tests.
+
+They provide toy data, tiny models in float64, and runs of a strategy over clients in
+this process.
 """
 
 from __future__ import annotations
@@ -20,12 +22,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-# Before Flower is imported anywhere: no telemetry, no look at the network, no file in
-# the user's home.
+# Set this before any import of Flower, to prevent telemetry, network access and files
+# in the user's home.
 os.environ["FLWR_TELEMETRY_ENABLED"] = "0"
 os.environ["FLWR_DISABLE_UPDATE_CHECK"] = "1"
-# Convolutions of a GPU in float32, as on the CPU, also in workers: torch lets them use
-# the shorter TF32.
+# Compute convolutions on a GPU in float32, as on the CPU, even in workers. By default
+# torch allows the shorter TF32.
 os.environ["NVIDIA_TF32_OVERRIDE"] = "0"
 if "FLWR_HOME" not in os.environ:
     os.environ["FLWR_HOME"] = tempfile.mkdtemp(prefix="flwr-home-")
@@ -57,8 +59,9 @@ from tests.support.points import Points
 
 @pytest.hookimpl(tryfirst=True)  # before xdist looks for groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip the tests that need a GPU where there is none; those whose commands start at
-    once share a process; slow ones may take an hour.
+    """Skip GPU tests on machines without a GPU, and let slow tests take an hour.
+
+    Tests with the fixture ``at_once`` share a process.
     """
     for item in items:
         if item.get_closest_marker("slow"):
@@ -78,7 +81,7 @@ GPUS = ["fake", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 @contextmanager
 def device_of(name: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.device]:
-    """Give the device of a test; a GPU, fake or real, must have worked."""
+    """Yield the device of a test, and check that a GPU, fake or real, worked."""
     if name == "fake":
         with fake_gpu(monkeypatch) as costs:
             yield torch.device("cuda")
@@ -113,7 +116,7 @@ def gpu(
 def true_device(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[torch.device]:
-    """The CPU, then a GPU (mark ``gpu``): for what a fake GPU does not do."""
+    """The CPU, then a GPU (mark ``gpu``), for work that a fake GPU cannot do."""
     with device_of(request.param, monkeypatch) as found:
         yield found
 
@@ -125,16 +128,18 @@ def _one_thread() -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def _identity() -> None:
-    """Flower makes messages in processes with an identity; without this a test would
-    need one with a run before it.
+    """Give this process an identity, because Flower's messages need it.
+
+    Otherwise each test would need an earlier run.
     """
     identify_process(1)
 
 
 @pytest.fixture(autouse=True, scope="session")
 def _no_wait_for_the_disk() -> Iterator[None]:
-    """A run waits for the disk some thirty times, so that a power cut loses nothing;
-    here none comes.
+    """Do not wait for the disk, as a run does some thirty times.
+
+    The wait protects results from a power cut.
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", lambda handle: None)
@@ -143,11 +148,11 @@ def _no_wait_for_the_disk() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="session")
 def _seeds_take_no_time() -> Iterator[None]:
-    """Models are built thousands of times, each with a seed of its own.
+    """Save milliseconds at each seed, because tests build thousands of models.
 
-    For each kind of device that is not there ``torch.manual_seed`` writes down the
-    stack of its caller, and ``fork_rng`` looks for a driver: milliseconds, which was a
-    quarter of a small run.
+    For each kind of missing device, ``torch.manual_seed`` records the stack of its
+    caller, and ``fork_rng`` looks for a driver. Together they took a quarter of a small
+    run.
     """
     with pytest.MonkeyPatch.context() as patch:
         no_stack = SimpleNamespace(
@@ -163,15 +168,16 @@ def _seeds_take_no_time() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="session")
 def _undrawn_curves() -> Iterator[None]:
-    """Runs and sweeps make their figures and do not draw them."""
+    """Let runs and sweeps make their figures without drawing them."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(curves, "draw_curves", pictures.undrawn)
         yield
 
 
 def processes_of(folder: Path) -> list[str]:
-    """Command lines of the running processes that know the folder by argument or
-    environment, this one left out.
+    """Return the command lines of running processes that use the folder.
+
+    They name the folder in an argument or the environment. This process is excluded.
     """
     found = []
     for process in Path("/proc").iterdir():
@@ -192,12 +198,13 @@ def processes_of(folder: Path) -> list[str]:
 
 @pytest.fixture(scope="session")
 def await_end() -> Callable[[Path], list[str]]:
-    """``await_end(folder)``: the processes that know the folder and are still there
-    after 15 seconds.
+    """Provide ``await_end(folder)`` to list the processes that use the folder.
+
+    It lists those still running after 15 seconds.
     """
 
     def do(folder: Path) -> list[str]:
-        # on a busy machine a killed process takes a moment to be gone
+        # On a busy machine a killed process needs a moment to end.
         deadline = time.monotonic() + 15
         while (left := processes_of(folder)) and time.monotonic() < deadline:
             time.sleep(0.1)
@@ -208,8 +215,9 @@ def await_end() -> Callable[[Path], list[str]]:
 
 @pytest.fixture(scope="session")
 def at_once() -> Iterator[dict[str, str]]:
-    """An environment in which ``fedbn-flwr`` and ``python`` need not import torch and
-    Flower: see ``preloaded``.
+    """An environment whose ``fedbn-flwr`` and ``python`` start without imports.
+
+    The module ``preloaded`` has imported torch and Flower for them.
     """
     with (
         tempfile.TemporaryDirectory(prefix="p", dir="/tmp") as folder,
@@ -224,8 +232,9 @@ MakePoints = Callable[..., Points]
 
 @pytest.fixture
 def points() -> MakePoints:
-    """``points(n, seed, shape=(5,), classes=3)``: n random points, shifted and scaled
-    by client so clients differ.
+    """Provide ``points(n, seed, shape=(5,), classes=3)`` to make n random points.
+
+    They are shifted and scaled by client, so clients differ.
     """
 
     def make(
@@ -260,11 +269,10 @@ WriteCityscapes = Callable[
 
 @pytest.fixture(scope="session")
 def write_cityscapes() -> WriteCityscapes:
-    """``write_cityscapes(folder, train, val, size)``: images of (height, width) in
-    Cityscapes' layout, per city.
+    """Provide ``write_cityscapes(folder, train, val, size)`` to write images.
 
-    The red value of a pixel is its label id, drawn at random in 4 by 4 blocks of the
-    image.
+    The images of (height, width) have Cityscapes' layout, per city. The red value of a
+    pixel is its label id, drawn at random in 4 by 4 blocks of the image.
     """
 
     def write(
@@ -302,8 +310,9 @@ MakeModel = Callable[..., nn.Module]
 
 @pytest.fixture
 def mlp() -> MakeModel:
-    """``mlp(norm=True, dropout=0.0)``: 5-4-3 with one BatchNorm1d, float64, the same
-    weights every time.
+    """Provide ``mlp(norm=True, dropout=0.0)`` to make a 5-4-3 network in float64.
+
+    It has one BatchNorm1d and constant weights.
     """
 
     def make(norm: bool = True, dropout: float = 0.0, seed: int = 0) -> nn.Module:
@@ -323,8 +332,9 @@ def mlp() -> MakeModel:
 
 @pytest.fixture
 def wsconv_net() -> MakeModel:
-    """``wsconv_net()``: one standardised convolution and a classifier, on 5 numbers;
-    float64, always the same.
+    """Provide ``wsconv_net()`` to make a net with a standardised convolution.
+
+    It has a classifier, 5 inputs and constant weights in float64.
     """
 
     def make() -> nn.Module:
@@ -344,8 +354,9 @@ def wsconv_net() -> MakeModel:
 
 @pytest.fixture
 def torchvision_net() -> MakeModel:
-    """``torchvision_net(norm=True)``: a narrow ShuffleNetV2, or one without BatchNorm;
-    3 classes, always the same.
+    """Provide ``torchvision_net(norm=True)`` to make a narrow ShuffleNetV2.
+
+    It has 3 classes and constant weights, and no BatchNorm if ``norm`` is false.
     """
     return lambda norm=True: copy.deepcopy(_narrow_shufflenet(norm))
 
@@ -360,7 +371,7 @@ def _narrow_shufflenet(norm: bool) -> nn.Module:
 
 @pytest.fixture
 def open_grid() -> Iterator[Callable[..., InProcessGrid]]:
-    """``open_grid(app, num_nodes=3, ...)``: a grid here, closed after the test."""
+    """Provide ``open_grid(app, num_nodes=3, ...)``; the grid closes after the test."""
     with ExitStack() as grids:
         yield lambda app, num_nodes=3, **options: grids.enter_context(
             InProcessGrid(app, num_nodes, **options)
@@ -373,29 +384,24 @@ TRAINING_SETTINGS = {field.name for field in dataclasses.fields(LocalTraining)}
 
 @pytest.fixture
 def run_strategy() -> Iterator[RunStrategy]:
-    """``run_strategy(strategy, app, start, num_nodes, ...)``: see
-    ``federation.run_strategy``.
-    """
+    """Provide ``federation.run_strategy`` without its argument ``grids``."""
     with ExitStack() as grids:
         yield functools.partial(federation.run_strategy, grids)
 
 
 @pytest.fixture
 def run_legacy_loop() -> Iterator[Callable[..., LegacyOutcome]]:
-    """``run_legacy_loop(strategy, app, start, num_nodes, rounds)``: see
-    ``federation.run_legacy_loop``.
-    """
+    """Provide ``federation.run_legacy_loop`` without its argument ``grids``."""
     with ExitStack() as grids:
         yield functools.partial(federation.run_legacy_loop, grids)
 
 
 @pytest.fixture
 def federate(run_strategy: RunStrategy) -> RunStrategy:
-    """``federate(strategy, model, datasets, ...)``: run a strategy over TorchClients,
-    one client at a time.
+    """Provide ``federate(strategy, model, datasets, ...)`` to run over TorchClients.
 
-    Settings of ``LocalTraining`` go by name; the options of ``federation.run_strategy``
-    too.
+    One client trains at a time. Keyword arguments are settings of ``LocalTraining`` or
+    options of ``federation.run_strategy``.
     """
 
     def run(
@@ -433,11 +439,11 @@ def federate(run_strategy: RunStrategy) -> RunStrategy:
 
 @pytest.fixture
 def run_step(federate: RunStrategy) -> RunStrategy:
-    """``run_step(strategy, model, datasets, transport="barrier", ...)``: one round of
-    one step on all data.
+    """Provide ``run_step(strategy, model, datasets, transport="barrier", ...)``.
 
-    All clients run at once, as a synchronised step needs it. Options are those of
-    ``federate``, as more rounds.
+    It runs one round of one step on all data. All clients run in parallel, as a
+    synchronised step requires. It takes the options of ``federate``, such as more
+    rounds.
     """
 
     def run(
@@ -468,11 +474,10 @@ SameRun = Callable[[Mapping[str, Any], Mapping[str, Any]], None]
 
 @pytest.fixture(scope="session")
 def same_run() -> SameRun:
-    """``same_run(a, b)``: two summaries tell of the same final state, to the bit, and
-    of the same traffic.
+    """Provide ``same_run(a, b)`` to compare the final state and traffic of runs.
 
-    The server's test of that state may differ in a float32's last digit: another
-    process, other numbers of threads.
+    The states must have the same bits. The server's test of that state may differ in a
+    float32's last digit, because another process has another number of threads.
     """
 
     def check(a: Mapping[str, Any], b: Mapping[str, Any]) -> None:
@@ -489,8 +494,9 @@ SameBits = Callable[[Mapping[str, Array], Mapping[str, Array]], None]
 
 @pytest.fixture
 def same_bits() -> SameBits:
-    """``same_bits(a, b)``: two states have the same names in the same order, dtypes,
-    shapes and bits.
+    """Provide ``same_bits(a, b)`` to compare two states bit by bit.
+
+    Names and their order, dtypes and shapes must be equal as well.
     """
 
     def check(a: Mapping[str, Array], b: Mapping[str, Array]) -> None:

@@ -1,5 +1,6 @@
-"""A guard against lost speed that counts work, not seconds: messages, bytes, builds,
-passes, steps, copies.
+"""The number of messages, bytes, builds, passes, steps and copies is limited.
+
+These tests notice lost speed without measuring seconds.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ ROUNDS, STEPS = 3, 2
 
 @pytest.fixture
 def count(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """Counts the calls of the functions on the way of a message."""
+    """Count the calls of the functions that process a message."""
     counted: Counter[str] = Counter()
 
     def watch(owner: Any, name: str, key: str) -> None:
@@ -116,9 +117,9 @@ def test_a_run_does_no_more_work_than_it_must(
     with InProcessGrid(app, len(SIZES)) as grid:
         method().start(grid=grid, initial_arrays=initial, num_rounds=ROUNDS)
     messages = ROUNDS * len(SIZES)
-    tried = int(method is FedTAN)  # in its query a synchronised step is tried once
+    tried = int(method is FedTAN)  # the query tries a synchronised step once
     assert (count["train"], count["evaluate"]) == (messages, messages)
-    if method is not FedTAN:  # whose messages name the exchanges of their step
+    if method is not FedTAN:  # FedTAN's messages name the exchanges of their step
         assert count["configs"] == 2 * ROUNDS, "the messages of a round share one"
     assert count["query"] == (len(SIZES) if method is FedTAN else 0)
     assert passes["builds"] == builds
@@ -147,8 +148,9 @@ WALKS = {getattr(nn.Module, name).__code__ for name in _OF_MODULES.split()} | {
 
 
 def calls_and_walks(rounds: int, steps: int) -> tuple[int, int]:
-    """Return the Python calls, in all threads, of a run of FedBN, 20 clients; and the
-    walks over a module tree.
+    """Return the Python calls, and walks over modules, of a FedBN run.
+
+    The run has 20 clients, and all threads count.
     """
     found: Counter[str] = Counter()
 
@@ -199,11 +201,13 @@ def calls_and_walks(rounds: int, steps: int) -> tuple[int, int]:
 def test_a_message_of_fedbn_takes_few_calls_and_walks_beside_its_steps(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """The later rounds of a run, the server's part too: calls of Python functions,
-    walks over the model's modules.
+    """Count Python calls and module walks in the later rounds of a run.
+
+    The server's work is included.
     """
-    caplog.set_level(logging.ERROR, "flwr")  # what the log's lines take is not counted
-    calls_and_walks(1, 1)  # what is imported and found once
+    # calls for lines of the log are not counted
+    caplog.set_level(logging.ERROR, "flwr")
+    calls_and_walks(1, 1)  # imports and first measurements happen once
 
     def of_later_rounds(steps: int) -> tuple[int, int]:
         (calls, walks), (more_calls, more_walks) = (

@@ -1,5 +1,6 @@
-"""The layers of the package: each module is in one, and imports point one way, from
-tensors to the command line.
+"""Each module belongs to a layer, and imports point from higher layers down.
+
+The highest layer is the command line and the lowest the tensor code.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ LEVELS = (
     ("client",),
     ("legacy",),
     ("mods", "__init__"),
-    # Up to here the core, from here the laboratory.
+    # The layers above are the core; the layers below are the laboratory.
     (
         "lab/data",
         "lab/models",
@@ -92,7 +93,7 @@ for number, layers in enumerate(LEVELS):
 
 
 def group_of(name: str) -> str | None:
-    """A module's layer, by its dotted name in the package; None = none."""
+    """Return a module's layer by its dotted name in the package, or None."""
     parts = name.split(".")
     for layer in ("/".join(parts[:2]), parts[0]):
         if layer in LEVEL_OF:
@@ -101,7 +102,7 @@ def group_of(name: str) -> str | None:
 
 
 def modules() -> list[tuple[str | None, Path]]:
-    """Every module as (layer, file)."""
+    """Return every module as (layer, file)."""
     found = []
     for path in sorted(PACKAGE.rglob("*.py")):
         name = ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
@@ -110,11 +111,12 @@ def modules() -> list[tuple[str | None, Path]]:
 
 
 def imports(path: Path) -> Iterator[tuple[str, int, bool]]:
-    """Yield (module imported, line, whether it runs on import) of every import
-    statement, in functions too.
+    """Yield (module imported, line, whether it runs on import) of every import.
+
+    Imports in functions are included.
     """
     tree = ast.parse(path.read_text(encoding="utf-8"))
-    # what is in a function, or for type checkers alone, does not run on import
+    # Code in a function, or only for type checkers, does not run on import.
     lazy: set[int] = set()
     for block in ast.walk(tree):
         in_function = isinstance(block, ast.FunctionDef | ast.AsyncFunctionDef)
@@ -158,7 +160,7 @@ def test_no_two_modules_share_a_name() -> None:
 
 
 def test_no_two_classes_share_a_name() -> None:
-    """Private ones may: a reader looks for them in their module."""
+    """Private classes may, because a reader looks for them in their module."""
     names = Counter(
         node.name
         for _, path in modules()
@@ -206,8 +208,9 @@ def test_arrows() -> None:
 
 
 def test_no_files_form_a_circle() -> None:
-    """A circle has no first file to read; imports in functions and those for types
-    alone count, too.
+    """A circle has no first file to read.
+
+    Imports in functions and imports only for types count as well.
     """
     paths = {}
     for _, path in modules():
@@ -253,7 +256,7 @@ def test_strategies_are_papers_and_nothing_else() -> None:
 
 
 def test_a_paper_needs_no_part_of_a_round_or_a_run() -> None:
-    """Of the server it needs what a method is, and the strategy for Flower."""
+    """It needs the method classes, and the strategy for Flower."""
     wrong = []
     for layer, path in modules():
         if layer == "strategies":
@@ -266,7 +269,7 @@ def test_a_paper_needs_no_part_of_a_round_or_a_run() -> None:
 
 
 def test_no_module_imports_from_the_package_root() -> None:
-    """The root re-exports upper layers: from below an arrow upwards."""
+    """The root re-exports upper layers, so such an import points upwards."""
     names = {path.name.removesuffix(".py") for path in PACKAGE.iterdir()}
     for layer, path in modules():
         if layer != "__init__":
@@ -287,7 +290,7 @@ MUTATORS |= {"remove", "setdefault", "update"}
 
 
 def changed_names(tree: ast.AST) -> Iterator[str]:
-    """Yield the names whose values the functions of a module change in place, or set."""
+    """Yield the names whose values a module's functions change in place or set."""
     functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
     for node in (node for function in functions for node in ast.walk(function)):
         places: list[ast.expr] = []
@@ -305,7 +308,7 @@ def changed_names(tree: ast.AST) -> Iterator[str]:
 
 
 def test_modules_have_no_state() -> None:
-    """No attribute of a module changes after the import, but for registries."""
+    """No attribute of a module changes after the import, except in registries."""
     found = {}
     for _, path in modules():
         tree = ast.parse(path.read_text(encoding="utf-8"))

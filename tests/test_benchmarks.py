@@ -1,5 +1,6 @@
-"""The benchmarks' own arithmetic, their places on the page, and that they still run
-with this package.
+"""The benchmarks' arithmetic is correct, and their numbers fit into the page.
+
+They still run with this package.
 """
 
 import re
@@ -65,8 +66,9 @@ def test_a_contender_does_its_rounds(tmp_path: Path, module: str) -> None:
 def test_the_interpreter_of_the_peers_may_be_named_from_here(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As the Makefile shows it; contenders run in another folder. An environment is
-    found by the link that is its interpreter.
+    """The Makefile uses a relative path, but the contenders run in another folder.
+
+    The link to an interpreter identifies its environment.
     """
     import simulation
 
@@ -103,7 +105,7 @@ def test_the_interpreter_of_the_peers_may_be_named_from_here(
 
 
 def test_each_slip_of_the_list_can_be_made() -> None:
-    """Its old text is in one place: code that moved takes its slip along."""
+    """The old text of a slip occurs in one place; code that moved needs an update."""
     import slips
 
     wrong = []
@@ -116,8 +118,9 @@ def test_each_slip_of_the_list_can_be_made() -> None:
 
 
 def test_the_terms_of_theorem_1_are_those_of_the_gradients() -> None:
-    """Of a network without BatchNorm: B is 0, and the other terms are those of plain
-    gradients of uneven clients.
+    """Without BatchNorm, B is 0, and the other terms are plain gradients.
+
+    The clients are uneven.
     """
     import torch
     from theorem_1 import terms
@@ -150,7 +153,7 @@ def test_the_terms_of_theorem_1_are_those_of_the_gradients() -> None:
 
 
 def test_the_window_rule_is_calibrated_where_the_start_has_left_the_window() -> None:
-    """Deltas fall for ten rounds, then swing by 0.1 around 1: variance 0.01."""
+    """Deltas fall for ten rounds, and swing by 0.1 around 1 with variance 0.01."""
     from window_rule import calibrated, picked, variances
 
     deltas = [3 - 0.2 * k for k in range(10)] + [1.1, 0.9] * 15
@@ -165,7 +168,7 @@ def test_the_window_rule_is_calibrated_where_the_start_has_left_the_window() -> 
 
 
 def test_the_names_of_a_methods_file_are_what_it_imports_and_overrides() -> None:
-    """FedBN's, the model of a method's file: counted here by hand."""
+    """The names in FedBN's file were counted by hand."""
     from reading import imported, overrides
 
     file = ROOT / "fedbn_flwr/strategies/fedbn.py"
@@ -174,7 +177,7 @@ def test_the_names_of_a_methods_file_are_what_it_imports_and_overrides() -> None
 
 
 def test_a_round_of_fixbn_enters_its_freeze_and_not_what_comes_before() -> None:
-    """Round 2 of 3 is the first frozen one; Flower's ``start`` is before round 1."""
+    """Round 2 of 3 is the first frozen round, and Flower's ``start`` precedes it."""
     from reading import entered
 
     # FILE:LINE NAME, without the line

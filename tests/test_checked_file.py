@@ -1,4 +1,4 @@
-"""Checked files: trees come back bit for bit; incomplete and edited files are refused."""
+"""Checked files return trees bit for bit, and refuse incomplete or edited files."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_leftovers_of_a_killed_process_are_removed_and_nothing_else(
 def test_the_temporary_file_of_a_process_that_writes_is_left_alone(
     tmp_path: Path, monkeypatch
 ) -> None:
-    """Two clients, one state folder: one cleans up while the other writes."""
+    """One client of a state folder cleans up while another client writes."""
     sync = os.fsync
 
     def clean_up_and_sync(handle: int) -> None:

@@ -1,5 +1,6 @@
-"""The core without the packages of the laboratory: flwr, torch, numpy, pydantic and
-safetensors are enough.
+"""The core needs only flwr, torch, numpy, pydantic and safetensors.
+
+The packages of the laboratory are not required.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ WHERE_USED = {
 }
 """Imported inside a function, with an error that names the package."""
 
-# Blocks what none of the packages below brings, whoever asks, and what a module of ours
-# asks for by name.
+# Blocks packages that the packages below do not install, and the modules that our code
+# imports by name.
 BLOCK = """
 import builtins, sys
 
@@ -71,9 +72,8 @@ import__, builtins.__import__ = builtins.__import__, import_
 """
 
 
-# A project of Flower's with a training function of its own, and what FedBN, FixBN and
-# FedTAN need at the client. A project of Flower's with a training function of its own,
-# and what FedBN, FixBN and FedTAN need at the client.
+# A project of Flower with its own training function, and the client code that FedBN,
+# FixBN and FedTAN need.
 PLUG_IN = """
 import torch
 from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
@@ -156,7 +156,7 @@ assert not [name for name in sys.modules if name.startswith("fedbn_flwr.lab")]
 
 @functools.cache
 def brought_by(*packages: str) -> frozenset[str]:
-    """Top-level modules of these packages and their requirements, no extras."""
+    """Return the top-level modules of packages and requirements, without extras."""
     distributions, left = set[str](), list(packages)
     while left:
         name = re.sub(r"[-_.]+", "-", left.pop()).lower()
@@ -164,7 +164,7 @@ def brought_by(*packages: str) -> frozenset[str]:
             continue
         try:
             required = requires(name) or []
-        except PackageNotFoundError:  # of another system
+        except PackageNotFoundError:  # for another system
             continue
         distributions.add(name)
         left += [
@@ -298,7 +298,7 @@ def test_the_two_installs_are_what_each_half_imports() -> None:
 
 
 def test_the_core_names_no_other_package() -> None:
-    """Also in functions, and of packages that flwr happens to bring, such as typer."""
+    """This includes functions, and packages that flwr installs, such as typer."""
     allowed = STANDS_ON | BROUGHT.keys() | sys.stdlib_module_names | {"fedbn_flwr"}
     named = set()
     for path in PACKAGE.rglob("*.py"):

@@ -1,7 +1,7 @@
-"""A run on a GPU is the run on the CPU.
+"""A run on a GPU equals the run on the CPU.
 
-The tests run on a fake GPU (``tests/support/fake_gpu.py``), and on a real one where
-there is one.
+The tests run on a fake GPU (``tests/support/fake_gpu.py``), and on a real GPU if the
+machine has one.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def stream(purpose: str) -> torch.Generator:
 
 
 def close(found: Any, expected: Any, tolerance: float = 1e-9) -> None:
-    """Float64 on two devices differs by the order of sums, counters not at all."""
+    """Float64 on two devices differs by the order of sums, but counters are equal."""
     assert list(found) == list(expected)
     for name, value in expected.items():
         there, here = torch.as_tensor(found[name]).cpu(), torch.as_tensor(value).cpu()
@@ -81,7 +81,7 @@ def test_training_and_evaluation_are_those_of_the_cpu(
         for model in (there, here)
     ]
     assert {value.device.type for value in there.state_dict().values()} == {device.type}
-    # six steps with momentum enlarge the rounding
+    # Six steps with momentum enlarge the rounding.
     close(there.state_dict(), here.state_dict(), 1e-6)
     assert results[0].loss == pytest.approx(results[1].loss, rel=1e-6)
     assert (results[0].accuracy, results[0].num_steps) == (
@@ -117,7 +117,7 @@ def test_the_doctor_measures_on_a_device_what_it_measures_on_the_cpu(
     model = trained(nn.Sequential(*layers).double()).eval()
 
     def measured(where: torch.device) -> Any:
-        # class weights lie where the model is
+        # Class weights are on the model's device.
         loss = nn.CrossEntropyLoss(weight=torch.ones(3, device=where))
         there = copy.deepcopy(model).to(where)
         found = diagnose_clients(
@@ -174,7 +174,7 @@ def test_a_federation_ends_in_the_state_of_the_cpu(
 def test_worker_processes_on_a_device_end_in_the_state_of_one_process(
     federate, points, mlp, true_device
 ) -> None:
-    """With a GPU the workers are new processes, which get the app by cloudpickle."""
+    """With a GPU the workers are new processes; cloudpickle sends them the app."""
     data = [points(size, client) for client, size in enumerate(SIZES)]
 
     def state(workers: int) -> dict[str, Any]:
@@ -266,7 +266,7 @@ def test_values_are_read_from_a_gpu_at_the_end_of_a_round_and_not_in_its_steps(
             model = copy.deepcopy(here).to("cuda")
             train(model, data, settings, learning_rate=0.01, stream=stream)
             trained_in = dict(costs.reads)
-            # of a step's inputs and targets
+            # the inputs and targets of a step
             assert costs.uploads == parameters_and_buffers + 2 * steps
             evaluate(model, data, batch_size=24 // steps)
             tested_in, before = dict(costs.reads), costs.launches.total()
@@ -286,8 +286,8 @@ def test_values_are_read_from_a_gpu_at_the_end_of_a_round_and_not_in_its_steps(
         more - less for less, more in zip(*launches.values(), strict=True)
     )
     assert forwards > 4 * 60
-    # Four batches more: a conversion, the variance and a product in each layer, beside
-    # the forward pass.
+    # In addition to the forward pass: four more batches, each with a conversion, the
+    # variance and a product in each layer.
     assert passes <= forwards + 4 * 3 * len(tracking_layers(resnet()))
 
 
@@ -309,12 +309,12 @@ def test_what_breaks_a_rule_of_a_gpu_raises_on_the_fake_one_too(
     with pytest.raises((RuntimeError, TypeError), match=r"cuda|same device"):
         BROKEN[rule](x)
     assert torch.equal(x[[0, 1]].cpu(), torch.zeros(2))
-    # a scalar of the CPU may be anywhere
+    # A scalar of the CPU may be anywhere.
     assert (x + torch.tensor(1.0)).tolist() == [1.0, 1.0, 1.0]
 
 
 class Cut(Exception):
-    """The power fails."""
+    """A power failure."""
 
 
 def test_a_cut_run_goes_on_from_its_checkpoint(

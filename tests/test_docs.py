@@ -1,4 +1,4 @@
-"""The documentation: its code runs, tables are the code's, links lead on."""
+"""The code of the documentation runs, and its tables and links are correct."""
 
 from __future__ import annotations
 
@@ -151,10 +151,10 @@ def to_run(language: str) -> list[Block]:
 
 
 def shell_scripts() -> list[Block]:
-    """The blocks to run, each on its own; those of a guide are one script: a later one
-    goes on from an earlier one.
+    """Return the blocks to run; the blocks of a guide are one script.
 
-    A command that stands in several blocks of single commands runs once.
+    A later block of a guide continues an earlier block. A command that occurs in
+    several blocks of single commands runs once.
     """
     found: dict[object, Block] = {}
     seen: set[str] = set()
@@ -180,8 +180,9 @@ SAID = {"capture_output": True, "text": True, "check": False, "timeout": 120}
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Iterator[Path]:
-    """A folder in which the paths of the documentation lead into the checkout; its
-    programs leave nothing there beside ``runs``.
+    """Provide a folder whose documentation paths lead into the checkout.
+
+    The programs of the documentation write nothing outside ``runs``.
     """
     for name in ("apps", "docs", "pyproject.toml"):
         (tmp_path / name).symlink_to(ROOT / name)
@@ -233,7 +234,7 @@ def test_shell(block: Block, folder: Path, at_once: dict[str, str]) -> None:
 
 
 def test_what_pages_write_lies_in_one_folder_and_no_two_pages_share_a_part() -> None:
-    """Files within containers, and those of Flower and of Docker's ``.env``, aside."""
+    """Exceptions are files within containers, of Flower, and Docker's ``.env``."""
     owners = {}
     for page in PAGES:
         for path in written(page.read_text()):
@@ -264,7 +265,7 @@ def test_the_notebook_prints_what_it_shows_and_draws_two_pictures(
     env = {**at_once, "MPLBACKEND": "Agg"}
     done = subprocess.run(["python", "-c", code], cwd=folder, env=env, **SAID)
     assert done.returncode == 0, done.stderr
-    # another processor rounds otherwise
+    # Another processor rounds differently.
     *said, pictures = numbers(done.stdout)
     assert said == pytest.approx(numbers(printed), rel=0.05, abs=0.02)
     assert pictures == 2
@@ -287,7 +288,7 @@ def test_programs_import_from_the_public_places() -> None:
     } == NOT_PUBLIC_YET
 
 
-# a folder of modules
+# fedbn_flwr.batchnorm is a folder of modules.
 @pytest.mark.parametrize("name", sorted(PUBLIC - {"fedbn_flwr.batchnorm"}))
 def test_each_public_name_is_there(name: str) -> None:
     module = importlib.import_module(name)
@@ -301,7 +302,7 @@ def test_an_old_name_is_the_same_object() -> None:
 
 
 def test_the_diffs_are_those_that_are_tested() -> None:
-    """Each is applied and run in ``tests/apps/test_projects.py``."""
+    """``tests/apps/test_projects.py`` applies and runs each of them."""
     shown = [block.text for block in BLOCKS if block.language == "diff"]
     assert sorted(shown) == sorted(
         path.read_text() for path in (ROOT / "apps").rglob("*.diff")
@@ -346,14 +347,13 @@ def test_the_numbers_of_the_advice_are_recorded() -> None:
 
 
 def test_every_number_of_the_first_screens_is_traced() -> None:
-    """README and home, without the rows of results, which are made of ``methods.yaml``:
-    each number from its source.
+    """Each number on README and home is traced to its source.
 
-    A number that stands there and is not made here fails, and so does one that does not
-    stand there any more.
+    The rows of results are excluded, because ``methods.yaml`` generates them. A number
+    on these pages without a source fails, and a source whose number is missing fails.
     """
     at_round = {}
-    # the page's command makes these files
+    # The page's command makes these files.
     for name in ("BN", "GN", "FedTAN", "centralized-BN"):
         with (ROOT / f"docs/results/fixbn-table-1/{name}.csv").open(
             encoding="utf-8"
@@ -454,7 +454,7 @@ MODULES = sorted((ROOT / "fedbn_flwr").rglob("*.py"))
     "page", [*PAGES, *MODULES], ids=lambda page: str(page.relative_to(ROOT))
 )
 def test_what_is_named_exists(page: Path) -> None:
-    """Paths in code quotes, from the root of the repository."""
+    """The test checks paths in code quotes, from the root of the repository."""
     named = r"`((?:fedbn_flwr|tests|apps|docs|benchmarks|studies)/[\w./-]+)`"
     for name in re.findall(named, page.read_text()):
         if "NAME" not in name:
@@ -466,7 +466,7 @@ def test_what_is_named_exists(page: Path) -> None:
 
 
 def test_no_message_names_a_page() -> None:
-    """An installed package has no pages; a docstring is read beside them."""
+    """An installed package has no pages, but docstrings are read in the checkout."""
     for module in MODULES:
         tree = ast.parse(module.read_text())
         docstrings = {
@@ -515,7 +515,7 @@ def test_no_path_of_one_machine() -> None:
 
 
 def test_the_architecture_names_files_and_functions_that_are_there() -> None:
-    """Of each step: every name of code in its line is in its file."""
+    """Each name of code in a step's line is in the file of the step."""
     steps = re.findall(
         r"^\d+\. `([a-z_/]+\.py)`[^:]*: (.*(?:\n   .*)*)", ARCHITECTURE, re.MULTILINE
     )

@@ -30,7 +30,10 @@ WITHOUT = {
 
 @pytest.fixture(scope="module")
 def names() -> Iterator[dict[str, Any]]:
-    """The names that the example of InProcessGrid defines, for the other examples."""
+    """Yield the names that the example of InProcessGrid defines.
+
+    The other examples use them.
+    """
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     known: dict[str, Any] = {}

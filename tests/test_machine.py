@@ -1,5 +1,6 @@
-"""Cores and memory: those of the machine, or what the control groups of this process
-leave of them; freed memory.
+"""Cores and memory are the machine's, or the limits of its control groups.
+
+Freed memory is kept.
 """
 
 from __future__ import annotations
@@ -70,8 +71,9 @@ for call in (int, keep_freed_memory):
 
 
 def _page_faults(**environment: str) -> list[int]:
-    """Return the page faults of a thread that frees and needs tens of megabytes: before
-    the call, and after it.
+    """Return the page faults of a thread before and after a call.
+
+    The thread frees and needs tens of megabytes.
     """
     own = {
         name: value

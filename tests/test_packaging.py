@@ -1,5 +1,6 @@
-"""Wheel, sdist and Flower app bundle: the package once in each, and importable from a
-folder with nothing else.
+"""Wheel, sdist and Flower app bundle each contain the package once.
+
+It is importable from a folder with nothing else.
 """
 
 from __future__ import annotations
@@ -16,13 +17,14 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.xdist_group("packaging")  # one process, and so one build
+# one process, and therefore one build
+pytestmark = pytest.mark.xdist_group("packaging")
 
 ROOT = Path(__file__).parents[1]
 BIN = Path(sys.executable).parent
 KINDS = ("wheel", "sdist", "bundle")
 
-# Torch comes from where it stands; what must not help is the checkout itself.
+# Torch comes from its installation; the checkout itself must not help.
 IMPORT = """
 import importlib.util, json, sys
 folder, checkout = sys.argv[1:]
@@ -39,7 +41,7 @@ print(json.dumps({"files": files, "strategies": importlib.util.find_spec("strate
 
 @pytest.fixture(scope="module")
 def unpacked(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The root folder of each archive's content, built from the checkout as it is."""
+    """Return the root folder of each archive's content, built from the checkout."""
     folder = tmp_path_factory.mktemp("archives")
     build = [
         sys.executable,
@@ -79,7 +81,7 @@ def unpacked(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def sources(root: Path, suffixes: tuple[str, ...] = (".py",)) -> dict[str, bytes]:
-    """Content of the package's files by path below the folder that holds the package."""
+    """Return the content of the package's files by path from the package's parent."""
     found = (
         path for path in (root / "fedbn_flwr").rglob("*") if path.suffix in suffixes
     )
@@ -111,7 +113,7 @@ def test_the_other_files_of_each_archive(unpacked: dict[str, Path]) -> None:
         "fedbn_flwr"
     }, "no apps, no tests"
     for name in ("py.typed", "lab/report.css"):
-        # a bundle has no report: Flower takes no files of HTML
+        # A bundle has no report, because Flower accepts no HTML files.
         for kind in ("wheel", "sdist"):
             assert (unpacked[kind] / "fedbn_flwr" / name).is_file()
     (info,) = unpacked["wheel"].glob("*.dist-info")
@@ -160,8 +162,7 @@ def test_each_archive_imports_from_an_empty_folder(
 ) -> None:
     env = {**at_once, "FLWR_HOME": str(tmp_path / "home")}
     code = dict.fromkeys(KINDS, IMPORT)
-    # The components as Flower loads them: by the names in the bundle's own
-    # pyproject.toml.
+    # Load the components as Flower does, by the names in the bundle's pyproject.toml.
     components = tomllib.loads((unpacked["bundle"] / "pyproject.toml").read_text())[
         "tool"
     ]["flwr"]["app"]["components"]
@@ -218,6 +219,6 @@ def test_one_version() -> None:
 
 
 def test_each_test_has_a_limit(pytestconfig: pytest.Config) -> None:
-    """Without the plugin its settings are ignored."""
+    """Without the plugin, pytest ignores its settings."""
     assert pytestconfig.pluginmanager.hasplugin("timeout")
     assert float(pytestconfig.getini("timeout")) > 0

@@ -22,7 +22,7 @@ NAMED = re.compile(
 
 
 def texts() -> Iterator[tuple[str, str]]:
-    """Yield the name of each file of the project with text, and the text on one line."""
+    """Yield the name of each text file of the project, and its text on one line."""
     files = [*ROOT.glob("*.md"), *ROOT.glob("*.cff"), *ROOT.glob("*.toml")]
     for folder in FOLDERS:
         files += [path for kind in KINDS for path in (ROOT / folder).rglob(kind)]
@@ -35,8 +35,9 @@ def texts() -> Iterator[tuple[str, str]]:
 
 
 def wrong_numbers(text: str) -> list[str]:
-    """Return the arXiv numbers of a text that are not those of a known paper, or are
-    written in another way.
+    """Return the arXiv numbers of a text that no known paper has.
+
+    Numbers that are written differently are included.
     """
     found = re.findall(r"(?i)(arxiv[^\d\w]{0,3}(?:abs/)?\d{4}\.\d{4,5})", text)
     known = {f"arXiv:{number}" for number in PAPERS} | {
@@ -46,8 +47,9 @@ def wrong_numbers(text: str) -> list[str]:
 
 
 def wrong_names(text: str) -> list[str]:
-    """Return the citations of a text whose authors, year or title are not those of the
-    number beside them.
+    """Return the citations of a text that disagree with the paper of their number.
+
+    They disagree in the authors, year or title.
     """
     wrong = []
     for cited in NAMED.finditer(text):

@@ -1,6 +1,4 @@
-"""What a fresh process imports: a package that takes a second to import is imported
-where it is used.
-"""
+"""A fresh process imports slow packages only when they are needed."""
 
 from __future__ import annotations
 
@@ -68,7 +66,7 @@ run(config, Path("out"), on_round=end)
 
 
 def test_heavy_packages_are_imported_where_they_are_used(tmp_path: Path) -> None:
-    """Up to the end of round 1; the curves after the last round need matplotlib."""
+    """The limit is the end of round 1; the curves later need matplotlib."""
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
     code = _STEPS % (HEAVY,)
     done = subprocess.run(
@@ -88,8 +86,8 @@ def test_heavy_packages_are_imported_where_they_are_used(tmp_path: Path) -> None
     }
 
 
-# What a command may load that answers without torch: its own few packages. Flower alone
-# would take longer than they do.
+# A command that answers without torch may load only these few packages. Flower would
+# take longer than they do.
 LIGHT = {
     *(
         "fedbn_flwr",
@@ -101,8 +99,8 @@ LIGHT = {
         "yaml",
         "_yaml",
     ),
-    "cython_runtime",  # of yaml
-    *("pygments", "markdown_it", "mdurl", "attr", "attrs"),  # of rich
+    "cython_runtime",  # from yaml
+    *("pygments", "markdown_it", "mdurl", "attr", "attrs"),  # from rich
     *("pydantic", "pydantic_core", "annotated_types", "typing_inspection"),
 }
 _COMMAND = """
@@ -162,8 +160,8 @@ def test_a_command_that_only_answers_loads_no_torch(
     assert others <= LIGHT
 
 
-# The rooms of the laboratory that a client of the Flower app needs, and what in them
-# belongs to other clients.
+# The laboratory packages that a client of the Flower app needs, and the modules in them
+# that only other clients need.
 _OF_CLIENTS = ("config", "data", "models", "own_code", "partitioned", "runs", "setup")
 _OF_OTHERS = (
     *("doctor", "lab.config.yaml_text", "lab.models.initial", "lab.partitioned.counts"),
@@ -203,8 +201,9 @@ print(json.dumps([*sys.modules]))
 
 
 def test_a_client_of_the_flower_app_loads_what_it_uses(tmp_path: Path) -> None:
-    """Each of its messages may be a process of its own. No command, plot, report,
-    study, server or reader of tables.
+    """It loads no command, plot, report, study, server or reader of tables.
+
+    Each of its messages may be a process of its own.
     """
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
     start = [sys.executable, "-c", _CLIENT]

@@ -1,5 +1,6 @@
-"""Five small models of other packages against the same rounds in plain torch;
-benchmarks/strangers.py has more.
+"""Five small models of other packages equal the same rounds in plain torch.
+
+benchmarks/strangers.py has more models.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Replies that are spoilt on their way to the server, or that do not arrive."""
+"""Replies that are damaged on the way to the server, or that never arrive."""
 
 from __future__ import annotations
 
@@ -27,8 +27,9 @@ def spoiling(
     rounds: Collection[int] | None = None,
     who: Collection[int] = (BAD,),
 ) -> ClientApp:
-    """Return the usual app, in which partitions ``who`` spoil replies to messages of
-    these kinds, in these rounds.
+    """Return the usual app, whose partitions ``who`` damage their replies.
+
+    They damage the replies to messages of these kinds, in these rounds.
     """
     whole, app = client_app(client_fn), ClientApp()
     kinds = {kind} if isinstance(kind, str) else set(kind)
@@ -49,7 +50,7 @@ def spoiling(
 
 
 def spoil_state(change: Callable[[dict[str, Array]], Any]) -> Spoil:
-    """Return what changes the state in a reply."""
+    """Return a function that applies ``change`` to the state in a reply."""
 
     def spoil(content: RecordDict) -> None:
         state = from_record(content["arrays"])
@@ -60,7 +61,7 @@ def spoil_state(change: Callable[[dict[str, Array]], Any]) -> Spoil:
 
 
 def lose_replies(monkeypatch: pytest.MonkeyPatch, lost: Mapping[int, int]) -> None:
-    """Lose replies to training messages, by round: this partition's."""
+    """Lose one partition's replies to training messages, chosen by round."""
     send = RecordingGrid.send_and_receive
 
     def send_and_receive(

@@ -1,4 +1,4 @@
-"""What Flower sends of an app."""
+"""The bundle that Flower sends of an app."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from flwr.cli.build import build_fab_from_disk
 
 
 def unpacked(app: Path, folder: Path) -> Path:
-    """Let Flower check the app and bundle it; return the folder with the bundle's
-    files, from which nodes import.
+    """Let Flower check and bundle the app, and return the unpacked folder.
+
+    Nodes import from this folder.
     """
     with zipfile.ZipFile(io.BytesIO(build_fab_from_disk(app))) as bundle:
         bundle.extractall(folder)

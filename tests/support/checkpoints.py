@@ -1,4 +1,4 @@
-"""The state of a strategy, as a checkpoint holds it: JSON values, and arrays."""
+"""Checkpoints of strategies, with JSON values and arrays."""
 
 from __future__ import annotations
 
@@ -12,25 +12,28 @@ from fedbn_flwr.checked_file import read_checked, write_checked
 
 
 def through_a_file(state: Any) -> Any:
-    """Return the state as it comes back from a checkpoint's file, with the same bits.
+    """Return the state after a write to and a read from a checkpoint's file.
+
+    It has the same bits.
 
     Raises:
-        TypeError: it holds a value that JSON does not have.
+        TypeError: the state contains a value that JSON does not support.
     """
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "state"
         write_checked(path, state)
         read = read_checked(path)
-    # JSON makes a text of a key that is none
+    # JSON turns keys that are not text into text.
     assert bits(read) == bits(state)
     return read
 
 
 def bits(state: Any) -> Any:
-    """Return the state with each array as its dtype, shape and bytes: two states with
-    the same bits are equal.
+    """Return the state with each array as its dtype, shape and bytes.
+
+    Two states are equal if they have the same bits.
     """
-    # A number of float64 comes back as Python's.
+    # A float64 number returns as a number of Python.
     if isinstance(state, np.ndarray | np.generic) and not isinstance(state, float):
         return state.dtype.str, state.shape, state.tobytes()
     if isinstance(state, dict):

@@ -1,4 +1,4 @@
-"""What a diff of a project changes."""
+"""The lines that a diff of a project changes."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from pathlib import Path
 
 
 def changed_lines(diff: Path) -> tuple[list[str], list[str]]:
-    """Return the lines that a diff removes, and those that it adds without blank lines
-    and docstrings; stripped.
+    """Return the stripped lines that a diff removes and adds.
+
+    Added lines exclude blank lines and docstrings.
     """
     removed, added = [], []
     for line in diff.read_text().splitlines():

@@ -1,10 +1,10 @@
 """A config key under a strategy changes the result, or is refused.
 
-Each run has 3 clients and 4 rounds on scikit-learn's digits. A key is set beside the
-settings that it needs (``norm-groups`` beside ``norm=group``), and once alone. It acts
-if the final SHA-256 or a figure of ``metrics.jsonl`` changes, seconds left out. Keys
-that change neither in such a run stand in ``ELSEWHERE``, each with the test that shows
-its effect.
+Each run has 3 clients and 4 rounds on scikit-learn's digits. A key is set together with
+the settings that it needs (``norm-groups`` with ``norm=group``), and once without them.
+It acts if the final SHA-256 or a figure of ``metrics.jsonl`` changes, except the
+seconds. ``ELSEWHERE`` lists the keys that change neither in such a run, each with the
+test that shows its effect.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ DOMAINS = {
 }
 AUTO = {"freeze-at": "auto", "fedtan-rounds": "auto", "freeze-tau": 1e9}
 
-# Each key: another value, and the settings that it needs.
+# Each key with another value and the settings that it needs.
 KEYS: dict[str, tuple[Any, dict[str, Any]]] = {
     "norm": ("group", {}),
     "norm-groups": (1, {"norm": "group"}),
@@ -144,9 +144,9 @@ ELSEWHERE = {
     "series": "tests/client/test_kept_files.py",
     "resume": "tests/lab/runs/test_resume.py",
     "early-stopping": "tests/lab/test_early_stopping.py",
-    # Masks leave the result as it is.
+    # Masks do not change the result.
     "masked-threshold": "tests/privacy/test_masked_sums.py",
-    # Noise is new in each run.
+    # Noise differs in each run.
     "dp-noise-multiplier": "tests/privacy/test_differential.py",
     "dp-delta": "tests/privacy/test_differential.py",
     "dp-target-epsilon": "tests/privacy/test_differential.py",
@@ -172,8 +172,9 @@ def _result(settings: str) -> Any:
 
 
 def effect(strategy: str, key: str) -> tuple[str, str]:
-    """Return the effect of a key, beside what it needs and alone: "acts", "refused", or
-    "" for no effect.
+    """Return the effect of a key with and without the settings that it needs.
+
+    An effect is "acts" or "refused", or "" without an effect.
     """
     value, needs = KEYS[key]
     start = {**BASE, "strategy": strategy, **OWN.get(strategy, {})}
@@ -181,7 +182,8 @@ def effect(strategy: str, key: str) -> tuple[str, str]:
 
 
 def _shared(needs: Mapping[str, Any], start: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings with what a key needs; a strategy's unknown keys go."""
+    """Return the settings plus the needs of a key, without a strategy's unknown keys.
+    """
     try:
         _, dropped = Config.make_of_shared(
             needs, {key: v for key, v in start.items() if key not in needs}

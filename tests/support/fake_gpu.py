@@ -1,14 +1,14 @@
-"""A fake GPU: tensors that say ``cuda:0`` and hold their values in the CPU's memory.
+"""A fake GPU: its tensors report ``cuda:0`` but are in the CPU's memory.
 
-It refuses what a GPU refuses: tensors of two devices in an operation, except CPU
-scalars in elementwise ones, CPU indices and copies; a generator of the CPU that is
-passed; numpy. It also refuses a copy to the CPU that does not block, because on a GPU
-it may be read before it has ended. Operations are done on the CPU, so values are those
-of the CPU. It counts kernels, the times that the CPU waits for a value, and uploads.
+Like a GPU it refuses an operation on tensors of two devices, except CPU scalars in
+elementwise operations, CPU indices and copies; a passed CPU generator; and numpy. It
+also refuses a copy to the CPU that does not block, because on a GPU a reader could be
+earlier than its end. Operations run on the CPU, so the values equal the CPU's values.
+The fake GPU counts kernels, the times that the CPU waits for a value, and uploads.
 
-Not kept: the GPU's own default generator (draws are the CPU's), mixed precision
-(autocast does nothing), streams, memory, the ``foreach`` path of optimizers, and other
-processes. ``torch.save`` and ``copy.copy`` work on a GPU, and raise here.
+It does not imitate the GPU's own default generator (draws come from the CPU), mixed
+precision (autocast does nothing), streams, memory, the ``foreach`` path of optimizers,
+and other processes. ``torch.save`` and ``copy.copy`` work on a GPU, but raise here.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ __all__ = ["Costs", "fake_gpu"]
 GPU = torch.device("cuda", 0)
 CPU = torch.device("cpu")
 _INDEXING = {"index", "index_put", "index_put_", "_unsafe_index", "_index_put_impl_"}
-# The size of their result, or their answer, depends on values: the CPU waits for it.
+# The size of their result, or their answer, depends on values, so the CPU waits.
 _WAITING = {
     "nonzero",
     "masked_select",
@@ -55,12 +55,12 @@ _WAITING |= {
 
 
 class Costs:
-    """What was done on the fake GPU.
+    """The operations of the fake GPU.
 
     Attributes:
         launches: kernels started, by operation.
         reads: times that the CPU waited for a value, by operation.
-        uploads: copies from the CPU's memory, for which the CPU waits, too, unless
+        uploads: copies from the CPU's memory. The CPU also waits for them, unless
             their source is pinned.
     """
 
@@ -74,7 +74,7 @@ _costs = Costs()
 
 
 class _OnGpu(Tensor):
-    """A tensor on the fake GPU; for C++ it is on "meta", whose calls come here."""
+    """A tensor on the fake GPU. C++ sees it on "meta" and sends its calls here."""
 
     inner: Tensor
 
@@ -206,8 +206,9 @@ def _inner(value: Any) -> Any:
 
 
 def _index(index: Any) -> Any:
-    """Return the index with tensors in place of sequences: in C++ they would be put on
-    "meta", without values.
+    """Return the index with tensors instead of sequences.
+
+    C++ would put sequences on "meta", without values.
     """
     if isinstance(index, tuple):
         return tuple(
@@ -229,7 +230,7 @@ def _count(name: str, func: Any, args: Any) -> None:
 
 
 def _refuse_two_devices(name: str, func: Any, args: Any, kwargs: Any) -> None:
-    """Raise RuntimeError for an operation that a GPU would not do."""
+    """Raise RuntimeError for an operation that a GPU cannot do."""
     given = tree_leaves((args, kwargs))
     if any(isinstance(value, torch.Generator) for value in given):
         raise RuntimeError(
@@ -249,7 +250,7 @@ def _refuse_two_devices(name: str, func: Any, args: Any, kwargs: Any) -> None:
         for value in given
         if isinstance(value, Tensor) and not isinstance(value, _OnGpu)
     ]
-    # elsewhere a scalar of the CPU may be read
+    # Other operations may read a scalar of the CPU.
     scalars = name not in ("stack", "cat", "equal")
     # the arguments that the function writes to, given by place or by name
     written = []
@@ -273,7 +274,7 @@ def _on_gpu(device: Any) -> bool:
     """Return whether a device is the fake GPU.
 
     Raises:
-        RuntimeError: it is another GPU.
+        RuntimeError: the device is another GPU.
     """
     if device is None or (place := torch.device(device)).type != "cuda":
         return False
@@ -289,7 +290,7 @@ randperm tensor zeros zeros_like
 
 
 def _factory(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return torch's function ``make`` for which ``device="cuda"`` means the fake GPU."""
+    """Return torch's function ``make`` with the fake GPU for ``device="cuda"``."""
 
     def made(
         *args: Any, device: Any = None, requires_grad: bool = False, **kwargs: Any
@@ -371,7 +372,7 @@ class _Upload(torch.autograd.Function):
 
 
 class _OfTheEngine(TorchDispatchMode):
-    """Autograd's zeros for outputs without a gradient are on the fake GPU."""
+    """Put autograd's zeros for outputs without a gradient on the fake GPU."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -384,13 +385,14 @@ class _OfTheEngine(TorchDispatchMode):
 
 @contextmanager
 def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Costs]:
-    """Have a fake GPU in the block, in all threads of this process that start in it,
-    and count what it does.
+    """Provide a fake GPU in the block, and count its operations.
+
+    It applies to all threads of this process that start in the block.
     """
     start = threading.Thread.run
 
     def run(thread: threading.Thread) -> None:
-        with _OfTheEngine():  # modes are a thread's own
+        with _OfTheEngine():  # modes belong to a thread
             start(thread)
 
     def of_setup() -> bool:
@@ -399,14 +401,14 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Costs]:
     global _costs
     _costs = Costs()
     with monkeypatch.context() as patch, warnings.catch_warnings():
-        # autocast says it
+        # autocast warns that CUDA is not available
         warnings.filterwarnings("ignore", message="CUDA is not available")
         patch.setattr(threading.Thread, "run", run)
         patch.setattr(Tensor, "to", _to)
         patch.setattr(Tensor, "cuda", lambda tensor, *_, **__: _to(tensor, GPU))
         patch.setattr(Tensor, "pin_memory", lambda tensor: tensor)
-        # Where torch is told that there is a GPU, it asks the driver: a run's check of
-        # `device` alone is told.
+        # If torch believes in a GPU, it asks the driver. Therefore only a run's check
+        # of `device` gets this answer.
         patch.setattr(torch.cuda, "is_available", lambda: of_setup())
         patch.setattr(torch.cuda, "device_count", lambda: int(of_setup()))
         for name in _FACTORIES.split():

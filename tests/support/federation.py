@@ -1,4 +1,4 @@
-"""The one way in which tests run a strategy over nodes of this process."""
+"""The helpers that run a strategy over nodes of this process."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ SEED = 7
 
 
 class RecordingGrid(PollingGrid):
-    """Keeps every message sent and every reply. It has no barrier, so FedTAN's
-    exchanges travel by messages.
+    """A grid that keeps every sent message and every reply.
 
-    ``hidden()`` returns the partitions that the server does not see now.
+    It has no barrier, so FedTAN exchanges by messages. ``hidden()`` returns the
+    partitions that the server does not see now.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class RecordingGrid(PollingGrid):
 
 
 class RecordingBarrierGrid(RecordingGrid):
-    """The same grid with a barrier, at which clients of one process wait."""
+    """The same grid with a barrier for the waiting clients of one process."""
 
     def open_barrier(self, *args: Any) -> None:
         self.inner.open_barrier(*args)
@@ -131,13 +131,13 @@ class Outcome:
         return self.grid.inner.context(partition)
 
     def local_state(self, partition: int) -> dict[str, Array]:
-        """Return the entries that a client keeps to itself."""
+        """Return the local state of a client."""
         return from_record(
             self.context(partition).state.array_records["fedbn-flwr.local"]
         )
 
     def reason(self, partition: int, server_round: int = 1) -> str:
-        """Return why a client was rejected in a round."""
+        """Return the reason of a client's rejection in a round."""
         return self.strategy.reports[server_round - 1].rejected[
             self.grid.inner.get_node_ids()[partition]
         ]
@@ -167,18 +167,18 @@ def run_strategy(
         grids: closes the grid. A test may have clients that hang until it ends: only
             then can a grid close.
         strategy: the strategy.
-        app: what every node runs.
-        start: the initial state: tensors, arrays, or a whole ArrayRecord.
+        app: the app of every node.
+        start: the initial state as tensors, arrays, or a whole ArrayRecord.
         num_nodes: number of nodes.
         rounds: number of rounds.
-        barrier: whether clients wait for each other at a barrier; else FedTAN's
-            exchanges travel by messages.
-        hide: round to the partitions that the server does not see in it.
+        barrier: whether clients wait for each other at a barrier; otherwise FedTAN
+            exchanges by messages.
+        hide: the partitions that the server does not see, by round.
         timeout: seconds that a round waits for replies.
         train_config: the user's config of training.
         grid_options: further arguments of ``InProcessGrid``; by default one client
             computes at a time.
-        fails: the error with which the run ends; its result is that of the outcome.
+        fails: the error that ends the run; the outcome contains its result.
         evaluate_fn: the metrics of the server's test after a round.
     """
     inner = grids.enter_context(InProcessGrid(app, num_nodes, **(grid_options or {})))
@@ -259,8 +259,9 @@ def run_legacy_loop(
     rounds: int,
     **options: Any,
 ) -> LegacyOutcome:
-    """Run a strategy, ours or one of Flower's legacy ones, in Flower's legacy loop;
-    ``options``: of ``to_legacy``.
+    """Run one of our strategies, or a legacy strategy, in Flower's legacy loop.
+
+    ``options`` are arguments of ``to_legacy``.
     """
     history: list[list[Array]] = []
     evaluations: list[Any] = []

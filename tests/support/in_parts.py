@@ -1,4 +1,4 @@
-"""Inputs in parts: a tuple, a named tuple or a dict is one input."""
+"""Inputs in parts, where a tuple, a named tuple or a dict is one input."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ Parts = namedtuple("Parts", "first second")
 
 
 class InParts(Dataset[Any]):
-    """The examples of a data set, their inputs in two parts: a "dict" with a text
-    beside, a "pair", or "named".
+    """The examples of a data set with inputs in two parts.
+
+    The kind is "dict" with an extra text, "pair", or "named".
     """
 
     def __init__(self, data: Any, form: str) -> None:

@@ -1,4 +1,4 @@
-"""``apps/numpyclient``: a strategy of ours in Flower's legacy loop."""
+"""``apps/numpyclient`` runs our strategy in Flower's legacy loop."""
 
 from __future__ import annotations
 
@@ -29,8 +29,9 @@ def settings(strategy: str) -> dict[str, Any]:
 def imported(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[tuple[Any, Any]]:
-    """Yield the project's ServerApp and ClientApp, imported as Flower does: from the
-    project's bundle.
+    """Yield the project's ServerApp and ClientApp from its bundle.
+
+    Flower imports them in this way.
     """
     monkeypatch.syspath_prepend(str(unpacked(APP, folder / "bundle")))
     yield tuple(

@@ -63,8 +63,9 @@ def compare_with_ours(
     loop: Any,
     same_bits: Any,
 ) -> None:
-    """Two rounds of ``loop(net, loader, rules)`` with ``model`` end in the bits of our
-    client with ``plain``.
+    """Check that a loop ends in the bits of our client after two rounds.
+
+    The loop, ``loop(net, loader, rules)``, trains ``model``, and our client ``plain``.
     """
 
     def pictures(context: Any) -> Pictures:

@@ -1,5 +1,7 @@
-"""Models of several BatchNorm layers: two in a row, also with entries of every type;
-called twice, never, by keyword, frozen, or at two paths.
+"""Models of several BatchNorm layers.
+
+A model has two layers in a row, some with entries of every type. Others call a layer
+twice, never or by keyword, freeze it, or register it at two paths.
 """
 
 from __future__ import annotations
@@ -9,7 +11,10 @@ from torch import Tensor, nn
 
 
 def two_layers() -> nn.Module:
-    """Two layers of BatchNorm on 5 numbers, 3 classes; float64, always the same."""
+    """Return a fixed float64 net with two BatchNorm layers.
+
+    It maps 5 numbers to 3 classes.
+    """
     with torch.random.fork_rng():
         torch.manual_seed(0)
         first = [nn.Linear(5, 4), nn.BatchNorm1d(4), nn.ReLU()]
@@ -19,8 +24,10 @@ def two_layers() -> nn.Module:
 
 
 class EveryType(nn.Sequential):
-    """The same layers, the first one in float32, with a scale, a frozen number and
-    buffers of every type, which move in training.
+    """The same layers, with the first layer in float32.
+
+    It also has a scale, a frozen number and buffers of every type. Training changes the
+    buffers.
     """
 
     def __init__(self) -> None:
@@ -39,7 +46,7 @@ class EveryType(nn.Sequential):
 
 
 class Moving(nn.Module):
-    """A ReLU. Its buffers, one of each type, grow in training."""
+    """A ReLU with a buffer of each type; the buffers grow in training."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,8 +68,10 @@ BUFFERS = (
 
 
 class Many(nn.Module):
-    """A layer called twice, one registered twice, one the model keeps in eval mode, one
-    never called, one untracked.
+    """Five BatchNorm layers with unusual uses.
+
+    The model calls one twice, registers one twice, keeps one in eval mode and never
+    calls one. One is untracked.
     """
 
     def __init__(self) -> None:

@@ -9,15 +9,16 @@ from apps.local_federation import LocalFederation
 
 
 def channel_port(federation: LocalFederation) -> int:
-    """The port of FedTAN's channel, which is none of the federation's own."""
+    """Return the port of FedTAN's channel, distinct from the federation's ports."""
     return federation.port + 50
 
 
 def settings_for(
     federation: LocalFederation, settings: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The settings of a run, with address and certificates of FedTAN's channel where
-    they ask for it.
+    """Return the settings of a run.
+
+    They include the address and certificates of FedTAN's channel if requested.
     """
     if settings.get("fedtan-transport") != "channel":
         return dict(settings)

@@ -9,7 +9,7 @@ from fedbn_flwr.training.randomness import numpy_generator
 
 
 class SeededNoise:
-    """A source of noise with a seed: it protects nothing."""
+    """A source of noise with a seed that protects nothing."""
 
     secret = False
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 
 def set_options(settings: Mapping[str, object]) -> list[str]:
-    """The options that set these config keys."""
+    """Return the options that set these config keys."""
     words: list[str] = []
     for key, value in settings.items():
         words += ["--set", f"{key}={value}"]

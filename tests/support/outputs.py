@@ -1,4 +1,4 @@
-"""Examples whose outputs a test chooses, with the model for them."""
+"""Examples with chosen outputs, and the model for them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 
 class Outputs:
-    """Examples whose inputs are the model's outputs, and the group of each."""
+    """Examples whose inputs are the model's outputs, with the group of each."""
 
     def __init__(
         self, outputs: Tensor, targets: Tensor, units: Tensor | None = None
@@ -24,7 +24,7 @@ class Outputs:
 
 
 class Identity(nn.Module):
-    """Returns its inputs."""
+    """A model that returns its inputs."""
 
     def __init__(self) -> None:
         super().__init__()

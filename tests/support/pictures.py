@@ -1,4 +1,4 @@
-"""The curves of runs in tests: their pixels take longer than a short run."""
+"""Replacements for the curves of runs, because their pixels take long."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ PNG = b"\x89PNG\r\n\x1a\n"
 
 
 def undrawn(*args: Any, **kwargs: Any) -> bytes:
-    """``draw_curves`` up to the figure; return the signature of an empty PNG."""
+    """Call ``draw_curves`` without a figure, and return the signature of a PNG."""
     with patch.object(Figure, "savefig", lambda self, file, **_: file.write(PNG)):
         return draw_curves(*args, **kwargs)
 
 
 @contextmanager
 def drawn() -> Iterator[None]:
-    """Runs in the block draw their curves."""
+    """Let the runs in the block draw their curves."""
     with patch.object(curves, "draw_curves", draw_curves):
         yield

@@ -10,7 +10,10 @@ from torch import Tensor
 
 @dataclass
 class Points:
-    """Labelled examples in memory; ``asked`` collects the positions of every batch."""
+    """Labelled examples in memory.
+
+    ``asked`` collects the positions of every batch.
+    """
 
     inputs: Tensor
     targets: Tensor

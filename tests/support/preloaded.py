@@ -1,8 +1,8 @@
-"""Commands that start at once: forks of a process with all imports done.
+"""Fast commands that are forks of a process with all imports done.
 
-To import them takes a fresh process seconds, and the tests start dozens. What a fresh
-process imports is tested in tests/test_startup.py and tests/test_packaging.py. Flower's
-two commands import the package anew, from an app's bundle.
+The imports take a fresh process seconds, and the tests start dozens. The imports of a
+fresh process are tested in tests/test_startup.py and tests/test_packaging.py. Flower's
+two commands import the package again, from an app's bundle.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def commands(folder: Path, root: Path = ROOT) -> Iterator[Path]:
 
     Args:
         folder: a short path.
-        root: the checkout whose package they have.
+        root: the checkout of the commands' package.
     """
     address = str(folder / "socket")
     for name in ("fedbn-flwr", "python", *FLOWERS):
@@ -78,8 +78,8 @@ def commands(folder: Path, root: Path = ROOT) -> Iterator[Path]:
 
 
 def serve(address: str) -> None:
-    """Do commands, each in a fork."""
-    gc.freeze()  # a fork need not copy what its garbage collection looks at
+    """Run commands, each in a fork."""
+    gc.freeze()  # so that the garbage collection of a fork copies less memory
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as door:
         door.bind(f"{address}.new")
         door.listen()

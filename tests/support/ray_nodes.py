@@ -1,5 +1,6 @@
-"""A Ray cluster of two nodes on this machine, of which the second one does not see some
-of its folders.
+"""A Ray cluster of two nodes on this machine.
+
+The second node does not see some folders of the first.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ _SECONDS = 120
 
 
 def can_hide() -> bool:
-    """Whether a process may have mounts of its own."""
+    """Return whether a process may have mounts of its own."""
     return (
         shutil.which("unshare") is not None
         and not subprocess.run(
@@ -30,7 +31,7 @@ def can_hide() -> bool:
 
 
 def without(folders: Sequence[Path], command: Sequence[str]) -> list[str]:
-    """The command in which these folders are empty, as on another machine."""
+    """Return the command with these folders empty, as on another machine."""
     empty = [f"mount -t tmpfs none {shlex.quote(str(folder))}" for folder in folders]
     return [
         "unshare",
@@ -43,10 +44,10 @@ def without(folders: Sequence[Path], command: Sequence[str]) -> list[str]:
 
 @contextmanager
 def two_nodes(scratch: Path, hidden: Sequence[Path], cpus: int = 1) -> Iterator[str]:
-    """Yield the address of a cluster of two nodes with so many CPUs each.
+    """Yield the address of a cluster of two nodes, each with ``cpus`` CPUs.
 
-    The second node has neither this package nor the folders ``hidden``, where the
-    system permits it.
+    If the system permits it, the second node has neither this package nor the folders
+    ``hidden``.
     """
     with ExitStack() as stack:
         address = stack.enter_context(
@@ -112,7 +113,7 @@ def _node(
 
 
 def _environment(scratch: Path) -> Mapping[str, str]:
-    """What a machine has that knows nothing of the driver's."""
+    """Return the environment of a machine without the driver's settings."""
     mine = {
         key: value
         for key, value in os.environ.items()

@@ -60,7 +60,7 @@ def torch_client(context: Context) -> Any:
 
 
 class TheirClientWithALoss(TheirClient):
-    """FedBS weighs clients by it."""
+    """FedBS weighs clients by this loss."""
 
     def fit(self, parameters: list[Any], config: dict[str, Any]) -> Any:
         arrays, number, metrics = super().fit(parameters, config)
@@ -68,7 +68,7 @@ class TheirClientWithALoss(TheirClient):
 
 
 def project_app(kind: str) -> ClientApp:
-    """The project's app: ``torch``, or ``numpy`` with the mod."""
+    """Return the project's app, ``torch`` or ``numpy`` with the mod."""
     if kind == "torch":
         return ClientApp(torch_client)
     datasets = [points(client) for client in range(len(SIZES))]
@@ -79,7 +79,7 @@ def project_app(kind: str) -> ClientApp:
 
 @contextmanager
 def processes(folder: Path, ports: dict[str, int]) -> Iterator[list[subprocess.Popen]]:
-    """The server and the clients of the cases, one after the other."""
+    """Start the server and clients; they run the cases one after the other."""
     cases = [f"{name}:{port}" for name, port in ports.items()]
     roles = [["server", str(folder)]]
     roles += [["client", str(number)] for number in range(len(SIZES))]
@@ -113,7 +113,7 @@ def _serve(folder: Path, name: str, address: str) -> None:
 
 
 def _join(number: int, name: str, address: str) -> None:
-    # Flower's start_client ends with an error where no server listens yet.
+    # If the server does not listen yet, Flower's start_client ends with an error.
     host, _, port = address.partition(":")
     while True:
         with socket.socket() as probe:
@@ -126,7 +126,7 @@ def _join(number: int, name: str, address: str) -> None:
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)  # as in the tests: two threads have other bits
+    torch.set_num_threads(1)  # as in the tests: two threads give other bits
     role, argument, *cases = sys.argv[1:]
     for case in cases:
         name, _, port = case.partition(":")

@@ -1,4 +1,4 @@
-"""Models with layers beside BatchNorm that a forward pass changes."""
+"""Models with other layers that a forward pass changes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 
 class Codebook(nn.Module):
-    """A vector quantiser whose codes are averages: of a parameter, by ``.data``."""
+    """A vector quantiser that averages its codes, a parameter, through ``.data``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,11 +42,13 @@ class Steps:
 
 
 class OthersMove(nn.Module):
-    """Beside BatchNorm: InstanceNorm with statistics, spectral norm, a codebook, a
-    buffer and a number that count, an average that is no buffer. Also in eval mode one
-    counts. And attributes that are changed in place: a list, the state of a recurrence,
-    an array, a dataclass, a teacher that is no module of the model, generators; and a
-    range whose buffers the first pass resizes. 5 numbers, 3 classes.
+    """A model with much state in addition to BatchNorm, from 5 numbers to 3 classes.
+
+    It has InstanceNorm with statistics, spectral norm, a codebook, a counting buffer, a
+    counting number, and an average outside of the buffers. A number counts even in eval
+    mode. Some attributes change in place: a list, the state of a recurrence, an array,
+    a dataclass, a teacher outside of the modules, and generators. The first pass
+    resizes the buffers of a range.
     """
 
     def __init__(self) -> None:
@@ -76,7 +78,7 @@ class OthersMove(nn.Module):
         return self.out(self.codebook(torch.relu(hidden)))
 
     def marks(self) -> list[object]:
-        """Return the values of what is changed in place."""
+        """Return the values of the attributes that change in place."""
         torch_generator, of_numpy, of_python = self.generators
         return [
             self.sizes.copy(),
@@ -106,7 +108,7 @@ class OthersMove(nn.Module):
 
 
 def others_move() -> nn.Module:
-    """An ``OthersMove`` in float64, always the same."""
+    """Return an ``OthersMove`` in float64 with constant weights."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = OthersMove().double()
@@ -115,8 +117,9 @@ def others_move() -> nn.Module:
 
 
 class NormAct(nn.BatchNorm2d):
-    """BatchNorm with its dropout and activation inside, as in timm's networks: the
-    forward pass is torch's, written out, and then these modules'.
+    """BatchNorm with its own dropout and activation, as in timm's networks.
+
+    The forward pass is torch's, written out, followed by these modules.
     """
 
     def __init__(self, channels: int, act: nn.Module, drop: nn.Module) -> None:
@@ -142,7 +145,10 @@ class NormAct(nn.BatchNorm2d):
 
 
 def acts_inside() -> nn.Module:
-    """A small net of such layers in float64, always the same. Images of one channel."""
+    """Return a small float64 net of such layers with constant weights.
+
+    It takes images of one channel.
+    """
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = nn.Sequential(
@@ -163,8 +169,10 @@ def acts_inside() -> nn.Module:
 
 
 def written_out(model: nn.Module) -> nn.Module:
-    """Return the model with torch's BatchNorm and then drop and act, in place of each
-    layer that has these inside; its entries are called ``PATH.bare``.
+    """Return the model with each such layer written out.
+
+    The layer becomes torch's BatchNorm, drop and act. Its entries have the name
+    ``PATH.bare``.
     """
     for parent in list(model.modules()):
         for name, layer in list(parent.named_children()):
@@ -178,7 +186,7 @@ def written_out(model: nn.Module) -> nn.Module:
 
 
 class InPlace(nn.Module):
-    """A network whose graph ends at a layer, and goes on with an activation in place."""
+    """A network whose graph ends at a layer before an in-place activation."""
 
     def __init__(self, inputs: int = 5) -> None:
         super().__init__()
@@ -191,7 +199,7 @@ class InPlace(nn.Module):
 
 
 class Checkpointed(nn.Sequential):
-    """Its layers run again in the backward pass."""
+    """Layers that run again in the backward pass."""
 
     reentrant = False
 
@@ -205,7 +213,7 @@ class Reentrant(Checkpointed):
 
 
 class Made(nn.Module):
-    """A layer, or one that waits for its first input, is made in the first pass."""
+    """A model that makes a layer, or a lazy layer, in its first pass."""
 
     def __init__(self, make: Callable[[int], nn.Module]) -> None:
         super().__init__()
@@ -219,7 +227,7 @@ class Made(nn.Module):
 
 
 def settings_of(model: nn.Module) -> list[Any]:
-    """What hooks change of a model beside its values."""
+    """Return the attributes of a model, except values, that hooks change."""
     found: list[Any] = []
     for path, module in model.named_modules():
         found.append((path, module.training, sorted(vars(module))))

@@ -1,4 +1,4 @@
-"""A SuperLink's Fleet API for one key: it answers as Flower 1.41 does."""
+"""A SuperLink's Fleet API for one key, with the answers of Flower 1.41."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NODE_ID = 77
 
 
 class SuperLink:
-    """Registered keys, online ones, and all requests as (path, content)."""
+    """The registered keys, the online keys, and all requests as (path, content)."""
 
     def __init__(self) -> None:
         self.registered: set[bytes] = set()
@@ -55,7 +55,10 @@ class SuperLink:
 
 @contextmanager
 def superlink(certificates: Path | None = None) -> Iterator[SuperLink]:
-    """Serve on loopback; with a folder of ``server.crt``, ``.key`` over TLS."""
+    """Serve on loopback, and over TLS if a folder of certificates is given.
+
+    The folder has ``server.crt`` and ``server.key``.
+    """
     state = SuperLink()
 
     class Handler(BaseHTTPRequestHandler):

@@ -1,4 +1,4 @@
-"""Models, data and centralised steps to hold FedTAN's step against."""
+"""Models, data and centralised steps to compare with FedTAN's step."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ LEARNING_RATE, WEIGHT_DECAY = 0.1, 1e-2
 
 
 def synchronised(strategy: Any, transport: str = "barrier", **settings: Any) -> Any:
-    """Return a strategy of FedTAN's family, this transport, without tests.
+    """Return a strategy of FedTAN's family with this transport, without tests.
 
-    Clients of one process meet at a barrier where ``run_step`` gives them one; the
-    strategy needs no setting.
+    ``run_step`` may give clients of one process a barrier. The strategy needs no
+    setting for it.
     """
     sent = "messages" if transport == "barrier" else transport
     return strategy(
@@ -42,8 +42,9 @@ def client_data(
     seed: int = 0,
     dtype: torch.dtype = torch.float64,
 ) -> list[Points]:
-    """Data of clients that differ in offset and scale; the numbers of float32 and
-    float64 are the same.
+    """Return data of clients that differ in offset and scale.
+
+    float32 and float64 use the same numbers.
     """
     g = torch.Generator().manual_seed(seed)
     made = []
@@ -67,8 +68,9 @@ def centralised(
 
 
 def distances(found: State, oracle: State, start: State) -> list[float]:
-    """||found - oracle|| / ||oracle - start||, over parameters and over running
-    statistics; counters must be equal.
+    """Return ||found - oracle|| / ||oracle - start|| of parameters and statistics.
+
+    Counters must be equal.
     """
     for name, value in oracle.items():
         if not value.is_floating_point():
@@ -92,8 +94,9 @@ def _distance(one: State, other: State, names: Sequence[str]) -> Tensor:
 
 
 class Branches(nn.Module):
-    """Two branches with a BatchNorm each, another used twice, one without affine
-    parameters, one frozen.
+    """Two branches with a BatchNorm each, and three other BatchNorm layers.
+
+    One is used twice, one has no affine parameters, and one is frozen.
     """
 
     def __init__(self) -> None:
@@ -120,7 +123,7 @@ class Branches(nn.Module):
 
 
 def trained(model: nn.Module) -> nn.Module:
-    """Float64, with gamma, beta and running statistics as after some training."""
+    """Set gamma, beta and statistics to values as after training, in float64."""
     g = torch.Generator().manual_seed(4)
     for layer in model.modules():
         if isinstance(layer, nn.modules.batchnorm._BatchNorm):

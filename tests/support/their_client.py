@@ -1,4 +1,4 @@
-"""A user's NumPyClient: whole state in, whole state out."""
+"""A user's NumPyClient that gets and returns the whole state."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ from tests.support.user_loops import BATCH, ruled
 
 
 class TheirClient(NumPyClient):
-    """It knows nothing of this package but the three lines of ``ruled`` in its loop,
-    and without them nothing.
+    """A client that uses the package only in the three lines of ``ruled``.
+
+    Without these lines it does not use the package.
     """
 
     has_rules = True
@@ -65,7 +66,10 @@ def numpy_clients(
     kind: type[TheirClient] = TheirClient,
     **attributes: Any,
 ) -> Callable[[Context], Any]:
-    """A project's ``client_fn`` over ``datasets``; ``attributes`` of its class."""
+    """Return a project's ``client_fn`` over ``datasets``.
+
+    ``attributes`` become attributes of the client's class.
+    """
     made = type(kind.__name__, (kind,), attributes)
 
     def client_fn(context: Context) -> Any:

@@ -1,5 +1,6 @@
-"""Training loops as users of Flower write them: without this package, with one line of
-it, and with all of it.
+"""Training loops as users of Flower write them.
+
+They use nothing of this package, one line of it, or all of it.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ Loop = Callable[[nn.Module, Any, Message, Context], float]
 def batches(
     data: Any, msg: Message, context: Context
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """The batches that ``TorchClient`` draws: the same stream of random numbers."""
+    """Yield the batches of ``TorchClient``, from the same random numbers."""
     return batches_of_round(data, int(msg.content["config"]["server-round"]), context)
 
 
@@ -41,7 +42,7 @@ def batches_of_round(
 
 
 def plain_loop(model: nn.Module, data: Any, msg: Message, context: Context) -> float:
-    """Train without anything of this package."""
+    """Train without this package."""
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     model.train()
     total = 0.0
@@ -55,8 +56,9 @@ def plain_loop(model: nn.Module, data: Any, msg: Message, context: Context) -> f
 
 
 def fixbn_loop(model: nn.Module, data: Any, msg: Message, context: Context) -> float:
-    """Train with the one line that FixBN needs. ``plain_loop`` calls ``model.train()``
-    inside the block.
+    """Train with the one line that FixBN needs.
+
+    ``plain_loop`` calls ``model.train()`` inside the block.
     """
     with bn_rules(model, msg.content["config"]):
         return plain_loop(model, data, msg, context)
@@ -65,7 +67,7 @@ def fixbn_loop(model: nn.Module, data: Any, msg: Message, context: Context) -> f
 def hooked_loop(
     model: nn.Module, data: Any, msg: Message, context: Context, momentum: float = 0.0
 ) -> float:
-    """Train with all client hooks: the optimizer is wrapped, and so is every step."""
+    """Train with all client hooks, for the optimizer and for every step."""
     return ruled(
         model, data, msg, int(msg.content["config"]["server-round"]), context, momentum
     )
@@ -79,7 +81,10 @@ def ruled(
     context: Context,
     momentum: float = 0.0,
 ) -> float:
-    """``hooked_loop``'s loop; ``told``: a message, or a NumPyClient's config."""
+    """Train as ``hooked_loop`` does.
+
+    ``told`` is a message or a NumPyClient's config.
+    """
     total = 0.0
     with bn_rules(model, told, context) as rules:
         rules.survey(
@@ -106,7 +111,7 @@ def closure_loop(
     context: Context,
     as_keyword: bool = False,
 ) -> float:
-    """Train as Lightning does: ``optimizer.step(closure)`` with everything inside."""
+    """Train as Lightning does, with everything inside ``optimizer.step(closure)``."""
     with bn_rules(model, msg, context) as rules:
         optimizer = rules.wrap(torch.optim.SGD(model.parameters(), 0.1))
         for inputs, targets in batches(data, msg, context):
@@ -140,8 +145,9 @@ def compiled_loop(
 def loop_without_step(
     model: nn.Module, data: Any, msg: Message, context: Context, wrap: bool = True
 ) -> float:
-    """``hooked_loop`` without ``rules.step``, and without ``rules.wrap`` too where
-    ``wrap`` is false.
+    """Train as ``hooked_loop`` does, but without ``rules.step``.
+
+    If ``wrap`` is false, ``rules.wrap`` is not called either.
     """
     with bn_rules(model, msg, context) as rules:
         optimizer = torch.optim.SGD(model.parameters(), 0.1)

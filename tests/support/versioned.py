@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 
 class Versioned(nn.Module):
-    """The identity; its state loads only with the version it was saved with."""
+    """An identity whose state loads only with its saved version."""
 
     _version = 2
 

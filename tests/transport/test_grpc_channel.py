@@ -176,9 +176,7 @@ def test_a_message_that_is_too_large_is_refused_before_it_is_read(
     said, done = step([small], [partial(raw, server.address, tokens[100], bytes(MANY))])
     assert said == "RESOURCE_EXHAUSTED"
     assert done[1] == 3
-    assert list(barrier.dropped) == [100], (
-        "nobody waits for the timeout of 60 s"
-    )
+    assert list(barrier.dropped) == [100], "nobody waits for the timeout of 60 s"
 
 
 def test_other_methods_and_raw_bytes_get_no_answer(server, members, step) -> None:

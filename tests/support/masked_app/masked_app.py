@@ -1,5 +1,6 @@
-"""An app whose clients and server write down what they compute and receive, for a
-search of the bytes on their way.
+"""An app that records the computed and received arrays of its run.
+
+A search looks for their bytes in the messages.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ class Points:
 
 
 class Spied(TorchClient):
-    """Writes each exchange's tensors, and the model around a finished training."""
+    """A client that writes each exchange's tensors, and the model around training."""
 
     spy: Path
     lost = False
@@ -107,7 +108,7 @@ def client_fn(context: Context) -> TorchClient:
 
 
 class RecordingGrid(PollingGrid):
-    """Writes the arrays of each reply."""
+    """A grid that writes the arrays of each reply."""
 
     spy: Path
 
@@ -121,7 +122,7 @@ class RecordingGrid(PollingGrid):
                     else ()
                 ):
                     file.writelines(array.data for array in record.values())
-        time.sleep(0.2)  # the database holds the messages for the search
+        time.sleep(0.2)  # until the search the database keeps the messages
         return replies
 
 
