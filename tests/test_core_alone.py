@@ -42,8 +42,8 @@ WHERE_USED = {
 }
 """Imported inside a function, with an error that names the package."""
 
-# Blocks packages that the packages below do not install, and the modules that our code
-# imports by name.
+# Block the packages that the packages below do not install. Our own modules may import
+# only the modules in `ours`.
 BLOCK = """
 import builtins, sys
 

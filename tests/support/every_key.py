@@ -182,8 +182,7 @@ def effect(strategy: str, key: str) -> tuple[str, str]:
 
 
 def _shared(needs: Mapping[str, Any], start: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings plus the needs of a key, without a strategy's unknown keys.
-    """
+    """Return the settings plus a key's needs, without the strategy's unknown keys."""
     try:
         _, dropped = Config.make_of_shared(
             needs, {key: v for key, v in start.items() if key not in needs}
