@@ -292,9 +292,7 @@ def test_the_two_installs_are_what_each_half_imports() -> None:
     needs: set[str] = set()
     for name in fedbn_flwr.lab._NEEDS:
         needs.update(owner.lower().replace("_", "-") for owner in owners[name])
-    assert needs == extra - {"flwr"}, (
-        "what the laboratory looks for is what the extra brings"
-    )
+    assert needs == extra - {"flwr"}, "the laboratory checks the packages of the extra"
 
 
 def test_the_core_names_no_other_package() -> None:
@@ -334,7 +332,7 @@ def test_every_lazy_name_is_there() -> None:
         assert isinstance(node, ast.ImportFrom)
         module = (node.module or "").removeprefix("fedbn_flwr.")
         shown |= {alias.name: module for alias in node.names}
-    assert shown == fedbn_flwr._WHERE, "what a type checker sees"
+    assert shown == fedbn_flwr._WHERE, "the names for a type checker"
     for name in (*fedbn_flwr.__all__, *fedbn_flwr._ROOMS):
         assert name in dir(fedbn_flwr)
         assert getattr(fedbn_flwr, name) is not None

@@ -43,7 +43,7 @@ def test_the_smallest_limit_of_the_groups_counts(
     (group.parent / "memory.max").write_text("max\n" if cores == 64 else "1048576\n")
     assert (num_cores(), memory_bytes()) == (cores, whole if cores == 64 else 2**20)
     (tmp_path / "own").unlink()
-    assert num_cores() == 64, "there are no control groups"
+    assert num_cores() == 64, "control groups do not exist"
 
 
 _FREES = """

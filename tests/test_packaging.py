@@ -129,10 +129,7 @@ def test_the_other_files_of_each_archive(unpacked: dict[str, Path]) -> None:
     assert (installed["dependency-groups"], installed["tool"]["uv"]) == (
         {"app": ["fedbn-flwr[lab]"]},
         {"default-groups": ["app"]},
-    ), (
-        "where Flower installs an app's dependencies, the default app gets the"
-        " laboratory's"
-    )
+    ), "if Flower installs dependencies, the default app gets the laboratory's"
     assert bundle == {
         "fedbn_flwr",
         "apps",

@@ -133,7 +133,7 @@ def test_a_node_works_on_one_message_at_a_time_and_in_order() -> None:
 
     @app.query()
     def answer(message, context):
-        assert at_work.acquire(blocking=False), "two messages at once"
+        assert at_work.acquire(blocking=False), "two messages at the same time"
         seen.append(message.metadata.message_id)
         at_work.release()
         return Message(RecordDict(), reply_to=message)

@@ -1,4 +1,4 @@
-"""Fixtures of the harness: runs on digits that take a fraction of a second."""
+"""Fixtures of the harness, with runs on digits that take a fraction of a second."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NEEDS: Mapping[str, Mapping[str, Any]] = {
 
 @pytest.fixture(scope="session")
 def needs() -> Callable[[str], Mapping[str, Any]]:
-    """``needs(strategy)``: the settings without which a strategy does not run."""
+    """Provide ``needs(strategy)`` to get the settings that a strategy requires."""
     return lambda strategy: NEEDS.get(strategy, {})
 
 
@@ -34,8 +34,9 @@ QuickConfig = Callable[..., Config]
 
 @pytest.fixture
 def quick_config() -> QuickConfig:
-    """``quick_config(strategy="fedbn", **{"kebab-key": value})``: digits, 3 clients, 2
-    rounds of 2 steps.
+    """Provide ``quick_config(strategy="fedbn", **{"kebab-key": value})``.
+
+    Its run has 3 clients and 2 rounds of 2 steps on digits.
     """
 
     def make(**settings: Any) -> Config:
@@ -49,7 +50,10 @@ QuickRun = Callable[..., tuple[dict[str, Any], Path]]
 
 @pytest.fixture
 def quick_run(tmp_path: Path, quick_config: QuickConfig) -> QuickRun:
-    """``quick_run(strategy="fedbn", ...)``: a run here; its summary and folder."""
+    """Provide ``quick_run(strategy="fedbn", ...)`` to run in a folder of the test.
+
+    It returns the summary and the folder.
+    """
     count = 0
 
     def make(**settings: Any) -> tuple[dict[str, Any], Path]:

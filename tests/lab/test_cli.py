@@ -98,7 +98,7 @@ def test_each_argument_and_option_has_a_help_that_shows(
 def test_a_path_may_begin_with_a_tilde(
     command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No shell reads it in ``--out=~/runs``."""
+    """In ``--out=~/runs`` no shell replaces the tilde."""
     monkeypatch.setenv("HOME", str(tmp_path))
     parsed = typer.main.get_command(app).commands[command]  # type: ignore[attr-defined]
     words, given = [], []
@@ -380,7 +380,7 @@ def test_a_failed_run_ends_with_1(tmp_path: Path, monkeypatch) -> None:
 
 
 def interrupt_in_round(number: int, monkeypatch) -> None:
-    """Ctrl-C while this round's line is shown."""
+    """Press Ctrl-C while this round's line is shown."""
 
     def pressed(line: Mapping[str, Any]) -> None:
         if line["round"] == number:

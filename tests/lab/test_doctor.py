@@ -77,7 +77,10 @@ def test_label_skew_with_one_local_step(skewed: Path) -> None:
 def test_what_is_not_known_is_no_success_of_a_strict_call(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """No finding either: an exit code of its own. The file is named from the home."""
+    """The call is neither a success nor a finding, and has its own exit code.
+
+    The path of the file is relative to the home.
+    """
     monkeypatch.setenv("HOME", str(tmp_path))
     torch.save(nn.BatchNorm1d(3).state_dict(), tmp_path / "state.pt")
     done = call("~/state.pt", "--strict")
@@ -134,8 +137,9 @@ def test_nothing_is_found_in_a_healthy_run(seed: int, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("strategy", ["fedbn", "silobn", "mtfl", "fixbn", "staticbn"])
 def test_a_part_of_the_layers_is_no_fault(strategy: str, tmp_path: Path) -> None:
-    """The others are shared: a fault in one is the model's, and in a chosen one its
-    client's.
+    """The other layers are shared: a fault in one belongs to the model.
+
+    A fault in a chosen layer belongs to its client.
     """
     settings = {**HEALTHY, "num-server-rounds": 4, "eval-every": 4}
     model = make_model(Config.make(settings))
@@ -154,7 +158,10 @@ def test_a_part_of_the_layers_is_no_fault(strategy: str, tmp_path: Path) -> None
 
 
 def test_data_that_have_changed_since_the_run_are_refused(tmp_path: Path) -> None:
-    """As ``evaluate``: the state alone can be looked at, rows as they were."""
+    """As in ``evaluate``, a saved state can still be diagnosed.
+
+    Restored rows are accepted.
+    """
     table, rows = tmp_path / "t.npz", np.arange(60)
     x = np.stack([rows, rows**2 % 7], 1).astype(np.float32)
     np.savez(table, x=x, y=rows % 2)
@@ -170,8 +177,9 @@ def test_data_that_have_changed_since_the_run_are_refused(tmp_path: Path) -> Non
 
 
 def test_the_settings_of_remedies_are_config_keys_and_values() -> None:
-    """A remedy that reads ``key=value ...`` is a config that can run; the others are
-    calls or sentences.
+    """A remedy ``key=value ...`` is a config that can run.
+
+    Other remedies are calls or sentences.
     """
     lists = [
         value
@@ -234,7 +242,7 @@ def test_remedies_that_the_run_has_or_cannot_take_are_left_out(
     )
     left = {remedy.setting for finding in found for remedy in finding.remedies}
     assert sorted({*EVERY} - left) == sorted(lost)
-    # a model without BatchNorm, as recalibrate=true does
+    # It refuses a model without BatchNorm, as recalibrate=true does.
     refuses = settings.get("strategy") in ("staticbn", "fedbn")
     assert ("strategy=fedavg norm=group" in left) == refuses
 
@@ -250,12 +258,12 @@ def test_a_remedy_whose_second_setting_does_not_fit_is_its_first() -> None:
     ("finding", "settings", "handled"),
     [
         ("label-skew", {"strategy": "fedtan", "local-steps": 1}, True),
-        # it synchronises the first of them alone
+        # It synchronises only the first step.
         ("label-skew", {"strategy": "fedtan", "local-steps": 5}, False),
         ("label-skew", {"strategy": "fedtan"}, False),
         ("train-test-mismatch", {"recalibrate": True}, True),
         ("train-test-mismatch", {"strategy": "staticbn"}, True),
-        # the first test is of the running ones
+        # The first test uses the running statistics.
         ("train-test-mismatch", {"eval-on": "global,recalibrated"}, False),
     ],
 )
@@ -290,7 +298,7 @@ def test_a_run_tested_with_batch_statistics(tmp_path: Path, quick_config) -> Non
 def test_after_t_star_small_batches_are_no_fault(
     phase: str, settings: dict[str, Any], handled: bool, tmp_path: Path
 ) -> None:
-    """The last line of the run says whether training still uses the batch's statistics."""
+    """The run's last line shows whether training still uses batch statistics."""
     (tmp_path / "metrics.jsonl").write_text(
         f'{{"round": 1, "phase": "train"}}\n{{"round": 2, "phase": "{phase}"}}\n'
     )
@@ -322,7 +330,7 @@ def personal(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def change(file: Path, **entries: Any) -> None:
-    """Write other values of some entries; a function changes what is there."""
+    """Replace entries of a file by values, or by functions of its old state."""
     with safe_open(file, "pt") as opened:
         about = opened.metadata()
     state = load_file(file)
@@ -335,7 +343,7 @@ def change(file: Path, **entries: Any) -> None:
 def test_running_statistics_that_do_not_fit_a_clients_own_model_are_found(
     personal: Path, tmp_path: Path
 ) -> None:
-    """FedBN is no remedy: a client is tested with its own running statistics."""
+    """FedBN is not a remedy, because a client is tested with its own statistics."""
     own = "running statistics do not fit the client's own model"
     assert not any(
         own in finding.what for finding in diagnose_run(personal, 200).findings
@@ -361,7 +369,7 @@ def test_running_statistics_that_do_not_fit_a_clients_own_model_are_found(
 def test_a_client_that_keeps_batchnorm_is_scored_with_its_own_model(
     personal: Path, tmp_path: Path
 ) -> None:
-    """Opposite faults of two clients cancel in the average, which no client uses."""
+    """Opposite faults of two clients cancel in the average, but no client uses it."""
     folder = Path(shutil.copytree(personal, tmp_path / "run"))
     fault = 8 * (-1.0) ** torch.arange(30)
     change(
@@ -508,8 +516,9 @@ def test_bad_arguments(
 def test_every_pass_reads_scaled_inputs(
     strategy: str, quick_config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Training, tests, re-estimation, and the doctor: all pixels that a model sees are
-    (x / 255 - mean) / std of a byte.
+    """Training, tests, re-estimation and the doctor scale the inputs.
+
+    All pixels that a model sees are (x / 255 - mean) / std of a byte.
     """
     own = {} if strategy in ("fedbn", "centralized") else {"recalibrate": True}
     config = quick_config(strategy=strategy, model="mlp", **own)

@@ -1,5 +1,6 @@
-"""Early stopping: a run ends when the validation score has stopped to improve, and its
-result is the best round's.
+"""A run ends when its validation score stops improving.
+
+Its result is the best round's.
 """
 
 from __future__ import annotations
@@ -44,8 +45,8 @@ METHODS = {
     "fedbn": "personal-validation-accuracy",
     CENTRALIZED: "validation-accuracy",
 }
-# The best round has a checkpoint of its own, and it stays where later ones take the
-# place of the others.
+# The best round has its own checkpoint. It stays while later checkpoints replace the
+# others.
 EVERY = {
     "fedavg": {"checkpoint-every": 100},
     "fedbn": {"checkpoint-every": 1},
@@ -54,7 +55,7 @@ EVERY = {
 
 
 class Cut(Exception):
-    """The power fails."""
+    """A power failure."""
 
 
 def start(out: Path, cut: int = 0, **settings: Any) -> dict[str, Any]:
@@ -86,7 +87,7 @@ def whole(tmp_path_factory) -> dict[str, tuple[Path, dict[str, Any]]]:
 def test_the_result_is_that_of_a_run_that_ends_with_the_best_round(
     strategy: str, whole, tmp_path: Path
 ) -> None:
-    """The global model, and with FedBN the parts that the clients kept in that round."""
+    """The result is the global model and, under FedBN, the clients' local state."""
     out, summary = whole[strategy]
     metric, lines = METHODS[strategy], read_metrics(out / "metrics.jsonl")
     scores = [line[metric] for line in lines]
@@ -111,8 +112,10 @@ def test_the_result_is_that_of_a_run_that_ends_with_the_best_round(
 def test_the_result_has_the_statistics_that_were_reestimated_in_the_best_round(
     tmp_path: Path,
 ) -> None:
-    """Training does not see them: they are in the checkpoint beside the model, whose
-    own ones are other values.
+    """Training does not use them.
+
+    They are in the checkpoint next to the model, with other values than the model's
+    own.
     """
     settings = {
         "strategy": "fedavg",
@@ -138,7 +141,7 @@ def test_the_result_has_the_statistics_that_were_reestimated_in_the_best_round(
 def test_a_run_that_diverges_after_its_best_round_leaves_a_good_model(
     tmp_path: Path,
 ) -> None:
-    """Patience runs out in the last round, so the run did not end early."""
+    """Patience ends with the last round, so the run did not end early."""
     decay = {
         "lr-decay-at": "4",
         "lr-decay-factor": 1e30,
@@ -183,8 +186,9 @@ def test_the_best_round_is_the_first_with_the_best_score(quick_config) -> None:
 def test_each_checkpoint_to_resume_from_has_its_best_state(
     seed: int, tmp_path: Path
 ) -> None:
-    """The newest one is damaged now and then: the run goes on from the one before, by
-    other scores.
+    """If the newest checkpoint is damaged, the run continues from the one before.
+
+    The repeated rounds have other scores.
     """
     draws = random.Random(seed)
     every = {"early-stopping": 100, "checkpoint-every": draws.choice([1, 2, 3])}
@@ -218,7 +222,7 @@ def test_each_checkpoint_to_resume_from_has_its_best_state(
 
 
 def test_a_round_costs_the_same_however_long_the_run_is() -> None:
-    """Once each round read all scores several times: minutes of 64,000 rounds."""
+    """A round that reads all scores would add minutes to 64,000 rounds."""
     config = Config.make({**BASE, "early-stopping": 5000})
     stopping = EarlyStopping(
         config, [{"round": r, "validation-accuracy": 0.5} for r in range(1, 2001)]
@@ -243,7 +247,7 @@ def test_a_round_costs_the_same_however_long_the_run_is() -> None:
 def test_parts_of_the_best_round_that_were_in_memory_only_are_missed_by_name(
     tmp_path: Path, caplog
 ) -> None:
-    """Under ``flwr run`` without a state-dir."""
+    """This run has no state-dir, as under ``flwr run``."""
     config = Config.make({**BASE, "strategy": "fedbn", "out": str(tmp_path)})
     with (
         InProcessGrid(client_app, 3, run_config=config.to_mapping()) as grid,

@@ -1,4 +1,4 @@
-"""Reading the files of a run while it goes on."""
+"""Files of a run can be read while it continues."""
 
 from __future__ import annotations
 
@@ -74,9 +74,7 @@ def test_the_file_of_a_run_that_begins_again_is_read_from_its_first_line(
 def test_a_long_file_is_not_read_again(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A sweep looks twice a second; reading 40,000 rounds anew each time took half a
-    core from the runs.
-    """
+    """Rereading 40,000 rounds twice a second would take half a core from the runs."""
     new, parsed = NewLines(path), 0
     path.write_text(lines(range(1, 201)))
     new.read()

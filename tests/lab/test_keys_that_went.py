@@ -1,5 +1,6 @@
-"""The folder of a run with a key that this version does not have is refused, and the
-error names the key.
+"""A run folder with a key that this version lacks is refused.
+
+The error names the key.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""The report: one file that loads nothing, with the numbers of the folder, for finished
-and unfinished runs.
+"""The report is one file that loads nothing.
+
+It has the numbers of the folder, for finished and unfinished runs.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from fedbn_flwr.lab.studies.sweep import sweep
 
 
 class Page(HTMLParser):
-    """A page: attributes, tags, what is left open, and its ids, counted."""
+    """A page: its attributes, tags, open tags, and counted ids."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -55,7 +56,7 @@ class Page(HTMLParser):
 
 
 def tables_of(text: str) -> list[pd.DataFrame]:
-    """The tables of a page, as text."""
+    """Return the tables of a page, as text."""
     found = []
     for of_table in re.findall(r"<table.*?</table>", text, re.DOTALL):
         rows = [
@@ -73,7 +74,10 @@ def read(path: Path) -> tuple[str, Page]:
 
 
 def loads_nothing(page: Page) -> None:
-    """No script, and no address but those of names of formats and of parts of the page."""
+    """Check that the page has no script and loads no address.
+
+    Allowed are names of formats and links within the page.
+    """
     assert not {"script", "link", "iframe", "object"}.intersection(page.tags)
     linked = [
         value
@@ -183,8 +187,10 @@ def test_the_page_of_a_run_has_its_numbers_in_one_file_that_loads_nothing(
 
 
 def test_pictures_of_short_runs_are_readable() -> None:
-    """Labels of a logarithmic axis are numbers; a round without distances, as the first
-    one with its tests alone, is no white column.
+    """Labels of a logarithmic axis are numbers.
+
+    A round without distances, such as the first with only its tests, has no white
+    column.
     """
     for values in ([60, 70], [0.6, 0.7], [1, 1000], [6]):
         rounds = list(range(1, len(values) + 1))
@@ -198,8 +204,9 @@ def test_pictures_of_short_runs_are_readable() -> None:
 
 
 def test_a_page_fits_a_screen_of_400_pixels(folder: Path) -> None:
-    """No drawing is so wide that its letters of 9 points would be below 7 pixels;
-    tables scroll in their own boxes.
+    """No drawing is so wide that its 9-point letters shrink below 7 pixels.
+
+    Tables scroll in their own boxes.
     """
     text, _ = read(write_report(folder))
     assert 'content="width=device-width, initial-scale=1"' in text
@@ -260,8 +267,8 @@ def test_the_page_of_a_study(tmp_path: Path) -> None:
     assert shown["method"].tolist() == ["Fed$Avg$ <1>", "_FedBN"] * 2
     assert "<1>" not in text
     drawn = html.unescape(text)
-    assert "Fed$Avg$ <1></text>" in drawn, "a name is no formula"
-    assert ">FedBN</text>" in drawn, "and one with an underscore is in the legend"
+    assert "Fed$Avg$ <1></text>" in drawn, "a name is not a formula"
+    assert ">FedBN</text>" in drawn, "a name with an underscore is in the legend"
     shutil.rmtree(out / "_FedBN/two/seed-1")
     assert (
         "Not finished, and left out of the means: _FedBN/two/seed-1."
@@ -271,7 +278,7 @@ def test_the_page_of_a_study(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def compared(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Runs of FedBN, of training alone and of another seed in one parent folder."""
+    """Runs of FedBN, Standalone and another seed in one folder."""
     parent = tmp_path_factory.mktemp("compared")
     base = {"num-clients": 3, "num-server-rounds": 2, "local-steps": 2}
     base |= {"batch-size": 8, "eval-on": "personal-own", "partition": "iid"}
@@ -287,8 +294,9 @@ def compared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_run_is_compared_with_the_runs_of_the_same_data_split_seed_and_test(
     compared: Path,
 ) -> None:
-    """The difference is the mean over the sites; without training alone the page has
-    the command that makes it.
+    """The difference is the mean over the sites.
+
+    Without a Standalone run, the page has the command that makes it.
     """
     text = write_report(compared / "fedbn").read_text()
     sites = [
@@ -347,7 +355,7 @@ def test_the_command_writes_beside_the_results_and_over_no_other_file(
 def test_the_command_that_trains_the_sites_alone_runs_and_is_comparable(
     tmp_path: Path,
 ) -> None:
-    """Also after a method with settings of its own, which training alone refuses."""
+    """This includes a method with settings that Standalone refuses."""
     settings = {"num-clients": 3, "num-server-rounds": 2, "local-steps": 2}
     settings |= {"strategy": "fixbn", "freeze-at": 1, "lr-decay-at": "freeze"}
     settings |= {"eval-on": "personal-own", "partition": "iid"}

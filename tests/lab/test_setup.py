@@ -1,5 +1,6 @@
-"""From a config to the parts of a run: shared data, the client of a context, the
-strategy with its parameters.
+"""A config becomes the parts of a run.
+
+These are shared data, the client of a context, and the strategy with its parameters.
 """
 
 from __future__ import annotations
@@ -46,17 +47,18 @@ def context(config: Config, partition_id: int = 1, **node_config: Any) -> Contex
 @pytest.mark.parametrize(
     ("settings", "share"),
     [
-        ({}, 1 / 4),  # 8 cores, 2 GPUs: 8 of 20 clients at once, 4 on a GPU
+        ({}, 1 / 4),  # 8 cores, 2 GPUs: 8 of 20 clients in parallel, 4 on a GPU
         ({"num-clients": 3}, 1 / 2),
         ({"torch-threads": 8}, 1),
-        ({"strategy": "fedtan", "fedtan-transport": "channel"}, 1 / 10),  # all at once
+        # all in parallel
+        ({"strategy": "fedtan", "fedtan-transport": "channel"}, 1 / 10),
         ({"device": "cpu"}, None),
     ],
 )
 def test_the_clients_of_a_simulation_get_gpus(
     tmp_path: Path, monkeypatch, settings, share: float | None
 ) -> None:
-    """Ray hides the GPUs from an actor that asks for none."""
+    """Ray hides the GPUs from an actor that does not request them."""
     asked: dict[str, Any] = {}
 
     def flower_run(app: Path, *, federation_config: dict[str, Any], **_: Any) -> None:
@@ -172,7 +174,10 @@ def test_augmentation_applies_to_training_only(quick_config) -> None:
 def test_a_node_whose_config_cannot_be_is_refused_with_advice(
     node_config, named: str, quick_config
 ) -> None:
-    """The text names no node: all with the fault raise the same, which ends the run."""
+    """All nodes with the fault raise the same text, because it names no node.
+
+    The same error of all nodes ends the run.
+    """
     with pytest.raises(ConfigError, match=named):
         client_fn(context(quick_config(), **node_config))
 
@@ -205,7 +210,7 @@ CHANGED: dict[str, tuple[Any, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_every_parameter_reaches_the_strategy(name: str, quick_config) -> None:
-    """A key that is not handed on would be a setting without effect."""
+    """A key that is not passed on would be a setting without effect."""
     changed = {
         "variance": "pooled",
         "min-replies": 2,

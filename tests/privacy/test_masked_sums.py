@@ -417,7 +417,7 @@ def test_below_the_threshold_nothing_is_revealed(
         for config in ours.grid.config("query")
         if "fedbn-flwr.mask-stage" in config
     ]
-    assert asked.count("reveal") == (10 if stage == "reveal" else 5), "in round 2 alone"
+    assert asked.count("reveal") == (10 if stage == "reveal" else 5), "only in round 2"
     assert made.reports[1].participants == [0, 1, 2, 3, 4]
     assert furthest(ours.history[2], ours.history[1]) > 0
 

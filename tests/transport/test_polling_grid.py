@@ -201,7 +201,7 @@ def test_over_a_network_few_polls_find_a_reply_soon(takes: float, monkeypatch) -
             )
             + 1e-6
         )
-        assert len(inner.asked[-1]) <= len(inner.asked[0]), "only what is outstanding"
+        assert len(inner.asked[-1]) <= len(inner.asked[0]), "only outstanding messages"
         counts.append(len(inner.asked))
     # From the first poll to the last reply the time grows by the factor 1.1 * 1.2 /
     # 0.75, and at each poll by a sixteenth.

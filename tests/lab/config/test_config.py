@@ -1,4 +1,4 @@
-"""The config: the same keys everywhere, all problems at once, conditions."""
+"""The config has the same keys everywhere and reports all problems together."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from fedbn_flwr.strategies import STRATEGIES, combined
 
 ROOT = Path(__file__).parents[3]
 
-# A value other than its default for every key: each must arrive as it was sent.
+# A value other than its default for every key; each must arrive unchanged.
 OTHERS: dict[str, Any] = {
     "data-dir": "/data/with space and 'quotes'",
     "eval-on": "global,personal-own",
@@ -50,14 +50,14 @@ FIXBN = {"strategy": "fixbn"}
 
 
 def refused(values: dict[str, Any], **options: Any) -> list[str]:
-    """The lines of the error."""
+    """Return the lines of the error."""
     with pytest.raises(ConfigError) as caught:
         Config.make(values, **options)
     return str(caught.value).split("\n")
 
 
 def through_flower(config: Config) -> dict[str, Any]:
-    """The mapping as Flower's command line hands it to the app, types included."""
+    """Return the mapping, with types, that Flower's command line passes to the app."""
     return dict(parse_config_args([toml_pairs(config.to_mapping())]))
 
 
@@ -79,7 +79,7 @@ def test_every_key_is_in_the_toml_with_its_default() -> None:
 
 
 def test_every_parameter_of_a_strategy_is_a_key() -> None:
-    """A parameter without a key could not be set from anywhere but Python."""
+    """A parameter without a key could be set only from Python."""
     keys = set(Config.model_fields)
     for name, strategy in STRATEGIES.items():
         assert config_fields(strategy.Params).keys() <= keys, name
@@ -158,7 +158,7 @@ def test_set_overrides_the_file(tmp_path: Path) -> None:
 
 
 def test_a_name_of_digits_with_a_zero_before_them_stays_a_name(tmp_path: Path) -> None:
-    """An octal number in YAML 1.1: ``held-out-clients=01`` is another client."""
+    """In YAML 1.1 ``held-out-clients=01`` is an octal number: another client."""
     (tmp_path / "config.yaml").write_text(
         "held-out-clients: 01\nseries: 010\nlocal-steps: 10\n"
     )
@@ -179,7 +179,7 @@ def test_a_number_where_text_is_wanted_is_text() -> None:
     assert (config.series, config.out) == ("2020", "16")
 
 
-# What is refused.
+# Refusals.
 
 
 @pytest.mark.parametrize(
@@ -196,7 +196,7 @@ def test_a_number_where_text_is_wanted_is_text() -> None:
             "line 2: 'learning-rate' is also in line 1",
         ),
         (b"seed: 1\n\n'seed': 2", "line 3: 'seed' is also in line 1"),
-        # YAML readers take the last one, silently
+        # Some YAML readers silently use the last value.
         (b"{seed: 1, seed: 2}", "line 1: 'seed' is also in line 1"),
     ],
 )
@@ -218,8 +218,9 @@ def test_an_override_that_cannot_be_read_is_refused(override: str) -> None:
 def test_what_the_compose_file_sets_for_every_run_is_left_out_where_it_has_no_effect() -> (
     None
 ):
-    """Its service ``cli`` names FedTAN's channel in each run config; elsewhere such a
-    key is refused.
+    """The service ``cli`` sets FedTAN's channel in each run config.
+
+    Elsewhere such a key is refused.
     """
     preset = {
         "fedtan-transport": "channel",

@@ -12,7 +12,7 @@ from tests.support.every_key import ELSEWHERE, KEYS, effect
 
 ROOT = Path(__file__).parents[3]
 NAMES = list(STRATEGIES)
-# Every second cheap key under one strategy, so that every strategy has its turn.
+# Every second cheap key under one strategy, so that each strategy has its turn.
 SAMPLE = [
     (NAMES[(5 * i) % len(NAMES)], key)
     for i, key in enumerate(KEYS)
@@ -27,7 +27,7 @@ def test_every_key_is_tried_or_has_a_test_elsewhere() -> None:
     for key, path in ELSEWHERE.items():
         text = (ROOT / path).read_text()
         assert key in text or key.replace("-", "_") in text, (
-            f"{path} does not speak of {key}"
+            f"{path} does not contain {key}"
         )
 
 
@@ -46,7 +46,7 @@ def test_a_key_acts_or_is_refused(strategy: str, key: str) -> None:
     ],
 )
 def test_a_key_acts_under_its_own_method(key: str) -> None:
-    """So that a table of refusals alone cannot pass."""
+    """This excludes a table that only refuses."""
     own = {
         "agc": "scaffold",
         "proximal-mu": "fedprox",

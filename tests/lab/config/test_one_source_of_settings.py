@@ -1,4 +1,4 @@
-"""A method's settings are declared once: Python, config, command line agree."""
+"""A method's settings are declared once for Python, config and command line."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from fedbn_flwr.strategies import STRATEGIES
 
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_the_default_in_python_is_the_default_of_the_config(name: str, needs) -> None:
-    """But where Flower's class of the same name has another one, and configs keep ours."""
+    """Two Flower classes of the same name have another default; configs keep ours."""
     config = Config.make({**needs(name), "strategy": name})
     kept = {
         "fedprox": {"proximal_mu": 0.01},
@@ -102,7 +102,7 @@ def test_a_new_methods_parameter_is_a_key_without_more() -> None:
     params = {"fedavg": Params, "other": OtherParams}
     assert methods_with("cut", params) == ["other"]
     assert methods_with("seed", params) == [], (
-        "those of every method are listed with none"
+        "settings of every method are in no method's list"
     )
 
 
@@ -110,7 +110,7 @@ def test_a_new_methods_parameter_is_a_key_without_more() -> None:
 def test_of_two_layers_of_a_run_the_later_one_wins(
     old: tuple[bool, bool], tmp_path: Path
 ) -> None:
-    """A file, ``--set`` and a run config, also under an old name of a key."""
+    """The layers are a file, ``--set`` and a run config, with old key names or new."""
     names = ["fedtan-exchange" if one else "fedtan-transport" for one in old]
     (tmp_path / "config.yaml").write_text(
         f"{{strategy: fedtan, learning-rate: 0.3, {names[0]}: channel}}"

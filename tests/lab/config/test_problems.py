@@ -1,5 +1,6 @@
-"""One validator: all problems of a config at once, each with its code and key, and most
-of them without torch.
+"""One validator reports all problems of a config together.
+
+Each problem has its code and key. Most of them are found without torch.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ KEYS = [key for group in GROUPS for key in Config.keys(group)]
 def problems(
     settings: dict[str, Any], check: Any = Config.make
 ) -> list[tuple[str, str]]:
-    """The code and the key of each problem."""
+    """Return the code and the key of each problem."""
     try:
         check(settings)
     except ConfigError as error:
@@ -69,8 +70,8 @@ def test_the_title_is_the_name_of_the_combination(name: str) -> None:
     assert Config.make(combination).title == "fedprox+fedadam+mtfl+fixbn"
 
 
-# Told without torch: a key by itself, names, keys together, keys without effect; all of
-# them at once.
+# Problems found without torch: single keys, names, combinations of keys, and keys
+# without effect, all together.
 FIRST = {
     "an unknown key": ({"sed": 1}, [("unknown-key", "sed")]),
     "a key that is no text": ({3: 1}, [("unknown-key", "3")]),
@@ -173,7 +174,7 @@ def test_what_is_told_without_torch_is_told_by_make_too(case: str) -> None:
     assert sorted(problems(settings)) == sorted(want)
 
 
-# Told by the registries, the data and the methods.
+# Problems found by the registries, the data and the methods.
 SECOND = {
     "a model": ({"model": "x"}, ("unknown-name", "model")),
     "classes": ({"num-classes": 5}, ("bad-value", "num-classes")),
@@ -216,7 +217,7 @@ def test_the_rest_is_told_with_torch(case: str) -> None:
     assert want is None or found == [want]
 
 
-AUTO = {"freeze-window": 30}  # of 20 rounds
+AUTO = {"freeze-window": 30}  # longer than the 20 rounds
 FURTHER: list[tuple[dict[Any, Any], str, str]] = [
     ({"strategy": "fedavg", "tau": 0.1}, "no-effect", "tau"),
     ({"strategy": "fedbn", "variance": "pooled"}, "no-effect", "variance"),
@@ -319,7 +320,7 @@ CONDITIONAL = [key for key in KEYS if only_if_of(Config, key)]
 
 
 def another(key: str) -> Any:
-    """A value of a key that is not its default."""
+    """Return a value of a key that is not its default."""
     default = defaults_of(Config)[key]
     choices = {
         "variance": "pooled",

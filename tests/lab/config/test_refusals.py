@@ -1,5 +1,6 @@
-"""The problems of declared values: codes, keys, a planted case for each row, and the
-same refusals in each way to run.
+"""Each row of declared problems has a planted case with its code and key.
+
+Each way to run refuses the same values.
 """
 
 from __future__ import annotations
@@ -185,7 +186,7 @@ def model() -> nn.Module:
 
 
 def told(run: Any) -> set[tuple[str, str]]:
-    """The code and the key of each refusal."""
+    """Return the code and the key of each refusal."""
     try:
         run()
     except ConfigError as error:

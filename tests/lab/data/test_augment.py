@@ -1,4 +1,4 @@
-"""Augmentation against a slow per-sample oracle."""
+"""Augmentation equals a slow oracle for each sample."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fedbn_flwr.lab.data.augment import Augment
 
 
 def oracle(inputs: Tensor, crop: int, flip: bool, generator: torch.Generator) -> Tensor:
-    """One image, one pixel at a time, in Python."""
+    """Augment one image and one pixel at a time, in Python."""
     count, channels, height, width = inputs.shape
     offsets = (
         torch.randint(0, 2 * crop + 1, (2, count), generator=generator).tolist()

@@ -1,5 +1,6 @@
-"""Data sets of several domains: npz files, folders of images, digits of five kinds, and
-the embedded five.
+"""Data sets of several domains.
+
+They are npz files, folders of images, digits of five kinds, and the embedded five.
 """
 
 from __future__ import annotations
@@ -184,8 +185,9 @@ def test_digits_five_takes_the_domains_that_are_present(
 
 
 def test_the_published_parts_of_usps_are_pooled_and_split_anew(tmp_path: Path) -> None:
-    """80 and 20 % of 9,298, as FedBN's authors have it, with each image once and its
-    own label; the same each time.
+    """The split has 80 and 20 % of 9,298 images, as FedBN's authors have it.
+
+    Each image occurs once, with its own label, and each load gives the same split.
     """
     numbers = np.arange(9298)
     images = (numbers[:, None, None] >> np.array([[0, 8], [0, 8]])).astype(np.uint8)

@@ -1,5 +1,7 @@
-"""Folders of image files: decoding, Tiny-ImageNet and ImageNet in their layouts, and
-the limit on memory.
+"""Folders of image files.
+
+They cover decoding, Tiny-ImageNet and ImageNet in their layouts, and the limit on
+memory.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from fedbn_flwr.lab.data.samples import Shape
 def write(
     path: Path, size: tuple[int, int] = (8, 6), seed: int = 0, mode: str = "RGB"
 ) -> np.ndarray:
-    """Write a random image (width, height); return it as read, (H, W, 3)."""
+    """Write a random image of (width, height), and return its pixels (H, W, 3)."""
     path.parent.mkdir(parents=True, exist_ok=True)
     pixels = (
         np.random.default_rng(seed)
@@ -77,7 +79,7 @@ def test_images_are_resized_or_cut_to_the_central_square(
 
 
 def write_tiny_imagenet(root: Path) -> dict[str, np.ndarray]:
-    """Two classes; the validation images in an order of their own."""
+    """Write two classes, with the validation images in a different order."""
     found = {}
     for wnid in ("n02", "n01"):
         for number in range(2):

@@ -1,4 +1,4 @@
-"""``dataset=module:function``: the data of each site from a user's function."""
+"""``dataset=module:function`` gets the data of each site from a user's function."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ VOLUMES = {
 
 
 class Pairs:
-    """A data set of pairs, as users write them."""
+    """A data set of pairs, as users write it."""
 
     def __init__(self, inputs: Any, of_each: Any, /, **more: Any) -> None:
         self.inputs, self.of_each = inputs, of_each
@@ -61,7 +61,10 @@ class Pairs:
 
 
 def rows(site: int | str, part: str) -> Pairs:
-    """Rows of 3 features, 2 classes; a path's site is its last character."""
+    """Return rows of 3 features and 2 classes.
+
+    The site of a path is its last character.
+    """
     number = int(str(site)[-1])
     inputs = torch.randn(
         12 + number,
@@ -78,14 +81,14 @@ def rows(site: int | str, part: str) -> Pairs:
 
 
 def tensors(site: int | str, part: str) -> TensorDataset:
-    """The same rows, in memory."""
+    """Return the same rows in memory."""
     data = TensorDataset(rows(site, part).inputs, rows(site, part).of_each)
     data.groups = rows(site, part).groups
     return data
 
 
 def volumes(site: int, part: str) -> TensorDataset:
-    """Volumes of 4 x 6 x 8 voxels; class 1 is where they are bright."""
+    """Return volumes of 4 x 6 x 8 voxels; bright voxels have class 1."""
     generator = torch.Generator().manual_seed(10 * site + (part == "test"))
     inputs = torch.rand(4, 1, 4, 6, 8, generator=generator)
     return TensorDataset(inputs, (inputs > 0.6).long())
@@ -133,7 +136,7 @@ def test_each_site_is_a_client_with_its_own_test_part_and_groups() -> None:
             ("test", split.test_view(site)),
         ):
             inputs, targets = view.batch(torch.arange(len(view)))
-            # as they are: not standardised
+            # The inputs are not standardised.
             assert torch.equal(inputs, rows(site, part).inputs)
             assert torch.equal(targets, rows(site, part).targets)
     units = split.dataset.train.units
@@ -163,7 +166,7 @@ def test_targets_of_the_data_set_are_known_without_reading_an_input(
     name = named(module, "counted", lambda site, part: sets[part])
     data = load_data(config_of(dataset=name, num_clients=1))
     assert data.train.labels.equal(sets["train"].targets)
-    # the first alone: its shape, and the check of each site
+    # Only the first input is read, for the shape and for the check of each site.
     assert sets["train"].reads <= 2
 
 
@@ -198,8 +201,9 @@ def test_evaluate_reads_the_sites_of_the_run(tmp_path: Path) -> None:
 def test_a_node_asks_for_its_own_site_alone(
     module: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """By its partition id, or by its data-path; a site with another shape says so
-    before round 1.
+    """The site is the partition id or the data-path of the node.
+
+    A site with another shape is reported before round 1.
     """
     identify_process(1)
     monkeypatch.setattr(TaskIdentity, "_node_id", 7)
@@ -252,7 +256,7 @@ def test_a_node_asks_for_its_own_site_alone(
 def test_the_server_of_a_network_asks_for_no_site(
     module: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """The nodes ask for their own."""
+    """Each node asks for its own site."""
     asked: list[Any] = []
 
     def everywhere(site: Any, part: str) -> TensorDataset:
@@ -387,7 +391,7 @@ def test_an_unknown_module_or_kind_is_named() -> None:
 
 def test_arrays_and_library_tensors_are_taken(module: ModuleType) -> None:
     class Meta(Tensor):
-        """A tensor of another library, as MONAI's MetaTensor."""
+        """A tensor of another library, such as MONAI's MetaTensor."""
 
     inputs = torch.randn(4, 3).as_subclass(Meta)
     pairs = Pairs(inputs, np.array([0, 1, 1, 0]))
@@ -414,7 +418,7 @@ def test_arrays_and_library_tensors_are_taken(module: ModuleType) -> None:
 def test_validation_examples_are_in_no_sum(
     settings: dict[str, Any], module: ModuleType, tmp_path: Path
 ) -> None:
-    """Other ones give the same model, statistics and test."""
+    """Other validation examples give the same model, statistics and test."""
     settings = {**settings, "model": "mlp", "num_clients": 3, "validation_share": 0.25}
     config = config_of(**settings)
     aside = np.concatenate(partitioned_data(config, 3).validation)

@@ -1,4 +1,4 @@
-"""Splits by group: clients get training and test examples of one domain."""
+"""In splits by group, clients get training and test examples of one domain."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from fedbn_flwr.lab.data.partitioning import (
 
 
 def shuffled(sizes: list[int], seed: int = 0) -> np.ndarray:
-    """Group numbers, ``sizes[g]`` of group g, in random order."""
+    """Return group numbers in random order, ``sizes[g]`` times the group g."""
     return np.random.default_rng(seed).permutation(
         np.repeat(np.arange(len(sizes)), sizes)
     )
@@ -130,8 +130,9 @@ def test_other_splits_ignore_groups(name: str) -> None:
 def test_with_groups_each_group_is_split_as_one_data_set(
     clients: int, classes: int, many: int, seed: int
 ) -> None:
-    """A client gets as many test examples of a class and group as if the group were the
-    whole data set.
+    """Each client's test examples per class and group ignore the other groups.
+
+    Their number is the same as if the group were the whole data set.
     """
     rng = np.random.default_rng(seed)
     labels = rng.integers(0, classes, 60)

@@ -26,7 +26,10 @@ def grouped(groups: list[int]) -> Samples:
 
 
 def segmented(count: int = 2, height: int = 4, width: int = 6) -> Samples:
-    """Images whose pixel values are their classes: what moves one moves the other."""
+    """Return images whose pixel values are their classes.
+
+    Any transformation therefore moves both together.
+    """
     inputs = images(count, height, width)
     return Samples(inputs, inputs[:, 0].clone())
 

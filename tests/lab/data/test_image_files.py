@@ -1,4 +1,4 @@
-"""Image files on the disk: the same bits as in memory."""
+"""Image files on the disk have the same bits as in memory."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def read(files: list[tuple[Path, int]], augment: Augment | None = None) -> Sampl
 
 
 def batches(samples: Samples, augment: Augment | None) -> list[torch.Tensor]:
-    """Two passes over a part of the images, in batches of unequal size."""
+    """Return two passes over a part of the images, in batches of unequal size."""
     subset = Subset(
         samples, np.arange(1, COUNT), mean=(0.5,) * 3, std=(0.2,) * 3, augment=augment
     )
@@ -114,7 +114,7 @@ def test_all_damaged_files_are_named(
 
 
 def _picture(depth: int, colour: int) -> bytes:
-    """A PNG file of one pixel."""
+    """Return a PNG file of one pixel."""
 
     def chunk(kind: bytes, content: bytes) -> bytes:
         return (
@@ -136,7 +136,10 @@ def _picture(depth: int, colour: int) -> bytes:
 
 @pytest.mark.parametrize("form", ["tiff", "gif", "png", "webp"])
 def test_a_file_with_several_pages_is_refused(tmp_path: Path, form: str) -> None:
-    """The first would stand for all. The JPEG of a telephone has a second picture."""
+    """The first page must not represent all pages.
+
+    The JPEG of a telephone has a second picture.
+    """
     draw = np.random.default_rng(0)
     shots = [
         Image.fromarray(draw.integers(0, 256, (8, 8, 3)).astype(np.uint8))
@@ -153,7 +156,7 @@ def test_a_file_with_several_pages_is_refused(tmp_path: Path, form: str) -> None
 
 
 def test_damage_of_every_kind_and_channels_of_16_bits_are_found(tmp_path: Path) -> None:
-    """Pillow cuts colours of 16 bits down to 8 without a word."""
+    """Pillow silently cuts colours of 16 bits down to 8."""
     sound = Image.fromarray(
         np.random.default_rng(0).integers(0, 256, (20, 20, 3)).astype(np.uint8)
     )

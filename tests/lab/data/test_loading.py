@@ -1,4 +1,4 @@
-"""Data sets: the embedded one, files read in place, and the messages for absent files."""
+"""Data sets are embedded or read in place, and an absent file has a message."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SHARED = Path(__file__).parents[3].parent / "shared/data"
 
 @pytest.fixture(autouse=True)
 def no_download(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """No test uses the network, or leaves its data set in the cache."""
+    """Keep tests off the network, and their data sets out of the cache."""
 
     def refuse(*args: object, **kwargs: object) -> None:
         raise URLError("no network")
@@ -44,7 +44,7 @@ def real(folder: str) -> Path:
 
 
 def moments(samples: Samples) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Mean and population standard deviation per channel from exact integer sums."""
+    """Return mean and population deviation per channel from exact integer sums."""
     pixels = samples.inputs.transpose(0, 1).flatten(1)
     total = pixels.sum(1, dtype=torch.int64).double()
     squares = torch.stack(
@@ -205,8 +205,8 @@ def test_real_cifar10_files(tmp_path: Path) -> None:
 def test_usps_and_its_constants(tmp_path: Path) -> None:
     archive = np.load(real("usps") / "usps/usps.npz")
     for name, part in (("usps.bz2", "train"), ("usps.t.bz2", "test")):
-        # Nudged up by 1e-6 of the range so that torchvision's truncation to bytes gives
-        # the original ones.
+        # The values are increased by 1e-6 of the range, so that torchvision's
+        # truncation to bytes restores the original values.
         values = (
             archive[f"x_{part}"].reshape(-1, 256).astype(float) + 1e-3
         ) / 255 * 2 - 1
@@ -331,8 +331,9 @@ def test_absent_files_without_a_network_are_explained(
 def test_torchvision_is_asked_to_download_what_is_absent(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The download is torchvision's own: here it finds the four files behind a fetcher
-    that copies them.
+    """The loader of torchvision downloads the files.
+
+    Here its fetcher copies four local files.
     """
     source, target = tmp_path / "source", tmp_path / "target"
     arrays = write_mnist(source)

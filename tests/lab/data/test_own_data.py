@@ -1,4 +1,7 @@
-"""Own data: layouts, clients, units, splits, targets; bad input before any work."""
+"""Own data: layouts, clients, units, splits and targets.
+
+Bad input is refused before any work.
+"""
 
 from __future__ import annotations
 
@@ -85,7 +88,7 @@ def test_layouts_of_image_folders(tmp_path: Path, layout: str) -> None:
     for samples in (data.train, data.test):
         if clients:
             b = samples.groups == clients.index("b")
-            assert (samples.labels[b] == 1).all()  # client b has dogs only
+            assert (samples.labels[b] == 1).all()  # client b has only dogs
 
 
 def test_arrays_of_every_form(tmp_path: Path) -> None:
@@ -166,8 +169,9 @@ def test_patients_of_two_hospitals_with_one_number_are_two(tmp_path: Path) -> No
 
 
 def test_a_natural_client_has_all_its_test_examples(tmp_path: Path) -> None:
-    """Also those of a class that it does not train on; and a client that is held out
-    counts in no test of all.
+    """Test examples may have classes that the client does not train on.
+
+    The test over all clients excludes a held-out client.
     """
     client, split = (
         np.array(list("aaaaaabbb")),
@@ -188,7 +192,7 @@ def test_a_natural_client_has_all_its_test_examples(tmp_path: Path) -> None:
 def test_sites_that_are_one_number_stay_four_sites(
     tmp_path: Path, names: list[str]
 ) -> None:
-    """In an array of texts and as folders."""
+    """The sites are names in an array or folders."""
     keys = _npz(
         tmp_path,
         x=np.arange(80.0).reshape(40, 2),
@@ -470,7 +474,10 @@ def test_images_of_several_sizes_are_told_with_what_was_taken(
     height: int,
     told: list[str],
 ) -> None:
-    """The first file decides nothing; one warning in a process."""
+    """The first file does not decide the size.
+
+    A process gives one warning.
+    """
     for number, size in enumerate(sizes):
         write_images(tmp_path / f"{number}", {"cat": 1, "dog": 1}, size)
     info = own_info(own("folder", tmp_path, **keys))
@@ -513,7 +520,7 @@ def test_a_column_of_whole_numbers_is_classes(tmp_path: Path, dtype: type) -> No
 def test_odd_files_are_named(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, recwarn: pytest.WarningsRecorder
 ) -> None:
-    """A film is left out; transparency is ignored, in each mode that has it."""
+    """A film is left out, and transparency is ignored in each mode that has it."""
     write_images(tmp_path, {"cat": 3, "dog": 3})
     Image.new("RGB", (6, 4)).save(tmp_path / "cat/film.gif")
     palette = Image.new("RGB", (6, 4), "red").quantize(2)
@@ -556,7 +563,7 @@ def test_ambiguous_targets_are_what_the_task_says(tmp_path: Path) -> None:
 def test_labels_below_num_classes_are_the_classes_whichever_are_absent(
     tmp_path: Path, labels: list[int]
 ) -> None:
-    """A hospital without class 0 has the same numbers as one without class 2."""
+    """A hospital without class 0 numbers classes like a hospital without class 2."""
     y = np.array([labels[at % len(labels)] for at in range(12)])
     np.savez(tmp_path / "t.npz", x=np.arange(12.0)[:, None], y=y)
     for keys in ({"num_classes": 3}, {"task": "binary"}):
@@ -573,7 +580,7 @@ def test_labels_below_num_classes_are_the_classes_whichever_are_absent(
 
 
 def test_an_empty_folder_holds_the_number_of_its_class(tmp_path: Path) -> None:
-    """A client without cats numbers its dogs as the others do."""
+    """A client without cats numbers its dogs as the other clients do."""
     write_images(tmp_path, {"cat": 0, "dog": 4})
     info = own_info(own("folder", tmp_path, num_classes=2, test_share=0.25))
     assert info.class_names == ("cat", "dog")

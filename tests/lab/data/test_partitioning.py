@@ -1,4 +1,4 @@
-"""Splits: FedTAN's Appendix D, flwr-datasets' partitioners, the test set."""
+"""Splits of FedTAN's Appendix D, of flwr-datasets' partitioners, and of the test."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from fedbn_flwr.training.randomness import derive_seed, numpy_generator
 
 MNIST_CLASSES = [5923, 6742, 5958, 6131, 5842, 5421, 5918, 6265, 5851, 5949]
 
-# Wang, Shi & Chang 2023, Appendix D, tables 1-5: an x where the paper prints 1/k (rows:
+# Wang, Shi & Chang 2023, Appendix D, tables 1-5: an x for each 1/k in the paper (rows:
 # clients, columns: labels 1-10).
 APPENDIX_D = {
     2: ["xx........", "..xx......", "....xx....", "......xx..", "........xx"],
@@ -46,7 +46,7 @@ EACH_FIVE = labels_of([5] * 10)
 
 
 def assert_valid(partition: list[np.ndarray], used: np.ndarray) -> None:
-    """Sorted int64 vectors which together are ``used``, each index once."""
+    """Check that sorted int64 vectors contain each index of ``used`` once."""
     assert all(
         part.dtype == np.int64 and (np.diff(part) > 0).all() for part in partition
     )
@@ -58,8 +58,9 @@ def assert_valid(partition: list[np.ndarray], used: np.ndarray) -> None:
 )
 @pytest.mark.parametrize("k", APPENDIX_D)
 def test_appendix_d(k: int, sizes: list[int]) -> None:
-    """A class is shared evenly by its holders: with classes of one size each entry is
-    1/k of a client's examples.
+    """The holders of a class share it evenly.
+
+    With classes of one size each entry is 1/k of a client's examples.
     """
     labels = labels_of(sizes)
     partition = make_partition("classes", labels, 5, seed=1, classes_per_client=k)
@@ -100,7 +101,7 @@ def test_a_split_depends_only_on_the_seed_and_uses_every_example(name: str) -> N
 def of_flwr_datasets(
     partitioner: Any, order: np.ndarray[Any, Any], labels: np.ndarray[Any, Any]
 ) -> list[list[int]]:
-    """The parts of a partitioner of flwr-datasets, on the examples in this order."""
+    """Return the parts by a partitioner of flwr-datasets on examples in this order."""
     import datasets
 
     partitioner.dataset = datasets.Dataset.from_dict(
@@ -126,10 +127,10 @@ def test_iid_is_flwr_datasets_partitioner() -> None:
 @pytest.mark.parametrize(("min_size", "attempt"), [(0, 0), (15, 0), (20, 1)])
 @pytest.mark.filterwarnings("ignore:The specified min_partition_size")
 def test_dirichlet_is_flwr_datasets_partitioner(min_size: int, attempt: int) -> None:
-    """With its redraws, and one of these seeds after another where it gives up."""
+    """The redraws are equal, and if a seed fails, the next seed follows."""
     from flwr_datasets.partitioner import DirichletPartitioner
 
-    # two classes have no examples
+    # Two classes have no examples.
     labels = labels_of([20, 30, 0, 0, 25, 20, 20, 20, 40, 25])
     order = numpy_generator(1, "partition", "dirichlet-order").permutation(200)
 
@@ -243,7 +244,7 @@ def test_an_impossible_split_is_refused_and_names_the_numbers(case: str) -> None
 
 
 def slow_test_counts(counts: np.ndarray, tests: np.ndarray) -> np.ndarray:
-    """Largest remainder in rational arithmetic, one client at a time."""
+    """Compute largest remainders in rational arithmetic, one client at a time."""
     from fractions import Fraction
 
     result = np.zeros_like(counts)
@@ -270,7 +271,7 @@ def test_the_test_set_is_split_in_proportion_by_largest_remainder(
 ) -> None:
     rng = np.random.default_rng(seed)
     labels = rng.integers(0, classes, 40)
-    owner = rng.integers(-1, clients, 40)  # -1: an example that no client holds
+    owner = rng.integers(-1, clients, 40)  # -1: an example without a client
     partition = [np.flatnonzero(owner == client) for client in range(clients)]
     test_labels = rng.integers(0, classes, int(rng.integers(0, 30)))
     test_parts = partition_test_set(partition, labels, test_labels, seed=1)

@@ -1,4 +1,4 @@
-"""Subsets: normalised batches of shared bytes."""
+"""Subsets make normalised batches from shared bytes."""
 
 from __future__ import annotations
 
@@ -124,8 +124,9 @@ def test_samples_check_their_form(
 def test_batches_made_together_have_the_bits_of_each_alone(
     monkeypatch, size: tuple[int, int, int], block: int
 ) -> None:
-    """Also of a model's matrix products, whose last bits may depend on where a batch
-    lies in memory.
+    """Matrix products of a model also have the same bits.
+
+    Their last bits may depend on a batch's place in memory.
     """
     monkeypatch.setattr("fedbn_flwr.lab.data.subset._BLOCK", block)
     pixels = torch.randint(
@@ -150,21 +151,19 @@ def test_batches_made_together_have_the_bits_of_each_alone(
         assert inputs.is_contiguous()
         largest = max(largest, inputs.untyped_storage().nbytes())
     of_one = 4 * weights.shape[0]
-    # else each batch is made alone, where torch aligns its memory
+    # Otherwise each batch is made by itself, because torch aligns its memory.
     together = of_one % 64 == 0
     assert largest <= max(block if together else 0, 33 * of_one), (
-        "what is made at once is bounded"
+        "the size of a joint block is bounded"
     )
     if together and block == 2**21:
         assert largest == sum(map(len, order)) * of_one, (
-            "all of these fit, and are made at once"
+            "all of these fit into a joint block"
         )
 
 
 def test_a_test_that_comes_again_has_the_same_batches_whoever_wrote_to_them() -> None:
-    """Of other clients' subsets, at other positions, and after a model that works in
-    place.
-    """
+    """Other clients' subsets, other positions and in-place models change nothing."""
     pixels = torch.randint(0, 256, (40, 1, 8, 8), dtype=torch.uint8)
     samples = Samples(pixels, torch.arange(40) % 3)
     whole = torch.split(torch.arange(40), 9)

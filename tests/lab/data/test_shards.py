@@ -1,4 +1,4 @@
-"""Splits by shards, balanced and unbalanced, and the Dirichlet split into equal sizes."""
+"""Splits by shards, balanced and unbalanced, and equal sizes by Dirichlet."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def labels_of(sizes: list[int], seed: int = 0) -> np.ndarray:
 
 
 def assert_exact(partition: list[np.ndarray], count: int) -> None:
-    """Every index once, sorted vectors."""
+    """Check that the sorted vectors contain every index once."""
     assert all(
         part.dtype == np.int64 and (np.diff(part) > 0).all() for part in partition
     )
@@ -134,8 +134,9 @@ def test_impossible_shards_are_refused(
 
 @pytest.mark.parametrize("alpha", [0.1, 1.0])
 def test_dirichlet_equal_draws_each_clients_mix(alpha: float) -> None:
-    """First client, no class used up: E sum (n_c / n)^2 = S + (1 - S) / n with S =
-    (alpha + 1) / (C alpha + 1).
+    """The first client draws before any class is used up.
+
+    E sum (n_c / n)^2 = S + (1 - S) / n with S = (alpha + 1) / (C alpha + 1).
     """
     classes, size, draws = 5, 20, 600
     labels = np.repeat(np.arange(classes), 100)

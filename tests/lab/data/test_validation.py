@@ -1,4 +1,4 @@
-"""Validation examples: by class, seeded, no patient on both sides."""
+"""Validation examples are drawn by class and seed, without splitting a patient."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ from fedbn_flwr.lab.data import split_off
 def test_the_part_has_its_share_of_every_class(
     sizes: list[int], share: float, seed: int
 ) -> None:
-    """A class differs from its exact share by less than one, and the whole from its own
-    by at most a half.
+    """A class differs from its exact share by less than one example.
+
+    The whole part differs by at most a half.
     """
     labels = np.repeat(np.arange(len(sizes)), sizes)
     indices = np.random.default_rng(seed).permutation(len(labels))[::2].astype(np.int64)
@@ -50,7 +51,10 @@ def test_the_part_has_its_share_of_every_class(
 def test_rows_of_one_patient_stay_together(
     rows: list[int], share: float, seed: int
 ) -> None:
-    """Classes keep their share as patients allow; some patient is left to train on."""
+    """Classes keep their share as far as patients permit.
+
+    At least one patient remains for training.
+    """
     units = np.repeat(np.arange(len(rows)) * 7 % 40, rows)
     rng = np.random.default_rng(seed)
     labels, indices = rng.integers(0, 3, len(units)), np.arange(len(units))
@@ -80,7 +84,7 @@ def test_the_seed_decides_which_examples() -> None:
 
 
 def test_classes_with_equal_remainders_win_a_tie_in_turn() -> None:
-    """Two classes of five, of which three of ten go over: a class has one or two."""
+    """Of two classes of five, three examples are chosen: one or two of each."""
     labels = np.repeat(np.arange(2), 5)
     firsts = set()
     for seed in range(20):

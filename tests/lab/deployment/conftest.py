@@ -1,4 +1,4 @@
-"""Fixtures over a network: a federation of processes per module, which end."""
+"""Fixtures over a network, with a federation of processes per module."""
 
 from __future__ import annotations
 
@@ -33,8 +33,9 @@ SETTINGS = {
 
 @pytest.fixture(scope="module")
 def scratch(await_end: Callable[[Path], list[str]]) -> Iterator[Path]:
-    """A folder; all processes with its path in their arguments or environment must have
-    ended after the tests.
+    """Provide a folder, and check that all its processes end with the tests.
+
+    A process belongs to the folder if its arguments or environment contain the path.
     """
     folder = Path(tempfile.mkdtemp(prefix="fedbn-net-", dir="/tmp"))
     home = Path(os.environ["FLWR_HOME"])
@@ -53,7 +54,7 @@ def federation(
 ) -> Iterator[LocalFederation]:
     """A SuperLink, its SuperExec, and ``NODES`` or three SuperNodes with theirs."""
     nodes = getattr(request.module, "NODES", NODES)
-    # below those that a system gives out by itself
+    # below the ports that a system assigns
     port = random.Random().randrange(20000, 32000, 100)
     make_certificates(scratch / "certs", nodes)
     found = LocalFederation(scratch / "net", scratch / "certs", nodes, port, ())
@@ -71,7 +72,7 @@ Networked = Callable[..., dict[str, Any]]
 
 @pytest.fixture
 def networked(federation: LocalFederation, tmp_path: Path) -> Networked:
-    """``networked(strategy=..., ...)``: the summary of a complete networked run."""
+    """Provide ``networked(strategy=..., ...)`` to return a networked run's summary."""
 
     def do(**settings: Any) -> dict[str, Any]:
         out = tmp_path / "network"
@@ -89,7 +90,10 @@ def networked(federation: LocalFederation, tmp_path: Path) -> Networked:
 
 @pytest.fixture
 def in_process(tmp_path: Path) -> Networked:
-    """``in_process(strategy=..., ...)``: the summary of the same run in this process."""
+    """Provide ``in_process(strategy=..., ...)`` for the same run in this process.
+
+    It returns the summary.
+    """
 
     def do(**settings: Any) -> dict[str, Any]:
         given = {key.replace("_", "-"): value for key, value in settings.items()}

@@ -1,4 +1,4 @@
-"""The files of ``make certs``: permissions, purpose, and no overwriting."""
+"""``make certs`` writes files with permissions and purpose, and overwrites none."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_certificates_have_their_names_and_are_signed_by_the_ca(certs: Path) -> 
         names = found.extensions.get_extension_for_class(
             x509.SubjectAlternativeName
         ).value
-        # a node shall not pass for the server
+        # A node must not be able to impersonate the server.
         hosts = [] if role == "node-2" else ["fl.example.org"]
         addresses = [] if role == "node-2" else ["192.0.2.7"]
         assert names.get_values_for_type(x509.DNSName) == [name, *hosts, "localhost"]
@@ -93,7 +93,7 @@ def test_certificates_have_their_names_and_are_signed_by_the_ca(certs: Path) -> 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl here")
 def test_openssl_accepts_the_certificates(certs: Path) -> None:
-    """With its strict rules, which are those of Python 3.13."""
+    """The strict rules of openssl are the rules of Python 3.13."""
     files = [
         str(certs / role / "server.crt") for role in ("superlink", "channel", "node-1")
     ]
@@ -140,7 +140,10 @@ def test_a_superexec_shares_the_secret_of_its_own_server_only(certs: Path) -> No
 def test_the_command_needs_cryptography_alone_and_overwrites_nothing(
     tmp_path: Path,
 ) -> None:
-    """The keys are of the user in .env, never root: containers run as this user."""
+    """The keys belong to the user in .env and never to root.
+
+    Containers run as this user.
+    """
     folder, env = tmp_path / "certs", tmp_path / ".env"
     env.write_text("NODE_1_DATA=/srv/a\nexport FEDBN_GID=5")
     code = (
@@ -163,9 +166,7 @@ def test_the_command_needs_cryptography_alone_and_overwrites_nothing(
         command, capture_output=True, text=True, check=False, env=environment
     )
     assert first.returncode == 0, first.stderr
-    assert first.stdout.splitlines()[-1] == "set()", (
-        "what it has imported of heavy packages"
-    )
+    assert first.stdout.splitlines()[-1] == "set()", "the imported heavy packages"
     user = os.getuid() or 1000
     added = (
         "NODE_1_DATA=/srv/a\nexport"
@@ -189,14 +190,14 @@ def test_the_command_needs_cryptography_alone_and_overwrites_nothing(
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """Every file by its path in the folder."""
+    """Return the content of every file by its path in the folder."""
     files = [path for path in folder.rglob("*") if path.is_file()]
     return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
 @pytest.fixture
 def own(certs: Path, tmp_path: Path) -> Path:
-    """A copy of the certificates, to be changed."""
+    """Return a copy of the certificates for changes."""
     return shutil.copytree(certs, tmp_path / "certs")
 
 
@@ -236,7 +237,10 @@ def test_a_node_with_keys_gets_new_ones_after_they_are_removed(own: Path) -> Non
 def test_new_certificates_are_of_the_same_keys_and_names(
     certs: Path, own: Path
 ) -> None:
-    """Old and new ones verify each other, so no two machines need them at once."""
+    """Old and new certificates verify each other.
+
+    Therefore machines may renew them at different times.
+    """
     renew(own, days=60)
     before, after = contents(certs), contents(own)
     changed = {name for name in before if before[name] != after[name]}

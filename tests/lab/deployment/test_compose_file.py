@@ -1,4 +1,4 @@
-"""``docker-compose.yml``, its overrides, the image: without a docker engine."""
+"""``docker-compose.yml``, its overrides and the image, without a docker engine."""
 
 from __future__ import annotations
 
@@ -26,7 +26,10 @@ NODES = (1, 2, 3)
 
 
 class _Loader(yaml.SafeLoader):
-    """Compose's own tags: ``!reset`` removes a value, ``!override`` replaces it."""
+    """A loader with Compose's own tags.
+
+    ``!reset`` removes a value, and ``!override`` replaces it.
+    """
 
 
 def _tagged(loader: yaml.SafeLoader, node: yaml.Node) -> Any:
@@ -49,7 +52,7 @@ def content(path: Path) -> dict[str, Any]:
 
 
 def services_of(path: Path) -> dict[str, dict[str, Any]]:
-    """The services by name, each with its ``words``: entrypoint and command."""
+    """Return the services by name, with entrypoint and command as ``words``."""
     services: dict[str, dict[str, Any]] = content(path)["services"]
     for service in services.values():
         service["words"] = [*service["entrypoint"], *service.get("command", [])]
@@ -57,7 +60,7 @@ def services_of(path: Path) -> dict[str, dict[str, Any]]:
 
 
 def node_number(name: str) -> tuple[str, int]:
-    """The prefix and the number of a node's service; number 0 for other services."""
+    """Return the prefix and number of a node's service, or 0 for other services."""
     match = re.fullmatch(r"(supernode-|superexec-clientapp-)(\d+)(-gpu)?", name)
     return (match[1], int(match[2])) if match else (name, 0)
 
@@ -67,7 +70,7 @@ def test_valid_by_the_compose_specification(path: Path) -> None:
     jsonschema = pytest.importorskip("jsonschema")
     if (package := find_spec("check_jsonschema")) is None:
         pytest.skip(
-            "check-jsonschema, which brings the compose specification's schema, is not"
+            "check-jsonschema, with the schema of the compose specification, is not"
             " installed"
         )
     (where,) = package.submodule_search_locations or []
@@ -85,14 +88,14 @@ def test_valid_by_the_compose_specification(path: Path) -> None:
 
 
 def test_the_files_are_those_that_make_compose_writes() -> None:
-    """So nodes differ in their number only: the files are made of node 1's services."""
+    """The files are made from node 1's services, so nodes differ only in the number."""
     for path, text in files_for_nodes(ROOT, len(NODES)).items():
         assert path.read_text() == text, path
 
 
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
-    """A copy of the files."""
+    """Return a folder with a copy of the files."""
     (tmp_path / "docker").mkdir()
     for path in (COMPOSE, *OVERRIDES):
         (tmp_path / path.relative_to(ROOT)).write_text(path.read_text())
@@ -100,7 +103,7 @@ def project(tmp_path: Path) -> Path:
 
 
 def test_the_files_for_five_nodes_and_back(project: Path) -> None:
-    """Each node has its own share, and its machine runs its services alone."""
+    """Each node has its own share, and its machine runs only its services."""
     (project / "docker/machine-node-lab.yml").touch()
     write_for_nodes(project, 5)
     services = content(project / "docker-compose.yml")["services"]
@@ -160,10 +163,10 @@ def test_every_service_is_confined() -> None:
             {"register": "on-failure:5", "cli": "no"}.get(name, "unless-stopped"),
         ), name
         for volume in service["volumes"]:
-            if isinstance(volume, dict):  # of the host
+            if isinstance(volume, dict):  # a folder of the host
                 assert volume["read_only"], f"{name}: {volume} can be written"
                 assert volume["bind"] == {"create_host_path": False}, (
-                    "a folder that is not there is no folder of root's"
+                    "Docker does not make an absent folder as root"
                 )
             else:
                 assert volume.endswith("-state:/state"), f"{name}: {volume}"
@@ -196,8 +199,8 @@ def test_a_client_app_reaches_its_supernode_and_the_channel_alone() -> None:
         for name, network in networks.items()
         if name != "federation"
     )
-    # The channel listens at the server's name. In several networks Docker answers it
-    # with one address of several.
+    # The channel listens at the server's name. If the server is in several networks,
+    # Docker resolves the name to one of several addresses.
     server = services["superexec-serverapp"]
     assert len(server["networks"]) > 1
     assert server["extra_hosts"] == ["superexec-serverapp:0.0.0.0"]
@@ -269,10 +272,10 @@ def test_a_proxy_lets_in_what_nodes_ask_for_alone() -> None:
 
 
 def test_the_image() -> None:
-    """The parts of its definition that need no docker engine."""
+    """These parts of the image's definition are tested without a docker engine."""
     dockerfile = (ROOT / "docker/Dockerfile").read_text()
     assert dockerfile.count("FROM ${BASE} AS") == 2, (
-        "one base, which an argument may pin by its digest"
+        "one base, so that an argument may pin its digest"
     )
     assert re.search(r"^USER 1000:1000$", dockerfile, re.MULTILINE)
     for line in re.findall(r"pip install (.*)", dockerfile.replace("\\\n", " ")):
@@ -294,8 +297,9 @@ def test_the_image() -> None:
 
 
 def test_the_locks_are_what_make_lock_writes_now() -> None:
-    """By hash, without the name of a registry; all that pyproject.toml asks for but
-    torch, within its bounds.
+    """The locks have hashes and no name of a registry.
+
+    They contain all requirements of pyproject.toml but torch, within their bounds.
     """
     pinned = dict[str, dict[str, str]]()
     for name in ("services", "apps"):

@@ -1,5 +1,6 @@
-"""``docker-compose.yml`` by Docker itself, wherever its command and an engine are: see
-``docker/engine``.
+"""Docker runs ``docker-compose.yml`` if its command and an engine are present.
+
+See ``docker/engine``.
 """
 
 from __future__ import annotations
@@ -29,8 +30,9 @@ SETTINGS = {
 
 
 def docker(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run ``docker`` in the checkout, without the variables that a shell or ``.env``
-    may have for the federation.
+    """Run ``docker`` in the checkout without variables for the federation.
+
+    A shell or ``.env`` may have set them.
     """
     kept = {
         key: value
@@ -79,7 +81,10 @@ Compose = Callable[..., subprocess.CompletedProcess[str]]
 
 @pytest.fixture
 def compose(tmp_path: Path) -> Iterator[Compose]:
-    """``compose(words...)``: docker compose in a project of its own, then removed."""
+    """Provide ``compose(words...)`` to run docker compose in a project of its own.
+
+    The project is removed afterwards.
+    """
     make_certs([str(tmp_path / "certs"), "--env", str(tmp_path / ".env")])
     words = [
         "compose",
@@ -103,8 +108,9 @@ def compose(tmp_path: Path) -> Iterator[Compose]:
 def test_containers_give_the_bits_of_the_run_in_process(
     compose: Compose, in_process, same_run, tmp_path: Path
 ) -> None:
-    """The images are built and the federation is up; a run that fails says so, and
-    ``down`` leaves nothing behind.
+    """The images build, the federation starts, and ``down`` leaves nothing behind.
+
+    A run that fails reports it.
     """
     compose("build")
     compose("up", "--detach", "--wait")
@@ -125,12 +131,12 @@ def test_containers_give_the_bits_of_the_run_in_process(
     assert run({**SETTINGS, "strategy": "fedbn", "out": out}).returncode == 1, (
         "the folder is in use"
     )
-    for _ in range(2):  # a second time finds the folder there
+    for _ in range(2):  # the second time the folder exists
         compose("cp", f"superexec-serverapp:{out}/.", str(tmp_path / "copy"))
     ours = json.loads((tmp_path / "copy/summary.json").read_text())
     same_run(ours, in_process(**SETTINGS, strategy="fedbn"))
     assert ours["rejected"] == 0
-    # by channel, which has a network of its own
+    # The channel has a network of its own.
     done = run({**SETTINGS, "strategy": "fedtan", "out": f"{out}-fedtan"})
     assert done.returncode == 0, done.stdout + done.stderr
     compose("cp", f"superexec-serverapp:{out}-fedtan/.", str(tmp_path / "fedtan"))

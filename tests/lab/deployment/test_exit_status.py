@@ -28,7 +28,7 @@ RESUME = "the same command with out='/a' resume=true goes on"
 
 
 def runs(status: str, details: str = "N/A") -> str:
-    """What ``flwr list`` says of a run, and of another one."""
+    """Return the output of ``flwr list`` for a run and another run."""
     other = {"run-id": "3", "status": "running", "status-details": "N/A"}
     own = {"run-id": "7", "status": status, "status-details": details}
     return json.dumps({"success": True, "runs": [other, own]})
@@ -36,8 +36,10 @@ def runs(status: str, details: str = "N/A") -> str:
 
 @pytest.fixture
 def flwr(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """``flwr(run=[...], list=[...], log=[...])``: a command of this name that ends with
-    0 and prints these answers in turn, the last one ever after; returns its calls.
+    """Provide ``flwr(run=[...], list=[...], log=[...])`` to make such a command.
+
+    It prints these answers in turn, repeats the last answer, and ends with 0. The
+    function returns the file of its calls.
     """
 
     def make(**answers: list[str]) -> Path:
@@ -94,7 +96,10 @@ def test_a_run_that_fails_tells_why_and_how_to_go_on(flwr) -> None:
 def test_each_line_of_the_log_is_shown_once_though_the_superlink_goes_away(
     flwr,
 ) -> None:
-    """Twice, the second time before a line came; Flower repeats the log each time."""
+    """The SuperLink goes away twice, the second time before any new line.
+
+    Flower repeats the log each time.
+    """
     calls = flwr(
         run=[f"started run 7\n{LOG}\n{GONE}"],
         list=["{}", "{}", runs("running"), "{}", runs("finished:completed")],

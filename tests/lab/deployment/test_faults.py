@@ -1,5 +1,6 @@
-"""Faults, and what an operator does, during a run, one per test: it continues.
-``make network`` runs them.
+"""A run continues after faults and after actions of an operator.
+
+Each test has one fault. ``make network`` runs them.
 """
 
 from __future__ import annotations
@@ -76,12 +77,15 @@ class Run:
         return read_metrics(self.out / "metrics.jsonl")
 
     def error(self) -> str:
-        """Wait for the end, and return the end of the log; "" if the run completed."""
+        """Wait for the end of the run, and return the end of the log.
+
+        The result is "" if the run completed.
+        """
         self._thread.join()
         return self._error
 
     def end(self) -> dict[str, Any]:
-        """Wait for the end, which must be without error; return the summary."""
+        """Wait for the end of the run without error, and return the summary."""
         assert self.error() == ""
         assert len(self.lines()) == self.num_rounds
         summary: dict[str, Any] = json.loads((self.out / "summary.json").read_text())
@@ -119,7 +123,7 @@ def bring_back(federation: LocalFederation) -> None:
 
 
 def nodes_online(federation: LocalFederation) -> int:
-    """Return how many nodes are online, says the SuperLink."""
+    """Return the number of online nodes that the SuperLink lists."""
     command = ["flwr", "supernode", "list", "federation", "--format", "json"]
     answer = subprocess.run(
         command, env=federation.environment, capture_output=True, text=True, check=False
@@ -139,16 +143,15 @@ def children(*parents: int) -> set[int]:
 
 
 def apps_of(federation: LocalFederation, superexec: str) -> set[int]:
-    """Return the next ClientApp's process id of a node, once it is at work."""
+    """Return the process ids of the ClientApps that a node's SuperExec runs."""
     return children(*children(federation.processes[superexec].pid))
 
 
 def next_client_of(federation: LocalFederation, number: int) -> int:
-    """Return the process id of the next ClientApp that a node's SuperExec starts, once
-    it is at work.
+    """Return the process id of the next ClientApp of a node's SuperExec.
 
-    At work is what has used 0.3 s of CPU time: one that is killed earlier may not yet
-    have taken its message, and is started again without anybody noticing.
+    The ClientApp must have used 0.3 s of CPU time. If it were killed earlier, it might
+    not have taken its message yet, and Flower would silently start it again.
     """
 
     def apps() -> set[int]:
@@ -166,7 +169,7 @@ def next_client_of(federation: LocalFederation, number: int) -> int:
 
 
 def cpu_seconds(pid: int) -> float:
-    """Return the CPU time a process has used; 0 if it is gone."""
+    """Return the CPU time that a process has used, or 0 if it is gone."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
     except OSError:
@@ -177,7 +180,7 @@ def cpu_seconds(pid: int) -> float:
 def test_a_superlink_that_is_killed_and_restarted_within_ten_seconds(
     federation, begin, in_process
 ) -> None:
-    """Nothing is lost: the bits are the same as in a run without the fault."""
+    """Nothing is lost, and the bits equal those of a run without the fault."""
     run = begin(strategy="fixbn", freeze_at=2)
     run.wait_for_round(1)
     federation.processes["superlink"].kill()
@@ -226,7 +229,7 @@ def test_a_node_that_answers_after_the_timeout(federation, begin) -> None:
 def test_a_node_that_is_killed_during_a_round_and_does_not_return(
     exchange: str, federation, begin
 ) -> None:
-    """With FedTAN the other clients repeat the step without it."""
+    """Under FedTAN the other clients repeat the step without it."""
     run = begin(strategy="fedtan", fedtan_transport=exchange)
     run.wait_for_round(1)
     next_client_of(federation, 3)
@@ -244,15 +247,16 @@ def test_a_node_that_is_killed_during_a_round_and_does_not_return(
 def test_a_node_that_is_killed_and_restarted_still_has_its_part(
     federation, begin
 ) -> None:
-    """The new SuperNode process has an empty memory; the counters show that its BN
-    layers come from the folder.
+    """The new SuperNode process has no memory.
+
+    The counters show that its BN layers come from the folder.
     """
     run = begin(strategy="fedbn", num_server_rounds=6)
     run.wait_for_round(1)
     next_client_of(federation, 3)
     for name in ("superexec-clientapp-3", "supernode-3"):
         federation.processes[name].kill()
-    # as the restart policy does: Flower refuses the node's key for a while
+    # The restart policy acts in this way. Flower refuses the node's key for a while.
     while run.under_way():
         federation.restart_dead()
         time.sleep(1)
@@ -270,14 +274,15 @@ def test_a_node_that_is_killed_and_restarted_still_has_its_part(
     trained = [
         int(value) for name, value in entries if name.endswith("num_batches_tracked")
     ]
-    # A step whose reply came too late for its round may count too.
+    # A step whose reply was too late for its round may count as well.
     assert all(2 * len(took_part) <= count <= 12 for count in trained)
     assert trained
 
 
 def test_a_server_app_that_is_killed_and_resumed(federation, begin, in_process) -> None:
-    """The run fails. Resumed from its last checkpoint, it ends with the bits of a run
-    without the fault.
+    """The run fails, and resumes from its last checkpoint.
+
+    It ends with the bits of a run without the fault.
     """
     how = {"strategy": "fedbn", "checkpoint_every": 1}
     run = begin(**how)
@@ -292,14 +297,14 @@ def test_a_server_app_that_is_killed_and_resumed(federation, begin, in_process) 
 
 
 def register(federation: LocalFederation) -> None:
-    """Let the SuperLink take the keys in the folder, and no others."""
+    """Register exactly the keys in the folder with the SuperLink."""
     script = str(ROOT / "docker/register.py")
     command = [sys.executable, script, "federation", str(federation.certs / "cli")]
     subprocess.run(command, env=federation.environment, check=True)
 
 
 def wait_for(federation: LocalFederation, run: Run, participants: list[int]) -> None:
-    """Restart what has ended until a further round has these participants."""
+    """Restart ended services until another round has these participants."""
     before = len(run.lines())
     while not any(
         line["participants"] == participants for line in run.lines()[before:]
@@ -310,7 +315,7 @@ def wait_for(federation: LocalFederation, run: Run, participants: list[int]) -> 
 
 
 def test_a_key_that_is_revoked_and_then_replaced(federation, begin) -> None:
-    """The node tries to come back with its old key, and does with the new one."""
+    """The node fails to return with its old key, and returns with the new key."""
     run = begin(strategy="fedavg", num_server_rounds=12)
     run.wait_for_round(1)
     certs = federation.certs
@@ -332,7 +337,7 @@ def test_a_key_that_is_revoked_and_then_replaced(federation, begin) -> None:
 
 
 def test_new_certificates_one_machine_after_the_other(federation, begin) -> None:
-    """As for an upgrade, all processes of a machine start again."""
+    """As in an upgrade, all processes of a machine start again."""
     run = begin(strategy="fedbn", num_server_rounds=14)
     run.wait_for_round(1)
     renew(federation.certs)
@@ -349,8 +354,9 @@ def test_new_certificates_one_machine_after_the_other(federation, begin) -> None
 
 @contextmanager
 def not_a_folder(folder: Path) -> Iterator[Callable[[], None]]:
-    """A file instead of the folder, so nobody, not even root, can write there. Yield
-    the function that repairs it.
+    """Replace the folder by a file, and yield the function that repairs it.
+
+    Nobody, not even root, can write there.
     """
     aside = folder.with_name("aside")
     folder.rename(aside)
@@ -369,8 +375,9 @@ def not_a_folder(folder: Path) -> Iterator[Callable[[], None]]:
 
 @contextmanager
 def full(folder: Path) -> Iterator[Callable[[], None]]:
-    """A full file system of one page; yield the function that frees it. Skips the test
-    if mounting is not permitted.
+    """Fill a file system of one page, and yield the function that frees it.
+
+    The test is skipped if mounting is not permitted.
     """
     mount = ["mount", "-t", "tmpfs", "-o", "size=4k", "tmpfs", str(folder)]
     done = subprocess.run(mount, capture_output=True, text=True, check=False)
@@ -395,8 +402,9 @@ def full(folder: Path) -> Iterator[Callable[[], None]]:
 def test_a_state_folder_that_cannot_be_written(
     fault, reason: str, federation, begin
 ) -> None:
-    """Its node is refused by name until it can write; the others continue, and later
-    the node does too.
+    """The node is refused by name until it can write.
+
+    The other nodes continue, and later this node does as well.
     """
     folder = federation.folder / "node-3"
     folder.mkdir(parents=True, exist_ok=True)

@@ -1,5 +1,6 @@
-"""Masked sums over a network: neither SuperLink nor server hold or receive a number of
-a single client.
+"""With masked sums over a network, no server gets a single client's number.
+
+This applies to the SuperLink and the ServerApp.
 """
 
 from __future__ import annotations
@@ -28,8 +29,9 @@ POINT = FixedPoint(34.0)
 
 @contextmanager
 def watched(folder: Path) -> Iterator[dict[bytes, None]]:
-    """Yield the distinct pages that the SuperLink's files have during the block, in the
-    order in which they appear.
+    """Yield the distinct pages of the SuperLink's files during the block.
+
+    They are in the order of their appearance.
     """
     pages: dict[bytes, None] = {}
     over = threading.Event()
@@ -59,8 +61,9 @@ def watched(folder: Path) -> Iterator[dict[bytes, None]]:
 
 
 def forms(spy: Path) -> Iterator[bytes]:
-    """Pieces of 40 bytes of each number that a client computed: floats, and in fixed
-    point without masks.
+    """Yield pieces of 40 bytes of each number that a client computed.
+
+    The numbers are floats, and in fixed point without masks.
     """
     for path in spy.glob("client-*.npz"):
         kept: dict[str, Any] = dict(np.load(path))
@@ -81,7 +84,7 @@ def _named(kept: dict[str, Any], word: str) -> dict[str, Any]:
 
 
 def _pieces(array: Any, weight: float) -> Iterator[bytes]:
-    """One at the start and one in the middle of each form, if it is not mostly zeros."""
+    """Yield a piece from the start and the middle of each form, unless mostly zeros."""
     for numbers in (
         array.astype(np.float32),
         array.astype(np.float64),
@@ -97,8 +100,9 @@ def _pieces(array: Any, weight: float) -> Iterator[bytes]:
 def test_neither_superlink_nor_server_see_a_clients_numbers(
     federation: LocalFederation, tmp_path: Path
 ) -> None:
-    """The same search finds those of a run without masks, which comes after: its pages
-    stay in the database.
+    """The same search finds the numbers of a run without masks.
+
+    That run is the second, because its pages stay in the database.
     """
     found = {}
     for masked in (True, False):

@@ -1,5 +1,6 @@
-"""A SuperLink and three SuperNodes as processes, with TLS, node keys and secrets: same
-bits as in process.
+"""A SuperLink and three SuperNodes as processes give the bits in process.
+
+They use TLS, node keys and secrets.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ def test_the_bits_are_those_of_the_run_in_process(
 def test_fedtan_by_channel_among_intruders(
     federation: LocalFederation, networked, in_process, same_run, tmp_path: Path
 ) -> None:
-    """Intruders are refused, each by its message; the run has in-process bits."""
+    """Each intruder is refused by its message, and the run has in-process bits."""
     with intruders(federation, tmp_path) as logs:
         ours = networked(strategy="fedtan", fedtan_transport="channel")
     theirs = in_process(strategy="fedtan")
@@ -74,7 +75,7 @@ REFUSED = {
     "the key of a node that is online": "[code: 2004] Failed to activate SuperNode.",
     "no key": "[code: 2001]",
     "a CA of its own": "CERTIFICATE_VERIFY_FAILED",
-    # A SuperExec that is refused (401) says no more than that it ends.
+    # A refused SuperExec (401) only reports that it ends.
     "a SuperExec without the secret": "SuperExec terminated",
     "a SuperExec with another node's secret": "SuperExec terminated",
 }
@@ -82,14 +83,17 @@ REFUSED = {
 
 @contextmanager
 def intruders(federation: LocalFederation, folder: Path) -> Iterator[dict[str, Path]]:
-    """Let the intruders try during the block; yield the log of each."""
+    """Let the intruders try during the block, and yield the log of each."""
     certs = federation.certs
     make_certificates(folder / "foreign", 1)
     superlink, node = federation.port, federation.port + 1
     key = "--auth-supernode-private-key="
 
     def supernode(number: int, **changed: str) -> list[str]:
-        """Node 1's command, port and options changed; an empty value leaves one out."""
+        """Return node 1's command with another port and changed options.
+
+        An empty value removes an option.
+        """
         options = {
             f"--{option.replace('_', '-')}=": value for option, value in changed.items()
         }

@@ -1,7 +1,7 @@
-"""The suite's run over a network, the smallest in which a client comes back with what
-it kept: two nodes, two rounds.
+"""The suite's run over a network: two nodes and two rounds.
 
-Flower starts a process for every message; here each is a fork that has torch already.
+This is the smallest run that gives a client its local state back. Flower starts a
+process for every message; here each process is a fork that has torch already.
 """
 
 from __future__ import annotations

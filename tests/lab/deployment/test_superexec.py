@@ -1,4 +1,4 @@
-"""What starts Flower's services in ``docker``.
+"""The scripts in ``docker`` that start Flower's services.
 
 An app's process is a fork that has torch already, and ends before its SuperExec. A
 SuperNode ends with its connection.
@@ -21,8 +21,8 @@ from fedbn_flwr.engines.flower_run import running
 
 SUPERNODE = Path(__file__).parents[3] / "docker/flower-supernode"
 SUPEREXEC = Path(__file__).parents[3] / "docker/superexec.py"
-# As the script, with two commands of Flower in a folder of the test and a small module
-# in place of torch.
+# This runs the script with two commands of Flower in a folder of the test and a small
+# module instead of torch.
 RUN = """
 import importlib.util, json, os, pathlib, random, signal, sys, time
 spec = importlib.util.spec_from_file_location("superexec", {script!r})
@@ -65,8 +65,9 @@ while True:
 
 @pytest.fixture
 def begin(tmp_path: Path) -> Callable[..., subprocess.Popen[str]]:
-    """``begin(superexec, clientapp)``: run the script with these shell scripts as
-    Flower's commands.
+    """Provide ``begin(superexec, clientapp)`` to run the script.
+
+    These shell scripts replace Flower's commands.
     """
 
     def do(
@@ -96,7 +97,7 @@ def begin(tmp_path: Path) -> Callable[..., subprocess.Popen[str]]:
 
 
 def until(path: Path) -> str:
-    """Return what is in a file once it is there."""
+    """Return the content of a file once it exists."""
     for _ in range(1000):
         if path.is_file():
             return path.read_text()
@@ -129,7 +130,7 @@ def test_each_message_has_a_process_of_its_own_that_has_imported_already(
         time.sleep(0.01)
     assert not running(one[2]), "it ends with the SuperExec"
     assert list(tmp_path.glob("superexec-*")) == []
-    # in the image: below /tmp a container executes nothing
+    # In the image, a container executes nothing below /tmp.
     for name in ("flwr-clientapp", "flwr-serverapp"):
         assert os.access(SUPEREXEC.parent / "starters" / name, os.X_OK)
 
@@ -186,7 +187,7 @@ def test_apps_go_on_when_their_superexec_ends(begin, tmp_path: Path) -> None:
     ],
 )
 def test_a_supernode_without_its_connection_ends(ending: str, code: int) -> None:
-    """Also where a thread, as that of the node's API, would keep the process."""
+    """This applies even if a thread, such as the node's API, would keep the process."""
     lines = [
         "import importlib.metadata, runpy, sys, threading, types",
         "over = threading.Event()",

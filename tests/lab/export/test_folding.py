@@ -18,7 +18,7 @@ from fedbn_flwr.norms import replace_norm
 
 
 def trained(model: nn.Module, example: Tensor) -> nn.Module:
-    """The model with statistics, gamma and beta that are not those of the start."""
+    """Give the model statistics, gamma and beta other than the initial values."""
     generator = torch.Generator().manual_seed(0)
     for module in model.modules():
         if isinstance(module, _BatchNorm) and module.affine:
@@ -33,8 +33,9 @@ def trained(model: nn.Module, example: Tensor) -> nn.Module:
 
 
 def check(model: nn.Module, example: Tensor, folded: int, left: str = "") -> nn.Module:
-    """Check the number of folded layers, the reason of the first one left, and the
-    outputs; return the new model.
+    """Check the number of folded layers and the outputs; return the new model.
+
+    ``left`` is the reason for the first layer that is not folded.
     """
     trained(model, example)
     before = copy.deepcopy(model.state_dict())
@@ -106,8 +107,8 @@ def test_linear_and_other_dimensions() -> None:
     check(
         net(nn.Unflatten(1, (1, 3)), nn.Conv3d(1, 2, 3), nn.BatchNorm3d(2)), images(), 1
     )
-    # The features of this linear layer are its last dimension, the channels of
-    # BatchNorm the second.
+    # The linear layer has its features in the last dimension, but BatchNorm has its
+    # channels in the second.
     check(
         net(nn.Flatten(2), nn.Linear(64, 3), nn.BatchNorm1d(3)),
         images(),
@@ -131,7 +132,7 @@ def test_batch_renorm_and_derived_weights() -> None:
             type(m) for m in new.modules() if isinstance(m, nn.modules.conv._ConvNd)
         } == {nn.Conv2d}
         assert "0.gain" not in new.state_dict()
-    # derived filters before BatchNorm, as a model of one's own may have them
+    # Derived filters may precede BatchNorm in a user's model.
     for norm in ("wsconv", "group+ws"):
         derived = replace_norm(copy.deepcopy(plain), norm)[0]
         new = check(
@@ -201,7 +202,7 @@ def add_after(net: Two, x: Tensor) -> Tensor:
             0,
             "not the output of one",
         ),
-        # The same two layers in a row, twice: one folded layer does for both.
+        # The same two layers in a row, twice: one folded layer replaces both.
         (lambda n, x: n.norm(n.conv(n.norm(n.conv(x)))), 1, "does not call"),
     ],
     ids=[
@@ -287,7 +288,7 @@ def test_the_report_names_what_stays() -> None:
 
 
 def test_a_small_change_of_the_outputs_is_seen() -> None:
-    """Infinite outputs that stay infinite are no change."""
+    """Infinite outputs that stay infinite do not count as a change."""
     check(
         Two(lambda n, x: n.norm(n.conv(x)) + getattr(n.norm, "eps", 0.0)).double(),
         images(),
@@ -303,7 +304,7 @@ def test_a_small_change_of_the_outputs_is_seen() -> None:
 def test_tf32_is_off_while_outputs_are_compared(
     precision: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a GPU convolutions round their operands to ten bits, unless it is off."""
+    """With TF32, convolutions on a GPU round their operands to ten bits."""
     whole, of_conv = nn.Conv2d._conv_forward, torch.backends.cudnn.conv
     monkeypatch.setattr(of_conv, "fp32_precision", precision)
 
@@ -332,7 +333,7 @@ def test_tf32_is_off_while_outputs_are_compared(
 
 
 class NormThenAct(nn.BatchNorm2d):
-    """BatchNorm with modules of its own after it, as timm's ``BatchNormAct2d``."""
+    """BatchNorm with its own modules after it, as timm's ``BatchNormAct2d``."""
 
     def __init__(
         self, channels: int, act: nn.Module, drop: nn.Module | None = None
@@ -346,14 +347,14 @@ class NormThenAct(nn.BatchNorm2d):
 
 
 class Scaling(NormThenAct):
-    """It does more than its modules."""
+    """A layer that does more than its modules."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) * 1.5
 
 
 class Disorderly(NormThenAct):
-    """Its modules are not in the order in which it calls them."""
+    """A layer that lists its modules in another order than it calls them."""
 
     def forward(self, x: Tensor) -> Tensor:
         return self.drop(self.act(nn.BatchNorm2d.forward(self, x)))
@@ -404,7 +405,7 @@ def test_a_batchnorm_that_does_more_than_its_modules_is_left() -> None:
 def test_timms_batchnorm_with_an_activation_is_folded(
     name: str, folded: int, layers: int
 ) -> None:
-    """Of mixnet all but those whose input is joined from several convolutions."""
+    """In mixnet, layers stay if several convolutions join into their input."""
     timm = pytest.importorskip("timm")
     torch.manual_seed(0)
     example = torch.randn(2, 3, 32, 32, dtype=torch.float64)

@@ -1,5 +1,7 @@
-"""A run's model on any data: the figures of the run on its own data, its preprocessing,
-its BN, and refusals.
+"""A run's model is evaluated on any data.
+
+On the run's own data the figures are the run's. Preprocessing, BN and refusals are
+tested.
 """
 
 from __future__ import annotations
@@ -92,7 +94,7 @@ def test_on_the_runs_own_data_the_figures_are_those_of_the_run(
 def test_other_data_get_the_shape_and_the_normalisation_of_those_of_the_run(
     quick_run, model: str
 ) -> None:
-    """LeNet takes any number of channels, here grey; these are in colour."""
+    """LeNet takes any number of channels; here grey images become coloured."""
     _, run = quick_run(model=model)
     config, other = (
         Config.load(run / "config.yaml"),
@@ -135,7 +137,7 @@ DIGITS = {"dataset": "digits"}
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A run with BatchNorm, one without, and a folder of none."""
+    """A run with BatchNorm, a run without, and a folder without a run."""
     folder = tmp_path_factory.mktemp("runs")
     quick = {
         "num-clients": 3,
@@ -286,8 +288,9 @@ def test_adapt_uses_the_statistics_of_the_new_inputs(fedavg, tmp_path: Path) -> 
 
 @pytest.fixture
 def rows(tmp_path: Path):
-    """``rows(name, count, ...)``: a file of two features, a target, two clients and
-    further arrays; its path.
+    """Provide ``rows(name, count, ...)`` to write a file, and return its path.
+
+    The file has two features, a target, two clients and further arrays.
     """
 
     def write(name: str, count: int = 40, **more: np.ndarray) -> Path:
@@ -302,7 +305,7 @@ def rows(tmp_path: Path):
 def test_data_of_a_new_place_are_evaluated_whole_and_in_their_order(
     quick_run, rows, tmp_path: Path
 ) -> None:
-    """The rows can be joined with the predictions."""
+    """The order allows joining the rows with the predictions."""
     old, new = rows("old.npz"), rows("new.npz", 12)
     _, run = quick_run(dataset=f"npz:{old}", model="mlp", **{"num-clients": 2})
     what, (row, *_) = evaluate_run(run, {"dataset": f"npz:{new}"}, out=tmp_path / "out")
@@ -338,7 +341,7 @@ def test_of_the_data_of_the_run_the_test_examples_are_used_however_the_path_is_s
 def test_rows_that_were_trained_on_are_no_test_of_a_run_whose_data_have_changed(
     quick_run, rows
 ) -> None:
-    """Training and test examples are divided anew, over all rows of now."""
+    """Training and test examples are divided again over the present rows."""
     path = rows("old.npz")
     settings = {"dataset": f"npz:{path}", "model": "mlp", "num-clients": 2}
     outs = [
@@ -377,7 +380,7 @@ def write_images(folder: Path, classes: str) -> None:
 @pytest.mark.parametrize(
     ("given", "overlaps"),
     [
-        ("folder:/data/run", False),  # the run's own, divided as in the run
+        ("folder:/data/run", False),  # the run's own data, divided as in the run
         ("folder:/data/run/part", True),
         ("folder:/data", True),
         ("folder:/data/other", False),
@@ -443,7 +446,7 @@ def resumed(out: Path) -> dict:
 
 
 def test_a_run_that_goes_on_has_no_model_yet(fedavg) -> None:
-    """What lies there is the model of its earlier end."""
+    """A model in its folder is from an earlier end."""
     _, out = fedavg
     (out / "summary.json").unlink()
     with pytest.raises(

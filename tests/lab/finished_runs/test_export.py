@@ -1,5 +1,6 @@
-"""An exported model is the evaluated one, on its own, in every format; what does not
-fit is refused.
+"""An exported model equals the evaluated model in every format.
+
+It needs no other file. Options that do not fit are refused.
 """
 
 from __future__ import annotations
@@ -45,8 +46,9 @@ from fedbn_flwr.training.evaluation import evaluate
 
 
 def finished(folder: Path, **settings: Any) -> tuple[Path, nn.Module, PartitionedData]:
-    """A run's config and model, with statistics of data and random gamma and beta, but
-    no training and no summary.
+    """Write a run's config and model without training and summary.
+
+    The model has statistics of data and random gamma and beta.
     """
     config = Config.make({"num-clients": 2, **settings})
     model, data = make_model(config), partitioned_data(config, 2)
@@ -76,7 +78,7 @@ RUN: dict[str, Callable[[Path], Callable[..., torch.Tensor]]] = {
     "onnx": run_onnx,
 }
 NORMS = ("batch", "group", "wsconv", "batch-renorm")
-# Each norm and each choice in each format; `make slow` does all of them.
+# Each norm and each choice in each format; `make slow` tests all combinations.
 QUICK = {
     *itertools.product(NORMS, ["torch"], [True, False]),
     *[("batch", "torch-export", False), ("wsconv", "torch-export", True)],
@@ -125,7 +127,7 @@ def test_a_client_takes_the_model_that_was_tested(quick_run, tmp_path: Path) -> 
     _, run = quick_run(strategy="fedbn", model="lenet")
     done = export(run, tmp_path / "model.safetensors", "torch", Choice(client=1))
     tested = read_metrics(run / "metrics.jsonl")[-1]["clients"]["1"]
-    # the data below are normalised already
+    # The data below are normalised already.
     _, inside = load_exported(done.file).children()
     result = evaluate(
         inside, partitioned_data(Config.load(run / "config.yaml"), 3).test_view(1)
@@ -282,7 +284,7 @@ def test_without_the_data_of_the_run_random_inputs_are_used(tmp_path: Path) -> N
         done.check.inputs == "32 random inputs, since the data of the run are not here"
     )
     pixels, _ = export_module._inputs(export_module.load_model(run, Choice()))
-    assert pixels.unique().tolist() == [*range(256)], "as files hold them"
+    assert pixels.unique().tolist() == [*range(256)], "the values of image files"
 
 
 def test_bad_input_is_refused_before_anything_is_written(

@@ -1,5 +1,6 @@
-"""The table by site of finished runs: its figures are those of the clients' tests, its
-intervals the bootstrap's.
+"""The table by site of finished runs.
+
+Its figures equal the clients' tests, and its intervals the bootstrap's.
 """
 
 from __future__ import annotations
@@ -65,8 +66,10 @@ FINE_TUNED: Mapping[str, Mapping[str, Any]] = {
 def test_a_client_has_one_model_fine_tuned_or_not(
     quick_config, needs, tmp_path: Path, monkeypatch, name: str
 ) -> None:
-    """The model of its test is that of the table, ``evaluate``, ``--against``,
-    ``personal_state`` and ``export``; a run differs from itself by 0.
+    """The tested model is the model of all commands.
+
+    These are the table, ``evaluate``, ``--against``, ``personal_state`` and ``export``.
+    A run differs from itself by 0.
     """
     monkeypatch.setattr("fedbn_flwr.lab.finished_runs.sites._RESAMPLES", 20)
     settings = {"eval-on": "personal-own", "partition": "iid", **FINE_TUNED[name]}
@@ -96,7 +99,7 @@ def test_a_client_has_one_model_fine_tuned_or_not(
 def test_a_fine_tuned_model_that_is_not_here_is_no_other_model(
     quick_config, tmp_path: Path
 ) -> None:
-    """FedAvg: the global model is not the one that was tested."""
+    """Under FedAvg the global model was not tested, so it is no substitute."""
     settings = {"fine-tune": 3, "eval-on": "personal-own"}
     run(quick_config(**settings), tmp_path / "out")
     client_file(tmp_path / "out", 1).unlink()
@@ -110,8 +113,9 @@ def test_a_fine_tuned_model_that_is_not_here_is_no_other_model(
 def test_each_client_has_the_model_that_the_run_has_for_it(
     quick_config, tmp_path: Path
 ) -> None:
-    """FedBN: its own one, in the run as in the folder; a second run on the same split
-    is paired with it.
+    """Under FedBN a client's own model is the same in the run and in the folder.
+
+    A second run on the same split is paired with it.
     """
     settings = {"partition": "iid", "learning-rate": 0.3, "state-dir": "out"}
     outs = [tmp_path / name for name in ("fedbn", "standalone")]
@@ -164,7 +168,10 @@ def test_a_run_that_protects_its_clients_has_no_table(quick_run) -> None:
 
 
 def patients(seed: int) -> SiteTest:
-    """Three rows of each of 40 patients, whose scores tell the label a little."""
+    """Return three rows of each of 40 patients.
+
+    The scores predict the label weakly.
+    """
     draw = np.random.default_rng(seed)
     truth = np.repeat(np.arange(40) % 2, 3)
     scores = torch.from_numpy(truth - 0.5 + draw.normal(size=120))[:, None]
@@ -173,7 +180,7 @@ def patients(seed: int) -> SiteTest:
 
 
 def test_intervals_are_the_percentile_bootstrap_over_patients() -> None:
-    """The accuracy is the patients' mean, which scipy resamples by itself."""
+    """The accuracy is the patients' mean, so scipy can resample it."""
     one, other = patients(1), patients(2)
     right = [
         (site.outputs[:, 0] > 0)
@@ -196,7 +203,7 @@ def test_intervals_are_the_percentile_bootstrap_over_patients() -> None:
 
 
 def test_a_site_differs_from_itself_by_0(monkeypatch) -> None:
-    """By the main metric of each task."""
+    """Each task uses its main metric."""
     monkeypatch.setattr("fedbn_flwr.lab.finished_runs.sites._RESAMPLES", 5)
     draw = torch.Generator().manual_seed(0)
     rows = torch.randn(60, 1, generator=draw, dtype=torch.float64)
@@ -229,7 +236,7 @@ def test_where_nothing_can_be_said_there_is_no_interval() -> None:
 
 
 def test_two_models_see_the_same_pixels_of_a_segmentation() -> None:
-    """What they predict differs; the pixels of each class do not."""
+    """Their predictions differ, but the pixels of each class are the same."""
 
     class Images:
         units = None
@@ -254,7 +261,7 @@ def test_two_models_see_the_same_pixels_of_a_segmentation() -> None:
 def test_a_site_whose_training_was_always_refused_is_marked_with_the_reason(
     strategy: str, quick_run, monkeypatch
 ) -> None:
-    """Its model has the server's initial entries: the tables say so, and why."""
+    """Its model has the server's initial entries, and the tables show the reason."""
     fit = TorchClient.fit_uncopied
 
     def disk_full(self: TorchClient, *arguments: Any) -> Any:
@@ -269,7 +276,7 @@ def test_a_site_whose_training_was_always_refused_is_marked_with_the_reason(
     for rows in (summary["sites"], sites_of_run(out), sites_of_run(out, whole)):
         assert ["note" in row for row in rows] == [False, True, False]
         assert rows[1]["note"].endswith("disk full'>")
-    # Under Ditto the server has a whole model for it.
+    # Under Ditto the server has a whole model for this client.
     difference_of_both = sites_of_run(whole, out)[1]["difference"]
     assert (difference_of_both is None) == (strategy != "ditto")
     shown = CliRunner().invoke(app, ["evaluate", str(out)])

@@ -1,5 +1,6 @@
-"""``timm:NAME`` and ``smp:ARCHITECTURE/ENCODER``: shapes, norms and strategies as for
-the other models.
+"""``timm:NAME`` and ``smp:ARCHITECTURE/ENCODER`` work as the other models do.
+
+This applies to shapes, norms and strategies.
 """
 
 from __future__ import annotations
@@ -101,7 +102,7 @@ def test_a_missing_package_names_its_extra(
 
 
 def test_published_weights_without_a_network(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The stand-ins hand out a seeded network; the download itself is not run."""
+    """The replaced loaders return a seeded network without a download."""
     import segmentation_models_pytorch as smp
     import timm
 

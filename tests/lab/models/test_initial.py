@@ -1,4 +1,4 @@
-"""``init``: weights loaded by name and shape, and the report of what was."""
+"""``init`` loads weights by name and shape, and reports the loaded weights."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def lenet(seed: int = 0, classes: int = 10, norm: str = "batch") -> nn.Module:
 
 @pytest.fixture
 def trained() -> State:
-    """The state of a LeNet unlike the run's, its statistics too."""
+    """Return the state of a LeNet that differs from the run's, even in statistics."""
     state = lenet(seed=9).state_dict()
     return {
         name: value * 1.1 + 0.01 if value.is_floating_point() else value + 1
@@ -203,9 +203,7 @@ def test_values_that_cannot_be_weights_are_refused(
 def test_published_weights_of_torchvision_from_its_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A stand-in in the place where torchvision keeps what it has downloaded; the
-    download itself is not run.
-    """
+    """A file replaces torchvision's download in its cache."""
     monkeypatch.setenv("TORCH_HOME", str(tmp_path))
     net = torchvision.models.shufflenet_v2_x0_5()
     url = torchvision.models.ShuffleNet_V2_X0_5_Weights.DEFAULT.url
@@ -260,4 +258,4 @@ def test_what_cannot_be_loaded_is_named(
     before = {name: value.clone() for name, value in model.state_dict().items()}
     with pytest.raises(ConfigError, match=problem):
         load_initial(model, init.format(tmp_path), "lenet", 1)
-    assert len(equal(model, before)) == len(before), "the model is as it was"
+    assert len(equal(model, before)) == len(before), "the model did not change"

@@ -1,4 +1,4 @@
-"""The models: sizes, seeds, shapes, and every kind of norm on each."""
+"""The models have sizes, seeds, shapes, and every kind of norm."""
 
 from __future__ import annotations
 
@@ -35,8 +35,9 @@ def seeded() -> None:
 
 
 def floats(model: nn.Module, leaves: tuple[str, ...] = ("",)) -> int:
-    """Return the number of floats in the state dict under names with these endings
-    (default: all).
+    """Return the number of floats in the state dict.
+
+    Only names with these endings count; by default all.
     """
     state = model.state_dict().items()
     return sum(
@@ -101,8 +102,8 @@ def test_every_norm_on_every_model_gives_plain_logits(name: str, norm: str) -> N
         assert logits.shape == (2, 7)
         assert bool(torch.isfinite(logits).all())
     logits.sum().backward()
-    # A bias in front of BatchNorm has gradient 0, never None; so has every other
-    # parameter one.
+    # A bias before BatchNorm has gradient 0 instead of None, and every other parameter
+    # has a gradient.
     assert all(p.grad is not None for p in model.parameters())
 
 
@@ -112,7 +113,7 @@ def test_one_seed_gives_one_start(name: str) -> None:
     before = torch.get_rng_state()
     first = build(name, seed=3).state_dict()
     assert torch.equal(before, torch.get_rng_state()), (
-        "the global random state is left as it was"
+        "the global random state did not change"
     )
     torch.manual_seed(2)
     again = build(name, seed=3).state_dict()
@@ -131,7 +132,7 @@ def test_all_norms_share_their_other_initial_weights() -> None:
         shared = [key for key in state if key in first and not key.endswith(changed)]
         assert "conv.weight" in shared
         assert norm == "fixup" or "layer3.2.conv2.weight" in shared
-        # The one number of a fixup bias goes by the name of a norm's beta.
+        # The only number of a fixup bias has the name of a norm's beta.
         assert all(
             torch.equal(first[key], state[key])
             for key in shared

@@ -1,4 +1,4 @@
-"""The networks of FedBN, FedBS and the segmentation zoo: layers, parameters, shapes."""
+"""The networks of FedBN, FedBS and the segmentation zoo match their papers."""
 
 from __future__ import annotations
 
@@ -69,7 +69,10 @@ LETTERS = {
 
 @pytest.mark.parametrize("name", NETWORKS)
 def test_layers_and_parameters_are_those_of_the_papers(name: str) -> None:
-    """Parameters by hand: a filter has a bias, and BatchNorm two for each channel."""
+    """The parameters were counted by hand.
+
+    A filter has a bias, and BatchNorm has two parameters for each channel.
+    """
     convolutions, widths, channels, order = NETWORKS[name]
     model, (c, size) = on_meta(name)
     parameters = 2 * sum(channels)

@@ -1,4 +1,4 @@
-"""``check-node`` names each planted fault; it sends one activation of the key."""
+"""``check-node`` names each planted fault and sends one activation of the key."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def test_a_node_that_is_ready_sends_nothing_but_its_activation(
     public = key_of(certs / "node-1")
     sent = federation.server.requests[0][1]
     assert public in sent
-    # the key and the interval: no data, no count, no model
+    # Only the key and the interval are sent, and no data, count or model.
     assert len(sent) < len(public) + 20
     assert federation.server.requests[1][1] == NODE_ID.to_bytes(1, "big").join(
         [b"\x08", b""]
@@ -189,9 +189,7 @@ def test_what_the_server_and_other_clients_have_is_not_needed(
 
 
 class Planted(NamedTuple):
-    """A fault: the settings, what is planted in the folder (returns node config,
-    connection), and what names it.
-    """
+    """A fault: the code and words of its finding, its settings and its level."""
 
     code: str
     says: str

@@ -1,5 +1,6 @@
-"""The server's checkpoints: two files with mode 0600; damaged ones are refused, and a
-full disk loses nothing.
+"""The server keeps two checkpoint files with mode 0600.
+
+Damaged checkpoints are refused, and a full disk loses nothing.
 """
 
 from __future__ import annotations
@@ -45,13 +46,13 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def whole(finished: Path) -> str:
-    """The hash of its model."""
+    """The hash of the finished run's model."""
     return str(json.loads((finished / "summary.json").read_text())["sha256"])
 
 
 @pytest.fixture
 def out(finished: Path, tmp_path: Path) -> Path:
-    """A copy of it."""
+    """A copy of the finished run."""
     return Path(shutil.copytree(finished, tmp_path / "run"))
 
 
@@ -84,7 +85,10 @@ def test_the_last_two_checkpoints_stay_and_only_their_owner_reads_them(
 
 
 def test_long_rounds_have_checkpoints_of_their_own(tmp_path: Path, monkeypatch) -> None:
-    """Of round 0, after 20 seconds, and of the last: a kill costs no more."""
+    """Round 0, the last round and each 20 seconds have a checkpoint.
+
+    Therefore a kill costs no more.
+    """
     saved, clock = [], iter(range(0, 10_000, 8))
     monkeypatch.setattr(module.time, "monotonic", lambda: next(clock))
     write = module.write_checked
@@ -107,9 +111,7 @@ def test_long_rounds_have_checkpoints_of_their_own(tmp_path: Path, monkeypatch) 
 def test_a_stopped_run_has_the_checkpoint_of_its_last_round(
     tmp_path: Path, monkeypatch, whole: str, way: str
 ) -> None:
-    """Its result is that round's, and a resume goes on after it, where the stop does
-    not come again.
-    """
+    """The result is the round's, and a resume continues after it without a stop."""
     plain = FedBN.start
 
     def stopped(strategy: FedBN, *, evaluate_fn: Any, **given: Any) -> Any:
@@ -200,7 +202,7 @@ def test_if_no_checkpoint_is_usable_every_reason_is_named(out: Path) -> None:
         reason.split(" cannot be read")[0][-24:] for reason in reasons
     ] == checkpoints(out)[::-1]
     assert len(json.loads((out / "summary.json").read_text())) > 5, (
-        "the results are as they were"
+        "the results did not change"
     )
 
 
@@ -230,7 +232,7 @@ def test_a_full_disk_ends_the_run_and_loses_nothing(
 def test_a_limit_on_file_sizes_is_named_and_the_run_can_be_resumed(
     tmp_path: Path, whole: str, at_once: dict[str, str]
 ) -> None:
-    """The real thing: the kernel refuses to write past 20 kB; the model needs more."""
+    """The kernel refuses to write past 20 kB, but the model needs more."""
     code = (
         "import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (20000,"
         " 20000));from fedbn_flwr.lab.cli import main; main()"

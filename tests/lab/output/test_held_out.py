@@ -1,5 +1,6 @@
-"""Clients that never train: nothing of theirs is used in training, and each of their
-tests by hand in float64.
+"""Clients that never train contribute nothing to training.
+
+Each of their tests is computed by hand in float64.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ class Table:
         return f"npz:{path}"
 
     def rows(self, client: str, tests: bool) -> tuple[Floats, NDArray[np.int64]]:
-        """Rows of a client, and their targets."""
+        """Return the rows of a client and their targets."""
         own = (self.client == client) & (self.tests == tests)
         return self.x.astype(np.float32).astype(np.float64)[own], self.y[own]
 
@@ -62,7 +63,7 @@ class Table:
 def accuracy_and_loss(
     state: dict[str, Floats], x: Floats, y: NDArray[np.int64]
 ) -> tuple[float, float]:
-    """Accuracy and loss of the network of one hidden layer, in float64."""
+    """Return accuracy and loss of a network with one hidden layer in float64."""
     before = x @ state["hidden.weight"].T + state["hidden.bias"]
     normal = (before - state["norm.running_mean"]) / np.sqrt(
         state["norm.running_var"] + 1e-5
@@ -81,7 +82,10 @@ Start = Callable[..., tuple[dict[str, Any], list[dict[str, Any]], Path]]
 
 @pytest.fixture
 def start(tmp_path: Path) -> Start:
-    """``start(dataset, **settings)``: summary, lines and folder of a run here."""
+    """Provide ``start(dataset, **settings)`` to run in a folder of the test.
+
+    It returns the summary, lines and folder.
+    """
 
     def do(dataset: str, out: str = "out", **settings: Any) -> Any:
         keys = {key.replace("_", "-"): value for key, value in settings.items()}
@@ -100,7 +104,7 @@ def test_the_run_has_the_bits_of_one_without_their_data(
 ) -> None:
     table, keys = Table(), {"strategy": strategy, "validation_share": 0.2}
     if strategy == "fedbn":
-        # as with held-out clients, the saved model has the average
+        # As with held-out clients, the saved model has the averaged BN.
         keys["eval_on"] = "personal-own,averaged-bn"
     whole = table.save(tmp_path / "all.npz")
     name, given = {"fedavg": ("d", ("d", "1")), "fedbn": ("b", ("b",))}[strategy]

@@ -1,4 +1,4 @@
-"""The output folder: whole files only, results never overwritten."""
+"""The output folder contains only whole files and never loses a result."""
 
 from __future__ import annotations
 
@@ -120,8 +120,8 @@ def test_an_incomplete_last_line_is_left_out(tmp_path: Path) -> None:
 
 
 HERE = "fedbn_flwr.lab.output"
-# by the name in the warning: what is called, in a run with these settings, and how the
-# command says to make it again
+# By the name in the warning: the called function, the settings of the run, and the
+# repair that the command names.
 EXTRAS: Mapping[str, tuple[str, list[str], str]] = {
     "The table of sites": (
         f"{HERE}.result_writer.table_of_run",
@@ -157,7 +157,10 @@ EXTRAS: Mapping[str, tuple[str, list[str], str]] = {
 def test_no_extra_can_take_the_results_of_a_run(
     quick_run, tmp_path: Path, monkeypatch, caplog, name: str
 ) -> None:
-    """Each in turn raises; the run ends well, and a warning says how to make it again."""
+    """Each extra raises in turn, but the run ends well.
+
+    A warning names the way to make the extra again.
+    """
     where, settings, again = EXTRAS[name]
     whole, there = quick_run(strategy="fedbn", **{"eval-on": "personal-own"})
     if settings == ["tensorboard=true"]:
@@ -203,7 +206,7 @@ def same_state(one: Mapping[str, Any], other: Mapping[str, Any]) -> None:
 def test_a_model_says_that_it_diverged_if_its_round_has(
     chosen: int, tmp_path: Path
 ) -> None:
-    """The best round may be before the one in which the run diverged, here 2."""
+    """The best round may precede the round of divergence, here 2."""
     keys = {"validation-share": 0.1, "early-stopping": 3, "num-server-rounds": 3}
     config = Config.make({"strategy": "centralized", **keys})
     folder = RunFolder(tmp_path / "run", config)

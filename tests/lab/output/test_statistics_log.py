@@ -1,5 +1,6 @@
-"""``statistics.jsonl``: the server writes what BatchNorm does in a round, and changes
-nothing of the run.
+"""The server writes BatchNorm's behaviour in a round to ``statistics.jsonl``.
+
+It changes nothing in the run.
 """
 
 from __future__ import annotations
@@ -57,8 +58,9 @@ def test_distances_against_plain_python() -> None:
 def test_the_batch_statistics_come_back_out_of_the_running_ones(
     momentum: float | None, steps: int
 ) -> None:
-    """Equal batches in every step: the recovered statistics are those of the batch,
-    whatever the momentum.
+    """If each step has the same batch, its statistics are recovered.
+
+    The momentum does not matter.
     """
     layer = nn.BatchNorm1d(3, momentum=momentum).double()
     found = []
@@ -80,7 +82,7 @@ def test_the_batch_statistics_come_back_out_of_the_running_ones(
 
 
 def test_a_clients_variance_is_at_least_0() -> None:
-    """The running one may fall by more than its weight in the round allows."""
+    """The running variance may fall by more than its weight in the round allows."""
     before, after = (
         Statistics(torch.zeros(2), torch.tensor(v)) for v in ((1.0, 1.0), (0.1, 0.95))
     )
@@ -102,7 +104,7 @@ def test_weight_of_a_layer_that_did_not_track_or_does_not_count() -> None:
 def test_synchronised_clients_see_the_same_statistics(
     tmp_path: Path, quick_config
 ) -> None:
-    """FedTAN with one step: every client's batch statistics are those of the union."""
+    """Under FedTAN with one step, each client's statistics are the union's."""
     config = quick_config(
         strategy="fedtan", **{"local-steps": 1, "num-server-rounds": 3}
     )
@@ -142,7 +144,7 @@ def test_a_server_that_sees_no_statistics_of_single_clients_writes_none(
 def test_the_lines_tell_of_clients_until_batchnorm_is_frozen(
     tmp_path: Path, quick_config
 ) -> None:
-    """test_resume.py has them in a run that was interrupted."""
+    """test_resume.py tests the lines of an interrupted run."""
     run(quick_config(**FIXBN), tmp_path, workers=0)
     lines = read_metrics(tmp_path / STATISTICS_FILE)
     assert [(line["round"], line["phase"]) for line in lines] == [

@@ -1,5 +1,6 @@
-"""TensorBoard has each round of a run once; the pages' ten lines bring the rounds to
-W&B and to MLflow.
+"""TensorBoard has each round of a run once.
+
+The pages' ten lines send the rounds to W&B and MLflow.
 """
 
 from __future__ import annotations
@@ -61,8 +62,9 @@ def test_tensorboard_shows_the_values_of_metrics_jsonl(tmp_path: Path) -> None:
 
 
 def test_tensorboard_has_each_round_once_after_a_kill(tmp_path: Path) -> None:
-    """Rounds that the killed process had on their way are there; those that are
-    repeated are not there twice.
+    """Rounds that the killed process was writing are there.
+
+    Repeated rounds occur only once.
     """
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
@@ -74,7 +76,7 @@ def test_tensorboard_has_each_round_once_after_a_kill(tmp_path: Path) -> None:
         for line in lines[:4]:
             first.add_round(line)
     killed = TensorBoardLog(tmp_path / "run")
-    # 3 and 4 were on their way; 5 was lost with the machine, but not here
+    # 3 and 4 were being written; 5 was lost with the machine, but not here
     for number in (1, 2, 5):
         killed.add_round({"round": number, "test-accuracy": 0.0})
     with RunFolder(

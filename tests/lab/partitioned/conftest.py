@@ -19,7 +19,10 @@ from fedbn_flwr.lab.runs.serve import serve
 
 @pytest.fixture
 def served(tmp_path: Path) -> Callable[..., Any]:
-    """``served(config or keys, node_configs, name="out")``: summary and rounds."""
+    """Provide ``served(config or keys, node_configs, name="out")`` to run nodes.
+
+    It returns the summary and the rounds.
+    """
 
     def do(
         given: Config | Mapping[str, Any],

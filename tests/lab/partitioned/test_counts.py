@@ -1,4 +1,7 @@
-"""Own data before round 1: counts by client and class, and what looks wrong."""
+"""Before round 1, own data are counted by client and class.
+
+Suspicious counts give warnings.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +41,7 @@ def test_counts_and_held_out_clients(tmp_path: Path) -> None:
 
 
 def test_classes_that_nobody_trains_on_are_named(tmp_path: Path) -> None:
-    """Client b codes the labels of its tests otherwise."""
+    """Client b codes the labels of its tests differently."""
     client = np.repeat(["a", "b"], 20)
     split = np.tile(np.arange(20) % 4 == 0, 2)
     x, y = np.zeros((40, 2)), np.arange(40) // 4 % 2
@@ -99,7 +102,7 @@ def test_a_run_writes_and_logs_them(
 
 @pytest.mark.parametrize("strategy", ["fedbn", "centralized"])
 def test_a_run_without_test_examples_is_refused(tmp_path: Path, strategy: str) -> None:
-    """It would end without a result."""
+    """Such a run would end without a result."""
     np.savez(
         tmp_path / "a.npz",
         x=np.random.default_rng(0).normal(size=(60, 2)),

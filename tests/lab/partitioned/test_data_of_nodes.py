@@ -1,5 +1,7 @@
-"""Own data that only the nodes have: a function of the node's ``data-path``, or
-``dataset=folder:`` without a path.
+"""Own data that only the nodes have.
+
+They come from a function of the node's ``data-path``, or from ``dataset=folder:``
+without a path.
 """
 
 from __future__ import annotations
@@ -59,7 +61,7 @@ class Patients(Dataset[Any]):
 
 @pytest.fixture
 def tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
-    """A table for each client, and a function that reads them."""
+    """Write a table for each client, and a function that reads the tables."""
     paths = []
     for client, name in enumerate(NAMES):
         rng = np.random.default_rng(client)
@@ -92,7 +94,7 @@ def at(paths: Sequence[Path], **more: Any) -> list[dict[str, Any]]:
 def test_the_bits_of_one_data_set_with_natural_clients(
     served, tables, tmp_path
 ) -> None:
-    """Also those of the validation rows, of which no patient is divided."""
+    """The validation rows have the same bits, and no patient is divided."""
     settings = {**TABLE, "validation-share": 0.25, "strategy": "fedbn"}
     alone, lines = served(settings, at(tables))
     whole = run(
@@ -104,7 +106,7 @@ def test_the_bits_of_one_data_set_with_natural_clients(
 
 
 def test_image_folders_of_nodes_have_the_runs_classes(served, tmp_path) -> None:
-    """The second node has no cats: an empty folder makes its dogs class 1 all the same."""
+    """The second node has no cats, but an empty folder keeps its dogs in class 1."""
     counts = {"a": {"cat": 6, "dog": 5}, "b": {"cat": 0, "dog": 8}}
     for client, (name, classes) in enumerate(counts.items()):
         for label, count in classes.items():

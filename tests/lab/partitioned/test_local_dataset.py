@@ -1,5 +1,6 @@
-"""Nodes with their own data (``data-path`` in the node config), nodes without data, and
-two nodes of one partition.
+"""Nodes with their own data (``data-path`` in the node config).
+
+Some nodes have no data, and two nodes may have one partition.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def config_of(**settings: Any) -> Config:
 
 @pytest.fixture
 def archives(tmp_path: Path) -> list[Path]:
-    """Each client's share of the digits as an npz file."""
+    """Write each client's share of the digits as an npz file."""
     data = partitioned_data(config_of(), NODES)
     paths = []
     for i in range(NODES):
@@ -95,7 +96,7 @@ def test_a_node_without_usable_data_is_rejected_and_the_others_continue(
 def test_the_server_needs_no_data_where_no_global_test_set_is_asked_for(
     served, archives
 ) -> None:
-    """Images as MNIST's, of which nobody has the files."""
+    """The images resemble MNIST's, but no process has MNIST's files."""
     nodes = [{"data-path": str(path)} for path in archives]
     summary, _ = served(config_of(dataset="mnist"), nodes)
     assert summary["final"]["personal-own-accuracy"] > 0
@@ -106,7 +107,7 @@ def test_the_server_needs_no_data_where_no_global_test_set_is_asked_for(
 def test_the_runs_image_size_and_number_of_classes_apply_to_local_data(
     served, tmp_path
 ) -> None:
-    """Digits have 8 pixels and 10 classes; this model is for 28 and 12."""
+    """Digits have 8 pixels and 10 classes, but this model needs 28 and 12."""
     draws = np.random.default_rng(0)
     for i in range(NODES):
         arrays = {
@@ -185,7 +186,7 @@ def test_a_folder_is_read_by_class_name(tmp_path: Path) -> None:
 def test_folders_that_are_called_after_no_class_are_named(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """`Melanoma` for 'melanoma' was skipped, and the class had no images."""
+    """A folder `Melanoma` for 'melanoma' would leave the class without images."""
     for name in ("Melanoma", "naevus", ".cache", "extra"):
         images(tmp_path / "data" / name, 2, 0)
     (tmp_path / "data/readme.txt").write_text("")

@@ -1,5 +1,6 @@
-"""Validation examples in a run: put aside on each client, never trained on, tested in
-each tested round.
+"""Each client puts validation examples aside and never trains on them.
+
+Each tested round tests them.
 """
 
 from __future__ import annotations
@@ -111,13 +112,13 @@ def test_fedbs_weighs_by_the_validation_loss_where_there_is_one(quick_run) -> No
 def test_clients_validate_where_their_own_models_decide(
     eval_on: str, share: float, asked: list[str]
 ) -> None:
-    """Else the server tests the global model on the validation examples of all."""
+    """Otherwise the server tests the global model on all validation examples."""
     settings = {"strategy": "fedbn", "eval-on": eval_on, "validation-share": share}
     assert serve.tests_of_clients(Config.make(settings), None) == asked
 
 
 def test_the_main_metric_drives_the_result_and_early_stopping(quick_run) -> None:
-    """Each is the best by another round, and a loss is better the lower it is."""
+    """Each metric chooses another round as the best; a loss must be low."""
     settings = {
         "num-server-rounds": 6,
         "early-stopping": 6,

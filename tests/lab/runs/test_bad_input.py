@@ -1,4 +1,7 @@
-"""Bad input from the command line: the exact message, exit code 2, and no folder made."""
+"""Bad input on the command line gives the exact message and exit code 2.
+
+It makes no folder.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ from fedbn_flwr.transport import polling_grid
 
 SQUEEZENET = ["dataset=cifar10", "model=torchvision:squeezenet1_1"]
 BAD: dict[str, tuple[list[str], list[str]]] = {
-    # the settings, and what the message must name
+    # the settings, and the words that the message must contain
     "unknown key": (["learning-rat=0.1"], ["learning-rat", "learning-rate"]),
     "both ways to count": (
         ["local-steps=5", "local-epochs=2"],
@@ -95,7 +98,7 @@ BAD: dict[str, tuple[list[str], list[str]]] = {
 
 
 def refused(arguments: list[str]) -> str:
-    """What the command says on stderr; it must end with 2."""
+    """Return the message on stderr; the command must end with 2."""
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 2, result.output
     return result.stderr.strip()
@@ -105,7 +108,7 @@ def refused(arguments: list[str]) -> str:
 def test_bad_input_ends_with_a_message_and_writes_nothing(
     name: str, tmp_path: Path, monkeypatch
 ) -> None:
-    """The two engines share the checks, so they take turns."""
+    """The two engines take turns, because they share the checks."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     settings, named = BAD[name]
@@ -165,7 +168,7 @@ def test_a_run_without_a_number_of_clients_takes_all_nodes(
 
 
 class Late(InProcessGrid):
-    """A federation over a network whose nodes but the first connect after some looks."""
+    """A network federation whose later nodes connect only after some looks."""
 
     looks = 0
     connect_at = 2
@@ -179,7 +182,7 @@ class Late(InProcessGrid):
 def test_over_a_network_all_nodes_are_as_many_as_the_data_have_parts(
     held_out: str, quick_config, tmp_path: Path, monkeypatch, caplog
 ) -> None:
-    """The server splits as the nodes do, also while they connect one after another."""
+    """The server splits as the nodes do, even while they connect in turn."""
     monkeypatch.setattr(polling_grid, "is_network_grid", lambda grid: True)
     config = quick_config(
         **{"num-clients": 0, "held-out-clients": held_out, "eval-every": 2}

@@ -1,4 +1,7 @@
-"""A config is checked once, a model built once a process, before the first step."""
+"""A config is checked once, and a process builds a model once.
+
+Both precede the first step.
+"""
 
 from __future__ import annotations
 
@@ -32,9 +35,7 @@ Counts = dict[str, int]
 
 @pytest.fixture
 def counts(monkeypatch: pytest.MonkeyPatch) -> Counts:
-    """How often the keys were checked together, the run on this machine, and how often
-    the model was built.
-    """
+    """Count the checks of keys, the checks of this machine, and model builds."""
     counted: Counts = {}
 
     def count(module: Any, name: str) -> None:
@@ -106,14 +107,15 @@ def test_under_flower_the_server_and_the_clients_do_so_each_in_its_process(
 def test_clients_get_the_model_as_it_is_built(
     settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Modes, momentum, what is frozen, memory format and initial values are those of a
-    model built for them.
+    """They have the modes, momentum and initial values of a model built for them.
+
+    Frozen parts and the memory format are also the same.
     """
     config = Config.make({**SMALL, **settings})
     checked = check(config)
     clients = RunClients.of(checked)
     with torch.no_grad():
-        # what the server does with its own
+        # the server changes its own model
         for entry in checked.model.eval().state_dict().values():
             entry.zero_()
     built, copied = setup.training_model(config), clients._build()

@@ -1,5 +1,6 @@
-"""Runs on a Ray cluster: code, data and files come from one machine, the bits are those
-of a run in process.
+"""Runs on a Ray cluster have the bits of a run in process.
+
+Code, data and files come from one machine.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ SMALL = {"num-server-rounds": 2, "local-steps": 2, "batch-size": 8, "num-clients
 
 
 def write_rows(path: Path) -> str:
-    """Write own data, rows in two classes; return the config's ``dataset``."""
+    """Write own data, rows in two classes, and return the config's ``dataset``."""
     rng = np.random.default_rng(0)
     np.savez(
         path, x=rng.standard_normal((90, 4)).astype("float32"), y=rng.integers(0, 2, 90)
@@ -40,9 +41,7 @@ def write_rows(path: Path) -> str:
 
 
 def write_net(folder: Path) -> None:
-    """Write a user's model in a module that imports another one, and a third one that
-    it does not import.
-    """
+    """Write a user's model, an imported module, and a module without import."""
     (folder / "cluster_layers.py").write_text(
         "from torch import nn\n\nlayer = nn.Linear\n"
     )
@@ -166,7 +165,7 @@ HIDDEN = ("code", "runs")
 
 @pytest.fixture(scope="module")
 def nodes(await_end: Callable[[Path], list[str]]) -> Iterator[tuple[str, Path]]:
-    """Two nodes with a CPU each: the address, and the folder of files here."""
+    """Start two nodes with a CPU each; yield the address and the folder of files."""
     # Ray's sockets: <= 107 bytes
     with tempfile.TemporaryDirectory(prefix="s", dir="/tmp") as folder:
         scratch = Path(folder)
@@ -182,8 +181,9 @@ def nodes(await_end: Callable[[Path], list[str]]) -> Iterator[tuple[str, Path]]:
 def test_a_run_of_this_machine_continues_on_a_cluster(
     nodes: tuple[str, Path], monkeypatch, same_run
 ) -> None:
-    """On the second node there is no code but that which comes from here; data and
-    results are on a shared disk.
+    """The second node has only the code that this machine sends.
+
+    Data and results are on a shared disk.
     """
     address, scratch = nodes
     write_net(scratch / "code")

@@ -49,8 +49,9 @@ FAR: Mapping[str, Any] = {**SMALL, "bn-momentum": 0.01}  # statistics stay near 
 
 @pytest.fixture
 def diverge(tmp_path: Path):
-    """``diverge(**settings)``: run into a divergence; return the error, the summary and
-    the lines of metrics.
+    """Provide ``diverge(**settings)`` to run until a divergence.
+
+    It returns the error, the summary and the lines of metrics.
     """
 
     def do(
@@ -120,8 +121,8 @@ def test_a_diverged_run_can_be_continued_on_purpose(diverge, tmp_path: Path) -> 
     [
         {"strategy": "fedbn"},
         {"strategy": "centralized"},
-        {"eval-every": 4},  # a test that is rare sees it when it comes
-        # here the training itself
+        {"eval-every": 4},  # a rare test notices it
+        # The training itself notices it.
         {"strategy": "centralized", "learning-rate": 1e30, "eval-every": 5},
         {
             "strategy": "fedadam",
@@ -258,7 +259,7 @@ def test_a_sweep_does_the_other_runs_and_shows_the_diverged(
 ) -> None:
     (tmp_path / "study.yaml").write_text(STUDY)
     out = tmp_path / "out"
-    for _ in range(2):  # the second time nothing is run again
+    for _ in range(2):  # the second time nothing runs again
         result = call(
             monkeypatch, "sweep", str(tmp_path / "study.yaml"), "--out", str(out)
         )
@@ -277,7 +278,8 @@ def test_a_sweep_does_the_other_runs_and_shows_the_diverged(
 
 def test_a_sweep_does_the_other_runs_where_one_trains_nothing(tmp_path: Path) -> None:
     (tmp_path / "study.yaml").write_text(STUDY)
-    study = load_study(tmp_path / "study.yaml", ["min-replies=3"])  # of 2 clients
+    # more than the 2 clients
+    study = load_study(tmp_path / "study.yaml", ["min-replies=3"])
     with pytest.raises(
         RunFailedError, match=r"^2 of 2 runs failed or diverged: good/all/seed-0"
     ) as caught:
@@ -288,7 +290,7 @@ def test_a_sweep_does_the_other_runs_where_one_trains_nothing(tmp_path: Path) ->
 def test_a_diverged_run_in_simulation_is_told_from_a_failed_one(
     tmp_path: Path, monkeypatch
 ) -> None:
-    """Flower tells only that the ServerApp raised; the summary tells why."""
+    """Flower only reports that the ServerApp raised; the summary gives the reason."""
     (tmp_path / "summary.json").write_text('{"diverged-at": 1}')
 
     def ends(summary: str):
@@ -307,6 +309,6 @@ def test_a_diverged_run_in_simulation_is_told_from_a_failed_one(
     ) as caught:
         simulation.simulate(config, tmp_path)
     assert caught.value.diverged_at == 3
-    with pytest.raises(EngineError) as failed:  # the summary is that of the run before
+    with pytest.raises(EngineError) as failed:  # the summary of the earlier run
         simulation.simulate(config, tmp_path)
     assert not isinstance(failed.value, DivergedError)

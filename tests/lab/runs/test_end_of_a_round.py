@@ -1,4 +1,4 @@
-"""The server's test only reads; a round is written at its end."""
+"""The server's test only reads, and a round is written at its end."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from fedbn_flwr.strategies import FedAvg
 def test_the_files_of_a_round_are_written_after_its_tests(
     quick_run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The statistics and the line come before the checkpoint, from which a resumed run
-    repeats later rounds only.
+    """The statistics and the line are written before the checkpoint.
+
+    A resumed run repeats only rounds after its checkpoint.
     """
     events: list[str] = []
     returned: dict[int, Any] = {}

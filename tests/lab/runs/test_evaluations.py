@@ -1,5 +1,6 @@
-"""What a run tests the global model with: re-estimated statistics, averaged BN parts,
-domain by domain; each task.
+"""A run tests the global model in several ways, and for each task.
+
+The ways are re-estimated statistics, averaged BN parts, and single domains.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ DOMAINS = {"dataset": "digits-domains", "partition": "domain", "num-clients": 5}
 
 
 def saved(out) -> tuple[nn.Module, dict[str, str]]:
-    """The model of a folder, and what it says of itself."""
+    """Return the model of a folder and its metadata."""
     model = make_model(Config.load(out / "config.yaml"))
     model.load_state_dict(load_file(out / "model.safetensors"))
     with safe_open(out / "model.safetensors", "pt") as file:
@@ -56,8 +57,9 @@ def saved(out) -> tuple[nn.Module, dict[str, str]]:
 
 
 def test_recalibrate_gives_the_statistics_of_the_union_of_digits(quick_run) -> None:
-    """The MLP has one BN layer: under the final weights, one pass over the training
-    data of all clients.
+    """The MLP has one BN layer, so one pass over all clients' data is enough.
+
+    The pass uses the final weights.
     """
     settings = {"num-server-rounds": 3, "eval-every": 2}
     summary, out = quick_run(strategy="fedavg", recalibrate=True, **settings)
@@ -138,7 +140,10 @@ LOCAL_PARTS = {
 def test_what_stays_with_the_clients_is_left_out_and_joined_by_one_call(
     quick_run, strategy: str
 ) -> None:
-    """The saved model had the initial BN entries; only its metadata said so."""
+    """Otherwise the saved model would have the initial BN entries.
+
+    Only its metadata would reveal them.
+    """
     settings = {"num-server-rounds": 3, "local-steps": 5, "eval-on": "personal-own"}
     summary, out = quick_run(strategy=strategy, **settings)
     config = Config.load(out / "config.yaml")
@@ -206,7 +211,7 @@ def test_a_global_test_with_untrained_bn_is_never_silent(quick_run, caplog) -> N
     [
         ({}, 500),
         ({"image-size": 64}, 500),
-        # 500 take 18 GB with ResNet-18; a batch of the training fits
+        # 500 images need 18 GB with ResNet-18, but a training batch fits.
         ({"image-size": 512}, 32),
         ({"image-size": 512, "batch-size": 4}, 7),
         ({"image-size": 512, "batch-size": 0}, 7),
@@ -240,14 +245,17 @@ def test_the_size_of_a_test_batch_follows_the_input_and_the_batch_of_the_trainin
 def test_any_size_of_a_test_batch_gives_the_same_figures(
     quick_run, strategy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """To rounding; tests by batch statistics keep their batches, and all bits."""
+    """Losses are equal up to rounding.
+
+    Tests by batch statistics keep their batches, and all bits.
+    """
     asked = {
         "fedbn": "personal-own,averaged-bn",
         "fedavg": "global,personal-global,global-batch-statistics",
     }
     tests = {"eval-on": asked[strategy]} if strategy in asked else {}
     plain, _ = quick_run(strategy=strategy, **tests)
-    # no more than a batch of the training
+    # no larger than a training batch
     monkeypatch.setattr("fedbn_flwr.lab.config.data._TEST_VALUES", 0)
     small, _ = quick_run(strategy=strategy, **tests)
     assert small["sha256"] == plain["sha256"]
@@ -262,8 +270,9 @@ def test_any_size_of_a_test_batch_gives_the_same_figures(
 def test_one_machine_is_tested_where_the_clients_are(
     quick_run, quick_config, shown: str
 ) -> None:
-    """Each client's test is that of plain evaluation; weighted by examples the disjoint
-    tests give that of all.
+    """Each client's test equals plain evaluation.
+
+    Weighted by examples, the disjoint tests give the test of all.
     """
     keys = {
         "strategy": "centralized",
@@ -315,7 +324,7 @@ def test_one_machine_is_tested_where_the_clients_are(
 def test_the_loss_on_all_training_examples_is_that_of_plain_torch(
     quick_run, quick_config, strategy: str
 ) -> None:
-    """Of the model after the round, without the augmentation of the training."""
+    """The loss is for the model after the round, without augmentation."""
     keys = {"strategy": strategy, "eval-on": "global,global-train", "augment": "flip"}
     summary, out = quick_run(**keys)
     config = quick_config(**keys)
@@ -333,7 +342,7 @@ def test_the_loss_on_all_training_examples_is_that_of_plain_torch(
 
 
 def test_each_clients_model_is_tested_on_each_domain(quick_run) -> None:
-    """By client; the domains' weighted mean is the test on all of them."""
+    """The weighted mean over a client's domains is its test on all domains."""
     keys = {
         "dataset": "digits-domains",
         "model": "lenet",
@@ -360,7 +369,7 @@ def test_each_clients_model_is_tested_on_each_domain(quick_run) -> None:
 def test_test_time_bn_is_tested_beside_the_plain_model(
     quick_run, strategy: str, test: str, prefix: str
 ) -> None:
-    """Also where the config asks for no plain test, to compare with."""
+    """The plain test is added even if the config does not request it."""
     summary, out = quick_run(
         strategy=strategy, **{"test-bn": "mix", "eval-on": f"{test}-test-bn"}
     )
@@ -417,7 +426,7 @@ def test_a_test_batch_of_one_is_refused_before_the_first_round(
 
 
 def test_personal_accuracy_by_domain_is_the_mean_over_its_clients(quick_run) -> None:
-    """A client a domain: without local parts the table is the global model's."""
+    """If each client has a domain and no local state, the table is the global one."""
     own, _ = quick_run(
         strategy="fedavg", **{**DOMAINS, "eval-on": "personal-own,global"}
     )
@@ -439,7 +448,7 @@ def test_personal_accuracy_by_domain_is_the_mean_over_its_clients(quick_run) -> 
 
 
 def test_personal_means_are_plain_and_weighted(quick_run, caplog) -> None:
-    """One client of six trains in a round: the others are tested with the initial BN."""
+    """One client of six trains in a round; the others are tested with initial BN."""
     settings = {
         "fraction-train": 0.17,
         "num-clients": 6,
@@ -508,8 +517,9 @@ def own_task(
     label: Callable[[Tensor], Tensor],
     grouped: bool = False,
 ) -> None:
-    """A data set "mine": the digits with other targets, for a task that the user may
-    choose; groups: even, odd.
+    """Add a data set "mine", digits with other targets, for a user's task.
+
+    Its groups are even and odd.
     """
 
     def read(folder: Path, shape: Any) -> Loaded:
@@ -589,8 +599,9 @@ def test_a_binary_run_has_its_metrics_everywhere(
 def test_a_regression_run_has_its_metrics_everywhere(
     monkeypatch, quick_run, tmp_path: Path
 ) -> None:
-    """The best value is the lowest error; tables show it as it is, and no key is
-    missing or null.
+    """The best value is the lowest error.
+
+    The tables show the error itself, and no key is missing or null.
     """
     own_task(monkeypatch, REGRESSION, 1, lambda digit: digit.float())
     path = tmp_path / "study.yaml"

@@ -1,6 +1,4 @@
-"""The log of Flower's simulation: its warnings and errors show while the run goes on,
-the rest does not.
-"""
+"""During the run, Flower's simulation log shows only warnings and errors."""
 
 from __future__ import annotations
 

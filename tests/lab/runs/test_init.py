@@ -1,4 +1,4 @@
-"""``init`` in a run: the server reads the file, at the start alone."""
+"""In a run with ``init``, only the server reads the file, and only at the start."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fedbn_flwr.lab.runs.run import run
 
 @pytest.fixture
 def trained() -> dict[str, torch.Tensor]:
-    """The state of a LeNet unlike the run's."""
+    """Return the state of a LeNet that differs from the run's."""
     state = build_model(
         "lenet", num_classes=10, input_shape=(1, 28, 28), seed=9
     ).state_dict()

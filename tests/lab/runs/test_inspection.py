@@ -1,5 +1,6 @@
-"""The traffic that ``inspect`` predicts is the traffic of a run, for every strategy and
-model; the papers' sizes.
+"""``inspect`` predicts the traffic of a run for every strategy and model.
+
+It also gives the papers' sizes.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ SIZES = {
 
 
 class Noise:
-    """A few random images in place of a data set."""
+    """A few random images instead of a data set."""
 
     def __init__(self, channels: int, size: int) -> None:
         self.images = torch.randn(
@@ -57,7 +58,7 @@ class Noise:
         return self.images[positions], positions % 10
 
 
-# What a draw may change; the first value is the default.
+# A draw may change these settings; the first value is the default.
 AXES: Mapping[str, tuple[Any, ...]] = {
     "model": ("lenet", "mlp"),
     "norm": ("batch", "group", "batch-renorm"),
@@ -106,7 +107,7 @@ def config_of(strategy: str, own: Mapping[str, Any]) -> Config:
         drawn["norm"] = "wsconv"
     if "momentum-scope" not in drawn:
         drawn["sgd-momentum"] = 0.0
-    # Clients of one process that have a barrier need no transport.
+    # Clients of one process with a barrier need no transport.
     drawn["fedtan-transport"] = transport.replace("barrier", "messages")
     phases = {"num-server-rounds": 3, "freeze-at": 2, "fedtan-rounds": 1}
     chosen = {"strategy": strategy, "dataset": "mnist", "model": "lenet"}
@@ -150,7 +151,7 @@ def run_of(config: Config, clients: int, transport: str = "barrier") -> Outcome:
 
 
 def broadcasts(grid: RecordingGrid, message_type: str) -> dict[int, list[ArrayRecord]]:
-    """Return by round the records in the messages of a type, equal ones once."""
+    """Return the records in the messages of a type by round, without duplicates."""
     found: dict[int, dict[Any, ArrayRecord]] = {}
     for message in grid.sent:
         if message.metadata.message_type.startswith(message_type):
@@ -174,8 +175,10 @@ def broadcasts(grid: RecordingGrid, message_type: str) -> dict[int, list[ArrayRe
 def test_predicted_bytes_equal_counted_bytes_equal_those_of_the_messages(
     strategy: str, own: dict[str, Any]
 ) -> None:
-    """A draw that the package refuses says nothing. The ledger counts the messages, and
-    under masks the prediction leaves out.
+    """The ledger counts the messages, even those that the prediction leaves out.
+
+    The prediction leaves out the messages of masks. A draw that the package refuses
+    proves nothing.
     """
     try:
         config = config_of(strategy, own)
@@ -203,7 +206,7 @@ def test_predicted_bytes_equal_counted_bytes_equal_those_of_the_messages(
         assert without == predicted(found, config.eval_every)
         assert found.local == method_of(config).methods.local
 
-    # the messages; a step's exchanges at a barrier and by the channel are none
+    # Only messages count, and a barrier or channel exchanges without messages.
     if found.synchronised and transport != "messages":
         return
     total = functools.reduce(Traffic.plus, counted)

@@ -1,5 +1,6 @@
-"""SIGKILL: a few kills of ``benchmarks/kill_and_resume.py``, and a sweep that is killed
-with all its processes.
+"""SIGKILL ends runs of ``benchmarks/kill_and_resume.py``.
+
+A sweep is killed with all its processes.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ TABLES = ("results.csv", "table.md", "study.yaml")
 
 
 def members(group: int) -> list[int]:
-    """The processes of a group, ended ones left out."""
+    """Return the processes of a group that still run."""
     found = []
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:

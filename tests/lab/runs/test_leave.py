@@ -1,5 +1,6 @@
-"""A run that a signal ends in mid-round saves its last whole round, and goes on from
-there to the same bits.
+"""A run that a signal ends during a round saves its last whole round.
+
+It continues from there to the same bits.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ def test_a_real_signal_to_all_processes_of_a_command(
     at_once: dict[str, str],
     tmp_path: Path,
 ) -> None:
-    """As a batch system sends it; the command says what it saved."""
+    """A batch system sends it to all, and the command reports the saved round."""
     out = tmp_path / "out"
     settings = {
         **SETTINGS,

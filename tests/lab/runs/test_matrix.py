@@ -1,7 +1,7 @@
-"""Engine B has the bits of engine A: a GPU for every strategy, Ray for each way in
-which methods use the engine.
+"""Engine B has the bits of engine A.
 
-In Ray there is also an app of Flower's older kind, in Flower's own loop.
+A GPU runs every strategy. Ray runs each way of using the engine, and an app of Flower's
+older kind in Flower's own loop.
 """
 
 from __future__ import annotations
@@ -57,18 +57,18 @@ def test_every_strategy_ends_on_a_gpu_where_it_ends_on_the_cpu(
         assert run(config, tmp_path / device)["rejected"] == 0
         ended.append(load_file(tmp_path / device / "model.safetensors"))
     assert list(ended[0]) == list(ended[1])
-    # As wide as between two CPUs: where rounding turns a ReLU on, FedWon's unit moves by
-    # some 2e-4. What training changes is 0.01 and more.
+    # The tolerance is as wide as between two CPUs. If rounding turns a ReLU on,
+    # FedWon's unit moves by some 2e-4. Training changes 0.01 and more.
     for name, expected in ended[0].items():
         torch.testing.assert_close(ended[1][name], expected, rtol=1e-3, atol=1e-3)
 
 
 RAY: Mapping[str, Mapping[str, Any]] = {
-    # One of each way in which methods use the engine; those left out send what one of
-    # these sends.
+    # Each way of using the engine has one case; the omitted methods send no other kind
+    # of message.
     "fedavg": {},
-    "scaffold": {"strategy": "scaffold"},  # a part that goes both ways
-    "fedbn": {"strategy": "fedbn"},  # a part that stays with the clients
+    "scaffold": {"strategy": "scaffold"},  # an entry that goes both ways
+    "fedbn": {"strategy": "fedbn"},  # an entry that stays with the clients
     "staticbn": {"strategy": "staticbn"},  # queries
     "fbn": {"strategy": "fbn", "fbn-measure": "pass"},
     "fedtan": {"strategy": "fedtan", "fedtan-transport": "channel"},
@@ -76,7 +76,8 @@ RAY: Mapping[str, Mapping[str, Any]] = {
     "test-bn": {"eval-on": "global,global-test-bn", "test-bn": "mix"},
 }
 
-# In Ray: all of them one after another in a single run of Flower, whose start takes most of the time.
+# Ray runs all cases one after another in a single run of Flower, because its start
+# takes most of the time.
 
 APP = '''
 """Serves each config of a folder in turn, and then another app; the file "current" tells the clients which."""
@@ -155,8 +156,9 @@ folder = ""
 
 @pytest.fixture(scope="module")
 def ray_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder with ``NAME.json``, the config, and ``NAME/``, the results, of every
-    case; ``log`` is Flower's.
+    """The folder with the config ``NAME.json`` and results ``NAME/`` of every case.
+
+    ``log`` is Flower's.
     """
     app, folder = tmp_path_factory.mktemp("app"), tmp_path_factory.mktemp("ray")
     (app / "matrix_app.py").write_text(APP)
@@ -195,7 +197,7 @@ def ray_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.simulation
-@pytest.mark.xdist_group("ray-matrix")  # one process, and so one run of Flower
+@pytest.mark.xdist_group("ray-matrix")  # one process, and therefore one run of Flower
 @pytest.mark.parametrize("case", RAY)
 def test_ray_gives_the_bits_of_the_run_in_process(
     case: str, ray_runs: Path, tmp_path: Path, same_run
@@ -223,8 +225,9 @@ def test_ray_gives_the_numbers_of_flowers_legacy_loop_in_process(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """The NumPyClient project; tests/apps/test_numpyclient_app.py has it on its own,
-    through ``flwr run``.
+    """This is the NumPyClient project.
+
+    tests/apps/test_numpyclient_app.py runs it alone, through ``flwr run``.
     """
     error = ray_runs / "numpyclient.error"
     assert not error.exists(), error.read_text()

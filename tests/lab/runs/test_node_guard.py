@@ -1,5 +1,6 @@
-"""What a server can make a node of the default app do: what the run's config names, and
-what errors tell.
+"""A server may use a node of the default app only within limits.
+
+The tests cover the names in the run's config and the texts of errors.
 """
 
 from __future__ import annotations
@@ -45,8 +46,9 @@ sys.addaudithook(_audit)  # stays, and does nothing after the test
 
 @pytest.fixture
 def opened() -> Iterator[Callable[[str], bool]]:
-    """``opened(part)``: whether a path or a module with this part in its name was
-    opened since the test began.
+    """Provide ``opened(part)`` to find out whether the test opened a file.
+
+    A path or module counts if its name contains the part.
     """
     _OPENED.clear()
     _WATCHING.append(True)
@@ -56,7 +58,7 @@ def opened() -> Iterator[Callable[[str], bool]]:
 
 @pytest.fixture
 def network(monkeypatch: pytest.MonkeyPatch) -> None:
-    """This process is one that a SuperNode has started."""
+    """Let this process look like a process of a SuperNode."""
     identify_process(1)
     monkeypatch.setattr(TaskIdentity, "_node_id", 7)
 

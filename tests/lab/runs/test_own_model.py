@@ -1,4 +1,7 @@
-"""``model=module:function``: found from here, seeded, checked before round 1."""
+"""``model=module:function`` is found from here, seeded, and checked early.
+
+The check precedes round 1.
+"""
 
 from __future__ import annotations
 
@@ -115,7 +118,7 @@ def bad_forward(): return nn.Linear(3, 3)
 
 @pytest.fixture(autouse=True)
 def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A working directory with the module, and Python's path as it was afterwards."""
+    """Provide a working directory with the module, and restore Python's path."""
     (tmp_path / "my_nets.py").write_text(CODE)
     (tmp_path / "my_bad.py").write_text("import not_there_at_all")
     monkeypatch.chdir(tmp_path)
@@ -165,8 +168,9 @@ def test_a_run_with_the_old_weight_norm(quick_config: Any, tmp_path: Path) -> No
 def test_batchnorm_that_its_function_left_in_eval_mode_stays_so(
     quick_config: Any, tmp_path: Path, strategy: str, trains: str
 ) -> None:
-    """Also with frozen-bn=train. What has no gradient but is in train mode keeps
-    training statistics, as in torch.
+    """This applies even under frozen-bn=train.
+
+    A layer in train mode without gradients keeps training statistics, as in torch.
     """
     further = {"train-only": trains, "frozen-bn": "train"} if trains else {}
     config = quick_config(model="my_nets:in_eval", strategy=strategy, **further)
@@ -180,7 +184,7 @@ def test_batchnorm_that_its_function_left_in_eval_mode_stays_so(
     entries = {
         f"{index}.{leaf}" for index in trains or "1235" for leaf in ("weight", "bias")
     }
-    # BatchNorm takes the bias before it out: its gradient is rounding, or 0.
+    # BatchNorm removes the bias before it, so its gradient is rounding or 0.
     noise = {"3.bias"}
     expected = entries | {"4.running_mean", "4.running_var"} | counter
     assert moved - noise == expected - noise
@@ -346,8 +350,8 @@ def test_a_model_that_was_edited_after_the_run_is_not_taken_for_it(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Names and shapes are the same, so the state fits."""
-    # two files of one second and size would be one
+    """Names and shapes are equal, so the state fits."""
+    # Python does not notice a change of two files of the same second and size.
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
     _, out = quick_run(model="my_nets:small_net", strategy=strategy)
     longer = Config.load(out / "config.yaml", ["resume=true", "num-server-rounds=3"])

@@ -1,6 +1,4 @@
-"""What ``inspect`` predicts for runs of FedTAN-II, against Tables 4 and 5 of its paper
-(arXiv:2301.02982).
-"""
+"""``inspect`` predicts Tables 4 and 5 of FedTAN-II's paper (arXiv:2301.02982)."""
 
 from __future__ import annotations
 
@@ -18,8 +16,9 @@ MNIST = {"dataset": "mnist", "model": "mlp", "num-server-rounds": 500}
 def shares(
     settings: dict, synchronised: int, left_out: int = 0
 ) -> tuple[float, float, float]:
-    """Return the run's bytes, and in per cent the exchanges and the bytes beyond
-    FedAvg's; without floats left out.
+    """Return the run's bytes, and the excess over FedAvg in per cent.
+
+    The excess is given in exchanges and in bytes. Floats may be left out.
     """
     config = Config.make(
         {
@@ -59,12 +58,11 @@ def shares(
 def test_inspect_gives_the_papers_tables_4_and_5(
     settings: dict, synchronised: int, size: float, more_rounds: float, more_bits: float
 ) -> None:
-    """ResNet-20 on CIFAR-10 in GB, 10,000 rounds; the MLP on MNIST in units of 2^30
-    bits, 500 rounds.
+    """ResNet-20 on CIFAR-10 is in GB, the MLP on MNIST in units of 2^30 bits.
 
-    The paper multiplies rounded megabytes, hence the tolerance. For MNIST it leaves out
-    the 60 running statistics, which travel; its last total, 2.1386, is that of FedAvg;
-    2.1493 is meant.
+    The runs have 10,000 and 500 rounds. The paper multiplies rounded megabytes, so the
+    tolerance is wide. For MNIST the paper omits the 60 running statistics, although
+    they are sent. Its last total, 2.1386, is FedAvg's; 2.1493 is meant.
     """
     mnist = settings is MNIST
     found, rounds, bits = shares(settings, synchronised, left_out=60 if mnist else 0)

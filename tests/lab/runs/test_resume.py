@@ -1,9 +1,8 @@
-"""An interrupted run goes on to the bits of an uninterrupted one, whatever ended it and
-whatever is kept in files.
+"""An interrupted run continues to the bits of an uninterrupted run.
 
-tests/strategies/test_laws_of_all_methods.py has the law for every strategy; here are
-the kinds of what the server and the clients write. test_kill.py has SIGKILL,
-test_early_stopping.py a run that goes back to its best round.
+The law covers each kind of interruption and of saved file.
+tests/strategies/test_laws_of_all_methods.py has it for every strategy. test_kill.py has
+SIGKILL, and test_early_stopping.py a run that returns to its best round.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ CASES: Mapping[str, Mapping[str, Any]] = {
     "fedbn": {},
     "scaffold": {},
     "fedtan": {},
-    # the server has alpha for new clients
+    # The server has alpha for new clients.
     "hbn": {"share-alpha": True, "fraction-train": 0.4, "num-clients": 5},
     # frozen after round 4
     "fixbn, auto": {
@@ -89,7 +88,7 @@ IN_MID_ROUND = ("fedbn", "scaffold", "fedtan", "centralized")
 
 
 class Cut(Exception):
-    """The power fails."""
+    """A power failure."""
 
 
 def cut_after(last: int) -> OnRound:
@@ -108,7 +107,7 @@ def start(
 
 
 def same(cut: Path, whole: Path) -> None:
-    """Everything but times and places."""
+    """Check that everything is equal except times and places."""
 
     def read(out: Path) -> Any:
         summary = json.loads((out / "summary.json").read_text())
@@ -128,7 +127,10 @@ def same(cut: Path, whole: Path) -> None:
 def power_fails(
     out: Path, settings: Mapping[str, Any], patch: pytest.MonkeyPatch
 ) -> list[int]:
-    """In round 3, and past the checkpoint of round 4 and the client files of round 5."""
+    """Cut the run in round 3, and again after round 5.
+
+    The second cut is after the checkpoint of round 4 and the client files of round 5.
+    """
     for last in (3, 5):
         with pytest.raises(Cut):
             start(out, cut=last, resume=True, **settings)
@@ -141,8 +143,9 @@ def power_fails(
 def ctrl_c(
     out: Path, settings: Mapping[str, Any], patch: pytest.MonkeyPatch
 ) -> list[int]:
-    """In the second client's training of round 3, when the first client has written its
-    part of that round.
+    """Interrupt the second client's training of round 3.
+
+    The first client has written its local state of that round.
     """
     module, at = (
         (centralized, 3)
@@ -153,7 +156,7 @@ def ctrl_c(
 
     def train(*args: Any, **options: Any) -> Any:
         if next(calls) == at:
-            # for the main thread: clients have threads of their own
+            # for the main thread, because clients have threads of their own
             signal.raise_signal(signal.SIGINT)
             time.sleep(0.3)
         return plain(*args, **options)
@@ -174,7 +177,7 @@ def ctrl_c(
 
 @pytest.fixture
 def _unignored() -> Iterator[None]:
-    """Ctrl-C raises: xdist's processes, and those of a shell's job, ignore it."""
+    """Let Ctrl-C raise, although xdist's and a shell's job processes ignore it."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -217,13 +220,13 @@ def test_a_finished_run_can_be_moved_and_extended(tmp_path: Path) -> None:
     (tmp_path / "short").rename(tmp_path / "moved")
     start(tmp_path / "moved", strategy="fedbn", resume=True)
     same(tmp_path / "moved", tmp_path / "whole")
-    start(tmp_path / "moved", strategy="fedbn", resume=True)  # nothing left to do
+    start(tmp_path / "moved", strategy="fedbn", resume=True)  # nothing remains to do
     same(tmp_path / "moved", tmp_path / "whole")
     assert not (tmp_path / "short").exists()
 
 
 def test_a_run_that_goes_on_is_not_finished_until_its_end(tmp_path: Path) -> None:
-    """Killed while it goes on, it must not pass for the shorter run that it was."""
+    """A kill after the resume must not leave a run that looks finished."""
     start(tmp_path / "out", **{"num-server-rounds": 2})
     with pytest.raises(Cut):
         start(tmp_path / "out", cut=3, resume=True)
@@ -246,9 +249,7 @@ def test_a_longer_run_says_that_its_schedule_changes(tmp_path: Path, caplog) -> 
 
 
 def test_a_resume_never_shortens_a_run(tmp_path: Path) -> None:
-    """The start, round 0, is a checkpoint from which one round could be done, over the
-    results of six.
-    """
+    """From the checkpoint of round 0 one round could overwrite the results of six."""
     start(tmp_path, **{"checkpoint-every": ROUNDS})
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     for again in (start, lambda out, **keys: served(out, [{}] * 3, **keys)):
@@ -265,7 +266,7 @@ def test_a_resume_never_shortens_a_run(tmp_path: Path) -> None:
 
 
 def test_resume_without_a_checkpoint_starts_a_new_run(tmp_path: Path) -> None:
-    """Also where the run was killed before its first checkpoint, or its first file."""
+    """This includes runs killed before their first checkpoint or first file."""
     start(tmp_path / "whole")
     for name, files in {
         "absent": None,
@@ -391,7 +392,7 @@ def participants(out: Path) -> list[list[int]]:
 def test_a_run_continues_while_a_node_is_gone(
     tmp_path: Path, monkeypatch, caplog
 ) -> None:
-    """Over a network a node's data is its own; else two nodes share it all."""
+    """Over a network a node has its own data; otherwise two nodes share all data."""
     monkeypatch.setattr("fedbn_flwr.lab.runs.serve.RETURN_GRACE", 0.3)
     monkeypatch.setattr("fedbn_flwr.lab.runs.serve.NODE_GRACE", 0.3)
     node = {"num-partitions": 3}
@@ -419,7 +420,7 @@ def test_a_run_continues_while_a_node_is_gone(
 def test_a_run_continues_with_nodes_that_came_later(
     tmp_path: Path, monkeypatch, caplog
 ) -> None:
-    """Over a network, where nodes may join, unless it has a number of clients."""
+    """Nodes may join over a network, unless the number of clients is set."""
     monkeypatch.setattr(polling_grid, "is_network_grid", lambda grid: True)
     x, y = (
         np.random.default_rng(0).integers(0, 256, (20, 8, 8), dtype=np.uint8),
@@ -442,8 +443,9 @@ def test_a_run_continues_with_nodes_that_came_later(
 def test_parts_kept_only_in_memory_cannot_be_resumed(
     tmp_path: Path, quick_config, caplog
 ) -> None:
-    """As under ``flwr run`` without a state-dir: a warning at the first checkpoint, an
-    error before a resumed run.
+    """``flwr run`` without a state-dir warns at the first checkpoint.
+
+    A resumed run is refused before it starts.
     """
     config = Config.make({**BASE, "strategy": "scaffold", "out": str(tmp_path)})
     with (
@@ -466,8 +468,9 @@ def test_parts_kept_only_in_memory_cannot_be_resumed(
 
 
 def test_a_series_without_a_state_folder_is_named(tmp_path: Path, caplog) -> None:
-    """Under ``flwr run``, where only the clients know their folders, and without
-    checkpoints, too.
+    """Under ``flwr run`` only the clients have the paths of their folders.
+
+    The warning appears even without checkpoints.
     """
     settings = {
         "strategy": "fedbn",

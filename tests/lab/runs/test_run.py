@@ -1,5 +1,6 @@
-"""Runs on digits from config to folder, for every strategy: the files of the folder,
-the traffic, and the seeds.
+"""Runs on digits from config to folder, for every strategy.
+
+The tests check the files of the folder, the traffic, and the seeds.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ TRAFFIC = (
     "counter-bytes-up",
 )
 
-# one process, and so one run of every method
+# one process, and therefore one run of every method
 pytestmark = pytest.mark.xdist_group("runs")
 
 
@@ -88,7 +89,7 @@ def runs(tmp_path_factory, needs) -> dict[str, tuple[dict[str, Any], Path]]:
         with drawn() if name in DRAWN else nullcontext():
             if name == CENTRALIZED:
                 summary = run(config, folder / name)
-            else:  # two threads, on any machine
+            else:  # two threads on any machine
                 checked = preflight(config, folder / name)
                 with InProcessGrid(
                     client_app, 3, run_config=checked.config.to_mapping(), threads=2
@@ -146,7 +147,8 @@ def test_a_run_writes_its_folder(name: str, runs) -> None:
     assert summary["headline"] == headline
     assert summary["final"][headline] == lines[-1][headline]
     assert summary["best"][headline] == max(line[headline] for line in lines)
-    chance = 1 / 10 if headline == "test-accuracy" else 1 / 2  # of two classes each
+    # two classes for each client
+    chance = 1 / 10 if headline == "test-accuracy" else 1 / 2
     assert summary["final"][headline] > chance + 0.2, "it learns"
     if name == CENTRALIZED:
         assert [line["exchanges"] for line in lines] == [0, 0, 0]
@@ -172,7 +174,7 @@ def test_the_saved_model_is_the_final_one(name: str, runs) -> None:
         assert {file.metadata()[part] for part in Part} <= {"global", REESTIMATED}
     result = evaluate(model, partitioned_data(config, 3).test_view())
     assert result.accuracy == summary["final"]["test-accuracy"]
-    # where nothing stays with the clients, the hash is that of the model
+    # Without local state, the hash is the model's.
     if name == "fedavg":
         assert state_sha256(to_state(model.state_dict())) == summary["sha256"]
 
@@ -218,11 +220,10 @@ def test_the_traffic_of_reestimation_is_what_inspect_predicts_where_tests_are_ra
 def test_the_config_of_a_run_repeats_it_with_one_worker_too(
     name: str, runs, tmp_path: Path
 ) -> None:
-    """``config.yaml`` is fully resolved: the same bits from it alone, whatever the
-    threads and the node ids.
+    """``config.yaml`` is complete, so it alone gives the same bits.
 
-    In other processes, and so under other ids, each strategy has the same bits in
-    test_matrix.py.
+    Threads and node ids may differ. In test_matrix.py each strategy has the same bits
+    in other processes, and therefore under other ids.
     """
     summary, out = runs[name]
     config = Config.load(out / "config.yaml")
@@ -241,7 +242,7 @@ def test_the_config_of_a_run_repeats_it_with_one_worker_too(
 
 
 def test_a_model_that_reads_the_version_of_its_state(quick_run, monkeypatch) -> None:
-    """Clients train and re-estimate with it, and the server tests it."""
+    """Clients train and re-estimate with the model, and the server tests it."""
     build = setup.build_model
     monkeypatch.setattr(
         setup,
@@ -289,7 +290,7 @@ def test_lr_decay_at_freeze_follows_the_freeze_round(quick_run) -> None:
 
 
 def test_a_run_without_a_usable_reply_fails(quick_config, tmp_path: Path) -> None:
-    """All clients refuse: the command must not end as if it had trained."""
+    """If all clients refuse, the command must not end as if it had trained."""
     other = Config.make({**quick_config().to_mapping(), "num-classes": 11})
     with (
         InProcessGrid(client_app, 3, run_config=other.to_mapping()) as grid,
@@ -332,8 +333,9 @@ def test_the_result_is_that_of_the_last_test(
     quick_config,
     tmp_path: Path,
 ) -> None:
-    """Where the replies of the last test were lost, an earlier round's accuracy stood
-    beside the last round's model.
+    """If the replies of the last test are lost, no earlier accuracy replaces it.
+
+    The earlier round's accuracy would be shown with the last round's model.
     """
     real = result_writer.read_metrics
 
@@ -379,8 +381,9 @@ def test_curves_without_points_are_still_a_picture() -> None:
 
 
 def test_every_engine_has_the_rate_of_the_schedule(quick_run) -> None:
-    """One client, one step a round on all data: the bits of the centralized reference,
-    and SCAFFOLD's rate.
+    """One client with one full step a round gives the reference's bits.
+
+    SCAFFOLD has the same rate.
     """
     one = {
         "num-clients": 1,

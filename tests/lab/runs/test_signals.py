@@ -1,5 +1,6 @@
-"""Signals (N, C, L) from an npz file to ONNX: read, standardised by channel, trained,
-tested and exported.
+"""Signals (N, C, L) from an npz file to ONNX.
+
+They are read, standardised by channel, trained, tested and exported.
 """
 
 from __future__ import annotations
@@ -27,8 +28,9 @@ CLASSES, CHANNELS, STEPS = 3, 2, 24
 def waves(
     count: int = 60, channels: int = CHANNELS, steps: int = STEPS
 ) -> tuple[Any, Any]:
-    """Waves of a frequency for each class, and a phase for each example; the channels
-    have different units.
+    """Return waves with a frequency for each class and a phase for each example.
+
+    The channels have different units.
     """
     draw, y = np.random.default_rng(0), np.arange(count) % CLASSES
     phase, time = draw.uniform(0, 6, (count, channels, 1)), np.linspace(0, 6.28, steps)
@@ -67,7 +69,7 @@ def test_a_run_on_signals_is_the_model_that_is_exported(
     run(config, tmp_path / "run", workers=0)
     evaluate_run(tmp_path / "run", {"dataset": settings["dataset"]})
     if strategy == "fedbn":
-        return  # its model has averaged BN, whose export is another choice
+        return  # its model has averaged BN and exports differently
     done = export(tmp_path / "run", tmp_path / "home/model.onnx", "onnx", fold_bn=True)
     assert done.check.relative < 1e-5
     x = torch.from_numpy(waves()[0])

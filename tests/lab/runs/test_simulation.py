@@ -1,5 +1,6 @@
-"""The app through Flower's own simulation: the bits of the in-process run, true
-outcomes, and nothing left behind.
+"""Flower's own simulation gives the app the bits of the in-process run.
+
+Outcomes are true, and nothing is left behind.
 """
 
 from __future__ import annotations
@@ -29,12 +30,15 @@ SETTINGS = {
     "batch-size": 16,
     "num-clients": NODES,
 }
-SETTINGS["device"] = "cpu"  # where the bits are those of any engine
+SETTINGS["device"] = "cpu"  # every engine gives the same bits there
 
 
 @pytest.fixture(scope="module")
 def matplotlib_cache(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """One cache of fonts for all runs: it takes seconds, and would go to the home."""
+    """Return one cache of fonts for all runs, because it takes seconds to make.
+
+    Otherwise it would be in the home.
+    """
     return str(tmp_path_factory.mktemp("matplotlib"))
 
 
@@ -45,8 +49,9 @@ def users_home(
     await_end: Callable[[Path], list[str]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> Iterator[Path]:
-    """A home that must stay empty, and a folder for temporary files by which the
-    processes of the test are known.
+    """Provide a home that must stay empty.
+
+    A temporary folder identifies the processes of the test.
     """
     # Ray's sockets: <= 107 bytes
     home, scratch = tmp_path / "home", Path(tempfile.mkdtemp(prefix="s", dir="/tmp"))
@@ -54,10 +59,10 @@ def users_home(
     monkeypatch.setenv("HOME", str(home))
     monkeypatch.setenv("FLWR_HOME", str(home / ".flwr"))
     monkeypatch.setenv("TMPDIR", str(scratch))
-    # of a cluster that these runs must not join
+    # a cluster that these runs must not join
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
     monkeypatch.setenv("MPLCONFIGDIR", matplotlib_cache)
-    monkeypatch.setattr("tempfile.tempdir", None)  # forget what was looked up before
+    monkeypatch.setattr("tempfile.tempdir", None)  # forget the earlier look-up
     yield home
     assert list(home.rglob("*")) == [], "the user's Flower home is untouched"
     assert await_end(scratch) == [], "nothing is left running"
@@ -76,7 +81,7 @@ def in_process(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 def test_masked_sums_give_the_bits_of_the_run_in_process(
     tmp_path: Path, same_run
 ) -> None:
-    """Their sums are exact; FedTAN's go by messages here, by a barrier in process."""
+    """The sums are exact; FedTAN's sums use messages here, a barrier in process."""
     settings = {
         **SETTINGS,
         "strategy": "fedtan",
@@ -99,7 +104,7 @@ def test_masked_sums_give_the_bits_of_the_run_in_process(
     assert summary["rejected"] == 0
 
 
-@pytest.mark.slow  # tests/lab/runs/test_cluster.py continues one on a cluster
+@pytest.mark.slow  # tests/lab/runs/test_cluster.py continues a run on a cluster
 def test_a_run_started_in_process_continues_in_simulation(
     in_process: dict[str, Any], tmp_path: Path, same_run
 ) -> None:
@@ -138,12 +143,12 @@ def test_fedtan_by_channel_with_fewer_actors_than_clients_is_refused_with_advice
     assert "'client-resources-num-cpus=1 init-args-num-cpus=5'" in str(caught.value)
 
 
-# tests/engines/test_flower_run.py has the outcomes, test_bad_input.py the error
+# tests/engines/test_flower_run.py has the outcomes, and test_bad_input.py the error.
 @pytest.mark.slow
 def test_a_server_app_that_raised_is_an_error_and_nothing_is_written(
     tmp_path: Path,
 ) -> None:
-    """Here for a federation of another size; ``flwr run --stream`` itself ends with 0."""
+    """The federation has another size; ``flwr run --stream`` itself ends with 0."""
     settings = {"num-clients": 3, "out": str(tmp_path / "out")}
     with pytest.raises(EngineError) as caught:
         flower_run(ROOT, run_config=settings, federation_config={"num-supernodes": 4})

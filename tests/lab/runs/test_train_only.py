@@ -1,5 +1,6 @@
-"""``train-only`` and ``frozen-bn`` in a run: what moves, what is refused, what
-``inspect`` says.
+"""``train-only`` and ``frozen-bn`` select the moving entries of a run.
+
+The tests also cover refusals and ``inspect``.
 """
 
 from __future__ import annotations
@@ -129,9 +130,7 @@ def test_inspect_says_which_layers_train() -> None:
 
 
 def test_a_saved_model_is_a_plain_one(quick_config: Any, tmp_path: Path) -> None:
-    """What a run froze is no property of its result: statistics of new inputs go into
-    every layer.
-    """
+    """Freezing does not persist: statistics of new inputs reach every layer."""
     run(quick_config(**HEAD), tmp_path / "out")
     model = load_model(tmp_path / "out", Choice()).model
     assert all(p.requires_grad for p in model.parameters())

@@ -1,4 +1,4 @@
-"""The studies of the papers: each file can run, says how, and has a small twin."""
+"""Each file of the papers' studies can run, names its command, and has a small twin."""
 
 from __future__ import annotations
 
@@ -38,11 +38,10 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def checked(path: Path, tmp_path: Path) -> None:
-    """Load each method and each split once, with the first seed: other cells have the
-    same keys.
+    """Load each method and each split once, with the first seed.
 
-    This checks that every key is known and has an effect, and that `paper` and `skip`
-    name runs.
+    Other cells have the same keys. This checks that every key is known and has an
+    effect, and that `paper` and `skip` name runs.
     """
     content = read(path)
     names = [
@@ -77,7 +76,7 @@ def checked(path: Path, tmp_path: Path) -> None:
 
 
 def examples(path: Path) -> float:
-    """Return the training examples of all runs, roughly."""
+    """Return the approximate training examples of all runs."""
     content, total = read(path), 0.0
     for split, of_split in content["splits"].items():
         for method, of_method in content["methods"].items():
@@ -130,7 +129,10 @@ def test_a_study_can_run_says_how_and_has_a_small_twin(
 
 @pytest.mark.parametrize("full", FULL, ids=lambda path: path.stem)
 def test_the_time_of_a_study(full: Path) -> None:
-    """The head counts the runs; the time is the page's; small: an hour at most."""
+    """The head counts the runs and gives the page's time.
+
+    A small study takes an hour at most.
+    """
     page = (FOLDER / "README.md").read_text()
     for path, about in (
         (full, "some"),

@@ -72,7 +72,7 @@ def test_differences_to_the_first_method_are_paired_by_seed_as_scipy_does() -> N
         row("B", 7, None),
         row("B", 8, 1.0, status="diverged"),
     ]
-    # FedBN is tested with the clients' models: the papers' comparison
+    # FedBN is tested with the clients' models, as in the papers' comparison.
     own = {"metric": "personal-own-accuracy"}
     rows += [
         row("FedBN", 0, values["A"][0] + 1, **own),
@@ -108,7 +108,7 @@ def test_a_bar_in_a_name_ends_no_cell() -> None:
 
 
 def finish(folder: Path, lines: list[dict[str, Any]], **more: Any) -> None:
-    """Write the files of a finished run that the results are read from."""
+    """Write the files of a finished run that results need."""
     folder.mkdir(parents=True)
     whole = [
         {"round": r, "exchanges": 1, "bytes-down": 1, "bytes-up": 1, **line}
@@ -155,7 +155,7 @@ def test_what_it_took_to_reach_the_target(tmp_path: Path, monkeypatch) -> None:
             traffic = {"exchanges": r, "bytes-down": 10, "bytes-up": 20}
             tested = {} if value is None else {"test-accuracy": value}
             lines.append({**traffic, **tested, "test-loss": 1.1})
-        # the first is of an older version
+        # The first run is from an older version.
         finish(out / name, lines, **lost.get(name, {}))
     rows = rows_of(study, out)
     assert [(r["method"], r["seed"], r["rejected"]) for r in rows] == [
@@ -213,7 +213,9 @@ def test_what_it_took_to_reach_the_target(tmp_path: Path, monkeypatch) -> None:
 def test_a_number_beside_a_result_does_not_change_what_is_compared(
     beside: str, tmp_path: Path, monkeypatch
 ) -> None:
-    """A paper's number of one method compared its test-accuracy with the other's
+    """A paper's number must not decide the metrics of a comparison.
+
+    Otherwise one method's test-accuracy would be compared with the other's
     personal-own-accuracy.
     """
     monkeypatch.setattr(
@@ -251,7 +253,7 @@ def test_runs_that_all_failed_have_no_cost() -> None:
 
 
 def test_a_target_that_is_reached_exactly_is_reached(tmp_path: Path) -> None:
-    """5013 of 10,000 are 50.13 %; 100 times the share is less in float64."""
+    """5013 of 10,000 are 50.13 %, but 100 times the share is less in float64."""
     finish(tmp_path / "run", [{"accuracy": 0.1}, {"accuracy": 5013 / 10_000}])
     until = functools.partial(
         results._until_target,
@@ -324,7 +326,7 @@ def test_settings_are_chosen_by_validation_before_the_runs(
     assert len(made) == 10
     assert sweep(study, out).equals(made_before), "nothing is left to do"
     assert {path: path.read_bytes() for path in made} == made
-    # The best trial of BN, had it not diverged.
+    # The best trial of BN, if it had not diverged.
     best = next(t for t in trials if t.name == "tune/BN/all/learning-rate=0.1/seed-0")
     summary = best.folder(out) / "summary.json"
     kept = summary.read_text()
@@ -377,7 +379,10 @@ def scored(
 def test_a_point_that_lacks_a_score_at_one_seed_is_not_chosen(
     tmp_path: Path, monkeypatch, caplog: pytest.LogCaptureFixture, lost: float | None
 ) -> None:
-    """The mean of the other seeds would favour it. Of two points each ends the grid."""
+    """The mean of the other seeds would favour it.
+
+    Each of two points is an end of the grid.
+    """
     scores = {(0.1, 0): 0.9, (0.1, 1): lost, (0.2, 0): 0.5, (0.2, 1): 0.7}
     study = scored(tmp_path, monkeypatch, scores)
     (found,), chosen = tuned(study, tmp_path)
@@ -423,7 +428,7 @@ def run_of(metric: str, **domains: float | None) -> dict[str, Any]:
 def test_each_domain_and_their_average_stand_beside_the_papers_number(
     tmp_path: Path, monkeypatch
 ) -> None:
-    """Of the average of a run that lacks a domain nothing is known."""
+    """If a run lacks a domain, its average is unknown."""
     paper = {"A/all": {"cat": 20.5, "average": "40.25 ± 1.5"}}
     study = Study(name="pets", methods={"A": {}}, seeds=[0, 1], paper=paper)
     runs = [

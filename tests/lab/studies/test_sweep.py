@@ -1,4 +1,4 @@
-"""Studies: the grid, what is skipped and set aside, and the tables."""
+"""Studies: the grid, skipped and old runs, and the tables."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ paper: {FedAvg/iid: 91.35}
 
 
 class Noted(LogFollower):
-    """Notes the runs that began, their rounds, and their ends."""
+    """A follower that notes the runs that began, their rounds, and their ends."""
 
     def __init__(self) -> None:
         self.begun: list[str] = []
@@ -89,8 +89,9 @@ def written(folder: Path, text: str) -> Path:
 def test_a_study_whose_runs_would_start_with_the_parts_of_others_is_refused(
     tmp_path: Path, text: str, named: str
 ) -> None:
-    """Seed 1 would start with what the clients of seed 0 kept, and parallel runs with
-    whatever is there.
+    """Seed 1 would start with the local state of seed 0.
+
+    Parallel runs would start with any state that exists.
     """
     with pytest.raises(
         ConfigError,
@@ -167,7 +168,7 @@ VALUES = ("channel", "messages")
 def test_of_two_layers_of_a_study_the_later_one_wins(
     tmp_path: Path, pair: tuple[str, str], names: tuple[str, str]
 ) -> None:
-    """Also if one of them has the old name of the key, and after ``tune`` has chosen."""
+    """This applies to a key's old name, and after ``tune`` has chosen."""
     of_layer = {layer: dict[str, str]() for layer in LAYERS}
     for layer, name, value in zip(pair, names, VALUES, strict=True):
         of_layer[layer][name] = value
@@ -366,8 +367,8 @@ def test_a_changed_study_repeats_what_changed_and_keeps_the_former_runs(
         "FedAvg/iid/seed-0 is repeated. Its settings are not the study's:"
         " learning-rate=0.2, now 0.25" in caplog.messages
     )
-    # Places and timeouts make no other run, and the reference's own tests are no
-    # change.
+    # Other paths and timeouts do not make another run, and the reference's own tests
+    # are not a change.
     assert sweep(study, out, follower=(noted := Noted())).equals(first)
     assert noted.begun == ["FedAvg/iid/seed-0", "FedAvg/iid/seed-1"]
     again = load_study(
@@ -399,7 +400,7 @@ def test_two_sweeps_cannot_write_one_folder(study: Study, tmp_path: Path) -> Non
 
 
 def check_tables(study: Study, out: Path) -> None:
-    """Mean, sample standard deviation and the paper's number, from the summaries."""
+    """Check means, sample standard deviations and paper numbers from summaries."""
     with (out / "results.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert [(row["method"], row["split"], int(row["seed"])) for row in rows] == [
@@ -483,7 +484,7 @@ def test_a_failed_run_is_recorded_and_tried_again(
 def test_a_run_that_another_process_writes_or_that_cannot_go_on_now_stays(
     study, tmp_path: Path, monkeypatch
 ) -> None:
-    """A full disk or a lock is no reason to begin anew: checkpoints are good."""
+    """A full disk or a lock must not restart the run, because checkpoints are good."""
     out, cell = tmp_path / "out", next(study.cells())
     folder = cell.folder(out)
     (folder / "checkpoint").mkdir(parents=True)
@@ -552,7 +553,7 @@ def test_results_of_data_that_have_changed_do_not_stand_beside_those_of_the_new_
 
     sweep(loaded([0]), tmp_path / "out")
     save(19)
-    sweep(loaded([0]), tmp_path / "out")  # nothing is left to do
+    sweep(loaded([0]), tmp_path / "out")  # nothing remains to do
     with pytest.raises(
         ConfigError,
         match=(
@@ -578,7 +579,10 @@ def net(num_classes, channels, size):
 def test_runs_in_parallel_have_the_bits_of_runs_in_series_and_outlive_one_that_is_killed(
     tmp_path: Path, monkeypatch
 ) -> None:
-    """A killed process is recorded, the others go on; the next sweep repeats it."""
+    """A killed process is recorded, and the other processes continue.
+
+    The next sweep repeats it.
+    """
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "sweep_killer.py").write_text(KILLER)
@@ -665,7 +669,7 @@ def test_names_and_points_that_are_one_are_refused(
 def test_a_sweep_that_is_stopped_leaves_no_results_of_former_settings(
     study: Study, tmp_path: Path
 ) -> None:
-    """The tables beside ``study.yaml`` fit its settings, also before the first run."""
+    """The tables next to ``study.yaml`` match its settings before the first run."""
 
     def stopped(*_: object) -> Generator[tuple[Cell, str]]:
         raise KeyboardInterrupt
@@ -679,7 +683,8 @@ def test_a_sweep_that_is_stopped_leaves_no_results_of_former_settings(
         sweep(other, out, runner=stopped)
     assert pd.read_csv(out / "results.csv").empty
     assert not (out / "tuning.md").exists()
-    # trials: what is there is of the settings that it names
+    # A sweep that stops in its trials does not replace study.yaml, which names the
+    # settings of the existing results.
     with pytest.raises(KeyboardInterrupt):
         sweep(
             other.model_copy(update={"tune": Tuning(grid={"local-steps": [1]})}),
@@ -697,7 +702,7 @@ def test_what_is_damaged_is_named_or_repeated(
     first = out / "FedAvg/iid/seed-0"
     second = out / "FedAvg/iid/seed-1"
     (first / "config.yaml").write_text("strategy: [fedavg")
-    assert not is_done(next(study.cells()), out), "nobody knows its settings"
+    assert not is_done(next(study.cells()), out), "its settings are unknown"
     sweep(study, out, follower=(noted := Noted()))
     assert noted.begun == ["FedAvg/iid/seed-0"]
     lines = (second / "metrics.jsonl").read_text()
