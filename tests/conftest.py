@@ -204,7 +204,7 @@ def await_end() -> Callable[[Path], list[str]]:
     """
 
     def do(folder: Path) -> list[str]:
-        # On a busy machine a killed process needs a moment to end.
+        # On a busy machine, a killed process needs a moment to end.
         deadline = time.monotonic() + 15
         while (left := processes_of(folder)) and time.monotonic() < deadline:
             time.sleep(0.1)
@@ -312,7 +312,7 @@ MakeModel = Callable[..., nn.Module]
 def mlp() -> MakeModel:
     """Provide ``mlp(norm=True, dropout=0.0)`` to make a 5-4-3 network in float64.
 
-    It has one BatchNorm1d and constant weights.
+    It has one BatchNorm1d and seeded weights.
     """
 
     def make(norm: bool = True, dropout: float = 0.0, seed: int = 0) -> nn.Module:
@@ -334,7 +334,7 @@ def mlp() -> MakeModel:
 def wsconv_net() -> MakeModel:
     """Provide ``wsconv_net()`` to make a net with a standardised convolution.
 
-    It has a classifier, 5 inputs and constant weights in float64.
+    It has a classifier, 5 inputs and seeded weights in float64.
     """
 
     def make() -> nn.Module:
@@ -356,7 +356,7 @@ def wsconv_net() -> MakeModel:
 def torchvision_net() -> MakeModel:
     """Provide ``torchvision_net(norm=True)`` to make a narrow ShuffleNetV2.
 
-    It has 3 classes and constant weights, and no BatchNorm if ``norm`` is false.
+    It has 3 classes and seeded weights, and no BatchNorm if ``norm`` is false.
     """
     return lambda norm=True: copy.deepcopy(_narrow_shufflenet(norm))
 

@@ -174,7 +174,7 @@ def test_a_federation_ends_in_the_state_of_the_cpu(
 def test_worker_processes_on_a_device_end_in_the_state_of_one_process(
     federate, points, mlp, true_device
 ) -> None:
-    """With a GPU the workers are new processes; cloudpickle sends them the app."""
+    """The workers of a GPU are new processes that get the app by cloudpickle."""
     data = [points(size, client) for client, size in enumerate(SIZES)]
 
     def state(workers: int) -> dict[str, Any]:

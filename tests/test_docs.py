@@ -151,7 +151,7 @@ def to_run(language: str) -> list[Block]:
 
 
 def shell_scripts() -> list[Block]:
-    """Return the blocks to run; the blocks of a guide are one script.
+    """Return the blocks to run, with the blocks of a guide as one script.
 
     A later block of a guide continues an earlier block. A command that occurs in
     several blocks of single commands runs once.

@@ -66,7 +66,7 @@ run(config, Path("out"), on_round=end)
 
 
 def test_heavy_packages_are_imported_where_they_are_used(tmp_path: Path) -> None:
-    """The limit is the end of round 1; the curves later need matplotlib."""
+    """The limit is the end of round 1, because the curves need matplotlib."""
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
     code = _STEPS % (HEAVY,)
     done = subprocess.run(

@@ -117,7 +117,7 @@ def imported(path: Path) -> Iterator[tuple[str, str, int]]:
 
 @RECENT
 def test_every_name_is_where_it_was() -> None:
-    """A name may have two places, as in older versions; one of them must exist."""
+    """A name may have an old and a new place, and one of them must exist."""
     for path in (path for room in ADAPTERS for path in sorted(room.glob("*.py"))):
         places = defaultdict[str, list[str]](list)
         for module, name, _ in imported(path):
@@ -436,7 +436,7 @@ def test_app_error(seam: ModuleType, message: Message) -> None:
 
 
 def test_as_error(seam: ModuleType, message: Message) -> None:
-    """A reply with an error has an Error in the place of its content."""
+    """A reply with an error has an Error instead of its content."""
     reply = Message(RecordDict({"a": ConfigRecord()}), reply_to=message)
     failed = seam.as_error(reply, "why")
     assert (failed.has_content(), failed.error.code, failed.error.reason) == (

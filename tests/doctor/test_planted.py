@@ -235,8 +235,8 @@ def spoiled_statistics(ground: Ground) -> Diagnosis:
 def label_skew(local_steps: int | None) -> Callable[[Ground], Diagnosis]:
     """The remedy for the same data depends on the local steps.
 
-    With one step a round FedTAN is centralised training. With more steps FixBN acts in
-    every step.
+    With one step a round, FedTAN is centralised training. With more steps, FixBN acts
+    in every step.
     """
 
     def plant(ground: Ground) -> Diagnosis:
@@ -420,7 +420,10 @@ def few_extreme_channels(ground: Ground) -> Diagnosis:
 
 
 class _Twice(nn.Module):
-    """One layer that is called for both halves of the inputs; the halves differ."""
+    """One layer that is called for both halves of the inputs.
+
+    The halves differ.
+    """
 
     def __init__(self) -> None:
         super().__init__()

@@ -46,7 +46,7 @@ def test_many_nodes_are_numbers_until_they_are_used() -> None:
 
 
 def test_nodes_of_known_sizes_are_not_asked() -> None:
-    """The node list is the same; only nodes of unknown size are asked."""
+    """Only nodes of unknown size are asked, and the node list does not change."""
     made: list[int] = []
 
     class Client(NumPyClient):

@@ -563,7 +563,7 @@ def test_without_worker_processes_clients_run_in_the_commands_process(
 ) -> None:
     """Only forks contain objects that cannot be pickled.
 
-    With two torch threads the processes are new instead of forks.
+    With two torch threads, the processes are new instead of forks.
     """
     lock = threading.Lock()
 
@@ -589,7 +589,7 @@ def reports_pid(message: Message, context: Context) -> Message:
 
 
 def test_a_member_that_hangs_is_ended_with_its_process(caplog) -> None:
-    """The member occupies its process's turn while other clients wait for it."""
+    """The member occupies its process while other clients wait there."""
 
     def work(message: Message, context: Context) -> Message:
         if context.node_config["partition-id"] == 0:

@@ -1,4 +1,4 @@
-"""The command line: exit codes, help with examples, lists, inspect, run and sweep."""
+"""The command line has exit codes, help with examples, and these commands."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_each_argument_and_option_has_a_help_that_shows(
 def test_a_path_may_begin_with_a_tilde(
     command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In ``--out=~/runs`` no shell replaces the tilde."""
+    """No shell replaces the tilde in ``--out=~/runs``."""
     monkeypatch.setenv("HOME", str(tmp_path))
     parsed = typer.main.get_command(app).commands[command]  # type: ignore[attr-defined]
     words, given = [], []

@@ -415,7 +415,7 @@ class Single(Stock):
 
 @dataclass
 class Workflow:
-    """A finished workflow: the states before round 1 and after each, the strategy."""
+    """A finished workflow with its strategy and its states after each round."""
 
     history: list[dict[str, Array]]
     strategy: Strategy
@@ -486,7 +486,10 @@ WORKFLOW_METHODS: dict[str, tuple[Callable[[], Strategy], tuple[Any, ...]]] = {
 def test_both_workflows_run(
     run_workflow, run_legacy_loop, datasets, mlp, name: str, same_bits
 ) -> None:
-    """The default workflow has the legacy loop's bits; masked sums are quantised."""
+    """The default workflow has the legacy loop's bits.
+
+    Masked sums are quantised.
+    """
     make, mods = WORKFLOW_METHODS[name]
     plain, secure = (
         run_workflow(make(), secure, mods=mods) for secure in (False, True)
@@ -520,7 +523,7 @@ def test_both_workflows_run(
 
 
 def test_a_halted_secure_aggregation_is_reported(run_workflow) -> None:
-    """It never calls aggregate_fit: the model stays, and the report records it."""
+    """It never calls aggregate_fit, so the model stays, and the report records it."""
 
     class Fails(Single):
         def fit(self, parameters: list[Array], config: dict[str, Any]) -> Any:
@@ -544,7 +547,7 @@ class Keeps(LegacyStrategy):
 def test_each_round_that_halts_is_reported_once_with_its_own_failures(
     run_legacy_loop, datasets, mlp, well: int
 ) -> None:
-    """In round 2 only the largest client, or none, can train."""
+    """Only the largest client can train in round 2, or none."""
 
     class Fails(Single):
         def fit(self, parameters: list[Array], config: dict[str, Any]) -> Any:
@@ -675,7 +678,7 @@ class Direct(ClientProxy):
 def test_it_runs_where_flower_has_set_no_identity(
     make: Any, kind: str, run_legacy_loop, datasets, mlp, monkeypatch
 ) -> None:
-    """In ``start_simulation`` an app passes its mods as a ``client_fn``."""
+    """An app in ``start_simulation`` passes its mods as a ``client_fn``."""
     if kind == "torch":
         client_fn = torch_client_fn(mlp, datasets)
         app = ClientApp(client_fn)

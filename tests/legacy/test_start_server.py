@@ -69,7 +69,7 @@ def equal_the_loop_of_server_app(
     ports = {name: free_port() for name in names}
     with start_server.processes(folder, ports) as started:
         want = {name: loop_of_server_app(name, run_legacy_loop) for name in names}
-        # If a client fails, the other clients wait for it.
+        # If a client fails, the other clients keep waiting.
         until = time.monotonic() + 600
         codes = [process.poll() for process in started]
         while None in codes and not any(codes) and time.monotonic() < until:

@@ -132,9 +132,10 @@ def distance(
 
 
 def test_no_neighbour_changes_the_average_by_more_than_is_stated(mlp: Any) -> None:
-    """Brute force compares the average to that of a neighbouring federation.
+    """Brute force compares the average to the average of a neighbour.
 
-    In the neighbour a client lacks a reply or has another update, such as the opposite.
+    In the neighbouring federation, a client lacks a reply or has another update, such
+    as the opposite.
     """
     c, most_without, most_replaced = 0.7, 0.0, 0.0
     for seed in range(40):
@@ -600,7 +601,7 @@ def test_noise_in_statistics_is_told_where_they_get_some(
 
 @dataclass
 class Constant:
-    """Constant noise; with size zero it shows the values to which it is added."""
+    """A constant noise. With size zero it shows the values before the noise."""
 
     size: float = 0.0
     secret: bool = True

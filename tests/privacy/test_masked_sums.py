@@ -322,7 +322,7 @@ def test_under_masks_epsilon_is_not_of_whether_a_client_answers(
 ) -> None:
     """The guarantee does not cover whether a client answers.
 
-    With too few answers the sum is 0, so one missing answer can change it by more than
+    With too few answers, the sum is 0, so one missing answer can change it by more than
     the client's update.
     """
     strategy = FedAvg(fraction_evaluate=0.0)
@@ -510,7 +510,7 @@ def test_a_client_lost_after_a_synchronised_step_ends_the_round(
 ) -> None:
     """A later sum of the other clients would reveal the lost client's gradients.
 
-    With one step the exchanges reveal the sums of all gradients of gamma and beta, and
+    With one step, the exchanges reveal the sums of all gradients of gamma and beta, and
     an update without the lost client reveals the sums of the other clients.
     """
     made, threads = masked(FedTAN(fraction_evaluate=0.0)), {"threads": len(datasets)}

@@ -45,7 +45,7 @@ def test_a_mean_has_the_stated_error(
 
 
 def test_the_error_is_that_of_the_last_digit() -> None:
-    """With few digits the stated error is close to the observed rounding."""
+    """With few digits, the stated error is close to the observed rounding."""
     point = FixedPoint(4.0, 2.0**52)
     values = np.random.default_rng(0).uniform(-1, 1, 1000)
     found = point.mean(point.vector({"x": values}, 1.0), 1.0)

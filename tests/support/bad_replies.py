@@ -27,7 +27,7 @@ def spoiling(
     rounds: Collection[int] | None = None,
     who: Collection[int] = (BAD,),
 ) -> ClientApp:
-    """Return the usual app, whose partitions ``who`` damage their replies.
+    """Return the usual app with partitions ``who`` that damage their replies.
 
     They damage the replies to messages of these kinds, in these rounds.
     """

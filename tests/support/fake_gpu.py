@@ -407,7 +407,7 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Costs]:
         patch.setattr(Tensor, "to", _to)
         patch.setattr(Tensor, "cuda", lambda tensor, *_, **__: _to(tensor, GPU))
         patch.setattr(Tensor, "pin_memory", lambda tensor: tensor)
-        # If torch believes in a GPU, it asks the driver. Therefore only a run's check
+        # If torch finds a GPU, it asks the driver. Therefore only a run's check
         # of `device` gets this answer.
         patch.setattr(torch.cuda, "is_available", lambda: of_setup())
         patch.setattr(torch.cuda, "device_count", lambda: int(of_setup()))

@@ -1,4 +1,4 @@
-"""Inputs in parts, where a tuple, a named tuple or a dict is one input."""
+"""Inputs in parts: one input is a tuple, a named tuple or a dict."""
 
 from __future__ import annotations
 

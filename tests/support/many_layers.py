@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 
 def two_layers() -> nn.Module:
-    """Return a fixed float64 net with two BatchNorm layers.
+    """Return a seeded float64 net with two BatchNorm layers.
 
     It maps 5 numbers to 3 classes.
     """

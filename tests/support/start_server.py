@@ -79,7 +79,7 @@ def project_app(kind: str) -> ClientApp:
 
 @contextmanager
 def processes(folder: Path, ports: dict[str, int]) -> Iterator[list[subprocess.Popen]]:
-    """Start the server and clients; they run the cases one after the other."""
+    """Start the server and clients, and run the cases one after the other."""
     cases = [f"{name}:{port}" for name, port in ports.items()]
     roles = [["server", str(folder)]]
     roles += [["client", str(number)] for number in range(len(SIZES))]

@@ -108,7 +108,7 @@ class OthersMove(nn.Module):
 
 
 def others_move() -> nn.Module:
-    """Return an ``OthersMove`` in float64 with constant weights."""
+    """Return an ``OthersMove`` in float64 with seeded weights."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = OthersMove().double()
@@ -145,7 +145,7 @@ class NormAct(nn.BatchNorm2d):
 
 
 def acts_inside() -> nn.Module:
-    """Return a small float64 net of such layers with constant weights.
+    """Return a small float64 net of such layers with seeded weights.
 
     It takes images of one channel.
     """

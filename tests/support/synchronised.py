@@ -21,7 +21,7 @@ def synchronised(strategy: Any, transport: str = "barrier", **settings: Any) -> 
     """Return a strategy of FedTAN's family with this transport, without tests.
 
     ``run_step`` may give clients of one process a barrier. The strategy needs no
-    setting for it.
+    setting.
     """
     sent = "messages" if transport == "barrier" else transport
     return strategy(

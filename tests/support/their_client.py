@@ -19,7 +19,7 @@ from tests.support.user_loops import BATCH, ruled
 class TheirClient(NumPyClient):
     """A client that uses the package only in the three lines of ``ruled``.
 
-    Without these lines it does not use the package.
+    Without these lines, it does not use the package.
     """
 
     has_rules = True

@@ -148,7 +148,7 @@ def test_a_body_that_never_comes_drops_the_member(
     monkeypatch.setattr(channel_server, "BODY_SECONDS", 0.2)
     barrier = Barrier(members(1, 3, 1), timeout=60)
     tokens = server.admit(barrier)
-    # Without a reference gRPC ends the call.
+    # Without a reference, gRPC ends the call.
     held = attack(server.address, tokens[102], None, 1)
     assert honest([tokens[100], tokens[101]]) == [3.0, 3.0]
     assert barrier.dropped == {102: "sent no body of a call within 0.2 s"}

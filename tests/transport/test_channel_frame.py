@@ -75,7 +75,7 @@ frames = st.binary(max_size=64) | whole | damaged()
 def test_every_frame_gets_a_reply_or_drops_its_sender_at_once(
     members, number: int
 ) -> None:
-    """After any frame the two waiting members have their answer or try again.
+    """The two waiting members get their answer after any frame, or try again.
 
     They try again without the sender of a bad frame.
     """

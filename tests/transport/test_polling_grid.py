@@ -143,7 +143,7 @@ def test_it_does_not_wait_for_more_replies_than_are_enough() -> None:
 
 
 class Clock:
-    """A clock that counts the seconds of a wait, which pass only in pauses."""
+    """A clock whose seconds pass only in the pauses of a wait."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, network: bool) -> None:
         self.now, self.pauses = 0.0, list[float]()

@@ -1,4 +1,4 @@
-"""Splits of FedTAN's Appendix D, of flwr-datasets' partitioners, and of the test."""
+"""Splits by FedTAN's Appendix D and flwr-datasets, and splits of the test set."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def assert_valid(partition: list[np.ndarray], used: np.ndarray) -> None:
 def test_appendix_d(k: int, sizes: list[int]) -> None:
     """The holders of a class share it evenly.
 
-    With classes of one size each entry is 1/k of a client's examples.
+    With classes of one size, each entry is 1/k of a client's examples.
     """
     labels = labels_of(sizes)
     partition = make_partition("classes", labels, 5, seed=1, classes_per_client=k)

@@ -180,7 +180,7 @@ def cpu_seconds(pid: int) -> float:
 def test_a_superlink_that_is_killed_and_restarted_within_ten_seconds(
     federation, begin, in_process
 ) -> None:
-    """Nothing is lost, and the bits equal those of a run without the fault."""
+    """Nothing is lost, and a run without the fault has the same bits."""
     run = begin(strategy="fixbn", freeze_at=2)
     run.wait_for_round(1)
     federation.processes["superlink"].kill()
@@ -229,7 +229,7 @@ def test_a_node_that_answers_after_the_timeout(federation, begin) -> None:
 def test_a_node_that_is_killed_during_a_round_and_does_not_return(
     exchange: str, federation, begin
 ) -> None:
-    """Under FedTAN the other clients repeat the step without it."""
+    """Under FedTAN, the other clients repeat the step without it."""
     run = begin(strategy="fedtan", fedtan_transport=exchange)
     run.wait_for_round(1)
     next_client_of(federation, 3)
@@ -256,7 +256,7 @@ def test_a_node_that_is_killed_and_restarted_still_has_its_part(
     next_client_of(federation, 3)
     for name in ("superexec-clientapp-3", "supernode-3"):
         federation.processes[name].kill()
-    # The restart policy acts in this way. Flower refuses the node's key for a while.
+    # Act as the restart policy. Flower refuses the node's key for a while.
     while run.under_way():
         federation.restart_dead()
         time.sleep(1)

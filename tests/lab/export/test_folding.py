@@ -33,7 +33,7 @@ def trained(model: nn.Module, example: Tensor) -> nn.Module:
 
 
 def check(model: nn.Module, example: Tensor, folded: int, left: str = "") -> nn.Module:
-    """Check the number of folded layers and the outputs; return the new model.
+    """Check the number of folded layers and the outputs, and return the model.
 
     ``left`` is the reason for the first layer that is not folded.
     """

@@ -1,6 +1,6 @@
 """A run's model is evaluated on any data.
 
-On the run's own data the figures are the run's. Preprocessing, BN and refusals are
+On the run's own data, the figures are the run's. Preprocessing, BN and refusals are
 tested.
 """
 
@@ -94,7 +94,7 @@ def test_on_the_runs_own_data_the_figures_are_those_of_the_run(
 def test_other_data_get_the_shape_and_the_normalisation_of_those_of_the_run(
     quick_run, model: str
 ) -> None:
-    """LeNet takes any number of channels; here grey images become coloured."""
+    """LeNet takes any number of channels, and here grey images become coloured."""
     _, run = quick_run(model=model)
     config, other = (
         Config.load(run / "config.yaml"),

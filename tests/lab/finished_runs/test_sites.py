@@ -99,7 +99,7 @@ def test_a_client_has_one_model_fine_tuned_or_not(
 def test_a_fine_tuned_model_that_is_not_here_is_no_other_model(
     quick_config, tmp_path: Path
 ) -> None:
-    """Under FedAvg the global model was not tested, so it is no substitute."""
+    """The global model of FedAvg was not tested, so it cannot be a substitute."""
     settings = {"fine-tune": 3, "eval-on": "personal-own"}
     run(quick_config(**settings), tmp_path / "out")
     client_file(tmp_path / "out", 1).unlink()
@@ -113,7 +113,7 @@ def test_a_fine_tuned_model_that_is_not_here_is_no_other_model(
 def test_each_client_has_the_model_that_the_run_has_for_it(
     quick_config, tmp_path: Path
 ) -> None:
-    """Under FedBN a client's own model is the same in the run and in the folder.
+    """A client's own FedBN model is the same in the run and in the folder.
 
     A second run on the same split is paired with it.
     """
@@ -276,7 +276,7 @@ def test_a_site_whose_training_was_always_refused_is_marked_with_the_reason(
     for rows in (summary["sites"], sites_of_run(out), sites_of_run(out, whole)):
         assert ["note" in row for row in rows] == [False, True, False]
         assert rows[1]["note"].endswith("disk full'>")
-    # Under Ditto the server has a whole model for this client.
+    # Under Ditto, the server has a whole model for this client.
     difference_of_both = sites_of_run(whole, out)[1]["difference"]
     assert (difference_of_both is None) == (strategy != "ditto")
     shown = CliRunner().invoke(app, ["evaluate", str(out)])

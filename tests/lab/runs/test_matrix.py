@@ -227,7 +227,7 @@ def test_ray_gives_the_numbers_of_flowers_legacy_loop_in_process(
 ) -> None:
     """This is the NumPyClient project.
 
-    tests/apps/test_numpyclient_app.py runs it alone, through ``flwr run``.
+    tests/apps/test_numpyclient_app.py runs it through ``flwr run``.
     """
     error = ray_runs / "numpyclient.error"
     assert not error.exists(), error.read_text()

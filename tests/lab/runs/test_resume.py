@@ -249,7 +249,7 @@ def test_a_longer_run_says_that_its_schedule_changes(tmp_path: Path, caplog) -> 
 
 
 def test_a_resume_never_shortens_a_run(tmp_path: Path) -> None:
-    """From the checkpoint of round 0 one round could overwrite the results of six."""
+    """One round after the checkpoint of round 0 could overwrite six results."""
     start(tmp_path, **{"checkpoint-every": ROUNDS})
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     for again in (start, lambda out, **keys: served(out, [{}] * 3, **keys)):
@@ -392,7 +392,7 @@ def participants(out: Path) -> list[list[int]]:
 def test_a_run_continues_while_a_node_is_gone(
     tmp_path: Path, monkeypatch, caplog
 ) -> None:
-    """Over a network a node has its own data; otherwise two nodes share all data."""
+    """A node of a network has its own data; otherwise two nodes share all data."""
     monkeypatch.setattr("fedbn_flwr.lab.runs.serve.RETURN_GRACE", 0.3)
     monkeypatch.setattr("fedbn_flwr.lab.runs.serve.NODE_GRACE", 0.3)
     node = {"num-partitions": 3}
@@ -468,7 +468,7 @@ def test_parts_kept_only_in_memory_cannot_be_resumed(
 
 
 def test_a_series_without_a_state_folder_is_named(tmp_path: Path, caplog) -> None:
-    """Under ``flwr run`` only the clients have the paths of their folders.
+    """With ``flwr run``, only the clients have the paths of their folders.
 
     The warning appears even without checkpoints.
     """

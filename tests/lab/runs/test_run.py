@@ -220,7 +220,7 @@ def test_the_traffic_of_reestimation_is_what_inspect_predicts_where_tests_are_ra
 def test_the_config_of_a_run_repeats_it_with_one_worker_too(
     name: str, runs, tmp_path: Path
 ) -> None:
-    """``config.yaml`` is complete, so it alone gives the same bits.
+    """``config.yaml`` is complete and sufficient for the same bits.
 
     Threads and node ids may differ. In test_matrix.py each strategy has the same bits
     in other processes, and therefore under other ids.

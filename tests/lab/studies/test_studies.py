@@ -1,4 +1,4 @@
-"""Each file of the papers' studies can run, names its command, and has a small twin."""
+"""Each file of a paper's study can run, names its command, and has a twin."""
 
 from __future__ import annotations
 
