@@ -10,6 +10,7 @@ from ``server.methods.params_by_method``, the settings of the protections from
 from __future__ import annotations
 
 import copy
+import functools
 import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -66,6 +67,7 @@ def key(
 
 
 # --- the settings of the methods ------------------------------------------------------
+@functools.cache  # every check of a config asks for the fields of every method
 def config_fields(kind: type[Settings]) -> dict[str, str]:
     """Return the names of the settings that are config keys, by field of the config.
 
