@@ -10,10 +10,10 @@ from pydantic.fields import FieldInfo
 from fedbn_flwr.lab.config import CENTRALIZED, GROUPS, Config
 from fedbn_flwr.lab.config.check_keys import ROLES
 from fedbn_flwr.lab.config.fields import (
+    OWN_DEFAULTS,
     config_fields,
     methods_with,
     only_if_of,
-    own_defaults,
 )
 from fedbn_flwr.lab.data import DATASETS, FUNCTION_FORM, KINDS, PARTITIONS
 from fedbn_flwr.lab.models import MODELS
@@ -101,7 +101,7 @@ def _cells(key: str, name: str, field: FieldInfo) -> list[str]:
     their limits.
     """
     default, allowed, meaning = field_cells(key, field)
-    if name not in own_defaults():
+    if name not in OWN_DEFAULTS:
         return [default, allowed, meaning]
     common = Params.model_fields.get(name)
     declared = {}

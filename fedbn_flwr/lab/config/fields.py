@@ -155,6 +155,10 @@ def _settings_of(kind: type[Settings]) -> dict[str, Any]:
     return {name: (field.annotation, field) for name, field in fields}
 
 
+OWN_DEFAULTS = own_defaults()
+"""The values of the config's keys that select the method's own default."""
+
+
 # --- the other keys, by group ---------------------------------------------------------
 class Group(BaseModel):
     """Keys of one group."""

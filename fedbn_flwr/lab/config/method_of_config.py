@@ -20,7 +20,7 @@ from fedbn_flwr.batchnorm.parts import (
     split_state,
 )
 from fedbn_flwr.lab.config.data import data_of
-from fedbn_flwr.lab.config.fields import Fields, config_fields, own_defaults
+from fedbn_flwr.lab.config.fields import OWN_DEFAULTS, Fields, config_fields
 from fedbn_flwr.lab.config.values import CENTRALIZED, number, read_decays, split
 from fedbn_flwr.privacy.protection_settings import DPSettings, MaskSettings
 from fedbn_flwr.problems import Known, Problem
@@ -62,12 +62,11 @@ class MethodOfConfig:
     def params(self) -> Params:
         """The settings of the method."""
         kind: type[Params] = self.strategy.Params
-        stands_for_own = own_defaults()
         given: dict[str, Any] = {}
         for name, setting in config_fields(kind).items():
             value = getattr(self.config, name)
             # Leave a value that selects the method's own default to the method.
-            if name not in stands_for_own or value != stands_for_own[name]:
+            if name not in OWN_DEFAULTS or value != OWN_DEFAULTS[name]:
                 given[setting] = value
         # Use each test once. A test of adapted BN adds the plain test.
         given["eval_on"] = ",".join(tests_in(self.config.eval_on))

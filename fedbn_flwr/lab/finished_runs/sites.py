@@ -61,6 +61,10 @@ class SiteTest:
 
     def metric(self, groups: Indices) -> float:
         """Return the main metric of these groups together; a group may be repeated."""
+        score = self.task.score
+        if score == "accuracy":
+            correct, counted = self._correct[groups].sum(0)
+            return float(correct) / float(counted)
         # Take the examples of the groups. If each example is its own group, a thousand
         # draws of lists would take a minute.
         if len(self.groups) == len(self.targets):
@@ -70,18 +74,21 @@ class SiteTest:
         rows = torch.from_numpy(chosen)
         outputs, targets = self.outputs[rows], self.targets[rows]
         # Each metric is defined as in ``evaluate``, from the values of a single test.
-        score = self.task.score
         if score == "loss":
             return float(self.task.loss(outputs, targets))
         if self.task.by_pixel:
             return _score_of_pixels(score, outputs.sum(0))
-        if score == "accuracy":
-            correct, counted = (
-                self.task.correct(outputs, targets),
-                self.task.counted(targets),
-            )
-            return float(correct) / float(counted)
         return self.task.measure(outputs, targets)[score]
+
+    @functools.cached_property
+    def _correct(self) -> Indices:
+        """For each group, its correct and its counted predictions, shape (groups, 2)."""
+        rows = []
+        for group in self.groups:
+            outputs, targets = self.outputs[group], self.targets[group]
+            correct = self.task.correct(outputs, targets)
+            rows.append((int(correct), int(self.task.counted(targets))))
+        return np.array(rows)
 
     @property
     def words(self) -> dict[str, str]:

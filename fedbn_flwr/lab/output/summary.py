@@ -105,13 +105,17 @@ def versions(*more: str) -> dict[str, str]:
         *more,
     )
     installed = {"python": platform.python_version()}
-    for name in names:
-        try:
-            installed[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            installed[name] = "not installed"
+    installed |= {name: _version_of(name) for name in names}
     installed["fedbn-flwr"] += commit_of(Path(__file__).parents[2])
     return installed
+
+
+@functools.cache  # reading a package's metadata takes milliseconds
+def _version_of(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "not installed"
 
 
 @functools.cache
