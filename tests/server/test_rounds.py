@@ -177,7 +177,7 @@ KINDS = (
 
 @dataclass
 class Ends:
-    """Record the state and the metrics at the end of each round."""
+    """A callback that records the state and the metrics of each round."""
 
     states: dict[int, dict[str, Array]] = field(default_factory=dict)
     metrics: dict[int, Any] = field(default_factory=dict)
@@ -709,7 +709,7 @@ def test_arguments_that_change_in_the_run_hold_for_the_next_messages(
 
 
 class Notes(RunListener):
-    """Record the notifications of a run and end it after a round.
+    """A listener that records a run and ends it after a round.
 
     The name of its run changes with each notification.
     """

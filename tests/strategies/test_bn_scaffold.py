@@ -1,4 +1,4 @@
-"""BN-SCAFFOLD equals SCAFFOLD for equal variates, and its forward law."""
+"""BN-SCAFFOLD's forward law, and its equality to SCAFFOLD for equal variates."""
 
 from __future__ import annotations
 

@@ -180,7 +180,7 @@ def test_a_class_that_overrides_calls_of_flower_is_not_combined_without_a_word(
 
 
 class Counts(ClientHook):
-    """Record weights, alpha and the gradients that the optimizer will apply."""
+    """A hook that records weights, alpha and the gradients to be applied."""
 
     stage = "count"
 

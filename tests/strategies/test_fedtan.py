@@ -205,7 +205,7 @@ def in_blocks(kind: type[nn.Sequential]) -> nn.Module:
 
 
 class Recording(TorchClient):
-    """Record the partitions that trained."""
+    """A client that records the partitions that trained."""
 
     trained: ClassVar[list[Any]] = []
 

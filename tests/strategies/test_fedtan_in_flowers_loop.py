@@ -1,4 +1,4 @@
-"""FedTAN in Flower's own ``start`` exchanges the same and gives the same bits."""
+"""In Flower's own ``start``, FedTAN also exchanges and gives the same bits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""FedWon equals FedAvg of a model without BatchNorm."""
+"""FedWon equals FedAvg with a model without BatchNorm."""
 
 from __future__ import annotations
 
