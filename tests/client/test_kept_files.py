@@ -42,7 +42,7 @@ def rounds(root: Path) -> list[str]:
 def test_the_newest_two_files_and_those_of_checkpoints_stay(
     missed: tuple[int, ...], stay: tuple[int, ...], tmp_path: Path
 ) -> None:
-    """The last two checkpoints of every 4 rounds remain.
+    """There is a checkpoint every 4 rounds, and the last two remain.
 
     The client misses some rounds.
     """

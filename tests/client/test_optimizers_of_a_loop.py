@@ -156,7 +156,7 @@ def test_momentum_of_parameters_that_train_one_after_the_other_is_kept(
 
 
 class AtItsStart(ClientHook):
-    """It acts in every step, and stores the model when the first optimizer begins."""
+    """A hook with steps that stores the model when the first optimizer begins."""
 
     def start(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         pass

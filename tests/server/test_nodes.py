@@ -331,7 +331,7 @@ def test_as_many_nodes_are_asked_as_the_shares_and_the_minima_say(
 def test_a_round_knows_who_is_missing(
     federate, mlp, points, fraction: float, expected: int, told: list[int]
 ) -> None:
-    """A node is missing if it was present before.
+    """Only nodes that were present before can be missing.
 
     If only a share trains, another node takes its place.
     """
