@@ -5,6 +5,8 @@ export FLWR_TELEMETRY_ENABLED = 0
 export FLWR_DISABLE_UPDATE_CHECK = 1
 export RAY_USAGE_STATS_ENABLED = 0
 export NO_MKDOCS_2_WARNING = 1
+# Empty: the many processes of the tests share compiled modules.
+export PYTHONDONTWRITEBYTECODE =
 
 .PHONY: demo test laws compat check slow network pages bench bench-simulation bench-peers strangers gpu docs generate dist clean certs lock sbom compose
 

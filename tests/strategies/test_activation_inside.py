@@ -29,8 +29,8 @@ OPTIONS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "fbn pass": ("fbn", {"fbn_measure": "pass"}),
     "recalibrate": ("fedavg", {"recalibrate": True}),
 }
-# FedWon is for models without BatchNorm.
-METHODS = [name for name in STRATEGIES if name != "fedwon"]
+# These methods compute BatchNorm or its gradient themselves.
+METHODS = ("feddna", "fedtan", "hbn", "bn-scaffold", "fixbn", "fbn", "staticbn")
 Federate = Callable[..., Outcome]
 
 

@@ -257,7 +257,7 @@ def test_two_models_see_the_same_pixels_of_a_segmentation() -> None:
     assert one.has_examples_of(other)
 
 
-@pytest.mark.parametrize("strategy", ["fedbn", "fedrep", "ditto", "standalone"])
+@pytest.mark.parametrize("strategy", ["fedbn", "ditto"])
 def test_a_site_whose_training_was_always_refused_is_marked_with_the_reason(
     strategy: str, quick_run, monkeypatch
 ) -> None:
