@@ -51,7 +51,7 @@ WAYS["fedavg recalibrate"] = ("fedavg", "batch", {"recalibrate": True})
 WAYS["fbn fbn-measure=pass"] = ("fbn", "batch", {"fbn_measure": "pass"})
 WAYS |= {
     f"fedavg norm={norm}": ("fedavg", norm, {})
-    for norm in ("group", "group+ws", "layer", "instance", "batch-renorm")
+    for norm in ("group", "group+ws", "layer", "instance")
 }
 
 

@@ -324,10 +324,19 @@ def needs_package(package: str, what: str) -> Iterator[None]:
         ) from error
 
 
+REMOVED = {
+    "norm 'batch-renorm'": (
+        " Batch renormalisation was removed in 0.3. For batches of a few examples, use"
+        " norm=group."
+    ),
+}
+"""Sentences about removed names."""
+
+
 def unknown_name(kind: str, value: object, allowed: Iterable[str]) -> ConfigError:
     """Return the error for an unknown name, with the nearest allowed name."""
     names = sorted(allowed)
-    hint = ""
+    hint = REMOVED.get(f"{kind} {value!r}", "")
     for name in difflib.get_close_matches(str(value), names, n=2):
         # A name of another kind may have the spelling of an allowed name.
         if name != value:

@@ -37,8 +37,8 @@ def small_batch(m: Measurements) -> Finding | None:
         small = [k for k in small if given[k] < m.examples[k]]
     if not small:
         return None
-    # Layers in eval mode ignore the batch; batch renormalisation corrects its noise.
-    if m.num_layers and len({*m.in_eval, *m.corrected}) == m.num_layers:
+    # Layers in eval mode ignore the batch.
+    if m.num_layers and len(m.in_eval) == m.num_layers:
         return None
     # Large images have many values per channel, so 3 or 4 images may be enough.
     least = min(given[k] for k in small)

@@ -27,7 +27,6 @@ from fedbn_flwr.doctor.state import (
     variance_extremes,
 )
 from fedbn_flwr.errors import ConfigError, StateError
-from fedbn_flwr.norms.renorm import BatchRenorm
 from fedbn_flwr.training.freezing import layers_of
 from fedbn_flwr.training.model_state import unwrap, wrapper_prefix
 from fedbn_flwr.training.randomness import seeded
@@ -318,15 +317,13 @@ def _of_state(
         m.in_eval = eval_layers(model)
 
     # Attributes of the layers themselves.
-    momenta, corrected, untracked = {}, [], []
+    momenta, untracked = {}, []
     for path, layer in layers.items():
         if path not in m.in_eval:
             momenta[path] = layer.momentum
-        if isinstance(layer, BatchRenorm):
-            corrected.append(path)
         if layer.running_mean is None:
             untracked.append(path)
-    m.momenta, m.corrected, m.untracked = momenta, corrected, untracked
+    m.momenta, m.untracked = momenta, untracked
     return m
 
 

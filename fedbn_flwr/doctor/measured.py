@@ -51,7 +51,6 @@ class Measurements:
         missed: see ``state.missed_entries``.
         in_eval: BatchNorm layers that stay in eval mode even in training. The rules for
             batches and clients leave them out.
-        corrected: layers of batch renormalisation, which corrects the noise of a batch.
         training_layers: BatchNorm layers that are in train mode in the model as it was
             passed.
         untracked: BatchNorm layers without running statistics.
@@ -83,7 +82,6 @@ class Measurements:
     momenta: Mapping[str, float | None] = field(default_factory=dict)
     missed: Missed | None = None
     in_eval: Collection[str] = ()
-    corrected: Collection[str] = ()
     training_layers: Sequence[str] = ()
     untracked: Sequence[str] = ()
     num_layers: int = 0

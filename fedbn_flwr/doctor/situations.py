@@ -207,11 +207,6 @@ SMALL_BATCHES = Situation(
         ),
         GROUP,
         FEDWON,
-        Remedy(
-            "norm=batch-renorm",
-            "normalises by running statistics, corrected within limits"
-            " (arXiv:1702.03275)",
-        ),
         FIXBN,
     ),
     "memory",

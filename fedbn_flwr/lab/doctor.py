@@ -58,7 +58,6 @@ from fedbn_flwr.training.randomness import torch_generator
 from fedbn_flwr.training.state_file import tensors_by_name
 
 Split = Mapping[str, Any]
-_BATCHNORM = ("batch", "batch-renorm")  # norms that leave a model with BatchNorm
 
 
 def diagnose_run(run: Path, max_examples: int = 1024) -> Diagnosis:
@@ -367,7 +366,7 @@ def _fits(setting: str, settings: Mapping[str, Any], config: Config) -> bool:
             return False
         # The method may need BatchNorm, but the norm may leave none.
         needed = model_needs(method_of(then).methods.whole)
-        if needed and then.norm not in _BATCHNORM:
+        if needed and then.norm != "batch":
             return False
     return any(settings[key] != value for key, value in asked.items())
 

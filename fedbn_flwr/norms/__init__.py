@@ -4,8 +4,8 @@ In reading order:
 
 - ``registry``: ``replace_norm``, and the table of norms with their papers; ``batch``
   keeps the model unchanged.
-- ``group``, ``group_ws``, ``renorm``, ``wsconv``, ``fixup``, ``none``: one
-  norm each (``group`` also has layer and instance norm).
+- ``group``, ``group_ws``, ``wsconv``, ``fixup``, ``none``: one norm each (``group``
+  also has layer and instance norm).
 - ``feature``: the length of the features before the classifier, combined with any norm.
 - ``swap``: finds the BatchNorm layers by type, and replaces them.
 - ``wiring``: the norm layers that get the output of a convolution.

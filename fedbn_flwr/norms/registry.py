@@ -16,7 +16,6 @@ from fedbn_flwr.norms.fixup import use_fixup
 from fedbn_flwr.norms.group import use_group, use_instance, use_layer
 from fedbn_flwr.norms.group_ws import use_group_ws
 from fedbn_flwr.norms.none import remove_batch
-from fedbn_flwr.norms.renorm import use_batch_renorm
 from fedbn_flwr.norms.replaced_layers import NormReport, Replacement, named
 from fedbn_flwr.norms.wsconv import use_wsconv
 from fedbn_flwr.training.freezing import layers_of
@@ -74,12 +73,6 @@ NORMS: dict[str, NormInfo] = {
         use_group_ws,
         ("groups",),
     ),
-    "batch-renorm": NormInfo(
-        "batch renormalisation: BatchNorm corrected by its running statistics",
-        "Ioffe 2017, arXiv:1702.03275",
-        use_batch_renorm,
-        ("rmax", "dmax", "warmup_steps"),
-    ),
     "wsconv": NormInfo(
         "no norm, convolutions with scaled standardised weights",
         "FedWon, eq. (3); Brock et al. 2021, arXiv:2101.08692",
@@ -123,7 +116,6 @@ def replace_norm(
         model: any module, including a BatchNorm layer.
         kind: a key of ``NORMS``.
         **options: options of this norm: ``groups`` (2) of ``group`` and ``group+ws``;
-            ``rmax`` (3), ``dmax`` (5) and ``warmup_steps`` (1000) of ``batch-renorm``;
             ``activation`` ("relu") and ``gain`` (False) of ``wsconv``.
 
     Raises:

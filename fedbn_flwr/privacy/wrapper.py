@@ -26,8 +26,8 @@ class DPWrapper:
         >>> print(strategy.guarantee())
         epsilon = 15.46 at delta = 1e-05 after 2 releases: ...
 
-    BatchNorm's counters count rounds here, not batches. Layers that use them (batch
-    renormalisation, ``momentum=None``) must be replaced.
+    BatchNorm's counters count rounds here, not batches. Layers that use them
+    (``momentum=None``) must be replaced.
 
     Args:
         strategy: the strategy. If it takes more from clients than their updates, it is

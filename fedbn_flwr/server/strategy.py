@@ -421,8 +421,7 @@ class Strategy(FlowerFedAvg):
 
         Under client-level privacy and masked sums, BatchNorm's counters count rounds
         instead of batches. The server cannot see which layers use the counters: do not
-        give it a model with batch renormalisation, whose warm-up would never end, or
-        with ``momentum=None``.
+        give it a model with ``momentum=None``.
 
         Raises:
             ConfigError: there is a protection already, or the strategy has reports of

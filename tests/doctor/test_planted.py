@@ -23,7 +23,6 @@ from fedbn_flwr.doctor.measured import Measurements
 from fedbn_flwr.doctor.mismatch import Mismatch
 from fedbn_flwr.doctor.state import named, read_state_file
 from fedbn_flwr.errors import ConfigError, DataError, StateError
-from fedbn_flwr.norms.renorm import use_batch_renorm
 from fedbn_flwr.training.freezing import force_eval
 from tests.support.trained import trained_network
 
@@ -402,11 +401,6 @@ def test_how_much_a_mismatch_loses(measured: Measurements, found: bool) -> None:
 # The doctor must not accuse these models.
 
 
-def batch_renorm(ground: Ground) -> Diagnosis:
-    use_batch_renorm(ground.model)
-    return diagnose(ground.model.eval(), ground.equal(batch_size=2))
-
-
 def eps_of_1(ground: Ground) -> Diagnosis:
     for layer in (ground.model[1], ground.model[4]):
         layer.eps = 1.0
@@ -452,7 +446,6 @@ def handled_skew(ground: Ground) -> Diagnosis:
 
 
 SOUND: Mapping[str, tuple[Callable[[Ground], Diagnosis], str]] = {
-    "batch renormalisation": (batch_renorm, "small-batch"),
     "an eps of 1": (eps_of_1, "extreme-variance"),
     "a few extreme channels": (few_extreme_channels, "extreme-variance"),
     "a layer that is called twice": (

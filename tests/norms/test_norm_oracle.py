@@ -21,8 +21,7 @@ LAYERS: dict[int, type[nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d]] = {
     3: nn.BatchNorm3d,
 }
 GROUPS = {"group": 2, "layer": 1, "instance": CHANNELS}
-# test_group_ws.py, test_batch_renorm.py, test_wsconv.py and test_fixup.py test the
-# other norms.
+# test_group_ws.py, test_wsconv.py and test_fixup.py test the other norms.
 KINDS = ["batch", *GROUPS, "none"]
 CASES = [
     (kind, dim, shape)

@@ -63,9 +63,7 @@ def test_all_layers_of_a_torchvision_model(
     paths = [row.path for row in report]
     assert paths == [path for path, _ in model.named_modules() if path in paths]
     # All entries outside the replaced norms stay, by name and in order.
-    gone: set[str] = set()
-    if kind != "batch-renorm":
-        gone |= {"running_mean", "running_var", "num_batches_tracked"}
+    gone = {"running_mean", "running_var", "num_batches_tracked"}
     if kind in ("none", "wsconv"):
         gone |= {"weight", "bias"}
     norm_entries = {f"{row.path}.{leaf}" for row in norm_rows for leaf in gone}

@@ -20,7 +20,6 @@ from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.models import build_model
 from fedbn_flwr.lab.runs.inspection import inspect_model
-from fedbn_flwr.norms import replace_norm
 from fedbn_flwr.strategies import FedDNA, FedTAN, FedTAN2
 from tests.support.strange_layers import Checkpointed, Reentrant
 from tests.support.synchronised import (
@@ -226,10 +225,6 @@ UNFIT: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "scripted": (
         lambda: torch.jit.script(in_blocks(nn.Sequential)),
         "is a RecursiveScriptModule",
-    ),
-    "batch-renorm": (
-        lambda: replace_norm(in_blocks(nn.Sequential), "batch-renorm")[0],
-        "layer '0.1' is batch-renorm",
     ),
 }
 

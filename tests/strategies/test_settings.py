@@ -91,7 +91,6 @@ CONTRADICTORY: list[tuple[dict[str, Any], str]] = [
     ({**DP, "strategy": "scaffold"}, "'scaffold' with dp=server.*control variates"),
     ({**DP, "strategy": "centralized"}, "no clients"),
     ({**DP, "min-replies": 2}, "min-replies=2"),
-    ({**DP, "norm": "batch-renorm"}, "norm=batch-renorm"),
     ({"dp": "off", "dp-delta": 1e-6}, "dp-delta=1e-06.*dp=server"),
     ({**DP, "dp-noise-multiplier": -1.0}, "dp-noise-multiplier=-1.0"),
     (

@@ -24,7 +24,6 @@ from fedbn_flwr.batchnorm.sync.reduction import (
     check_names,
 )
 from fedbn_flwr.errors import ConfigError, NormLayerError
-from fedbn_flwr.norms.renorm import BatchRenorm
 from fedbn_flwr.training.model_state import compiled_modules, not_compiled, unwrap
 from fedbn_flwr.training.replaced_method import replace_method
 
@@ -84,11 +83,10 @@ def synchronised(
 
     Raises:
         ConfigError: An argument is out of range.
-        NormLayerError: A layer cannot be synchronised. TorchScript, DataParallel, batch
-            renormalisation and a model in another client's step are refused at the
-            start of the block. One value per channel in the union, activation
-            checkpointing and a layer's own arithmetic are refused when the layer is
-            called.
+        NormLayerError: A layer cannot be synchronised. TorchScript, DataParallel and a
+            model in another client's step are refused at the start of the block. One
+            value per channel in the union, activation checkpointing and a layer's own
+            arithmetic are refused when the layer is called.
     """
     if not 1 <= batch_size <= union_batch_size:
         raise ConfigError(
@@ -118,17 +116,8 @@ def synchronised(
 
 
 def _refuse_unfit(model: nn.Module) -> None:
-    """Raise NormLayerError for modules that cannot be synchronised.
-
-    These are modules whose calls torch's function modes do not see, and layers that
-    correct their statistics locally.
-    """
+    """Raise NormLayerError for modules whose calls torch's function modes do not see."""
     for path, module in model.named_modules():
-        if isinstance(module, BatchRenorm):
-            raise NormLayerError(
-                f"layer '{path}' is batch-renorm. Its correction uses local statistics,"
-                " so it cannot be synchronised. Use norm=batch."
-            )
         if isinstance(module, (torch.jit.ScriptModule, nn.DataParallel)):
             raise NormLayerError(
                 f"module {path or 'model'!r} is a {type(module).__name__}, so its"

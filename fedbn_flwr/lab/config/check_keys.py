@@ -177,12 +177,6 @@ def _of_privacy(config: Fields) -> Iterator[Problem]:
             " one client is its update"
         )
         yield Problem("conflict", text, "masked-sums")
-    if config.protected and config.norm == "batch-renorm":
-        text = (
-            "norm=batch-renorm warms up by counting batches, and with privacy a counter"
-            " counts rounds"
-        )
-        yield Problem("conflict", text, "norm")
     # A run without privacy imports only its settings.
     rows = [*DPSettings.rows, *([MASKED_UPDATES] if config.masked_sums else [])]
     for problem in check(rows, config, Known()):

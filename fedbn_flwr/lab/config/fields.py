@@ -29,7 +29,6 @@ from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.lab.config.values import refuse_bool, split
 from fedbn_flwr.privacy.protection_settings import DPSettings, MaskSettings
 from fedbn_flwr.server.methods.params import (
-    BATCHNORM_KINDS,
     SET,
     Params,
     Settings,
@@ -321,12 +320,12 @@ class Model(Group):
         "BatchNorm outside train-only: eval normalises with its running statistics and"
         " keeps them; train normalises with the batch statistics, and the method updates"
         " the running statistics",
-        {"train-only": SET, "norm": BATCHNORM_KINDS},
+        {"train-only": SET, "norm": ("batch",)},
     )
     bn_momentum: float = key(
         0.1,
         "momentum of BN's running statistics, torch's convention",
-        {"norm": BATCHNORM_KINDS},
+        {"norm": ("batch",)},
         gt=0,
         le=1,
     )
@@ -425,7 +424,7 @@ class Tests(Group):
         " -test-bn and in an additional test of held-out clients: batch uses the"
         " statistics of each test batch, mix combines these with the stored statistics,"
         " weighted like 16 examples; empty disables these tests",
-        {"norm": BATCHNORM_KINDS},
+        {"norm": ("batch",)},
     )
 
 

@@ -185,7 +185,7 @@ def refuse_too_few_clients(config: Config, num_clients: int) -> None:
 def _replaces_nothing(config: Config) -> bool:
     """Return whether a norm finds no BatchNorm to replace."""
     # The others, wsconv and fixup, act without BatchNorm, or refuse the model.
-    if config.norm not in ("group", "layer", "instance", "group+ws", "batch-renorm"):
+    if config.norm not in ("group", "layer", "instance", "group+ws"):
         return False
     options = {**build_options(config), "norm": "batch"}
     return not split_state(build_model(**options)).layers

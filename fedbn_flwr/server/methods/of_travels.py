@@ -153,20 +153,10 @@ def reestimates(method: Method[Any, Any]) -> bool:
 def _of_statistics(method: Method[Any, Any], known: Known) -> Iterator[Problem]:
     """Yield the problems of statistics that a method sets instead of BatchNorm."""
     # BN's momentum only moves running statistics, and here all of them are frozen.
-    untracked = all(phase.frozen & TRACKED for phase in declared(method))
-    if untracked:
+    if all(phase.frozen & TRACKED for phase in declared(method)):
         text = f"{method.name} tracks no running variances in training"
         yield _unused("untracked", text, "variance")
         yield _unused("untracked", text, "bn_momentum")
-    sets = untracked or needs_all_layers(together(declared(method)))
-    if known.norm == "batch-renorm" and sets:
-        yield Problem(
-            "batch-renorm",
-            f"{method.name} sets the statistics with which BatchNorm normalises, but"
-            " norm=batch-renorm corrects them with running statistics",
-            "norm",
-            remedy="norm=batch",
-        )
     if method.role != "option" and reestimates(method):
         text = f"{method.name} always re-estimates"
         yield _unused("always-re-estimated", text, "recalibrate")

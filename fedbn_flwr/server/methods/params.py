@@ -13,7 +13,6 @@ from fedbn_flwr.errors import unknown_name
 from fedbn_flwr.problems import Known, Problem, check, tell
 
 __all__ = [
-    "BATCHNORM_KINDS",
     "EVALUATIONS",
     "RECALIBRATED",
     "SET",
@@ -71,8 +70,6 @@ def tests_in(eval_on: str) -> tuple[str, ...]:
 
 SET = "any value but the default"
 """Stands for such a value of a key in ``only_if``."""
-BATCHNORM_KINDS = ("batch", "batch-renorm")
-"""The values of ``norm`` with running statistics."""
 
 
 def setting(
@@ -145,7 +142,7 @@ def _is_one_of(value: Any, allowed: Collection[Any]) -> bool:
 
 
 def in_words(conditions: Mapping[str, Any]) -> str:
-    """Return conditions as text: "train-only, with norm=batch and batch-renorm"."""
+    """Return conditions as text: "train-only, with norm=group and layer"."""
     words = []
     for key, values in conditions.items():
         if values == SET:
@@ -275,7 +272,7 @@ class Params(Settings):
         "comma list of paths and globs of BatchNorm layers (`layer1,*.bn2`), each with"
         " the layers below it: the method acts only on these, and FedAvg handles the"
         " others; empty selects all",
-        only_if={"norm": BATCHNORM_KINDS},
+        only_if={"norm": ("batch",)},
     )
     personal: str = setting(
         "",
@@ -287,7 +284,7 @@ class Params(Settings):
     variance: Literal["mean", "pooled"] = setting(
         "mean",
         "average of running variances; pooled also adds the spread of the client means",
-        only_if={"norm": BATCHNORM_KINDS},
+        only_if={"norm": ("batch",)},
     )
     recalibrate: bool = setting(
         False,

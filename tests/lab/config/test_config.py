@@ -37,7 +37,6 @@ OTHERS: dict[str, Any] = {
     "freeze-affine": True,
     "variance": "pooled",
     "strategy": "fixbn",
-    "norm": "batch-renorm",
     "model": "torchvision:resnet18",
     "dataset": "cifar10",
     "partition": "dirichlet",

@@ -284,7 +284,7 @@ FURTHER: list[tuple[dict[Any, Any], str, str]] = [
         "eval-on",
     ),
     ({"strategy": "centralized", "recalibrate": True}, "no-effect", "recalibrate"),
-    ({"strategy": "staticbn", "norm": "batch-renorm"}, "batch-renorm", "norm"),
+    ({"norm": "batch-renorm"}, "unknown-name", "norm"),
     ({"eval-on": "personal-domains"}, "needs", "eval-on"),
     ({"eval-on": "global-test-bn"}, "needs", "test-bn"),
     (

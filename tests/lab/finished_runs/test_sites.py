@@ -53,7 +53,7 @@ BEST = {"early-stopping": 1, "validation-share": 0.2, "num-server-rounds": 6}
 HALF = {"fraction-train": 0.34, "eval-on": "personal-own,averaged-bn"}
 FINE_TUNED: Mapping[str, Mapping[str, Any]] = {
     "FedBABU": {"strategy": "fedrep", "head-steps": 0},
-    "workers": {"strategy": "fedbn", "norm": "batch-renorm"},
+    "workers": {"strategy": "fedbn"},
     "the best round": {"strategy": "fedbn", **BEST, "learning-rate": 0.3},
     "a part of the clients": {"strategy": "silobn", **HALF},
     "frozen": {"strategy": "fixbn", "freeze-at": 1},

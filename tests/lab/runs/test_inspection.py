@@ -61,7 +61,7 @@ class Noise:
 # A draw may change these settings; the first value is the default.
 AXES: Mapping[str, tuple[Any, ...]] = {
     "model": ("lenet", "mlp"),
-    "norm": ("batch", "group", "batch-renorm"),
+    "norm": ("batch", "group"),
     "local-part": ("", "fedbn", "silobn", "mtfl"),
     "client-hooks": (
         "",
