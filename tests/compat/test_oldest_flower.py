@@ -20,8 +20,7 @@ import fedbn_flwr
 PACKAGE = Path(fedbn_flwr.__file__).parent
 OLDEST = Path(__file__).with_name("oldest_flower.txt")
 # Only the laboratory imports these, and it requires a newer Flower.
-COMPAT = PACKAGE / "compat"
-LAB = (PACKAGE / "lab", COMPAT / "node_key.py", COMPAT / "node_list.py")
+LAB = (PACKAGE / "lab", PACKAGE / "compat/node_key.py")
 
 
 def imported(node: ast.AST) -> Iterator[str]:

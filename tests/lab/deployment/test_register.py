@@ -1,17 +1,18 @@
-"""Registering nodes uses the SuperLink's list of its nodes."""
+"""``docker/register.py`` registers the nodes in the SuperLink's list of its nodes."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
 from collections.abc import Mapping
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
 import flwr
 import pytest
 
 if tuple(int(number) for number in flwr.__version__.split(".")[:2]) < (1, 41):
-    pytest.skip("node_list serves Flower from 1.41 on", allow_module_level=True)
+    pytest.skip("register.py serves Flower from 1.41 on", allow_module_level=True)
 
 from flwr.proto.control_pb2 import (
     ListNodesRequest,
@@ -23,10 +24,10 @@ from flwr.proto.control_pb2 import (
 from flwr.proto.node_pb2 import NodeInfo
 from flwr.supercore.constant import NodeStatus
 
-from fedbn_flwr.compat import node_list
-from fedbn_flwr.compat.node_list import register_exactly
-
-ROOT = Path(__file__).parents[2]
+SCRIPT = Path(__file__).parents[3] / "docker/register.py"
+SPEC = spec_from_file_location("register", SCRIPT)
+register = module_from_spec(SPEC)
+SPEC.loader.exec_module(register)
 
 
 class SuperLink:
@@ -64,13 +65,13 @@ def test_the_superlink_has_the_nodes_of_the_folder_and_no_others(monkeypatch) ->
     """A key that was unregistered stays out forever without an error."""
     on, off = NodeStatus.ONLINE, NodeStatus.UNREGISTERED
     server = SuperLink({b"stays": on, b"goes": on, b"went": off, b"back": off})
-    monkeypatch.setattr(node_list, "read_superlink_connection", str)
+    monkeypatch.setattr(register, "read_superlink_connection", str)
     monkeypatch.setattr(
-        node_list, "init_http_client_from_connection", lambda connection: server
+        register, "init_http_client_from_connection", lambda connection: server
     )
     wanted = {"node-1": b"stays", "node-2": b"back", "node-3": b"comes"}
     for _ in range(2):
-        lines = register_exactly("here", wanted)
+        lines = register.register_exactly("here", wanted)
         assert {key for key, status in server.status.items() if status != off} == {
             b"stays",
             b"comes",
@@ -80,7 +81,7 @@ def test_the_superlink_has_the_nodes_of_the_folder_and_no_others(monkeypatch) ->
 
 
 def test_an_empty_folder_unregisters_nobody(tmp_path: Path) -> None:
-    command = [sys.executable, str(ROOT / "docker/register.py"), "x", str(tmp_path)]
+    command = [sys.executable, str(SCRIPT), "x", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert str(tmp_path) in done.stderr
