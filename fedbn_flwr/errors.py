@@ -329,8 +329,12 @@ REMOVED = {
         " Batch renormalisation was removed in 0.3. For batches of a few examples, use"
         " norm=group."
     ),
+    "--fold-bn": (
+        " Folding was removed in 0.3, because --format onnx folds BatchNorm by itself. In"
+        " torch, use torch.fx.experimental.optimization.fuse."
+    ),
 }
-"""Sentences about removed names."""
+"""A sentence about each removed name and option."""
 
 
 def unknown_name(kind: str, value: object, allowed: Iterable[str]) -> ConfigError:

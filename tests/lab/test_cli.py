@@ -320,6 +320,7 @@ DOMAINS = (
         (["inspect", "--strategy", "fedbnn"], "'fedbn'"),
         (["inspect", "--model", "resnet18"], "'torchvision:resnet18'"),
         (["inspect", "--norm", "grup"], "'group'"),
+        (["export", "runs/fedbn", "--fold-bn"], "--format onnx"),
         (["inspect", "--num-clients", "0"], "num-clients"),
         (["partition", "--set", "partition=naturl"], "'natural'"),
         (["partition", "--set", "partition=natural"], "'natural'"),

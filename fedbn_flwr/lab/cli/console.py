@@ -25,7 +25,13 @@ from rich.progress import (
 from typer.core import TyperCommand
 from typer.models import TyperPath
 
-from fedbn_flwr.errors import ConfigError, DataError, FedBNError, NormLayerError
+from fedbn_flwr.errors import (
+    REMOVED,
+    ConfigError,
+    DataError,
+    FedBNError,
+    NormLayerError,
+)
 
 F = TypeVar("F", bound=Callable[..., Any])
 # groups of commands in the help
@@ -49,6 +55,8 @@ class _Command(TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse the arguments, with the user's home for ``~`` in paths."""
+        for word in REMOVED.keys() & {*args}:
+            ctx.fail(f"no such option: {word}.{REMOVED[word]}")
         # Expand it only in paths: "~" in another text means itself.
         rest = super().parse_args(ctx, args)
         for parameter in self.params:

@@ -113,7 +113,7 @@ def evaluate(
 
 @app.add(
     AFTERWARDS,
-    "export runs/fedbn --client 2 --format onnx --fold-bn --out runs/model.onnx",
+    "export runs/fedbn --client 2 --format onnx --out runs/model.onnx",
 )
 def export(
     run: Annotated[
@@ -142,9 +142,6 @@ def export(
         typer.Option(help="Use the average of the clients' local BN."),
     ] = None,
     state_dir: StateFolder = None,
-    fold_bn: Annotated[
-        bool, typer.Option("--fold-bn", help="Fold BN into the layers before it.")
-    ] = False,
 ) -> None:
     """Write a model of a run as one file, checked against the evaluated model."""
     with exit_codes():
@@ -154,10 +151,7 @@ def export(
 
     with exit_codes():
         choice = Choice(client, bn is not None, state_dir)
-        done = write(run, out, format, choice, fold_bn=fold_bn)
+        done = write(run, out, format, choice)
         say(f"model: {done.what}")
-        if done.folding:
-            for line in done.folding.lines(shown=3):
-                say(line)
         say(f"check: {done.check}")
         say(f"file: {done.file.absolute()}")

@@ -1,6 +1,5 @@
 """Models to take away, in formats that need no part of this package.
 
-- ``folding``: BatchNorm becomes a part of the layer before it.
 - ``normalise``: the layer before a model that normalises its inputs.
 - ``formats``: torch.export and ONNX, written, loaded and run.
 
@@ -9,7 +8,6 @@
 
 from __future__ import annotations
 
-from fedbn_flwr.lab.export.folding import Folding, fold
 from fedbn_flwr.lab.export.formats import (
     encode_onnx,
     encode_torch_export,
@@ -19,11 +17,9 @@ from fedbn_flwr.lab.export.formats import (
 from fedbn_flwr.lab.export.normalise import Normalise, normalised_inside
 
 __all__ = [
-    "Folding",
     "Normalise",
     "encode_onnx",
     "encode_torch_export",
-    "fold",
     "normalised_inside",
     "run_onnx",
     "run_torch_export",

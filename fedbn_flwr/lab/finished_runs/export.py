@@ -5,7 +5,6 @@ The file's outputs are checked against the evaluated model.
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 from collections.abc import Callable, Mapping
@@ -20,6 +19,7 @@ from torch import Tensor, nn
 from fedbn_flwr.checked_file import encode_safetensors, write_atomically
 from fedbn_flwr.client.personal_model import read_state
 from fedbn_flwr.errors import (
+    REMOVED,
     ConfigError,
     DataError,
     EngineError,
@@ -28,15 +28,12 @@ from fedbn_flwr.errors import (
     unknown_name,
 )
 from fedbn_flwr.lab.export import (
-    Folding,
     encode_onnx,
     encode_torch_export,
-    fold,
     normalised_inside,
     run_onnx,
     run_torch_export,
 )
-from fedbn_flwr.lab.export.folding import folded_at
 from fedbn_flwr.lab.export.formats import check_onnx_is_installed
 from fedbn_flwr.lab.finished_runs.saved_model import Choice, SavedModel, load_model
 from fedbn_flwr.lab.output.summary import MODEL_DESCRIPTION, ModelDescription
@@ -59,8 +56,8 @@ BOUND = 1e-4
 
 # Batch sizes of the check. Several sizes show that the batch size is free.
 _BATCHES = [1, 5, 26]
-# The key of the metadata with the folded BatchNorm layers.
-_FOLDED = "folded"
+# The key of the metadata with the description of the model.
+_WHAT = "what"
 
 
 @dataclass(frozen=True)
@@ -99,13 +96,11 @@ class Exported:
         file: the file of the model.
         what: a description of the model.
         check: the distance of its outputs from the evaluated model's outputs.
-        folding: the folded layers; None without ``fold_bn``.
     """
 
     file: Path
     what: str
     check: Check
-    folding: Folding | None
 
 
 def export(
@@ -113,8 +108,6 @@ def export(
     out: Path,
     format: Format,
     choice: Choice | None = None,
-    *,
-    fold_bn: bool = False,
 ) -> Exported:
     """Write a model of a run as a new file for inputs in the form of the data.
 
@@ -126,8 +119,6 @@ def export(
         out: the file to write, with the suffix of the format.
         format: "torch" (the state, see ``load_exported``), "torch-export" or "onnx".
         choice: the model to export; by default, the global model.
-        fold_bn: BatchNorm becomes a part of the layers before it, see
-            ``lab.export.fold``.
 
     Raises:
         ConfigError: the file exists, the choice or the format does not fit, or the file
@@ -147,15 +138,11 @@ def export(
     # Copy the saved model, since the file is compared with it.
     normalise = saved.description.normalise()
     model = copied(saved.model).to(memory_format=torch.contiguous_format)
-    folding = None
-    if fold_bn:
-        model, folding = fold(model, normalise(inputs[:2]))
     about = {
         "format": "pt",
         "model": saved.config.model,
-        "what": saved.what,
+        _WHAT: saved.what,
         MODEL_DESCRIPTION: saved.description.to_json(),
-        _FOLDED: json.dumps(folding and folding.folded),
     }
     content = _encode(format, model, normalise, inputs[:2], about)
     try:
@@ -169,7 +156,7 @@ def export(
     except BaseException:
         out.unlink(missing_ok=True)
         raise
-    return Exported(out, saved.what, check, folding)
+    return Exported(out, saved.what, check)
 
 
 def load_exported(path: str | Path) -> nn.Module:
@@ -182,19 +169,21 @@ def load_exported(path: str | Path) -> nn.Module:
         StateError: the file cannot be read.
     """
     state, about = read_state(Path(path))
-    if _FOLDED not in about:
+    if _WHAT not in about:
         raise ConfigError(
             f"{path} was not written by `fedbn-flwr export --format torch`."
+        )
+    # Files of 0.2 have this key, with "null" if no layer is folded.
+    if about.get("folded", "null") != "null":
+        raise ConfigError(
+            f"{path} was exported with --fold-bn.{REMOVED['--fold-bn']} Export the model"
+            " again, without --fold-bn."
         )
     taken = ModelDescription.read(about)
     changed = taken.code_changed()
     if changed:
         logger.warning("%s: %s", path, changed)
-    # The layers are folded again, and their weights come from the file.
     model = taken.model()
-    folded = json.loads(about[_FOLDED])
-    if folded is not None:
-        model = folded_at(model, folded)
     model.load_state_dict(state)
     return normalised_inside(model, taken.normalise())
 

@@ -70,7 +70,7 @@ def test_a_run_on_signals_is_the_model_that_is_exported(
     evaluate_run(tmp_path / "run", {"dataset": settings["dataset"]})
     if strategy == "fedbn":
         return  # its model has averaged BN and exports differently
-    done = export(tmp_path / "run", tmp_path / "home/model.onnx", "onnx", fold_bn=True)
+    done = export(tmp_path / "run", tmp_path / "home/model.onnx", "onnx")
     assert done.check.relative < 1e-5
     x = torch.from_numpy(waves()[0])
     assert run_onnx(done.file)(x[:5]).shape == (5, CLASSES)
