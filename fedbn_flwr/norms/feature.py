@@ -2,7 +2,7 @@ r"""Feature normalisation: features of a fixed length, with any norm except fixu
 
 Zhang, Beitollahi, Bie, Chen 2024, "Understanding the Role of Layer Normalization in
 Label-Skewed Federated Learning", TMLR, arXiv:2308.09565 (FN), read in the authors' code
-Label-Skewed Federated Learning", TMLR, arXiv:2308.09565 (FN), read in the authors' code
+and in notes of a reader; Kim, Lee, Oh, Yun 2023, "FedFN: Feature Normalization for
 Alleviating Data Heterogeneity Problem in Federated Learning", arXiv:2311.13267,
 abstract.
 
