@@ -101,7 +101,6 @@ def test_under_flower_the_server_and_the_clients_do_so_each_in_its_process(
     [
         {"bn-momentum": 0.3},
         {"model": "resnet20", "dataset": "cifar10", "train-only": "layer3,fc"},
-        {"norm": "wsconv", "model": "lenet"},
     ],
 )
 def test_clients_get_the_model_as_it_is_built(
