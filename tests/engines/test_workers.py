@@ -462,7 +462,7 @@ def test_a_fork_of_a_process_in_which_a_client_computes_can_compute() -> None:
 
 
 def test_a_message_that_cannot_be_sent_fails_its_client_only(monkeypatch) -> None:
-    """An error occurs if the arrays find no space; the next message arrives."""
+    """The arrays of one message find no room, but the next message arrives."""
     tries = []
     whole = Packed.write
 

@@ -1,4 +1,4 @@
-"""The command line has exit codes, help with examples, and these commands."""
+"""Exit codes, help with examples, lists and the commands inspect, run and sweep."""
 
 from __future__ import annotations
 

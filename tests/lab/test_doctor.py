@@ -242,7 +242,7 @@ def test_remedies_that_the_run_has_or_cannot_take_are_left_out(
     )
     left = {remedy.setting for finding in found for remedy in finding.remedies}
     assert sorted({*EVERY} - left) == sorted(lost)
-    # It refuses a model without BatchNorm, as recalibrate=true does.
+    # These strategies refuse a model without BatchNorm, as recalibrate=true does.
     refuses = settings.get("strategy") in ("staticbn", "fedbn")
     assert ("strategy=fedavg norm=group" in left) == refuses
 

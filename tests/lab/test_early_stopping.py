@@ -112,7 +112,7 @@ def test_the_result_is_that_of_a_run_that_ends_with_the_best_round(
 def test_the_result_has_the_statistics_that_were_reestimated_in_the_best_round(
     tmp_path: Path,
 ) -> None:
-    """Training does not use them.
+    """Training does not use these statistics.
 
     They are in the checkpoint next to the model, with other values than the model's
     own.

@@ -726,7 +726,7 @@ def forms_of(state: State, weight: float, point: FixedPoint) -> Iterator[bytes]:
 def test_no_message_holds_a_clients_numbers(run_step, branches, monkeypatch) -> None:
     """No message contains a model or exchange in any of its forms.
 
-    The same search finds those of a plain run.
+    The same search finds the numbers of a plain run.
     """
     seen: list[tuple[float, State]] = []
     weight = 0.0

@@ -129,7 +129,7 @@ def test_a_study_can_run_says_how_and_has_a_small_twin(
 
 @pytest.mark.parametrize("full", FULL, ids=lambda path: path.stem)
 def test_the_time_of_a_study(full: Path) -> None:
-    """The head counts the runs and gives the page's time.
+    """The head of a study counts its runs and gives the same time as the page.
 
     A small study takes an hour at most.
     """

@@ -381,7 +381,7 @@ def test_a_point_that_lacks_a_score_at_one_seed_is_not_chosen(
 ) -> None:
     """The mean of the other seeds would favour it.
 
-    Each of two points is an end of the grid.
+    Each of two points is an end of the grid, so no warning appears.
     """
     scores = {(0.1, 0): 0.9, (0.1, 1): lost, (0.2, 0): 0.5, (0.2, 1): 0.7}
     study = scored(tmp_path, monkeypatch, scores)
