@@ -1,6 +1,4 @@
-"""The projects in ``apps/`` run as users write them, and with the diffs that change
-them.
-"""
+"""The projects in ``apps/`` run as users write them, and with their diffs."""
 
 from __future__ import annotations
 
