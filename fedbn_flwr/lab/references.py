@@ -13,7 +13,7 @@ from fedbn_flwr.errors import ConfigError, FedBNError
 from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.files import CONFIG_FILE
 from fedbn_flwr.lab.run_files import RunFiles
-from fedbn_flwr.training.tasks import higher_is_better, in_percent, quantity_of
+from fedbn_flwr.training.tasks import higher_is_better
 
 ALONE = "standalone"
 
@@ -51,6 +51,15 @@ def references_of(run: RunFiles, against: Sequence[Path] = ()) -> list[RunFiles]
     return sorted(found, key=lambda one: one.config.strategy != ALONE)[:3]
 
 
+def name_of(run: RunFiles) -> str:
+    """Return the name of a reference run."""
+    if run.config.strategy == ALONE:
+        return "training alone"
+    if run.folder.name == run.config.title:
+        return run.title
+    return f"{run.title} ({run.folder.name})"
+
+
 def alone_command(config: Config, out: Path) -> str:
     """Return the command that trains each site on its own data, with the same test."""
     values = config.to_mapping()
@@ -82,25 +91,27 @@ def _differs(run: RunFiles, other: RunFiles) -> str:
 class Comparison:
     """The difference between a run and a reference, as a mean over the sites.
 
-    Values have the unit of the page: per cent, or the metric's own unit.
+    Differences have the unit of the metric.
 
     Attributes:
         reference: the other run.
-        by_site: the difference at each site, by name.
+        by_site: the row of each site with a difference, by its name.
         better: the number of sites at which the run is better.
         worse: the number of sites at which the run is worse.
         difference: the mean over the sites.
         low: the lower end of its 95 % interval, from the sites' paired bootstraps.
         high: the upper end; both are None if a site has no interval.
+        gain: the difference, with the sign that makes better values larger.
     """
 
     reference: RunFiles
-    by_site: Mapping[str, float]
+    by_site: Mapping[str, Mapping[str, Any]]
     better: int
     worse: int
     difference: float
     low: float | None
     high: float | None
+    gain: float
 
     @property
     def established(self) -> bool:
@@ -118,34 +129,54 @@ def compare(
     Args:
         run: the run.
         reference: the other run.
-        sites: rows of ``sites_of_run(run.folder, reference.folder)``.
+        sites: rows of ``site_rows(run, reference)``.
     """
-    metric = quantity_of(run.headline)
-    scale = 100 if in_percent(metric) else 1
     paired = [row for row in sites if row.get("difference") is not None]
     if not paired:
         return None
-    by_site = {row["site"]: scale * row["difference"] for row in paired}
-    sign = 1 if higher_is_better(metric) else -1
-    mean = math.fsum(by_site.values()) / len(by_site)
+    sign = 1 if higher_is_better(run.headline) else -1
+    gains = [sign * row["difference"] for row in paired]
+    mean = math.fsum(gains) / len(gains)
     # The sites are independent, so the squares of half their intervals add up. A site
     # without an interval leaves the mean without one.
-    widths = [
-        scale * (row["difference-high"] - row["difference-low"])
-        for row in paired
-        if row.get("difference-low") is not None
-        and row.get("difference-high") is not None
-    ]
     low = high = None
-    if len(widths) == len(paired):
+    if all(row.get("difference-high") is not None for row in paired):
+        widths = [row["difference-high"] - row["difference-low"] for row in paired]
         half = math.hypot(*widths) / (2 * len(widths))
-        low, high = mean - half, mean + half
-    return Comparison(
-        reference,
-        by_site,
-        sum(sign * value > 0 for value in by_site.values()),
-        sum(sign * value < 0 for value in by_site.values()),
-        mean,
-        low,
-        high,
-    )
+        low, high = sign * mean - half, sign * mean + half
+    by_site = {row["site"]: row for row in paired}
+    better, worse = (sum(side * gain > 0 for gain in gains) for side in (1, -1))
+    return Comparison(reference, by_site, better, worse, sign * mean, low, high, mean)
+
+
+def site_rows(
+    run: RunFiles, reference: RunFiles | None = None, *, again: bool = True
+) -> tuple[list[dict[str, Any]], str]:
+    """Return the rows of the sites, and the reason why their intervals are missing.
+
+    A row has the difference from the reference, if both runs have a value.
+
+    Args:
+        run: the run.
+        reference: a comparable run.
+        again: whether the saved models are tested again, for the intervals.
+    """
+    rows = {row["site"]: row for row in run.sites()}
+    for other in reference.sites() if reference else ():
+        row = rows.get(other["site"], {})
+        if row.get("value") is not None and other.get("value") is not None:
+            row["difference"] = row["value"] - other["value"]
+    unknown = ""
+    if again and run.summary.get("sites"):
+        # torch and the data of the run are needed for this test
+        from fedbn_flwr.lab.finished_runs.sites import sites_of_run
+
+        try:
+            tested = sites_of_run(run.folder, reference and reference.folder)
+        except FedBNError as error:
+            unknown = f"The sites have no intervals: {error}"
+        else:
+            for row in tested:
+                known = rows.setdefault(row["site"], {"metrics": {}, "rounds": None})
+                known.update(row)
+    return list(rows.values()), unknown

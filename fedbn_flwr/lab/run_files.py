@@ -13,9 +13,15 @@ from fedbn_flwr.errors import FedBNError
 from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.files import lost_lines, read_json, read_metrics
 from fedbn_flwr.lab.finished_runs.saved_model import run_config
-from fedbn_flwr.lab.output.folder import DIVERGED_AT
+from fedbn_flwr.lab.output.folder import DIVERGED_AT, is_locked
 from fedbn_flwr.lab.output.run_tests import headlines
-from fedbn_flwr.training.tasks import in_percent
+from fedbn_flwr.strategies import STRATEGIES
+from fedbn_flwr.training.tasks import in_percent, quantity_of
+
+TESTS = ("test-", "personal-", "validation-", "held-out-", "train-")
+"""The beginnings of the keys of tests in ``metrics.jsonl``."""
+
+_OWN = "own-"
 
 
 @dataclass(frozen=True)
@@ -28,6 +34,7 @@ class RunFiles:
         lines: the lines of ``metrics.jsonl``; empty if a finished run has lost some.
         summary: the summary of a finished run, otherwise empty.
         lost: a text on lost lines; "" if there are none.
+        running: whether a process of this machine still writes the folder.
     """
 
     folder: Path
@@ -35,16 +42,27 @@ class RunFiles:
     lines: list[dict[str, Any]]
     summary: dict[str, Any]
     lost: str
+    running: bool
 
     @classmethod
     def read(cls, folder: Path) -> RunFiles:
         """Read a folder, or raise ConfigError if it does not belong to a run."""
         config = run_config(folder)
         # Read the summary before the lines: with a summary, the lines are complete.
+        running = is_locked(folder)
         summary = read_json(folder / "summary.json")
         lines = read_metrics(folder / "metrics.jsonl")
         lost = lost_lines(summary, lines) if summary else ""
-        return cls(folder, config, [] if lost else lines, summary, lost)
+        return cls(folder, config, [] if lost else lines, summary, lost, running)
+
+    @property
+    def title(self) -> str:
+        """The names of the methods, as in their papers."""
+        names = []
+        for name in self.config.title.split("+"):
+            kind = STRATEGIES.get(name)
+            names.append(kind.__name__ if kind else name)
+        return "+".join(names)
 
     @property
     def headline(self) -> str:
@@ -55,8 +73,7 @@ class RunFiles:
         except FedBNError:
             for line in self.lines:
                 for key in line:
-                    is_test = key.startswith(("test-", "personal-"))
-                    if is_test and not key.endswith("-loss"):
+                    if key.startswith(TESTS[:2]) and not key.endswith("-loss"):
                         return key
             return "test-loss"
 
@@ -90,16 +107,85 @@ class RunFiles:
         rounds = [line["round"] for line in tested]
         return rounds, [scale * line[key] for line in tested]
 
+    def site_name(self, client: str) -> str:
+        """Return the name of the site with this number in the lines."""
+        # The table of sites begins with the clients, in the order of their numbers.
+        sites = self.summary.get("sites", ())
+        if client.isdecimal() and int(client) < len(sites):
+            return str(sites[int(client)]["site"])
+        return f"client {client}"
+
+    def sites(self) -> list[dict[str, Any]]:
+        """Return a row for each site with its last test.
+
+        A row has the keys of a row of the summary's ``sites``, and in addition
+        ``metrics`` by name and ``rounds``, the number of rounds with a used reply.
+        """
+        metric = quantity_of(self.headline)
+        rows: dict[str, dict[str, Any]] = {}
+        for row in self.summary.get("sites", ()):
+            rows[row["site"]] = {"metrics": {}, "rounds": None, **row}
+        last: dict[str, dict[str, Any]] = {}
+        took_part: Counter[str] = Counter()
+        for line in self.lines:
+            last |= line.get("clients", {})
+            took_part.update(map(str, line.get("participants", ())))
+        for client, tests in sorted(last.items(), key=lambda one: one[0].zfill(9)):
+            own = {
+                key.removeprefix(_OWN): value
+                for key, value in tests.items()
+                if key.startswith(_OWN)
+            }
+            name, examples = self.site_name(client), own.pop("num-examples", 0)
+            row = {"site": name, "examples": examples, "value": own.get(metric)}
+            row = rows.setdefault(name, row)
+            row |= {"metrics": own, "rounds": took_part[client]}
+        for key, of_domains in self.final.get("domains", {}).items():
+            for name in rows.keys() & of_domains.keys():
+                if key.startswith("test-"):
+                    name_of = key.removeprefix("test-")
+                    rows[name]["metrics"][name_of] = of_domains[name]
+        return list(rows.values())
+
+    def site_curves(self, key: str) -> dict[str, tuple[list[int], list[float]]]:
+        """Return the curve of each site's own tests, by its name."""
+        found: dict[str, tuple[list[int], list[float]]] = {}
+        for line in self.lines:
+            for client, tests in line.get("clients", {}).items():
+                if tests.get(key) is not None:
+                    name = self.site_name(client)
+                    rounds, values = found.setdefault(name, ([], []))
+                    rounds.append(line["round"])
+                    values.append((100 if in_percent(key) else 1) * tests[key])
+        return found
+
+    def missing(self) -> list[tuple[str, str, str]]:
+        """Return (site, rounds, reason) for each site without a usable reply."""
+        found: dict[tuple[str, str], list[int]] = {}
+        for line in self.lines:
+            for client, reason in line.get("missing", {}).items():
+                key = self.site_name(client), reason
+                found.setdefault(key, []).append(line["round"])
+        rows = []
+        for (site, reason), rounds in found.items():
+            shown = str(rounds[0])
+            if len(rounds) > 1:
+                shown = f"{len(rounds)} from {rounds[0]} to {rounds[-1]}"
+            rows.append((site, shown, reason))
+        return rows
+
 
 def run_warnings(run: RunFiles) -> Iterator[str]:
     """Yield the warnings that belong before the numbers, the worst first."""
     if run.diverged_at:
         yield f"The run diverged in round {run.diverged_at}: {run.divergence}."
     if not run.summary:
-        yield (
-            f"The run is not finished: {len(run.lines)} of"
-            f" {run.config.num_server_rounds} rounds."
-        )
+        state = "The run is still running"
+        if not run.running:
+            state = "The run is not finished, and no process here continues it"
+        yield f"{state}: {len(run.lines)} of {run.config.num_server_rounds} rounds."
+    if run.lost:
+        yield run.lost
     reasons: Counter[str] = Counter()
     for line in run.lines:
         reasons.update(line.get("rejected", ()))

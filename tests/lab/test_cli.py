@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import re
 import subprocess
@@ -26,6 +27,7 @@ from fedbn_flwr.lab.data import DATASETS, FUNCTION_FORM, KINDS, PARTITIONS
 from fedbn_flwr.lab.models import MODELS
 from fedbn_flwr.lab.partitioned.partitioned_data import partitioned_data
 from fedbn_flwr.lab.partitioned.splitting import count_split, draw_split
+from fedbn_flwr.lab.report import write_report
 from fedbn_flwr.lab.runs import run as run_module
 from fedbn_flwr.norms import NORMS
 from fedbn_flwr.strategies import STRATEGIES
@@ -352,11 +354,21 @@ def test_run_of_a_file(tmp_path: Path) -> None:
     assert f"results: {tmp_path / 'out'}" in result.stdout
     summary = json.loads((tmp_path / "out" / "summary.json").read_text())
     assert (summary["strategy"], summary["rounds"]) == ("fedbn", 2)
-    assert f"{summary['final']['personal-own-accuracy']:.4f}" in result.stdout
     assert summary["model-note"].startswith(
         "model.safetensors has no affine, statistics, counters entries"
     )
-    assert summary["model-note"] in result.stdout
+    page = html.unescape(write_report(tmp_path / "out").read_text())
+    answer = result.stdout.partition("\n\n")[2].splitlines()
+    facts = [re.fullmatch(r"(.+): ([^:]+) \((.+)\)", line) for line in answer[:-2]]
+    assert [fact[1] for fact in facts if fact] == [
+        "Mean accuracy of 2 sites",
+        "Lowest site",
+        "Cost",
+    ]
+    for number in (fact[2] for fact in facts if fact):
+        assert f'<b class="">{number}</b>' in page, "the page has the same numbers"
+    assert answer[-2].startswith("Is it better than each site alone? fedbn-flwr run ")
+    assert answer[-1] == f"next: fedbn-flwr report {tmp_path / 'out'}"
 
 
 def test_out_in_the_config_and_by_default(tmp_path: Path, monkeypatch) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os.path
+import time
 from pathlib import Path
 from typing import Annotated
 
@@ -16,6 +17,9 @@ from fedbn_flwr.errors import ConfigError, StateError
 from fedbn_flwr.lab.cli.console import AFTERWARDS, app, exit_codes, say
 from fedbn_flwr.lab.config import read_overrides
 from fedbn_flwr.lab.files import refuse_no_results
+
+_RELOAD = 5
+"""Seconds between two pages of ``report --watch``."""
 
 _NOT_KNOWN = 3
 """The exit code of ``doctor --strict`` if there is no finding but a part was not
@@ -42,19 +46,33 @@ def report(
             " same parent folder with the same data, split, seed and test."
         ),
     ] = None,
+    watch: Annotated[
+        bool,
+        typer.Option(
+            "--watch",
+            help="Write the page again until the run ends; it reloads itself.",
+        ),
+    ] = False,
 ) -> None:
     """Write one HTML page about a run or a study.
 
-    The page needs no other file and no network.
+    The page needs no other file and no network. The page of an unfinished run shows
+    its present state.
     """
     with exit_codes():
         refuse_no_results(folder)
     from fedbn_flwr.lab.doctor import examine
-    from fedbn_flwr.lab.output.folder import extra
+    from fedbn_flwr.lab.output.folder import extra, is_locked
     from fedbn_flwr.lab.report import REPORT_FILE, write_report
 
     target = out or folder / REPORT_FILE
     with exit_codes():
+        # The last page is written after the end of the run, and does not reload itself.
+        if watch and is_locked(folder):
+            say(f"report: {target.absolute()}, until the run ends")
+            while is_locked(folder):
+                write_report(folder, out, reload_after=_RELOAD)
+                time.sleep(_RELOAD)
         with extra("The doctor", f"To see it again: fedbn-flwr doctor {folder}"):
             examine(folder)
         write_report(folder, out, against or ())

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import shlex
+from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.table import Table
 
 from fedbn_flwr.errors import ConfigError, DivergedError
 from fedbn_flwr.lab.cli.console import (
@@ -77,7 +77,6 @@ def run(
         settings = Config.load(config, overrides)
     from fedbn_flwr.lab.config.data import data_of
     from fedbn_flwr.lab.output.checkpoint import after_interrupt
-    from fedbn_flwr.lab.references import ALONE, alone_command
     from fedbn_flwr.lab.runs.run import preflight, start
 
     with exit_codes():
@@ -119,12 +118,9 @@ def run(
         except DivergedError:
             # The folder is complete, up to the round that diverged.
             summary = json.loads((folder / "summary.json").read_text())
-            _print_results(settings.title, summary, folder)
+            _print_results(summary, folder)
             raise
-        _print_results(settings.title, summary, folder)
-        if settings.strategy != ALONE and "sites" in summary:
-            command = alone_command(settings, folder.parent / ALONE)
-            say(f"Is it better than each site alone? {command}")
+        _print_results(summary, folder)
 
 
 def _resumed(config: Path | None, out: Path | None) -> Path | None:
@@ -139,38 +135,31 @@ def _resumed(config: Path | None, out: Path | None) -> Path | None:
     return config or out / "config.yaml"
 
 
-def _print_results(strategy: str, summary: dict[str, Any], folder: Path) -> None:
+def _print_results(summary: Mapping[str, Any], folder: Path) -> None:
+    """Print the table of sites and the answer, with the numbers of the report."""
+    from fedbn_flwr.lab.answer import ask_alone, facts_of
     from fedbn_flwr.lab.cli.site_table import print_sites
     from fedbn_flwr.lab.output.folder import FLOWER_LOG
+    from fedbn_flwr.lab.references import compare, references_of, site_rows
+    from fedbn_flwr.lab.run_files import RunFiles
     from fedbn_flwr.training.tasks import quantity_of
 
-    say(_summary_table(strategy, summary))
     if "sites" in summary:
         print_sites(summary["sites"], quantity_of(summary["headline"]))
-    if "model-note" in summary:
-        say(summary["model-note"])
     say(f"results: {folder.absolute()}")
-    shown = shlex.quote(str(folder))
-    say(f"next: fedbn-flwr report {shown}\n      fedbn-flwr doctor {shown}")
-    say(f"      fedbn-flwr evaluate {shown} --dataset DATA")
     log = folder.absolute() / FLOWER_LOG
     if log.is_file():
         say(f"log of Flower's simulation: {log}")
 
-
-def _summary_table(name: str, summary: dict[str, Any]) -> Table:
-    headline, ledger = summary["headline"], summary["ledger"]
-    # The value is None if there was no test, or if it is undefined.
-    values = [summary[which].get(headline) for which in ("final", "best")]
-    shown = ["-" if value is None else f"{value:.4f}" for value in values]
-    rounds = str(summary["rounds"])
-    if "diverged-at" in summary:
-        rounds += ", diverged"
-    megabytes = (ledger.get("bytes-down", 0) + ledger.get("bytes-up", 0)) / 2**20
-    table = Table(
-        "run", "metric", "final", "best", "rounds", "MB of floats", "seconds", box=None
-    )
-    table.add_row(
-        name, headline, *shown, rounds, f"{megabytes:.2f}", f"{summary['seconds']:.1f}"
-    )
-    return table
+    found = RunFiles.read(folder)
+    comparisons = []
+    for reference in references_of(found)[:1]:
+        sites, _ = site_rows(found, reference, again=False)
+        comparisons.append(compare(found, reference, sites))
+    say()
+    for fact in facts_of(found, found.sites(), list(filter(None, comparisons))):
+        say(f"{fact.about}: {fact.value} ({fact.more})")
+    command = ask_alone(found)
+    if command and not comparisons:
+        say(f"Is it better than each site alone? {command}")
+    say(f"next: fedbn-flwr report {shlex.quote(str(folder))}")

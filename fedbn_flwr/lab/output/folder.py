@@ -38,6 +38,7 @@ __all__ = [
     "RunFolder",
     "changed_settings",
     "extra",
+    "is_locked",
     "lock_folder",
     "writing",
 ]
@@ -105,6 +106,18 @@ def lock_folder(path: Path, what: str = "run") -> Iterator[None]:
         yield
     finally:
         os.close(handle)
+
+
+def is_locked(path: Path) -> bool:
+    """Return whether a process of this machine has the lock of a folder."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(handle)
+    return False
 
 
 @contextmanager

@@ -60,6 +60,7 @@ from fedbn_flwr.messages.records import (
     tensors,
     to_state,
 )
+from fedbn_flwr.server.runs.failures import shortened
 from fedbn_flwr.server.runs.round_outcome import RoundOutcome
 from fedbn_flwr.strategies import Strategy
 from fedbn_flwr.training.model_state import load_state
@@ -205,6 +206,8 @@ class ResultWriter:
         line["rejected"] = list(report.rejected.values())
         if self._withheld:
             line["rejected"] = [REFUSED] * len(report.rejected)
+        elif report.missing or report.rejected:
+            line["missing"] = self._missing(report)
         if report.kept_previous:
             line["kept-previous"] = True
         if report.diverged:
@@ -212,6 +215,15 @@ class ResultWriter:
         self.start_clock()
         self._add(line, report.absences())
         return line
+
+    def _missing(self, report: RoundOutcome) -> dict[str, str]:
+        """Return the reason, by client, why a round has no usable reply of it."""
+        reasons = dict.fromkeys(report.missing, "not connected")
+        for node_id, reason in report.rejected.items():
+            if self._strategy:
+                client = self._strategy.run.nodes.node(node_id).label
+                reasons[client] = shortened(reason)
+        return reasons
 
     def _counted(self, report: RoundOutcome) -> dict[str, Any]:
         """Return a round's examples, clients, traffic and spent privacy."""
