@@ -13,8 +13,8 @@ It may import every module, but the rest of the package never imports it.
   the default Flower app.
 - ``finished_runs``: evaluate and export the model of a run.
 - ``studies``: grids of runs, their results and tables. ``report`` with
-  ``report_pictures``, ``references`` and ``run_files``: the HTML page of a run or a
-  study.
+  ``report_pictures``, ``answer``, ``references`` and ``run_files``: the HTML page of a
+  run or a study.
 - ``doctor.py``: the faults of BatchNorm in a run.
 - ``deployment``: a federation over a network. ``cli``: the command line.
 """
