@@ -173,12 +173,14 @@ def _site_picture(
     rows = []
     for row in known:
         values = [row["value"], *(one.get(row["site"]) for one in others)]
+        ends = [row.get("low"), row.get("high")]
         drawn = [
             None if value is None else scale_of(metric) * value
-            for value in (*values, row.get("low"), row.get("high"))
+            for value in (*values, *ends)
         ]
+        low, high = drawn[-2:]
         more = f"n={row['examples']}"
-        rows.append(pictures.Point(site_label(row), drawn[:-2], *drawn[-2:], more))
+        rows.append(pictures.Point(site_label(row), drawn[:-2], low, high, more))
     kinds = ["this run", *map(name_of, references)]
     return pictures.rows(rows, kinds, label_of(metric), f"{caption}.")
 
