@@ -31,7 +31,7 @@ from torch import Tensor
 from fedbn_flwr.client import TorchClient, client_app
 from fedbn_flwr.engines import InProcessGrid
 from fedbn_flwr.lab.models import build_model
-from fedbn_flwr.privacy.masked_sums import MaskedSums, MaskSettings
+from fedbn_flwr.privacy import MaskedSums, MaskSettings
 from fedbn_flwr.strategies import FedAvg, FedTAN
 from fedbn_flwr.training import LearningRate, LocalTraining
 
