@@ -172,7 +172,7 @@ def site_rows(
         from fedbn_flwr.lab.finished_runs.sites import sites_of_run
 
         try:
-            tested = sites_of_run(run.folder, reference and reference.folder)
+            tested = sites_of_run(run.folder, reference.folder if reference else None)
         except FedBNError as error:
             unknown = f"The sites have no intervals: {error}"
         else:
