@@ -39,6 +39,7 @@ class Known:
         local_steps: the clients' steps in a round; None if clients differ.
         tests: the tests of ``eval-on`` (``tests_in``), or their default.
         recorded: whether the laboratory's recorder does the tests.
+        weighted_by_key: the metric that weighs the replies.
         parts: the split of the model's state (``Parts``).
         shapes: the shapes of the model's entries.
         model: the model in messages.
@@ -58,6 +59,7 @@ class Known:
     local_steps: int | None = None
     tests: tuple[str, ...] | None = None
     recorded: bool | None = None
+    weighted_by_key: str | None = None
     parts: Any = None
     shapes: Mapping[str, tuple[int, ...]] | None = None
     model: str = "the model"

@@ -131,7 +131,10 @@ def state_dir(context: Context, of_run: str | None = None) -> Path | None:
     if not named:
         return None
     if not Path(named).is_absolute():
-        raise ConfigError(f"state-dir={named!r} is relative: write an absolute path")
+        raise ConfigError(
+            f"state-dir={named!r} is relative: write an absolute path",
+            code="relative-path",
+        )
     return Path(named)
 
 

@@ -129,14 +129,15 @@ class MaskedSums(Protection):
         Raises:
             ConfigError: the method needs more of a client.
         """
-        problems = uncovered(methods, "masked-sums", "true")
+        tell(uncovered(methods, "masked-sums", "true"))
         if weighted_by_key != NUM_EXAMPLES:
-            text = (
+            weights = Problem(
+                "masked-weights",
                 f"weighted_by_key={weighted_by_key!r}: masked sums are weighted by"
-                f" {NUM_EXAMPLES}, which the server knows before the round"
+                f" {NUM_EXAMPLES}, which the server knows before the round",
+                "weighted_by_key",
             )
-            problems.append(Problem("conflict", text, "weighted_by_key"))
-        tell(problems)
+            tell([weights])
         self._begin()
         self._cohort_rounds = methods.params.cohort_rounds
         self._inner.begin(methods, weighted_by_key)

@@ -710,6 +710,7 @@ class Strategy(FlowerFedAvg):
         known = Known(
             num_rounds=run.num_rounds,
             recorded=self._recording is not None,
+            weighted_by_key=self.weighted_by_key,
             parts=run.parts_with_ties,
             shapes=run.shapes,
         )

@@ -303,7 +303,7 @@ def _combined(kinds: tuple[type[Kind], ...]) -> Combination:
         if why:
             problems.append(f"{first.name} and {second.name} cannot be combined: {why}")
     if problems:
-        raise ConfigError("\n".join(problems))
+        raise ConfigError("\n".join(problems), code="not-combined")
     params = list(dict.fromkeys(kind.Params for kind in reversed(kinds)))
     # Python refuses a class and its subclass as bases, in that order.
     bases = []

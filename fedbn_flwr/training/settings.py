@@ -73,26 +73,23 @@ class LocalTraining:
 
     def __post_init__(self) -> None:
         """Check the numbers."""
-        numbers = {
-            "local_steps": self.local_steps,
-            "local_epochs": self.local_epochs,
-            "batch_size": self.batch_size,
-            "sgd_momentum": self.sgd_momentum,
-            "weight_decay": self.weight_decay,
-        }
-        for key, value in numbers.items():
+        keys = ("local_steps", "local_epochs", "batch_size", "sgd_momentum")
+        for key in (*keys, "weight_decay"):
+            value = getattr(self, key)
             if not value >= 0:  # also refuses NaN
-                raise ConfigError(f"{key}={value} must be at least 0")
+                raise ConfigError(f"{key}={value} must be at least 0", code="bad-value")
         if not self.local_steps and not self.local_epochs:
             raise ConfigError(
-                "local_steps and local_epochs are both 0, so there is nothing to train"
+                "local_steps and local_epochs are both 0, so there is nothing to train",
+                code="no-local-step",
             )
         if self.optimizer not in get_args(OptimizerName):
             raise unknown_name("optimizer", self.optimizer, get_args(OptimizerName))
         if self.sgd_momentum and self.optimizer != "sgd":
             raise ConfigError(
                 f"sgd_momentum={self.sgd_momentum} requires optimizer='sgd', but the"
-                f" optimizer is {self.optimizer!r}"
+                f" optimizer is {self.optimizer!r}",
+                code="no-effect",
             )
 
     def first_batch(self, num_examples: int) -> int:

@@ -95,7 +95,8 @@ class Task:
         if wrong:
             raise ConfigError(
                 f"{key}={', '.join(wrong)} is not allowed for task {self.name}. Use"
-                f" {', '.join(allowed)}"
+                f" {', '.join(allowed)}",
+                code="metric-of-task",
             )
 
     @property

@@ -312,8 +312,8 @@ def test_a_relative_data_folder_is_refused_and_the_absolute_one_named(
         check(quick_config(**{"data-dir": "mnist", "dataset": "mnist"}))
     assert (
         str(caught.value)
-        == "data-dir='mnist' is relative, and nodes run in other folders. Write the"
-        " absolute path (seen from the folder of this process:"
+        == "data-dir='mnist' is relative, and the server and the nodes run in other"
+        " folders. Write the absolute path (seen from the folder of this process:"
         f" {str(tmp_path / 'mnist')!r})."
     )
 

@@ -90,8 +90,8 @@ def defaults_of(kind: type[Fields]) -> dict[str, Any]:
 
 def problems_together(config: Fields) -> list[Problem]:
     """Return the conflicts between keys."""
-    problems = [*_of_names(config), *_of_rounds(config), *_of_tests(config)]
-    return [*problems, *_of_privacy(config)]
+    checks = (_of_names, _of_rounds, _of_tests, _of_privacy)
+    return [problem for check_of in checks for problem in check_of(config)]
 
 
 def _of_names(config: Fields) -> Iterator[Problem]:
@@ -103,11 +103,12 @@ def _of_names(config: Fields) -> Iterator[Problem]:
     names = config.method_names
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
-        text = (
+        yield Problem(
+            "method-named-twice",
             f"{', '.join(twice)}: named twice in strategy, local-part, client-hooks and"
-            " server-step"
+            " server-step",
+            "strategy",
         )
-        yield Problem("conflict", text, "strategy")
     yield from of_name("norm", config.norm, allowed("norm"))
     # A prefix before a colon marks own data.
     if ":" not in config.dataset:
@@ -124,23 +125,26 @@ def _of_rounds(config: Fields) -> Iterator[Problem]:
     """Yield the problems of rounds, steps and the learning rate."""
     stopping = f"early-stopping={config.early_stopping}"
     if config.early_stopping and not config.validation_share:
-        text = (
+        yield Problem(
+            "early-stopping-without-validation",
             f"{stopping} needs validation-share above 0: the score comes from"
-            " examples that no client trains on"
+            " examples that no client trains on",
+            "early-stopping",
         )
-        yield Problem("needs", text, "early-stopping")
     if config.early_stopping and not config.checkpoint_every:
-        text = (
+        yield Problem(
+            "early-stopping-without-checkpoint",
             f"{stopping} goes back to the checkpoint of the best round: set"
-            " checkpoint-every above 0"
+            " checkpoint-every above 0",
+            "early-stopping",
         )
-        yield Problem("needs", text, "early-stopping")
     if not config.local_steps and not config.local_epochs:
-        text = (
+        yield Problem(
+            "no-local-step",
             "local-steps and local-epochs are both 0: nothing to train; set one of them"
-            " above 0"
+            " above 0",
+            "local-steps",
         )
-        yield Problem("conflict", text, "local-steps")
     try:
         read_decays(config.lr_decay_at, config.lr_decay_factor)
     except FedBNError as error:
@@ -151,32 +155,37 @@ def _of_tests(config: Fields) -> Iterator[Problem]:
     """Yield the problems of the tests."""
     tests = split(config.eval_on)
     if tests[:1] == ["personal-domains"]:
-        text = (
+        yield Problem(
+            "no-main-metric",
             "eval-on=personal-domains has no mean, which a run's main metric needs:"
-            " name another test before it"
+            " name another test before it",
+            "eval-on",
         )
-        yield Problem("needs", text, "eval-on")
     adapted = ",".join(name for name in tests if name.endswith(TEST_BN))
     if adapted and not config.test_bn:
-        text = f"eval-on={adapted} needs test-bn: batch, mix"
-        yield Problem("needs", text, "test-bn")
+        yield Problem(
+            "test-without-test-bn",
+            f"eval-on={adapted} needs test-bn: batch, mix",
+            "test-bn",
+        )
 
 
 def _of_privacy(config: Fields) -> Iterator[Problem]:
     """Yield the conflicts between the keys of the protections."""
-    # A protection needs clients.
-    if config.strategy == CENTRALIZED:
-        text = "strategy=centralized has no clients"
-        if config.dp != "off":
-            yield Problem("conflict", f"dp={config.dp}: {text}", "dp")
-        if config.masked_sums:
-            yield Problem("conflict", f"masked-sums=true: {text}", "masked-sums")
-    if config.masked_sums and config.num_clients == 1:
-        text = (
-            "masked-sums=true needs at least 2 clients, and num-clients=1: a sum over"
-            " one client is its update"
+    if config.protected and config.strategy == CENTRALIZED:
+        yield Problem(
+            "protection-without-clients",
+            "strategy=centralized has no clients to protect: leave dp and masked-sums"
+            " out",
+            "dp masked-sums",
         )
-        yield Problem("conflict", text, "masked-sums")
+    if config.masked_sums and config.num_clients == 1:
+        yield Problem(
+            "masked-sum-of-one",
+            "masked-sums=true needs at least 2 clients, and num-clients=1: a sum over"
+            " one client is its update",
+            "masked-sums",
+        )
     # A run without privacy imports only its settings.
     rows = [*DPSettings.rows, *([MASKED_UPDATES] if config.masked_sums else [])]
     for problem in check(rows, config, Known()):
@@ -187,17 +196,19 @@ def _of_privacy(config: Fields) -> Iterator[Problem]:
     # With noise, the clients' data must not determine whether a round has a result, or
     # which round is the best.
     if config.min_replies > 1:
-        text = (
+        yield Problem(
+            "dp-counts-replies",
             f"min-replies={config.min_replies}: a round with noise has a result whoever"
-            " answers; leave it out"
+            " answers; leave it out",
+            "min-replies",
         )
-        yield Problem("conflict", text, "min-replies")
     if config.early_stopping:
-        text = (
+        yield Problem(
+            "dp-stops-early",
             f"early-stopping={config.early_stopping} chooses a round by the clients'"
-            " validation examples"
+            " validation examples",
+            "early-stopping",
         )
-        yield Problem("conflict", text, "early-stopping")
 
 
 # --- keys without effect --------------------------------------------------------------

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TypeVar
 
 from fedbn_flwr.errors import ConfigError, FedBNError
 from fedbn_flwr.lab.config.check_keys import of_error, of_name
@@ -17,19 +16,11 @@ from fedbn_flwr.problems import Problem
 from fedbn_flwr.server.methods.disclosures import uncovered
 from fedbn_flwr.server.methods.params import TEST_BN
 
-T = TypeVar("T")
-
 
 def problems_of_run(config: Fields) -> list[Problem]:
     """Return the problems of the data, the task, the methods and the protections."""
     # the data, the model and the task
-    problems = _of_data(config, data_of(config))
-    if config.series and not SERIES_PATTERN.fullmatch(config.series):
-        text = (
-            f"series={config.series!r} must be 1 to 64 letters, digits, '.', '-' or"
-            " '_', no '.' in front"
-        )
-        problems.append(Problem("bad-value", text, "series"))
+    problems = [*_of_data(config, data_of(config))]
     if problems:
         return problems
 
@@ -41,53 +32,64 @@ def problems_of_run(config: Fields) -> list[Problem]:
         return [of_error(error, "strategy")]
 
 
-def _noted(problems: list[Problem], key: str, read: Callable[[], T]) -> T | None:
-    """Return the result of ``read``, or add its error to the problems."""
+def _of_reading(key: str, read: Callable[[], object]) -> Iterator[Problem]:
+    """Yield the error of ``read`` as a problem of a key."""
     try:
-        return read()
+        read()
     except FedBNError as error:
-        problems.append(of_error(error, key))
-        return None
+        yield of_error(error, key)
 
 
 # --- the data -------------------------------------------------------------------------
-def _of_data(config: Fields, data: RunData) -> list[Problem]:
-    """Return the problems of the data, their model, the task and the split."""
-    problems: list[Problem] = []
+def _of_data(config: Fields, data: RunData) -> Iterator[Problem]:
+    """Yield the problems of the data, their model, the task and the split."""
+    if config.series and not SERIES_PATTERN.fullmatch(config.series):
+        yield Problem(
+            "series-name",
+            f"series={config.series!r} must be 1 to 64 letters, digits, '.', '-' or"
+            " '_', no '.' in front",
+            "series",
+        )
     # The other checks need these three.
-    info = _noted(problems, "dataset", lambda: data.info)
-    _noted(problems, "model", lambda: model_info(config.model))
-    augment = _noted(problems, "augment", lambda: data.augmentation)
-    if info is None or problems:
-        return problems
-    problems += of_name("partition", data.split_name, allowed("partition"))
-    _noted(problems, "task", lambda: _check_task(config, data))
+    unreadable = [
+        *_of_reading("dataset", lambda: data.info),
+        *_of_reading("model", lambda: model_info(config.model)),
+        *_of_reading("augment", lambda: data.augmentation),
+    ]
+    if unreadable:
+        yield from unreadable
+        return
+    info, augment = data.info, data.augmentation
+    yield from of_name("partition", data.split_name, allowed("partition"))
+    yield from _of_reading("task", lambda: _check_task(config, data))
 
     # The classes of own data are found in the data, or set in the config.
     classes = 0 if data.is_own else info.num_classes
     if config.partition in ("", "classes") and 0 < classes < config.classes_per_client:
-        text = (
+        yield Problem(
+            "too-many-classes",
             f"classes-per-client={config.classes_per_client} is more than the {classes}"
-            f" classes of dataset={config.dataset}; use 1 to {classes}"
+            f" classes of dataset={config.dataset}; use 1 to {classes}",
+            "classes-per-client",
         )
-        problems.append(Problem("bad-value", text, "classes-per-client"))
     if 0 < config.num_classes < classes:
-        text = (
+        yield Problem(
+            "too-few-classes",
             f"num-classes={config.num_classes} is fewer than the {classes} of"
-            f" dataset={config.dataset}"
+            f" dataset={config.dataset}",
+            "num-classes",
         )
-        problems.append(Problem("bad-value", text, "num-classes"))
 
     # An augmentation of whole images does not fit classes of pixels.
     augmentations = augment.each if augment and info.task.by_pixel else ()
     for name in augmentations:
         if name.endswith("-augment"):
-            text = (
+            yield Problem(
+                "augment-of-pixels",
                 f"augment: {name} would move the image and not the classes of its"
-                " pixels"
+                " pixels",
+                "augment",
             )
-            problems.append(Problem("conflict", text, "augment"))
-    return problems
 
 
 def _check_task(config: Fields, data: RunData) -> None:
@@ -99,7 +101,8 @@ def _check_task(config: Fields, data: RunData) -> None:
         raise ConfigError(
             f"task={config.task}: the labels of dataset={config.dataset} are for"
             f" {info.task.name}. Leave task out, or use data of your own that have"
-            " such labels."
+            " such labels.",
+            code="task-of-labels",
         )
     # It is unknown for a user's own model.
     task, per_pixel = data.task, model_info(config.model).per_pixel
@@ -113,12 +116,14 @@ def _check_task(config: Fields, data: RunData) -> None:
             gives = "outputs for each pixel"
         raise ConfigError(
             f"dataset={config.dataset} is for {task.name}, model={config.model} gives"
-            f" {gives}. Use another data set, or one of the models {', '.join(fitting)}"
+            f" {gives}. Use another data set, or one of the models {', '.join(fitting)}",
+            code="model-of-task",
         )
     if config.feature_norm and task.by_pixel:
         raise ConfigError(
             "feature-norm is for a vector of features before a linear classifier, but"
-            f" the task {task.name} has a prediction for each pixel. Leave it out."
+            f" the task {task.name} has a prediction for each pixel. Leave it out.",
+            code="feature-norm-of-pixels",
         )
 
 
@@ -139,42 +144,44 @@ def _of_methods(config: Fields, method: MethodOfConfig) -> list[Problem]:
     return problems
 
 
-def _of_dp(config: Fields, method: MethodOfConfig) -> list[Problem]:
-    """Return the parts of this run that bypass the noise or conflict with it."""
-    problems = uncovered(method.methods, "dp", config.dp)
-    problems += _uncovered(config, method, "dp", "epsilon does")
+def _of_dp(config: Fields, method: MethodOfConfig) -> Iterator[Problem]:
+    """Yield the parts of this run that bypass the noise or conflict with it."""
+    yield from uncovered(method.methods, "dp", config.dp)
+    yield from _uncovered(config, method, "dp", "epsilon does")
     # An example with a new class would add an output to everybody's model.
     data = data_of(config)
     has_classes = data.info.task.name in ("classification", "segmentation")
     if data.is_own and has_classes and not config.num_classes:
-        text = (
+        yield Problem(
+            "dp-reads-classes",
             f"dp={config.dp}: the data decide the number of classes, which epsilon does"
-            " not cover: set num-classes"
+            " not cover: set num-classes",
+            "dp",
         )
-        problems.append(Problem("conflict", text, "dp"))
-    return problems
 
 
 def _uncovered(
     config: Fields, method: MethodOfConfig, key: str, protects: str
 ) -> Iterator[Problem]:
     """Yield the settings, other than updates, that reveal the clients' data."""
-    tests = []
-    for name in method.tests:
-        if name.startswith("personal") or name == "global-train":
-            tests.append(name)
+    tests = [
+        name
+        for name in method.tests
+        if name.startswith("personal") or name == "global-train"
+    ]
     remedies = {
-        f"eval-on={','.join(tests)}": "use eval-on=global" if tests else "",
-        "validation-share": "leave it out" if config.validation_share else "",
-        "held-out-clients": "leave it out" if config.held_out_clients else "",
+        f"eval-on={','.join(tests)}": tests and "use eval-on=global",
+        "validation-share": config.validation_share and "leave it out",
+        "held-out-clients": config.held_out_clients and "leave it out",
     }
     for setting, remedy in remedies.items():
-        text = (
-            f"{setting} reports results on the clients' data, which {protects} not"
-            f" cover: {remedy}"
-        )
         if remedy:
-            yield Problem("conflict", text, key)
+            yield Problem(
+                "unprotected-report",
+                f"{setting} reports results on the clients' data, which {protects} not"
+                f" cover: {remedy}",
+                key,
+            )
 
 
 # --- keys without effect --------------------------------------------------------------

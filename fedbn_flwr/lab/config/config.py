@@ -104,16 +104,19 @@ class Config(Fields):
     ) -> tuple[Config, list[Problem]]:
         """Return the valid settings, and the problems that are found without torch."""
         settings, twice = new_names(values)
-        problems = [Problem("conflict", text) for text in twice]
+        problems = [Problem("key-under-two-names", text) for text in twice]
         steps, epochs = settings.get("local-steps"), settings.get("local-epochs")
         # Flower's run config always has local-epochs, with the default 1.
         not_set = 1 if complete else 0
         if steps and epochs and epochs != not_set:
-            text = (
-                f"local-steps={steps} and local-epochs={epochs} are both set. Set one"
-                " of them"
+            problems.append(
+                Problem(
+                    "two-lengths",
+                    f"local-steps={steps} and local-epochs={epochs} are both set. Set one"
+                    " of them",
+                    "local-steps",
+                )
             )
-            problems.append(Problem("conflict", text, "local-steps"))
         config, invalid = checked(cls, settings)
         return config, [*problems, *invalid, *problems_together(config)]
 
@@ -248,8 +251,11 @@ def _no_effect(
     problems = []
     for key, needs in unused.items():
         if values[key] != defaults[key] and key not in preset:
-            text = f"{key}={values[key]!r} has no effect: {needs}"
-            problems.append(Problem("no-effect", text, key))
+            problems.append(
+                Problem(
+                    "no-effect", f"{key}={values[key]!r} has no effect: {needs}", key
+                )
+            )
     return problems
 
 

@@ -152,7 +152,8 @@ def read_decays(at: str, factor: str) -> list[tuple[str, float]]:
         if not (entry == "freeze" or is_round or is_fraction):
             raise ConfigError(
                 f"lr-decay-at: {entry!r} is not a round (int), a fraction in [0, 1] or"
-                " 'freeze'"
+                " 'freeze'",
+                code="decay-time",
             )
 
     # The factors: one for all, or one for each; a text without a number counts as 0.
@@ -161,7 +162,8 @@ def read_decays(at: str, factor: str) -> list[tuple[str, float]]:
     if not positive or len(factors) not in (1, len(entries)):
         raise ConfigError(
             f"lr-decay-factor={factor!r} must be one number above 0, or one for each of"
-            f" the {len(entries)} entries of lr-decay-at"
+            f" the {len(entries)} entries of lr-decay-at",
+            code="decay-factors",
         )
     if len(factors) == 1:
         factors *= len(entries)

@@ -17,6 +17,7 @@ from torch import nn
 from fedbn_flwr.batchnorm.parts import split_state
 from fedbn_flwr.errors import ConfigError, FedBNError, NormLayerError, install_extra
 from fedbn_flwr.lab.config import CENTRALIZED, STATE_IN_OUT, Config, data_of, method_of
+from fedbn_flwr.lab.config.check_keys import of_error
 from fedbn_flwr.lab.models import build_model
 from fedbn_flwr.lab.models.initial import FILES
 from fedbn_flwr.lab.setup import (
@@ -64,9 +65,7 @@ def check(config: Config) -> CheckedConfig:
             layers.
     """
     # this machine
-    problems = list(_problems_here(config))
-    if problems:
-        raise ConfigError("\n".join(problems))
+    tell(_problems_here(config), "")
     warnings = []
     device = pick_device(config.device)
     if config.amp and not has_bfloat16(device):
@@ -89,53 +88,53 @@ def check(config: Config) -> CheckedConfig:
     return CheckedConfig(config, model, tuple(warnings))
 
 
-def _problems_here(config: Config) -> Iterator[str]:
+def _problems_here(config: Config) -> Iterator[Problem]:
     """Yield each reason why the run cannot start on this machine."""
     # the device, and packages of extras
     try:
         pick_device(config.device)
     except ConfigError as error:
-        yield str(error)
+        yield of_error(error, "device")
     if config.tensorboard and importlib.util.find_spec("tensorboard") is None:
-        yield (
+        yield Problem(
+            "tensorboard-missing",
             "tensorboard=true needs the package tensorboard, but it is not installed; "
-            f"{install_extra('tensorboard')}, or leave the key out"
+            f"{install_extra('tensorboard')}, or leave the key out",
+            "tensorboard",
+            "start",
         )
 
-    # the data: Flower starts nodes and servers in folders of its own
-    data_dir = Path(config.data_dir)
-    if config.data_dir and not data_dir.is_absolute():
-        yield (
-            f"data-dir={config.data_dir!r} is relative, and nodes run in other folders."
-            " Write the absolute path (seen from the folder of this process:"
-            f" {str(data_dir.absolute())!r})."
-        )
-    elif config.data_dir and not data_dir.is_dir():
-        yield (
-            f"data-dir={config.data_dir!r} is not a folder. Create it, or set data-dir to"
-            " the folder with the data."
-        )
-
-    # the initial weights
-    init = Path(config.init)
-    if config.init.endswith(FILES) and not init.is_absolute():
-        yield (
-            f"init={config.init!r} is relative, and the server may run in another"
-            " folder. Write the absolute path (seen from the folder of this process:"
-            f" {str(init.absolute())!r})."
-        )
-
-    # the local state of the clients
-    if config.state_dir == STATE_IN_OUT:
-        if not config.out:
-            yield (
-                f"state-dir={STATE_IN_OUT} is a folder in `out`, but `out` is not set. Set"
-                " state-dir to an absolute path"
+    # Flower starts nodes and servers in folders of its own.
+    paths = {"data-dir": config.data_dir}
+    if config.init.endswith(FILES):
+        paths["init"] = config.init
+    if config.state_dir != STATE_IN_OUT:
+        paths["state-dir"] = config.state_dir
+    for key, path in paths.items():
+        if path and not Path(path).is_absolute():
+            yield Problem(
+                "relative-path",
+                f"{key}={path!r} is relative, and the server and the nodes run in other"
+                " folders. Write the absolute path (seen from the folder of this"
+                f" process: {str(Path(path).absolute())!r}).",
+                key,
+                "start",
             )
-    elif config.state_dir and not Path(config.state_dir).is_absolute():
-        yield (
-            f"state-dir={config.state_dir!r} is relative, and nodes run in other"
-            " folders. Write it in full."
+        elif key == "data-dir" and not Path(path).is_dir():
+            yield Problem(
+                "data-dir-missing",
+                f"data-dir={path!r} is not a folder. Create it, or set data-dir to the"
+                " folder with the data.",
+                key,
+                "start",
+            )
+    if config.state_dir == STATE_IN_OUT and not config.out:
+        yield Problem(
+            "state-dir-without-out",
+            f"state-dir={STATE_IN_OUT} is a folder in `out`, but `out` is not set. Set"
+            " state-dir to an absolute path",
+            "state-dir out",
+            "start",
         )
 
 
@@ -145,7 +144,8 @@ def _refuse_norms(config: Config, model: nn.Module) -> None:
     if not config.resume and _replaces_nothing(config):
         raise NormLayerError(
             f"norm={config.norm!r} changes nothing: model {config.model!r} has no"
-            " BatchNorm. Use norm='batch'."
+            " BatchNorm. Use norm='batch'.",
+            code="norm-replaces-nothing",
         )
     keys = "strategy='fedavg' client-hooks='' local-part='', norm='batch', personal"
     tell(misfits(config, model), "-", f"The keys: {keys}.")
@@ -162,7 +162,8 @@ def _refuse_norms(config: Config, model: nn.Module) -> None:
         raise NormLayerError(
             f"test-bn={config.test_bn} needs BatchNorm with running statistics; model"
             f" {config.model!r} has {_norms(model)}. Leave test-bn out, or use a model"
-            " with BatchNorm."
+            " with BatchNorm.",
+            code="test-bn-without-batchnorm",
         )
 
 
@@ -178,7 +179,8 @@ def refuse_too_few_clients(config: Config, num_clients: int) -> None:
         raise ConfigError(
             f"min-replies={config.min_replies} is more than the {asked} clients of a"
             f" round (fraction-train={config.fraction_train:g} of {num_clients}): no"
-            f" round would change the model. Use at most {asked}."
+            f" round would change the model. Use at most {asked}.",
+            code="too-few-clients",
         )
 
 

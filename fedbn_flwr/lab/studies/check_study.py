@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.lab.config import read_overrides
+from fedbn_flwr.lab.config.check_keys import of_name
 from fedbn_flwr.lab.config.values import merged
 from fedbn_flwr.lab.studies.study import Cell, Study
+from fedbn_flwr.problems import Problem, tell
 from fedbn_flwr.strategies import FedBS
 
 __all__ = ["EVERYTHING", "Selection", "load_study"]
@@ -36,28 +38,22 @@ class Selection:
 
     def check(self, study: Study) -> None:
         """Raise ConfigError if something selected is not in the study, or skipped."""
-        problems = [*self._unknown(study)]
-        if not problems and not any(cell in self for cell in study.cells()):
-            problems = [
-                f"study {study.name!r}: skip leaves out every run that is selected:"
-                f" {', '.join(study.skip)}"
-            ]
-        if problems:
-            raise ConfigError("\n".join(problems))
-
-    def _unknown(self, study: Study) -> Iterator[str]:
-        kinds: tuple[tuple[str, Sequence[object], Sequence[object]], ...] = (
-            ("method", self.methods, [*study.methods]),
-            ("split", self.splits, [*study.splits]),
+        kinds: tuple[tuple[str, Sequence[object], Iterable[object]], ...] = (
+            ("method", self.methods, study.methods),
+            ("split", self.splits, study.splits),
             ("seed", self.seeds, study.seeds),
         )
+        problems: list[Problem] = []
         for kind, selected, of_study in kinds:
-            for name in selected:
-                if name not in of_study:
-                    yield (
-                        f"--{kind} {name}: study {study.name!r} has"
-                        f" {', '.join(map(str, of_study))}"
-                    )
+            for name in map(str, selected):
+                problems += of_name(f"--{kind}", name, [*map(str, of_study)])
+        tell(problems, "")
+        if not any(cell in self for cell in study.cells()):
+            raise ConfigError(
+                f"study {study.name!r}: skip leaves out every run that is selected:"
+                f" {', '.join(study.skip)}",
+                code="study-skips-selection",
+            )
 
 
 EVERYTHING = Selection()
@@ -75,13 +71,11 @@ def load_study(path: Path, overrides: Sequence[str] = ()) -> Study:
     """
     study = Study.read(path, overrides)
     problems = _problems_of(study, merged([read_overrides(overrides)]))
-    lines = [f"study {path}: {problem}" for problem in problems]
-    if lines:
-        raise ConfigError("\n".join(lines))
+    tell((replace(one, text=f"study {path}: {one.text}") for one in problems), "")
     return study
 
 
-def _problems_of(study: Study, given: Mapping[str, Any]) -> Iterator[str]:
+def _problems_of(study: Study, given: Mapping[str, Any]) -> Iterator[Problem]:
     """Yield the problems of a study, each with the name of the run.
 
     Args:
@@ -93,13 +87,23 @@ def _problems_of(study: Study, given: Mapping[str, Any]) -> Iterator[str]:
     for method in study.methods:
         # its folder would replace a file of the study
         if Path(method).suffix in (".csv", ".html", ".md", ".yaml"):
-            yield f"method {method!r} ends as a file of the study; rename it"
+            yield Problem(
+                "study-method-is-file",
+                f"method {method!r} ends as a file of the study; rename it",
+                "methods",
+                "start",
+            )
 
     # Seeds come from the lists. The loop below reports a seed of the command.
     for what, keys in _places(study):
         if "seed" in keys and not (what == "base" and "seed" in given):
             seeds = "tune.seeds" if what.startswith("tune") else "seeds"
-            yield f"{what}: seed has no effect here; list the seeds under {seeds}"
+            yield Problem(
+                "study-seed-unused",
+                f"{what}: seed has no effect here; list the seeds under {seeds}",
+                "seed",
+                "start",
+            )
 
     # Check each run, and the settings of the command that no run uses.
     yield from _problems_of_runs(study)
@@ -108,23 +112,43 @@ def _problems_of(study: Study, given: Mapping[str, Any]) -> Iterator[str]:
             where = "methods or splits"
             if key == "seed":
                 where = f"seeds; --seed {given[key]} does the runs of that one"
-            yield f"--set {key} has no effect: every run has its own, in {where}"
+            yield Problem(
+                "study-setting-unused",
+                f"--set {key} has no effect: every run has its own, in {where}",
+                key,
+                "start",
+            )
 
 
-def _wrong_names(study: Study) -> Iterator[str]:
+def _wrong_names(study: Study) -> Iterator[Problem]:
     """Yield repeated entries, and names that the study does not contain."""
     for what, values in _lists(study):
         repeated = {str(value) for value in values if values.count(value) > 1}
         if repeated:
-            yield f"{what}: {', '.join(sorted(repeated))} is listed twice"
+            yield Problem(
+                "study-lists-twice",
+                f"{what}: {', '.join(sorted(repeated))} is listed twice",
+                what,
+                "start",
+            )
     for name in (*study.skip, *study.paper, *study.overrides):
         if name not in study.names():
-            yield f"'{name}' names no METHOD/SPLIT"
+            yield Problem(
+                "study-name-unknown",
+                f"'{name}' names no METHOD/SPLIT",
+                "skip paper overrides",
+                "start",
+            )
     if not [*study.cells()]:
-        yield f"skip leaves out every run: {', '.join(study.skip)}"
+        yield Problem(
+            "study-skips-all",
+            f"skip leaves out every run: {', '.join(study.skip)}",
+            "skip",
+            "start",
+        )
 
 
-def _problems_of_runs(study: Study) -> Iterator[str]:
+def _problems_of_runs(study: Study) -> Iterator[Problem]:
     """Yield shared folders, wrong settings, and runs that are tied together."""
     folders: dict[Path, tuple[str, str, str, int]] = {}
     tied: dict[str, str] = {}
@@ -135,15 +159,18 @@ def _problems_of_runs(study: Study) -> Iterator[str]:
         place = (cell.method, cell.split, cell.trial, cell.seed)
         first = folders.setdefault(folder, place)
         if first != place:
-            yield (
+            yield Problem(
+                "study-folder-shared",
                 f"method {first[0]!r} on split {first[1]!r} and"
                 f" method {cell.method!r} on split {cell.split!r} would share the"
-                f" folder {folder}; rename one of them"
+                f" folder {folder}; rename one of them",
+                "methods splits",
+                "start",
             )
         try:
             config = cell.config
         except ConfigError as error:
-            yield f"{cell.name}: {error}"
+            yield Problem(error.code, f"{cell.name}: {error}", stage="start")
             continue
         if config.series:
             tied[cell.name] = config.series
@@ -153,38 +180,44 @@ def _problems_of_runs(study: Study) -> Iterator[str]:
         if not cell.trial:
             shares[pair] = config.validation_share
         elif not config.validation_share:
-            yield (
+            yield Problem(
+                "tune-without-validation",
                 f"{cell.name}: tune chooses by validation examples; set"
-                " validation-share in tune.base"
+                " validation-share in tune.base",
+                "validation-share",
+                "start",
             )
         elif config.strategy == FedBS.name and not shares.get(pair):
-            yield (
+            yield Problem(
+                "tune-weighs-otherwise",
                 f"{cell.name}: fedbs weighs by the validation loss if validation-share"
                 " is set, otherwise by the training loss. Set validation-share for the"
-                " runs as well, so that trials and runs use the same weights"
+                " runs as well, so that trials and runs use the same weights",
+                "validation-share",
+                "start",
             )
     if tied:
         one = names = next(iter(tied))
         if len(tied) > 1:
             names = f"{one} and {len(tied) - 1} other runs"
-        yield (
+        yield Problem(
+            "study-series",
             f"{names}: series={tied[one]} ties"
             " runs together: a run starts with the parts that clients kept in the run"
             " before, and parallel runs would depend on their timing. Leave series out"
             " of a study; for a series do the runs one after another with `fedbn-flwr"
-            " run`"
+            " run`",
+            "series",
+            "start",
         )
 
 
 def _places(study: Study) -> Iterator[tuple[str, Collection[str]]]:
     """Yield each place in the file that has settings, and their keys."""
     yield "base", study.base
-    for name, settings in study.methods.items():
-        yield f"methods.{name}", settings
-    for name, settings in study.splits.items():
-        yield f"splits.{name}", settings
-    for name, settings in study.overrides.items():
-        yield f"overrides.{name}", settings
+    for kind in ("methods", "splits", "overrides"):
+        for name, settings in getattr(study, kind).items():
+            yield f"{kind}.{name}", settings
     if study.tune:
         yield "tune.base", study.tune.base
         yield "tune.grid", study.tune.grid

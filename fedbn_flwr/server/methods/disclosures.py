@@ -41,19 +41,17 @@ def disclosures(methods: Methods) -> list[Disclosure]:
     return list(dict.fromkeys(sent))
 
 
-def uncovered(methods: Methods, key: str, value: str) -> list[Problem]:
-    """Return a problem for each value of clients that a protection does not cover.
+def uncovered(methods: Methods, key: str, value: str) -> Iterator[Problem]:
+    """Yield a problem for each value of clients that a protection does not cover.
 
     ``key`` and ``value`` are the setting that asks for the protection.
     """
-    problems = []
     for disclosure in disclosures(methods):
         text = f"strategy {methods.name!r} with {key}={value}: {disclosure.text}"
-        if key == "masked-sums" and disclosure.key:
+        if disclosure.key:
             text += f" ({disclosure.key!r} in the reply)"
         if key != "masked-sums" or not disclosure.masked:
-            problems.append(Problem("conflict", text, key))
-    return problems
+            yield Problem("unprotected-value", text, key)
 
 
 def _sent_for(method: Method[Any, Any]) -> Iterator[Disclosure]:

@@ -13,6 +13,7 @@ from typing import Any
 
 from fedbn_flwr.batchnorm.parts import Part, Parts, tied_apart
 from fedbn_flwr.errors import NormLayerError
+from fedbn_flwr.messages.protocol import NUM_EXAMPLES
 from fedbn_flwr.problems import Known, Problem
 from fedbn_flwr.server.methods.method import Method
 from fedbn_flwr.server.methods.params import RECALIBRATED
@@ -130,19 +131,37 @@ def _of_settings(methods: Any, known: Known) -> Iterator[Problem]:
                 "layers",
                 stage="settings",
             )
+    if methods.whole.exchanges and known.weighted_by_key not in (None, NUM_EXAMPLES):
+        yield Problem(
+            "synchronised-weights",
+            f"{methods.name} synchronises with the weights of {NUM_EXAMPLES!r}, but"
+            f" weighted_by_key={known.weighted_by_key!r} averages with other weights:"
+            " leave it out",
+            "weighted_by_key",
+        )
     if not acts_on_batchnorm(methods.whole):
-        text = f"{methods.name} treats BatchNorm like all other layers"
-        yield _unused("no-layers", text, "layers")
+        yield _unused(
+            "no-layers",
+            f"{methods.name} treats BatchNorm like all other layers",
+            "layers",
+        )
     if Part.REST in methods.local:
-        text = f"with {methods.name} the whole model stays with the client"
-        yield _unused("all-personal", text, "personal")
+        yield _unused(
+            "all-personal",
+            f"with {methods.name} the whole model stays with the client",
+            "personal",
+        )
     personal = [test for test in known.tests or () if test.startswith("personal")]
     if known.tests and not personal:
-        text = "no client tests its model (eval-on=personal-own)"
-        yield _unused("no-client-tests", text, "fine_tune eval_on")
+        yield _unused(
+            "no-client-tests",
+            "no client tests its model (eval-on=personal-own)",
+            "fine_tune eval_on",
+        )
     if Part.STATISTICS in methods.local and SHARED_BN not in (known.tests or ()):
-        text = f"{methods.name} averages no running variances"
-        yield _unused("no-variances", text, "variance")
+        yield _unused(
+            "no-variances", f"{methods.name} averages no running variances", "variance"
+        )
 
 
 def reestimates(method: Method[Any, Any]) -> bool:
@@ -158,8 +177,9 @@ def _of_statistics(method: Method[Any, Any], known: Known) -> Iterator[Problem]:
         yield _unused("untracked", text, "variance")
         yield _unused("untracked", text, "bn_momentum")
     if method.role != "option" and reestimates(method):
-        text = f"{method.name} always re-estimates"
-        yield _unused("always-re-estimated", text, "recalibrate")
+        yield _unused(
+            "always-re-estimated", f"{method.name} always re-estimates", "recalibrate"
+        )
 
 
 def _of_phases(method: Method[Any, Any], known: Known) -> Iterator[Problem]:

@@ -12,7 +12,7 @@ from flwr.app import Message
 from flwr.serverapp import Grid
 
 from fedbn_flwr.errors import MOD_ORDER, ConfigError, split_code
-from fedbn_flwr.messages.protocol import FIRST_BATCH, NUM_EXAMPLES, ReplyInfo
+from fedbn_flwr.messages.protocol import FIRST_BATCH, ReplyInfo
 from fedbn_flwr.messages.records import Traffic
 from fedbn_flwr.server.runs.run_state import Run
 from fedbn_flwr.transport import BarrierGrid, Member
@@ -126,15 +126,8 @@ def _members(run: Run, messages: Iterable[Message]) -> dict[int, Member]:
     """Return the members of the step, and refuse nodes that lack the needed values.
 
     Raises:
-        ConfigError: no node has reported them, or the replies are not weighted by their
-            examples.
+        ConfigError: no node has reported them.
     """
-    name, key = run.methods.name, run.options.weighted_by_key
-    if key != NUM_EXAMPLES:
-        raise ConfigError(
-            f"strategy {name!r} synchronises with the weights of {NUM_EXAMPLES!r}, but"
-            f" weighted_by_key={key!r} averages with other weights: leave it out"
-        )
     # Weight and batch size come from the answer to the query, because an exchange is
     # combined before any reply.
     nodes = [run.nodes.node(message.metadata.dst_node_id) for message in messages]
@@ -152,7 +145,7 @@ def _members(run: Run, messages: Iterable[Message]) -> dict[int, Member]:
         elif node.failure:
             remedy = f"its answer to the query failed: {node.failure}"
         problem = (
-            f"strategy {name!r} needs the number of training examples and the size of"
+            f"strategy {run.methods.name!r} needs the number of training examples and the size of"
             f" the first batch of {node} before the round: {remedy}"
         )
         if not members:

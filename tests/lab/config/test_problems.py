@@ -114,17 +114,20 @@ FIRST = {
     ),
     "a method twice": (
         {"strategy": "fixbn", "client-hooks": "fixbn"},
-        [("conflict", "strategy")],
+        [("method-named-twice", "strategy")],
     ),
     "two lengths": (
         {"local-steps": 3, "local-epochs": 2},
-        [("conflict", "local-steps")],
+        [("two-lengths", "local-steps")],
     ),
-    "no length": ({"local-epochs": 0}, [("conflict", "local-steps")]),
-    "a decay": ({"lr-decay-at": "5,x"}, [("config", "lr-decay-at")]),
+    "no length": ({"local-epochs": 0}, [("no-local-step", "local-steps")]),
+    "a decay": ({"lr-decay-at": "5,x"}, [("decay-time", "lr-decay-at")]),
     "what stopping needs": (
         {"early-stopping": 2, "checkpoint-every": 0},
-        [("needs", "early-stopping")] * 2,
+        [
+            ("early-stopping-without-checkpoint", "early-stopping"),
+            ("early-stopping-without-validation", "early-stopping"),
+        ],
     ),
     "another method's key": ({"proximal-mu": 0.1}, [("no-effect", "proximal-mu")]),
     "all kinds": (
@@ -141,16 +144,17 @@ FIRST = {
                 ("bad-value", "batch-size"),
                 ("unknown-name", "norm"),
             ],
-            *[("needs", "early-stopping"), ("no-effect", "proximal-mu")],
+            ("early-stopping-without-validation", "early-stopping"),
+            ("no-effect", "proximal-mu"),
         ],
     ),
     "no clients": (
         {"strategy": CENTRALIZED, "dp": "server", "fraction-train": 0.5},
-        [("conflict", "dp"), ("no-effect", "fraction-train")],
+        [("protection-without-clients", "dp"), ("no-effect", "fraction-train")],
     ),
     "noise and fewer replies": (
         {"dp": "server", "min-replies": 2},
-        [("conflict", "min-replies")],
+        [("dp-counts-replies", "min-replies")],
     ),
     "a setting of the method": (
         {"strategy": "fixbn", "freeze-window": 5},
@@ -162,7 +166,7 @@ FIRST = {
     ),
     "a sum over one": (
         {"masked-sums": True, "num-clients": 1},
-        [("conflict", "masked-sums")],
+        [("masked-sum-of-one", "masked-sums")],
     ),
 }
 
@@ -177,25 +181,25 @@ def test_what_is_told_without_torch_is_told_by_make_too(case: str) -> None:
 # Problems found by the registries, the data and the methods.
 SECOND = {
     "a model": ({"model": "x"}, ("unknown-name", "model")),
-    "classes": ({"num-classes": 5}, ("bad-value", "num-classes")),
+    "classes": ({"num-classes": 5}, ("too-few-classes", "num-classes")),
     "more classes than there are": (
         {"classes-per-client": 50},
-        ("bad-value", "classes-per-client"),
+        ("too-many-classes", "classes-per-client"),
     ),
-    "a task": ({"task": "regression"}, ("config", "task")),
+    "a task": ({"task": "regression"}, ("task-of-labels", "task")),
     "an augmentation": ({"augment": "x"}, None),
     "a combination": (
         {"strategy": "fixbn", "client-hooks": "fedtan"},
-        ("config", "strategy"),
+        ("not-combined", "strategy"),
     ),
-    "a series": ({"series": "/"}, ("bad-value", "series")),
+    "a series": ({"series": "/"}, ("series-name", "series")),
     "noise and tests of clients": (
         {"dp": "server", "eval-on": "personal-own"},
-        ("conflict", "dp"),
+        ("unprotected-report", "dp"),
     ),
     "masks and tests of clients": (
         {"masked-sums": True, "eval-on": "personal-own"},
-        ("conflict", "masked-sums"),
+        ("unprotected-report", "masked-sums"),
     ),
     "a decay at a freeze": ({"lr-decay-at": "freeze"}, ("no-effect", "lr-decay-at")),
     "files that are not needed": ({"data-dir": "/data"}, ("no-effect", "data-dir")),
@@ -250,7 +254,7 @@ FURTHER: list[tuple[dict[Any, Any], str, str]] = [
             "fedtan-transport": "messages",
             "fedtan-exchange": "channel",
         },
-        "conflict",
+        "key-under-two-names",
         "",
     ),
     *(
@@ -285,8 +289,8 @@ FURTHER: list[tuple[dict[Any, Any], str, str]] = [
     ),
     ({"strategy": "centralized", "recalibrate": True}, "no-effect", "recalibrate"),
     ({"norm": "batch-renorm"}, "unknown-name", "norm"),
-    ({"eval-on": "personal-domains"}, "needs", "eval-on"),
-    ({"eval-on": "global-test-bn"}, "needs", "test-bn"),
+    ({"eval-on": "personal-domains"}, "no-main-metric", "eval-on"),
+    ({"eval-on": "global-test-bn"}, "test-without-test-bn", "test-bn"),
     (
         {"test-bn": "mix", "eval-on": "global-test-bn", "norm": "group"},
         "no-effect",
@@ -298,12 +302,16 @@ FURTHER: list[tuple[dict[Any, Any], str, str]] = [
         "eval-on",
     ),
     ({"test-bn": "mixed"}, "bad-value", "test-bn"),
-    ({"task": "binary"}, "config", "task"),
+    ({"task": "binary"}, "task-of-labels", "task"),
     ({"task": "binery"}, "unknown-name", "task"),
-    ({"metrics": "mae,auroc,miou"}, "config", "task"),
+    ({"metrics": "mae,auroc,miou"}, "metric-of-task", "task"),
     ({"metrics": "accuracy"}, "no-effect", "metrics"),
     *(
-        ({"lr-decay-at": "1,2,3", "lr-decay-factor": factor}, "config", "lr-decay-at")
+        (
+            {"lr-decay-at": "1,2,3", "lr-decay-factor": factor},
+            "decay-factors",
+            "lr-decay-at",
+        )
         for factor in ("0.1,0.2", "", "-1", "0", "x")
     ),
 ]
