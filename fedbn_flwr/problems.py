@@ -1,10 +1,17 @@
 """The problems of a run's declared values: rows, the facts that they read, messages.
 
 A decision about declared values is a row. It is next to its subject: a method has its
-rows at the end of its file, a setting has its conditions in ``only_if``, a protection
-has its rows at its settings, and ``server.methods.of_travels`` derives the rows that
-follow from the declaration of a method. A fault that appears in data, bytes or objects
-of a user during the work is an exception at the place that finds it.
+rows at the end of its file, a setting has its conditions in ``only_if``, and a
+protection has its rows at its settings. The modules ``check_*`` decide the rest:
+
+- ``server.methods``: what follows from the declarations of methods, in
+  ``check_models``, ``check_settings``, ``check_combinations`` and ``check_protections``.
+- ``lab``: a config in ``config.check_keys`` and ``config.check_run``, the machine and
+  the built model in ``runs.check_start``, and a study in ``studies.check_study``.
+
+A fault that appears in data, bytes or objects of a user during the work is an exception
+at the place that finds it: a reply in ``server.rounds.replies``, a client's own
+training loop in ``client.hooks``.
 """
 
 from __future__ import annotations

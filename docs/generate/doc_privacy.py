@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from fedbn_flwr.server.methods.disclosures import disclosures
+from fedbn_flwr.server.methods.check_protections import disclosures
 from fedbn_flwr.server.methods.together import Methods
 from fedbn_flwr.strategies import STRATEGIES
 

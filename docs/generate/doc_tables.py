@@ -32,7 +32,7 @@ from fedbn_flwr.lab.config.values import NAMES_FILE
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.protocol import Key
 from fedbn_flwr.norms import NORMS
-from fedbn_flwr.server.methods.of_travels import declared
+from fedbn_flwr.server.methods.method import declared
 from fedbn_flwr.server.methods.options import OPTIONS
 from fedbn_flwr.strategies import METHODS, STRATEGIES
 

@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from fedbn_flwr.batchnorm.parts import Part
-from fedbn_flwr.server.methods.method import Method
-from fedbn_flwr.server.methods.of_travels import declared
+from fedbn_flwr.server.methods.method import Method, declared
 from fedbn_flwr.server.methods.travels import ALL, Exchanges, PartSet, Travels
 
 __all__ = ["cost_of", "travels_section"]

@@ -16,7 +16,7 @@ from flwr.common import FitRes
 from fedbn_flwr.batchnorm.averaging import Array, State
 from fedbn_flwr.batchnorm.parts import Parts
 from fedbn_flwr.errors import ConfigError
-from fedbn_flwr.server.methods.of_travels import declared
+from fedbn_flwr.server.methods.method import declared
 from fedbn_flwr.server.methods.travels import sums_suffice, together
 from fedbn_flwr.server.strategy import Strategy
 

@@ -67,7 +67,7 @@ from fedbn_flwr.privacy.coordinates import (
 from fedbn_flwr.privacy.noise import Noise, SystemNoise
 from fedbn_flwr.privacy.protection_settings import DPSettings
 from fedbn_flwr.problems import tell
-from fedbn_flwr.server.methods.disclosures import uncovered
+from fedbn_flwr.server.methods.check_protections import uncovered
 from fedbn_flwr.server.methods.method import Facts, Node, Reply
 from fedbn_flwr.server.methods.together import Methods
 from fedbn_flwr.server.methods.travels import NONE, PartSet

@@ -71,7 +71,7 @@ from fedbn_flwr.privacy.masked_round import MaskedRound
 from fedbn_flwr.privacy.protection_settings import MASKED_UPDATES, MaskSettings
 from fedbn_flwr.privacy.ring import split
 from fedbn_flwr.problems import Known, Problem, check, tell
-from fedbn_flwr.server.methods.disclosures import uncovered
+from fedbn_flwr.server.methods.check_protections import uncovered
 from fedbn_flwr.server.methods.method import Facts, Node, Reply
 from fedbn_flwr.server.methods.together import Methods
 from fedbn_flwr.server.runs.protection import Protection

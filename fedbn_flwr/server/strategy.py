@@ -25,7 +25,7 @@ from fedbn_flwr.compat.flower import is_default_aggregation, log_start
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.messages.protocol import SYNCHRONISES, Continuity, refuse_own_keys
 from fedbn_flwr.problems import Known, tell
-from fedbn_flwr.server.methods.disclosures import of_wrapper
+from fedbn_flwr.server.methods.check_protections import of_wrapper
 from fedbn_flwr.server.methods.method import Method
 from fedbn_flwr.server.methods.params import Params
 from fedbn_flwr.server.methods.params_by_method import PARAMS

@@ -20,6 +20,7 @@ from pydantic import create_model
 from fedbn_flwr.errors import ConfigError, unknown_name
 from fedbn_flwr.messages.protocol import PREFIX, Key
 from fedbn_flwr.problems import Known, Problem, check, tell
+from fedbn_flwr.server.methods.check_combinations import why_not_combined
 from fedbn_flwr.server.methods.method import (
     Ask,
     Facts,
@@ -27,7 +28,6 @@ from fedbn_flwr.server.methods.method import (
     Method,
     Replies,
 )
-from fedbn_flwr.server.methods.of_travels import why_not_combined
 from fedbn_flwr.server.methods.options import OPTIONS
 from fedbn_flwr.server.methods.params import setting
 from fedbn_flwr.server.methods.travels import ALL, BATCHNORM, TRACKED, Extra, Travels

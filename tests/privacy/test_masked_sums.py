@@ -37,7 +37,7 @@ from fedbn_flwr.privacy.masked_round import MaskedRound
 from fedbn_flwr.privacy.masked_sums import MaskedSums, MaskSettings
 from fedbn_flwr.privacy.masks import Party, PublicKeys
 from fedbn_flwr.privacy.ring import FixedPoint
-from fedbn_flwr.server.methods.disclosures import uncovered
+from fedbn_flwr.server.methods.check_protections import uncovered
 from fedbn_flwr.strategies import (
     FBN,
     STRATEGIES,

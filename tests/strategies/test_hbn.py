@@ -16,7 +16,7 @@ from fedbn_flwr.batchnorm.replaced_forward import normalise
 from fedbn_flwr.client.hooks import Hooks
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.messages.records import to_record
-from fedbn_flwr.server.methods.disclosures import disclosures
+from fedbn_flwr.server.methods.check_protections import disclosures
 from fedbn_flwr.strategies import HBN
 from fedbn_flwr.strategies.hbn import HybridStatistics
 from tests.support.bad_replies import spoiling

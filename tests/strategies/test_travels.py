@@ -9,9 +9,8 @@ from fedbn_flwr.batchnorm.parts import Part
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.messages.protocol import Key
 from fedbn_flwr.messages.records import to_record
-from fedbn_flwr.server.methods.disclosures import disclosures
-from fedbn_flwr.server.methods.method import Ask, Method
-from fedbn_flwr.server.methods.of_travels import reads_undeclared
+from fedbn_flwr.server.methods.check_protections import disclosures
+from fedbn_flwr.server.methods.method import Ask, Method, reads_undeclared
 from fedbn_flwr.server.methods.options import OPTIONS
 from fedbn_flwr.server.methods.params import Params
 from fedbn_flwr.server.methods.together import Methods

@@ -13,7 +13,7 @@ from fedbn_flwr.lab.config.values import allowed, split
 from fedbn_flwr.lab.models import MODELS, model_info
 from fedbn_flwr.messages.protocol import SERIES_PATTERN
 from fedbn_flwr.problems import Problem
-from fedbn_flwr.server.methods.disclosures import uncovered
+from fedbn_flwr.server.methods.check_protections import uncovered
 from fedbn_flwr.server.methods.params import TEST_BN
 
 

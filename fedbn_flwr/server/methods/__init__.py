@@ -11,8 +11,14 @@ Read the modules in this order:
   two of them.
 - ``moment_pool``: the clients' moments by layer, for methods that pool statistics.
 - ``together``: the methods of one run, used as one method.
-- ``of_travels``: the problems of a run that follow from its declarations.
-- ``disclosures``: other values than the model that methods take from clients.
+
+The modules ``check_*`` derive from the declarations what a method refuses:
+
+- ``check_models``: a model without the layers or the common entries that it needs.
+- ``check_settings``: settings without effect, tests without a model, late phases.
+- ``check_combinations``: another method.
+- ``check_protections``: differential privacy and masked sums, by the values that
+  clients send in addition to their update.
 
 Other packages contain the papers' algorithms (``strategies``), the round that calls a
 method (``server.rounds``), the strategy for Flower (``server.strategy``), and the hooks

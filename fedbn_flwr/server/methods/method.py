@@ -24,7 +24,7 @@ Two methods, the federated mean and a mean that only moves half of the way::
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, ClassVar, Generic, Literal, NamedTuple
 
@@ -37,7 +37,7 @@ from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.messages.protocol import MessageConfig, ReplyInfo
 from fedbn_flwr.problems import Known, Problem
 from fedbn_flwr.server.methods.params import Params
-from fedbn_flwr.server.methods.travels import Travels
+from fedbn_flwr.server.methods.travels import ALL, Travels
 from fedbn_flwr.training.client_hook import ClientHook
 from fedbn_flwr.training.model_state import without_wrappers
 from fedbn_flwr.transport import Reducer
@@ -428,3 +428,34 @@ class Method(Generic[P, S]):
     def outcome(self, state: S, num_rounds: int) -> dict[str, Any]:
         """Return the method's entries of the summary after ``num_rounds``, by key."""
         return {}
+
+
+def declared(
+    method: Method[Any, Any], num_rounds: int | None = None
+) -> tuple[Travels, ...]:
+    """Return the declaration of each phase of a method.
+
+    If a class overrides ``aggregate`` below the class that declares ``travels``, it may
+    read everything in the replies.
+    """
+    phases = method.travels(num_rounds)
+    if reads_undeclared(type(method)):
+        return tuple(replace(one, each=ALL) for one in phases)
+    return phases
+
+
+def reads_undeclared(kind: type[Method[Any, Any]]) -> bool:
+    """Return whether ``aggregate`` may read more than ``travels`` declares."""
+    # The class nearer to ``kind`` decides. A class with both functions declares all
+    # entries that it reads.
+    for base in kind.__mro__:
+        if "travels" in vars(base):
+            return False
+        if "aggregate" in vars(base):
+            return True
+    return False
+
+
+def reestimates(method: Method[Any, Any]) -> bool:
+    """Return whether a method re-estimates statistics in one of its phases."""
+    return any(phase.reestimates for phase in declared(method))

@@ -13,8 +13,17 @@ from typing import Any
 from fedbn_flwr.batchnorm.parts import Part, Parts
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.problems import BEFORE_A_RUN, Known, Problem, Stage, check, tell
-from fedbn_flwr.server.methods.method import Ask, Facts, Method, Replies, Reply
-from fedbn_flwr.server.methods.of_travels import declared, of_travels, reestimates
+from fedbn_flwr.server.methods.check_models import problems_of_model
+from fedbn_flwr.server.methods.check_settings import problems_of_settings
+from fedbn_flwr.server.methods.method import (
+    Ask,
+    Facts,
+    Method,
+    Replies,
+    Reply,
+    declared,
+    reestimates,
+)
 from fedbn_flwr.server.methods.options import OPTIONS
 from fedbn_flwr.server.methods.params import Params, tests_in
 from fedbn_flwr.server.methods.travels import (
@@ -245,7 +254,8 @@ class Methods:
         ``Settings.told``.
         """
         known = dataclasses.replace(known, tests=known.tests or self.tests)
-        found = [*self.params.problems(known), *of_travels(self, known)]
+        found = [*self.params.problems(known), *problems_of_settings(self, known)]
+        found += problems_of_model(self, known)
         found = [problem for problem in found if problem.stage in stages]
         for method in self._methods:
             found += check(method.rows, method, known, stages)

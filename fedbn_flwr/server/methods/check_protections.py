@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 from fedbn_flwr.batchnorm.parts import Part, Parts
 from fedbn_flwr.compat.flower import calling_dp_wrapper
 from fedbn_flwr.problems import Problem
-from fedbn_flwr.server.methods.method import Method
-from fedbn_flwr.server.methods.of_travels import declared, reads_undeclared
+from fedbn_flwr.server.methods.method import Method, declared, reads_undeclared
 from fedbn_flwr.server.methods.together import Methods
 from fedbn_flwr.server.methods.travels import Exchanges, together
 

@@ -1,0 +1,154 @@
+"""The settings and tests that the methods of a run refuse, and settings without effect.
+
+They follow from the declarations of the methods (``Travels``): settings without effect,
+tests without a model, weights that do not fit, and phases that never begin. A condition
+between two settings is ``only_if`` at the setting, in ``params``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from fedbn_flwr.batchnorm.parts import Part
+from fedbn_flwr.messages.protocol import NUM_EXAMPLES
+from fedbn_flwr.problems import Known, Problem
+from fedbn_flwr.server.methods.method import Method, declared, reestimates
+from fedbn_flwr.server.methods.params import RECALIBRATED
+from fedbn_flwr.server.methods.shared_bn import SHARED_BN
+from fedbn_flwr.server.methods.travels import (
+    TRACKED,
+    acts_on_batchnorm,
+    needs_all_layers,
+    together,
+)
+
+
+def problems_of_settings(methods: Any, known: Known) -> Iterator[Problem]:
+    """Yield the settings and tests that do not fit the methods.
+
+    ``methods``: the methods of a run, ``together.Methods``.
+    """
+    yield from _of_tests(methods, known)
+    yield from _of_settings(methods, known)
+    for method in methods:
+        yield from _of_statistics(method, known)
+        yield from _of_phases(method, known)
+
+
+def _unused(code: str, text: str, keys: str) -> Problem:
+    """Return the problem of a setting without effect."""
+    return Problem(code, text, keys, stage="settings", effect="no-effect")
+
+
+def _of_tests(methods: Any, known: Known) -> Iterator[Problem]:
+    """Yield the tests that have no model under these methods."""
+    local, tests = methods.local, known.tests or ()
+    weights = local & {Part.AFFINE, Part.REST, Part.PERSONAL}
+    if (methods.reestimates or RECALIBRATED in tests) and weights:
+        # StaticBN re-estimates always: only personal entries can be left out.
+        asks = "recalibrate" if methods.params.recalibrate else "personal"
+        yield Problem(
+            "no-global-weights",
+            f"strategy {methods.name!r} keeps {' and '.join(sorted(weights))} with its"
+            " clients, so there are no global weights to re-estimate statistics with"
+            " (recalibrate, eval-on=recalibrated).",
+            "eval_on" if RECALIBRATED in tests else asks,
+            stage="settings",
+        )
+    asked = [name for name in tests if name.startswith("global")]
+    if Part.REST in local and asked:
+        yield Problem(
+            "no-global-model",
+            f"eval-on={','.join(asked)} tests a global model, but strategy"
+            f" {methods.name!r} has none: its clients share nothing, so the test would"
+            " measure the initial model. Use personal-own or personal-global.",
+            "eval_on",
+            stage="settings",
+        )
+    if SHARED_BN in tests and (not local - {Part.REST} or Part.REST in weights):
+        yield Problem(
+            "no-local-batchnorm",
+            f"eval-on={SHARED_BN} completes a global model with the average of the BN"
+            f" parts that clients keep, but strategy {methods.name!r} has no such model."
+            " Use it with fedbn, silobn or mtfl.",
+            "eval_on",
+            stage="settings",
+        )
+
+
+def _of_settings(methods: Any, known: Known) -> Iterator[Problem]:
+    """Yield the problems of settings that every method has."""
+    chosen = methods.params.layers or (known.parts and known.parts.averaged)
+    for method in methods:
+        if chosen and needs_all_layers(together(declared(method))):
+            yield Problem(
+                "all-layers",
+                f"{method.title} measures the statistics of all BatchNorm layers"
+                " together, and cannot act on some of them: leave out layers",
+                "layers",
+                stage="settings",
+            )
+    if methods.whole.exchanges and known.weighted_by_key not in (None, NUM_EXAMPLES):
+        yield Problem(
+            "synchronised-weights",
+            f"{methods.name} synchronises with the weights of {NUM_EXAMPLES!r}, but"
+            f" weighted_by_key={known.weighted_by_key!r} averages with other weights:"
+            " leave it out",
+            "weighted_by_key",
+        )
+    if not acts_on_batchnorm(methods.whole):
+        yield _unused(
+            "no-layers",
+            f"{methods.name} treats BatchNorm like all other layers",
+            "layers",
+        )
+    if Part.REST in methods.local:
+        yield _unused(
+            "all-personal",
+            f"with {methods.name} the whole model stays with the client",
+            "personal",
+        )
+    personal = [test for test in known.tests or () if test.startswith("personal")]
+    if known.tests and not personal:
+        yield _unused(
+            "no-client-tests",
+            "no client tests its model (eval-on=personal-own)",
+            "fine_tune eval_on",
+        )
+    if Part.STATISTICS in methods.local and SHARED_BN not in (known.tests or ()):
+        yield _unused(
+            "no-variances", f"{methods.name} averages no running variances", "variance"
+        )
+
+
+def _of_statistics(method: Method[Any, Any], known: Known) -> Iterator[Problem]:
+    """Yield the problems of statistics that a method sets instead of BatchNorm."""
+    # BN's momentum only moves running statistics, and here all of them are frozen.
+    if all(phase.frozen & TRACKED for phase in declared(method)):
+        text = f"{method.name} tracks no running variances in training"
+        yield _unused("untracked", text, "variance")
+        yield _unused("untracked", text, "bn_momentum")
+    if method.role != "option" and reestimates(method):
+        yield _unused(
+            "always-re-estimated", f"{method.name} always re-estimates", "recalibrate"
+        )
+
+
+def _of_phases(method: Method[Any, Any], known: Known) -> Iterator[Problem]:
+    """Yield the phases that the run is too short for."""
+    for phase in declared(method, known.num_rounds):
+        rounds, after = known.num_rounds, phase.after
+        if rounds is None or after is None or after < rounds:
+            continue
+        setting = phase.after_setting
+        key = setting.replace("_", "-")
+        yield Problem(
+            "phase-never-begins",
+            f"{method.name}: {key}={getattr(method.params, setting)} means after round"
+            f" {after} at the earliest, and the run has {rounds} rounds: the phase never"
+            " begins, unless the run is resumed with more rounds",
+            setting,
+            effect="warn",
+            remedy=f"a smaller {key} or more rounds",
+        )
