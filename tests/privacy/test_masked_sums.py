@@ -920,7 +920,7 @@ def test_the_guides_table_says_what_a_round_of_each_method_does(
     # One client has data for only one step.
     own = {"head_steps": 0} if name == "fedrep" else {}
     strategy = masked(STRATEGIES[name](fraction_evaluate=0.0, **own))
-    if uncovered(strategy.methods, "masked-sums", "true"):
+    if [*uncovered(strategy.methods, "masked-sums", "true")]:
         with pytest.raises(ConfigError) as caught:
             federate(strategy, mlp, datasets)
         assert {problem.key for problem in caught.value.problems} == {"masked_sums"}
