@@ -102,6 +102,7 @@ __all__ = [
     "log_start",
     "node_config_of",
     "on_network_node",
+    "proxy_error",
     "readdressed",
     "retry_http_500",
     "set_message_id",
@@ -406,6 +407,17 @@ def app_error(message: Message, reason: str | Exception) -> Message:
     return Message(
         Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, reason), reply_to=message
     )
+
+
+def proxy_error(message: Message, error: Exception) -> Message:
+    """Return the reply of a client whose proxy in the older loop raised an exception."""
+    # Imported here, because only the older loop has this server.
+    from flwr.server.superlink.fleet.grpc_bidi.grpc_bridge import GrpcBridgeClosed
+
+    if not isinstance(error, GrpcBridgeClosed):
+        return app_error(message, str(error))
+    reason = "the client is lost: its connection has ended"
+    return Message(Error(ErrorCode.NODE_UNAVAILABLE, reason), reply_to=message)
 
 
 def as_error(reply: Message, reason: str) -> Message:

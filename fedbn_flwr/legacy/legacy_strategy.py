@@ -43,8 +43,8 @@ from flwr.server.client_proxy import ClientProxy
 from flwr.server.strategy import Strategy as FlowerLegacyStrategy
 from flwr.serverapp import Grid
 
-from fedbn_flwr.compat.flower import app_error, identify_process
-from fedbn_flwr.errors import ConfigError, StateError
+from fedbn_flwr.compat.flower import app_error, identify_process, proxy_error
+from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.legacy.secure_aggregation import check, is_secure_average, restored
 from fedbn_flwr.messages.numpy_client import (
     Config,
@@ -152,7 +152,7 @@ class LegacyStrategy(FlowerLegacyStrategy):
         self._ids = _NodeIds()
         self._sent: dict[int, Message] = {}  # by node id
         # Reason for a client's failed training, by node id.
-        self._failed: dict[int, str] = {}
+        self._failed: dict[int, Message] = {}
         self._secure = False  # whether secure aggregation has been seen
         self._fitting = 0  # round whose results are not aggregated yet
         self._fits = 0
@@ -344,7 +344,7 @@ class LegacyStrategy(FlowerLegacyStrategy):
         for node_id, message in self._sent.items():
             if node_id in proxies:
                 arrays, client_config = open_message(message)
-                proxy = _NamingProxy(proxies[node_id], node_id, self._failed)
+                proxy = _NamingProxy(proxies[node_id], message, self._failed)
                 opened.append((proxy, arrays, client_config))
         return opened
 
@@ -357,9 +357,7 @@ class LegacyStrategy(FlowerLegacyStrategy):
         server_round = self._fitting
         if server_round:
             self._fitting = 0
-            failed = self._failed.items()
-            errors = [app_error(self._sent[node], reason) for node, reason in failed]
-            self.strategy.aggregate_train(server_round, errors)
+            self.strategy.aggregate_train(server_round, list(self._failed.values()))
 
     def _replies(
         self,
@@ -375,9 +373,11 @@ class LegacyStrategy(FlowerLegacyStrategy):
             node_id = self._ids.of(proxy)
             heard.add(node_id)
             message = self._sent[node_id]
+            if res.status.code is not Code.OK:
+                failed = app_error(message, res.status.message)
+                replies.append(self._failed.get(node_id, failed))
+                continue
             try:
-                if res.status.code is not Code.OK:
-                    raise StateError(res.status.message)
                 replies.append(reply(message, res))
             except Exception as error:  # a client's result may cause any exception
                 reason = str(error) or type(error).__name__
@@ -433,16 +433,17 @@ class _NamingProxy(ClientProxy):
 
     Args:
         proxy: Flower's proxy.
-        node_id: the client's node, used by the workflows to address clients.
-        failed: receives the error of its training, because a wrapper may not pass on
-            the result.
+        message: the client's message in this round; the workflows address the client
+            by its node.
+        failed: receives the error reply, because a wrapper may not pass on the result.
     """
 
     def __init__(
-        self, proxy: ClientProxy, node_id: int, failed: dict[int, str]
+        self, proxy: ClientProxy, message: Message, failed: dict[int, Message]
     ) -> None:
         super().__init__(proxy.cid)
-        self.node_id = node_id
+        self.node_id = message.metadata.dst_node_id
+        self._message = message
         self._proxy = proxy
         self._failed = failed
 
@@ -450,11 +451,13 @@ class _NamingProxy(ClientProxy):
         try:
             res = self._proxy.fit(ins, timeout, group_id)
         except Exception as error:
+            self._failed[self.node_id] = proxy_error(self._message, error)
             # Flower has no code for an exception.
             status = Status(Code.FIT_NOT_IMPLEMENTED, str(error))
-            res = FitRes(status, Parameters([], ""), 0, {})
+            return FitRes(status, Parameters([], ""), 0, {})
         if res.status.code is not Code.OK:
-            self._failed[self.node_id] = res.status.message
+            failed = app_error(self._message, res.status.message)
+            self._failed[self.node_id] = failed
         return res
 
     def evaluate(
@@ -463,6 +466,7 @@ class _NamingProxy(ClientProxy):
         try:
             return self._proxy.evaluate(ins, timeout, group_id)
         except Exception as error:
+            self._failed[self.node_id] = proxy_error(self._message, error)
             status = Status(Code.EVALUATE_NOT_IMPLEMENTED, str(error))
             return EvaluateRes(status, 0.0, 0, {})
 

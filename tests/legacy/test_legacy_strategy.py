@@ -20,6 +20,7 @@ from flwr.client import NumPyClient
 from flwr.client.mod import secaggplus_mod
 from flwr.clientapp import ClientApp
 from flwr.common import ndarrays_to_parameters, parameters_to_ndarrays
+from flwr.common.constant import ErrorCode
 from flwr.server import (
     LegacyContext,
     Server,
@@ -30,6 +31,7 @@ from flwr.server import (
 )
 from flwr.server.client_proxy import ClientProxy
 from flwr.server.strategy import FedAvg as FlowersFedAvg
+from flwr.server.superlink.fleet.grpc_bidi.grpc_bridge import GrpcBridgeClosed
 from flwr.server.workflow import DefaultWorkflow, SecAggPlusWorkflow
 from torch import nn
 
@@ -671,6 +673,30 @@ class Direct(ClientProxy):
 
     def reconnect(self, ins, timeout, group_id):
         raise NotImplementedError
+
+
+def test_a_killed_client_of_start_server_is_lost_and_no_app_has_failed(
+    datasets, mlp
+) -> None:
+    """Flower closes the bridge of its connection, and the exception has no text."""
+
+    class Killed(Direct):
+        def fit(self, ins, timeout, group_id):
+            raise GrpcBridgeClosed
+
+    legacy = to_legacy(FedAvg(), to_record(mlp().state_dict()), num_rounds=1, timeout=5)
+    manager = SimpleClientManager()
+    client_fn = torch_client_fn(mlp, datasets)
+    for i, kind in enumerate([Direct, Killed, Direct]):
+        context = Context(0, i, {"partition-id": i}, RecordDict(), {})
+        manager.register(kind(i + 1, client_fn(context)))
+    Server(client_manager=manager, strategy=legacy).fit(1, None)
+    (report,) = legacy.strategy.reports
+    (why,) = report.rejected.values()
+    assert why.endswith(
+        f"error {ErrorCode.NODE_UNAVAILABLE}: the client is lost: its connection has"
+        " ended"
+    )
 
 
 @pytest.mark.parametrize("kind", ["torch", "with a mod"])

@@ -10,7 +10,7 @@ from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
 from fedbn_flwr.client import client_app as make_client_app
-from fedbn_flwr.errors import ConfigError
+from fedbn_flwr.errors import ConfigError, DivergedError
 from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.runs.node import client_fn
 from fedbn_flwr.lab.runs.node_guard import guarded, reason
@@ -33,7 +33,8 @@ def main(grid: Grid, context: Context) -> None:
 
     config = Config.make(context.run_config, complete=True)
     out = _out(config, context.run_id)
-    # docker/run.py repeats this line if the run fails.
+    checked = check(config)
+    # docker/run.py repeats the last line with "resume=true" if the run fails.
     if config.checkpoint_every:
         logger.info(
             "results: %s. If the run ends early, continue it by the same command with"
@@ -41,7 +42,14 @@ def main(grid: Grid, context: Context) -> None:
             out,
             out,
         )
-    serve(grid, check(config), out)
+    try:
+        serve(grid, checked, out)
+    except (ConfigError, DivergedError):
+        logger.error(
+            "resume=true would end in the same way: change the settings, and start a"
+            " new run"
+        )
+        raise
 
 
 def _out(config: Config, run_id: int) -> Path:
