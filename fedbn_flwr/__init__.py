@@ -66,7 +66,7 @@ _ROOMS = (
 )
 
 
-if not TYPE_CHECKING:  # a type checker would take every name for one of the package
+if not TYPE_CHECKING:  # hidden: with __getattr__, a type checker would accept any name
 
     def __getattr__(name: str) -> Any:
         if name in _ROOMS:
@@ -80,5 +80,6 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__, *_ROOMS})
 
 
-# After Python's own finders: the finder is only asked for modules without a file.
+# Add OldNames after Python's own finders, so that Python asks it only for modules
+# without a file.
 sys.meta_path.append(OldNames())

@@ -19,7 +19,8 @@ def write_atomically(path: Path, content: bytes | str, mode: int = 0o666) -> Non
         content: the whole content.
         mode: the permissions, before the umask.
     """
-    # Use the same folder, because a rename replaces only within one file system.
+    # Write the temporary file in the same folder, because a rename works only within
+    # one file system.
     data = content.encode() if isinstance(content, str) else content
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     temporary.unlink(missing_ok=True)
@@ -27,13 +28,13 @@ def write_atomically(path: Path, content: bytes | str, mode: int = 0o666) -> Non
         with os.fdopen(_open_locked(temporary, mode), "wb") as file:
             file.write(data)
             file.flush()
-            # Do this before the rename. Otherwise a loss of power may leave an empty
-            # file under the name.
+            # Write the content to the disk before the rename. Otherwise, a loss of
+            # power may leave an empty file under the final name.
             os.fsync(file.fileno())
             temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
-    # The name must be on the disk as well.
+    # Write the folder to the disk too, because it contains the new name.
     folder = os.open(path.parent, os.O_RDONLY)
     try:
         os.fsync(folder)
@@ -47,7 +48,8 @@ def _open_locked(path: Path, mode: int) -> int:
         handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
         with suppress(OSError):
             fcntl.flock(handle, fcntl.LOCK_EX)
-        # Without a name, it was removed as a leftover before it was locked.
+        # If the file has no name any more, another process removed it as a leftover
+        # before the lock.
         if os.fstat(handle).st_nlink:
             return handle
         os.close(handle)
@@ -56,7 +58,7 @@ def _open_locked(path: Path, mode: int) -> int:
 def remove_leftovers(folder: Path) -> None:
     """Remove the unlocked temporary files of processes that were killed."""
     for path in folder.glob(".*.tmp"):
-        with suppress(OSError):  # it is locked or gone, or there are no locks
+        with suppress(OSError):  # locked or gone, or the file system has no locks
             handle = os.open(path, os.O_WRONLY)
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -29,7 +29,8 @@ __all__ = [
     "write_checked",
 ]
 
-# {"__array__": "model/fc.weight"} in the tree is replaced by that array.
+# In the tree of a file, {"__array__": "model/fc.weight"} stands for the array of that
+# name.
 _ARRAY = "__array__"
 
 
@@ -37,8 +38,8 @@ def encode_safetensors(arrays: State, metadata: Mapping[str, str]) -> bytes:
     """Return a safetensors file whose bytes depend only on the content."""
     in_order = {name: np.asarray(array, order="C") for name, array in arrays.items()}
     data = save(in_order, metadata=dict(metadata))
-    # ``save`` puts the metadata in random order, so write the header again. Its length
-    # precedes it, in 8 bytes.
+    # ``save`` puts the metadata in random order, so write the header again. The first 8
+    # bytes are the length of the header.
     start = 8 + int.from_bytes(data[:8], "little")
     header: dict[str, Any] = {"__metadata__": dict(sorted(metadata.items()))}
     for name, place in json.loads(data[8:start]).items():
@@ -93,7 +94,7 @@ def _sha256(about: str, arrays: State) -> str:
 
 def _take_out(value: Any, name: str, arrays: dict[str, Array]) -> Any:
     """Return the tree with names for arrays, and add the arrays to ``arrays``."""
-    # np.float64 is a float, and JSON preserves its bits.
+    # This includes np.float64, a subclass of float. JSON preserves its bits.
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     # The name of each array is the path to its place in the tree.

@@ -88,7 +88,7 @@ _IN_TEXT = (
     MOD_RAISED,
     _CLIENTS_CONFIG,
 )
-# A client's ConfigError also has its own code.
+# In a client's ConfigError, the error's own code follows as a second word.
 _CODE = re.compile(rf"\[({'|'.join(_IN_TEXT)})(?: [\w-]+)?\] ")
 # A user's app may raise a ConfigError outside ``NamedConfigErrors``. Then the text from
 # Flower or Ray names the class.
@@ -114,7 +114,7 @@ class FedBNError(Exception):
 
     def __init__(self, text: object = "", *, code: str | None = None) -> None:
         super().__init__(text)
-        # A client's error comes back as text, which contains its code.
+        # The error of a client arrives as text, and the text contains its code.
         finer = code or code_of(str(text))
         if finer:
             self.code = finer
@@ -238,7 +238,8 @@ class NamedConfigErrors(ContextDecorator):
     Flower sends a client's error only as text. The class is also a decorator.
     """
 
-    # A class, because Ray must pickle it with the app and cannot pickle a generator.
+    # This is a class, because Ray must pickle it with the app and cannot pickle a
+    # generator.
 
     def __enter__(self) -> None:
         """Do nothing."""
@@ -278,8 +279,8 @@ def raise_shared_config_error(reasons: Sequence[str], num_asked: int) -> None:
         reasons: the reasons of the error replies.
         num_asked: number of clients that were asked.
     """
-    # If all clients raise it, it would come again in every round. If only one does, it
-    # may be the client's own fault.
+    # If all clients raise the same error, it would come again in every round. If only
+    # one client does, the error may be the client's own fault.
     errors = {_config_error_in(reason) for reason in reasons}
     if len(reasons) != num_asked or len(errors) != 1:
         return
@@ -299,7 +300,7 @@ def _config_error_in(reason: str) -> tuple[str, str | None]:
     text, code = "", None
     for match in _CONFIG_ERROR.finditer(reason):
         text, code = reason[match.end() :], match[1]
-    # Remove the text that Flower and Python add after it.
+    # Remove the text that Flower and Python add after the error.
     return text.partition("\n\nThe above exception")[0].removesuffix("'>"), code
 
 
@@ -342,7 +343,8 @@ def unknown_name(kind: str, value: object, allowed: Iterable[str]) -> ConfigErro
     names = sorted(allowed)
     hint = REMOVED.get(f"{kind} {value!r}", "")
     for name in difflib.get_close_matches(str(value), names, n=2):
-        # A name of another kind may have the spelling of an allowed name.
+        # Do not suggest the rejected name itself: it may be an allowed name in another
+        # type.
         if name != value:
             hint = f" Did you mean {name!r}?"
             break

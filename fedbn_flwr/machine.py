@@ -72,12 +72,13 @@ def threads(count: int) -> Iterator[None]:
 @contextmanager
 def forking() -> Iterator[None]:
     """Let the block fork this process. The fork must call ``begin_fork`` first."""
-    # Prevent garbage collection in the fork until then, see ``begin_fork``.
+    # Prevent garbage collection in the fork until it calls ``begin_fork``.
     collects = gc.isenabled()
     gc.disable()
     try:
         with warnings.catch_warnings():
-            # Ignore warnings about forks with threads, as our forks do not use those.
+            # Ignore warnings about forks with threads, because our forks do not use the
+            # threads of this process.
             warnings.simplefilter("ignore", DeprecationWarning)
             yield
     finally:
@@ -126,11 +127,11 @@ def _limits(name: str) -> Iterator[str]:
     if not paths:
         return
     group = _GROUPS / paths[0].strip("/")
-    # The smallest limit counts, at any height in the tree.
+    # The smallest limit in the tree counts, so yield the limit of each level.
     for folder in (group, *group.parents):
         try:
             limit = (folder / name).read_text().strip()
-        # The root has none. In a container, the path may belong to the host.
+        # The root group has no limit. In a container, the path may belong to the host.
         except OSError:
             limit = "max"
         if not limit.startswith("max"):

@@ -174,7 +174,8 @@ def tell(problems: Iterable[Problem], mark: str = "_", hint: str = "") -> None:
     if mark:
         told = [problem.spelled(mark) for problem in told]
     refused = [problem for problem in told if problem.effect != "warn"]
-    # No setting repairs a model that does not fit.
+    # If the model does not fit, report only this problem, because no setting repairs
+    # it.
     misfits = [problem for problem in refused if problem.stage == "model"]
     refused = misfits or refused
     if refused:

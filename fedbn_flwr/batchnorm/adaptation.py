@@ -102,7 +102,7 @@ def adapted(model: nn.Module, mode: TestBNMode) -> Iterator[None]:
         yield
         return
     refuse_scripted(model, "test-time BatchNorm")
-    # Read them before their running statistics are removed.
+    # Collect the layers before their running statistics are removed.
     layers = {}
     for path, layer in layers_of(model).items():
         if layer.running_mean is not None:
@@ -170,7 +170,8 @@ def evaluate_adapted(
     """
     if not mode:
         return evaluate(model, data, task=task)
-    # Not ``unwrap``: a user's wrapper with a child "module" may do more than call it.
+    # Remove only the wrapper of torch.compile. ``unwrap`` would also remove a user's
+    # wrapper with a child "module", which may do more than call this child.
     model = getattr(model, "_orig_mod", model)
     size = task.test_batch
     with adapted(model, mode):

@@ -38,8 +38,8 @@ State = Mapping[str, Array]
 Variance = Literal["mean", "pooled"]
 _Block = list[tuple[int, slice]]
 
-# Number of elements: 2 MiB in float64 stay in the cache while the clients' values are
-# added.
+# Number of elements in a block. A block in float64 has 2 MiB and stays in the cache
+# while the clients' values are added.
 _BLOCK = 1 << 18
 
 
@@ -242,7 +242,7 @@ def average(
     p, first = to_shares(weights), states[0]
     pairs = list(parts.moments()) if variance == "pooled" else []
     pairs = [pair for pair in pairs if _all_floating(first, pair)]
-    # Their averages stay wide until the spread is added.
+    # The averages of these entries stay in float64 until the spread is added.
     pooled = set(itertools.chain(*pairs))
     result: dict[str, Array] = {}
     for name, array in first.items():
@@ -254,8 +254,7 @@ def average(
             result[name] = np.asarray(
                 np.maximum.reduce([state[name] for state in states])
             )
-    # One pass over all real entries, and one over complex entries, because they cannot
-    # share a buffer.
+    # Real and complex entries need one pass each, because they cannot share a buffer.
     for kind in "fc":
         names = list(_floating(first, kind))
         sums = _select(result, names)
@@ -284,9 +283,9 @@ def _with_spread(
 ) -> dict[str, Array]:
     """Return averaged means, and variances with the spread of the clients' means."""
     result, first = dict[str, Array](), states[0]
-    # Only the second term of the equation of `reestimation.mixture` is computed here.
-    # As for variance="mean", the pass over all entries has averaged the variances
-    # already.
+    # Compute only the second term of the equation of `reestimation.mixture`, the spread
+    # of the means. As for variance="mean", the pass over all entries has already
+    # averaged the variances.
     for mean_name, var_name in pairs:
         mean = averaged[mean_name]
         spread = weighted_sum(
@@ -294,7 +293,7 @@ def _with_spread(
         )
         result[mean_name] = mean.astype(first[mean_name].dtype)
         dtype, variance = first[var_name].dtype, averaged[var_name]
-        # The square of a difference may be above the largest number of the type.
+        # Leave out a spread that exceeds the largest number of the dtype.
         if fits(variance + spread, dtype):
             variance = variance + spread
         result[var_name] = variance.astype(dtype)
@@ -358,7 +357,8 @@ def _misfit(name: str, array: Array, expected: Array) -> str:
 
 
 def _not_finite(name: str, array: Array) -> str:
-    # The sum of squares needs no memory, but it may overflow: then check each value.
+    # Test the sum of squares first, because it needs no memory. If it is not finite, it
+    # may only have overflowed, so check each value.
     if (
         array.dtype.kind not in "fc"
         or math.isfinite(np.vdot(array, array).real)

@@ -23,7 +23,7 @@ from torch.nn import functional
 from fedbn_flwr.norms.own_forward import random_input
 from fedbn_flwr.training.model_state import copied
 
-# Number of parameters that are tried in pairs.
+# Largest number of parameters that are tried as gamma and beta, in all pairs.
 _MOST = 4
 
 
@@ -39,7 +39,7 @@ def outer_affine(owner: nn.Module, name: str) -> dict[str, str]:
         name: the name of its BatchNorm layer. The layer has running statistics, but no
             gamma and beta. "" means that the owner is this layer.
     """
-    # TorchScript does not give modules by path.
+    # A module in TorchScript does not return its submodules by path.
     if isinstance(owner, torch.jit.ScriptModule):
         return {}
     layer: Any = owner.get_submodule(name)
@@ -49,7 +49,8 @@ def outer_affine(owner: nn.Module, name: str) -> dict[str, str]:
         for leaf, entry in owner.named_parameters(recurse=False)
         if tuple(entry.shape) == channels
     ][:_MOST]
-    # With a convolution, the owner does not take the same inputs as BatchNorm.
+    # If the owner has a weight matrix, such as a convolution's, it does not take the
+    # same inputs as BatchNorm.
     if not near or any(entry.dim() > 1 for entry in owner.parameters()):
         return {}
     try:
@@ -70,7 +71,8 @@ def _tried(trial: nn.Module, name: str, near: list[str]) -> dict[str, str]:
         affine = {leaf: trial.get_parameter(name) for leaf, name in leaves.items()}
         gamma, beta = affine.get("weight"), affine.get("bias")
         expected = functional.batch_norm(x, mean, var, gamma, beta, eps=eps)
-        # The owner's other modules come after gamma and beta, such as an activation.
+        # The owner applies its other modules, such as an activation, after gamma and
+        # beta.
         for child in trial.children():
             if child is not layer:
                 expected = child(expected)
@@ -97,7 +99,8 @@ def _with_random_entries(owner: nn.Module) -> nn.Module:
     Gamma 1 and beta 0 would have no visible effect.
     """
     trial = copied(owner).to_empty(device="cpu").double().eval()
-    # Above 0, for the variance. The seed is fixed, so that all clients agree.
+    # All values are above 0, because variances must be. The seed is fixed, so that all
+    # clients agree.
     draw = torch.Generator().manual_seed(0)
     for entry in (*trial.parameters(), *trial.buffers()):
         entry.copy_(0.5 + torch.rand(entry.shape, generator=draw))

@@ -87,11 +87,11 @@ _LEAF = {
     "num_batches_tracked": Part.COUNTERS,
 }
 
-# Prefix of a class name that is used instead of a path.
+# Prefix of a pattern that is the name of a class instead of a path.
 _TYPE = "type:"
-# Pattern for the layers that make the outputs.
+# Pattern that selects the layers that make the outputs.
 LAST_LAYER = "last-layer"
-# Prefix of torch.nn.utils.parametrize, before the leaf whose entries follow.
+# torch.nn.utils.parametrize puts this prefix before the name of the parameter.
 _PARAMETRIZED = "parametrizations."
 
 logger = logging.getLogger("flwr")
@@ -215,7 +215,8 @@ class Parts:
             raise ConfigError("\n".join(lines))
         chosen = {name for one in listed for name in self._entries_at(one)}
         personal = tuple(name for name in self.names if name in chosen)
-        # The same object keeps its cached values: every round of a run calls this.
+        # Return the same object if possible, because it keeps its cached values and
+        # every round of a run calls this function.
         return self if personal == self.personal else replace(self, personal=personal)
 
     def _entries_at(self, pattern: str) -> list[str]:
@@ -292,7 +293,8 @@ class Parts:
 
     def moments(self) -> Iterator[tuple[str, str]]:
         """Yield the names (running_mean, running_var) of each layer that has both."""
-        # This includes the averaged layers, because they have variances as well.
+        # Use ``whole``, because it includes averaged layers, which have variances as
+        # well.
         for layer in self.whole.layers:
             if "running_mean" in layer.entries and "running_var" in layer.entries:
                 yield layer.entries["running_mean"], layer.entries["running_var"]
@@ -311,7 +313,7 @@ class Parts:
 
         A client uses its saved state only if the fingerprint is equal.
         """
-        # Use the split by types, because the clients lack the choice of layers.
+        # Use ``whole``, the split by types, because clients do not know ``layers``.
         part_of = self.whole.part_of
         lines = [f"{name} {part_of[name]} {tuple(shapes[name])}" for name in self.names]
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()
@@ -375,7 +377,8 @@ def _is_running(leaf: str) -> bool:
 
 def tied_entries(model: nn.Module) -> dict[str, str]:
     """Return the entries that share a tensor with an earlier entry, with its name."""
-    # keep_vars=True gives the tensors; detached tensors would have other ids.
+    # keep_vars=True returns the tensors of the model. Without it, each entry would be a
+    # new tensor with an id of its own.
     state = model.state_dict(keep_vars=True)
     return _repeated((name, id(tensor)) for name, tensor in state.items())
 
@@ -529,7 +532,7 @@ def split_state(
         ConfigError: no layer is chosen, or ``layers`` is a function and the model is
             missing; or ``personal`` chooses no entry.
     """
-    # The paths of the layers: by type in a model, by running_mean in a state dict.
+    # Find the paths of the layers: by type in a model, by running_mean in a state dict.
     paths, modules = [], {}
     types: dict[str, list[str]] = {}
     others: list[str] = []
@@ -537,8 +540,8 @@ def split_state(
     by_names = not isinstance(model_or_state_dict, nn.Module)
     if isinstance(model_or_state_dict, nn.Module):
         names = tuple(model_or_state_dict.state_dict(keep_vars=True))
-        # remove_duplicate=False, because a layer registered at two paths is twice in
-        # the state dict.
+        # Use remove_duplicate=False, because a layer registered at two paths is twice
+        # in the state dict.
         modules = dict(model_or_state_dict.named_modules(remove_duplicate=False))
         for path, module in modules.items():
             if isinstance(module, _BatchNorm) or is_scripted_batchnorm(module):
@@ -556,7 +559,8 @@ def split_state(
             if leaf == "running_mean":
                 paths.append(path)
 
-    # The entries of each layer: its own and parametrized entries, and its owner's.
+    # Collect the entries of each layer: its own entries, its parametrized entries, and
+    # the entries of its owner that are its gamma and beta.
     known = frozenset(names)
     parametrized = _parametrized(names)
     found = []
@@ -568,7 +572,7 @@ def split_state(
             entries |= _owned_outside(modules, path)
         present = {leaf: name for leaf, name in entries.items() if name in known}
         found.append(BatchNormLayer(path, present))
-        # a BatchNorm layer of torch has both entries
+        # A BatchNorm layer of torch has both of these entries.
         if by_names and not {"running_var", "num_batches_tracked"} <= present.keys():
             others.append(path)
     parts = Parts(
@@ -661,7 +665,8 @@ def _owned_outside(modules: Mapping[str, nn.Module], path: str) -> dict[str, str
     The result is empty if the layer has its own.
     """
     layer = modules[path]
-    # A layer in TorchScript is not a ``_BatchNorm``, and its owner cannot be tried.
+    # Skip a layer in TorchScript: it is not a ``_BatchNorm``, and no trial pass can be
+    # run with its owner.
     if not isinstance(layer, _BatchNorm) or layer.affine or layer.running_mean is None:
         return {}
     parent, _, name = path.rpartition(".")

@@ -53,10 +53,10 @@ __all__ = [
 ]
 
 
-# Number of elements: 2 MiB in float64 stay in the cache.
+# Number of elements in a block. A block in float64 has 2 MiB and stays in the cache.
 _BLOCK = 1 << 18
 _TRACKED = ("running_mean", "running_var", "num_batches_tracked")
-# Number of moments of a layer that are collected before they are merged.
+# Number of moments that are collected for a layer before they are merged.
 _KEPT = 64
 
 
@@ -80,7 +80,8 @@ class Moments:
 def moments_of(values: Tensor) -> Moments:
     """Return the moments of a BatchNorm layer's input (N, C, *), by channel."""
     values = values.detach()
-    # A GPU has no such cache and works better with few large kernels.
+    # Use blocks only on a CPU. A GPU has no such cache and is faster with few large
+    # kernels.
     if values.device.type == "cpu" and values.numel() > _BLOCK:
         blocks = torch.split(values, max(1, _BLOCK * len(values) // values.numel()))
         return merge([_moments_of_block(block) for block in blocks])
@@ -89,13 +90,16 @@ def moments_of(values: Tensor) -> Moments:
 
 def _moments_of_block(values: Tensor) -> Moments:
     axes, count = other_axes(values), values.numel() // values.shape[1]
-    # A copy, because it is changed below; its memory format does not change.
+    # Copy the values, because the lines below change them in place. The copy keeps
+    # their memory format.
     wide = values.to(torch.float64, copy=True)
-    # One kernel. It takes ten times as long on a CPU as the four operations below.
+    # Use a single kernel on a GPU. On a CPU, this kernel takes ten times as long as the
+    # four operations below.
     if wide.is_cuda:
         var, mean = torch.var_mean(wide, axes, correction=0)
         return Moments(count, mean, var * count)
-    # Two passes: E[x^2] - E[x]^2 cancels if the mean is far above the deviation.
+    # Use two passes, because E[x^2] - E[x]^2 loses digits if the mean is far above the
+    # deviation.
     mean = wide.mean(axes, keepdim=True)
     m2 = wide.sub_(mean).square_().sum(axes)
     return Moments(count, mean.flatten(), m2)
@@ -107,7 +111,7 @@ def merge(moments: Sequence[Moments]) -> Moments:
     Raises:
         ValueError: all sets are empty.
     """
-    # The mean of no values is NaN.
+    # Leave out empty sets, because the mean of no values is NaN.
     moments = [one for one in moments if one.count]
     if not moments:
         raise ValueError(
@@ -118,7 +122,8 @@ def merge(moments: Sequence[Moments]) -> Moments:
         return moments[0]
     count, first = sum(one.count for one in moments), moments[0].mean
     counts = first.new_tensor([[one.count] for one in moments])
-    # Subtract one of the means first: the numbers stay small, so no digit is lost.
+    # First subtract one of the means from all of them. The numbers stay small, so no
+    # digit is lost.
     apart = torch.stack([one.mean for one in moments]) - first
     shift = (counts * apart).sum(0) / count
     # M2 = sum_i M2_i + sum_i n_i (mean_i - mean)^2 (Chan, Golub, LeVeque).
@@ -297,7 +302,8 @@ def stop_tracking(layers: Collection[_BatchNorm]) -> Callable[[], None]:
     def undo() -> None:
         for layer, tracked in before:
             layer.track_running_stats = tracked
-        # Keep the buffer object: it may have been replaced, and others refer to it.
+        # Put back the original buffer object, because the pass may have replaced it and
+        # other objects may refer to it.
         with torch.no_grad():
             for layer, name, buffer, value in kept:
                 setattr(layer, name, buffer.copy_(value))
@@ -350,17 +356,18 @@ def reestimate_statistics(
     in_eval = [one for one in batchnorm_layers(model) if one not in chosen]
     in_eval += left_in_eval(model).values()
     with unchanged(model), torch.no_grad():
-        # Set the modes of the pass.
         model.train(layers is None)
         for layer in in_eval:
             layer.training = False
-        # This includes layers that ``train`` leaves in eval mode.
+        # Set these layers to train mode even if the model's ``train`` leaves them in
+        # eval mode.
         for layer in layers or ():
             layer.training = True
         watched = tracking_layers(model) if layers is None else layers
 
         prepared = inputs_for(model)
-        # The model's own forward does not use all layers that ``forward`` uses.
+        # With ``forward``, do not try the model on one example, because the model's own
+        # forward pass does not use all layers that ``forward`` uses.
         tried = model if forward is None else None
         with seeded(seed):
             batches = _positions(tried, data, batch_size, prepared)
@@ -407,8 +414,8 @@ def _positions(
     """
     if not len(data):
         return []
-    # A BatchNorm after a linear layer cannot compute statistics of one example, even if
-    # the batches in training have one.
+    # Use batches of at least two examples, even if the batches in training have one. A
+    # BatchNorm after a linear layer cannot compute statistics of one example.
     size = max(batch_size, 2) if batch_size else len(data)
     batches = list(torch.split(torch.arange(len(data)), size))
     last = batches[-1]
@@ -424,7 +431,7 @@ def gathered_inputs(layers: Collection[_BatchNorm]) -> Iterator[MomentSums]:
     """Gather the moments of all inputs of these layers in the block."""
     sums = MomentSums()
 
-    # Before the call, because the layer may change its input in place.
+    # Note the input before the call, because the layer may change it in place.
     def note(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         sums.gather(layer, moments_of(args[0] if args else kwargs["input"]))
 

@@ -87,7 +87,7 @@ class _Forward:
         return self._function(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        # ``memo`` has the layer's copy, unless only this object is copied.
+        # ``memo`` contains the copy of the layer, unless only this object is copied.
         copied = memo.get(id(self._layer))
         return self if copied is None else _own_forward(copied)
 

@@ -60,7 +60,8 @@ def answer_query(message: Message, context: Context, loader: Any) -> Message:
         DataError: the data set has no length, or the sampler's choice is unknown
             (``LoadedBatches``).
     """
-    # The batch size of a loader may exceed its number of examples.
+    # Report at most the number of examples as batch size, because a loader's batch size
+    # may be larger.
     size = num_examples(loader)
     properties = NodeProperties(
         partition_of(context),
@@ -115,7 +116,7 @@ def answer_statistics(
         measured=MessageConfig.read(merged_config(message)).layers,
         forward=forward,
     )
-    # Use the names on the server, which may have a wrapper's prefix.
+    # Use the server's names, because they may have the prefix of a wrapper.
     prefix = wrapper_prefix(received, bare.state_dict())
     encoded = encode_moments(moments, bare.state_dict())
     entries = {prefix + name: entry for name, entry in encoded.items()}

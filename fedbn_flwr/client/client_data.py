@@ -104,7 +104,8 @@ class ClientStreams:
         """Return the streams of a client with this partition id, or of its node."""
         if partition_id is not None:
             return cls(seed, partition_id)
-        # Clients without a name use their node: on one stream, their draws would agree.
+        # A client without a partition id is named by its node. Two clients with the
+        # same name would draw the same numbers.
         return cls(seed, -1 if context is None else f"node {own_node_id(context)}")
 
     def generator(
@@ -156,7 +157,8 @@ def _has_batches(data: Any) -> bool:
     method = getattr(data, "batch", None)
     if not callable(method):
         return False
-    # Data sets of other libraries, such as Hugging Face, have another ``batch``.
+    # Data sets of other libraries, such as Hugging Face, have a different method
+    # ``batch``.
     return (
         not hasattr(data, "__getitem__")
         or "generator" in inspect.signature(method).parameters

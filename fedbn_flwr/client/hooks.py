@@ -66,7 +66,7 @@ from fedbn_flwr.training.optimizer_hooks import (
     stepping_optimizers,
 )
 
-# Methods of hooks that act once in a round, or add something up over the round.
+# Methods of hooks that act once in a round, or sum values over the round.
 _PER_ROUND = ("start", "penalty", "gradients", "survey", "reply", "keep")
 
 
@@ -130,17 +130,17 @@ def bn_rules(
     local = frozenset(sent.local_entries)
     hooks = make_hooks(sent.hooks, HookContext(config, local, replay(context, config)))
     _refuse_second_block(context, hooks.values())
-    # The hooks of FixBN and others act only on the model. A hook with its own arrays
-    # also needs the context, because the mod has added the arrays to it, and the names
-    # on the server.
+    # Some hooks, such as FixBN's, change only the model. A hook with arrays of its own
+    # also needs two other things: the context, because the mod has put the arrays
+    # there, and the names of the entries on the server.
     kept: KeptState | None = None
     with_arrays = [
         hook_name
         for hook_name, hook in hooks.items()
         if overrides(hook, "receive", "reply", "keep", "around")
     ]
-    # Entries and paths use the names of the server's model. A hook without arrays may
-    # train a model with other names, such as a model with a second head.
+    # Entries and paths use the names of the server's model. If no hook has arrays, a
+    # model with other names is allowed, such as a model with a second head.
     with nullcontext() if with_arrays else suppress(StateError):
         whole = _whole(message, config, model)
         if whole is not None:
@@ -154,7 +154,8 @@ def bn_rules(
             )
         spec = None
         if local:
-            # As in the mod: a personal entry may have another shape on the server.
+            # Use the saved shapes, as the mod does, because a personal entry may have
+            # another shape on the server.
             place = StateLocation.of(context, sent.continuity)
             spec = ModelSpec.load(context, place)
         kept = (spec or ModelSpec.of(whole)).store(context, None, sent.start_id)
@@ -172,8 +173,8 @@ def bn_rules(
     rules = Hooks(model, hooks, refuse)
     with rules._block():
         yield rules
-    # After the block, and only if it did not raise: a round counts completely or not at
-    # all. The mod moves the outbox into the reply, and saves the local state.
+    # These lines run only if the block did not raise, because a round counts completely
+    # or not at all. The mod moves the outbox into the reply, and saves the local state.
     if context is not None:
         fill_outbox(context, rules.metrics, hooks.values())
     if kept is not None:
@@ -237,14 +238,14 @@ class Hooks:
         self._refuse = refuse
         self._model = model
         self._hooks = hooks
-        # The weights when the hooks stored them, and after the last step: a user's loop
-        # may load others in between.
+        # Note the weights at two times: when the hooks stored them, and after the last
+        # step. A user's loop may load other weights in between.
         self._at_start, self._after_step = NotedModel(model), NotedModel(model)
         # The optimizers that take the steps.
         self._wrapped: list[torch.optim.Optimizer] = []
         self._steps = 0
         self._passes = 0
-        # New gradients distinguish a step from the one before: several optimizers may
+        # New gradients distinguish a step from the step before. Several optimizers may
         # share a backward pass, and a closure may make several passes in a step.
         self._watched: set[nn.Parameter] = set()
         self._stepped: list[torch.optim.Optimizer] = []
@@ -265,8 +266,9 @@ class Hooks:
         self._compares = any(hook.compares_with_start for hook in hooks.values())
         if self._compares or self._acting_stores:
             self._at_start.note()
-        # The first pass with gradients is the last moment for a survey, and for loading
-        # the received weights. Only the layers notice it in every kind of loop.
+        # A survey, and loading the received weights, must come before the first pass
+        # with gradients. Only hooks of the layers notice this pass in every kind of
+        # loop.
         if self._compares or any(overrides(hook, "survey") for hook in hooks.values()):
             self._exit.callback(self._watching.close)
             note = not_compiled(self._note)
@@ -328,8 +330,8 @@ class Hooks:
                 another device inside the block. If the model changes later, the first
                 step raises the error.
         """
-        # No hook could act in the steps of fastai's own optimizer. If no hook acts in
-        # steps, the loop may use it.
+        # Hooks cannot act in the steps of an optimizer that is not torch's, such as
+        # fastai's. If no hook acts in steps, the loop may use it.
         is_of_torch = isinstance(optimizer, torch.optim.Optimizer)
         if not self._acting and hasattr(optimizer, "zero_grad") and not is_of_torch:
             return optimizer
@@ -345,21 +347,21 @@ class Hooks:
                 " and wrap one optimizer for all epochs"
             )
         if self._acting:
-            # Hooks that store nothing before ``start`` take the present model. Other
-            # hooks have stored the model, and it must be unchanged.
+            # If a hook has stored the model before ``start``, the model must be
+            # unchanged. Otherwise, the hooks take the present model.
             if self._acting_stores:
                 if not self._steps:
                     self._at_start.check_device()
                     self._at_start.check_parameters()
             elif not self._wrapped:
                 self._at_start.note()
-            # Otherwise the hooks would change nothing.
+            # Without a parameter of this model, the hooks would change nothing.
             if own.isdisjoint(self._model.parameters()):
                 raise ConfigError(
                     "the optimizer has no parameter of the model that was passed to"
                     " `bn_rules`: pass the same model to both, not a copy"
                 )
-            # A method refuses an optimizer that it cannot use.
+            # Each method refuses the optimizers that it cannot use.
             self._refuse(facts_of(optimizer))
             for hook in self._acting:
                 hook.start(self._model, optimizer)
@@ -493,7 +495,8 @@ class Hooks:
                 penalty = hook.penalty(self._model)
             if penalty is None or not parameters:
                 continue
-            # Keep a tensor: a number would wait for the device in each step.
+            # Add up tensors, because converting a tensor to a number would wait for the
+            # device in each step.
             total = total + penalty.detach()
             gradients = torch.autograd.grad(penalty, parameters, allow_unused=True)
             for p, grad in zip(parameters, gradients, strict=True):
@@ -510,7 +513,8 @@ class Hooks:
                 method acts in every step; or a hook needs the weights of the last step,
                 and they have changed.
         """
-        # If it wraps another optimizer (Opacus), the inner one takes the step.
+        # If ``optimizer`` wraps another optimizer (Opacus), the inner optimizer takes
+        # the step and is checked then.
         if optimizer not in stepping_optimizers(optimizer):
             return
         own = parameters_of(optimizer)
@@ -555,18 +559,21 @@ class Hooks:
             ConfigError: a call is missing, or other weights were loaded; the error
                 names the call or the weights.
         """
-        # If a step is open, the hooks' work after its backward pass is missing.
+        # A step that is still open is an error: the hooks have not acted after its
+        # backward pass.
         self._end_without_backward()
         if self._in_step:
             raise ConfigError(
                 "the block ended inside a step: call rules.end_step() after each"
                 " backward pass"
             )
-        # Be thorough: a load by ``.data`` does not change a tensor's version.
+        # Use ``thorough``, because loading weights by ``.data`` does not change a
+        # tensor's version.
         if self._belongs_to_all_steps:
             self._check_last_step(self._after_step.changed(thorough=True))
         self._refuse(Known(local_steps=self._steps or None))
-        # A hook that took no part has changed nothing: the run would be plain FedAvg.
+        # Refuse a hook that took no part: it has changed nothing, so the run would be
+        # plain FedAvg.
         for name, hook in self._hooks.items():
             if overrides(hook, "start", "penalty", "gradients") and not self._steps:
                 missing = "took no step" if self._wrapped else "was not wrapped"

@@ -52,7 +52,7 @@ from fedbn_flwr.training.client_hook import OWN_MODEL, ClientHook, Entries
 
 _VERSION = 1
 _RECORDS = (KEPT, KEPT_BY_HOOKS)
-# Names of the records' copies from before the round, by the name of the record.
+# For each record, the name of its copy from before the round.
 _ASIDE = {key: f"{KEPT_BEFORE}/{key}" for key in (*_RECORDS, KEPT_ABOUT)}
 
 
@@ -82,7 +82,8 @@ class ClientStorage:
         folder = self.folder
         if folder is None and self.context is not None:
             folder = state_dir(self.context)
-        # Without a name of the run, the next run would find the files of this run.
+        # Use the folder only if the server names the run. Otherwise, the next run would
+        # find the files of this run.
         if folder is not None and sent.continuity is not None:
             if self.partition_id is None:
                 raise StateError(
@@ -201,11 +202,13 @@ class KeptState:
             self._continue_from(expected)
         if used is None:
             return
-        # The last round may have ended here but not at the server: its reply was lost
-        # or late, or the round was not accepted. The client must not be ahead.
+        # The last round may have ended here but not at the server: the reply was lost
+        # or late, or the round was not accepted. Then return to the state that the
+        # server has used.
         if used != self.sha256():
             self.replace(self._before_last_round(used))
-        # With a state folder, the previous file allows the server to undo this round.
+        # Without a state folder, copy the state, so that the server can undo this
+        # round. With a state folder, the previous file serves this purpose.
         if self._files is None:
             self._set_aside()
 
@@ -236,7 +239,8 @@ class KeptState:
         """
         if self._files is not None:
             content = self._files.find(used)  # also removes the files of undone rounds
-            # It is from an earlier run. The hooks' entries belong to the server of it.
+            # If the server has used no state of this run, the content is from an
+            # earlier run. Its hooks' entries belong to the server of that run.
             if content and not used:
                 content["kept"].pop(KEPT_BY_HOOKS, None)
             return content
@@ -255,7 +259,7 @@ class KeptState:
 
         Both names share the arrays.
         """
-        self.sha256()  # so that the copy contains the hash as well
+        self.sha256()  # puts the hash into the record, so the copy has it
         for key, aside in _ASIDE.items():
             self._state.pop(aside, None)
             if key in self._state:
@@ -282,7 +286,7 @@ class KeptState:
         They are empty if there are none. It raises the errors of ``load``.
         """
         entries = _below(_place(hook), self._read(KEPT_BY_HOOKS))
-        # Copy them: the hook may change them, and the round may be undone.
+        # Copy the arrays: the hook may change them, and the round may be undone.
         return tensors({name: array.copy() for name, array in entries.items()})
 
     # After the round: keep the entries that the next round needs.

@@ -52,7 +52,8 @@ class KeptFiles:
     ) -> None:
         self.path = partition_folder(root, continuity, partition_id)
         self._continuity = continuity
-        # A file with other values was copied here from another client or model.
+        # These values are in each file of this client. A file with other values was
+        # copied here from another client or model.
         self._owner = {
             "kind": "client",
             "series": continuity.series,
@@ -122,7 +123,8 @@ class KeptFiles:
             write_checked(
                 path, {**self._owner, "run": run, "round": server_round, **content}
             )
-            # Only now, because a full disk must not destroy the existing files.
+            # Remove old files only after the new file is written, because a full disk
+            # must not destroy the existing files.
             needed = {
                 self._standing(earlier, committed)
                 for committed in self._continuity.committed

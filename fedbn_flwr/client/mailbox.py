@@ -56,7 +56,7 @@ def fill_outbox(
 
     Nothing is stored if the mod has not opened the outbox.
     """
-    if OUTBOX not in context.state:  # without the mod, the outbox would stay full
+    if OUTBOX not in context.state:  # without the mod, nobody would empty it
         return
     context.state[OUTBOX] = ConfigRecord(dict(metrics))
     for hook in hooks:

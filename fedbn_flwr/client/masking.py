@@ -87,11 +87,11 @@ def masked_update(
         return call_next(message, context)
     party = _party(context, config)
     masking = _Masking(party, config, context)
-    # The update is the difference to this model. Later mods replace it by the whole
-    # model.
+    # Read the received model now. The update is the difference to this model, and later
+    # mods replace it in the message by the whole model.
     key, before = _received(message, context)
-    # FedTAN's channel sends tensors during the step, not in the reply, so mask them
-    # there.
+    # FedTAN's channel sends tensors during the step instead of in the reply, so mask
+    # these tensors when they are sent.
     with wrap_reducers(masking.reducer):
         reply = call_next(message, context)
     if reply.has_content():
@@ -128,7 +128,8 @@ class _Masking:
         """Return the masked tensor of an exchange."""
         vector = self._point.vector({tag: array}, self.weight)
         masked = self.party.exchange(tag, vector).reshape(array.shape)
-        # Keep it before it is sent: the training may fail later and be requested again.
+        # Save the party before the value is sent, because the training may fail later
+        # and be requested again.
         _keep(self._context, self.party)
         return masked
 
@@ -226,12 +227,12 @@ def _answered(message: Message, context: Context, config: Mapping[str, Any]) -> 
     stage = config[MASK_STAGE]
     answer: dict[str, Any]
     if stage == "keys":
-        # New in each round, because the key of a lost client may be revealed.
+        # Make new keys in each round, because the key of a lost client may be revealed.
         party = Party.new(int(config[SERVER_ROUND]))
         answer = {MASK_KEYS: party.publics}
     elif stage == "shares":
         party = _party(context, config)
-        # One list, with two keys for each client of the round.
+        # The list of keys has two keys for each client of the round.
         keys = list(config[MASK_KEYS])
         pairs = map(PublicKeys, keys[::2], keys[1::2])
         encrypted = party.shares(
@@ -249,7 +250,8 @@ def _answered(message: Message, context: Context, config: Mapping[str, Any]) -> 
             dict(zip(numbers, shares, strict=True)),
         )
         answer = {MASK_NUMBERS: list(revealed), MASK_SHARES: list(revealed.values())}
-    # Keep the stage as well: a repeated query must not reveal the other share.
+    # Save the party with its stage, because a repeated query must not reveal the other
+    # share.
     _keep(context, party)
     content: RecordDict = RecordDict({MASK_REPLY: ConfigRecord(without_empty(answer))})
     return Message(content, reply_to=message)

@@ -131,11 +131,11 @@ def client_app(
                 f" {name}=[...]"
             )
     answers = _ClientMessages(client_fn, reason or _text)
-    # From outside to inside. The update is masked or clipped after the user's mods, and
-    # packed last. The client's draws are seeded innermost, so that the server cannot
-    # subtract the noise of a privacy mod before it.
+    # List the mods from the outermost to the innermost. The update is masked or clipped
+    # after the user's mods, and packed last. The client's draws are seeded innermost,
+    # so that the server cannot repeat, and subtract, the noise of a privacy mod.
     every = [protected_if_asked, seeded_client, *mods]
-    if on_network_node():  # elsewhere single arrays cost nothing, but a mod does
+    if on_network_node():  # elsewhere, single arrays cost less than the mod
         every.insert(0, packed)
     # A user's mod may read or refuse queries, so each node must be asked.
     app: ClientApp
@@ -164,7 +164,8 @@ class _ClientMessages:
 
     def _client(self, context: Context) -> NumPyClient:
         client = self._client_fn(context)
-        # Flower's own apps return ``client.to_client()``, which wraps it.
+        # Unwrap the result of ``client.to_client()``, because Flower's own apps return
+        # it.
         client = getattr(client, "numpy_client", client)
         if not isinstance(client, NumPyClient):
             raise TypeError(
@@ -182,7 +183,8 @@ class _ClientMessages:
         # arrays that it returns. So no copies are needed; a subclass may do anything.
         only_reads = _only_reads(fit, TorchClient.fit)
         if only_reads:
-            # Use the client that owns ``fit``: a user's object may pass it on.
+            # Use the client that owns ``fit``, because a user's object may only forward
+            # its ``fit``.
             fit = cast(Any, fit).__self__.fit_uncopied
         result = fit(*open_message(message, copy=not only_reads))
         return reply_to_fit(message, *checked(result, "fit"))
@@ -206,7 +208,8 @@ class _ClientMessages:
         try:
             client = self._client(context)
             properties |= client.get_properties(merged_config(message))
-        # An answer instead of an error: the server reports it and continues.
+        # Answer instead of raising the error, so that the server reports the reason and
+        # continues with the other clients.
         except (DataError, NormLayerError) as error:
             properties[NUM_EXAMPLES] = 0
             info[UNUSABLE] = self._reason(error, context)

@@ -80,7 +80,8 @@ def apply_mod(
     key, received = _set_aside_extras(message, context, config.extras)
     whole, store = _completed(received, context, config)
     if config.local_entries or config.extras or config.attempt is not None:
-        # A TorchClient keeps its local state itself, and refuses to work with the mod.
+        # Mark the message: a TorchClient keeps its local state itself, and refuses to
+        # work with the mod.
         next(iter(of_kind(message.content, ConfigRecord).values()))[MOD] = "bn_mod"
     if trains:
         open_outbox(context)
@@ -268,7 +269,8 @@ def _answered(query: Message, reply: Message) -> Message:
     """Return the reply, or an answer about a later mod's refusal of the query."""
     if query.metadata.message_type != MessageType.QUERY or not is_mod_refusal(reply):
         return reply
-    # An error has no details of the node. With this answer the server can name the mod.
+    # Replace the error by an answer, because an error has no details of the node. With
+    # the answer the server can name the mod.
     properties = NodeProperties(refusal=str(reply.error.reason)).write()
     return Message(RecordDict(dict(properties)), reply_to=query)
 
@@ -290,4 +292,4 @@ def _reopen(message: Message, context: Context) -> None:
     entries = dict(zip(json.loads(config[ARRAY_NAMES]), model, strict=True))
     for key, record in to_records(first, entries, further).items():
         message.content[key] = record
-    message.content.pop(EXCHANGE, None)  # the log has the answer already
+    message.content.pop(EXCHANGE, None)  # the answer is already in the log

@@ -187,8 +187,8 @@ class CachedModel:
             self.tried = True
         except NormLayerError:
             raise
-        # User code may raise anything. If training raises it as well, the server is
-        # informed.
+        # The user's code may raise any exception. If training raises it as well, the
+        # client reports it to the server then.
         except Exception as error:
             logger.warning(
                 "the model could not be tried in a synchronised step: %s: %s",
@@ -232,8 +232,9 @@ def _built(
     if free:
         cached = free.pop().current()
     else:
-        # Only some processes draw first weights. The client's draws must be the same in
-        # all of them.
+        # Build the model under a fixed seed. Only some processes build a model here and
+        # draw its first weights, but the later draws of the client must be equal in all
+        # processes.
         with seeded(0):
             cached = _prepared(build(), example, build)
         # After an exception the model is not free again, because its modes and hooks
@@ -241,7 +242,8 @@ def _built(
     yield cached
     for parameter in cached.layout.parameters():
         parameter.grad = None
-    # The next client's message has the state. Restore the other buffers as built.
+    # The next client's message contains the state. The other buffers are not in it, so
+    # restore them as built.
     for module, name, buffer in cached.buffers:
         module._buffers[name] = buffer.clone()
     free.append(cached)
@@ -352,10 +354,12 @@ def load_received(
             continue
         record, _, entry = name.partition("/")
         further.setdefault(record, {}).update(tensors({entry: array}))
-    # The server may have the names of a compiled model, and this model be plain.
+    # The server's names may have the prefix of a compiled model, although this model is
+    # not compiled.
     prefix = wrapper_prefix(received, model)
     state = {name.removeprefix(prefix): array for name, array in received.items()}
-    # Local state wins: the server's values of these entries are from its first message.
+    # Local entries replace the server's values, because these are still from its first
+    # message.
     state.update(kept)
     for name in (one.removeprefix(prefix) for one in sent.personal):
         if name in state and name in model and state[name].shape != model[name].shape:
@@ -396,7 +400,8 @@ def _fitted(state: dict[str, Array], model: Mapping[str, Tensor]) -> dict[str, A
                 f"entry '{name}' has shape {tuple(array.shape)}, but the model has"
                 f" {tuple(like.shape)}"
             )
-        # Round averaged counters such as 9.999999: a cast to int64 would give 9.
+        # Round averaged counters such as 9.999999, because a cast to int64 would give
+        # 9.
         is_float = like.is_floating_point() or like.is_complex()
         if array.dtype.kind == "f" and not is_float:
             state[name] = np.asarray(np.rint(array))

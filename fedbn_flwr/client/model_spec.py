@@ -92,7 +92,8 @@ class ModelSpec:
         shapes = {name: list(shape) for name, shape in self.shapes.items()}
         content = {"shapes": shapes}
         context.state[MODEL_SPEC] = ConfigRecord({SPEC_SHAPES: json.dumps(content)})
-        # Flower's context ends with the node's process, but the folder remains.
+        # Flower's context ends with the process of the node, but a file in the folder
+        # remains.
         if location is not None:
             try:
                 location.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -111,7 +112,8 @@ class ModelSpec:
                 str(of_kind(context.state, ConfigRecord)[MODEL_SPEC][SPEC_SHAPES])
             )
         elif location is not None:
-            # If it is missing or damaged, the client reports this and gets the model.
+            # If the file is missing or damaged, the client reports this and receives
+            # the whole model.
             with suppress(StateError):
                 content = read_checked(location.path)
         if content is None:

@@ -38,7 +38,8 @@ def packed(message: Message, context: Context, call_next: ClientAppCallable) -> 
             reply.content = in_one_piece(reply.content)
         return reply
     reply = call_next(message, context)
-    # The answer to its query informs the server that it may send in one piece.
+    # This answer to the server's query informs the server that it may send all arrays
+    # in one piece.
     if message.metadata.message_type == MessageType.QUERY and reply.has_content():
         earlier = earlier_mods()
         if earlier:

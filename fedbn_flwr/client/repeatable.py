@@ -38,8 +38,9 @@ def repeatable(mod: Mod) -> Mod:
         message: Message, context: Context, call_next: ClientAppCallable
     ) -> Message:
         seed = message_seed(message, context)
-        # Flower passes the rest as one function. Take it apart, to set the seed between
-        # the last mod and the app's function.
+        # Flower passes the later mods and the app's function as one function. Take it
+        # apart, so that the seed can be set between the last mod and the app's
+        # function.
         mods, function = later_mods(call_next)
         of_function: list[Exception] = []
 
@@ -53,7 +54,7 @@ def repeatable(mod: Mod) -> Mod:
             finally:
                 seed_secretly()
 
-        if mods:  # they draw before the function, so remove the seed set before
+        if mods:  # they draw before the function: give them a secret seed
             seed_secretly()
         if message.metadata.message_type.startswith(MessageType.QUERY):
             mods = [_named(later, of_function) for later in mods]

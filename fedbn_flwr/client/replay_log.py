@@ -65,7 +65,7 @@ def log_answer(
         else:
             model[name] = array
     about = dict(of_kind(state, ConfigRecord).get(STEP_ABOUT, {}))
-    # The first message of a round starts a new log, whatever an earlier round left.
+    # The first message of a round starts a new log and discards an earlier round's log.
     if model:
         state[STEP_MODEL], state[STEP_ANSWERS] = to_record(model), ArrayRecord()
         state.pop(STEP_SENT, None)

@@ -205,8 +205,9 @@ class TorchClient(NumPyClient):
             try:
                 returned, metrics = self._fit(cached, parameters, config)
             except StopStep as stop:
-                # By messages, a synchronised step stops when it needs an exchange with
-                # the other clients. The answer in the next message continues it.
+                # If a synchronised step exchanges by messages, it stops when it needs
+                # an exchange with the other clients. The answer in the next message
+                # continues the step.
                 sent = stop.exchange.tensors
                 returned = {
                     f"{EXCHANGE}/{tag}": t.cpu().numpy() for tag, t in sent.items()
@@ -224,7 +225,8 @@ class TorchClient(NumPyClient):
         cached.check_head(sent.head, self.data.two_inputs)
         local = entries_that_stay(cached, sent)
         kept = self._open_kept(cached, config, sent)
-        # In an exchange by messages, the log has the model from an earlier message.
+        # If this message only has the answer of an exchange, take the model of an
+        # earlier message from the log.
         reducer = None
         if sent.attempt is not None:
             parameters, config = log_answer(self.context, parameters, config)
@@ -248,13 +250,13 @@ class TorchClient(NumPyClient):
             hook.receive(extras, kept.hook_state(hook))
         result = trained(cached.model, hooks=list(hooks.values()), layout=cached.layout)
         cached.refuse_made()
-        # Dropped batches are not steps.
+        # Check the number of steps taken, because dropped batches are not steps.
         refuse_on_client(sent.hooks, config, Known(local_steps=result.num_steps))
         if not math.isfinite(result.loss):
             load_received(cached, parameters, config, sent, kept.load(local))
             size = self.settings.batch_size
             refuse_first_pass(cached.plain, self.data.train, self.task, size)
-        # Nothing is kept before all steps were taken, so that an exception leaves the
+        # Save the local state only after all steps, so that an exception leaves the
         # client in its state before the round.
         if sent.attempt is not None:
             clear_log(self.context)
@@ -263,7 +265,8 @@ class TorchClient(NumPyClient):
             kept.keep({name: state[name] for name in local}, sent.server_round)
         kept.save_hook_state(hooks.values(), sent.server_round)
         kept.save(sent.server_round)
-        # The reply has the shared entries, and their names if they are not all entries.
+        # The reply contains the shared entries. If these are not all entries, it also
+        # contains their names.
         returned = returned_entries(state, local, hooks.values(), prefix)
         metrics = _metrics(result)
         if hooks:
@@ -336,7 +339,8 @@ class TorchClient(NumPyClient):
                 count = f"{name}-{NUM_EXAMPLES}" if name else EXAMPLES_TESTED
                 result = evaluate(cached.model, data, task=self.task)
                 metrics[count] = result.num_examples
-                # Without targets the loss is NaN, which would spoil means over clients.
+                # Skip data without targets, because their loss of NaN would make means
+                # over the clients NaN.
                 if not result.num_examples:
                     continue
                 if not math.isfinite(result.loss):

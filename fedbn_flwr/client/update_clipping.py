@@ -31,7 +31,8 @@ def clipped_update(
         return call_next(message, context)
     if message.metadata.message_type.partition(".")[0] != MessageType.TRAIN:
         return call_next(message, context)
-    # Keep it before the call: later mods replace it by the whole model.
+    # Note the received model before the call, because later mods replace it in the
+    # message by the whole model.
     key, received = next(iter(of_kind(message.content, ArrayRecord).items()))
     before = views(ArrayRecord(dict(received)))
     reply = call_next(message, context)
@@ -48,9 +49,10 @@ def clipped_update(
                     f"clipped_update: the reply's entry '{name}' was not received in"
                     " this shape; nothing is sent"
                 )
-        # Only the shared entries: local state does not leave the client.
+        # Use only the shared entries, because local state does not leave the client.
         sent = {name: before[name] for name in state}
-        # Their difference to the received values is the update that dp bounds.
+        # The update that dp bounds is the difference between the new and the received
+        # values of these entries.
         coordinates = Coordinates(sent, split_state(sent))
         update, _ = clipped(coordinates.update(state), float(config[CLIP]))
         reply.content[key] = to_record(coordinates.state(update, 0.0))

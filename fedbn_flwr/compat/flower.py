@@ -129,11 +129,12 @@ def node_config_of(text: str) -> dict[str, Any]:
         ConfigError: the text does not have the form ``key=value key='text' ...``.
             Flower ignores words without ``=``, but this function refuses them.
     """
-    # These import Flower's command line, which a run does not need.
+    # Import these here, because they load Flower's command line and a run does not need
+    # it.
     from click import ClickException
     from flwr.common.config import parse_config_args
 
-    # The errors mean an unclosed quotation or an invalid value.
+    # These errors mean that a quotation is not closed or a value is invalid.
     with suppress(ValueError, ClickException):
         if all("=" in word for word in shlex.split(text)):
             return parse_config_args([text])
@@ -150,9 +151,9 @@ def empty_run(run_id: int) -> Run:
 
 def later_mods(call_next: ClientAppCallable) -> tuple[list[Mod], ClientAppCallable]:
     """Return the mods between a mod and the app's function, and that function."""
-    # Flower wraps the function mod by mod, and the first mod is the outermost. Each
-    # wrapper is the same closure, so its code identifies it. The variables of the
-    # closure are the mod and the wrapped function.
+    # Flower wraps the app's function in one mod after the other, and the first mod is
+    # the outermost. All wrappers are closures of the same function, so their code
+    # identifies them. The variables of a closure are the mod and the wrapped function.
     mods = []
     while isinstance(call_next, FunctionType) and call_next.__code__ is _CHAINED:
         variables = inspect.getclosurevars(call_next).nonlocals
@@ -194,7 +195,8 @@ def identify_process(run_id: int) -> None:
 
 def on_network_node() -> bool:
     """Return whether this process works for a SuperNode."""
-    # Flower gives it the node's id; processes of the server have the SuperLink's id.
+    # In a process of a SuperNode, Flower sets the id of the node. In a process of the
+    # server, it sets the SuperLink's id.
     try:
         return TaskIdentity.node_id != SUPERLINK_NODE_ID
     except RuntimeError:  # the process has no identity, for example in simulation
@@ -227,8 +229,8 @@ def is_network_grid(grid: Grid) -> bool:
 
 def _is_instance(grid: Grid, *class_names: str) -> bool:
     """Return whether the grid is an instance of one of these Flower classes."""
-    # Compare names, because the modules of the classes have moved, and they import
-    # SQLAlchemy and FastAPI (0.7 s).
+    # Compare names, because the classes have moved between modules, and importing them
+    # also imports SQLAlchemy and FastAPI (0.7 s).
     return any(
         kind.__name__ in class_names and kind.__module__.startswith("flwr.")
         for kind in type(grid).__mro__
@@ -256,7 +258,7 @@ def copied_context(context: Context) -> Context:
 
 def _shallow(value: T) -> T:
     """Return ``copy.copy(value)`` of an object with its attributes in its dict."""
-    # This takes a fifth of the time of copy.copy.
+    # This function takes a fifth of the time of copy.copy.
     copied = object.__new__(type(value))
     copied.__dict__.update(value.__dict__)
     return copied
@@ -268,7 +270,7 @@ def _copied(records: RecordDict) -> RecordDict:
     for record in copied.values():
         if isinstance(record, ArrayRecord):
             continue
-        # Flower's copy shares the lists in a record, but lists can be changed.
+        # Copy the lists as well, because Flower's copy of a record shares them.
         for name, value in record.items():
             if isinstance(value, list):
                 record.__dict__["_data"][name] = list(value)
@@ -292,7 +294,7 @@ def array_of_bytes(
     dtype: str, shape: tuple[int, ...], data: bytes, stype: str = "numpy.ndarray"
 ) -> Array:
     """Return ``Array(dtype, shape, stype, data)``."""
-    # Flower's constructor takes longer than copying the bytes.
+    # Do not call Flower's constructor, because it takes longer than copying the bytes.
     array = Array.__new__(Array)
     array.__dict__.update(dtype=dtype, shape=shape, stype=stype, data=data)
     return array
@@ -342,7 +344,7 @@ def stamped(message: Message, message_id: str, run_id: int) -> Message:
 
 def readdressed(message: Message, content: RecordDict, node_id: int) -> Message:
     """Return the same message with new content for another node."""
-    # Flower's constructor makes forty calls.
+    # Do not call Flower's constructor, because it makes forty calls.
     sent = _shallow(message)
     metadata = _shallow(message.metadata)
     metadata.__dict__["_dst_node_id"] = node_id
@@ -352,7 +354,7 @@ def readdressed(message: Message, content: RecordDict, node_id: int) -> Message:
 
 def answer(message: Message, content: RecordDict) -> Message:
     """Return ``Message(content, reply_to=message)``."""
-    # Flower's constructor makes seventy calls.
+    # Do not call Flower's constructor, because it makes seventy calls.
     metadata = _shallow(message.metadata)
     about = metadata.__dict__
     now = time.time()
@@ -364,7 +366,7 @@ def answer(message: Message, content: RecordDict) -> Message:
         _created_at=now,
         _ttl=about["_created_at"] + about["_ttl"] - now,
     )
-    # These exist since Flower 1.31.
+    # The fields of tasks exist since Flower 1.31.
     if "_src_task_id" in about:
         sender = about["_src_task_id"]
         about.update(_src_task_id=about["_dst_task_id"], _dst_task_id=sender)
@@ -386,8 +388,8 @@ def set_reply_source(reply: Message, node_id: int) -> None:
 
 def set_reply_address(reply: Message, message: Message) -> bool:
     """Address ``reply`` to ``message``, and return whether this changed it."""
-    # Flower's mods answer their own reply if they refuse it, and Flower's own engines
-    # lose such an answer.
+    # A mod of Flower that refuses its app's reply makes an answer to this reply instead
+    # of to the message. Flower's own engines lose such an answer.
     wanted = {
         "_reply_to_message_id": message.metadata.message_id,
         "_src_node_id": message.metadata.dst_node_id,
@@ -445,7 +447,8 @@ def loaded_apps(seconds: float) -> list[ClientApp]:
     """
     end = time.monotonic() + seconds
     while time.monotonic() < end:
-        # An app has its functions after its module is loaded.
+        # Wait until no module is being imported, because an app gets its functions
+        # while its module is imported.
         specs = [getattr(one, "__spec__", None) for one in [*sys.modules.values()]]
         if not any(getattr(spec, "_initializing", False) for spec in specs):
             # Do not use isinstance, because a lazy object would then load its target.
@@ -467,7 +470,8 @@ def lacks_function(reply: Message, message_type: str) -> bool:
     """Return whether the reply reports that the app lacks a function for messages."""
     if not reply.has_error() or not is_app_error(reply):
         return False
-    # An example is query.exchange. Flower reports it only by this text.
+    # An example of ``message_type`` is query.exchange. Flower reports a missing
+    # function only by this text.
     category, _, action = message_type.partition(".")
     missing = f"No {category} function registered with name '{action}'"
     return missing in str(reply.error.reason)
@@ -555,8 +559,8 @@ class _GiveUp:
 
     def __init__(self, otherwise: Callable[[Exception], bool]) -> None:
         self._otherwise = otherwise
-        # Flower's own threads use the same grid. Each thread, and therefore each
-        # request, has its own count.
+        # Count per thread, and therefore per request, because Flower's own threads use
+        # the same grid.
         self._thread = threading.local()
 
     def reset(self) -> None:

@@ -96,14 +96,14 @@ def try_key(
             node_id = client.ActivateNode(request).node_id
         except httpx.HTTPStatusError as error:
             refusal = FlowerError.from_json(error.response.text)
-            # This may be the answer of a proxy.
+            # An answer that is not Flower's may come from a proxy.
             if refusal is None:
                 text = f"HTTP {error.response.status_code}: {error.response.text[:200]}"
                 raise RefusedKey(text) from error
             refused = refusal.code == ApiErrorCode.FLEET_NODE_ACTIVATION_FAILED
             raise RefusedKey(refusal.message, REFUSED if refused else "") from error
-        # Otherwise the activation would prevent the node from connecting for a while.
-        # Ignore a failure, because an activation ends by itself after a while.
+        # Undo the activation. Otherwise, it would prevent the node from connecting for
+        # a while. Ignore a failure, because an activation ends by itself.
         with suppress(httpx.HTTPError):
             client.DeactivateNode(DeactivateNodeRequest(node_id=node_id))
 

@@ -64,12 +64,13 @@ class Distance(NamedTuple):
 
 def distance(statistics: Statistics, reference: Statistics, eps: float) -> Distance:
     """Return the distances of statistics from a reference, given the layer's eps."""
-    # float64, because small differences of float32 statistics would be rounding errors.
+    # Use float64, because small differences of float32 statistics would be rounding
+    # errors.
     mean, variance = (values.double() for values in statistics)
     mean_0, variance_0 = (values.double() for values in reference)
     apart = (mean - mean_0).abs()
     l1 = apart.sum() + (variance - variance_0).abs().sum()
-    # Negative running variances have a finding of their own.
+    # Treat negative running variances as 0, because another finding reports them.
     scale = variance.clamp(min=0) + eps
     scale_0 = variance_0.clamp(min=0) + eps
     shift = (apart / scale_0.sqrt()).mean()
@@ -102,7 +103,7 @@ def normalising_by_batch(model: nn.Module) -> nn.Module:
     for path, layer in layers_of(working).items():
         if path not in in_eval:
             layer.training = True
-            # The flag makes torch leave the running statistics unchanged.
+            # With this flag, torch leaves the running statistics unchanged.
             layer.track_running_stats = False
     return working
 
@@ -118,10 +119,12 @@ def batch_moments(model: nn.Module, data: ClientExamples) -> BatchMoments:
     working = normalising_by_batch(model)
     layers = layers_of(working)
     prepared = inputs_for(working)
-    # This comes before the hooks, because the check itself runs a forward pass.
+    # Check this before the hooks are added, because the check itself runs a forward
+    # pass.
     if len(data) == 1 and not takes_one_example(working, prepared(data.inputs)):
         return {}
-    # As in training, BatchNorm refuses batches with a single value per channel.
+    # Use at least two examples, because BatchNorm refuses batches with a single value
+    # per channel, as in training.
     batches = list(torch.split(data.inputs, max(2, data.batch_size)))
     if len(batches) > 1 and len(batches[-1]) == 1:
         batches = join_last(batches)

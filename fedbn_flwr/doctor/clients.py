@@ -21,10 +21,10 @@ Loaders = Mapping[Any, Iterable[Any]] | Sequence[Iterable[Any]]
 targets), as a ``DataLoader`` does.
 """
 
-# Values of the inputs in a pass without gradients: 16 MiB, and a few times as much in a
-# layer of a network.
+# Largest number of input values in a pass without gradients. They take 16 MiB, and a
+# few times as much in a layer of a network.
 _VALUES = 2**22
-_FEWEST, _LARGEST = 32, 256  # examples in a batch whose statistics are computed
+_FEWEST, _LARGEST = 32, 256  # fewest and most examples in a batch
 
 
 @dataclass(frozen=True)
@@ -194,7 +194,7 @@ def _epoch(loader: Iterable[Any]) -> list[list[int]] | None:
         return None
     if not hasattr(data, "__len__"):
         return None
-    # The sampler may be endless.
+    # Take at most one batch per example, because the sampler may be endless.
     epoch = [list(batch) for batch in islice(sampler, len(data))]
     if all(isinstance(index, int) for index in chain(*epoch)):
         return epoch
@@ -253,7 +253,8 @@ def inputs_at(clients: Sequence[ClientExamples], places: Tensor) -> Tensor:
     """
     ends = torch.tensor([len(client) for client in clients]).cumsum(0)
     owners = torch.searchsorted(ends, places, right=True)
-    # The index counts from the client's end, so it is negative.
+    # ``ends`` has the end of each client in the list of all examples. Therefore the
+    # index within a client is negative and counts from the client's end.
     within = places - ends[owners]
     chosen = zip(owners.tolist(), within.tolist(), strict=True)
     return torch.stack([clients[k].inputs[n] for k, n in chosen])

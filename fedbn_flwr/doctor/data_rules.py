@@ -28,16 +28,17 @@ from fedbn_flwr.norms.replaced_layers import shown_path
 
 def small_batch(m: Measurements) -> Finding | None:
     """Batches of up to four examples, so that their statistics are mostly noise."""
-    # A size of 0 means unknown.
+    # A batch size of 0 is unknown.
     given = m.batch_sizes or [m.training.batch_size]
     sizes = [size for size in given if size]
     small = [k for k, size in enumerate(given) if 0 < size <= SMALL_BATCH]
-    # If few of the batches are small, skip clients that have no more examples.
+    # If less than half of the clients have small batches, skip clients whose batch
+    # contains all of their examples.
     if 2 * len(small) < len(sizes):
         small = [k for k in small if given[k] < m.examples[k]]
     if not small:
         return None
-    # Layers in eval mode ignore the batch.
+    # If all layers are in eval mode, they ignore the batch.
     if m.num_layers and len(m.in_eval) == m.num_layers:
         return None
     # Large images have many values per channel, so 3 or 4 images may be enough.
@@ -60,7 +61,8 @@ def small_batch(m: Measurements) -> Finding | None:
         numbers |= {"noise": m.noise[worst], "layer": worst}
     tries = situations.SMALL_BATCHES.remedies
     if m.training.batch_size > SMALL_BATCH:
-        # The clients have no more examples, so a larger batch cannot help.
+        # The batches are small because the clients have no more examples. Skip the
+        # first remedy, a larger batch.
         tries = tries[1:]
     what = "The batches are too small for BatchNorm."
     return Finding("small-batch", what, evidence, numbers, tries)
@@ -138,7 +140,7 @@ def _about_clients(
     """
     if measure is None or not odd:
         return None
-    # This is the lower median, a client's own value, because the scores use it as well.
+    # Use the lower median, as the scores do. It is the value of a client.
     median = sorted(measure.values)[(len(measure.values) - 1) // 2]
     lines = []
     for k in odd[:3]:
@@ -161,7 +163,8 @@ def label_skew(m: Measurements) -> Finding | None:
     skew, shift = m.skew, m.shift
     if skew is None or shift is None:
         return None
-    # BatchNorm cannot cause harm by skew that it does not see. ``diagnose`` notes it.
+    # Label skew that does not change BatchNorm's inputs cannot do harm by BatchNorm.
+    # ``diagnose`` notes such a skew.
     if not skew.counts or not shift.counts:
         return None
 
@@ -181,7 +184,8 @@ def label_skew(m: Measurements) -> Finding | None:
         "class-distance-by-chance": skew.by_chance,
         "local-steps": steps or None,
     }
-    # E decides: FedTAN pays for few steps, and frozen statistics tolerate many.
+    # The remedies depend on E, the number of local steps: FedTAN's exchanges pay if E
+    # is small, and frozen statistics work if E is large.
     tries = situations.label_skew(steps).remedies
     what = (
         "The clients hold different classes (label skew), and BatchNorm's statistics"
@@ -331,7 +335,8 @@ def _harms(gap: Mismatch) -> bool:
     lost, share = gap.running_loss - gap.batch_loss, abs(gap.batch_loss)
     if gap.running_accuracy is None:
         return lost >= MIN_LOSS * share
-    # With an accuracy, require a large rise: the loss may rise while answers stay.
+    # If there is an accuracy, require a large rise, because the loss may rise although
+    # the predicted classes stay the same.
     loss_from = max(LARGE_LOSS[0] * share, LARGE_LOSS[1])
     return gap.accuracy_lost >= MIN_GAP or lost >= loss_from
 

@@ -297,8 +297,9 @@ def _of_state(
     layers, checked = {}, [*state]
     if model is not None:
         layers = layers_of(model, every_path=True)
-        # Other buffers may contain infinity for a reason, such as an attention mask.
-        # Names do not distinguish them from parameters.
+        # Check only parameters and BatchNorm's entries. Other buffers may contain
+        # infinity for a reason, such as an attention mask, and their names do not
+        # distinguish them from parameters.
         weights = {name for name, _ in model.named_parameters(remove_duplicate=False)}
         checked = [name for name in state if name in weights | of_batchnorm]
 
@@ -316,7 +317,7 @@ def _of_state(
     if model is not None:
         m.in_eval = eval_layers(model)
 
-    # Attributes of the layers themselves.
+    # Read the attributes of the layers themselves.
     momenta, untracked = {}, []
     for path, layer in layers.items():
         if path not in m.in_eval:

@@ -143,14 +143,16 @@ def groups_of(
     """
     working = copied(model).eval()
     layers, prepared = layers_of(working), inputs_for(working)
-    # Limit the groups, so that a large federation does not cost a pass per example.
+    # Limit the number of groups, so that a large federation does not cost a pass per
+    # example.
     total = sum(map(len, clients))
     size = max(2, math.ceil(total / GROUPS))
     seen: dict[str, list[Moments]] = {path: [] for path in layers}
     owner, of_inputs = [], []
     with torch.no_grad():
         for k, client in enumerate(clients):
-            # A loader may be sorted, so neighbours in a group would differ too little.
+            # Shuffle the examples. If a loader is sorted, the neighbours in a group
+            # would differ too little.
             order = torch.randperm(len(client), generator=generator)
             for places in order.tensor_split(max(1, len(client) // size)):
                 owner.append(k)
@@ -248,14 +250,17 @@ class _Analysis:
         left = rows - means[owner]
         apart = means - rows.mean(0)
         between = float((sizes / len(rows)) @ apart.square().mean(1))
-        # The variance of one row within its client, and its share of ``between``.
+        # ``within`` is the variance of one row within its client, and ``chance`` is the
+        # share of ``between`` that it explains.
         within = float(left.square().sum()) / free / rows.shape[1]
         chance = within * (len(sizes) - 1) / len(rows)
-        # Columns depend on each other, so count the independent ones (Box 1954).
+        # Columns depend on each other, so use the number of independent columns (Box
+        # 1954).
         independent = degrees(left, free)
         with needs_package("scipy", "comparisons of the clients' statistics"):
             from scipy.stats import f
-        # Equal rows within each client have no noise, and the result is certain.
+        # If the rows of each client are equal, ``chance`` is 0: avoid a division by 0,
+        # and let any difference be certain.
         ratio = between / max(chance, 1e-300)
         p_value = f.sf(ratio, independent * (len(sizes) - 1), independent * free)
         return cls(between, chance, float(p_value))
@@ -273,7 +278,8 @@ def degrees(left: Tensor, free: int) -> float:
     # left @ left.T, (R, R), has the same traces and is much smaller than S, (D, D).
     products = left @ left.T / free
     trace = products.trace()
-    # With few rows tr(S^2) is too large, by tr(S)^2 / free for normal values.
+    # With few rows, tr(S^2) is too large. For normal values, the excess is tr(S)^2 /
+    # free.
     squared = products.square().sum() - trace.square() / free
     columns = float(left.shape[1])
     found = columns
@@ -310,12 +316,14 @@ def class_skew(counts: Tensor) -> ClassSkew:
     """
     with needs_package("scipy", "comparisons of the clients' classes"):
         from scipy.stats import chi2_contingency
-    # The chi-square test has no expected count for a class without examples.
+    # Leave out classes without examples, because the chi-square test cannot compute an
+    # expected count for them.
     counts = counts[:, counts.sum(0) > 0]
     sizes, total = counts.sum(1), counts.sum()
     shares = counts.sum(0) / total
-    # The mean absolute deviation of a share by chance, for nearly normal counts, is
-    # sqrt(2 / pi) standard deviations of n_k draws without replacement from all.
+    # Shares deviate by chance. For nearly normal counts, the mean absolute deviation is
+    # sqrt(2 / pi) standard deviations. The n_k examples of a client count as draws
+    # without replacement from all examples.
     spread = (2 / math.pi * shares * (1 - shares)).sqrt().sum() / 2
     by_chance = (spread * (1 / sizes - 1 / total).clamp(min=0).sqrt()).mean()
     p_value = 1.0

@@ -38,12 +38,15 @@ from fedbn_flwr.doctor.thresholds import (
 )
 from fedbn_flwr.errors import needs_package
 
-# Class mixes get half of the level, because counts of few examples are weak evidence.
+# Share of the significance level for the comparison of class mixes. It is high, because
+# counts of few examples are weak evidence.
 _SHARE_OF_CLASSES = 0.5
-_OTHERS = 3  # measures that share the rest: inputs, distinct examples, accuracy
+# measures that share the rest of the level: inputs, distinct examples, accuracy
+_OTHERS = 3
 
 
-# Exponent of the mean over columns. One distant column counts like many near columns.
+# Exponent of the mean over columns. With it, one distant column counts as much as many
+# nearer columns.
 _POWER = 8
 
 
@@ -170,7 +173,8 @@ def class_mixes(counts: Tensor) -> Compared:
             odd.append(k)
         else:
             rest.append(k)
-    # Many odd clients, or others that differ as well, mean label skew by design.
+    # If many clients are odd, or if the other clients differ as well, the label skew is
+    # by design, and no client is odd.
     if odd and (len(odd) > max(2, len(counts) // 5) or class_skew(counts[rest]).counts):
         odd = []
     return Compared(far.tolist(), scores.tolist(), odd)
@@ -194,7 +198,8 @@ def statistics(groups: Groups, eps: Mapping[str, float]) -> Compared:
         mean, variance = means.median(0).values, variances.nanmedian(0).values
         scale = variance + eps.get(path, NO_VARIANCE)
         rows += [(means - mean) / scale.sqrt(), (variances - variance) / scale]
-    # A single value has no variance, so use the usual variance for it.
+    # The variance of a single value is NaN. Replace it by 0, the place of the usual
+    # variance.
     return _distances(torch.cat(rows, 1).nan_to_num(0), groups.owner)
 
 
@@ -221,7 +226,8 @@ def _distances(rows: Tensor, owner: Tensor) -> Compared:
     chance = torch.stack(dealt)
     by_chance = found * sizes.sqrt() > (chance * sizes.sqrt()).max()
 
-    # By design d is similar for all, so compare its excess over random re-splits.
+    # In a federation with label skew by design, the distances are similar. So compare
+    # the excess of each distance over its mean in random re-splits.
     by_design = _among_designed(found - chance.mean(0))
     compared = torch.where(by_chance, by_design, by_design.clamp(max=0))
     return _compared(far(share, rows), compared)

@@ -10,7 +10,7 @@ from typing import Any
 
 from fedbn_flwr.norms.replaced_layers import shown_path
 
-_ROWS = 100  # clients with a row in the printed table
+_ROWS = 100  # most clients that get a row in the printed table
 
 
 @dataclass(frozen=True)

@@ -118,7 +118,8 @@ class Measuring:
     def _between_clients(self) -> None:
         """Measure the odd clients first, then differences between all others."""
         m = self._m
-        # Layers in eval mode normalise by fixed statistics, so clients do not matter.
+        # Skip layers in eval mode: they normalise by fixed statistics, so differences
+        # between clients have no effect.
         seen = groups_of(self._model, self._clients, self._generator)
         layers = {
             path: rows for path, rows in seen.layers.items() if path not in m.in_eval
@@ -134,7 +135,8 @@ class Measuring:
             "one client against the others", lambda: self._each_client(seen, counts)
         )
 
-        # One odd client must not appear as a skew of the whole federation.
+        # Leave out the odd clients, because one odd client must not appear as a skew of
+        # the whole federation.
         rest = [k for k in range(len(m.names)) if k not in m.each.apart]
         if len(rest) < 2:
             rest = list(range(len(m.names)))
@@ -209,7 +211,8 @@ class Measuring:
         m.accuracy = self.figures["accuracy"] = found
         if len(found) < MIN_CLIENTS or m.skew is None:
             return
-        # If classes differ by design, so do accuracies.
+        # If the classes differ by design, the accuracies differ as well, and the
+        # comparison would be meaningless.
         if m.skew.counts:
             raise DataError(
                 "the clients cannot be compared, because they have different classes."
@@ -223,6 +226,7 @@ class Measuring:
             measure()
         except FedBNError as error:
             self.lacking.append(f"{what}: {error}")
-        # The model and the loss are the user's, and the other figures remain valid.
+        # The model and the loss are the user's and may raise any exception. The other
+        # figures remain valid.
         except Exception as error:
             self.lacking.append(f"{what}: {type(error).__name__}: {error}")

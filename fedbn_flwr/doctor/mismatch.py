@@ -75,7 +75,8 @@ def default_loss(outputs: Tensor, targets: Tensor) -> Tensor:
     Raises:
         DataError: the targets are not classes.
     """
-    # There are scores (N, C, ...) of C classes for integers (N, ...) or (N, 1).
+    # The outputs are scores of C classes if their shape is (N, C, ...) and the targets
+    # are integers of shape (N, ...) or (N, 1).
     by_class = (
         outputs.dim() > 1
         and outputs.shape[1] > 1
@@ -106,8 +107,7 @@ def mismatch(
     z = _z(running_loss - batch_loss)
     running, by_batch = None, None
     if running_right is not None and batch_right is not None:
-        # Add an example that is correct in both runs, or wrong in both, see
-        # ``Mismatch.z``.
+        # Add one example with the same result in both runs, see ``Mismatch.z``.
         z = max(z, _z(functional.pad(batch_right - running_right, (0, 1))))
         running, by_batch = float(running_right.mean()), float(batch_right.mean())
     return Mismatch(

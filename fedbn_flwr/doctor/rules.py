@@ -21,7 +21,8 @@ def unusable_statistics(m: Measurements) -> Finding | None:
     evidence = [f"{name}: {what}." for name, what in [*m.unusable.items()][:3]]
     tries = remedies.UNUSABLE
     if m.diverged:
-        # Weights are broken as well, so training is the cause, not server arithmetic.
+        # The weights are not finite either, so the training is the cause, not the
+        # server's arithmetic.
         tries = remedies.DIVERGED
     return Finding(
         "unusable-statistics",
@@ -86,7 +87,8 @@ def name_filter(m: Measurements) -> Finding | None:
 
 def tested_by_batch(m: Measurements) -> Finding | None:
     """Tests that normalise by the test batch, for one of three reasons."""
-    # Layers in train mode go first, because they change the running statistics as well.
+    # Report layers in train mode first, because they also change the running
+    # statistics.
     layers = m.training_layers or m.untracked
     tries = remedies.TRAIN_MODE
     if m.training_layers:
@@ -134,7 +136,8 @@ def extreme_variance(m: Measurements) -> Finding | None:
     extreme = {}
     for path, counts in m.extremes.items():
         low, high, channels = counts
-        # A few channels that never fire are normal, but an exploding one is not.
+        # A few channels with variances near zero are normal, but a single exploding
+        # channel is not.
         if high or low >= EXTREME_SHARE * channels:
             extreme[path] = counts
     if not extreme:
@@ -146,7 +149,8 @@ def extreme_variance(m: Measurements) -> Finding | None:
     ]
     tries = remedies.EXTREME_INSIDE
     if m.first_layer in extreme:
-        # If the first layer is sound, the scale of the inputs is not the cause.
+        # The scale of the inputs is a possible cause only if the first layer is
+        # extreme.
         tries = remedies.EXTREME_VARIANCE
     what = "Running variances are near zero or explode."
     return Finding("extreme-variance", what, evidence, {"layers": extreme}, tries)

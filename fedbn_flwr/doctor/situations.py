@@ -29,7 +29,7 @@ __all__ = [
     "label_skew",
 ]
 
-_MANY = 50  # local steps E, between the measured values 20 and 100
+_MANY = 50  # from this number, local steps E are many; between the measured 20 and 100
 
 
 @dataclass(frozen=True)
@@ -132,9 +132,9 @@ _ADAPT = Remedy(
     " without targets",
 )
 
-# There is a situation for each heading of docs/choose.md. FedTAN is first if its
-# exchanges pay: with E = 1 it is centralised training, with many steps only the first
-# step is.
+# There is a situation for each heading of docs/choose.md. FedTAN comes first if its
+# exchanges pay. With E = 1 it is centralised training, but with many steps only the
+# first step is synchronised.
 ONE_STEP = Situation(
     "label skew, one local step a round",
     "label-skew",

@@ -149,7 +149,7 @@ def variance_extremes(
             continue
         values = state[layer.entries["running_var"]].double()
         least = min(eps.get(layer.path, NO_VARIANCE), NO_VARIANCE)
-        # Negative variances have a finding of their own.
+        # Leave out negative variances, because another finding reports them.
         low = int(((values >= 0) & (values < least)).sum())
         high = int((values > EXPLODING_VARIANCE).sum())
         if low or high:
@@ -171,7 +171,7 @@ def unmoved(parts: Parts, state: TensorState) -> dict[str, int]:
         mean, variance = state[entries["running_mean"]], state[entries["running_var"]]
         counter = state[entries["num_batches_tracked"]]
         if int(counter) > 0 and bool((mean == 0).all() and (variance == 1).all()):
-            # A counter may be the float of an average.
+            # An averaged counter may be a float.
             by_layer[layer.path] = round(float(counter))
     return by_layer
 
@@ -208,7 +208,8 @@ def missed_entries(parts: Parts, local: Collection[str]) -> Missed:
         local: names of the entries that stay with the client.
     """
     kept = {*local}
-    # Select the pairs of which the split keeps at least one entry.
+    # Select gamma and beta, or mean and variance, if the split keeps at least one entry
+    # of this pair.
     wanted = [
         part
         for part in (Part.AFFINE, Part.STATISTICS)
@@ -225,7 +226,8 @@ def missed_entries(parts: Parts, local: Collection[str]) -> Missed:
         if not names.isdisjoint(kept):
             with_any.append(layer.path)
 
-    # A filter on names that keeps the same layers explains why the others were missed.
+    # If a filter on names keeps exactly these layers, it explains why the other layers
+    # were missed.
     by_letters = ""
     for letters in ("bn", "norm"):
         matching = [layer.path for layer in parts.layers if letters in layer.path]

@@ -116,8 +116,8 @@ class OwnProcess:
         # Clients that wait for each other at a barrier must all have started, so each
         # barrier has its own threads.
         self._of_barrier: dict[str, ThreadPoolExecutor] = {}
-        self._jobs: deque[Job] = deque()  # outside synchronised steps
-        self._working = 0  # threads that work on these jobs, one job after another
+        self._jobs: deque[Job] = deque()  # jobs outside synchronised steps
+        self._working = 0  # threads that work on these jobs, one after the other
         self._lock = threading.Lock()  # guards ``_jobs`` and ``_working``
         self._begun: set[Future[None]] = set()
 
@@ -202,8 +202,8 @@ class OwnProcess:
             if job.member:
                 member = job.member
                 reducers[member.barrier_id] = member.barrier.reducer(member.node_id)
-            # Copy both, because the app may change its records, and after an error the
-            # context must have its earlier state.
+            # Copy the message and the context, because the app may change their
+            # records. After an error, the context must have its earlier state.
             message = copied_message(job.message)
             return work(self._app, message, copied_context(job.context), reducers)
         except Exception as error:  # nobody would see it in the thread

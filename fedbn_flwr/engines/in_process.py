@@ -136,8 +136,9 @@ class InProcessGrid(ImmediateGrid):
         }
         self._contexts: dict[int, Context] = {}
         self._barriers: dict[str, Barrier] = {}
-        # The lock guards the three below. The server asks for replies while threads of
-        # the host deliver them, and a node must become busy or idle in one step.
+        # The lock guards the next three attributes. The server asks for replies while
+        # threads of the host deliver them, and a node must become busy or idle in one
+        # step.
         self._lock = threading.Lock()
         # The next messages of each busy node.
         self._queues: dict[int, deque[Callable[[], None]]] = {}
@@ -215,7 +216,8 @@ class InProcessGrid(ImmediateGrid):
         app = self._client_app
         if isinstance(app, TellsProperties):
             for node_id in node_ids:
-                with suppress(Exception):  # the reply to a message reports the error
+                # the node's reply to a message will report the error
+                with suppress(Exception):
                     context = self._new_context(node_id)
                     properties[node_id] = app.node_properties(config, context)
         return properties
@@ -285,7 +287,8 @@ class InProcessGrid(ImmediateGrid):
         # reads the replies.
         for i in sorted(range(len(works)), key=lambda i: -costs[i]):
             node_id = messages[i].metadata.dst_node_id
-            # A node works on its messages in order, because it changes its context.
+            # A node works on its messages in order, because each message may change its
+            # context.
             with self._lock:
                 busy = node_id in self._queues
                 if busy:
@@ -335,7 +338,8 @@ class InProcessGrid(ImmediateGrid):
 
         With worker processes, the server reads the first replies while clients work.
         """
-        # In this process, reading would only take time from the clients.
+        # If the clients work in this process, reading replies early would only take
+        # time from the clients.
         if isinstance(self._host, OwnProcess):
             return self.send_and_receive(messages, timeout=timeout)
         arrived = SimpleQueue[str]()
@@ -353,7 +357,7 @@ class InProcessGrid(ImmediateGrid):
         timeout: float | None,
     ) -> Iterator[str]:
         """Yield ids as their replies arrive, until the timeout."""
-        # The time starts with the first call.
+        # The timeout starts with the first reply that the caller asks for.
         end = None if timeout is None else time.monotonic() + timeout
         with suppress(Empty):
             for _ in message_ids:
@@ -371,7 +375,8 @@ class InProcessGrid(ImmediateGrid):
         """Return the call that begins a node's work on a message."""
         node_id = message.metadata.dst_node_id
         message_id = message.metadata.message_id
-        # Decide this now, because the step's barrier may be closed when work begins.
+        # Find the member now, because the step may have closed its barrier when the
+        # work begins.
         member = None
         for barrier_id, barrier in self._barriers.items():
             if node_id in barrier.members:
@@ -385,8 +390,8 @@ class InProcessGrid(ImmediateGrid):
                 done(app_error(message, error), None)
 
         def done(reply: Message, context: Context | None) -> None:
-            # The node keeps the changes of its app. An unchanged context is not stored,
-            # because thousands of nodes may have nothing to keep.
+            # Store the context that the app has changed. Do not store an unchanged
+            # context, because thousands of nodes may have nothing to keep.
             if context is not None:
                 if self._is_new(node_id, context):
                     self._contexts.pop(node_id, None)
@@ -413,7 +418,7 @@ class InProcessGrid(ImmediateGrid):
                 following = queue.popleft() if queue else None
                 if following is None:
                     del self._queues[node_id]
-            # Call it without the lock, because its ``done`` needs the lock.
+            # Call ``following`` without the lock, because its ``done`` needs the lock.
             if following is not None:
                 following()
 
@@ -422,7 +427,7 @@ class InProcessGrid(ImmediateGrid):
     def _is_new(self, node_id: int, context: Context) -> bool:
         try:
             return not context.state and bool(context == self._new_context(node_id))
-        # Comparing a config with an array does not give one truth value.
+        # If a config contains an array, the comparison does not give one truth value.
         except ValueError:
             return False
 
@@ -444,7 +449,8 @@ class InProcessGrid(ImmediateGrid):
 
 def _order_of_magnitude(seconds: float) -> int:
     """Return a client's cost in steps of a factor of 1.4, or 0 if it is unknown."""
-    # Smaller differences are mostly noise and would change the order in every round.
+    # Smaller differences of the costs are mostly noise and would change the order of
+    # the clients in every round.
     if not seconds:
         return 0
     return max(0, round(2 * math.log2(seconds / _SHORTEST)))

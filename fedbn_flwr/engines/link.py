@@ -37,9 +37,9 @@ from fedbn_flwr.batchnorm.averaging import Array
 from fedbn_flwr.compat.flower import BufferArray
 
 _LARGE = 2**10  # bytes; smaller arrays stay in the pickle
-_ALIGNED = 64  # bytes; each array begins at a multiple in shared memory
-# Number of broadcasts. A round has two: the whole model for new clients, and the shared
-# part for the others.
+_ALIGNED = 64  # bytes; in shared memory, each array begins at a multiple of this number
+# Number of broadcasts that are remembered. A round has two: the whole model for new
+# clients, and the shared part for the others.
 _REMEMBERED = 3
 _MAX_BUFFERS = 512  # the most buffers in one system call
 _keys = itertools.count(1)  # keys of pieces of shared memory
@@ -157,7 +157,8 @@ class _Memory:
         Also return its descriptor if the other end does not have it.
         """
         sizes = [len(buffer) for buffer in packed.buffers]
-        # All sizes of this bit length fit; unused pages never take memory.
+        # Round up to a power of two, so that later messages of similar size can use the
+        # memory again. Unused pages never take memory.
         length = 1 << sum(size + _ALIGNED for size in sizes).bit_length()
         free = self._free.setdefault(length, [])
         if free:
@@ -183,11 +184,12 @@ class WorkerPipe:
     """One end of a pipe. Any thread may send, but only one receives."""
 
     pipe: Connection
-    pid: int = 0  # process at the other end
+    pid: int = 0  # id of the process at the other end
     _sent: OrderedDict[int, None] = field(default_factory=OrderedDict)
     _received: OrderedDict[int, Array] = field(default_factory=OrderedDict)
     _memory: _Memory = field(default_factory=_Memory)
-    # Memory of the other end, and keys of memory whose arrays are gone at this end.
+    # ``_others`` is memory of the other end. ``_unused`` has keys of this memory whose
+    # arrays are gone at this end.
     _others: dict[int, Array] = field(default_factory=dict)
     _unused: deque[int] = field(default_factory=deque)
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -198,7 +200,8 @@ class WorkerPipe:
         Raises:
             OSError: the other end is closed.
         """
-        # Keep a message and its descriptors together, in the order of the receiver.
+        # The lock keeps a message and its descriptors together, because the receiver
+        # reads them in this order.
         with self._lock:
             files: list[int] = []
             about = []
@@ -262,7 +265,7 @@ class WorkerPipe:
 
     def _until_unused(self, key: int) -> Array:
         """Return the other end's memory, to be freed when its last view is gone."""
-        # Only its views keep this array alive. It must not be a view of the other
+        # Only views of ``array`` keep it alive. It must not be a view of the other
         # array, because NumPy would make the other array the base of all views.
         array = np.frombuffer(self._others[key].data, np.uint8)
         weakref.finalize(array, self._unused.append, key).atexit = False
@@ -270,7 +273,8 @@ class WorkerPipe:
 
     def close(self) -> None:
         """End the link, so that receivers at both ends get EOFError."""
-        # Closing the descriptor would not wake up a reading thread of this process.
+        # Shut down the socket, because closing the descriptor would not wake up a
+        # thread of this process that reads from it.
         with suppress(OSError), socket.socket(fileno=os.dup(self.pipe.fileno())) as end:
             end.shutdown(socket.SHUT_RDWR)
         # The memory of a reply in use stays alive with its arrays.
@@ -298,8 +302,9 @@ def _slices(memory: Array, sizes: Sequence[int]) -> list[Array]:
 
 def _mapped(file: int) -> Array:
     """Return the file's bytes and close the descriptor."""
-    # Close it, because a process may have only some thousand open files, and a server
-    # that keeps its replies would need one for each. torch unmaps with the last array.
+    # Close the descriptor, because a process may have only some thousand open files,
+    # and a server that keeps its replies would need one for each. torch ends the
+    # mapping with the last array.
     try:
         size = os.fstat(file).st_size
         mapped = torch.from_file(

@@ -30,8 +30,8 @@ def own_folder() -> Iterator[str]:
         new, marker = Path(folder, "new"), Path(folder, _MARKER)
         handle = os.open(new, os.O_WRONLY | os.O_CREAT)
         try:
-            # The lock lasts until the process ends in any way. The file gets its name
-            # after the lock, because an unlocked one would look abandoned.
+            # The lock lasts until the process ends in any way. Lock the file before it
+            # gets its name, because an unlocked file of this name would look abandoned.
             fcntl.flock(handle, fcntl.LOCK_EX)
             new.rename(marker)
             yield folder

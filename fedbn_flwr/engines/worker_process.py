@@ -30,7 +30,7 @@ from fedbn_flwr.training.turns import interrupted
 from fedbn_flwr.transport import Reducer
 
 READY, WORK, DONE, CALL, ANSWER = "ready", "work", "done", "call", "answer"
-_MOST_MEMBERS = 2**20  # upper limit; threads start only when there is work
+_MOST_MEMBERS = 2**20  # upper limit of threads; a thread starts only when there is work
 
 
 def serve(
@@ -51,7 +51,7 @@ def serve(
     with suppress(Exception):
         sys.stdout.flush()
         sys.stderr.flush()
-    os._exit(code)  # the threads of members may wait for ever
+    os._exit(code)  # ends threads of members too, because they may wait for ever
 
 
 def _serve(
@@ -111,7 +111,8 @@ def _receive(link: WorkerPipe, members: _Members, inbox: SimpleQueue[Any]) -> No
             members.take(detail)
         else:
             inbox.put(received)
-        # Otherwise this thread would keep the memory of a message until the next one.
+        # Without this line, the thread would keep the memory of a message until the
+        # next message.
         del received
 
 
@@ -129,7 +130,8 @@ def _reply(
         done = [Packed.of(value) for value in work(app, message, context, reducers)]
     except Exception as error:  # the app's reply contains an object without a pickle
         done = [Packed.of(app_error(message, error)), Packed.of(None)]
-    # The command was killed, so this process ends as well.
+    # A ConnectionError means that the command was killed. Then this process ends as
+    # well.
     with suppress(ConnectionError):
         # Send reply and context apart, so that keeping one of them does not keep the
         # memory of both.

@@ -110,7 +110,8 @@ class WorkerProcesses:
         self._workers: list[_Worker] = []
         self._threads: list[threading.Thread] = []
         # Run this at the end of the command, before multiprocessing waits for its
-        # processes. The call gets the lists, because ``self`` would keep it alive.
+        # processes. Pass the lists and not ``self``, because a reference to ``self``
+        # would keep it alive.
         self._end = Finalize(
             self,
             _end_all,
@@ -130,7 +131,8 @@ class WorkerProcesses:
         """Begin a job when a process is free, or immediately for a member of a step."""
         with self._lock:
             if job.member:
-                # The other members of its step wait for it at the barrier.
+                # Send the job at once, because the other members of the step wait for
+                # this member at the barrier.
                 worker = self._for_member(job.member.barrier_id)
             else:
                 idle = (w for w in self._workers if not w.jobs and not w.gone)
@@ -151,7 +153,8 @@ class WorkerProcesses:
 
     def close_barrier(self, barrier_id: str) -> None:
         """End the step, and later the processes of members that hang."""
-        # From now on, members that call get the answer that the step is over.
+        # From now on, a member that calls the barrier gets the answer that the step is
+        # over.
         barrier = self._barriers.pop(barrier_id)
         if self._with_member_of(barrier_id):
             timer = threading.Timer(barrier.timeout, self._end_hanging, (barrier_id,))
@@ -166,7 +169,8 @@ class WorkerProcesses:
 
     def _end_hanging(self, barrier_id: str) -> None:
         """End the processes that still have a member of a step that is over."""
-        # The member has the turn of its process, so all later clients wait for it.
+        # The hanging member has the turn of its process, so all later clients wait for
+        # it.
         for worker in self._with_member_of(barrier_id):
             logger.error(
                 "worker process %d hangs in a synchronised step that is over",
@@ -191,7 +195,8 @@ class WorkerProcesses:
 
     def _for_member(self, barrier_id: str) -> _Worker | None:
         """Return the process for a new member, with the fewest jobs."""
-        # Prefer a process without other jobs, which a hanging member would delay.
+        # Prefer a process that works only for this step, because a member that hangs
+        # would delay other jobs.
         alive = [w for w in self._workers if not w.gone] or self._workers
         free = [worker for worker in alive if all(worker.works_for(barrier_id))]
         return min(free or alive, key=lambda worker: len(worker.jobs), default=None)
@@ -208,10 +213,10 @@ class WorkerProcesses:
         except ConnectionError:
             # The process has died, so ``_replace`` fails the job.
             return
-        except Exception as error:  # it cannot be pickled, or memory is full
+        except Exception as error:  # the job cannot be pickled, or memory is full
             with self._lock:
                 known = worker.jobs.pop(number, None)
-            # If it is unknown, ``_replace`` or ``close`` has already failed it.
+            # If the job is unknown, ``_replace`` or ``close`` has already failed it.
             if known:
                 _fail(
                     job,
@@ -225,8 +230,9 @@ class WorkerProcesses:
         sent = []
         with self._lock:
             while self._jobs and not worker.gone:
-                # A second job avoids a pause until the next job is sent. If only few
-                # are left, it would wait here although another process is idle.
+                # A second job avoids a pause until the next job is sent. But if only
+                # few jobs are left, it would wait here although another process is
+                # idle.
                 most = 2 if len(self._jobs) > len(self._workers) else 1
                 if len(worker.jobs) >= most:
                     break
@@ -246,8 +252,9 @@ class WorkerProcesses:
         if self._pickled:
             app, source = multiprocessing.Pipe(duplex=False)
             theirs.append(app)
-            # Starting it would wait until the process has imported everything and reads
-            # the app. In a thread, the next process can start meanwhile.
+            # Send the app from a thread. Otherwise, this function would wait until the
+            # process has imported everything and reads the app. The next process can
+            # start meanwhile.
             threading.Thread(
                 target=_hand_over, args=(source, self._pickled), daemon=True
             ).start()
@@ -260,12 +267,13 @@ class WorkerProcesses:
         )
         with forking():
             process.start()
-        # Otherwise the pipe would not end here when the process dies.
+        # Close the other ends in this process. Otherwise, the pipe would not end here
+        # when the process dies.
         for end in theirs:
             end.close()
         worker = _Worker(process, WorkerPipe(ours, process.pid or 0))
-        # It is a daemon, because at the end of a command, Python waits for all other
-        # threads before it calls ``_end_all``.
+        # The thread is a daemon, because at the end of a command, Python waits for all
+        # other threads before it calls ``_end_all``.
         thread = threading.Thread(
             target=self._receive, args=(worker,), name="worker", daemon=True
         )
@@ -288,13 +296,15 @@ class WorkerProcesses:
             else:
                 with self._lock:
                     job = worker.jobs.pop(number, None)
-                # Do this before the reply, so the process works while the server reads.
+                # Send the next job before the reply is delivered, so that the process
+                # works while the server reads the reply.
                 self._feed(worker)
                 # Without a job, the grid was closed and has failed the job.
                 if job:
                     self.seconds[work_of(job.message)] = call[0]
                     _end(job, values)
-                # Otherwise this thread would keep the memory of the reply meanwhile.
+                # Without this line, the thread would keep the memory of the reply until
+                # the next message.
                 del job, values
 
     def _call(
@@ -324,12 +334,13 @@ class WorkerProcesses:
                 worker.answer({node_id: getattr(barrier, method)(node_id)})
         except (Dropped, RetryStep) as error:
             worker.answer({node_id: error})
-        except Exception as error:  # perhaps one that cannot be pickled
+        # send the text, because the error may have no pickle
+        except Exception as error:
             worker.answer({node_id: EngineError(f"{type(error).__name__}: {error}")})
 
     def _replace(self, worker: _Worker) -> None:
         """Replace a process that died, after error replies for its clients."""
-        # It gets no further jobs.
+        # Give the process no further jobs.
         with self._lock:
             worker.gone = True
         worker.link.pipe.close()
@@ -342,11 +353,13 @@ class WorkerProcesses:
 
         fresh = None
         with self._lock:
-            # After ``close``, which has ended the process and fails the jobs itself.
+            # If the grid is closed, ``close`` has ended the process and fails the jobs
+            # itself.
             if self._closed.is_set():
                 return
 
-            # Start another process, unless it would also die at its start.
+            # Start another process. If this process died before it was ready, the other
+            # would also die at its start.
             self._workers.remove(worker)
             if worker.ready:
                 try:
@@ -377,7 +390,7 @@ class WorkerProcesses:
                 stranded = list(self._jobs)
                 self._jobs.clear()
 
-        # Log it once for all clients, and report it in each client's reply.
+        # Log the reason once for all clients, and report it in each client's reply.
         if not fresh:
             logger.error("%s; %d worker processes are left", why, len(self._workers))
         if lost:
@@ -398,7 +411,7 @@ class WorkerProcesses:
 
 def _hand_over(source: Connection, pickled: bytes) -> None:
     """Send the app to a process that is starting."""
-    # If the process dies before reading it, the thread of its link replaces it.
+    # If the process dies before it reads the app, the thread of its link replaces it.
     with suppress(OSError), source:
         source.send_bytes(pickled)
 
@@ -471,7 +484,7 @@ def _end_all(
     Idle processes end with their link, busy processes by a signal.
     """
     with lock:
-        closed.set()  # prevents replacements
+        closed.set()  # from now on, ended processes are not replaced
         workers = list(current)
     for worker in workers:
         if worker.jobs:
@@ -482,9 +495,9 @@ def _end_all(
         if worker.process.exitcode is None:
             worker.process.kill()
             worker.process.join()
-    # A thread that frees a tensor while the interpreter ends would abort the process.
-    # torch takes the GIL again, and Python then ends the thread. This happens inside a
-    # C++ function that no exception may leave.
+    # Wait for the threads. If a thread frees a tensor while the interpreter ends, it
+    # aborts the process: torch takes the GIL again, and Python then ends the thread
+    # inside a C++ function that no exception may leave.
     for thread in threads:
         if thread is not threading.current_thread():
             thread.join()

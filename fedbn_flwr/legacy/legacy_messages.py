@@ -51,7 +51,8 @@ def with_names(mod: Mod) -> Mod:
         for kind in _REPLY:
             if f"{kind}.config" not in message.content:
                 continue
-            # The message comes from a strategy of another package.
+            # A message without names of arrays comes from a strategy of another
+            # package.
             if ARRAY_NAMES not in message.content.config_records[f"{kind}.config"]:
                 return call_next(message, context)
             return _through(mod, kind, message, context, call_next)
@@ -68,7 +69,7 @@ def _through(
     call_next: ClientAppCallable,
 ) -> Message:
     """Call the mod with a message of named arrays, and number those of its reply."""
-    # On the way in, the list of arrays becomes records according to the names.
+    # Before the mod, the list of arrays becomes records according to the names.
     key, result = f"{kind}.parameters", _REPLY[kind]
     config = message.content.config_records[f"{kind}.config"]
     names = json.loads(str(config[ARRAY_NAMES]))
@@ -96,7 +97,7 @@ def _through(
             reply.content[key] = to_record(dict(zip(names, returned, strict=True)))
         return reply
 
-    # On the way out, convert the mod's reply to the loop's form.
+    # After the mod, convert its reply to the loop's form.
     try:
         reply = mod(message, context, by_number)
     except _Unanswered as unanswered:
@@ -139,7 +140,7 @@ def _numbered(reply: Message, key: str, result: str) -> None:
     """Give a reply the legacy form, with one list of arrays and the rest in metrics."""
     records = reply.content.array_records
     metrics = reply.content.config_records[f"{result}.metrics"]
-    # The records become one list, and the metrics contain its names.
+    # Join the records to one list, and put its names into the metrics.
     if key in records:
         entries = {}
         for record in list(records):
@@ -157,7 +158,8 @@ def _numbered(reply: Message, key: str, result: str) -> None:
             reported[name] = counted.pop(name)
     info: Mapping[str, Any] = reply.content.config_records.pop(INFO, {})
     reported |= info
-    # Remove the partition id, which would be averaged. It is in the properties.
+    # Remove the partition id, because metrics are averaged. The properties contain it
+    # as well.
     reported.pop(PARTITION_ID, None)
     metrics.update(reported)
 
@@ -170,7 +172,7 @@ def _introduced(reply: Message, context: Context) -> Message:
             f"{_KNOWN}.properties", {}
         )
         stated = known.get(PARTITION_ID)
-        # The server does not read a text or a float.
+        # Use only a whole number, because the server does not read a text or a float.
         number = stated if type(stated) is int else partition_id
         entries = {**known, PARTITION_ID: number}
         reply.content[f"{_KNOWN}.properties"] = ConfigRecord(entries)

@@ -150,23 +150,24 @@ class LegacyStrategy(FlowerLegacyStrategy):
         self._fit_metrics = fit_metrics_aggregation_fn
         self._evaluate_metrics = evaluate_metrics_aggregation_fn
         self._ids = _NodeIds()
-        self._sent: dict[int, Message] = {}  # by node id
+        self._sent: dict[int, Message] = {}  # sent messages by node id
         # Reason for a client's failed training, by node id.
         self._failed: dict[int, Message] = {}
         self._secure = False  # whether secure aggregation has been seen
-        self._fitting = 0  # round whose results are not aggregated yet
+        self._fitting = 0  # round whose results are not yet aggregated
         self._fits = 0
 
     def initialize_parameters(self, client_manager: ClientManager) -> Parameters:
         """Return the initial arrays. The loop calls this first."""
         # start_simulation gives the process no identity, but messages need one.
         identify_process(secrets.randbits(63))
-        # This includes a second run of the same strategy, which starts again.
+        # If the loop calls this again, the same strategy begins a second run.
         self._fits += 1
         if self._fits > 1:
             run = self.strategy.run
             self.strategy.prepare(self._initial, run.num_rounds, run.timeout)
-        # Another run on the same nodes may have another object or another process.
+        # Give each run its own id, because another run on the same nodes may use
+        # another strategy object or another process.
         self.strategy.run.start_id = secrets.token_hex(8)
         return _parameters(self._initial)
 
@@ -216,7 +217,7 @@ class LegacyStrategy(FlowerLegacyStrategy):
             arrays = parameters_to_ndarrays(res.parameters)
             made = reply_to_fit(message, arrays, res.num_examples, res.metrics)
             if secure:
-                # Make it once, and share it between all replies.
+                # Make the average once, and share it between all replies.
                 for key, record in made.content.array_records.items():
                     if key not in average:
                         model = restored(from_record(record), run.before, run.parts)
@@ -247,7 +248,8 @@ class LegacyStrategy(FlowerLegacyStrategy):
             self._evaluate_config(server_round),
             client_manager,
         )
-        # As in configure_fit, the loop does not call aggregate_evaluate.
+        # Without messages, the loop does not call aggregate_evaluate, so end the tests
+        # here.
         if not opened:
             self.strategy.aggregate_evaluate(server_round, [])
         return [
@@ -331,7 +333,7 @@ class LegacyStrategy(FlowerLegacyStrategy):
         client_manager: ClientManager,
     ) -> list[tuple[ClientProxy, NDArrays, Config]]:
         """Return a round's messages as clients with their arrays and config."""
-        # The strategy asks for nodes and makes messages as in the Message API.
+        # Let the strategy ask for nodes and make messages, as in the Message API.
         grid = _ManagerGrid(client_manager, self.strategy, self._ids)
         record = self._record(parameters)
         messages = configure(server_round, record, ConfigRecord(dict(config)), grid)
@@ -452,7 +454,7 @@ class _NamingProxy(ClientProxy):
             res = self._proxy.fit(ins, timeout, group_id)
         except Exception as error:
             self._failed[self.node_id] = proxy_error(self._message, error)
-            # Flower has no code for an exception.
+            # Use this code, because Flower has no code for an exception.
             status = Status(Code.FIT_NOT_IMPLEMENTED, str(error))
             return FitRes(status, Parameters([], ""), 0, {})
         if res.status.code is not Code.OK:
@@ -501,7 +503,7 @@ class _ManagerGrid(Grid):
         self, messages: Iterable[Message], *, timeout: float | None = None
     ) -> list[Message]:
         """Return the clients' properties, or error replies for clients without them."""
-        # The loop only has the messages fit, evaluate and this query.
+        # Refuse other messages, because the loop only has fit, evaluate and this query.
         batch = list(messages)
         for message in batch:
             own = merged_config(message).keys() - {SERVER_ROUND}

@@ -25,7 +25,7 @@ logger = logging.getLogger("flwr")
 
 def is_secure_average(results: Iterable[FitRes]) -> bool:
     """Return whether the results are one average, as only in this workflow."""
-    # Compare identities, because equal values are not enough.
+    # Compare identities, because two different results may have equal values.
     parameters = [result.parameters for result in results]
     return len(parameters) > 1 and all(own is parameters[0] for own in parameters)
 
@@ -37,7 +37,8 @@ def check(strategy: Strategy) -> None:
         ConfigError: the method or a setting needs the arrays of each client, or an
             entry has no dimension.
     """
-    # Only the average is available. The last method names the alternative.
+    # Flower's secure aggregation gives only the average. Report the last method that
+    # needs more.
     for method in reversed([*strategy.methods]):
         if not sums_suffice(together(declared(method))):
             raise ConfigError(

@@ -29,7 +29,7 @@ def encode_moments(
     """
     entries: dict[str, torch.Tensor] = {}
     for path, of_layer in moments.items():
-        # at least float32: NumPy has no bfloat16
+        # Use at least float32, because NumPy has no bfloat16.
         running_mean = like[entry_name(path, "running_mean")]
         dtype = torch.promote_types(running_mean.dtype, torch.float32)
         entries[entry_name(path, "count")] = torch.tensor(of_layer.count)
@@ -66,7 +66,7 @@ def decode_moments(state: State, like: State, parts: Parts) -> dict[str, Moments
                 " differs from the server's model."
             )
 
-        # Check before the arithmetic, because a count of 0 or a negative M2 gives NaN.
+        # Check the numbers first, because a count of 0 or a negative M2 would give NaN.
         count, mean, m2 = sent
         expected = like[layer.entries["running_mean"]].shape
         is_number = count.shape == () and count.dtype.kind == "i"
@@ -82,13 +82,13 @@ def decode_moments(state: State, like: State, parts: Parts) -> dict[str, Moments
                 f" {m2.min()}. The count must be at least 1, and M2 not negative."
             )
 
-        # float64, because sums of squares over many clients cancel in float32
+        # Use float64, because sums of squares over many clients cancel in float32.
         moments[layer.path] = Moments(
             int(count),
             torch.from_numpy(np.array(mean, dtype=np.float64)),
             torch.from_numpy(np.array(m2, dtype=np.float64)),
         )
-    # The client has another model, and only a part of it fits.
+    # If entries are left, the client has another model, and only a part of it fits.
     if left:
         raise ReplyError(
             f"'{next(iter(left))}' ({len(left)} such) is not from a BatchNorm layer"

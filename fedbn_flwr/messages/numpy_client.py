@@ -95,7 +95,8 @@ def reply_to_fit(
             f" metrics['{ARRAY_NAMES}'] (a JSON list)."
         )
 
-    # The records of the message, in its order, including those without arrays now.
+    # Return the records of the message in its order, even records that have no arrays
+    # now.
     first, *others = of_kind(message.content, ArrayRecord)
     sent = to_records(first, dict(zip(names, arrays, strict=True)), others)
     records: dict[str, Any] = {}
@@ -190,7 +191,8 @@ def _split(values: Config, of: str) -> tuple[dict[str, Any], dict[str, Any]]:
                 f"{of} returned a value with the key {key!r}; the keys of metrics must"
                 " be texts"
             )
-        # a scalar or an array of NumPy or torch; a bool counts as a number
+        # The value is a scalar or an array of NumPy or torch. A bool counts as a
+        # number.
         if hasattr(value, "tolist"):
             value = value.tolist()
         if isinstance(value, (str, bytes)):

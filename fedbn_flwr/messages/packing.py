@@ -42,7 +42,7 @@ from fedbn_flwr.messages.records import (
 
 FORMAT = 1
 """The version of this format; a node reports it in its answer to the query."""
-_LENGTH = 8  # bytes
+_LENGTH = 8  # bytes that contain the length of the manifest
 
 
 def is_packed(content: RecordDict) -> bool:
@@ -67,7 +67,8 @@ def packed_for(
     computes its hash once.
     """
     pieces = {}
-    # keep the records: otherwise another record could get the id of a deleted record
+    # Keep the records alive. Otherwise, another record could get the id of a deleted
+    # record.
     alive = []
     for message in messages:
         node_id = message.metadata.dst_node_id
@@ -79,7 +80,8 @@ def packed_for(
         if same not in pieces:
             pieces[same] = _piece_of(records)
             alive.append(records)
-        # A new message, because the original may go to another node or be sent again.
+        # Make a new message, because the original may go to another node or be sent
+        # again.
         content = _with_piece(message.content, pieces[same])
         yield readdressed(message, content, node_id)
 
@@ -116,7 +118,8 @@ def unpacked(content: RecordDict) -> RecordDict:
         raise PackingError(
             f"packed arrays cannot be read: {type(error).__name__}: {error}"
         ) from error
-    # A manifest could otherwise replace another record by an array record.
+    # Refuse a name that exists twice, because a manifest could replace another record
+    # by an array record.
     twice = records.keys() & others.keys()
     if twice:
         raise PackingError(f"packed arrays: record '{min(twice):.80}' exists twice")
@@ -136,7 +139,7 @@ def _piece_of(records: Mapping[str, ArrayRecord]) -> ArrayRecord:
             parts.append(data)
         manifest.append((key, arrays))
 
-    # A single array for Flower, with the usual header of NumPy's format.
+    # Make a single array for Flower, with the usual header of NumPy's format.
     text = json.dumps(manifest, separators=(",", ":")).encode()
     shape = (_LENGTH + len(text) + sum(map(len, parts)),)
     dtype, header = npy_header(np.dtype(np.uint8), shape, False)
@@ -169,7 +172,7 @@ def _records(piece: np.ndarray[Any, Any]) -> dict[str, ArrayRecord]:
         for name, dtype, shape, stype, size in entries:
             _refuse_name(f"record '{key}': entry", name, arrays)
             subject = f"packed arrays: record '{key}': entry '{name}'"
-            # Check before the arithmetic: a negative size would read other bytes.
+            # Check the numbers first, because a negative size would read other bytes.
             if not _counts([size]) or not isinstance(shape, list) or not _counts(shape):
                 raise PackingError(
                     f"{subject} has shape {shape!r:.80} and {size!r:.80} bytes; these"
@@ -181,7 +184,8 @@ def _records(piece: np.ndarray[Any, Any]) -> dict[str, ArrayRecord]:
             arrays[name] = array
             start += size
         records[key] = filled(ArrayRecord, arrays)
-    # A slice beyond the end is shorter, without an error.
+    # Compare the lengths, because a slice beyond the end is shorter and raises no
+    # error.
     if start != len(data):
         raise PackingError(
             f"packed arrays have {len(data)} bytes, but the manifest describes {start}"
@@ -206,7 +210,7 @@ def _refuse_other_data(subject: str, array: FlowerArray) -> None:
     """Refuse data with a header that contradicts the manifest."""
     end = 10 + int.from_bytes(array.data[8:10], "little")
     layout = npy_layout(array.data[: min(end, LONGEST_HEADER)])
-    # Data that are not in NumPy's plain format have no such header.
+    # Skip data that are not in NumPy's plain format, because they have no such header.
     if layout is None:
         return
     dtype, shape, _ = layout

@@ -389,7 +389,8 @@ CLIENT_KEYS = (ARRAY_NAMES, APPLIED, LOCAL_SHA256, LOCAL_HOME, LOCAL_BEGAN)
 # the name of the round in projects on Flower's legacy strategies
 _USERS_ROUND = SERVER_ROUND.replace("-", "_")
 
-# A client uses it as a folder name, so separators and ".." are not allowed.
+# A client uses the name of a series as a folder name, so separators and ".." are not
+# allowed.
 SERIES_PATTERN = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,63}")
 _RUN = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
@@ -413,7 +414,7 @@ def partition_of(context: Context) -> int | None:
 
 def num_partitions_of(context: Context) -> int | None:
     """Return the number of partitions of the data, or None if it is unknown."""
-    # The node's own data are not a partition of other data.
+    # The node's own data are not a partition of a larger data set.
     if DATA_PATH in context.node_config:
         return None
     number = str(context.node_config.get(NUM_PARTITIONS, ""))
@@ -470,7 +471,7 @@ def message_seed(message: Message, context: Context) -> int:
     purpose, server_round = message.metadata.message_type, config.get(SERVER_ROUND, 0)
     if purpose == EXCHANGE_QUERY:
         purpose = MessageType.TRAIN
-    # A node answers this query when it joins, in any round.
+    # Use round 0, because a node answers this query when it joins, in any round.
     if purpose == MessageType.QUERY:
         server_round = 0
     return derive_seed(
@@ -549,7 +550,7 @@ def without_empty(entries: Mapping[str, Any]) -> dict[str, Any]:
 
 def named_state(sha256: str) -> str:
     """Return the hash of a kept state in the form for messages."""
-    # a word for no state, because an empty text is not sent (``without_empty``)
+    # Send a word for no state, because an empty text is not sent (``without_empty``).
     return sha256 or NO_STATE
 
 
@@ -594,7 +595,7 @@ def _entry(
 @functools.cache
 def _readers(kind: type[MessageConfig]) -> list[tuple[str, Key, Callable[[Any], Any]]]:
     """Return name, key and reading function of each field declared by ``_entry``."""
-    # cached, because ``fields`` takes longer than reading a config
+    # The result is cached, because ``fields`` takes longer than reading a config.
     found = []
     for entry in fields(kind):
         if entry.metadata:
@@ -727,7 +728,7 @@ class ReplyInfo:
         info: Mapping[str, Any] = {}
         if reply.has_content():
             info = of_kind(reply.content, ConfigRecord).get(INFO, {})
-        # A foreign app may use the same name for any value.
+        # Check the value, because a foreign app may use the same name for any value.
         partition_id = info.get(PARTITION_ID)
         if not isinstance(partition_id, int) or partition_id < 0:
             partition_id = None
@@ -791,7 +792,7 @@ class NodeProperties:
     @classmethod
     def read(cls, reply: Message) -> NodeProperties:
         """Return the properties in a reply to the query, without negative numbers."""
-        # The app has chosen the name of the record.
+        # Read all records, because the app chooses the name of the record.
         numbers: dict[str, int] = {}
         for metrics in of_kind(reply.content, MetricRecord).values():
             for key, value in metrics.items():

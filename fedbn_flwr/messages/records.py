@@ -94,7 +94,8 @@ def to_record(state: Mapping[str, torch.Tensor] | State) -> ArrayRecord:
         if isinstance(value, np.ndarray):
             arrays[name] = encode(value)
         elif isinstance(value, torch.Tensor):
-            # The order of a channels-last tensor would differ between machines.
+            # Use C order, because the order of a channels-last tensor would differ
+            # between machines.
             arrays[name] = encode(_to_numpy(name, value), order="C")
         elif value is None or isinstance(value, (bytes, Mapping)):
             raise StateError(
@@ -113,7 +114,8 @@ def encode(array: Array, order: Literal["C", "K"] = "K") -> FlowerArray:
     ``order="C"`` always writes C order. Otherwise an array in Fortran order is written
     in Fortran order.
     """
-    # The bytes of objects and texts are not their values.
+    # Let Flower encode objects and texts, because their bytes in memory are not their
+    # values.
     if array.dtype.kind not in "biufc":
         return FlowerArray(array)
     fortran = order == "K" and array.flags.fnc
@@ -123,12 +125,14 @@ def encode(array: Array, order: Literal["C", "K"] = "K") -> FlowerArray:
     if source.flags.c_contiguous:
         data = b"".join((header, source.data))
     else:
-        # The array has gaps, such as a slice: NumPy copies it behind the header.
+        # The array has gaps, for example as a slice. Let NumPy copy it behind the
+        # header.
         buffer = BytesIO(bytes(len(header) + array.nbytes))
         buffer.write(header)
         place = np.ndarray(array.shape, array.dtype, buffer.getbuffer(), len(header))
         place[...] = array
-        # ``getvalue`` fails while another object may write to the buffer
+        # Delete ``place``, because ``getvalue`` fails while another object may write to
+        # the buffer.
         del place
         data = buffer.getvalue()
     return array_of_bytes(dtype, array.shape, data)
@@ -166,17 +170,17 @@ def view(array: FlowerArray) -> Array:
     A ``BufferArray`` may be in any buffer of bytes, such as shared memory. An array
     that is not plain (version 1.0 of NumPy's format) is copied by NumPy.
     """
-    # NumPy does not read all arrays, because it reads a header with ``ast``: in threads
+    # Do not let NumPy read all arrays. It reads a header with ``ast``, and in threads
     # of Python 3.11.7 this sometimes raises SystemError (python/cpython#106905).
     data = array.buffer if isinstance(array, BufferArray) else array.data
-    # bytes 8 and 9 have the length of the header after them
+    # Bytes 8 and 9 contain the length of the header that follows them.
     end = 10 + int.from_bytes(data[8:10], "little")
     layout = npy_layout(bytes(data[: min(end, LONGEST_HEADER)]))
     if layout:
         dtype, shape, order = layout
         values = np.frombuffer(data, dtype, offset=end).reshape(shape, order=order)
     else:
-        values = array.numpy()  # may raise an exception
+        values = array.numpy()  # raises an exception for invalid bytes
     values.flags.writeable = False
     return values
 
@@ -217,7 +221,7 @@ def tensors(state: State) -> dict[str, torch.Tensor]:
 class _Alias:
     """The memory of a read-only array, presented as writable."""
 
-    # torch has no read-only tensors and would warn
+    # torch has no read-only tensors and would warn about a read-only array.
     def __init__(self, array: Array) -> None:
         interface = array.__array_interface__
         self.__array_interface__ = {**interface, "data": (interface["data"][0], False)}
@@ -268,7 +272,8 @@ Record = TypeVar("Record", ArrayRecord, ConfigRecord, MetricRecord)
 
 def of_kind(content: RecordDict, kind: type[Record]) -> dict[str, Record]:
     """Return the records of this class by name, in order, in a new dict."""
-    # isinstance is slow here, because for these ABCs it calls a Python function.
+    # Do not use isinstance: for these abstract classes, it calls a slow Python
+    # function.
     found: dict[str, Record] = {}
     for key, record in content.items():
         if kind in type(record).__mro__:

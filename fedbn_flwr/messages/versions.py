@@ -9,7 +9,7 @@ from importlib import metadata
 
 COMPARED = ("fedbn-flwr", "torch", "flwr")
 _LONGEST = 500  # characters that are read of a text from another machine
-# of texts such as ``fedbn-flwr 0.2.0`` and ``torch = v2.14.1``
+# An entry of a text such as ``fedbn-flwr 0.2.0`` or ``torch = v2.14.1``.
 _ENTRY = re.compile(r"([A-Za-z][\w-]*)[ =]+v?(\d[^\s,;]*)")
 
 
@@ -44,7 +44,8 @@ def differences(here: Mapping[str, str], there: str) -> list[tuple[str, bool]]:
     found = []
     for name in COMPARED:
         ours, other = here.get(name, ""), theirs.get(name, "")
-        # The suffix of a build does not matter: 2.14.1+cu130 is 2.14.1.
+        # Ignore the suffix of a build, because 2.14.1+cu130 is the same version as
+        # 2.14.1.
         if not ours or not other or ours.split("+")[0] == other.split("+")[0]:
             continue
         serious = name == "fedbn-flwr"

@@ -70,7 +70,7 @@ def _is_unusual(layer: _ConvNd | nn.Linear) -> bool:
         return True
     if is_parametrized(layer):
         return True
-    # the older forms of parametrizations are hooks
+    # The older forms of parametrizations are forward hooks.
     for hook in layer._forward_pre_hooks.values():
         if isinstance(hook, (WeightNorm, SpectralNorm)):
             return True

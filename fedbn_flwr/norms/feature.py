@@ -64,7 +64,7 @@ __all__ = ["FeatureScale", "NormalisedLinear", "use_feature_norm"]
 
 FeatureScale = Literal["sqrt-d", "1"]
 
-# A smaller length is replaced by this length in the division.
+# Lower limit of the length by which features are divided.
 _SMALLEST = 1e-12
 
 
@@ -116,7 +116,8 @@ def use_feature_norm(
     found = head_of(model)
     path = (found.paths if found.known else paths)[-1]
     head: Any = model.get_submodule(path)
-    # Its class is changed, so a subclass would lose its additional code.
+    # Accept only a plain Linear. The class of the layer is changed, so a subclass would
+    # lose its additional code.
     if type(head) is not nn.Linear:
         raise NormLayerError(
             f"feature-norm: the classifier of {name}, '{path}', is a"

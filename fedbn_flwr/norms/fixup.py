@@ -126,7 +126,7 @@ def use_fixup(model: nn.Module) -> tuple[nn.Module, tuple[Replacement, ...]]:
     named_layers = {paths[id(layer)]: layer for layer in layers}
     refuse_unusual(named_layers, "a scalar bias (norm='fixup')")
 
-    # The rule for each BatchNorm, by its place in a block.
+    # Choose the replacement of each BatchNorm by its place in a block.
     last = {id(block.norms[-1]) for block in blocks}
     on_shortcut = {id(norm) for block in blocks for norm in block.shortcut_norms}
     fallback = next(model.parameters())
@@ -139,8 +139,8 @@ def use_fixup(model: nn.Module) -> tuple[nn.Module, tuple[Replacement, ...]]:
             return ScalarScale(_scalar(1, like), _scalar(0, like))
         return ScalarBias(_scalar(0, like))
 
-    # Start the branches, replace the norms, and give the layers their scalar bias. The
-    # descriptions of the old layers are made before.
+    # Start the branches, replace the norms, and give the layers their scalar bias.
+    # Describe the old layers before they are replaced.
     for block in blocks:
         _start(block.branch, len(blocks))
     old = {path: describe(m) for path, m in model.named_modules(remove_duplicate=False)}
@@ -233,12 +233,13 @@ def _refuse_others(
     outside = [
         place for place in batchnorm_places(model) if id(place.layer) not in inside
     ]
-    # The first layer outside may be the stem's, after its convolution.
+    # The first BatchNorm outside the blocks may belong to the stem, if it follows a
+    # convolution.
     strays = []
     for k, place in enumerate(outside):
         if k > 0 or id(place.layer) not in after_conv:
             strays.append(shown_path(place.path))
-    # The first reason is enough: without blocks all norms are strays.
+    # Report only the first reason, because without blocks all norms are strays.
     if not blocks:
         problem = (
             "it has no block of convolutions conv1, conv2, ..., each followed by its"

@@ -35,7 +35,7 @@ class CheckedGroupNorm(nn.GroupNorm):
 
     def __init__(self, layer: _BatchNorm, groups: int, path: str) -> None:
         """Take ``layer``'s gamma, beta and eps, and ``path`` for messages."""
-        # affine=False: no parameters are made, since the layer's own are used.
+        # Use affine=False, so that no parameters are created: the layer's own are used.
         super().__init__(groups, layer.num_features, eps=layer.eps, affine=False)
         self.affine = layer.affine
         self.weight, self.bias = layer.weight, layer.bias

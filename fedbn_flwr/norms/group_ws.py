@@ -66,7 +66,8 @@ def use_group_ws(
             refuses a convolution.
     """
     paths = [path for path, _ in model.named_modules(remove_duplicate=False)]
-    # Before the norms are replaced, because the wiring refers to BatchNorm layers.
+    # Read the wiring before the norms are replaced, because it refers to BatchNorm
+    # layers.
     after = wiring(model).norms_after
     chosen = {}
     for path, conv in plain_convolutions(model).items():

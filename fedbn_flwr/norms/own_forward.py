@@ -21,7 +21,8 @@ from fedbn_flwr.training.run_memory import kept_for_run
 
 _OF_TORCH = (_BatchNorm.forward, nn.SyncBatchNorm.forward)
 _ENTRIES = {"weight", "bias", "running_mean", "running_var", "num_batches_tracked"}
-# Examples and positions; the channels come second. 3d first: most layers accept it.
+# Sizes of trial inputs without the channels, the second dimension. The 3d shape is
+# first, because most layers accept it.
 _SHAPES = ((5, 4, 3), (5,), (5, 4), (5, 4, 3, 2))
 
 
@@ -37,7 +38,7 @@ def modules_after(layer: _BatchNorm) -> dict[str, nn.Module] | None:
     Args:
         layer: the layer; it does not change. No trial is needed with torch's forward.
     """
-    # The forward was replaced on the object, by a method or a compiler.
+    # A method or a compiler has replaced the forward pass of this object.
     if "forward" in vars(layer):
         return None
     kind = type(layer)
@@ -46,7 +47,8 @@ def modules_after(layer: _BatchNorm) -> dict[str, nn.Module] | None:
     entries = {*layer._parameters, *layer._buffers}
     if layer._modules.get("parametrizations") or not entries <= _ENTRIES:
         return None
-    # Cached: a trial takes as long as a step, and a method asks in each round.
+    # Cache the result. A trial takes as long as a step, and a method asks in each
+    # round.
     found: WeakKeyDictionary[nn.Module, bool] = kept_for_run(
         "is BatchNorm", WeakKeyDictionary
     )
@@ -121,7 +123,7 @@ def _differs(layer: _BatchNorm) -> bool:
     expected = functional.batch_norm(
         x, mean, var, layer.weight, layer.bias, by_batch, 0.0, layer.eps
     )
-    # The same random numbers for both, for example in a dropout.
+    # Use the same random numbers for both outputs, for example in a dropout.
     with seeded_on_cpu(0):
         for module in layer.children():
             expected = module(expected)

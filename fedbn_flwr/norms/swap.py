@@ -71,7 +71,8 @@ def swap_batchnorm(
     refuse_scripted(model, "another norm")
     places = batchnorm_places(model)
     after = _modules_after(places)
-    # One new layer for a layer at several places, so that they stay shared.
+    # Make one new layer for a layer at several places, so that these places still share
+    # a layer.
     made: dict[nn.Module, tuple[nn.Module, str]] = {}
     rows = []
     for path, layer, parent, name in places:
@@ -85,7 +86,7 @@ def swap_batchnorm(
         if parent is None:
             model = new
         else:
-            # Under the same name, so that the order of the children does not change.
+            # Use the same name, so that the order of the children does not change.
             parent.add_module(name, new)
         rows.append(Replacement(path, describe(layer), described))
     return model, tuple(rows)
@@ -95,7 +96,8 @@ def _followed(new: nn.Module, modules: Mapping[str, nn.Module]) -> nn.Module:
     """Return a layer that also applies these modules to its output."""
     if modules and isinstance(new, nn.Identity):
         return nn.Sequential(OrderedDict(modules))
-    # Inside the layer, so that its entries keep the names that weights are loaded by.
+    # Add the modules to the new layer, so that their entries keep the names under which
+    # weights are loaded.
     for name, module in modules.items():
         new.add_module(name, module)
     if modules:

@@ -107,7 +107,8 @@ def _follow(
                     used_by = original_of[id(layers[str(user.target)])]
                     if isinstance(used_by, _BatchNorm):
                         after.append(used_by)
-            # If any call has another user, norms are not the only layers that follow.
+            # If the output of any call is also used elsewhere, norms are not the only
+            # layers that follow.
             earlier = norms_after.get(id(layer))
             if len(after) < len(users) or earlier == ():
                 norms_after[id(layer)] = ()

@@ -72,11 +72,12 @@ class _Scaled(DerivedWeightConv):
 
         A filter of equal weights becomes 0.
         """
-        # layer_norm treats each filter separately, and returns contiguous filters.
+        # layer_norm standardises each filter separately, and returns contiguous
+        # filters.
         standardised = F.layer_norm(self.weight, self.weight.shape[1:], eps=EPS)
-        # Keep channels-last filters, for the kernel of the convolution. With one
-        # channel only the strides reveal the format, and with one position nothing
-        # does.
+        # Keep filters in channels-last, because the kernel of the convolution needs
+        # this format. With one channel, only the strides reveal the format. With one
+        # position, nothing reveals it.
         weight = self.weight
         if weight.dim() == 4 and weight.stride(1) == 1 and weight[0, 0].numel() > 1:
             standardised = standardised.clone(memory_format=torch.channels_last)
@@ -125,7 +126,7 @@ def use_wsconv(
     paths = [path for path, _ in model.named_modules(remove_duplicate=False)]
     convolutions = {}
     for path, conv in plain_convolutions(model).items():
-        # A filter of one weight would become zero.
+        # Skip filters of one weight, because standardisation would make them zero.
         if fan_in(conv) > 1:
             convolutions[path] = conv
     refuse_unusual(convolutions, "scaled weight standardisation (norm='wsconv')")
@@ -158,7 +159,7 @@ def use_wsconv(
             learns = conv.weight.requires_grad
             ones = nn.Parameter(conv.weight.new_ones(shape), requires_grad=learns)
         conv.register_parameter("gain", ones)
-        # torch types attributes as tensors or modules.
+        # torch's type of an attribute is tensor or module.
         conv.gamma = GAMMAS[activation]  # type: ignore[assignment]
 
     kinds = (ScaledConv1d, ScaledConv2d, ScaledConv3d)

@@ -26,7 +26,7 @@ from fedbn_flwr.errors import ConfigError, install_extra
 
 _KEY = "noise-multiplier"  # key of a line in the file
 _LARGEST_NOISE = 1e4
-_MARGIN = 1 + 1e-6  # for rounding when the noise is computed from an epsilon
+_MARGIN = 1 + 1e-6  # room for rounding when the noise is computed from an epsilon
 
 
 @dataclass
@@ -51,7 +51,8 @@ class PrivacyAccountant:
         if self.file:
             with self.file.open("a", encoding="utf-8") as lines:
                 lines.write(_line(noise_multiplier))
-                # Write it to disk before the result exists, even if the machine stops.
+                # Write the line to the disk before the result exists, so that it
+                # survives a crash of the machine.
                 lines.flush()
                 os.fsync(lines.fileno())
         self.releases.append(noise_multiplier)
@@ -95,7 +96,8 @@ class PrivacyAccountant:
             ConfigError: no noise multiplier up to 10,000 is enough.
         """
         sigma = float(require_dp_accounting().get_sigma_gaussian(epsilon, self.delta))
-        # 1 / sigma^2 = sum 1 / z_t^2. Use what the releases so far have left over.
+        # 1 / sigma^2 = sum 1 / z_t^2. Divide the part that is left by the earlier
+        # releases among the next releases.
         left = sigma**-2 - self._precision(self.releases)
         noise = math.inf
         if left > 0:

@@ -125,7 +125,8 @@ class ClientLevelDP(Protection):
         if settings.dp_noise_multiplier or settings.dp_target_epsilon:
             require_dp_accounting()
         self.accountant = PrivacyAccountant(settings.dp_delta, file)
-        # Releases in the file count, for example of a run that was killed.
+        # Count the releases in the file as well, for example the releases of a run that
+        # was killed.
         self.accountant.restore(())
         self._local: PartSet = NONE
         self._begin()
@@ -167,7 +168,8 @@ class ClientLevelDP(Protection):
         if self.settings.dp == "client":
             coordinates = self._coordinates(facts)
             length = norm(coordinates.update(reply.state))
-            # After clipping, the client's state was rounded to its dtypes.
+            # Allow for rounding, because after clipping, the client's state was rounded
+            # to its dtypes.
             if not length <= self.clipping_norm + 2 * coordinates.rounding():
                 raise ClientPartError(
                     f"its update has norm {length:.4g}, but with dp=client the client"
@@ -187,7 +189,8 @@ class ClientLevelDP(Protection):
         self._release(report)
         asked, coordinates = report.asked, self._coordinates(facts)
 
-        # sum_i u_i min(1, C / |u_i|). The update of ``before`` itself is zero.
+        # Compute sum_i u_i min(1, C / |u_i|). Start from zero, the update of ``before``
+        # itself.
         nothing = coordinates.update(facts.before)
         total = {name: 0 * array for name, array in nothing.items()}
         fitting = 0
@@ -224,7 +227,7 @@ class ClientLevelDP(Protection):
         """
         noisy = surplus + of_bits * float(self.noise.normal(()))
         share = 0.5 + noisy / asked
-        # The noise may move it outside of [0, 1].
+        # The noise may move the share outside of [0, 1].
         share = min(max(share, 0), 1)
         self.clipping_norm *= math.exp(-_RATE * (share - _QUANTILE))
 
@@ -270,7 +273,7 @@ class ClientLevelDP(Protection):
         target = self.settings.dp_target_epsilon
         if not target:
             return False
-        # Rounding may exceed the target slightly.
+        # Allow for rounding, because it may exceed the target slightly.
         return self.accountant.epsilon([noise_multiplier]) > target * (1 + 1e-9)
 
     def _choose_noise(self, facts: Facts) -> None:
@@ -296,7 +299,8 @@ class ClientLevelDP(Protection):
                 own.dp_delta,
                 facts.num_able,
             )
-        # The deviation z C / m, in units of a running variance, which have the scale s.
+        # ``size`` is the deviation z C / m of the noise, relative to the running
+        # variances. Their coordinates have the scale s.
         noise = (self.noise_multiplier or 0.0) * self.clipping_norm
         size = noise / (asked * STATISTICS_SCALE)
         if size > _NOISY and Part.STATISTICS not in self._local:
@@ -314,7 +318,8 @@ class ClientLevelDP(Protection):
             raise ConfigError(
                 "no noise was chosen for this round, because admits() was not called"
             )
-        # If somebody can repeat the noise, they can subtract it.
+        # Count noise that is not secret as no noise, because whoever can repeat the
+        # noise can subtract it.
         self.accountant.add(self.noise_multiplier if self.noise.secret else 0.0)
         report.privacy = {
             "clipping-norm": self.clipping_norm,

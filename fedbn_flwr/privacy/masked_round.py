@@ -59,7 +59,7 @@ _LACKS_MOD = (
     " fedbn_flwr.mods the app's first mod."
 )
 Read = TypeVar("Read")
-# Entries of a query or of its answer.
+# Entries of a query, or of the answer to a query.
 Entries = Mapping[str, Any]
 
 
@@ -109,7 +109,8 @@ class MaskedRound:
     all_must_answer: bool = False
     revealing: bool = False
     _keys: dict[int, PublicKeys] = field(default_factory=dict)
-    # By receiver and then by sender. The server delivers them with the last query.
+    # Encrypted shares by receiver and then by sender. The server delivers them with the
+    # last query.
     _encrypted: dict[int, dict[int, bytes]] = field(default_factory=dict)
 
     def prepare(self, asked: Sequence[int], share: float) -> bool:
@@ -123,7 +124,8 @@ class MaskedRound:
             ClientPartError: no client has the mod.
         """
         # The threshold is a share of the asked clients, so lost clients do not lower
-        # it. It is above half, so that nobody can have both secrets of a client.
+        # the threshold. It is above half, so that nobody can have both secrets of a
+        # client.
         self.threshold = max(math.ceil(share * len(asked)), len(asked) // 2 + 1, 2)
         answers = self._ask("keys", {number: {} for number in asked}, _keys)
         self._keys = self._lose_failed(answers)
@@ -154,7 +156,8 @@ class MaskedRound:
         sent = self._lose_failed(self._ask("shares", configs, _by_number))
         senders = []
         for number, shares in sent.items():
-            # With a share less, the client's masks might have to stay in the sum.
+            # If one share is missing, the client's masks may not be removable from the
+            # sum.
             if shares.keys() != {*numbers} - {number}:
                 self.lose(
                     number,
@@ -212,7 +215,8 @@ class MaskedRound:
             if number in answered:
                 left += seed_mask(recovered_seed(of_secret), server_round, size)
                 continue
-            # The lost client's key gives its pair masks, with the sign of the others.
+            # The key of the lost client gives its pair masks. The other clients have
+            # added them with their own sign.
             secret = recovered_key(of_secret, self._keys[number].masks)
             for other in sorted(answered):
                 public = self._keys[other].masks
@@ -235,11 +239,12 @@ class MaskedRound:
             encrypted = [self._encrypted[number][other] for other in others]
             configs[number] = {**common, MASK_NUMBERS: others, MASK_SHARES: encrypted}
 
-        # Set it before the query, because late answers also reveal shares.
+        # Set the flag before the query, because late answers also reveal shares.
         self.revealing = True
         answers = self._ask("reveal", configs, _by_number)
         for number, why in answers.failed.items():
-            # The client is not lost. Its vector is in the sum, and t others suffice.
+            # A client that fails here is not lost. Its vector is in the sum, and the
+            # shares of t other clients are enough.
             self._warn(f"{self.nodes[number]}: {why}")
         shares: dict[int, list[bytes]] = {owner: [] for owner in self.present}
         for of_client in answers.read.values():
@@ -345,7 +350,7 @@ class MaskedRound:
             elif MASK_REPLY not in reply.content:
                 answers.failed[number] = _LACKS_MOD
             else:
-                # A client may send any content.
+                # Catch the errors, because a client may send any content.
                 try:
                     found = read(reply.content.config_records[MASK_REPLY])
                 except (KeyError, TypeError, ValueError) as error:

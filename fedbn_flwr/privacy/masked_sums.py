@@ -109,7 +109,7 @@ class MaskedSums(Protection):
     """
 
     reads_each = False
-    # Metrics have no masks.
+    # The metrics of single clients are not published, because masks do not cover them.
     publishes_metrics = False
 
     _masks: MaskedRound
@@ -143,9 +143,9 @@ class MaskedSums(Protection):
         self._inner.begin(methods, weighted_by_key)
 
     def _begin(self) -> None:
-        # SHA-256 of this round's weights, and of the last weights whose sum may be
-        # known. A second sum for the same weights would reveal a client that is only in
-        # one of the sums.
+        # ``_weights`` is the SHA-256 of this round's weights, and ``_known`` of the
+        # last weights whose sum may be known. A second sum for the same weights would
+        # reveal a client that is only in one of the sums.
         self._weights = self._known = ""
         # Number from which clients of a resumed run draw new batches; 0 means none.
         self._fresh = 0
@@ -236,7 +236,7 @@ class MaskedSums(Protection):
             tag: str, tensors: Sequence[Tensor], weights: Sequence[float]
         ) -> Tensor:
             total = masks.of_exchange(tag, tensors)
-            # Afterwards a sum for these weights is known.
+            # From now on, a sum for these weights is known.
             self._known = self._weights
             return torch.from_numpy(masks.point.mean(total, math.fsum(weights)))
 
@@ -261,7 +261,8 @@ class MaskedSums(Protection):
         """
         if not replies:
             return self._inner.pool(facts, report, replies, check)
-        # The traffic counts int64 as counters, but these are floats of the update.
+        # The report has counted these int64 values as counters, but they are floats of
+        # the update.
         moved = report.train
         size = sum(reply.state[MASKED].nbytes for reply in replies)
         moved.up += size
@@ -273,7 +274,8 @@ class MaskedSums(Protection):
             self._masks.give_up(str(error))
             return self._inner.pool(facts, report, [], check)
         if self._dp:
-            # It sums its inputs, so repeat the average; all weights are equal.
+            # Differential privacy sums its inputs, so pass the average once per reply.
+            # This is possible because all weights are equal.
             repeated = [average] * len(replies)
             return self._inner.pool(facts, report, repeated, check)
         return [average]
@@ -295,7 +297,8 @@ class MaskedSums(Protection):
         try:
             mean = masks.mean(vectors)
         finally:
-            # The sum may be known even if shares arrive late or it is out of range.
+            # Once shares are revealed, the sum may be known, even if shares arrive late
+            # or the sum is out of range.
             if masks.revealing:
                 self._known = self._weights
         coordinates = Coordinates(facts.shared, facts.parts, scale=1.0)

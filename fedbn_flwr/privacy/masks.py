@@ -115,7 +115,8 @@ class Party:
                 " client. The threshold must be at least 2, and more than half of all"
                 " shares"
             )
-        # With one key in two places, two pairs of clients would have the same masks.
+        # Refuse a key that occurs twice, because two pairs of clients would then have
+        # the same masks.
         distinct = {key for pair in keys.values() for key in pair}
         if list(keys.get(number, ())) != self.publics or len(distinct) < 2 * size:
             raise MaskingError(
@@ -127,7 +128,8 @@ class Party:
             other: list(pair) for other, pair in keys.items() if other != number
         }
 
-        # Share the seed b and the secret key s, whose public key is for the masks.
+        # Share two secrets: the seed b, and the secret key s whose public key is for
+        # the masks.
         self._seed = os.urandom(32)
         of_seed = create_shares(self._seed, threshold, size)
         of_key = create_shares(self._secrets[0], threshold, size)
@@ -157,7 +159,8 @@ class Party:
                 f"{len(present) + 1} clients are left, fewer than the required"
                 f" {self.threshold}: the sum would reveal too much about each"
             )
-        # Both are in the masks, so masks with different values would not cancel.
+        # The masks depend on the members and on this information, so masks with
+        # different values would not cancel.
         told, before = (sorted(present), about), (self._present, self._about)
         if self._present is not None and told != before:
             raise MaskingError(
@@ -168,7 +171,8 @@ class Party:
 
     def exchange(self, tag: str, vector: Array) -> Array:
         """Return the vector of an exchange, int64, with its masks."""
-        # From two vectors with one mask, the server would learn their difference.
+        # Refuse a second vector, because the server would learn the difference of two
+        # vectors with the same mask.
         if tag in self._exchanged:
             raise MaskingError(f"exchange '{tag}' was asked for twice")
         self._exchanged.append(tag)
@@ -209,7 +213,7 @@ class Party:
             encrypted: the shares that each other client has encrypted for this one.
         """
         self._go("masked", "revealed")
-        # Both shares of one client would unmask it.
+        # Reveal one share of each client: both shares of one client would unmask it.
         members = sorted([self.number, *self._present_others()])
         if sorted([*answered, *lost]) != members or self.number not in answered:
             raise MaskingError(
@@ -228,7 +232,8 @@ class Party:
             else:
                 of_seed, of_key = self._decrypted(other, encrypted)
             revealed[other] = of_seed if other in answered else of_key
-        # They are not needed any more, and deleted secrets cannot be read.
+        # Delete the secrets. They are not needed any more, and deleted secrets cannot
+        # be read.
         self._secrets, self._seed, self._own_shares, self._channels = [], b"", [], {}
         return revealed
 
@@ -266,7 +271,8 @@ class Party:
             raise MaskingError(
                 f"the shares of client {other} cannot be read: {type(error).__name__}"
             ) from error
-        # If two clients had the same key, these could be this client's own shares.
+        # Check the sender. If two clients had the same key, these shares could be this
+        # client's own.
         if sender != other:
             raise MaskingError(
                 f"client {sender}'s shares were delivered as shares of client {other}"

@@ -17,7 +17,7 @@ from cryptography.hazmat.primitives.ciphers.algorithms import ChaCha20
 
 from fedbn_flwr.batchnorm.averaging import Array
 
-_BLOCK = 2**20  # values
+_BLOCK = 2**20  # values that are computed together
 
 
 def keystream(key: bytes, num_bytes: int) -> bytes:

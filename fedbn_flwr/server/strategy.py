@@ -250,12 +250,15 @@ class Strategy(FlowerFedAvg):
         else:
             cls.combination = Combination((cls.method,), cls.method.Params)
         cls.name, cls.Params = cls.combination.name, cls.combination.Params
-        # The signature's default wins, so a Params with another default needs its own.
+        # A default in the constructor's signature replaces the default in ``Params``.
+        # If the ``Params`` of a method has other defaults, put them into the
+        # constructor of its class.
         own = cls.combination.own_defaults
         if own and "__init__" not in vars(cls):
             cls.__init__ = functools.partialmethod(cls.__init__, **own)  # type: ignore[assignment]
-        # A class without a constructor shows the method's own settings as well, and a
-        # constructor with ``*flowers`` shows Flower's ten arguments in their place.
+        # Help shows this signature. For a class without a constructor, it includes the
+        # method's own settings. For a constructor with ``*flowers``, it shows Flower's
+        # ten arguments in their place.
         cls.__signature__ = None
         shown, given = inspect.signature(Strategy), inspect.signature(cls)
         *named, rest = shown.parameters.values()
@@ -326,8 +329,8 @@ class Strategy(FlowerFedAvg):
             train_metrics_aggr_fn,
             evaluate_metrics_aggr_fn,
         )
-        # Flower's function divides by the weight of all clients, even of those that do
-        # not report the metric.
+        # Flower's function divides by the weight of all clients, even of clients that
+        # do not report the metric.
         if is_default_aggregation(self.train_metrics_aggr_fn):
             self.train_metrics_aggr_fn = average_metrics
         if is_default_aggregation(self.evaluate_metrics_aggr_fn):
@@ -358,7 +361,7 @@ class Strategy(FlowerFedAvg):
             **settings,
         )
         self.methods = combination.methods(self.params)
-        # Warnings come at the start of a run.
+        # Leave out warnings, because they are logged at the start of a run.
         known = Known(fraction_train=fraction_train)
         problems = self.methods.problems(known, ["settings"])
         refused = [problem for problem in problems if problem.effect != "warn"]
@@ -380,7 +383,8 @@ class Strategy(FlowerFedAvg):
         for kind in combination.kinds:
             for name in kind.ignored.keys() & settings.keys():
                 value = settings.pop(name)
-                # Flower's default, as in the signature: the user did not set it.
+                # Ignore Flower's default, as in the signature, because the user did not
+                # set it.
                 if value is None or (name in shown and value == shown[name].default):
                     continue
                 logger.warning(
@@ -396,7 +400,8 @@ class Strategy(FlowerFedAvg):
         self, combination: Combination, settings: Mapping[str, Any]
     ) -> None:
         """Raise Python's own error for an unknown argument, with the nearest one."""
-        # Python cannot do this: only their Params contain a user's own settings.
+        # Python cannot suggest these names, because only ``Params`` contains a method's
+        # own settings.
         own = combination.Params.model_fields
         for name in settings:
             if name in own:
@@ -504,7 +509,8 @@ class Strategy(FlowerFedAvg):
                 should_stop,
             )
         finally:
-            # Only the recording has the last checkpoint.
+            # Take the continuity of the recording, because only it includes the last
+            # checkpoint.
             self._follow_recording()
             self._in_start, self._recording = False, None
             # The options refer to the recording, which would keep the run in memory.
@@ -576,7 +582,7 @@ class Strategy(FlowerFedAvg):
                 logger.info("Training%s: %s", note, metrics)
                 result.train_metrics_clientapp[server_round] = metrics
 
-            # The clients' tests.
+            # Test on the clients.
             messages = self.configure_evaluate(
                 server_round, arrays, evaluate_config, grid
             )
@@ -587,7 +593,7 @@ class Strategy(FlowerFedAvg):
                 logger.info("Evaluation%s: %s", note, metrics)
                 result.evaluate_metrics_clientapp[server_round] = metrics
 
-            # The server's own test, which may stop the run after this round.
+            # Test on the server. The result may stop the run after this round.
             tested = test(server_round)
             if should_stop is not None and should_stop(server_round, result):
                 self.stopped = True
@@ -626,7 +632,8 @@ class Strategy(FlowerFedAvg):
         self._follow_recording()
         self.run.arrays = initial_arrays
         self.run.set_model(initial_arrays)
-        # The model of a checkpoint may have diverged (on_divergence=continue).
+        # Do not check the model of a checkpoint, because it may have diverged
+        # (on_divergence=continue).
         if self._saved is None:
             self.run.check_initial()
         self._begin()
@@ -634,13 +641,15 @@ class Strategy(FlowerFedAvg):
             return 0
         after, saved = self._saved
         self.run.resume(after, saved)
-        # Last, so that a state that does not fit is refused again in the next start.
+        # Forget the state only now, so that a state that does not fit is refused again
+        # in the next start.
         self._saved = None
         return after
 
     def _forget_run(self, num_rounds: int | None, timeout: float) -> None:
         """Make a new run with the split and the continuity of the earlier run."""
-        # Flower's loops do not close a run, but its address must be free again.
+        # Close the earlier run here, because Flower's loops do not, and its address
+        # must be free again.
         self.run.close()
         self.run = self._new_run(
             num_rounds, timeout, self.run.parts_or_none, self.run.continuity
@@ -659,7 +668,8 @@ class Strategy(FlowerFedAvg):
         synchronises = self.methods.whole.exchanges is not None
         if synchronises:
             asks = {SYNCHRONISES: True}
-        # Other runs continue without answers if the app has no function for queries.
+        # The app must answer the query in such a run. Other runs continue without
+        # answers if the app has no function for queries.
         must_answer = synchronises or self.num_partitions is not None
         nodes = NodeRegistry(
             self.params.seed,
@@ -753,7 +763,8 @@ class Strategy(FlowerFedAvg):
         run.set_model(arrays)
         if not run.reports:
             tell(of_wrapper(self.methods, run.parts))
-        # A loop of the user or of Flower, since our start and to_legacy call _begin.
+        # In this case, the loop is the user's or Flower's, because our start and
+        # to_legacy call _begin.
         if not run.begun:
             self._begin()
             run.count_start(grid)
@@ -807,7 +818,8 @@ class Strategy(FlowerFedAvg):
                 second round if the number of rounds is unknown.
         """
         read = self._read("configure_train", server_round, replies)
-        # Our start raises it at its end. Flower's loops would end without an error.
+        # Our start raises this error at its end. Flower's loops would end without an
+        # error, so raise it here.
         if not self._in_start:
             failures.raise_if_nothing_trains(self.run)
         return read or (None, None)

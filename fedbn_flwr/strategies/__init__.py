@@ -305,7 +305,8 @@ def _combined(kinds: tuple[type[Kind], ...]) -> Combination:
     if problems:
         raise ConfigError("\n".join(problems), code="not-combined")
     params = list(dict.fromkeys(kind.Params for kind in reversed(kinds)))
-    # Python refuses a class and its subclass as bases, in that order.
+    # Leave out a class if one of its subclasses is also a base, because Python refuses
+    # both in that order.
     bases = []
     for one in params:
         below = [other for other in params if issubclass(other, one)]
@@ -355,7 +356,7 @@ def refuse_on_client(
         method = kind(kind.Params.model_construct(**own))
         unsent = kind.Params.model_fields.keys() - own.keys()
         rows = [row for row in kind.rows if unsent.isdisjoint(row.keys.split())]
-        # The server has logged the warnings.
+        # Leave out warnings, because the server has logged them.
         found = check(rows, method, known, ["run"])
         problems += [problem for problem in found if problem.effect == "refuse"]
     tell(dict.fromkeys(problems), "")

@@ -233,7 +233,8 @@ class BNControlVariates(ControlVariates):
             return _BatchNorm.forward(layer, x)
         mean, var = batch_statistics(x)
         self._sums.add(layer, x, (mean, var))
-        # Under label skew, v_B - s_i + s falls below zero in some channels.
+        # Find the channels in which v_B - s_i + s is below the floor. Under label skew,
+        # some are even below zero.
         corrected = var + correction.var
         low = corrected.detach() < correction.floor
         self._low, self._seen = self._low + low.sum(), self._seen + len(low)

@@ -179,8 +179,8 @@ class GlobalStatistics(ClientHook):
         self._undo += [watch_inputs(layer, self._note) for layer in self._layers]
 
     def _restore_layers(self) -> None:
-        # Undo the last change first: each function restores the state that it has
-        # found.
+        # Undo the last change first, because each function restores the state that it
+        # has found.
         while self._undo:
             self._undo.pop()()
 
@@ -325,9 +325,9 @@ class PooledStatisticsMethod(Method[P, S]):
             old = facts.before[name]
             moved = (1 - mu) * old.astype(np.float64) + mu * new
             model[name] = moved.astype(old.dtype)
-        # Only rounds with statistics count for the warm-up, because BN normalises with
-        # these statistics afterwards. The initial statistics of a new model do
-        # not normalise.
+        # Only rounds with pooled statistics count for the warm-up, because BN
+        # normalises with these statistics afterwards. The initial statistics of a new
+        # model (mean 0, variance 1) do not normalise.
         num_pooled = state.num_pooled + bool(pooled)
         after = state.warmed_up_after
         if after is None and num_pooled >= self.params.statistics_warm_up:

@@ -144,7 +144,7 @@ class FedBSMethod(FedProxMethod[FedBSParams, FedBSState]):
         self, state: FedBSState, facts: Facts, replies: Replies, model: dict[str, Any]
     ) -> tuple[dict[str, Any], FedBSState]:
         """Count the rounds of phase 1 with agreeing losses."""
-        # A single loss agrees with itself.
+        # Do not count a round with one reply, because a single loss agrees with itself.
         if state.switched_after is not None or len(replies) < 2:
             return model, state
         losses = [reply.metrics[self.params.loss_key] for reply in replies]

@@ -195,7 +195,7 @@ class FedAdamMethod(FedAdagradMethod[AdaptiveParams]):
 
     def rate(self, number: int) -> float:
         """Return eta sqrt(1 - beta_2^(t+1)) / (1 - beta_1^(t+1))."""
-        # Flower's exponent is t + 1; Kingma and Ba have t.
+        # Use the exponent t + 1, as Flower does. Kingma and Ba use t.
         t = number + 1
         p = self.params
         return float(p.eta * math.sqrt(1 - p.beta_2**t) / (1 - p.beta_1**t))

@@ -70,7 +70,7 @@ class ProximalTerm(ClientHook):
 
     def penalty(self, model: nn.Module) -> Tensor | None:
         """Return mu/2 ||w - w_received||^2, or None for mu = 0."""
-        # None keeps FedAvg's bits. A loss + 0 has FedAvg's value, but not always its
+        # Return None, because a loss + 0 has FedAvg's value, but not always FedAvg's
         # bits.
         if self.mu == 0:
             return None

@@ -93,8 +93,8 @@ class HeadThenBody(ClientHook):
         for parameter in {*model.parameters()}.union(
             *map(parameters_of, self._optimizers)
         ):
-            # Use None and not 0: then an optimizer does not change the parameter, not
-            # even by decay or momentum.
+            # Set the gradient to None and not to 0, so that the optimizer does not
+            # change the parameter, not even by decay or momentum.
             if (parameter in head) != (part == "head"):
                 parameter.grad = None
             elif parameter.grad is not None:

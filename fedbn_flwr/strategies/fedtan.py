@@ -157,7 +157,8 @@ class SynchroniseFirstStep(ClientHook):
             backward=self._backward,
         ) as mode:
             yield
-        # Without such a layer, the step would silently be a step of FedAvg.
+        # Refuse a step without a synchronised layer, because it would silently be a
+        # step of FedAvg.
         mode.require_a_layer()
         self._reducer.close()
 
@@ -199,7 +200,8 @@ class FedTANMethod(Method[FedTANParams]):
             p.fedtan_address,
             p.fedtan_tls_dir,
         )
-        # (exchanges, rows of channels each way); FedDNA has no backward half.
+        # Each pair is the number of exchanges, and of rows of channels in each
+        # direction. FedDNA has no exchanges in the backward pass.
         backward = (1, 2) if self.backward == "global" else (0, 0)
         if p.fedtan_exchanges == "2L+1":
             return Exchanges((1, 3), backward, "each", link, apart=3)

@@ -84,8 +84,8 @@ class FedWon(Strategy):
         self,
         *flowers: Any,
         agc: float = 0.1,
-        # Any instead of NamedOptions: it declares agc as well, and a type checker
-        # refuses the second declaration
+        # The type is Any instead of NamedOptions. NamedOptions declares agc as well,
+        # and a type checker refuses a second declaration.
         **options: Any,
     ) -> None:
         super().__init__(

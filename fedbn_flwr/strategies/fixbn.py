@@ -235,7 +235,7 @@ class FixBNMethod(Method[Any, Frozen]):
     def begin(self, facts: Facts) -> Frozen:
         """Set T* if it is known."""
         rounds = 0
-        # A fraction needs R, and Flower's own loops do not report R.
+        # Ask for R only if it is needed, because Flower's own loops do not report it.
         at = self.params.freeze_at
         if isinstance(at, float):
             rounds = facts.total_rounds(f"{self.key}={at}")
@@ -263,7 +263,8 @@ class FixBNMethod(Method[Any, Frozen]):
     ) -> tuple[dict[str, Any], Frozen]:
         """Restore frozen entries bit for bit, or look for T* if it is unknown."""
         if self.phase(state, facts.number) == "frozen":
-            # The server's step of another method may have changed them.
+            # Restore frozen entries, because the server's step of another method may
+            # have changed them.
             return facts.with_frozen(model), state
         if state.frozen_after is not None:
             return model, state

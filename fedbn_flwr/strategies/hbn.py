@@ -143,8 +143,8 @@ class HybridStatistics(SurveyedStatistics):
 
     def begin(self, model: nn.Module) -> None:
         """Prepare the layers for the mixture, each with its alpha."""
-        # Do this even in the warm-up, although it replaces nothing, so that an
-        # unsuitable layer is refused in round 1.
+        # Do this even in the warm-up, when no layer is replaced, so that an unsuitable
+        # layer is refused in round 1.
         self._replaceable = replaceable_layers(model)
         super().begin(model)
 
@@ -179,7 +179,8 @@ class HybridStatistics(SurveyedStatistics):
         own = groups[-1]
         handle = optimizer.register_step_post_hook(self._forget_gradients)
 
-        # A client may use its optimizer again, and the next round adds its own alpha.
+        # Remove the group of alpha at the end, because a client may use its optimizer
+        # again and the next round adds its own alpha.
         def finish() -> None:
             handle.remove()
             groups[:] = [group for group in groups if group is not own]
@@ -230,7 +231,8 @@ class HybridStatistics(SurveyedStatistics):
 
     def _start_of(self, layer: _BatchNorm, path: str) -> nn.Parameter:
         like: Tensor = layer.running_mean  # type: ignore[assignment]
-        # A step on alpha in half precision would round to nothing.
+        # Use at least float32, because a step on alpha in half precision would round to
+        # nothing.
         dtype = torch.promote_types(like.dtype, torch.float32)
         start = torch.full_like(like, self.initial, dtype=dtype)
         given = self._given.get(entry_name(path, "alpha"))
@@ -249,7 +251,8 @@ class HybridStatistics(SurveyedStatistics):
     def _mixed(self, layer: _BatchNorm, x: Tensor) -> Tensor:
         old_mean: Tensor = layer.running_mean  # type: ignore[assignment]
         old_var: Tensor = layer.running_var  # type: ignore[assignment]
-        # Zero rows have no statistics, and their NaN would reach alpha's gradient.
+        # An input without rows has no statistics, and their NaN would reach alpha's
+        # gradient.
         if not x.numel():
             return normalise(layer, x, old_mean, old_var)
         a = torch.sigmoid(-self._alpha[layer])

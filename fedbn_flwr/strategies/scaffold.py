@@ -108,7 +108,8 @@ class ControlVariates(ClientHook):
     of_all_steps = (
         "the variates depend on all steps: load other weights after the block"
     )
-    # The hook counts the steps of parameters, after hooks that drop gradients.
+    # Act after hooks that drop gradients, because this hook counts the steps of each
+    # parameter.
     stage = "correct"
 
     def __init__(self, local: frozenset[str] = frozenset()) -> None:
@@ -170,7 +171,7 @@ class ControlVariates(ClientHook):
         for name, parameter in model.named_parameters():
             if parameter.grad is None or name in self._local:
                 continue
-            # The parameter was frozen until now, so it still has the value x.
+            # If ``parameter`` was frozen until now, it still has the value x.
             if name not in self._start and parameter.requires_grad:
                 self._begin_with(name, parameter)
             if name in self._start:
@@ -185,7 +186,8 @@ class ControlVariates(ClientHook):
             if name not in self._start:
                 continue
             went = self._start[name] - parameter.detach()
-            # K * eta for one rate: a sum of K terms would round differently.
+            # With a single rate, compute K * eta, because a sum of K terms would round
+            # differently.
             total = sum(count * rate for rate, count in self._rates[name].items())
             change = torch.zeros_like(went)
             if total:
@@ -265,7 +267,7 @@ class ScaffoldMethod(Method[P, S]):
     ) -> tuple[dict[str, Any], S]:
         """Step x and c with the unweighted means of the clients' changes."""
         variates, num_clients = _scaled(state, facts, replies)
-        # S of N clients took part.
+        # S of N clients took part: S is the number of replies.
         shares = [1 / len(replies)] * len(replies)
         part = len(replies) / num_clients
         changes = [reply.extras[VARIATES] for reply in replies]

@@ -81,7 +81,8 @@ def with_positions(
         for positions in order:
             yield positions, data.batch(positions, generator)
         return
-    # The data asks for the next positions before it returns a batch: note them here.
+    # Note the positions here, because the data asks for the next positions before it
+    # returns a batch.
     asked: deque[Tensor] = deque()
 
     def noted() -> Iterator[Tensor]:
@@ -121,7 +122,7 @@ def refuse_not_finite(data: Batches, prepared: Callable[[Any], Any]) -> None:
         DataError: an input is NaN or infinite.
     """
     for positions in torch.split(torch.arange(len(data)), _LOOKED_AT):
-        # Without a generator, random transforms would cause a warning.
+        # Pass a generator, because random transforms warn without one.
         with seeded(0):
             inputs, _ = data.batch(positions, torch.Generator())
         first, last = int(positions[0]), int(positions[-1])
@@ -221,7 +222,7 @@ def _entries(model: Entries) -> Iterator[Tensor]:
 
 
 _CONVOLUTIONS = (nn.Conv2d, nn.ConvTranspose2d)
-# packages whose layers work in channels-last
+# Packages whose layers work in channels-last.
 _KNOWN = ("torch.nn.", "torchvision.", "fedbn_flwr.")
 
 

@@ -29,7 +29,7 @@ __all__ = [
     "overrides",
 ]
 
-# the batch's mean loss without penalties, and the outputs, both detached
+# The batch's mean loss without penalties, and the outputs. Both are detached.
 LossAndOutputs = tuple[Tensor, Tensor]
 Entries = Mapping[str, Tensor]
 Extras = Mapping[str, Entries]
@@ -200,7 +200,7 @@ def around_step(
 def change_gradients(hooks: Iterable[ClientHook], model: nn.Module, step: int) -> None:
     """Let the hooks change the gradients of a step, in the order of their stages."""
     stages = get_args(Stage)
-    # Sorting keeps the order of hooks of the same stage.
+    # Hooks of the same stage keep their order, because sorting is stable.
     for hook in sorted(hooks, key=lambda hook: stages.index(hook.stage)):
         hook.step = step
         hook.gradients(model)

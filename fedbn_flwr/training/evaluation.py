@@ -106,7 +106,8 @@ def evaluate(
         return EvalResult(float("nan"), 0, dict.fromkeys(task.metrics, float("nan")))
     device, prepared = device_of(model), inputs_for(model)
     sums = _Sums(task)
-    # Not inference_mode: training fails on tensors that the model keeps from it.
+    # Do not use inference_mode: if the model keeps a tensor from it, training fails on
+    # this tensor.
     with restored_modes(model), torch.no_grad():
         model.eval()
         size = batch_size or _test_batch(model, task)
@@ -126,8 +127,8 @@ def evaluate(
 def _test_batch(model: nn.Module, task: Task) -> int:
     """Return the number of examples per test batch for the current model."""
     for module in model.modules():
-        # Statistics of the batch make the metrics depend on the batch size. A scripted
-        # layer may use them; its choice is not visible here.
+        # If a layer uses the batch's statistics, the metrics depend on the batch size.
+        # Whether a scripted layer uses them is not visible here.
         of_batch = isinstance(module, _BatchNorm) and module.running_mean is None
         if of_batch or is_scripted_batchnorm(module):
             return task.test_batch
@@ -156,7 +157,7 @@ class _Sums:
         loss = task.loss(outputs, targets).double()
         correct = task.correct(outputs, targets)
         self._batches.append(torch.stack([loss, correct, counted, examples]))
-        # Pixels are only counted: all outputs of a test would not fit into memory.
+        # Only count pixels, because all outputs of a test would not fit into memory.
         if task.by_pixel and {"miou", "dice"}.intersection(task.metrics):
             counts = confusion(outputs, targets, task.ignore)
             if self._confusion is not None:
@@ -215,7 +216,8 @@ def _joined(
     if all(layer.running_mean is not None for layer in layers):
         return order
     inputs = prepared(data.batch(order[-1])[0])
-    # "" is a scripted layer, and a test with its running statistics works
+    # Ignore the path "". It stands for a scripted layer, and a test with its running
+    # statistics works.
     refusing = [path for path in refusing_layers(model, inputs) if path]
     if refusing and len(order[0]) == 1:
         raise NormLayerError(
@@ -240,7 +242,7 @@ def without_running_statistics(model: nn.Module) -> Iterator[None]:
     layers = layers_of(model).values()
     kept = [(layer, layer.running_mean, layer.running_var) for layer in layers]
     try:
-        # without them, torch uses the batch's statistics in both modes
+        # Without running statistics, torch uses the batch's statistics in both modes.
         for layer in layers:
             layer.running_mean = layer.running_var = None
         yield

@@ -22,7 +22,8 @@ from fedbn_flwr.training.randomness import seeded
 from fedbn_flwr.training.run_memory import is_noted, note
 from fedbn_flwr.training.tasks import LabelTask, RegressionTask, Task
 
-# Number of random weights that must all show the function at the end of a model.
+# Number of draws of random weights. In each draw, the outputs must show the function at
+# the end of a model.
 _DRAWS = 8
 
 
@@ -128,7 +129,8 @@ def _end_of(trial: nn.Module, inputs: Any, task: Task) -> str:
         for mode, possible in ends.items():
             possible &= _possible_ends(trial.train(mode)(inputs), task)
         draws += 1
-    # The outputs of a softmax also look like outputs of a sigmoid.
+    # Prefer softmax to sigmoid, because the outputs of a softmax also look like outputs
+    # of a sigmoid.
     return min(set().union(*ends.values()), key=_ENDS.index, default="")
 
 
@@ -144,7 +146,8 @@ def _possible_ends(outputs: Any, task: Task) -> set[str]:
         several = values.dim() > 1 and values.shape[1] > 1
         if several and ((values.sum(1) - 1).abs() < 0.01).all():
             found.add("softmax")
-    # Labels are decided at 0, but log-probabilities of classes are valid logits.
+    # Look for log-probabilities only if the task has labels: these are decided at 0.
+    # Log-probabilities of classes are valid logits.
     if isinstance(task, LabelTask) and (values <= 0).all():
         found.add("log-sigmoid")
     return found

@@ -84,7 +84,8 @@ def layers_of(model: nn.Module, *, every_path: bool = False) -> dict[str, _Batch
 @contextmanager
 def restored_modes(model: nn.Module) -> Iterator[None]:
     """Restore every module's train or eval mode at the end of the block."""
-    # one by one: ``model.train(mode)`` would give all modules the same mode
+    # Restore the modes one by one, because ``model.train(mode)`` would give all modules
+    # the same mode.
     modes = {module: module.training for module in model.modules()}
     try:
         yield
@@ -105,7 +106,8 @@ def unchanged(model: nn.Module) -> Iterator[None]:
     """
     tensors: list[Any] = []
     others: list[Any] = []
-    # Containers may contain objects that are restored separately.
+    # The copies of containers refer to these objects instead of copying them, because
+    # they are restored separately.
     own = (*model.modules(), *model.parameters(), *model.buffers())
     memo = memo_of(model, own)
     for module in model.modules():
@@ -116,7 +118,8 @@ def unchanged(model: nn.Module) -> Iterator[None]:
                     tensors.append((table, name, value, value.detach().clone()))
                 elif name not in ATTRIBUTES_OF_TORCH:
                     others.append((table, name, value))
-                    # The pass gets a copy, so it cannot change a list of somebody else.
+                    # The pass gets a copy, so it cannot change a list that belongs to
+                    # another object.
                     if isinstance(value, _CHANGED_IN_PLACE) or is_dataclass(value):
                         with suppress(Exception):
                             table[name] = copy.deepcopy(value, memo)
@@ -168,7 +171,7 @@ def refuse_scripted(model: nn.Module, what: str) -> None:
     }
     if not scripted:
         return
-    # The model may override ``train`` to leave layers in eval mode: call it.
+    # Call ``train``, because the model may override it to leave layers in eval mode.
     with restored_modes(model):
         model.train()
         refused = [path for path, module in scripted.items() if module.training]
@@ -202,7 +205,8 @@ def train_only(
         return
     # Weights that layers share have several names; any of them may be in ``names``.
     parameters = list(model.named_parameters(remove_duplicate=False))
-    # A name without a parameter would silently freeze the whole model.
+    # Refuse a name without a parameter, because it would silently freeze the whole
+    # model.
     known = [entry for entry, _ in parameters]
     unknown = [
         name for name in names if not any(_under(entry, [name]) for entry in known)
@@ -302,7 +306,8 @@ def unlike_in_tests(model: nn.Module) -> str:
         for path, layer in layers_of(model).items()
         if layer.running_mean is not None and not layer.track_running_stats
     }
-    # checked first: few models have such a layer, but each message may build a model
+    # End early, because few models have such a layer and each message may build a
+    # model.
     if not unlike:
         return ""
     in_eval = stays_in_eval(model)

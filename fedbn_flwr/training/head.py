@@ -65,7 +65,8 @@ def head_of(model: nn.Module, inputs: Callable[[], Any] | None = None) -> Head:
             ends = _ends_of_pass(plain, inputs)
     if not ends:
         shapes: dict[str, tuple[int, ...]] = {}
-        # Use the sizes of the layers: reading a parametrized weight may change it.
+        # Read the sizes from the layers, because reading a parametrized weight may
+        # change it.
         for path, layer in layers.items():
             if isinstance(layer, nn.Linear):
                 shapes[f"{path}.weight"] = layer.out_features, layer.in_features
@@ -89,7 +90,8 @@ def head_in_shapes(shapes: Mapping[str, Any]) -> Head:
         shape = tuple(getattr(value, "shape", value) or ())
         if len(shape) > 1:
             path = _layer_path(name)
-            # weight_norm has a matrix of one column in addition to the weight.
+            # Keep the largest size, because weight_norm has a matrix of one column in
+            # addition to the weight.
             sizes[path] = max(shape, sizes.get(path, ()))
     free = []
     for path, size in sizes.items():

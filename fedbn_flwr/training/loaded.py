@@ -78,7 +78,7 @@ class LoadedBatches:
             DataError: the examples are not pairs, they cannot be stacked, or the batch
                 has another number of examples.
         """
-        # An empty batch gets its shapes from a batch of one example.
+        # For an empty batch, read one example, which gives the shapes.
         chosen = positions.tolist() or [0]
         read = self._read_plain if generator is None else self._read
         if generator is None or draws_nothing(read):
@@ -188,7 +188,7 @@ def _chosen(loader: Any) -> list[int] | None:
         return None
     if isinstance(sampler, (SubsetRandomSampler, DistributedSampler)):
         return sorted(getattr(sampler, "indices", None) or set(sampler))
-    # In order or shuffled, an epoch has all examples. But a RandomSampler may draw
+    # Both samplers use all examples in an epoch, unless a RandomSampler is set to draw
     # fewer or more.
     in_order = isinstance(sampler, (SequentialSampler, RandomSampler))
     if in_order and len(sampler) == _size(loader):

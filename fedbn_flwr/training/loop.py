@@ -113,16 +113,19 @@ def train(
     layout = layout or Layout(unwrap(model))
     bare = layout.model
     device, prepared = device_of(layout), inputs_for(layout)
-    # A wrapper has its own mode; a model in train mode needs no walk over its modules.
+    # Call ``train`` only if it is needed. A wrapper has its own mode. For a model in
+    # train mode, this saves a walk over its modules.
     if model is not bare or not layout.in_train_mode():
         model.train()
     # Hooks see the names without a wrapper's prefix; the passes use the wrapper.
     with begun(hooks, bare):
-        # Statistics of the data belong to the received weights: measure before a step.
+        # Measure the statistics of the data before a step, because they belong to the
+        # received weights.
         for hook in hooks if surveys else ():
             seed = stream("survey").initial_seed()
             hook.survey(bare, data, settings.batch_size, seed)
-        # A hook may have replaced parameters of the model.
+        # With hooks, collect the parameters again, because a hook may have replaced
+        # some.
         known = None if hooks else layout.parameters()
         optimizer = optimizer or make_optimizer(model, settings, known)
         for group in optimizer.param_groups:
@@ -209,9 +212,9 @@ class _Steps:
         if not any(hook.synchronises(step) for hook in self.hooks):
             with around_step(self.hooks, step, self.bare, size):
                 return self._passes(inputs, targets)
-        # Another client may be lost during the step. By then, this client has updated
-        # running statistics and drawn dropout masks: restore them for the repeated
-        # step.
+        # Another client may be lost during the step, and then the step is repeated.
+        # This client has already updated running statistics and drawn dropout masks, so
+        # restore both.
         before = {name: value.clone() for name, value in self.bare.state_dict().items()}
         generators = Generators.now()
         while True:
@@ -239,7 +242,7 @@ class _Steps:
             penalty = hook.penalty(self.bare)
             if penalty is not None:
                 total = total + penalty
-        # None instead of 0: the backward pass can then use its own tensors
+        # Use None instead of 0, so that the backward pass can use its own tensors.
         for group in self.optimizer.param_groups:
             for parameter in group["params"]:
                 parameter.grad = None
@@ -314,7 +317,7 @@ def _refuse_without_targets(data: Batches, task: Task) -> None:
 
 
 def _nothing_trained(dropped: int, num_examples: int, batch_size: int) -> DataError:
-    # one example is a batch of one for every batch size
+    # A single example is a batch of one for every batch size.
     remedy = f"use a batch-size above 1 (it is {batch_size})"
     if num_examples == 1:
         remedy = (

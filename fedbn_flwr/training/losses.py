@@ -74,7 +74,7 @@ def _known(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
     Unknown targets (NaN) become 0. The mask is 1 for known and 0 for unknown targets.
     """
-    # at least float32: half precision rounds targets and counts
+    # Use at least float32, because half precision rounds targets and counts.
     dtype = torch.promote_types(outputs.dtype, torch.float32)
     targets = targets.to(dtype).view_as(outputs)
     unknown = targets.isnan()

@@ -79,7 +79,7 @@ def of_classes(
     """
     y_true = F.one_hot(targets, logits.shape[1])
     y_pred = F.one_hot(logits.argmax(1), logits.shape[1])
-    # Not the probabilities, because they are equal for all large logits.
+    # Use log-probabilities, because probabilities are equal for all large logits.
     return _over_columns(_recall, names, logits.log_softmax(1), y_pred, y_true)
 
 
@@ -138,7 +138,7 @@ def _mean_r2(outputs: Tensor, targets: Tensor) -> float:
     values = []
     for column, rows in enumerate((~targets.isnan()).T):
         y_true, y_pred = targets[rows, column], outputs[rows, column]
-        # Equal targets have no variance that could be explained.
+        # Skip equal targets, because they have no variance that could be explained.
         if bool((y_true != y_true[:1]).any()):
             values.append(float(_sklearn().r2_score(y_true, y_pred)))
     return _mean(values)
@@ -159,7 +159,7 @@ def _over_columns(
 
     All values are NaN if a score is NaN.
     """
-    # Ranks and the largest value are meaningless with NaN.
+    # Return NaN, because ranks and the largest value are meaningless with NaN.
     if scores.isnan().any():
         return dict.fromkeys(names, _NAN)
     columns = []
@@ -207,7 +207,7 @@ def _f1(_: Tensor, y_pred: Tensor, y_true: Tensor) -> float:
 
 
 def _auroc(scores: Tensor, _: Tensor, y_true: Tensor) -> float:
-    # The metric compares examples of both classes.
+    # Both classes must occur, because the metric compares examples of both.
     if not 0 < y_true.sum() < len(y_true):
         return _NAN
     return float(_sklearn().roc_auc_score(y_true, _ranks(scores)))

@@ -30,7 +30,7 @@ from torch.utils._pytree import tree_leaves
 
 from fedbn_flwr.errors import NormLayerError, StateError
 
-# the dict of a module, and the name in it
+# The place of a tensor: the dict of a module, and the name in it.
 _Place = tuple[MutableMapping[str, Tensor | None], str]
 
 
@@ -101,8 +101,9 @@ def _structure(model: nn.Module) -> list[tuple[Any, ...]]:
             found.append((module,))
             continue
         buffers = module._buffers
-        # Parameters by identity, because a layer may replace one; buffers by name and
-        # type, because a buffer of BatchNorm may become None or a tensor.
+        # Compare parameters by identity, because a layer may replace one. Compare
+        # buffers by name and type, because a buffer of BatchNorm may become None or a
+        # tensor.
         parameters = map(id, module._parameters.values())
         found.append((module, *parameters, *buffers, *map(type, buffers.values())))
         left += [child for child in module._modules.values() if child is not None]
@@ -126,7 +127,8 @@ def _places(model: nn.Module) -> dict[str, _Place] | None:
             in_state = leaf not in module._non_persistent_buffers_set
             if in_state and buffer is not None:
                 places[prefix + leaf] = (module._buffers, leaf)
-    # A module may have added another tensor to its state: compare once with torch.
+    # Compare once with torch, because a module may have added another tensor to its
+    # state.
     state = model.state_dict(keep_vars=True)
     if list(state) != list(places):
         return None
@@ -152,7 +154,8 @@ def _is_usual(module: nn.Module) -> bool:
     )
 
 
-# torch.compile; DistributedDataParallel, DataParallel, AveragedModel
+# The name of the inner module in torch.compile, and in DistributedDataParallel,
+# DataParallel and AveragedModel.
 _WRAPPERS = ("_orig_mod", "module")
 _OF_TORCH = (
     "torch._dynamo.",
@@ -165,8 +168,8 @@ _OF_TORCH = (
 def _layers(model: nn.Module) -> Iterator[nn.Module]:
     """Yield the model and, from outside to inside, the modules that it wraps."""
     yield model
-    # A user's own module may have one child of such a name, and its forward pass may do
-    # more than call the child.
+    # Stop at a user's own module. It may have one child of such a name, but its forward
+    # pass may do more than call the child.
     bases = type(model).__mro__
     if not any(kind.__module__.startswith(_OF_TORCH) for kind in bases):
         return
@@ -228,7 +231,8 @@ def _loads_by_copy(module: nn.Module) -> bool:
     )
 
 
-# BatchNorm's own function only handles states of old versions of torch.
+# The usual functions that load a state. BatchNorm's function only adds the handling of
+# old versions of torch.
 _USUAL = (nn.Module._load_from_state_dict, _NormBase._load_from_state_dict)
 
 
@@ -255,7 +259,8 @@ def copied(model: M, shared: Iterable[Tensor] = ()) -> M:
     memo = memo_of(model, shared)
     try:
         return copy.deepcopy(model, dict(memo))
-    # any exception is possible: the layer may contain a lock, a file or a user's object
+    # Any exception is possible: the layer may contain a lock, a file or a user's
+    # object.
     except Exception as error:
         path, kind = _innermost_that_fails(model, memo)
         raise StateError(
@@ -276,7 +281,8 @@ def memo_of(model: nn.Module, shared: Iterable[Any]) -> dict[int, Any]:
     for module in model.modules():
         held = [*module._parameters.values(), *module._buffers.values()]
         for name, value in vars(module).items():
-            # Skipping each module's empty tables of hooks saves most of the time.
+            # Skip the attributes of torch, such as empty tables of hooks. This saves
+            # most of the time.
             if name not in ATTRIBUTES_OF_TORCH:
                 held.append(value)
         for value in tree_leaves(held):
@@ -409,7 +415,8 @@ def wrapper_prefix(names: Collection[str], model_names: Collection[str]) -> str:
 
     ``model_names`` are the names without a wrapper.
     """
-    # The usual case first, in one pass: this function runs for every message.
+    # Check the usual case first, in one pass, because this function runs for every
+    # message.
     prefix = ""
     if all(map(model_names.__contains__, names)):
         return prefix

@@ -11,7 +11,8 @@ from fedbn_flwr.training.freezing import unchanged
 from fedbn_flwr.training.randomness import seeded
 from fedbn_flwr.training.tasks import Task
 
-# Larger weights may result from earlier steps that were too large.
+# Largest usual size of a weight. Larger weights may result from earlier steps that were
+# too large.
 _USUAL = 1000
 
 
@@ -36,7 +37,8 @@ def refuse_first_pass(
         for positions in torch.split(torch.arange(len(data)), batch_size or len(data)):
             inputs, targets = data.batch(positions, torch.Generator())
             targets = task.on_device(targets, device)
-            # BatchNorm may have no variance, or the loss no target: skip such a batch.
+            # Skip a batch for which BatchNorm may have no variance, or the loss no
+            # target.
             if len(positions) < 2 or not task.counted(targets):
                 continue
             loss = loss_of(model(prepared(inputs)), targets)

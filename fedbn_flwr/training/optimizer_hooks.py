@@ -28,7 +28,8 @@ def stepping_optimizers(optimizer: Any) -> list[torch.optim.Optimizer]:
         ConfigError: the optimizer has no step hooks, because its class does not call
             the constructor of ``torch.optim.Optimizer``.
     """
-    # Each library has its own name for the inner optimizer: search the attributes.
+    # Search all attributes, because each library has its own name for the inner
+    # optimizer.
     values: list[Any] = []
     for value in getattr(optimizer, "__dict__", {}).values():
         values += value if isinstance(value, (list, tuple)) else [value]
@@ -36,7 +37,7 @@ def stepping_optimizers(optimizer: Any) -> list[torch.optim.Optimizer]:
     for inner in values:
         if isinstance(inner, torch.optim.Optimizer) and inner is not optimizer:
             found += [one for one in stepping_optimizers(inner) if one not in found]
-    # A subclass may never call torch's ``__init__``.
+    # The step hooks are missing if a subclass never calls torch's ``__init__``.
     if not found and not hasattr(optimizer, "_optimizer_step_pre_hooks"):
         raise ConfigError(
             f"{type(optimizer).__name__} does not have the step hooks of"
@@ -88,8 +89,9 @@ def before_steps(
     def before(
         stepping: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        # torch.amp.GradScaler lets fused optimizers unscale and skip. It sets these
-        # attributes for them.
+        # torch.amp.GradScaler leaves two tasks to a fused optimizer: to unscale the
+        # gradients and to skip a step. It sets ``grad_scale`` and ``found_inf`` for
+        # them.
         if getattr(stepping, "grad_scale", None) is not None:
             raise ConfigError(
                 f"{type(stepping).__name__} is fused and its gradients are still"
@@ -105,7 +107,8 @@ def before_steps(
             act(stepping)
             return None
 
-        # Inside the step the closure computes the gradients again, maybe several times.
+        # Act in the closure, because inside the step it computes the gradients again,
+        # maybe several times.
         def compute_and_act() -> Any:
             loss = closure()
             penalty = act(stepping)

@@ -42,7 +42,7 @@ class _Adam(_Unwrapped, torch.optim.Adam):
 class _AdamW(_Unwrapped, torch.optim.AdamW):
     """AdamW whose step has no wrappers either."""
 
-    # in torch 2.6 it is not a subclass of Adam
+    # In torch 2.6, AdamW is not a subclass of Adam.
     step = torch.no_grad()(inspect.unwrap(torch.optim.AdamW.step))
 
 
@@ -100,7 +100,8 @@ def sgd(
 
 def take_step(optimizer: torch.optim.Optimizer) -> None:
     """Run ``optimizer.step()`` or an equivalent with the same bits."""
-    # A user's optimizer may have Nesterov momentum, or hooks around its step.
+    # Use torch's step for a user's optimizer, because it may have Nesterov momentum or
+    # hooks around its step.
     if type(optimizer) is PlainSGD:
         sgd_step(optimizer)
     else:

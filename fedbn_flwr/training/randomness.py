@@ -28,7 +28,7 @@ import torch
 # --- named streams --------------------------------------------------------------------
 def derive_seed(seed: int, purpose: str, *keys: int | str) -> int:
     """Return the 63-bit seed of the stream ``purpose``/``keys``."""
-    # A hash of the names that is equal on every machine; Python's ``hash`` is not.
+    # Use a hash that is equal on every machine. Python's ``hash`` is not.
     name = "/".join([str(int(seed)), purpose, *map(str, keys)])
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") >> 1
 
@@ -240,7 +240,8 @@ def drawing_from(generator: torch.Generator) -> Iterator[None]:
     On the CPU, torch uses the whole state of ``generator``. The draws advance it.
     """
     before = Generators.now()
-    # The generators of NumPy and Python differ in kind: seed them by a draw.
+    # Seed NumPy and Python by a draw, because their generators differ in kind from
+    # torch's.
     words = torch.randint(2**32, (624,), generator=generator).numpy().astype(np.uint32)
     np.random.seed(words)
     random.seed(words.tobytes())
@@ -250,6 +251,6 @@ def drawing_from(generator: torch.Generator) -> Iterator[None]:
     try:
         yield
     finally:
-        # The next batch continues from here instead of repeating the same draws.
+        # The next batch continues from this state instead of repeating the same draws.
         generator.set_state(torch.get_rng_state())
         before.restore()

@@ -84,7 +84,8 @@ def _rows(data: Any, chosen: Sequence[int]) -> list[Tensor]:
         at = torch.tensor(chosen, device="cpu")
         at += (at < 0) * len(data)  # a subset may have negative indices
         return [each.index_select(0, at.to(each.device)) for each in data.tensors]
-    # One index for each data set with chosen examples, then the order of the batch.
+    # Make one index for each data set with chosen examples, and then put the rows into
+    # the order of the batch.
     places: dict[int, list[int]] = {}
     within = []
     for place, number in enumerate(chosen):
@@ -110,7 +111,7 @@ def _one_by_one(data: Any, chosen: Sequence[int]) -> Any:
 
 def _together(data: Any, chosen: Sequence[int]) -> Any:
     examples = data.__getitems__(chosen)
-    # Another type is for a user's collate_fn: do not check it.
+    # Do not check another type, because it is for a user's collate_fn.
     if isinstance(examples, list) and len(examples) != len(chosen):
         raise DataError(
             f"__getitems__ of {name_of(data)} returned {len(examples)} examples for"

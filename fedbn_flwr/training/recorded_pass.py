@@ -39,7 +39,8 @@ class _Recorder(fx.proxy.GraphAppendingTracer):
             return {str(key): self.create_arg(value) for key, value in a.items()}
         if isinstance(a, tuple | list):
             return tuple(self.create_arg(value) for value in a)
-        # A parameter used directly by the module, or a tensor computed from it.
+        # The tensor is a parameter that the module uses directly, or it is computed
+        # from one.
         if isinstance(a, Tensor) and a.dim() > 1:
             trains = a.requires_grad or isinstance(a, nn.Parameter)
             name = self.names.get(a, "weights outside layers")
@@ -84,7 +85,7 @@ def record(
     for path, module in root.named_modules():
         if is_layer(module) or not any(map(is_layer, module.modules())):
             layers[path] = module
-            # Set an attribute of this object. Its class must not change, because other
+            # Set an attribute of this object. Do not change its class, because other
             # models in the process use it.
             module.forward = _noting(recorder, path)
     inputs = []

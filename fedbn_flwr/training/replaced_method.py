@@ -23,7 +23,8 @@ def replace_method(
     setattr(module, name, function)
 
     def undo() -> None:
-        # delete the instance attribute, so that the method of the class is used again
+        # Delete the attribute of the object, so that the method of the class is used
+        # again.
         delattr(module, name)
         if before is not None:
             setattr(module, name, before)

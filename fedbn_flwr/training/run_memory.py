@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
-# This is a registry, because no object of a client exists as long as its run. The end of
-# a run empties the registry, so the next run in the process gives the same warnings.
+# This is module state, because no object of a client exists as long as its run. The end
+# of a run empties the registry, so the next run in the process gives the same warnings.
 _KEPT: dict[str, Any] = {}
 
 

@@ -23,7 +23,7 @@ def share_of(fraction: float | str, count: int) -> int:
 
     For example, 0.29 of 100 is 29.
     """
-    # as floats 0.29 * 100 is 28.999999999999996
+    # With floats, 0.29 * 100 is 28.999999999999996.
     return math.floor(Fraction(str(fraction)) * count)
 
 
@@ -115,7 +115,7 @@ class LocalTraining:
             for _ in range(self.local_steps):
                 yield torch.randint(num_examples, (size,), generator=generator)
             return
-        # Passes over the data, each in a new order, until all steps are taken.
+        # Make passes over the data, each in a new order, until all steps are taken.
         left = self.num_steps(num_examples)
         while left > 0:
             order = torch.randperm(num_examples, generator=generator)

@@ -39,7 +39,7 @@ class SingleExamples:
         """Return whether step ``step`` (from 0) drops its batch, and count it."""
         if any(hook.synchronises(step) for hook in self.hooks):
             return False
-        if self.fit is None:  # once a round: it takes a forward pass
+        if self.fit is None:  # only once a round, because it takes a forward pass
             self.fit = takes_one_example(self.model, inputs, self.hooks)
         self.dropped += not self.fit
         return not self.fit
@@ -107,7 +107,7 @@ def refusing_layers(
         path: str, _: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]
     ) -> None:
         value = args[0] if args else kwargs["input"]
-        # an input without rows needs no variance
+        # An input without rows needs no variance, so count it as enough values.
         values = value.numel() // value.shape[1] or 2
         counts[path] = min(counts.get(path, 2), values)
 

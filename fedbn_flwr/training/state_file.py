@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-# Types of other values in many files: command-line options, and best metrics as numbers
-# of NumPy.
+# Types of values that many files contain in addition to tensors: command-line options,
+# and best metrics as numbers of NumPy.
 _SCALARS = [type(np.dtype(kind)) for kind in ("f2", "f4", "f8", "i4", "i8", "?")]
 _SCALAR = np.float64(0).__reduce__()[0]
 _HARMLESS: list[Any] = [
@@ -26,7 +26,7 @@ _HARMLESS: list[Any] = [
     _SCALAR,
     (_SCALAR, "numpy.core.multiarray.scalar"),
 ]
-# keys of the state in files of training programs that also save the epoch
+# Keys of the state in files of training programs that also save the epoch.
 _INSIDE = ("state_dict", "model_state_dict", "model")
 
 
@@ -38,7 +38,7 @@ def load_file(path: Path) -> Any:
         Exception: the readers may raise any exception for a damaged file.
     """
     if path.suffix == ".safetensors":
-        # imported here, because a reader of torch's own files does not need it
+        # Import it here, because a reader of torch's own files does not need it.
         from safetensors.torch import load_file
 
         return load_file(path)
@@ -88,7 +88,7 @@ def open_state(content: Any) -> Opened:
             for key, value in content.items()
             if isinstance(value, Tensor)
         }
-        # numbers such as an epoch or the best accuracy are not part of a state
+        # Numbers such as an epoch or the best accuracy are not part of a state.
         beside = all(value.ndim == 0 for value in own.values())
         if not usual and (len(inside) != 1 or not beside):
             at = ".".join(steps)
@@ -96,7 +96,7 @@ def open_state(content: Any) -> Opened:
                 return Opened(own, at, left=tuple(left))
             several = tuple(inside)
             return Opened({} if inside else own, at, several, tuple(left))
-        # one level down: by the usual key, or by the only key
+        # Go one level down: by the usual key, or by the only key.
         taken = (usual or inside)[0]
         left += [".".join((*steps, key)) for key in inside if key != taken]
         steps.append(taken)

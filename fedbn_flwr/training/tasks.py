@@ -37,7 +37,7 @@ __all__ = [
     "quantity_of",
 ]
 
-# metrics that ``evaluate`` counts batch by batch
+# Metrics that ``evaluate`` counts batch by batch.
 _COUNTED = ("accuracy", "miou", "dice")
 _NO_SHARES = ("mae", "rmse", "r2", "loss")
 _LOWER_IS_BETTER = ("loss", "mae", "rmse")
@@ -85,7 +85,7 @@ class Task:
 
     def __post_init__(self) -> None:
         """Check the metrics."""
-        # each name once, because the accuracy may be the score
+        # Take each name once, because the accuracy may be the score.
         names = self.metrics or tuple(dict.fromkeys(("accuracy", self.score)))
         object.__setattr__(self, "metrics", names)
         self._refuse("metrics", names, self.allowed)
@@ -201,7 +201,7 @@ class Task:
         moved: Tensor = targets.to(device)
         if moved.is_floating_point():
             return moved
-        # -100, the ignored class, is 156 in a byte
+        # Convert the numbers, because -100, the ignored class, is 156 in a byte.
         return moved.to(torch.int64)
 
     def check(self, outputs: Tensor, targets: Tensor) -> None:
@@ -215,7 +215,8 @@ class Task:
         """
         self._refuse_no_tensor(outputs)
         shape = tuple(outputs.shape)
-        # argmax over one output is always class 0: the accuracy would be meaningless
+        # Refuse a single output, because its argmax is always class 0 and the accuracy
+        # would be meaningless.
         if outputs.ndim < 2 or shape[1] < 2:
             raise DataError(
                 f"the model gives one output per example, {shape}, but task {self.name}"
@@ -433,7 +434,7 @@ def quantity_of(metric: str) -> str:
     For example, "test-recalibrated-accuracy" measures "accuracy".
     """
     names = [name for name in (*METRICS, _LOSS) if f"-{metric}".endswith(f"-{name}")]
-    # the longest name, because "balanced-accuracy" also ends in "accuracy"
+    # Take the longest name, because "balanced-accuracy" also ends in "accuracy".
     return max(names, key=len, default=metric)
 
 
@@ -442,7 +443,7 @@ def in_percent(metric: str) -> bool:
 
     These are the metrics that are shares.
     """
-    if metric.endswith("-clients"):  # it is a number of clients
+    if metric.endswith("-clients"):  # this metric is a number of clients
         return False
     return not {*metric.split("-")}.intersection(_NO_SHARES)
 

@@ -101,11 +101,11 @@ def _held_lock() -> threading.Lock:
 
 
 _TURNS = _Turns()
-# After a fork, the child has a copy of the turns, but not the threads that would give
+# Give a forked child new turns. Its copy of the turns lacks the threads that would give
 # them back.
 os.register_at_fork(after_in_child=lambda: globals().update(_TURNS=_Turns()))
-# A context variable, not a thread's number: a user may train in a thread with a copied
-# context (asyncio.to_thread).
+# This is a context variable and not a thread's number, because a user may train in a
+# thread with a copied context (asyncio.to_thread).
 _HAS_TURN: ContextVar[bool] = ContextVar("has_turn", default=False)
 
 
@@ -116,7 +116,7 @@ def turn(seed: int | None) -> Iterator[None]:
     Meanwhile no other client of this process computes. With ``seed=None`` the block
     seeds the generators.
     """
-    # If this thread already has a turn, ``one_after_the_other`` has taken it.
+    # Do not take a second turn in a thread that has one.
     has_turn = _HAS_TURN.get()
     with nullcontext() if has_turn else one_after_the_other():
         if seed is not None:
@@ -159,10 +159,11 @@ class Wait:
 
     def __init__(self) -> None:
         self._has_turn = _HAS_TURN.get()
-        # Not in __enter__: if this fails, the wait has not begun, and the end of the
-        # block takes no turn.
+        # Save the generators here and not in __enter__. If saving fails here, the wait
+        # has not begun, and the end of the block takes no turn.
         self._generators = Generators.now() if self._has_turn else None
-        # Releasing it gives the turn; outside a turn, it ends the wait.
+        # Releasing ``_place`` gives the turn. Outside a turn, releasing it ends the
+        # wait.
         self._place = _held_lock()
         self._open = threading.Lock()  # acquired when the wait has ended
         self._over = False

@@ -116,7 +116,7 @@ class Barrier:
         # the same thread.
         self._lock = threading.Lock()
         self._exchange = _Exchange(0)
-        # Exchanges that ended since the lock was taken.
+        # Exchanges that have ended since the lock was taken.
         self._ended: list[_Exchange] = []
         self._begun: set[int] = set()
         self._closed: set[int] = set()
@@ -199,7 +199,8 @@ class Barrier:
                 if i in exchange.sent or i in self._closed:
                     continue
                 reasons[i] = self._reason_late(i, exchange)
-                # Without a tensor, this is the deadline of ``_drop`` for the end.
+                # If no member has sent a tensor, ``_drop`` has set this deadline for
+                # the end of the step, so the member may have begun.
                 if i not in self._begun and exchange.sent:
                     self.never_began.append(reasons[i])
             if reasons:
@@ -214,8 +215,8 @@ class Barrier:
         finally:
             ended, self._ended = self._ended, []
             self._lock.release()
-            # Do this even after an exception. A dropped member raises one, and the
-            # others must receive the end of the exchange that it aborted.
+            # Give the answers even after an exception. A dropped member raises one, and
+            # the others must learn the end of the exchange that it aborted.
             for exchange in ended:
                 for then, waiting in exchange.then.items():
                     then({i: self._outcome(i, exchange) for i in waiting})
@@ -236,7 +237,8 @@ class Barrier:
                 f"attempt {attempt} is over; attempt {exchange.attempt} has begun"
             )
 
-        # A client that diverges loses its own round, but must not spoil the others'.
+        # Drop a client that diverges. It loses its own round, but must not spoil the
+        # others'.
         if not bool(torch.isfinite(tensor).all()):
             reason = f"sent a value that is not finite in exchange '{tag}'"
             self._drop({node_id: coded(NOT_FINITE, reason)})
@@ -273,7 +275,7 @@ class Barrier:
         """Return the outcome for a member of an exchange that is over."""
         if exchange.answer is not None:
             return exchange.answer
-        # It was aborted, because this member or another one was lost.
+        # The exchange was aborted, because this member or another one was lost.
         try:
             with self._lock:
                 self._refuse_dropped(node_id)
@@ -355,7 +357,8 @@ class Barrier:
         self.dropped.update(reasons)
         self._dropped_in.update(dict.fromkeys(reasons, aborted.attempt))
         self._exchange = _Exchange(aborted.attempt + 1)
-        # Nobody sends any more, so set the deadline here, because members may hang.
+        # If too few members are left, nobody sends any more. Set the deadline here,
+        # because a member may hang.
         if len(self._remaining()) < self._min_members:
             self._set_deadline(self._exchange)
         self._end(aborted)
@@ -369,7 +372,8 @@ class Barrier:
             if i not in exchange.sent and i not in self._closed:
                 return
 
-        # All must be at the same place in the step. Without a tensor it has closed.
+        # All members must be at the same place in the step. A member without a tensor
+        # has closed.
         odd = odd_ones({i: exchange.sent.get(i) for i in left})
         if odd:
             self._drop(odd)

@@ -17,7 +17,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor
 
 SERVICE, METHOD = "fedbn.Channel", "Call"
-# Far above three rows of any layer's channels, but small enough for unknown senders.
+# Largest size of a message: far above three rows of any layer's channels, but small
+# enough for messages from unknown senders.
 MAX_BYTES = 4 * 2**20
 OPTIONS = [
     ("grpc.max_receive_message_length", MAX_BYTES),
@@ -32,7 +33,7 @@ class _Header(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
-    # int64 is for masked tensors, None for no tensor.
+    # The dtype int64 is for masked tensors, and None for no tensor.
     dtype: Literal["float32", "float64", "int64"] | None = None
     shape: Annotated[tuple[_Size, ...], Field(min_length=1, max_length=2)] | None = None
 
@@ -118,7 +119,8 @@ def _first_problem(kind: type[BaseModel], error: ValidationError) -> str:
         include_url=False, include_input=False, include_context=False
     )[0]
     name = str(problem["loc"][0]) if problem["loc"] else ""
-    # Omit names of unknown keys, because they also come from the unknown sender.
+    # Leave out the names of unknown keys, because they also come from the unknown
+    # sender.
     if name in kind.model_fields:
         return f"{name}: {problem['msg']}"
     return problem["msg"]

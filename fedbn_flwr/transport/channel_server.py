@@ -39,10 +39,10 @@ __all__ = ["ChannelServer"]
 
 logger = logging.getLogger("flwr")
 
-BODY_SECONDS = 30.0  # from the start of a call until its body has arrived
+BODY_SECONDS = 30.0  # seconds from the start of a call until its body has arrived
 _OPTIONS = [
     *OPTIONS,
-    # A port in use by another process is an error instead of being shared.
+    # Do not share a port that another process uses: raise an error.
     ("grpc.so_reuseport", 0),
     ("grpc.server_handshake_timeout_ms", 10_000),
     ("grpc.max_connection_idle_ms", 60_000),  # clients reconnect automatically
@@ -77,13 +77,14 @@ class ChannelServer:
                 " Set fedtan-tls-dir to a folder with ca.crt, server.crt and"
                 " server.key."
             )
-        # Barrier and node by token. It is replaced, never changed, because the thread
-        # of the loop reads it.
+        # Barrier and node by token. This dict is replaced and never changed, because
+        # the thread of the loop reads it.
         self._reducers: dict[str, tuple[Barrier, int]] = {}
         self._calling: set[str] = set()  # tokens with an open call
         self._strangers: Counter[str] = Counter()
         self.certificate = b""
-        # gRPC's asyncio server needs one loop, and the ServerApp's thread has none.
+        # gRPC's asyncio server needs a loop. The ServerApp's thread has none, so use a
+        # thread of its own.
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(
             target=self._loop.run_forever, name="channel", daemon=True
@@ -101,8 +102,8 @@ class ChannelServer:
     async def _listen(self, bind: str, tls_dir: str) -> int:
         """Open the port and return its number."""
         self._server = grpc.aio.server(options=_OPTIONS)
-        # The handler itself reads the body after checking the token. With a unary
-        # handler, gRPC would read the body first.
+        # Use a stream handler, because it reads the body itself, after checking the
+        # token. With a unary handler, gRPC would read the body first.
         handler = grpc.stream_unary_rpc_method_handler(self._call)
         self._server.add_generic_rpc_handlers(
             [grpc.method_handlers_generic_handler(SERVICE, {METHOD: handler})]
@@ -194,7 +195,8 @@ class ChannelServer:
     def _count(self, peer: str) -> None:
         """Count a call without a valid token, and log a host's 1st, 10th, 100th, ..."""
         host = peer.rpartition(":")[0]
-        # A stranger with many addresses must not fill the memory.
+        # Count only some hosts separately, because a stranger with many addresses must
+        # not fill the memory.
         if host not in self._strangers and len(self._strangers) >= _MAX_HOSTS:
             host = "other hosts"
         self._strangers[host] += 1
@@ -255,7 +257,8 @@ async def _reduce(barrier: Barrier, node_id: int, call: Call, tensor: Tensor) ->
         if not over.done():
             over.set_result(outcome)
 
-    # This is called in another thread, perhaps after the call has lost its connection.
+    # ``then`` is called in another thread, perhaps after the call has lost its
+    # connection.
     def then(outcomes: Mapping[int, Outcome]) -> None:
         loop.call_soon_threadsafe(end, outcomes[node_id])
 

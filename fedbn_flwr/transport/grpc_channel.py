@@ -56,7 +56,7 @@ class ChannelReducer:
                 " fedtan-transport=messages."
             )
         self._address, self._token = address, token
-        # The server ends a late exchange, so the call must last longer.
+        # Wait longer than the server, because the server ends a late exchange.
         self._deadline = timeout + 30
         self._call = self._channel.unary_unary(f"/{SERVICE}/{METHOD}")
         self._attempt = 0

@@ -28,7 +28,7 @@ from fedbn_flwr.messages.protocol import NodeProperties
 logger = logging.getLogger("flwr")
 
 # Seconds until the log names the nodes without a reply for the first time, and seconds
-# between later times.
+# between two later times.
 _FIRST_NOTICE, _NEXT_NOTICES = 60.0, 300.0
 
 
@@ -225,8 +225,8 @@ class PollingGrid(ImmediateGrid):
         reply_to_message_ids: Iterable[str] | None = None,
     ) -> Iterable[Message]:
         """See ``Grid.pull_messages``."""
-        # Since Flower 1.43 the argument is called ``reply_to_message_ids``. As a
-        # positional argument, it works in all versions.
+        # Pass the ids by position, because the argument has a new name since Flower
+        # 1.43, ``reply_to_message_ids``.
         wanted = message_ids if reply_to_message_ids is None else reply_to_message_ids
         if wanted is None:
             pulled = self.inner.pull_messages()  # type: ignore[call-arg]
@@ -271,7 +271,7 @@ class PollingGrid(ImmediateGrid):
         """Return the replies to the messages that arrive in time."""
         network = over_network(self)
         messages = list(messages)
-        # In simulation nodes are always available, so no notice is necessary.
+        # In simulation, nodes are always available, so the log need not name them.
         pauses, notice = _PAUSES, math.inf
         if network:
             pauses, notice = self._pauses(messages), _FIRST_NOTICE
@@ -280,7 +280,8 @@ class PollingGrid(ImmediateGrid):
         replies = []
         for arrived, waiting, seconds in polls(self, messages, pauses, limit):
             replies += arrived
-            # Errors come quickly and say nothing about the time for the work.
+            # Leave out errors, because they come quickly and say nothing about the time
+            # for the work.
             for reply in arrived:
                 if network and reply.has_content():
                     kind = reply.metadata.message_type
@@ -355,7 +356,8 @@ def polls(
         if arrived:
             latest = now
         yield arrived, waiting, now - begun
-        # After a long time without replies, a longer pause causes little extra delay.
+        # Make the pause longer with time, because a longer pause then causes little
+        # extra delay.
         since = begun if pauses.since_sent else latest
         pause = max(pauses.share * (now - since), pauses.shortest)
         pause = min(pause, pauses.longest)
@@ -369,7 +371,8 @@ def _push(grid: Grid, messages: Sequence[Message]) -> dict[str, int]:
     """
     node_ids = [message.metadata.dst_node_id for message in messages]
     message_ids = list(grid.push_messages(messages))
-    # Flower refuses all messages by a shorter list, one of them by an empty id.
+    # If Flower refuses all messages, the list is shorter. If it refuses one of them,
+    # its id is empty.
     if len(message_ids) != len(messages):
         raise EngineError(
             f"only {len(message_ids)} of {len(messages)} messages could be sent."
@@ -399,7 +402,7 @@ def _pull(grid: Grid, waiting: dict[str, int]) -> list[Message]:
     replies = []
     for reply in grid.pull_messages(list(waiting)):
         node_id = waiting.pop(reply.metadata.reply_to_message_id, None)
-        # This may be a second reply to one message.
+        # The unknown reply may be a second reply to one message.
         if node_id is None:
             what = "no error"
             if reply.has_error():

@@ -60,7 +60,8 @@ class Replay:
         """
         if tag not in self._answers:
             raise StopStep(NextExchange({tag: tensor}))
-        # With another batch the answer would be wrong, as it includes the first batch.
+        # With another batch, the answer would be wrong, because it includes the first
+        # batch.
         if tag in self._sent and not torch.allclose(
             tensor.cpu(), self._sent[tag], *_SAME
         ):

@@ -61,8 +61,8 @@ def play_step(
     """
 
     def enough(replies: Mapping[int, Message], seconds: float) -> bool:
-        # A reply ends a client's part, so the others must not wait for the client. This
-        # does not drop clients that have finished the step.
+        # A client that has replied takes no further part, so the others must not wait
+        # for it. ``leave`` does not drop clients that have finished the step.
         for node_id in replies:
             barrier.leave(node_id, _ENDED)
         barrier.drop_late()
@@ -79,7 +79,8 @@ def play_step(
         barrier.apart_up,
     )
     members = barrier.finished_with()
-    # The reply of a member that ended after its last exchange has the reason.
+    # Leave out members that ended after their last exchange, because their replies have
+    # the reason.
     dropped = {
         node_id: reason
         for node_id, reason in barrier.dropped.items()

@@ -32,8 +32,8 @@ from fedbn_flwr.transport.step_transport import (
 )
 from fedbn_flwr.transport.through_user_code import Reducer
 
-# gRPC takes a while to import, and most runs open no channel. Therefore both ends are
-# imported only when they are opened.
+# Both ends of a channel are imported only when they are opened, because gRPC takes a
+# while to import and most runs open no channel.
 if TYPE_CHECKING:
     from fedbn_flwr.transport.channel_server import ChannelServer
 

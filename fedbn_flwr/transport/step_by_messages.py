@@ -50,8 +50,8 @@ class ByMessages(Transport):
 
     def __init__(self, settings: LinkSettings) -> None:
         super().__init__(settings)
-        # Nodes whose app has no function for such queries. They get training messages
-        # instead, and answer the last message with the model.
+        # Nodes whose app has no function for the queries of a step. They get training
+        # messages instead, and answer the last message with the model.
         self._without_query: set[int] = set()
 
     def step(
@@ -91,8 +91,8 @@ class ByMessages(Transport):
             # Nobody has sent another tensor, so the step is finished.
             if done and not sent:
                 # Clients that are lost now have sent all their exchanges, if there were
-                # any, so their batches stay in the step. They are not dropped if they
-                # only fell silent.
+                # any, so their batches stay in the step. If such a client only fell
+                # silent, it is not dropped.
                 included = list(left if answer else done)
                 for node_id, reason in lost.items():
                     reply = replies.get(node_id)
@@ -275,8 +275,8 @@ def _sort(
     for node_id in left:
         if node_id not in replies:
             lost[node_id] = f"did not answer an exchange {limit}"
-    # Add clients that call other layers than most clients, or have finished before most
-    # clients.
+    # Drop clients that call other layers than most clients, or have finished before
+    # most clients.
     odd = odd_ones({i: sent.get(i) for i in left if i not in lost})
     sent = {node_id: own for node_id, own in sent.items() if node_id not in odd}
     done = {node_id: reply for node_id, reply in done.items() if node_id not in odd}

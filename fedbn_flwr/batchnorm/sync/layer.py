@@ -111,7 +111,7 @@ class BatchNormCall:
         centred, centre, error = local_mean(y)
         share = self._batch_size / elements_per_channel(y)
         if self._fused:
-            # 2L + 1 exchanges: eq. (39) and (40) in one.
+            # With 2L + 1 exchanges, eq. (39) and (40) share one exchange.
             local = _with_share(local_moments(centred, centre, error), share)
             answer = self._exchange(f"moments/{self._call}", local)
             self.mean, rest, self.var = answer[:, :-1]
@@ -120,8 +120,8 @@ class BatchNormCall:
             # rest is far smaller than both.
             centred += per_channel(centre - self.mean - rest, y)
         else:
-            # 3L + 1 exchanges: the mean of all, eq. (39), then the variance about it,
-            # eq. (40).
+            # With 3L + 1 exchanges, the first returns the mean over all clients, eq.
+            # (39), and the second the variance about this mean, eq. (40).
             self.mean = self._exchange(f"mean/{self._call}", centre + error)
             rest = torch.zeros_like(self.mean)
             centred += per_channel(centre - self.mean, y)
@@ -133,7 +133,7 @@ class BatchNormCall:
 
     def gradients(self, local: Tensor) -> Tensor:
         """Return dF/dvar and dF/dmean, (2, C), eq. (41), from this client's values."""
-        # FedDNA continues with the client's values.
+        # FedDNA does not exchange gradients: it uses this client's own values.
         if self._keeps_gradients:
             return local
         if self._answered:
@@ -162,7 +162,8 @@ class NormaliseTogether(torch.autograd.Function):
         centred, mean, rest, var = call.moments(
             y.to(torch.promote_types(y.dtype, torch.float32))
         )
-        # Save y, because ``centred`` is changed below and is wider than float16.
+        # Save y instead of ``centred``. The code below changes ``centred``, and its
+        # dtype is wider if y is float16.
         ctx.save_for_backward(y, weight, mean, rest, var)
         ctx.eps, ctx.call, ctx.has_bias = eps, call, bias is not None
         scale = (var + eps).rsqrt_()
@@ -186,8 +187,8 @@ class NormaliseTogether(torch.autograd.Function):
         centred = y.to(mean.dtype) - per_channel(mean, y)
         scale = (var + ctx.eps).rsqrt_()
         d_bias = grad.sum(other_axes(y))
-        # Here and below, the rest of the mean is subtracted per channel instead of in a
-        # pass over all elements.
+        # Here and below, ``rest``, the rounding error of the mean, is subtracted per
+        # channel instead of in a pass over all elements.
         d_weight = ((grad * centred).sum(other_axes(y)) - rest * d_bias) * scale
         sum_g, sum_g_x_hat = d_bias, d_weight
         factor = scale
@@ -199,10 +200,12 @@ class NormaliseTogether(torch.autograd.Function):
             )
         d_y = None
         if ctx.needs_input_grad[0]:
-            # sum g (y - mean) (-1/2) s^-3, and -sum g / s. The mean's path through this
-            # client's variance is left out, because it is zero in the sum over clients.
+            # This client's terms of dF/dvar, sum g (y - mean) (-1/2) s^-3, and of
+            # dF/dmean, -sum g / s. The mean's path through this client's variance is
+            # left out, because it is zero in the sum over clients.
             local = torch.stack([-0.5 * sum_g_x_hat * scale.square(), -sum_g * scale])
-            # d_y = g / s + 2 d_var (y - mean) + d_mean; both are means of n values
+            # d_y = g / s + 2 d_var (y - mean) + d_mean. Here d_var and d_mean are means
+            # of n values.
             d_var, d_mean = ctx.call.gradients(local) / elements_per_channel(y)
             centred.mul_(per_channel(2 * d_var, y)).add_(
                 per_channel(d_mean - 2 * d_var * rest, y)

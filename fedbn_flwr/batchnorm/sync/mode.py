@@ -62,21 +62,22 @@ class SynchronisedStep(TorchFunctionMode):
         self._sizes = batch_size, union_batch_size
         self.fused = exchanges == "2L+1"
         self.keeps_gradients = backward == "own"
-        # The path of the BatchNorm module that is being called.
+        # Path of the BatchNorm module that is being called.
         self._path: str | None = None
-        # The number of batch_norm calls in any mode.
+        # Number of batch_norm calls so far, in train mode or in eval mode.
         self._seen = 0
         self._closed = False
-        # The arguments of the model's calls.
+        # Arguments of the model's calls.
         self._inputs: list[Any] = []
-        # Outside of the graph, so that a new compilation repeats no exchange.
+        # Run this function outside of a compiled graph, so that a new compilation does
+        # not repeat an exchange.
         self._batch_norm = not_compiled(self._synchronise)
 
     def close(self) -> None:
         """Refuse every further exchange."""
         self._closed = True
-        # The step is in a reference cycle: until it is collected, it would keep the
-        # batch.
+        # The step is part of a reference cycle. Without this line, it would keep the
+        # batch in memory until the next garbage collection.
         self._inputs = []
 
     def noting(self, forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -106,7 +107,7 @@ class SynchronisedStep(TorchFunctionMode):
         self, path: str, module: nn.Module
     ) -> tuple[RemovableHandle, RemovableHandle]:
         """Name ``module`` in errors, and refuse it if it does not call batch_norm."""
-        # A stack, because the module may be called within itself.
+        # ``before`` is a stack, because the module may be called within itself.
         before: list[int] = []
 
         def enter(module: nn.Module, args: Any) -> None:
@@ -156,8 +157,8 @@ class SynchronisedStep(TorchFunctionMode):
         )
         _refuse_checkpoint(layer)
         batch_size, union_batch_size = self._sizes
-        # Values per channel in all clients' batches, if their inputs have the same
-        # size.
+        # Number of values per channel in all clients' batches together, if their inputs
+        # have the same size.
         union = elements_per_channel(arguments.y) * union_batch_size / batch_size
         if not union:
             raise NormLayerError(
@@ -203,7 +204,8 @@ class SynchronisedStep(TorchFunctionMode):
                 f"exchange {tag!r} comes after the synchronised block. Call"
                 " loss.backward() in the block."
             )
-        # Otherwise the server, with only this tensor, would blame the learning rate.
+        # Check the inputs here. The server sees only this tensor, and would blame the
+        # learning rate.
         if not bool(local.isfinite().all()):
             refuse_inputs(self._inputs, "in the batch of a synchronised step")
         answer = self._reduce(tag, local)

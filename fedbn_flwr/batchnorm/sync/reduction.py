@@ -89,7 +89,8 @@ def combine(tag: str, tensors: Sequence[Tensor], weights: Sequence[float]) -> Te
         ReplyError: The tensors are missing, shapes or dtypes are wrong or differ, or
             the weights do not fit.
     """
-    # Clients may send anything. The average needs one equally shaped tensor from each.
+    # Check the tensors, because clients may send anything. The average needs one
+    # equally shaped tensor from each client.
     kind = tag.partition("/")[0]
     if kind not in _KINDS:
         raise unknown_name("exchange", kind, _KINDS)
@@ -111,7 +112,7 @@ def combine(tag: str, tensors: Sequence[Tensor], weights: Sequence[float]) -> Te
             f"exchange {tag!r} needs {len(tensors)} positive, finite weights, but got"
             f" {list(weights)}."
         )
-    # In float64 and in the given order, so that every run gives the same bits.
+    # Add in float64 and in the given order, so that every run gives the same bits.
     total = math.fsum(weights)
     shares = [weight / total for weight in weights]
     wide = [t.detach().to(tensors[0].device, torch.float64) for t in tensors]

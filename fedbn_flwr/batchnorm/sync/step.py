@@ -97,19 +97,19 @@ def synchronised(
     _refuse_unfit(model)
     step = SynchronisedStep(reduce, batch_size, union_batch_size, exchanges, backward)
     with ExitStack() as stack:
-        # Undone in reverse order, so the step is closed last.
+        # The stack undoes its entries in reverse order, so the step is closed last.
         stack.callback(step.close)
         stack.enter_context(_watched_layers(model, step))
-        # Some compilers end a graph at each exchange, and then fail in the backward
-        # pass of an in-place activation.
+        # Do not compile the forward passes. Some compilers end a graph at each
+        # exchange, and then fail in the backward pass of an in-place activation.
         whole = unwrap(model)
         for module in (whole, *compiled_modules(model)):
             forward = module.forward
             if module is whole:
                 forward = step.noting(forward)
             stack.callback(replace_method(module, "forward", not_compiled(forward)))
-        # Otherwise autograd runs all backward passes on a GPU in one thread, and the
-        # first client to wait would block it.
+        # With multithreading, autograd runs all backward passes on a GPU in one thread.
+        # The first client that waits for an exchange would then block this thread.
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
         stack.enter_context(step)
         yield step
@@ -132,7 +132,7 @@ def _watched_layers(model: nn.Module, step: SynchronisedStep) -> Iterator[None]:
     Each layer is marked as used by one client, because two steps would mix their hooks.
     """
     with ExitStack() as stack:
-        # Paths without wrappers, so that they are equal at all clients.
+        # Use paths without wrappers, so that they are equal at all clients.
         for path, module in unwrap(model).named_modules():
             if isinstance(module, _BatchNorm):
                 if vars(module).get(_IN_A_STEP):

@@ -16,8 +16,8 @@ from fedbn_flwr.errors import NormLayerError
 from fedbn_flwr.training.freezing import unchanged
 from fedbn_flwr.training.randomness import seeded
 
-# Number of passes with two examples. A layer that is skipped half of the time is missed
-# in one of 128 models.
+# Number of passes with two examples. A layer that is skipped in half of the passes is
+# missed in one of 128 models, because then all passes agree.
 _PASSES = 8
 
 
@@ -40,7 +40,7 @@ def try_synchronised_step(model: nn.Module, inputs: Any, batch_size: int) -> Non
     try:
         with unchanged(model):
             first, drawn = _pass(model.train(), inputs, batch_size, seed=0)
-            # Without random numbers, more passes would be equal.
+            # If the pass draws no random numbers, more passes would be equal.
             with seeded(0):
                 draws = drawn != _next_numbers()
             with torch.no_grad():
@@ -66,7 +66,7 @@ def _pass(
     called = []
 
     def reduce(tag: str, tensor: Tensor) -> Tensor:
-        # The tag is kind/k/path. One exchange of moments is one call.
+        # The tag is kind/k/path. A layer makes one exchange of moments in each call.
         kind, _, *path = tag.split("/")
         if kind == "moments":
             called.append("/".join(path))
@@ -74,7 +74,8 @@ def _pass(
 
     with (
         seeded(seed),
-        # Several clients make the union of batches large enough for every layer.
+        # Pretend that two clients take part, because the batches together must be large
+        # enough for every layer.
         synchronised(
             model,
             reduce,
@@ -105,7 +106,7 @@ def _refuse_other_calls(first: Sequence[str], second: Sequence[str]) -> None:
     if first == second:
         return
     of_first, of_second = Counter(first), Counter(second)
-    # If all counts are equal, the order differs.
+    # If all counts are equal, only the order differs. Then name the first layer.
     odd = first[0]
     for path in [*first, *second]:
         if of_first[path] != of_second[path]:

@@ -59,7 +59,8 @@ def _sent_for(method: Method[Any, Any]) -> Iterator[Disclosure]:
     if Part.REST in travels.local:
         yield Disclosure("its clients share nothing, so there is nothing to protect")
 
-    # Records and metrics; a metric that is only logged may be withheld.
+    # List the records and metrics. A metric that is only logged is left out, because it
+    # may be withheld.
     says_why = False
     for extra in travels.extras:
         if extra.size != "scalar" or extra.read != "log":
@@ -70,7 +71,7 @@ def _sent_for(method: Method[Any, Any]) -> Iterator[Disclosure]:
             f"the clients' {travels.weights} are the weights of the average"
         )
 
-    # Values sent between the messages of a round, and before tests.
+    # List the values sent between the messages of a round, and before tests.
     if travels.exchanges:
         yield _exchanges(travels.exchanges)
     if travels.reestimates:
@@ -79,7 +80,7 @@ def _sent_for(method: Method[Any, Any]) -> Iterator[Disclosure]:
             " data"
         )
 
-    # Reads of single replies, unless a record has already revealed as much.
+    # List reads of single replies, unless a record has already revealed as much.
     if reads_undeclared(type(method)):
         kind = type(method).__name__
         yield Disclosure(
@@ -117,7 +118,8 @@ def of_wrapper(methods: Methods, parts: Parts) -> Iterator[Problem]:
     A value of the clients may bypass the wrapper, or the wrapper may break the methods.
     It also expects equal weights, and treats counters like weights of the model.
     """
-    # Flower's wrappers call us without a sign: the call stack reveals them.
+    # Look for Flower's wrapper on the call stack, because the wrapped strategy has no
+    # other sign of it.
     wrapper = calling_dp_wrapper()
     if not wrapper:
         return

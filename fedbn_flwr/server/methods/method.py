@@ -230,7 +230,7 @@ class Replies(Sequence[Reply]):
             weights = [1.0] * len(replies)
         else:
             weights = [reply.metrics[weighted_by] for reply in replies]
-            # Losses that are all zero cannot be normalised.
+            # Weights that are all zero, such as losses, cannot be normalised.
             if not any(weights):
                 weights = [1.0] * len(replies)
         self.weights: list[float] = weights

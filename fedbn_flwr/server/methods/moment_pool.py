@@ -48,8 +48,9 @@ def pooled_statistics(
         total = pool(moments, own_weights)
         mean, variance = layer.entries["running_mean"], layer.entries["running_var"]
         own = {mean: total.mean.numpy(), variance: total.variance.numpy()}
-        # torch's variance has the factor n / (n - 1), so the variance of a single value
-        # is not finite. In float16, the square of 256 is infinite.
+        # Skip values that do not fit. torch's variance has the factor n / (n - 1), so
+        # the variance of a single value is not finite. In float16, the square of 256 is
+        # infinite.
         if all(fits(values, like[name].dtype) for name, values in own.items()):
             entries |= own
     return entries

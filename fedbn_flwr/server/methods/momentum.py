@@ -72,7 +72,7 @@ class MomentumBuffers(ClientHook):
     def start(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Load the buffers into the optimizer."""
         self._optimizers.append(optimizer)
-        # Keep duplicates: a tied weight has several names.
+        # Use remove_duplicate=False, because a tied weight has several names.
         parameters = model.named_parameters(remove_duplicate=False)
         # With several optimizers, a parameter may be frozen while another one trains.
         self._parameters |= {name: p for name, p in parameters if p.requires_grad}
@@ -99,8 +99,8 @@ class MomentumBuffers(ClientHook):
         return kept
 
     def _buffers(self, shared: bool) -> dict[str, Tensor]:
-        # Two optimizers may have a state of a parameter. Use the optimizer that steps
-        # it.
+        # Two optimizers may have a state of the same parameter. Use the state of the
+        # optimizer that steps the parameter.
         states: dict[Tensor, dict[str, Tensor]] = {}
         for optimizer in self._optimizers:
             own = parameters_of(optimizer)

@@ -103,7 +103,8 @@ class ClipGradients(ClientHook):
 
     def gradients(self, model: nn.Module) -> None:
         """Clip all gradients except those of the classifier's last layer."""
-        # Find the head once per round: this takes as long as a step of a small model.
+        # Find the head once per round, because the search takes as long as a step of a
+        # small model.
         if self._head is None:
             self._head = exclude_head(model)
         clip_gradients(model.parameters(), self._clipping, exclude=self._head)
@@ -145,7 +146,8 @@ class AveragedBN(Option):
 
     def on_clients(self, state: None, facts: Facts) -> list[Ask]:
         """Request the copies, although a client may leave them out."""
-        # A training loop of another project lacks this hook, but may train anyway.
+        # Use ``shown=True``: a training loop of another project does not report this
+        # hook, but may train anyway.
         return [Ask("share-bn", shown=True)]
 
 

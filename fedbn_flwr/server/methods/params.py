@@ -134,7 +134,7 @@ def unmet(
 
 def _is_one_of(value: Any, allowed: Collection[Any]) -> bool:
     for one in allowed:
-        # "npz:" is the prefix of "npz:/data"
+        # An allowed value that ends in ":" is a prefix: "npz:" allows "npz:/data".
         prefix = str(one).endswith(":") and str(value).startswith(one)
         if value == one or prefix:
             return True
@@ -219,7 +219,7 @@ class Settings(BaseModel):
         ``known``: the facts of the run.
         """
         known = known or Known()
-        # The one condition that is an argument of Flower's.
+        # fraction-train is the only condition on an argument of Flower's constructor.
         values: dict[str, Any] = {}
         defaults: dict[str, Any] = {"fraction-train": 1.0}
         if known.fraction_train is not None:
@@ -363,7 +363,7 @@ class Params(Settings):
 
 def limits(field: FieldInfo) -> str:
     """Return the limits of a field in words, or nothing without limits."""
-    # pydantic has an object for each limit.
+    # In pydantic, each limit is an object of its own.
     bounds = {}
     for limit in field.metadata:
         for sign in ("ge", "gt", "le", "lt"):

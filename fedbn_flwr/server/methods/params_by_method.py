@@ -131,7 +131,7 @@ def _check_at(at: At) -> At:
     Raises:
         ValueError: the value is none of these.
     """
-    # The type decides: 1 is a round, 1.0 means all rounds.
+    # The type decides: 1 (int) is a round, and 1.0 (float) means all rounds.
     if isinstance(at, str) and at != "auto":
         raise ValueError(
             f"{at!r} is not a round (int), a fraction of the rounds (float in [0, 1])"
@@ -221,7 +221,7 @@ class FedTAN2Params(WindowParams, FedTANParams):
         0.1, "M: a round (int), a fraction of R (float) or `auto`"
     )
 
-    # Names that FixBN, whose freeze this is, uses for the same settings.
+    # FedTAN-II freezes as FixBN does, and FixBN reads its settings under these names.
     freeze_affine: ClassVar[bool] = False
 
     @property

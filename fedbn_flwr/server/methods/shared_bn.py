@@ -35,7 +35,7 @@ from fedbn_flwr.batchnorm.parts import Parts
 from fedbn_flwr.messages.protocol import Key
 from fedbn_flwr.training.client_hook import ClientHook, Extras
 
-# This is also the name of the test in eval-on.
+# The name of this record is also the name of the test in eval-on.
 SHARED_BN = Key("averaged-bn", "ArrayRecord: a client's BN parts", "client", "server")
 
 

@@ -64,7 +64,8 @@ class Methods:
         self.tests = tests_in(params.eval_on)
         self.name = "+".join(kind.name for kind in kinds)
         options = [kind for kind in OPTIONS if kind.chosen(params)]
-        # Options act first: a method sees the model that they leave.
+        # Options come first, because a method must see the model that the options
+        # leave.
         self._methods: tuple[Method[Any, Any], ...] = tuple(
             kind(params) for kind in (*options, *kinds)
         )
@@ -225,7 +226,7 @@ class Methods:
         """
         needed = _fields_of(self.saved(states))
         found = _fields_of(saved)
-        # A state without fields may begin as None, which is not saved.
+        # A state without fields may begin as None, and None is not saved.
         for name, state in states.items():
             if state is None:
                 found.discard(f"{name}.{_VALUE}")

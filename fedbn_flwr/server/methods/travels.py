@@ -166,7 +166,8 @@ class Travels:
         The server sends none in round 1. With "moments" a client also sends an integer
         for each BN layer.
         """
-        # A running mean and variance for each channel: one number is half of them.
+        # The unit is a running mean and a running variance for each channel. One number
+        # for each channel is half of it.
         shares = {"moments": 1.0, "channels": 0.5}
         down = up = 0.0
         for extra in self.extras:
@@ -234,7 +235,7 @@ def _merged_phases(
     left, right = list(first), list(second)
     while left and right:
         a, b = left[0], right[0]
-        # The last phase of a list continues to the end of the run.
+        # The last phase of a list has no end: it continues to the end of the run.
         ends = [phases[0].last for phases in (left, right) if len(phases) > 1]
         known = [end for end in ends if end is not None]
         if len(ends) == 2 and len(known) < 2:
@@ -255,7 +256,7 @@ def _merged_phases(
 def single_decisions(travels: Travels) -> frozenset[str]:
     """Return the decisions, in words, that only one method of a run may make."""
     decides = set(travels.decides)
-    # Personal entries are the user's choice, whatever the method is.
+    # Leave out personal entries, because they are the user's choice under every method.
     if travels.local - PERSONAL:
         decides.add("which parts stay with the clients")
     if travels.frozen & TRACKED or travels.exchanges:
@@ -272,7 +273,8 @@ def in_common(travels: Travels) -> PartSet:
         common |= TRACKED
     if travels.exchanges:
         common |= BATCHNORM
-    # Statistics are measured with the global weights.
+    # Re-estimated statistics need all weights in common, because they are measured with
+    # the global weights.
     if travels.reestimates:
         common |= ALL
     return common
@@ -303,7 +305,7 @@ def model_needs(travels: Travels) -> list[PartSet]:
     """
     measured = travels.reestimates or _sends_moments(travels)
     needs: list[PartSet] = []
-    # A client that keeps everything keeps something, whatever the model is.
+    # A client that keeps the whole model needs no particular layer.
     own = travels.local - PERSONAL
     if own and Part.REST not in own:
         needs.append(own)
@@ -318,7 +320,8 @@ def model_needs(travels: Travels) -> list[PartSet]:
 
 def sums_suffice(travels: Travels) -> bool:
     """Return whether the server needs only the average, weighted by |D_i|."""
-    # Frozen entries are checked reply by reply.
+    # Single replies are needed for frozen entries as well, because these are checked in
+    # each reply.
     if travels.each or travels.frozen or travels.exchanges:
         return False
     if any(extra.read == "each" for extra in travels.extras):

@@ -79,7 +79,7 @@ def address(
     models = [
         shared if node.node_id in run.nodes.initialised else arrays for node in nodes
     ]
-    # As in the papers, a broadcast counts once, for any number of receivers.
+    # A broadcast counts once, for any number of receivers, as in the papers.
     traffic.exchanges += bool(nodes)
     for model in {id(model): model for model in models}.values():
         traffic.count_down(num_bytes(model))
@@ -127,8 +127,8 @@ def in_order(
     arrived: dict[int, Message] = {}
     strange: list[Message] = []
     yielded: list[tuple[Node, Message]] = []
-    # Sums of floats depend on their order, which must not depend on the arrival. So a
-    # reply waits for the replies before it, while later clients still work.
+    # Yield the replies in a fixed order, because sums of floats depend on their order.
+    # A reply waits for the replies before it, while later clients still work.
     due: deque[Node] = deque()
     if all(node.partition_id is not None for node in sent.nodes):
         due.extend(sorted(sent.nodes, key=lambda node: node.order))
@@ -172,7 +172,8 @@ def _in_words(strange: Sequence[Message]) -> str:
     """
     if not strange:
         return ""
-    # For example, errors whose sender is the SuperLink instead of the lost node.
+    # The strange messages are, for example, errors whose sender is the SuperLink
+    # instead of the lost node.
     texts = dict.fromkeys(
         error_text(message) if message.has_error() else "no error"
         for message in strange
@@ -218,7 +219,7 @@ def raise_shared_error(
 
     ``any_works``: a client is known to work, so nothing is raised.
     """
-    # An error of all clients comes from the config, not from them: it ends the run.
+    # An error that all clients raise comes from the config, so it ends the run.
     if not any_works and not run.after:  # clients of a resumed run worked before
         reasons = [
             str(reply.message.error.reason)

@@ -81,14 +81,14 @@ def _ask(
     # Statistics for the method count as training traffic, others as test traffic.
     traffic = report.train if run.methods.reestimates else report.evaluate
 
-    # Ask.
     config = run.message_config(report.server_round).write()
     sent = address(run, nodes, STATISTICS_QUERY, arrays, config, traffic)
     replies = list(grid.send_and_receive(sent.messages, timeout=run.timeout))
 
-    # Read. A single reply that cannot be decoded must not spoil the sum.
+    # Skip replies that cannot be decoded, because a single bad reply must not spoil the
+    # sum.
     def read(node: Node, message: Message) -> Mapping[str, Moments]:
-        # Refuses a reply without a count, even if counts do not weigh the models.
+        # This refuses a reply without a count, even if counts do not weight the models.
         read_metrics(message, NUM_EXAMPLES)
         state, _, sizes = read_arrays(message, run.options.arrays_key)
         moments = decode_moments(state, before, run.parts)
@@ -102,7 +102,7 @@ def _ask(
     raise_shared_test_error(run, sent, refused)
     _refuse_apps_without_answer(run, replies)
 
-    # Merge, in the order of partition ids.
+    # Merge the moments in the order of partition ids.
     moments = [reply.read for reply in good]
     if len(moments) < run.methods.params.min_replies:
         moments = []

@@ -99,7 +99,8 @@ class Terms:
         metrics = read_metrics(message, self.count_key)
         state, extras, sizes = read_arrays(message, self.arrays_key, self.extras)
         info = ReplyInfo.read(message)
-        # First, so that the error names the fault of the app instead of its effect.
+        # Check this first, so that the error names the fault of the app instead of its
+        # effect.
         self._refuse_missing_part(state, info)
         if self.expected and not state:
             raise ReplyError(
@@ -109,8 +110,8 @@ class Terms:
         check_state(state, self.expected, self.facts.parts)
         for key, extra in extras.items():
             check_finite(extra, f"record '{key}': ")
-        # The server has this count from the answer to the query. A sum that is ahead of
-        # the last reply, or a sum of masked updates, cannot use another count.
+        # Use the count in the node's answer to the query. A sum that begins before the
+        # last reply, or a sum of masked updates, has already used this count.
         count = metrics[self.count_key]
         if self.count_key == NUM_EXAMPLES and node.num_examples is not None:
             count = node.num_examples
@@ -281,7 +282,8 @@ def error_text(reply: Message) -> str:
     text = f"error {reply.error.code}: {reason}"
     if is_mod_refusal(reply):
         return f"{text.removesuffix('.')}. {MOD_ORDER}."
-    # Flower's adapter of a NumPyClient looks for this key in a message.
+    # Flower's adapter of a NumPyClient looks for this key in a message and does not
+    # find it.
     if "fitins.parameters" in reason:
         return (
             f"{text}. This ClientApp is built from a NumPyClient: make it with"

@@ -77,9 +77,9 @@ def play_training(
     usable, refused = read_training(run, sent, received, terms, ahead)
     replies = release(run, terms, usable)
 
-    # Frozen entries get the values that were sent before the methods fold, so that the
-    # methods see these values. Replies lack the entries that stay with the clients: the
-    # last line keeps the server's values.
+    # Frozen entries get the values that were sent. Do this before the methods fold, so
+    # that the methods see these values. Replies lack the entries that stay with the
+    # clients, so the last line keeps the server's values.
     model = None
     if replies:
         model = facts.with_frozen(average_replies(run, replies, ahead))
@@ -103,7 +103,8 @@ def play_tests(
     run.arrays = arrays
     sent = NOTHING
     if run.tests_after(number):
-        # Before the model is sent, because the clients test it with these statistics.
+        # Re-estimate the statistics before the model is sent, because the clients test
+        # it with them.
         if run.tests_need_statistics:
             reestimate_before_tests(run, arrays, grid)
         sent = address_tests(run, number, arrays, config, grid)

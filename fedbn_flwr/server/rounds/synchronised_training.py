@@ -62,13 +62,15 @@ def _step(run: Run, messages: Sequence[Message], grid: Grid) -> StepResult:
     exchanges = run.travels.exchanges
     link = exchanges.link if exchanges else LinkSettings()
     members = _members(run, messages)
-    # The other clients were told this batch size: the client must use it.
+    # Send each member its batch size. The member must use it, because the other clients
+    # compute with the sum of all batch sizes.
     own = []
     for message in messages:
         member = members.get(message.metadata.dst_node_id)
         if member is not None:
             own.append(with_config(message, {FIRST_BATCH: member.batch_size}))
-    # A protection may need all members until the end: a lost member leaves its masks.
+    # A protection may need all members until the end, because a lost member leaves its
+    # masks in the sum.
     limits = Limits(
         exchange_timeout=link.timeout,
         reply_timeout=max(link.timeout, run.timeout),
@@ -98,7 +100,8 @@ def _lost(step: StepResult) -> dict[int, str]:
     trained = {
         reply.metadata.src_node_id for reply in step.replies if reply.has_content()
     }
-    # The answers to the other clients include a member's batch: it cannot be removed.
+    # A member that is lost now cannot be removed from the step, because the answers to
+    # the other clients include its batch.
     silent = [node_id for node_id in step.members if node_id not in trained]
     reasons = dict.fromkeys(silent, _AFTER_THE_STEP) | dict(step.dropped)
     lost = {}

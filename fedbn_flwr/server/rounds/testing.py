@@ -116,7 +116,7 @@ def completed(run: Run, arrays: ArrayRecord) -> ArrayRecord:
 
 def with_statistics(run: Run, arrays: ArrayRecord) -> ArrayRecord:
     """Return the model with re-estimated statistics, if every test uses them."""
-    if not run.methods.reestimates:  # only the test "recalibrated" sees them
+    if not run.methods.reestimates:  # only the test "recalibrated" uses the statistics
         return arrays
     return _replaced(arrays, run.reestimated)
 
@@ -172,7 +172,8 @@ def warn_of_initial_values(run: Run) -> None:
     if SHARED_BN in run.methods.tests or not stay:
         return
     advice = "evaluation on the clients tests each client with its own values."
-    # If the clients keep the whole model, there is no global model to complete.
+    # If the clients keep the whole model, there is no global model, and an average
+    # cannot complete it.
     if Part.REST not in run.methods.local:
         average = "eval_on='averaged-bn' uses the average of the clients' values there;"
         advice = f"{average} {advice}"

@@ -50,7 +50,7 @@ def sample_for_training(run: Run, number: int, grid: Grid) -> list[Node]:
     at_least = max(options.min_available_nodes, options.min_train_nodes)
     able = _able_to_train(run, run.present(grid, at_least))
     run.num_able = len(able)  # N in the papers: the number before the draw
-    # Both of these also count in a round that is not used.
+    # Update these two even if the round is not used.
     run.most_able = max(run.most_able, run.num_able)
     run.seen.update(node.label for node in able if node.partition_id is not None)
     nodes = _drawn(run, able, number)
@@ -75,8 +75,9 @@ def _drawn(run: Run, able: list[Node], number: int) -> list[Node]:
     if rounds == 1:
         count = max(share_of(fraction, len(able)), least)
         return run.nodes.sample(able, count, "train", number)
-    # The size does not shrink when a node is lost. Otherwise a second node would leave
-    # the cohort, and sums over changing clients would reveal single clients.
+    # The size of the cohort does not shrink when a node is lost. Otherwise, a second
+    # node would leave the cohort, and sums over changing clients would reveal single
+    # clients.
     count = max(share_of(fraction, run.most_able), least)
     return run.nodes.cohort(able, count, (number - 1) // rounds)
 
@@ -100,7 +101,8 @@ def _able_to_train(run: Run, present: Sequence[Node]) -> list[Node]:
     for node_id, why in run.nodes.silent.items():
         run.report.reject(node_id, f"node {node_id} did not answer the query: {why}")
 
-    # None means that the app did not report its number of examples: ask the node.
+    # If ``num_examples`` is None, the app did not report it, so the node is asked to
+    # train.
     with_data = [node for node in present if node.num_examples != 0]
     if not run.methods.local:
         return with_data
@@ -180,7 +182,8 @@ def sum_ahead(
     It requires that all weights are known before the replies, and that no protection
     acts in between. If a reply is lost or refused, ``average_replies`` starts again.
     """
-    # If the messages are a list, all replies have arrived, and nothing is gained.
+    # If the messages are a list, all replies have arrived, and adding ahead saves no
+    # time.
     if isinstance(messages, list) or type(run.protection) is not Protection:
         return None
     if facts.travels.weights == "equal":
@@ -258,7 +261,8 @@ def _refuse_useless_apps(
 
     Every further round would fail in the same way.
     """
-    # If only one app fails, its node may be the reason: refuse it and continue.
+    # If only some apps fail, their nodes may be the reason: refuse their replies and
+    # continue.
     for one in refused:
         if isinstance(one.error, ClientPartError) and not any_usable:
             raise one.error

@@ -32,8 +32,8 @@ from fedbn_flwr.server.runs.run_state import Run
 logger = logging.getLogger("flwr")
 
 _NODE = re.compile(r"\bnode \d+( \(partition \d+\))?: ")
-# If the total number of rounds is unknown, give up after this many rounds without a
-# usable reply, counted from the start.
+# If the total number of rounds is unknown, give up after this many rounds, counted from
+# the start, if none of them had a usable reply.
 _PATIENCE = 2
 # Causes that a client reports, or that the arrays of its reply reveal, with the remedy.
 _FOUND = {
@@ -53,7 +53,8 @@ _FOUND = {
         " cause."
     ),
 }
-_LONGEST = 300  # characters kept of a reason: the end of a traceback is the useful part
+# last characters of a reason that are kept: a traceback ends with the error
+_LONGEST = 300
 
 
 def losses_not_finite(metrics: Mapping[str, Mapping[str, Any]]) -> list[str]:
@@ -181,7 +182,8 @@ def note_too_few(run: Run, num_usable: int) -> None:
     if not all_not_finite(report):
         run.not_finite_since = 0
         return
-    # A single such round may be chance: other clients or batches may be fine.
+    # A single such round is no divergence, because the clients or batches of the next
+    # round may be fine.
     since = run.not_finite_since = run.not_finite_since or report.server_round
     if since < report.server_round or run.num_rounds == 1:
         first = _NODE.sub("", next(iter(report.rejected.values())))[-_LONGEST:]

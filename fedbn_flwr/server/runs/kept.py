@@ -51,7 +51,8 @@ class Kept:
         """
         entries: dict[str, str] = {}
         unknown = node.partition_id is None
-        # Only until its first answer: after that, it has the state to restore.
+        # Send the hash only until the node's first answer. After that, the node has the
+        # restored state.
         if (
             self.to_restore is not None
             and node.label not in self.answered

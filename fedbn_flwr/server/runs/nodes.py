@@ -76,14 +76,15 @@ class NodeRegistry:
         self._num_partitions = num_partitions
         self._said_by = "the split of the server"  # source of ``_num_partitions``
         self._one_first = one_first
-        self._app_is_mute = False  # true if it has no function for queries
+        self._app_is_mute = False  # whether the app has no function for queries
         self._told_of_unnamed = False
         self._nodes: dict[int, Node] = {}
         self.initialised: set[int] = set()
         self.silent: dict[int, str] = {}
-        # Labels from the run that is resumed: this run has new node ids.
+        # Labels of the nodes in the run that is resumed. Node ids would not do, because
+        # this run has new ids.
         self._expected: set[str] = set()
-        self._connected: set[int] = set()  # at the last call of `present`
+        self._connected: set[int] = set()  # node ids at the last call of `present`
         # The ids of the last call of `present`, and its result: with a thousand nodes,
         # sorting costs more than the rest of `present`.
         self._last_ids: list[int] = []
@@ -146,13 +147,14 @@ class NodeRegistry:
         partition_id = ReplyInfo.read(reply).partition_id
         if partition_id is None:
             return node
-        # Only one node may have a partition: a second one would get its local state.
+        # Only one node may have a partition, because a second node would get the local
+        # state of the first.
         for node_id, known in self._nodes.items():
             if known.partition_id == partition_id and node_id in self._connected:
                 return node
         node = replace(node, partition_id=partition_id)
         self._nodes[node.node_id] = node
-        self._last_ids = []  # because its place in the order has changed
+        self._last_ids = []  # the node's place in the order has changed
         return node
 
     @property
@@ -162,7 +164,7 @@ class NodeRegistry:
         for node_id, node in self._nodes.items():
             if node_id not in self._connected and node.num_examples != 0:
                 labels.add(node.label)
-        # A node with a new key has another id, but the same partition.
+        # Compare labels: a node with a new key has another id, but the same partition.
         here = {self.node(node_id).label for node_id in self._connected}
         return sorted(labels - here)
 
@@ -276,7 +278,8 @@ class NodeRegistry:
             grid.pack_for(node_id for node_id, node in found.items() if node.packs)
             if over_network(grid):
                 _advise_packing(found.values())
-        # A node of the resumed run has its local state, and needs only shared entries.
+        # A node of the run that is resumed has its local state, so it needs only the
+        # shared entries.
         for node_id, node in found.items():
             if node.label in self._expected:
                 self.initialised.add(node_id)
@@ -325,7 +328,8 @@ class NodeRegistry:
 
     def _answers(self, grid: Grid, node_ids: list[int]) -> list[Message]:
         """Return the answers that come in time, without queries that must fail."""
-        # Flower logs an exception at each node whose app has no function for queries.
+        # If wanted, ask one node first. Flower logs an exception at each asked node
+        # whose app has no function for queries.
         batches = [node_ids]
         if self._one_first:
             batches = [node_ids[:1], node_ids[1:]]
@@ -363,7 +367,8 @@ class NodeRegistry:
             if node.partition_id is not None and node.node_id in self._connected:
                 holders[node.partition_id] = node
         distinct: dict[int, Node] = {}
-        # Use a fixed order, not the arrival: it decides which of two nodes is left out.
+        # Use a fixed order instead of the order of arrival, because the order decides
+        # which of two nodes is left out.
         for node in sorted(nodes.values(), key=lambda node: node.order):
             problem = self._conflict(node, holders)
             if problem is None:
@@ -453,7 +458,7 @@ def _failed(node_id: int, reply: Message) -> Node:
     if lacks_function(reply, QUERY_FUNCTION):
         return Node(node_id)
     code, failure = split_code(str(reply.error.reason))
-    # If no mod is named, a mod that comes before ours may have raised it.
+    # If the error names no mod, a mod that comes before ours may have raised it.
     if code != MOD_RAISED:
         failure = f"{failure}. If a mod raised it: {MOD_ON_QUERIES}"
     node = Node(node_id, failure=failure)

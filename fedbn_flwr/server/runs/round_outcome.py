@@ -131,7 +131,7 @@ def average_metrics(
     averaged = MetricRecord()
     for key, pairs in reported.items():
         values = [value for _, value in pairs]
-        # None means a number.
+        # The length None stands for a single number.
         lengths = {len(value) if isinstance(value, list) else None for value in values}
         if len(lengths) > 1:
             logger.warning(

@@ -34,9 +34,9 @@ from fedbn_flwr.transport.step_transport import Transport
 
 __all__ = ["OnReplies", "OnRoundEnd", "Options", "Run"]
 
-# A registry: the number of starts of a strategy on each grid. The clients' Context.state
-# outlasts a start, so a later start tells them to discard its content (start_id). A
-# grid may be Flower's, which has no place for the number.
+# This registry has the number of starts of a strategy on each grid. The clients'
+# Context.state outlasts a start, so a later start tells the clients to discard its
+# content (start_id). A grid may be Flower's and cannot store the number itself.
 _STARTS: WeakKeyDictionary[Grid, int] = WeakKeyDictionary()
 
 logger = logging.getLogger("flwr")
@@ -118,7 +118,7 @@ class Run:
             replies that arrived; None if a loop other than our ``start`` sends them.
     """
 
-    # Given at the start.
+    # Values that are given at the start.
     methods: Methods
     nodes: NodeRegistry
     protection: Protection
@@ -255,8 +255,9 @@ class Run:
         if self.reports and self.travels.phase != self.report.phase:
             logger.info("Round %d begins the phase %r.", number, self.travels.phase)
         self.metrics = {}
-        # The model at the end of the last round is the model at the start of this one.
-        # This precedes the new report, because ``known_statistics`` reads the last one.
+        # The model at the end of the last round is the model at the start of this
+        # round. Read its statistics before the new report is added, because
+        # ``known_statistics`` reads the last report.
         self.statistics_at_start = self.reestimated or self.known_statistics
         self.reestimated = {}
         self.reports.append(RoundOutcome(number, self.travels.phase))
@@ -288,7 +289,8 @@ class Run:
             **vars(self.message_config(facts.number)),
             hooks=tuple(ask.hook for ask in asks),
             extras=extras,
-            # If statistics are frozen in every round, clients wait for no freeze.
+            # If statistics are frozen in every round, no freeze begins, so clients are
+            # not told of one.
             frozen=self.methods.freezes_bn and bool(facts.travels.frozen),
         )
         entries = config.write()
@@ -318,8 +320,8 @@ class Run:
 
         A later start has an id, so that its clients discard their local state.
         """
-        # A resumed run must keep the local states. With a continuity, the run already
-        # has a name.
+        # A resumed run gets no id, because its clients must keep their local states. A
+        # run with a continuity already has a name.
         earlier = _STARTS.get(grid, 0)
         _STARTS[grid] = earlier + 1
         if earlier and not self.after and self.continuity is None:
@@ -351,7 +353,8 @@ class Run:
             )
         self.shapes = {name: tuple(array.shape) for name, array in arrays.items()}
         self.before = views(arrays)
-        # Repeat a split by names, because an earlier run may have had another model.
+        # Make a split by names again, because an earlier run may have had another
+        # model.
         if self.parts_or_none is None or self.parts_or_none.by_names:
             self.parts_or_none = split_state(arrays)
         params = self.methods.params
@@ -435,7 +438,8 @@ class Run:
             )
         # The clients' present states are unknown, so send each the hash to restore.
         self.after = after
-        # First: the error about another method precedes the error about its entries.
+        # Restore the methods first, because the error about another method must precede
+        # the error about its entries.
         self.states = self.methods.restored(self.states, saved["methods"])
         stay = [*self.local_entries]
         stayed = saved["kept"].get("entries", stay)
