@@ -39,7 +39,8 @@ def problems_of_model(methods: Any, known: Known) -> Iterator[Problem]:
     """
     if known.parts is None:
         return
-    # Standalone shares nothing with any model, and its texts state it.
+    # This is no problem for Standalone, because it never shares any entry and its
+    # documentation says so.
     kept = known.parts.select(methods.local)
     if kept and kept == known.parts.names and methods.local != ALL:
         yield _misfit(
@@ -70,7 +71,8 @@ def _of_layers(
     method: Method[Any, Any], known: Known, parts: Parts
 ) -> Iterator[Problem]:
     """Yield the layers or entries that a method needs and the model lacks."""
-    # A layer with personal entries is still a layer of the model.
+    # Ignore the choice of personal entries: a layer with personal entries is still a
+    # layer of the model.
     parts = dataclasses.replace(parts, personal=())
     # Either the model has no layer, or no layer has the parts that the method needs.
     for wanted in model_needs(together(declared(method))):
@@ -100,7 +102,7 @@ def _of_personal(
 ) -> Iterator[Problem]:
     """Yield the personal entries that a method needs in common."""
     common = in_common(together(declared(method)))
-    # The method does not act on layers outside ``layers``.
+    # Skip layers outside ``layers``, because the method does not act on them.
     by_type = dataclasses.replace(parts, personal=()).part_of
     needed = [name for name in parts.personal if by_type[name] in common]
     if needed:

@@ -46,7 +46,8 @@ def _of_tests(methods: Any, known: Known) -> Iterator[Problem]:
     local, tests = methods.local, known.tests or ()
     weights = local & {Part.AFFINE, Part.REST, Part.PERSONAL}
     if (methods.reestimates or RECALIBRATED in tests) and weights:
-        # StaticBN re-estimates always: only personal entries can be left out.
+        # StaticBN re-estimates in every run, so the user can only change its personal
+        # entries.
         asks = "recalibrate" if methods.params.recalibrate else "personal"
         yield Problem(
             "no-global-weights",
@@ -124,7 +125,7 @@ def _of_settings(methods: Any, known: Known) -> Iterator[Problem]:
 
 def _of_statistics(method: Method[Any, Any], known: Known) -> Iterator[Problem]:
     """Yield the problems of statistics that a method sets instead of BatchNorm."""
-    # BN's momentum only moves running statistics, and here all of them are frozen.
+    # BN's momentum affects only running statistics, and here all of them are frozen.
     if all(phase.frozen & TRACKED for phase in declared(method)):
         text = f"{method.name} tracks no running variances in training"
         yield _unused("untracked", text, "variance")

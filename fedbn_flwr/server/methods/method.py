@@ -446,8 +446,8 @@ def declared(
 
 def reads_undeclared(kind: type[Method[Any, Any]]) -> bool:
     """Return whether ``aggregate`` may read more than ``travels`` declares."""
-    # The class nearer to ``kind`` decides. A class with both functions declares all
-    # entries that it reads.
+    # Of the base classes, the one nearest to ``kind`` decides. A class with both
+    # functions declares all entries that it reads.
     for base in kind.__mro__:
         if "travels" in vars(base):
             return False
