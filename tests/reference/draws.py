@@ -67,6 +67,7 @@ class Case:
     fine_tune: int = 0
     head_steps: int = 1
     freeze_affine: bool = False
+    freeze_auto: bool = False
     fbn_measure: str = "steps"
     statistics_warm_up: int = 1
     statistics_aggregation: str = "mean"
@@ -223,6 +224,7 @@ def cases(draw: Any) -> Case:
         values["head_steps"] = one(1, 0, 2)
     if "fixbn" in has:
         values["freeze_affine"] = some(False, True)
+        values["freeze_auto"] = some(False, True) and values["rounds"] > 2
     if "fbn" in has:
         values["fbn_measure"] = some("steps", "pass")
         values["statistics_aggregation"] = some("mean", "trimmed-mean:0.3")

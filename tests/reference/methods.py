@@ -8,6 +8,7 @@ the tested model. A class has only the places that its paper changes.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -31,6 +32,7 @@ from tests.reference.federation import (
 )
 
 T_STAR = 1  # after this round FixBN and FedTAN-II freeze
+WINDOW, STEADY = 2, 1.5e-4  # W and tau of an automatic T*
 MU, SHARE = 0.3, 0.3  # FedProx and Ditto; the share of a round's statistics
 SERVER_RATE, MOMENTUM = 0.7, 0.8
 ETA, TAU, BETA_1, BETA_2 = 0.07, 2e-3, 0.85, 0.95
@@ -332,8 +334,28 @@ class FedAdagrad(FedYogi):
 class FixBN(Method):
     """From round T* + 1 on, BatchNorm is in eval mode."""
 
+    def __init__(self, fed: Federation) -> None:
+        super().__init__(fed)
+        self.t_star = math.inf if fed.case.freeze_auto else T_STAR
+        self.deltas: list[float] = []
+
     def frozen(self, t: int) -> bool:
-        return t > T_STAR
+        return t > self.t_star
+
+    def server(self, turn: Turn) -> None:
+        super().server(turn)
+        if self.t_star == math.inf:
+            deltas = [self.delta(client) for client in turn.replies]
+            self.deltas.append(sum(map(operator.mul, turn.p, deltas)))
+            last = torch.tensor(self.deltas[-WINDOW:], dtype=torch.float64)
+            if len(last) == WINDOW and last.var(correction=0) < STEADY:
+                self.t_star = self.fed.t
+
+    def delta(self, client: Client) -> float:
+        """Return ||S_m - S||_1 / number of entries."""
+        names = sorted(self.fed.statistics)
+        moved = [(client.end[n].double() - client.start[n].double()) for n in names]
+        return float(torch.cat([one.flatten() for one in moved]).abs().mean())
 
     def fixed(self, t: int) -> set[str]:
         if not self.frozen(t):

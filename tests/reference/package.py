@@ -138,6 +138,9 @@ def settings_of(case: Any) -> dict[str, Any]:
         settings["head_steps"] = case.head_steps
     if case.has("fixbn"):
         settings["freeze_affine"] = case.freeze_affine
+        if case.freeze_auto:
+            settings |= {"freeze_at": "auto", "freeze_window": of.WINDOW}
+            settings["freeze_tau"] = of.STEADY
     if case.has("fbn"):
         settings["fbn_measure"] = case.fbn_measure
         settings["statistics_aggregation"] = case.statistics_aggregation
