@@ -54,7 +54,7 @@ class ClientData:
         """
         unknown = [name for name in names if name not in self.tests]
         if unknown:
-            known = ", ".join(name or "one without a name" for name in self.tests)
+            known = ", ".join(name or "a set without a name" for name in self.tests)
             raise ConfigError(
                 f"this client has no test set {unknown[0]!r}; it has {known or 'none'}."
                 f" Leave personal-{unknown[0]} out of eval-on, or give the TorchClient"

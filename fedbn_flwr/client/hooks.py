@@ -303,8 +303,9 @@ class Hooks:
         """
         if self._steps or self._passes or self._trained:
             raise ConfigError(
-                "rules.survey(loader) came after a step, or after a forward pass in"
-                " train mode: call it first, and try a model with torch.no_grad()"
+                "rules.survey(loader) was called after a step, or after a forward pass"
+                " in train mode. Call it first. To try the model before, use"
+                " torch.no_grad()"
             )
         # The passes of the survey are not passes of the training.
         self._watching.close()
@@ -439,8 +440,8 @@ class Hooks:
         """
         if not self._in_step:
             raise ConfigError(
-                "rules.end_step() without rules.begin_step(batch_size) before it, in"
-                " the same block"
+                "rules.end_step() was called, but no step is open. In the same block,"
+                " call rules.begin_step(batch_size) before each training batch"
             )
         self._in_step = False
         self._open_step.close()

@@ -300,10 +300,11 @@ def entries_that_stay(cached: CachedModel, sent: MessageConfig) -> tuple[str, ..
     if shared and len(shared) < len(affine):
         raise ConfigError(
             "the strategy leaves gamma and beta of BatchNorm layers with the clients,"
-            f" but not '{shared[0]}', and names no layers. If this entry should"
-            " stay as well, its name may not reveal that it belongs to BatchNorm: pass"
-            " parts=split_state(model) to the strategy. To leave only some layers, pass"
-            " layers=, or parts=split_state(model, layers=...)."
+            f" but it shares '{shared[0]}', although it does not select layers. The"
+            " name of this entry may not reveal that it belongs to BatchNorm. If the"
+            " entry should stay with the clients, pass parts=split_state(model) to the"
+            " strategy. If only some layers should stay, pass layers=, or"
+            " parts=split_state(model, layers=...)."
         )
     tell(tied_apart(cached.parts.tied, names))
     return names

@@ -75,9 +75,9 @@ def client_inputs(m: Measurements) -> Finding | None:
         m.each.inputs,
         m.each.other_inputs,
         id_="client-inputs",
-        what="the inputs look different from those of the other clients.",
+        what="the inputs look different from the other clients' inputs.",
         evidence="its inputs of BatchNorm are {:.2f} standard deviations from the usual"
-        " ones; the median is {:.2f}.",
+        " inputs; the median of the clients is {:.2f}.",
         tries=remedies.CLIENT_INPUTS,
     )
 
@@ -89,9 +89,9 @@ def client_classes(m: Measurements) -> Finding | None:
         m.each.mix,
         m.each.other_mix,
         id_="client-classes",
-        what="the class mix differs from that of the other clients.",
-        evidence="its class mix is {:.2f} away from the usual one (total variation, 0"
-        " to 1); the median is {:.2f}.",
+        what="the class mix differs from the class mix of the other clients.",
+        evidence="its class mix is {:.2f} away from the usual mix (total variation, 0"
+        " to 1); the median of the clients is {:.2f}.",
         tries=situations.label_skew(m.training.local_steps).remedies,
     )
 
@@ -308,7 +308,7 @@ def train_test_mismatch(m: Measurements) -> Finding | None:
         evidence.append(
             f"In {shown_path(worst)} the running mean is {far.mean:.2f}"
             " standard deviations from the mean of all clients' examples under these"
-            f" weights, and the log of the variance is {far.variance:.2f} off."
+            f" weights, and the logarithm of the running variance is {far.variance:.2f} off."
         )
     tries = remedies.MISMATCH
     if _never_moved(m):

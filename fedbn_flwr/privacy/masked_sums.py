@@ -86,9 +86,9 @@ _LACKS_COUNT = (
     " the round. Answer the query with fedbn_flwr.mods.answer_query."
 )
 _REPEATS = (
-    "its batch has all of its data, and a sum of this model may be known already. If"
-    " the clients send the same numbers again, the difference of the two sums could be"
-    " the update of a client that is missing in one of them"
+    "its batch contains all of its data, so it would send the same numbers again. But a"
+    " sum of this model may already be known, and the difference of the two sums could"
+    " be the update of a client that is missing in one of them"
 )
 _ANSWERS_ARE_PUBLIC = (
     "With masked-sums=true this covers the content of a client's answer, but not"

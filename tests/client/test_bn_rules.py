@@ -556,7 +556,7 @@ def test_a_survey_after_a_step_of_a_compiled_model_is_refused(mlp, points) -> No
         F.cross_entropy(model(data.inputs), data.targets).backward()
         with pytest.raises(
             ConfigError,
-            match=r"came after a step, or after a forward pass in train mode",
+            match=r"called after a step, or after a forward pass in train mode",
         ):
             rules.survey(DataLoader(TensorDataset(data.inputs, data.targets), 4))
         with rules._exit:

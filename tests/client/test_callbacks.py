@@ -267,7 +267,10 @@ def test_a_step_that_raises_is_over() -> None:
     [
         (["begin", "begin"], "a step began inside another step"),
         (["begin", "block"], "a step began inside another step"),
-        (["begin", "end", "end"], r"rules.end_step\(\) without rules.begin_step"),
+        (
+            ["begin", "end", "end"],
+            r"rules.end_step\(\) was called, but no step is open",
+        ),
         (["begin"], r"the block ended inside a step: call rules.end_step\(\)"),
     ],
 )

@@ -450,7 +450,7 @@ def test_an_unknown_test_set_is_refused_before_the_others_are_tested(
     monkeypatch.setattr("fedbn_flwr.client.torch_client.evaluate", None)
     for tests, known in (
         ({"own": points(8)}, "own"),
-        (points(8), "one without a name"),
+        (points(8), "a set without a name"),
     ):
         client = TorchClient(mlp(), points(20), tests, SETTINGS, context=context())
         with pytest.raises(ConfigError, match=f"no test set 'global'; it has {known}"):

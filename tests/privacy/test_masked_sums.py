@@ -485,7 +485,7 @@ def test_after_a_client_was_lost_in_a_step_none_repeats_its_batch(
         federate(made, mlp, data, **options)
         assert [report.participants for report in made.reports] == [[], [1, 2]]
         assert (
-            "its batch has all of its data, and a sum of this model may be known"
+            "its batch contains all of its data, so it would send the same numbers"
             in caplog.text
         )
         return

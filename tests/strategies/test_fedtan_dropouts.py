@@ -488,7 +488,9 @@ def test_a_client_that_fails_after_its_last_exchange_is_rejected_as_in_fedavg(
     assert "lights out" in done.reason(BAD)
     assert made.reports[0].participants == [0, 2, 3]
     assert made.reports[0].train.exchanges == 3 * 2 + 1, "nothing was retried"
-    said = "sent all its exchanges, but no model: the synchronised step keeps its batch"
+    said = (
+        "sent all its exchanges, but no model: its batch stays in the synchronised step"
+    )
     assert said in done.reason(BAD)
     assert said in caplog.text
     assert "redone" not in caplog.text + done.reason(BAD)

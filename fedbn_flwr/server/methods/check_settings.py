@@ -146,9 +146,10 @@ def _of_phases(method: Method[Any, Any], known: Known) -> Iterator[Problem]:
         key = setting.replace("_", "-")
         yield Problem(
             "phase-never-begins",
-            f"{method.name}: {key}={getattr(method.params, setting)} means after round"
-            f" {after} at the earliest, and the run has {rounds} rounds: the phase never"
-            " begins, unless the run is resumed with more rounds",
+            f"{method.name}: with {key}={getattr(method.params, setting)}, the phase"
+            f" begins after round {after} at the earliest, but the run has only"
+            f" {rounds} rounds: the phase never begins, unless the run is resumed with"
+            " more rounds",
             setting,
             effect="warn",
             remedy=f"a smaller {key} or more rounds",

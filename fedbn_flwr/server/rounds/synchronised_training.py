@@ -33,7 +33,7 @@ _ANSWER = (
     " answer_query(msg, context, loader))."
 )
 _AFTER_THE_STEP = "sent all its exchanges, but no model"
-_KEPT = "the synchronised step keeps its batch; the average of the models leaves it out"
+_KEPT = "its batch stays in the synchronised step, but the average lacks its model"
 
 
 def train_synchronised(

@@ -129,8 +129,8 @@ def tested_by_server(run: Run, number: int, arrays: ArrayRecord) -> ArrayRecord:
     if run.methods.reestimates and number and not run.tests_after(number):
         logger.warning(
             "round %d: the model of evaluate_fn and on_round_end has statistics that"
-            " are not re-estimated: this is done after every %d rounds, or after each"
-            " round with eval_every=1",
+            " are not re-estimated. Statistics are re-estimated after every %d rounds,"
+            " and with eval_every=1 after each round",
             number,
             run.methods.params.eval_every,
         )
@@ -196,10 +196,10 @@ def warn_of_own_start(run: Run) -> None:
     if SHARED_BN in run.methods.tests or run.methods.reestimates:
         logger.warning(
             "strategy %r re-estimates or averages BN entries for tests, but this run"
-            " uses your own start(): there, evaluate_fn and the result do not have"
-            " them. After configure_evaluate call"
-            " strategy.for_evaluate_fn(server_round, arrays), which returns the model"
-            " with them, or pass on_round_end= to the strategy.",
+            " uses your own start(). In your start(), evaluate_fn and the result lack"
+            " these entries. After configure_evaluate, call"
+            " strategy.for_evaluate_fn(server_round, arrays), because it returns the"
+            " model with them, or pass on_round_end= to the strategy.",
             run.methods.name,
         )
 
@@ -209,8 +209,8 @@ def warn_of_own_aggregation(run: Run) -> None:
     if SHARED_BN in run.methods.tests or run.methods.reestimates:
         logger.warning(
             "strategy %r re-estimates or averages BN entries for tests after"
-            " aggregate_train: for them, the model that your own aggregate_train gets"
-            " from super() has the values of the start. To save or test the model, take"
+            " aggregate_train. The model that your own aggregate_train gets from"
+            " super() has the initial values of these entries. To save or test the model, take"
             " the arrays of on_round_end=, an argument of the strategy, or"
             " strategy.for_evaluate_fn(server_round, arrays) after configure_evaluate.",
             run.methods.name,

@@ -398,8 +398,8 @@ class Run:
                     " and on the clients, or quantise the trained model"
                 )
             raise ConfigError(
-                f"initial_arrays: {error}. Every reply with it would be refused."
-                f" {remedy}"
+                f"initial_arrays: {error}. Every reply with such a value would be"
+                f" refused. {remedy}"
             ) from None
 
     def saved(self) -> dict[str, Any]:
