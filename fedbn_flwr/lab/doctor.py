@@ -85,7 +85,8 @@ def diagnose_run(run: Path, max_examples: int = 1024) -> Diagnosis:
     load_state(model, state)
     training, local = training_of(config, run), _local_parts(config)
 
-    # Measure on the run's data. Without them, use only the state.
+    # Measure on the run's data. If the data are not on this machine, check only the
+    # state.
     clients, tests = list[ClientExamples](), list[ClientExamples]()
     try:
         clients, tests = _examples_of(config, max_examples, notes)
@@ -107,7 +108,8 @@ def diagnose_run(run: Path, max_examples: int = 1024) -> Diagnosis:
             own=kept if local else {},
         )
 
-    # A client's own fault may cause the faults of all clients, so it goes first.
+    # A fault of one client may cause findings about all clients, so the findings about
+    # single clients come first.
     findings = _of_clients(model, kept, diagnosis.findings)
     if clients and Part.STATISTICS in local:
         findings += _mismatch_of_clients(model, kept, tests, config)
@@ -144,7 +146,7 @@ def examine(folder: Path) -> None:
         diagnosis = diagnose_run(folder).to_json()
     except FedBNError as error:
         diagnosis = {"findings": [], "not-measured": [str(error)]}
-    # If the folder cannot be written, its report is elsewhere.
+    # The folder of a finished run may be read-only. The doctor then leaves no file.
     with suppress(OSError):
         write_atomically(file, json.dumps(diagnosis, indent=2) + "\n")
 
@@ -156,7 +158,8 @@ def _of_clients(
 
     An equal fault of several clients is one finding.
     """
-    # Shared entries are 1 here, since a fault in them belongs to the model.
+    # A fault in a shared entry belongs to the model, not to a client. Replace these
+    # entries by 1, so that only the client's own entries can cause a finding.
     sound = {}
     for name, value in tensors_by_name(model.state_dict()).items():
         sound[name] = value.cpu()
@@ -198,10 +201,12 @@ def _mismatch_of_clients(
     generator = torch_generator(config.seed, "doctor-clients")
     momenta = {path: layer.momentum for path, layer in layers_of(model).items()}
     for test in tests:
-        # A mean over one example has no standard error.
+        # Skip a client with one test example, because a mean over one example has no
+        # standard error.
         if test.name not in kept or len(test) < 2:
             continue
-        # The shared entries come from the run, the others from the client.
+        # The shared entries come from the run's state, the others from the client's
+        # state.
         own = copied(model)
         load_state(own, {**own.state_dict(), **kept[test.name]})
         with threads(config.torch_threads):
@@ -318,9 +323,11 @@ def fitting(findings: Sequence[Finding], config: Config) -> list[Finding]:
         settings = config.to_mapping()
         Config.make(settings)
     except FedBNError:
-        # Own data are not here, so nothing can be checked.
+        # The settings cannot be checked, for example because own data are not on this
+        # machine. Keep all remedies.
         return [*findings]
-    # Leave out eval-on: a remedy changes the training, so it need not fit the tests.
+    # Ignore eval-on, because a remedy changes the training and need not fit the tests
+    # of the run.
     del settings["eval-on"]
     fitted = []
     for finding in findings:
@@ -339,7 +346,7 @@ def _first_that_fits(
     """Return a remedy's setting in the form that fits the run, or None."""
     ways = [setting, setting.split()[0]]
     if setting.startswith("norm="):
-        # The run's method may need BatchNorm.
+        # The run's method may need BatchNorm, but FedAvg accepts every norm.
         ways.append(f"strategy=fedavg {setting}")
     for way in ways:
         if _fits(way, settings, config):
@@ -351,20 +358,22 @@ def _fits(setting: str, settings: Mapping[str, Any], config: Config) -> bool:
     """Return whether a run can take a setting and would change by it."""
     words = setting.split()
     if not all(word.partition("=")[0] in settings for word in words):
-        # The setting is a call or a sentence.
+        # The remedy is a call or a sentence, not settings, so nothing can be checked.
         return True
     asked = read_overrides(words)
     try:
         then, _ = Config.make_of_shared(settings, asked)
     except FedBNError:
         return False
-    # A batch already has all of a client's examples, so no number is larger.
+    # With batch-size=0, a batch has all examples of a client. No other batch size is
+    # larger.
     if then.batch_size and not config.batch_size:
         return False
     if then.strategy != CENTRALIZED:
         if config.strategy == CENTRALIZED:
             return False
-        # The method may need BatchNorm, but the norm may leave none.
+        # The method may need BatchNorm, and only norm=batch certainly leaves BatchNorm
+        # in the model.
         needed = model_needs(method_of(then).methods.whole)
         if needed and then.norm != "batch":
             return False
@@ -379,7 +388,8 @@ def _with_data(
     **options: Any,
 ) -> Diagnosis:
     loss = data_of(config).task.loss
-    # Use the threads of training, because the last digits depend on their number.
+    # Use as many threads as the training, because the last digits depend on their
+    # number.
     with threads(config.torch_threads):
         return diagnose_clients(
             on_device(model, config),
@@ -429,7 +439,7 @@ def _drawn(
             continue
         which = torch_generator(config.seed, "doctor", name)
         places = torch.randperm(len(view), generator=which)[:max_examples]
-        # Read in the order of the file, and mix afterwards.
+        # Read the examples in the order of the data, and shuffle them afterwards.
         inputs, targets = view.batch(places.sort().values)
         order = torch_generator(config.seed, "doctor-order", name)
         mixed = torch.randperm(len(places), generator=order)
@@ -452,18 +462,19 @@ def training_of(config: Config, run: Path | None = None) -> Training:
     methods = method.methods
     steps = config.local_steps
     if not steps and not config.batch_size:
-        # An epoch of one batch is a step. Other epochs have more steps, by client.
+        # With batch-size=0, an epoch is one step. Otherwise the number of steps depends
+        # on the client, and 0 means unknown.
         steps = config.local_epochs
 
-    # The findings that the method already remedies.
+    # Collect the findings that the method already remedies.
     handled = set[str]()
-    # If there are several steps, only the first is synchronised.
+    # FedTAN synchronises only the first of several local steps.
     synchronised = methods.whole.exchanges and steps == 1
     if methods.freezes_bn or synchronised:
         handled |= {"label-skew", "clients-differ"}
     if run and methods.freezes_bn and Part.STATISTICS in methods.whole.frozen:
         lines = read_metrics(run / "metrics.jsonl")
-        # Training and test now normalise by the same statistics.
+        # After the freeze, training and test normalise by the same statistics.
         if lines and lines[-1]["phase"] == "frozen":
             handled |= {"small-batch", "train-test-mismatch"}
     if Part.STATISTICS in methods.local:
@@ -496,13 +507,14 @@ def _state_of_run(
     for path in sorted((run / "clients").glob("client-*")):
         kept[path.stem.removeprefix("client-")], _ = read_state(path)
 
-    # model.safetensors has no entries of the parts that stay with the clients.
+    # model.safetensors lacks the entries that stay with the clients.
     model = make_model(config)
     parts = method_of(config).parts(model)
     absent = [part for part in Part if about.get(part) == ABSENT]
     names = parts.select(absent)
     if names and kept:
-        # A client that has not trained yet may lack some entries.
+        # Average only over clients with all of these entries: a client that has not
+        # trained yet may lack some.
         whole = [
             to_state({name: entries[name] for name in names})
             for entries in kept.values()

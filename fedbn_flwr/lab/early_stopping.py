@@ -20,7 +20,8 @@ from fedbn_flwr.messages.protocol import VALIDATION
 def validation_metric(config: Config) -> str:
     """Return the name of the validation score in ``metrics.jsonl``."""
     score = f"{VALIDATION}-{data_of(config).task.score}"
-    # The first test determines the model: the clients' own, or the global model.
+    # The first test of the run determines which models are scored: the clients' own
+    # models, or the global model.
     if method_of(config).tests[0].startswith("personal"):
         return f"personal-{score}"
     return score
@@ -44,11 +45,12 @@ class EarlyStopping:
     def __init__(self, config: Config, lines: Iterable[Mapping[str, Any]]) -> None:
         self.metric = validation_metric(config)
         self._patience = config.early_stopping
-        # for a loss or an error, the lowest score is the best
+        # +1 if the highest score is the best; -1 for a loss or an error
         self._sign = 1 if data_of(config).task.higher_is_better else -1
-        # the rounds with a better score than all before; the last of them is the best
+        # each round whose score is better than all scores before it; the last of these
+        # rounds is the best round
         self._better: list[int] = []
-        # the score of that round, and the number of tested rounds after it
+        # the score of the best round, and the number of tested rounds after it
         self._best = -math.inf
         self._since = 0
         for line in lines:
@@ -60,7 +62,7 @@ class EarlyStopping:
             return
         self._since += 1
         score = line[self.metric]
-        # A non-finite score (None in a file) improves nothing.
+        # A non-finite score is never an improvement. In a file, such a score is None.
         if score is None or not math.isfinite(score):
             return
         if self._sign * score > self._best:

@@ -11,8 +11,8 @@ from typing import Any
 
 from fedbn_flwr.errors import ConfigError, StateError
 
-CONFIG_FILE = "config.yaml"  # in the folder of a run: its settings
-STUDY_FILE = "study.yaml"  # in the folder of a study: the study with final settings
+CONFIG_FILE = "config.yaml"  # the settings of a run, in its folder
+STUDY_FILE = "study.yaml"  # the study with its final settings, in its folder
 
 COUNTED = (
     "examples",
@@ -131,14 +131,15 @@ class NewLines:
         """
         try:
             file = self._path.open("rb")
-        # a file that appears later belongs to a run from its beginning
+        # If the file is absent, start again: a file that appears later is read from its
+        # first line.
         except FileNotFoundError:
             self._lines, self._bytes, self._inode = 0, 0, 0
             return []
         passed = 0
         with file:
-            # Another file has replaced it, because a resume has shortened it. Read it
-            # from its beginning, but skip the lines that were read before.
+            # A resume shortens the file by a new file. Read the new file from its
+            # beginning, but skip as many lines as were read before.
             status = os.fstat(file.fileno())
             if status.st_ino != self._inode or status.st_size < self._bytes:
                 passed = self._lines

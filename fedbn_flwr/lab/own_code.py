@@ -63,12 +63,13 @@ def own_module(kind: str, name: str, prefixes: Collection[str] = ()) -> ModuleTy
         ConfigError: the module cannot be imported.
     """
     module = name.partition(":")[0]
-    # The working directory comes after Python's own path, so that it hides nothing.
+    # Try Python's own path first and then add the working directory, so that a file in
+    # the working directory hides no installed module.
     for _ in range(2):
         try:
             return importlib.import_module(module)
         except Exception as error:  # the user's code may raise any exception
-            # a module that this module imports may be absent as well
+            # The error may also be about another module that the user's module imports.
             absent = isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(
                 f"{error.name}."
             )
@@ -82,13 +83,13 @@ def own_module(kind: str, name: str, prefixes: Collection[str] = ()) -> ModuleTy
         sys.path.append(os.getcwd())
         importlib.invalidate_caches()
 
-    # Find similar names.
+    # Suggest similar names of modules.
     known = list(prefixes)
     for path in Path.cwd().iterdir():
         if path.suffix == ".py" or path.is_dir():
             known.append(path.stem)
     near = difflib.get_close_matches(module, known, n=2)
-    # a folder of this name without Python files
+    # The exact name is near too, if it is a folder without Python files.
     if module in near:
         near.remove(module)
     hint = ""
@@ -101,7 +102,8 @@ def own_module(kind: str, name: str, prefixes: Collection[str] = ()) -> ModuleTy
     )
 
 
-# Cached, because a file that changes during a run does not change the running module.
+# The hash is cached, because a change of the file does not change the module that is
+# already imported.
 @lru_cache(maxsize=8)
 def sha256_of_code(module: ModuleType) -> str:
     """Return the SHA-256 of a module's file, without the files that it imports.

@@ -145,7 +145,8 @@ def model_and_warnings(config: Config) -> tuple[nn.Module, list[str]]:
         warnings += partly_without_effect(parts, method_of(config).methods)
         ignored += [problem.key for problem in method_of(config).problems("no-effect")]
 
-    # Every BN layer gets the momentum of the config.
+    # Every BN layer gets bn-momentum. Warn if a layer had a value of its own, which is
+    # neither torch's default 0.1 nor bn-momentum.
     replaced = []
     for path, layer in layers_of(model).items():
         if layer.momentum not in (0.1, config.bn_momentum):
@@ -158,7 +159,8 @@ def model_and_warnings(config: Config) -> tuple[nn.Module, list[str]]:
             f" {replaced[0]}). Set bn-momentum to the value that the model should have."
         )
 
-    # Freeze the layers of the model's own function, then the layers of train-only.
+    # Keep the layers in eval mode that the model's builder has put into eval mode. Then
+    # freeze the layers outside train-only.
     kept = force_eval_as_built(model)
     if kept:
         warnings.append(
@@ -208,7 +210,8 @@ def initialise(model: nn.Module, config: Config) -> InitReport | None:
     """
     if not config.init:
         return None
-    # load_initial imports the readers of files of weights.
+    # Import here, because load_initial imports readers of weight files that most runs
+    # do not need.
     from fedbn_flwr.lab.models import load_initial
 
     return load_initial(model, config.init, config.model, data_of(config).shape[0])
@@ -238,7 +241,8 @@ def make_strategy(config: Config, model: nn.Module, num_nodes: int) -> Strategy:
     settings = method.params.model_dump()
     kept = method.methods.local & {Part.AFFINE, Part.STATISTICS, Part.PERSONAL}
     if config.held_out_clients and kept and not method.shares_nothing:
-        # Held-out clients have no own entries, so they are tested with the average.
+        # Held-out clients have no local entries, so they are tested with the average of
+        # the clients' entries.
         settings["eval_on"] = ",".join(dict.fromkeys((*method.tests, SHARED_BN)))
     if config.validation_share and config.strategy == FedBS.name:
         settings["loss_key"] = VALIDATION_LOSS
@@ -247,19 +251,20 @@ def make_strategy(config: Config, model: nn.Module, num_nodes: int) -> Strategy:
         fraction_evaluate=config.fraction_evaluate,
         min_train_nodes=1,
         min_evaluate_nodes=1,
-        # All nodes were there at the start (``serve`` counts them). A round does not
-        # wait for nodes that were lost since then.
+        # ``serve`` waits for all nodes at the start. A later round does not wait for
+        # nodes that were lost since then.
         min_available_nodes=min(num_nodes, config.min_replies),
         parts=method.parts(model),
-        # Nodes with another number of partitions would train on the examples of
-        # held-out clients.
+        # Require the same number of partitions on all nodes. A node with another number
+        # would train on the examples of held-out clients.
         num_partitions=config.num_clients if config.held_out_clients else 0,
-        # The result writer tests with and without averaged BN, and names the tests.
+        # The strategy does not add averaged BN to its tests, because the result writer
+        # does so.
         completes_tests=False,
         **settings,
     )
     if not client_tests(config):
-        # As an argument, 0 makes Flower warn that clients will not evaluate.
+        # Set this after the construction, because Flower warns if the argument is 0.
         strategy.fraction_evaluate = 0.0
     return strategy
 

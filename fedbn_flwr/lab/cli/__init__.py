@@ -8,7 +8,8 @@ from __future__ import annotations
 import sys
 
 # isort: off
-# Each module adds its command to the app; --help shows them in this order.
+# Each import adds commands to the app, and --help shows them in the order of these
+# imports.
 from fedbn_flwr.lab.cli import (  # noqa: F401
     before,
     node_command,

@@ -71,7 +71,8 @@ def inspect(
     with exit_codes():
         given = read_overrides(set_ or [])
         strategy = str(given.get("strategy", strategy))
-        # The reference strategy=centralized is refused because it sends nothing.
+        # strategy=centralized is not in PARAMS, because it sends no messages that could
+        # be inspected.
         if strategy not in PARAMS:
             raise unknown_name("strategy", strategy, PARAMS)
         options = {"model": model, "norm": norm, "dataset": dataset}
@@ -81,8 +82,8 @@ def inspect(
     from fedbn_flwr.training.settings import share_of
 
     with exit_codes():
-        # --num-clients counts the clients of a round, but --set num-clients=N counts
-        # all clients.
+        # The option --num-clients is the number of clients in a round, but --set
+        # num-clients=N is the number of all clients.
         if given.get("num-clients"):
             share = share_of(settings.fraction_train, settings.num_clients)
             num_clients = max(1, share)
@@ -113,7 +114,7 @@ def _layers(inspection: Inspection) -> Table:
         "BN layer", "gamma and beta", "running statistics", "floats", box=None
     )
 
-    # a row for each BN layer
+    # Add a row for each BN layer.
     for layer in inspection.parts.layers:
         affine = statistics = "-"
         if "weight" in layer.entries:
@@ -132,7 +133,7 @@ def _layers(inspection: Inspection) -> Table:
             layer.path or "(the model itself)", affine, statistics, f"{size:,}"
         )
 
-    # the rest of the model, and the sums
+    # Add rows for the other layers, and for the sums.
     table.add_row(
         "all other layers", f"({use[Part.REST]})", "", f"{floats[Part.REST]:,}"
     )
@@ -173,14 +174,14 @@ def _costs(inspection: Inspection) -> Iterator[str]:
         if phase is None:
             continue
         cost = phase.traffic
-        # Some methods determine the length of a phase during the run.
+        # None means that the run itself determines the length of the phase.
         rounds = "?" if phase.rounds is None else phase.rounds
         yield (
             f"{phase.name} ({rounds} rounds), each: {cost.exchanges} exchanges,"
             f" {cost.megabytes:.4f} MB of floats: {cost.down:,} bytes down, {cost.up:,}"
             f" up; counters {cost.counters_down:,} down, {cost.counters_up:,} up"
         )
-    # The sum is unknown if the run determines the length of a phase.
+    # The total is unknown if the run itself determines the length of a phase.
     if all(phase.rounds is not None for phase in inspection.phases):
         total = inspection.total()
         yield (
@@ -211,7 +212,8 @@ def partition(
 
     The training and the validation data have separate tables.
     """
-    # Report a typing mistake before the import of torch, which takes a second.
+    # Check the settings before the import of torch, which takes a second, so that a
+    # typing mistake is reported at once.
     from fedbn_flwr.lab.config import Config
 
     with exit_codes():

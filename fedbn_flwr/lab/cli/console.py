@@ -34,7 +34,7 @@ from fedbn_flwr.errors import (
 )
 
 F = TypeVar("F", bound=Callable[..., Any])
-# groups of commands in the help
+# headings of the groups of commands in --help
 BEFORE, TRAIN, AFTERWARDS = "Before a run", "Train", "Afterwards"
 
 
@@ -46,8 +46,8 @@ class _Command(TyperCommand):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        # click 8.5 has its own help of arguments, and this clears the help of Typer
-        # 0.20.
+        # click 8.5 has its own help of arguments and clears the help that Typer 0.20
+        # has set. Set the help again.
         hints = get_type_hints(unwrap(options["callback"]), include_extras=True)
         for parameter in self.params:
             (told,) = hints[parameter.name].__metadata__
@@ -57,7 +57,8 @@ class _Command(TyperCommand):
         """Parse the arguments, with the user's home for ``~`` in paths."""
         for word in REMOVED.keys() & {*args}:
             ctx.fail(f"no such option: {word}.{REMOVED[word]}")
-        # Expand it only in paths: "~" in another text means itself.
+        # Expand ``~`` only in arguments that are paths: in another text, ``~`` is an
+        # ordinary character.
         rest = super().parse_args(ctx, args)
         for parameter in self.params:
             value = ctx.params.get(parameter.name)
@@ -104,12 +105,13 @@ app = _App(
 )
 console = Console(markup=False, highlight=False)
 complaints = Console(stderr=True, markup=False, highlight=False)
-_WIDE = 1000  # characters of a table in a file or a pipe, at most
+_WIDE = 1000  # largest width of a table in a file or a pipe, in characters
 
 
 def _version(asked: bool) -> None:
     if asked:
-        # This reads the installed packages; other commands do not need them.
+        # Import here, because the import reads the installed packages, and other
+        # commands do not need them.
         from fedbn_flwr.messages.versions import as_text, own_versions
 
         say(as_text(own_versions()))
@@ -152,7 +154,8 @@ EngineChoice = Literal["in-process", "simulation"]
 
 def say(text: object = "", style: str | None = None, on: Console = console) -> None:
     """Print a text or a table."""
-    # Do not break lines in a file or a pipe; a terminal breaks them between words.
+    # A terminal wraps long lines between words. In a file or a pipe, lines are not
+    # wrapped.
     if not on.is_terminal:
         on = Console(file=on.file, width=_WIDE, markup=False, highlight=False)
     on.print(text, style=style, soft_wrap=not on.is_terminal)
@@ -172,7 +175,7 @@ def exit_codes(*bad_input: type[FedBNError]) -> Iterator[None]:
         yield
     except KeyboardInterrupt as error:
         text = "interrupted"
-        # ``interrupt`` adds a text about the saved files.
+        # ``interrupt`` passes a text about the saved files as an argument of the error.
         if any(error.args):
             text = " ".join(["interrupted.", *map(str, error.args)])
         say(text, on=complaints)
@@ -195,7 +198,8 @@ def _terminate(*_: object) -> None:
 @contextmanager
 def interrupt(what_is_saved: Callable[[], str]) -> Iterator[None]:
     """Let SIGTERM end a command like Ctrl-C, with a list of the saved files."""
-    # The main thread raises it, like KeyboardInterrupt, so every ``finally`` runs.
+    # The handler raises an exception in the main thread, like KeyboardInterrupt, so
+    # every ``finally`` runs.
     before = signal.signal(signal.SIGTERM, _terminate)
     try:
         yield
@@ -225,7 +229,7 @@ class Scores:
     """The last loss and scores of a run."""
 
     def __init__(self, score: str) -> None:
-        # the bar is narrow
+        # Shorten the label, because the progress bar is narrow.
         label = "acc" if score == "accuracy" else score
         self._labels = {
             "train-loss": "loss",
@@ -252,8 +256,8 @@ def bars() -> Progress:
         TimeElapsedColumn(),
         TimeRemainingColumn(),
         console=complaints,
-        # Estimate the speed from the last 1000 rounds: a large model may not finish
-        # two rounds within the 30 s of rich.
+        # rich estimates the speed from the last 30 seconds, in which a large model may
+        # not finish two rounds. Without this limit, rich uses the last 1000 rounds.
         speed_estimate_period=math.inf,
     )
 

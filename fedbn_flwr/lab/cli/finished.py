@@ -58,7 +58,7 @@ def evaluate(
 
     The results at the sites have intervals.
     """
-    # Check the arguments before the import of torch.
+    # Check the arguments before the import of torch, which takes a second.
     with exit_codes():
         overrides = read_overrides(set_ or [])
         refuse_no_run(run)
@@ -72,8 +72,8 @@ def evaluate(
 
     with exit_codes():
         if dataset is None:
-            # Evaluate at each site of the run. These options apply only to other
-            # data.
+            # Without --dataset, evaluate at each site of the run. The options below
+            # apply only to other data, so refuse them here.
             of_data = {
                 "--set": set_,
                 "--bn": bn,
@@ -99,7 +99,7 @@ def evaluate(
             what, rows = evaluate_run(run, data, bn, out, state_dir)
             say(f"model: {what}")
             table = Table("data", "examples", *rows[0].result.named(), box=None)
-            # A long name is folded over several lines and not cut.
+            # Fold a long name over several lines instead of cutting it.
             for column in table.columns:
                 column.overflow = "fold"
             for row in rows:

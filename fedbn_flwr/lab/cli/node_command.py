@@ -53,7 +53,8 @@ def check_node(
 
     with exit_codes():
         quiet_flower()
-        # The settings are not checked here: the page also shows their faults.
+        # Only read the settings here. ``check_node`` checks them, because its page also
+        # shows the faults of the settings.
         settings = merged(read_settings(config, set_ or []))
         from fedbn_flwr.lab.node_check import Connection, check_node
 

@@ -67,7 +67,8 @@ def report(
 
     target = out or folder / REPORT_FILE
     with exit_codes():
-        # The last page is written after the end of the run, and does not reload itself.
+        # While the run writes its folder, write a page that reloads itself. After the
+        # end, write the last page, which does not reload itself.
         if watch and is_locked(folder):
             say(f"report: {target.absolute()}, until the run ends")
             while is_locked(folder):
@@ -126,7 +127,7 @@ def doctor(
     """
     from fedbn_flwr.lab.config import Config
 
-    # Check the target and the options before the import of torch.
+    # Check the target and the options before the import of torch, which takes a second.
     path = Path(os.path.expanduser(target))
     with exit_codes():
         settings = read_overrides(set_ or [])
@@ -162,7 +163,8 @@ def doctor(
         read_names,
     )
 
-    # With --strict, the exit codes 1 and 3 report the result.
+    # With --strict, the exit codes 1 and 3 report the result of the check, so a
+    # StateError must not exit with one of them.
     with exit_codes(StateError):
         split = {}
         if local_keys:

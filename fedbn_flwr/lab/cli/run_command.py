@@ -68,7 +68,8 @@ def run(
     """
     from fedbn_flwr.lab.config.config import Config
 
-    # Report a typing mistake before the import of torch, which takes a second.
+    # Check the settings before the import of torch, which takes a second, so that a
+    # typing mistake is reported at once.
     with exit_codes():
         overrides = list(set_ or [])
         if resume:
@@ -80,7 +81,8 @@ def run(
     from fedbn_flwr.lab.runs.run import preflight, start
 
     with exit_codes():
-        # The import above also imports Flower, and Flower then sets its log level.
+        # Quiet Flower after the import above, because that import loads Flower, and
+        # Flower sets its log level when it is loaded.
         quiet_flower()
         default = f"runs/{datetime.now():%Y%m%d-%H%M%S}-{settings.title}"
         folder = out or Path(settings.out or default)
@@ -95,11 +97,10 @@ def run(
                 " uses Ray."
             )
 
-        # The checks read the data.
         checked = preflight(settings, folder)
         report_own_data(checked.config)
 
-        # the options of the command that resumes the run after Ctrl-C
+        # After Ctrl-C, the user resumes the run by a command with these options.
         options = ""
         if engine != "in-process":
             options += f" --engine {engine}"
@@ -116,7 +117,8 @@ def run(
             ):
                 summary = start(checked, engine, advance, workers, ray_address)
         except DivergedError:
-            # The folder is complete, up to the round that diverged.
+            # The results are complete up to the round that diverged, so print them
+            # before the error.
             summary = json.loads((folder / "summary.json").read_text())
             _print_results(summary, folder)
             raise

@@ -23,7 +23,7 @@ def print_sites(rows: Sequence[Mapping[str, Any]], metric: str) -> None:
     table = Table("site", box=None)
     for name in names:
         table.add_column(metric if name == "value" else name)
-    # A long name is folded over several lines and not cut.
+    # Fold a long name over several lines instead of cutting it.
     for column in table.columns:
         column.overflow = "fold"
     for row in rows:

@@ -75,7 +75,8 @@ def sweep(
     from fedbn_flwr.lab.config import read_overrides
     from fedbn_flwr.lab.config.yaml_text import read_yaml
 
-    # Report an unreadable file before the import of torch.
+    # Read the file before the import of torch, which takes a second, so that an
+    # unreadable file is reported at once.
     with exit_codes():
         read_yaml(study, "study")
         read_overrides(set_ or [])
@@ -87,7 +88,7 @@ def sweep(
 
     with exit_codes():
         quiet_flower()
-        # Select the runs, and as many processes as save time.
+        # Select the runs, and choose the number of processes that is fastest.
         grid = load_study(study, set_ or [])
         selection = Selection(method or (), split or (), seed or ())
         selection.check(grid)
@@ -100,8 +101,8 @@ def sweep(
             )
         runner = in_parallel(parallel) if parallel > 1 else in_series
 
-        # A run that fails does not stop the others; the command then ends with an
-        # error.
+        # A failed run does not stop the other runs. After the last run, the command
+        # ends with an error.
         failed: RunFailedError | None = None
         saved = (
             f"Finished runs in {out} are kept. The same command resumes the others from"
@@ -113,7 +114,7 @@ def sweep(
                     grid, out, runner, Display(progress, grid.name), selection
                 )
         except RunFailedError as error:
-            # There is no table if the trials of the tuning failed.
+            # If trials of the tuning failed, the error has no table.
             table, failed = error.result, error
         if table is not None:
             _show(table, grid.name)
@@ -127,7 +128,7 @@ def sweep(
 
 def _show(table: pd.DataFrame, title: str) -> None:
     """Print the table."""
-    # A column with a single split carries no information.
+    # Hide the column if all rows have the same split.
     if "split" in table and table["split"].nunique() == 1:
         table = table.drop(columns="split")
     shown = Table(*table.columns, box=None, pad_edge=False)

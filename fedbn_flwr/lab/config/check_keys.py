@@ -46,7 +46,8 @@ F = TypeVar("F", bound=Fields)
 
 ROLES = ("local-part", "client-hooks", "server-step")
 """The keys that add methods to the strategy."""
-# Keys of a federation. The reference run has no clients and cannot use them.
+# Keys that need clients. The reference run strategy=centralized has no clients and
+# cannot use them.
 _OF_A_FEDERATION = (
     *(
         "fraction-train",
@@ -110,7 +111,7 @@ def _of_names(config: Fields) -> Iterator[Problem]:
             "strategy",
         )
     yield from of_name("norm", config.norm, allowed("norm"))
-    # A prefix before a colon marks own data.
+    # A name with a colon is own data, such as npz:PATH, and not a registered data set.
     if ":" not in config.dataset:
         yield from of_name("dataset", config.dataset, allowed("dataset"))
     if config.partition:
@@ -186,15 +187,16 @@ def _of_privacy(config: Fields) -> Iterator[Problem]:
             " one client is its update",
             "masked-sums",
         )
-    # A run without privacy imports only its settings.
+    # These rows are in the module of the settings, so this check imports no code of the
+    # protections.
     rows = [*DPSettings.rows, *([MASKED_UPDATES] if config.masked_sums else [])]
     for problem in check(rows, config, Known()):
         if problem.effect == "refuse":
             yield problem.spelled("-")
     if config.dp == "off":
         return
-    # With noise, the clients' data must not determine whether a round has a result, or
-    # which round is the best.
+    # Noise covers only the model. Whether a round has a result, and which round is the
+    # best, must therefore not depend on the clients' data.
     if config.min_replies > 1:
         yield Problem(
             "dp-counts-replies",
@@ -217,8 +219,8 @@ def has_no_effect(config: Fields) -> dict[str, str]:
     unused: dict[str, str] = {}
     values, defaults = values_of(config), defaults_of(type(config))
 
-    # Collect the settings of this run's methods. The settings of a misspelt method are
-    # unknown.
+    # Collect the settings of the run's methods. If the name of a method is misspelt,
+    # some of these settings are unknown.
     of_run: set[str] = set()
     misspelt = False
     for method in config.method_names:
@@ -227,14 +229,14 @@ def has_no_effect(config: Fields) -> dict[str, str]:
         elif method != CENTRALIZED:
             misspelt = True
 
-    # the methods that have a key, if they are not in this run
+    # For each key, list the methods that have it, unless a method of this run has it.
     others = {}
     for key in values:
         name = key.replace("-", "_")
         others[key] = [] if name in of_run else methods_with(name)
     ours = {key: value for key, value in values.items() if not others[key]}
 
-    # a key with its default counts as not set
+    # A key with its default value counts as not set, so it needs no reason.
     for key, value in values.items():
         if value == defaults[key]:
             continue

@@ -19,12 +19,13 @@ from fedbn_flwr.server.methods.params import TEST_BN
 
 def problems_of_run(config: Fields) -> list[Problem]:
     """Return the problems of the data, the task, the methods and the protections."""
-    # the data, the model and the task
+    # Check the data, the model and the task first.
     problems = [*_of_data(config, data_of(config))]
     if problems:
         return problems
 
-    # The methods and the protections can be checked once the data are valid.
+    # Check the methods and the protections only if the data are valid, because these
+    # checks use the data.
     method = method_of(config)
     try:
         return _of_methods(config, method)
@@ -50,7 +51,7 @@ def _of_data(config: Fields, data: RunData) -> Iterator[Problem]:
             " '_', no '.' in front",
             "series",
         )
-    # The other checks need these three.
+    # The checks below need the data set, the model and the augmentation.
     unreadable = [
         *_of_reading("dataset", lambda: data.info),
         *_of_reading("model", lambda: model_info(config.model)),
@@ -63,7 +64,8 @@ def _of_data(config: Fields, data: RunData) -> Iterator[Problem]:
     yield from of_name("partition", data.split_name, allowed("partition"))
     yield from _of_reading("task", lambda: _check_task(config, data))
 
-    # The classes of own data are found in the data, or set in the config.
+    # The number of classes of own data comes from the data or from num-classes, so only
+    # a registered data set has a number to compare with.
     classes = 0 if data.is_own else info.num_classes
     if config.partition in ("", "classes") and 0 < classes < config.classes_per_client:
         yield Problem(
@@ -80,7 +82,8 @@ def _of_data(config: Fields, data: RunData) -> Iterator[Problem]:
             "num-classes",
         )
 
-    # An augmentation of whole images does not fit classes of pixels.
+    # torchvision's automatic augmentations move the pixels of an image but not its
+    # targets, so they do not fit classes of pixels.
     augmentations = augment.each if augment and info.task.by_pixel else ()
     for name in augmentations:
         if name.endswith("-augment"):
@@ -95,7 +98,7 @@ def _of_data(config: Fields, data: RunData) -> Iterator[Problem]:
 def _check_task(config: Fields, data: RunData) -> None:
     """Check that the labels, the metrics and the model are for the task."""
     info = data.info
-    # It raises if the model does not accept such an example.
+    # ``shape`` raises an error if the model does not accept an example of these data.
     _ = data.shape
     if config.task and config.task != info.task.name:
         raise ConfigError(
@@ -104,7 +107,7 @@ def _check_task(config: Fields, data: RunData) -> None:
             " such labels.",
             code="task-of-labels",
         )
-    # It is unknown for a user's own model.
+    # ``per_pixel`` is None for a user's own model, whose outputs are unknown here.
     task, per_pixel = data.task, model_info(config.model).per_pixel
     if per_pixel is not None and per_pixel != task.by_pixel:
         fitting = []
@@ -137,7 +140,8 @@ def _of_methods(config: Fields, method: MethodOfConfig) -> list[Problem]:
         return problems
     if config.dp != "off":
         problems += _of_dp(config, method)
-    # With dp, masks would report the same problems again.
+    # If the settings of dp have problems, the checks of masks would report the same
+    # problems again.
     if config.masked_sums and not problems:
         problems += uncovered(method.methods, "masked-sums", "true")
         problems += _uncovered(config, method, "masked-sums", "masks do")
@@ -148,7 +152,8 @@ def _of_dp(config: Fields, method: MethodOfConfig) -> Iterator[Problem]:
     """Yield the parts of this run that bypass the noise or conflict with it."""
     yield from uncovered(method.methods, "dp", config.dp)
     yield from _uncovered(config, method, "dp", "epsilon does")
-    # An example with a new class would add an output to everybody's model.
+    # If the data determine the number of classes, one example with a new class adds an
+    # output to the model of all clients.
     data = data_of(config)
     has_classes = data.info.task.name in ("classification", "segmentation")
     if data.is_own and has_classes and not config.num_classes:
@@ -211,7 +216,7 @@ def _unused_of_data(config: Fields, data: RunData) -> dict[str, str]:
         )
     if not info.files:
         unused["data-dir"] = f"dataset={config.dataset} needs no files"
-    # a task whose model has one output for any number of classes
+    # The model of such a task has one output for any number of classes.
     if task.outputs(2) != 2:
         unused["num-classes"] = f"task {task.name} has one output"
     names = split(config.metrics)

@@ -26,8 +26,8 @@ from fedbn_flwr.lab.config.values import (
 from fedbn_flwr.problems import Problem, tell
 
 Scalar = str | int | float | bool
-# The service `cli` of docker-compose.yml sets these in every run config, and a user
-# cannot leave them out there. They are therefore ignored in a run that cannot use them.
+# The service `cli` of docker-compose.yml sets these keys in every run config, and a
+# user cannot leave them out there. A run that cannot use them therefore ignores them.
 _OF_THE_COMPOSE_FILE = (
     "fedtan-transport",
     "fedtan-bind",
@@ -64,17 +64,19 @@ class Config(Fields):
                 key, wrong types, values out of range, settings that contradict each
                 other or have no effect. If some are found without torch, only these.
         """
-        # Report a typing mistake in a third of a second, without torch.
+        # First the checks that do not import torch, so that a typing mistake is
+        # reported in a third of a second.
         config, problems = cls._first_half(values, complete)
         unused = has_no_effect(config)
         problems += _no_effect(config, unused, complete)
         tell(problems, "")
-        # Remaining settings of the compose file count as not set.
+        # Keys of the compose file without effect count as not set.
         preset = _OF_THE_COMPOSE_FILE if complete else ()
         dropped = _defaults_for(cls, [key for key in preset if key in unused])
         config = config.model_copy(update=dropped)
 
-        # Check with the registries, the data and the methods. These need torch.
+        # Then the checks that read the registries, the data and the methods. These
+        # checks import torch.
         from fedbn_flwr.lab.config.check_run import (
             has_no_effect_in_run,
             problems_of_run,
@@ -106,7 +108,8 @@ class Config(Fields):
         settings, twice = new_names(values)
         problems = [Problem("key-under-two-names", text) for text in twice]
         steps, epochs = settings.get("local-steps"), settings.get("local-epochs")
-        # Flower's run config always has local-epochs, with the default 1.
+        # Flower's run config always has local-epochs: if the user has not set the key,
+        # it has the default 1.
         not_set = 1 if complete else 0
         if steps and epochs and epochs != not_set:
             problems.append(
@@ -152,7 +155,7 @@ class Config(Fields):
         settings = merged([shared, own])
         stay = {RENAMED.get(key, key) for key in own}
         dropped: dict[str, str] = {}
-        # Repeat, because without one key another key may have no effect either.
+        # Repeat, because the removal of one key may leave another key without effect.
         while True:
             unused = cls._unused(settings)
             drop = {key: why for key, why in unused.items() if key not in stay}
@@ -177,7 +180,8 @@ class Config(Fields):
         )
 
         unused = has_no_effect(config)
-        # A key without effect may have a value that a run would refuse.
+        # Check with the default of each key without effect, because its value may be
+        # one that a run refuses.
         used = config.model_copy(update=_defaults_for(cls, unused))
         if not problems_of_run(used):
             unused |= has_no_effect_in_run(_with_nobody_held_out(config))
@@ -238,7 +242,7 @@ class Config(Fields):
         return lines
 
 
-# all keys, in the order of the tables
+# all keys, in the order of the tables in docs/config.md
 _KEYS = [key for group in GROUPS for key in Config.keys(group)]
 
 

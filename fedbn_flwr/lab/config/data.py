@@ -22,7 +22,8 @@ from fedbn_flwr.lab.data import (
 from fedbn_flwr.lab.models import input_shape
 from fedbn_flwr.training.tasks import TASKS, Task
 
-# numbers in the inputs of a test batch: 500 images in colour of 64 pixels
+# how many numbers the inputs of a test batch may have: as many as 500 images of 64x64
+# pixels in colour
 _TEST_VALUES = 500 * 3 * 64 * 64
 
 
@@ -63,7 +64,8 @@ class RunData:
         kind, path = OwnData.parse(config.dataset)
         sites: tuple[int, ...] = ()
         if kind == FUNCTION and config.num_clients:
-            # Each held-out client is one more site, given by number or by name.
+            # The function is also called for each held-out client. held-out-clients is
+            # their number, or a list of their names.
             held_out = config.held_out_clients.strip()
             if held_out.isdecimal():
                 count = int(held_out)
@@ -83,7 +85,8 @@ class RunData:
         """
         name = self.config.dataset
         if self.is_own:
-            # own_info imports the readers of arrays and images.
+            # Import here, because own_info imports the readers of arrays and images,
+            # and only runs with own data need them.
             from fedbn_flwr.lab.data import own_info
 
             return own_info(self.own)
@@ -136,7 +139,8 @@ class RunData:
         task, names = self.plain_task, split(self.config.metrics)
         if not names:
             return task
-        # Each test has a loss, and a run may be judged by it.
+        # Every test reports the loss anyway. If the run is judged by the loss, measure
+        # only the other metrics in addition.
         further = names[1:] if names[0] == "loss" else names
         return task.measuring(further).scored_by(names[0])
 

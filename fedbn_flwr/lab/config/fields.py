@@ -66,7 +66,7 @@ def key(
 
 
 # --- the settings of the methods ------------------------------------------------------
-@functools.cache  # every check of a config asks for the fields of every method
+@functools.cache  # called in every check of a config, for every method
 def config_fields(kind: type[Settings]) -> dict[str, str]:
     """Return the names of the settings that are config keys, by field of the config.
 
@@ -76,7 +76,8 @@ def config_fields(kind: type[Settings]) -> dict[str, str]:
     for name, field in kind.model_fields.items():
         extra = extra_of(field)
         if extra.get("group"):
-            # ``key`` is set if the key differs from the setting's name.
+            # A setting declares ``key`` if its config key has another name than the
+            # setting.
             field_of_key = str(extra["key"]).replace("-", "_")
             fields[field_of_key or name] = name
     return fields
@@ -114,7 +115,8 @@ def settings_of_methods(params: Mapping[str, type[Params]] = PARAMS) -> dict[str
     fields: dict[str, Any] = {}
     differing = own_defaults(params)
     for name, declared in _declared(params).items():
-        # A key has the same type and range for all methods.
+        # All methods with this setting must declare the same type and limits, because
+        # the config has one key for it.
         first = declared[0]
         for other in declared:
             if (other.annotation, other.metadata) != (first.annotation, first.metadata):
@@ -128,7 +130,8 @@ def settings_of_methods(params: Mapping[str, type[Params]] = PARAMS) -> dict[str
         meanings = [str(other.description) for other in declared]
         field.description = "; ".join(dict.fromkeys(meanings))
 
-        # A default that selects the method's own default may be outside the limits.
+        # If the methods have different defaults, the key's default means "use the
+        # method's own default". It may be outside the limits, so remove the limits.
         if name in differing:
             field.default, field.metadata = differing[name], []
             field.description += (
@@ -162,7 +165,8 @@ OWN_DEFAULTS = own_defaults()
 class Group(BaseModel):
     """Keys of one group."""
 
-    # Only ``Config`` is validated.
+    # Only ``Config`` is used for validation, so pydantic need not build a validator for
+    # each group.
     model_config = ConfigDict(defer_build=True)
 
     group: ClassVar[str]
@@ -465,8 +469,8 @@ class Files(Group):
     )
 
 
-# A type checker sees the fields of all methods. At run time, the fields are made from
-# the declarations of the methods, so that each key is written once.
+# A type checker sees the fields of all methods by inheritance. At run time, the fields
+# are made from the methods' declarations, so that each key is declared once.
 if TYPE_CHECKING:
 
     class SettingsOfMethods(Params, DPSettings, MaskSettings):
@@ -508,7 +512,7 @@ class Fields(
         frozen=True,
         alias_generator=lambda name: name.replace("_", "-"),
         allow_inf_nan=False,
-        coerce_numbers_to_str=True,  # YAML and --set mix numbers and texts
+        coerce_numbers_to_str=True,  # YAML and --set read the text 5 as a number
     )
 
     @property
@@ -525,7 +529,8 @@ class Fields(
     def title(self) -> str:
         """The names of the methods, joined by "+"."""
         names = [name for name in self.method_names if name != "fedavg"]
-        # Sort in the order of the registry. Unknown names come last and are refused later.
+        # Sort the names in the order of the registry. Unknown names come last; another
+        # check refuses them later.
         order = [*PARAMS, *names]
         return "+".join(sorted(names, key=order.index)) or "fedavg"
 
@@ -541,7 +546,8 @@ class Fields(
         for kind in _OWN_GROUPS:
             if kind.group == group:
                 names += kind.model_fields
-        # The settings of methods and protections name their group themselves.
+        # The settings of methods and protections are not in a class of their group.
+        # Each of them declares its group.
         for name, field in cls.model_fields.items():
             if extra_of(field).get("group") == group:
                 names.append(name)

@@ -31,7 +31,8 @@ from fedbn_flwr.training.schedule import LearningRate
 from fedbn_flwr.training.settings import round_of
 
 
-# Equal settings give the same object, so each property is computed once in a run.
+# Equal configs give the same object, so its cached properties are computed once in a
+# run.
 @functools.lru_cache(maxsize=8)
 def method_of(config: Fields) -> MethodOfConfig:
     """Return the method of a run by its config."""
@@ -65,10 +66,12 @@ class MethodOfConfig:
         given: dict[str, Any] = {}
         for name, setting in config_fields(kind).items():
             value = getattr(self.config, name)
-            # Leave a value that selects the method's own default to the method.
+            # Pass a value only if it is not the one that selects the method's own
+            # default.
             if name not in OWN_DEFAULTS or value != OWN_DEFAULTS[name]:
                 given[setting] = value
-        # Use each test once. A test of adapted BN adds the plain test.
+        # ``tests_in`` names each test once, and adds the plain test to a test with
+        # adapted BN.
         given["eval_on"] = ",".join(tests_in(self.config.eval_on))
         return kind(**given)
 
@@ -82,7 +85,8 @@ class MethodOfConfig:
         split = learning_parts if learning else split_state
         if self.centralized:
             return split(model)
-        # Use two inputs, for a model that shows its head only in a forward pass.
+        # Some models show their head only in a forward pass. The pass uses two random
+        # inputs.
         return split(
             model,
             self.params.layers,
@@ -100,7 +104,8 @@ class MethodOfConfig:
             sgd_momentum=config.sgd_momentum,
             tests=self.tests,
             optimizer=config.optimizer,
-            # The steps of epochs are known if a batch has all examples.
+            # With batch-size=0, an epoch is one step. Otherwise the number of steps
+            # depends on the client, so it is None.
             local_steps=config.local_steps
             or (None if config.batch_size else config.local_epochs),
         )
@@ -119,7 +124,8 @@ class MethodOfConfig:
         asked = tests_in(self.config.eval_on)
         if asked:
             return asked
-        # With local parts, no client uses the unchanged global model.
+        # If clients keep parts of the model, no client uses the plain global model, so
+        # test the clients' own models.
         if not self.centralized and self.methods.own_models:
             return ("personal-own",)
         return ("global",)

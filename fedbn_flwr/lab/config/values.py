@@ -33,7 +33,8 @@ def read_settings(path: Path | None, overrides: Sequence[str]) -> list[dict[str,
         ConfigError: the file is missing, unreadable or not a mapping, or an override
             has no "=".
     """
-    # A client gets its settings from Flower, so it does not need YAML.
+    # Import here, because a client gets its settings from Flower and needs no reader of
+    # YAML.
     from fedbn_flwr.lab.config.yaml_text import read_overrides, read_yaml
 
     in_file = read_yaml(path, "config") if path else {}
@@ -143,7 +144,8 @@ def read_decays(at: str, factor: str) -> list[tuple[str, float]]:
         ConfigError: an entry is neither a round, a fraction of the rounds nor "freeze",
             or the factors do not fit.
     """
-    # The times: each entry is a round, a share of the rounds or "freeze".
+    # Read the times of the decays. Each entry is a round, a share of the rounds or
+    # "freeze".
     entries = split(at)
     for entry in entries:
         value = number(entry)
@@ -156,7 +158,8 @@ def read_decays(at: str, factor: str) -> list[tuple[str, float]]:
                 code="decay-time",
             )
 
-    # The factors: one for all, or one for each; a text without a number counts as 0.
+    # Read the factors: one for all decays, or one for each decay. A text that is not a
+    # number counts as 0 and is refused below.
     factors = [float(number(text) or 0) for text in split(factor)]
     positive = all(one > 0 for one in factors)
     if not positive or len(factors) not in (1, len(entries)):

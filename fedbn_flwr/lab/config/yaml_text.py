@@ -14,7 +14,8 @@ from fedbn_flwr.errors import ConfigError
 _INT = "tag:yaml.org,2002:int"
 
 
-# The parser in C is ten times as fast. Some builds of PyYAML lack it.
+# PyYAML's parser in C is ten times as fast as the parser in Python, but some builds of
+# PyYAML lack it.
 class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
     """Reads ``01`` and ``1:30`` as texts, such as the name of a client.
 
@@ -22,8 +23,8 @@ class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[mi
     """
 
 
-# Use SafeLoader's resolvers without whole numbers. This is a copy, since yaml's own
-# loader is shared with other code.
+# Copy SafeLoader's resolvers, except the resolver of whole numbers. The copy is
+# necessary because other code uses yaml's own loader.
 _Loader.yaml_implicit_resolvers = {}
 for _first, _resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items():
     _Loader.yaml_implicit_resolvers[_first] = [
@@ -69,7 +70,7 @@ def read_yaml(path: Path, what: str) -> Any:
 
 def read_value(text: str) -> Any:
     """Return the value of a YAML text, or raise one of ``UNREADABLE``."""
-    return yaml.load(text, _Loader)  # a SafeLoader
+    return yaml.load(text, _Loader)  # safe, because _Loader is a SafeLoader
 
 
 def _repeated(node: yaml.Node | None, seen: set[int]) -> Iterator[str]:
@@ -79,7 +80,7 @@ def _repeated(node: yaml.Node | None, seen: set[int]) -> Iterator[str]:
         node: a part of the document; None for an empty document.
         seen: ids of the visited nodes; the function adds to it.
     """
-    # An alias is a repeated node, and may contain itself.
+    # YAML's aliases repeat a node, even inside itself, so visit each node once.
     if node is None or id(node) in seen:
         return
     seen.add(id(node))
@@ -110,7 +111,8 @@ def read_overrides(overrides: Sequence[str]) -> dict[str, Any]:
             raise ConfigError(f"--set {override!r} must be key=value")
         try:
             text = value.strip()
-            # YAML would read an empty text as None, and "npz:" as a mapping.
+            # YAML would read an empty text as None and "npz:" as a mapping. Here both
+            # are texts.
             if not text or text.endswith(":"):
                 values[key.strip()] = text
             else:
