@@ -68,7 +68,8 @@ if TYPE_CHECKING:
     from fedbn_flwr.lab.data.own.description import own_info
     from fedbn_flwr.lab.data.own.own_examples import is_divided, own_sha256, own_tests
 else:
-    # Their modules import every reader. A process without own data never needs them.
+    # Import these functions when they are first used, because their modules import
+    # every reader of own data, and most processes have no own data.
     _WHERE = {
         "is_divided": "own.own_examples",
         "own_info": "own.description",

@@ -79,7 +79,8 @@ class Augment:
         crops = [
             entry for entry in entries if re.fullmatch(r"crop[1-9][0-9]{0,3}", entry)
         ]
-        # Only the first crop is known, so a second crop of another size is refused.
+        # Only the first crop counts as known, so a second crop of another size is
+        # refused as unknown.
         known = ("flip", *EACH, *crops[:1])
         for entry in entries:
             if entry not in known or entries.count(entry) > 1:
@@ -126,8 +127,8 @@ class Augment:
                 this order: a seed for each image, if ``each`` is not empty; offsets of
                 the crops, (2, B) integers in [0, 2 * crop], rows then columns; B flips.
         """
-        # Draw only the required numbers. The draws of a run with crop4,flip then do not
-        # depend on the transforms that the package offers.
+        # Draw numbers only for the transforms of this run. Its draws then stay equal if
+        # the package gets new transforms.
         seeds = offsets = flips = None
         if self.each:
             seeds = torch.randint(2**62, (count,), generator=generator)
@@ -167,8 +168,9 @@ class Augment:
         """
         if targets.ndim != 3:
             return self._moved(inputs, draw), targets
-        # Append the targets as one more channel, complemented: a padding of 0 then
-        # means class 255.
+        # Append the targets as one more channel, so that they move with the image. The
+        # crop pads with 0, but padding must become class 255 (ignored), so the channel
+        # has the complement of the targets.
         both = self._moved(torch.cat([inputs, ~targets.unsqueeze(1)], dim=1), draw)
         return both[:, :-1], ~both[:, -1]
 
@@ -198,10 +200,12 @@ def transform_image(
         size: (height, width) of the result of ``RESIZED_CROP``.
         seed: seed of torchvision's draws; torch's default generator does not change.
     """
-    # torchvision takes longer to import than torch, and few runs need it here.
+    # Import here, because torchvision takes longer to import than torch, and few runs
+    # need it.
     from torchvision import tv_tensors
 
-    # Its transforms draw from torch's default generator and accept no other generator.
+    # torchvision's transforms draw only from torch's default generator. Seed this
+    # generator, and restore its state afterwards.
     state = torch.default_generator.get_state()
     torch.default_generator.manual_seed(seed)
     try:
@@ -210,8 +214,8 @@ def transform_image(
             if mask is None or name not in _GEOMETRIC:
                 image = transform(image)
                 continue
-            # With these types, torchvision moves image and mask alike, and takes the
-            # class of the nearest pixel.
+            # Given these types, torchvision moves the mask like the image, and each
+            # pixel of the mask gets the class of the nearest pixel.
             pair = tv_tensors.Image(image), tv_tensors.Mask(mask[None])
             image, mask = (part.as_subclass(Tensor) for part in transform(*pair))
             mask = mask[0]
@@ -244,8 +248,8 @@ def _crop(inputs: Tensor, padding: int, offsets: Tensor) -> Tensor:
     """
     count, channels, height, width = inputs.shape
     padded = F.pad(inputs, (padding, padding, padding, padding))
-    # The number of each wanted pixel among the padded pixels, so that one gather serves
-    # all images: a loop over the images is much slower.
+    # Compute the index of each wanted pixel in the padded image. One gather with these
+    # indices serves all images; a loop over the images is much slower.
     rows = (
         offsets[0].view(-1, 1, 1) + torch.arange(height, device=inputs.device)[:, None]
     )

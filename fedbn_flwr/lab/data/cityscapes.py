@@ -37,7 +37,7 @@ def read_cityscapes(folder: Path, shape: Shape) -> Loaded:
         DataError: a folder is absent, or an image has no label file or a label file of
             another size.
     """
-    # The cities of both parts share one numbering, so no two groups have one number.
+    # Number the cities of both parts together, so that each group has its own number.
     root = root_of(folder, "cityscapes")
     parts = {part: _cities(root / "leftImg8bit" / part) for part in ("train", "val")}
     names = list(parts["train"] | parts["val"])
@@ -48,7 +48,8 @@ def read_cityscapes(folder: Path, shape: Shape) -> Loaded:
             groups += [names.index(city)] * len(paths)
             masks += [_label_file(root, part, path) for path in paths]
     lengths = [sum(map(len, cities.values())) for cities in parts.values()]
-    # From label ids to the 19 classes that count; all others are ignored.
+    # This table maps a label id to one of the 19 classes that count; all other ids are
+    # ignored.
     table = np.full(256, IGNORE, np.uint8)
     table[list(TRAIN_IDS)] = np.arange(len(TRAIN_IDS))
     train, test = open_images(

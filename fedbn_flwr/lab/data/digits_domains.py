@@ -38,7 +38,8 @@ def _blurred(images: Tensor, rng: np.random.Generator) -> Tensor:
     The images are padded with zeros.
     """
     padded = F.pad(images, (1, 1, 1, 1))
-    # The kernel is (1 2 1) twice, over rows and columns; adding 8 rounds.
+    # Apply the kernel (1 2 1) over the rows, then over the columns. Its weights sum to
+    # 16, and adding 8 before the division rounds the result.
     rows = padded[:, :, :-2] + 2 * padded[:, :, 1:-1] + padded[:, :, 2:]
     return (rows[..., :-2] + 2 * rows[..., 1:-1] + rows[..., 2:] + 8) // 16
 
@@ -87,8 +88,8 @@ def read_digits_domains(folder: Path, shape: Shape) -> Loaded:
             _transformed(train, indices, name, "train"),
             _transformed(test, every_digit, name, "test"),
         )
-    # The transformations are for the published 8x8 pixels. The caller resizes the
-    # images if a model needs it.
+    # The domains are made at the published size of 8x8 pixels. The caller resizes the
+    # images if the model needs another size.
     return merged(parts, Shape(3, 8, 8))
 
 
@@ -99,7 +100,8 @@ def _split_over_domains(targets: Tensor) -> list[Tensor]:
     order = np.concatenate(
         [rng.permutation(np.flatnonzero(labels == label)) for label in range(10)]
     )
-    # Take every fifth example in the order of classes, so the classes are balanced.
+    # The order is sorted by class, so every fifth example of it gives each domain all
+    # classes in equal shares.
     parts = []
     for start in range(len(DOMAINS)):
         parts.append(torch.from_numpy(np.sort(order[start :: len(DOMAINS)])))

@@ -89,7 +89,8 @@ def read_domains(
 
     def read(folder: Path, shape: Shape) -> Loaded:
         root = root_of(folder, *names)
-        # Check only the first domain: in a mixture, the reader reports absent files.
+        # The first domain determines the form of all. If another domain has another
+        # form, its reader reports an absent file.
         if (root / f"{domains[0]}.npz").is_file():
             parts = {}
             for name in domains:
@@ -123,7 +124,8 @@ def read_digits_five(folder: Path, shape: Shape) -> Loaded:
         published, names = _PUBLISHED[domain]
         if archives:
             parts[domain] = read_archive(archives[0], 10)
-        # The reader would download absent files, but an absent domain is left out.
+        # Check that the files are there, because a domain without files is left out,
+        # but the reader would download them.
         elif published and all(is_there(folder / name) for name in names):
             loaded = published(folder, shape)
             parts[domain] = (loaded.train, loaded.test)
@@ -185,7 +187,8 @@ def _of_files(files: Mapping[str, Files], shape: Shape) -> Loaded:
         test += test_files
         train_groups += [number] * len(train_files)
         test_groups += [number] * len(test_files)
-    # Open all domains together, so that one decision about memory covers them all.
+    # Open the images of all domains in one call, because their total size determines
+    # whether they fit into memory.
     loaded = open_image_files([train, test], shape)
     return Loaded(
         loaded[0].regrouped(torch.tensor(train_groups)),
@@ -228,7 +231,8 @@ def _checked(
     labels: np.ndarray[Any, Any],
     num_classes: int,
 ) -> Samples:
-    # Other numbers would silently become bytes and classes.
+    # Refuse other types, because the conversion to bytes and classes would silently
+    # change the numbers.
     are_bytes = images.dtype == np.uint8
     are_classes = labels.dtype.kind in "iu" and labels.shape == images.shape[:1]
     if not are_bytes or not are_classes:
@@ -248,20 +252,22 @@ def _checked(
 def _read_synth_digits(folder: Path, shape: Shape) -> Loaded:
     """Return Ganin's synthetic digits, 32x32 RGB, in SVHN's file format."""
     del shape
-    # SciPy takes long to import, and few processes read this data set.
+    # Import here, because SciPy takes long to import, and few processes read this data
+    # set.
     from scipy.io import loadmat
 
     parts = []
     for part in ("train", "test"):
         content = loadmat(folder / f"synth_{part}_32x32.mat")
-        # SVHN's format: the number of the image is last, and the digit 0 may be 10.
+        # In SVHN's format, the last axis counts the images, and the digit 0 may be
+        # stored as 10.
         images = content["X"].transpose(3, 0, 1, 2)
         parts.append(as_samples(images, content["y"].reshape(-1) % 10))
     return Loaded(parts[0], parts[1])
 
 
-# The reader of each domain's published files, and these files. MNIST-M is published in
-# another form.
+# for each domain, the reader of its published files and the names of these files; None
+# for MNIST-M, because its published files have another form
 _PUBLISHED: dict[str, tuple[Reader | None, Sequence[str]]] = {
     "mnist": (read_idx("MNIST"), [f"MNIST/raw/{name}" for name in IDX_FILES]),
     "svhn": (read_torchvision("SVHN"), ["train_32x32.mat", "test_32x32.mat"]),

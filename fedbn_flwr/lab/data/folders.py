@@ -72,12 +72,13 @@ def read_tiny_imagenet(folder: Path, shape: Shape) -> Loaded:
     root = root_of(folder, "tiny-imagenet-200")
     classes = _class_folders(root / "train", 200)
     train = files_of_classes(root / "train", [f"{name}/images" for name in classes])
-    # All images for tests are in one folder, and a file lists their classes.
+    # All test images are in one folder, and this file lists their classes.
     annotations = (root / "val/val_annotations.txt").read_text(encoding="utf-8")
     test = []
     for line in annotations.splitlines():
         name, wnid = line.split("\t")[:2]
-        # A folder may have only some of the classes.
+        # Skip a test image whose class has no training folder: a copy of the data may
+        # have only some classes.
         if wnid in classes:
             test.append((root / "val/images" / name, classes.index(wnid)))
     return _both(train, test, shape)

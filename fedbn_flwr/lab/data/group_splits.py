@@ -29,7 +29,8 @@ def split_domain(request: PartitionRequest) -> list[Indices]:
     ``domain_share`` up to 1 is the fraction of each domain's examples (rounded down)
     that is used; a whole number above 1 is the number of examples of each domain.
     """
-    # Fewer clients than domains would silently leave out a domain.
+    # Each client has one domain. Refuse fewer clients than domains, because a domain
+    # would then be left out silently.
     parts: list[Indices] = [np.empty(0, np.int64)] * request.num_clients
     members = _members("domain", request)
     if request.num_clients < len(members):
@@ -41,7 +42,7 @@ def split_domain(request: PartitionRequest) -> list[Indices]:
     for domain, (group, examples) in enumerate(members.items()):
         name = _named(request, [group])
         used = _used(request.domain_share, len(examples), name)
-        # Client i has domain i mod D.
+        # Client i has domain i mod D, so these are the clients of this domain.
         clients = range(domain, request.num_clients, len(members))
         if used < len(clients):
             raise DataError(
@@ -64,7 +65,9 @@ def split_natural(request: PartitionRequest) -> list[Indices]:
         without = [
             name for at, name in enumerate(request.group_names) if at not in members
         ]
-        # A function is called for as many sites as clients and held-out clients.
+        # A function that returns the data is called once per client and once per
+        # held-out client, so its groups without training examples must be named as
+        # held-out clients.
         also = f" with held-out-clients={','.join(without)}" if without else ""
         raise ConfigError(
             f"partition 'natural' makes a client of each of the {len(members)} groups"

@@ -13,8 +13,8 @@ from fedbn_flwr.lab.data.datasets import DATASETS, DatasetInfo
 from fedbn_flwr.lab.data.readers import READ_ERRORS
 from fedbn_flwr.lab.data.samples import Dataset, Shape, fitted, per_channel
 
-# With functools.cache and no lock, two threads could load the same data set. With this
-# lock, the second thread waits.
+# A cache without a lock lets two threads load the same data set twice. With this lock,
+# the second thread waits for the first.
 _LOADING = threading.Lock()
 
 
@@ -63,8 +63,8 @@ def load_dataset(
         raise ConfigError(
             f"data set {info.name!r} with {channels} channels: use 1 or 3 channels."
         )
-    # The cache must not contain a second copy under other spellings of the arguments,
-    # so the arguments get one form first.
+    # Bring the arguments into one form first, because the cache would otherwise load
+    # the data again for another spelling of the same arguments.
     folder, device = _folder(info, data_dir), str(torch.device(device))
     shape = Shape(channels, size, info.aspect * size, originals)
     with _LOADING:
@@ -73,11 +73,12 @@ def load_dataset(
 
 @functools.lru_cache(maxsize=8)
 def _load(info: DatasetInfo, folder: Path, shape: Shape, device: str) -> Dataset:
-    # The reader's own errors name the fault, but not the files that the folder needs.
+    # The reader's errors name the fault but not the files that the folder must have, so
+    # add these files to the message.
     try:
         loaded = info.loader(folder, shape)
     except READ_ERRORS as error:
-        # Own data have no folder, and their message is complete.
+        # Own data are not in the data folder, and the messages about them are complete.
         if isinstance(error, FedBNError) and not info.files:
             raise
         reason = " ".join(str(error).split()).rstrip(".") or type(error).__name__
@@ -87,7 +88,7 @@ def _load(info: DatasetInfo, folder: Path, shape: Shape, device: str) -> Dataset
             " data-dir to the folder with these files, or use the embedded"
             " dataset='digits'."
         ) from error
-    # Readers may return images of the published size and channels. Convert all of them
+    # A reader may return images in their published size and channels. Convert them
     # here, once in a process.
     return Dataset(
         info.name,

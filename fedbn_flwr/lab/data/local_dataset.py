@@ -20,7 +20,8 @@ from fedbn_flwr.lab.data.samples import Dataset, Samples, Shape, fitted, per_cha
 logger = logging.getLogger("flwr")
 
 
-# Cached: in Ray and in process, every message makes a new client.
+# Cached, because in Ray and in process each message makes a new client, and each client
+# would read the files again.
 @functools.lru_cache(maxsize=4)
 def load_local_dataset(
     path: str,
@@ -62,7 +63,8 @@ def load_local_dataset(
             f"data-path={path!r} is relative, but apps run in their own folders. Write"
             " an absolute path."
         )
-    # Without names, the folders are called by the numbers of their classes.
+    # If the run's classes have no names, the folders are named by the numbers of the
+    # classes.
     classes = classes or tuple(map(str, range(num_classes)))
     try:
         if where.is_file():
@@ -71,8 +73,8 @@ def load_local_dataset(
             train, test = _read_folders(where, classes, shape)
     except READ_ERRORS as error:
         raise DataError(f"data-path={path!r} could not be read: {error}") from error
-    # All clients train one model. The images therefore get the shape of the run's
-    # model, and the run's mean and std.
+    # All clients train one model, so the images get the shape of the run's model, and
+    # the run's mean and std.
     found = train.shape[0]
     if found > channels:
         logger.warning(
@@ -104,14 +106,15 @@ def _read_folders(
         for entry in path.iterdir()
         if entry.is_dir() and not entry.name.startswith(".")
     }
-    # A client may lack a class: without a folder, it has no examples of it.
+    # A client may have no folder for a class. It then has no examples of this class.
     files, absent = Files(), list[str]()
     for label, name in enumerate(classes):
         if name in folders:
             files += [(image, label) for image in image_files(path / name)]
         else:
             absent.append(name)
-    # A folder without a class is more often a misspelt name than a folder to leave out.
+    # Report folders that no class is named after, because such a folder is more often a
+    # misspelt class than a folder to leave out.
     others = folders - {*classes}
     if not files:
         raise DataError(

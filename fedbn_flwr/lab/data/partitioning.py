@@ -103,7 +103,7 @@ def make_partition(
             f"num-clients={num_clients} is not allowed. Use 1 to {len(labels)}, the"
             " number of training examples."
         )
-    # Each split uses only some fields of the request.
+    # The request has the settings of all splits; each split uses only some of them.
     request = PartitionRequest(
         labels=labels,
         num_classes=num_classes,
@@ -117,7 +117,8 @@ def make_partition(
         groups=groups,
         group_names=tuple(group_names),
     )
-    # Sorted, because the order of the draws is not a property of a partition.
+    # Sort each client's examples, so that the partition does not depend on the order in
+    # which the split drew them.
     partition = [np.sort(part) for part in PARTITIONS[name].split(request)]
     empty = sum(not len(part) for part in partition)
     if empty:
@@ -170,10 +171,12 @@ def split_dataset(
     if units is None:
         train = make_partition(name, labels, num_clients, groups=groups, **settings)
     else:
-        # A patient of two hospitals is two units, one for each hospital.
+        # If the split is by group, a unit must not be in two groups: count a patient of
+        # two hospitals as two units.
         if groups is not None and PARTITIONS[name].by_group:
             units = units * (int(groups.max()) + 1) + groups
-        # The first example of each unit is split; the others of the unit follow it.
+        # Split only the first example of each unit, and give the client of this example
+        # the other examples of the unit.
         members = _examples_of_units(units)
         first = np.array([examples[0] for examples in members], np.int64)
         if groups is not None:
@@ -181,8 +184,8 @@ def split_dataset(
         train = []
         for part in make_partition(name, labels[first], num_clients, **settings):
             train.append(np.sort(np.concatenate([members[unit] for unit in part])))
-    # A client of ``natural`` is a group, so its tests are all tests of the group, even
-    # tests of classes without a training example.
+    # A client of ``natural`` is a group and gets all tests of this group, even tests of
+    # a class that the group has no training example of.
     if name == "natural" and groups is not None and test_groups is not None:
         of_clients = [groups[part[0]] for part in train]
         tests = [np.flatnonzero(test_groups == group) for group in of_clients]
@@ -202,7 +205,8 @@ def _examples_of_units(units: Indices) -> list[Indices]:
     """Return the examples of each unit in their order, by the units' numbers."""
     order = np.argsort(units, kind="stable")
     starts = np.flatnonzero(np.diff(units[order], prepend=-1))
-    # Cut at each start, then drop the empty part before the first start.
+    # Cut the order where a new unit starts. The first part is empty, since the first
+    # unit starts at 0.
     return np.split(order, starts)[1:]
 
 
@@ -298,7 +302,7 @@ def partition_test_set(
         train_groups: group of each training example, int64, or None without groups.
         test_groups: group of each test example, int64, or None without groups.
     """
-    # A cell is a class, or a class in a group.
+    # A cell is a class. If the data have groups, a cell is a class within a group.
     train_cells, test_cells = np.asarray(train_labels), np.asarray(test_labels)
     num_cells = _highest(train_cells, test_cells) + 1
     if train_groups is not None and test_groups is not None:
@@ -306,7 +310,7 @@ def partition_test_set(
         test_cells = test_cells + num_cells * test_groups
         num_cells = _highest(train_cells, test_cells) + 1
     counts = partition_counts(train_partition, train_cells, num_cells)
-    # The test examples of all cells, and the client of each.
+    # Collect the test examples of all cells, and the client that gets each of them.
     given, owners = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
     clients = np.arange(len(train_partition))
     for cell, of_clients in enumerate(counts.T):
@@ -314,16 +318,18 @@ def partition_test_set(
         total = int(of_clients.sum())
         if not total:
             continue
-        # The quota of each client; the largest remainders get the rest. All numbers are
-        # integers, so every machine sees the same ties.
+        # Each client gets test examples in proportion to its training examples in this
+        # cell. The examples left over by rounding go to the largest remainders. All
+        # numbers are integers, so every machine sees the same ties.
         sizes, remainders = np.divmod(of_clients * len(examples), total)
         left = len(examples) - int(sizes.sum())
         sizes[np.argsort(-remainders, kind="stable")[:left]] += 1
-        # "deal-test" is part of the seed: another word would change every split.
+        # Keep the word "deal-test", because it is part of the seed: another word would
+        # change every split.
         given.append(numpy_generator(seed, "deal-test", cell).permutation(examples))
         owners.append(np.repeat(clients, sizes))
-    # Sort once by client, then by example: there may be thousands of clients and of
-    # cells, so a loop over both would be slow.
+    # Sort all examples once by client and then by example, because a loop over
+    # thousands of clients and cells is slow.
     all_given, all_owners = np.concatenate(given), np.concatenate(owners)
     by_client = all_given[np.lexsort((all_given, all_owners))]
     ends = np.cumsum(np.bincount(all_owners, minlength=len(clients)))
@@ -338,7 +344,8 @@ def partition_counts(
     partition: Sequence[Indices], labels: Indices, num_classes: int
 ) -> Indices:
     """Return the examples of each class on each client, int64 (clients, classes)."""
-    # Count (client, class) pairs in one call, without a loop over thousands of clients.
+    # Count all pairs of client and class in one call, because a loop over thousands of
+    # clients is slow.
     clients = np.repeat(np.arange(len(partition)), [len(part) for part in partition])
     pairs = clients * num_classes + labels[np.concatenate(partition)]
     counts = np.bincount(pairs, minlength=len(partition) * num_classes)

@@ -25,7 +25,8 @@ def partition_picture(
         title: text above the picture.
         names: names of the classes; if empty, their numbers.
     """
-    # matplotlib takes long to import. Pyplot is not used, since it needs a display.
+    # Import here, because matplotlib takes long to import. Do not use pyplot, because
+    # pyplot may need a display.
     from matplotlib import colormaps
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
@@ -35,7 +36,7 @@ def partition_picture(
     axis = figure.subplots()
     few = len(classes) <= _MOST_COLUMNS
     colours = colormaps["tab20" if few else "viridis"].resampled(len(classes))
-    # Draw class by class, each on top of the classes before.
+    # Draw one class after another, each bar on top of the bars of the classes before.
     clients, bottom = np.arange(len(counts)), np.zeros(len(counts), np.int64)
     for label, of_class in enumerate(counts.T):
         axis.bar(
@@ -69,7 +70,8 @@ def partition_table(counts: Indices, names: Sequence[str] = ()) -> str:
     classes = names or _numbers(counts)
     table = pd.DataFrame(counts, columns=classes).rename_axis("client")
     table.loc["all"] = table.sum()
-    # With more columns, a line would be wider than a terminal.
+    # Summarise many classes in two columns, because a line with a column for each class
+    # would be wider than a terminal.
     if len(classes) > _MOST_COLUMNS:
         columns = {"classes": (table > 0).sum(axis=1), "largest": table.idxmax(axis=1)}
         shown = pd.DataFrame(columns).assign(all=table.sum(axis=1))

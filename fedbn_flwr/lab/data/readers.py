@@ -56,8 +56,8 @@ IDX_FILES = (
 )
 """The files of MNIST and of data sets in its format."""
 
-# The embedded set has no published split. Ours is fixed, so that all runs and seeds
-# have the same test set.
+# The embedded data set has no published split into training and test. This fixed split
+# gives all runs and seeds the same test examples.
 _DIGITS_SPLIT_SEED = 0
 _DIGITS_TEST_SHARE = 0.2
 
@@ -67,17 +67,18 @@ def read_digits(folder: Path, shape: Shape) -> Loaded:
 
     ``sklearn.datasets.load_digits`` reads the same file.
     """
-    # All readers have the same signature.
+    # This reader needs no arguments, because the digits are in a package, but all
+    # readers have the same signature.
     del folder, shape
-    # Found without importing scikit-learn: the import takes as long as the whole run of
-    # a small model.
+    # Find the file without importing scikit-learn, because the import takes as long as
+    # a whole run of a small model.
     spec = find_spec("sklearn")
     if spec is None or spec.origin is None:
         raise DataError("scikit-learn is not installed, but its files have the digits")
     path = Path(spec.origin).parent / "datasets/data/digits.csv.gz"
     with gzip.open(path, "rt") as file:
         rows = np.loadtxt(file, delimiter=",", dtype=np.int64)
-    # A row is 64 pixels from 0 to 16, and the digit.
+    # A row has 64 pixels from 0 to 16, followed by the digit.
     pixels, labels = rows[:, :-1].reshape(-1, 1, 8, 8), rows[:, -1].copy()
     inputs = torch.from_numpy(np.rint(pixels * (255 / 16)).astype(np.uint8))
     in_test = np.zeros(len(labels), dtype=bool)
@@ -130,7 +131,8 @@ def read_torchvision(class_name: str) -> Reader:
         source = getattr(datasets, class_name)
         both = []
         for part in ("train", "test"):
-            # SVHN has its own argument, attributes and order of axes.
+            # torchvision's SVHN differs from its other data sets in the argument for
+            # the part, the names of the attributes and the order of the axes.
             if class_name == "SVHN":
                 data = _present_or_downloaded(source, str(folder), split=part)
                 samples = as_samples(data.data.transpose(0, 2, 3, 1), data.labels)
@@ -148,8 +150,8 @@ def _present_or_downloaded(
     source: Callable[..., Any], folder: str, **split: Any
 ) -> Any:
     """Return torchvision's data set, after a download if its files fail."""
-    # Try without a download first: with download=True, torchvision writes into the
-    # folder, but the folder may be read-only.
+    # Try without a download first, because torchvision writes into the folder if
+    # download=True, but the folder may be read-only.
     try:
         return source(folder, download=False, **split)
     except (OSError, RuntimeError):
@@ -176,7 +178,8 @@ def _idx_array(path: Path) -> np.ndarray[Any, np.dtype[np.uint8]]:
     shape = tuple(
         int.from_bytes(content[at : at + 4], "big") for at in range(4, start, 4)
     )
-    # Check both directions: a cut download, or one written over a longer file.
+    # Refuse a file that is too short (a download that was cut off) or too long (a file
+    # that was written over a longer one).
     values = np.frombuffer(content[start:], dtype=np.uint8)
     if len(content) < start or values.size != math.prod(shape):
         raise DataError(
@@ -200,6 +203,6 @@ def as_samples(images: np.ndarray[Any, Any], labels: Any) -> Samples:
         raise DataError(
             f"images have shape {images.shape}. Use (N, H, W) or (N, H, W, 3)."
         )
-    # Copy, because readers return views of files, or read-only arrays.
+    # Copy the arrays, because readers return views of files or read-only arrays.
     inputs = torch.from_numpy(np.array(rows, dtype=np.uint8, order="C"))
     return Samples(inputs, torch.from_numpy(np.array(labels, dtype=np.int64)))

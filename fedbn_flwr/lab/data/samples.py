@@ -44,16 +44,16 @@ def reshaped(samples: Samples, shape: Shape, chunk: int = 4096) -> Samples:
     RGB becomes grey by ITU-R 601 luma; grey is repeated over three channels without a
     copy. Images are resized bilinear with antialiasing, pixel targets to the nearest.
     """
-    # Files outside memory are decoded in this shape anyway.
+    # Images that stay in files are decoded in the wanted shape when they are read.
     size = (shape.height, shape.width)
     if not samples.in_memory:
         return samples
     inputs, targets = samples.inputs, samples.targets
     if inputs.shape[1:] == (shape.channels, *size):
         return samples
-    # Remove channels before resizing and add them after it, so that one channel is
-    # resized, not three. Work in chunks, as integers and floats take four times the
-    # memory of bytes.
+    # Reduce the channels before resizing, or add channels after resizing, so that one
+    # channel is resized and not three. Work in chunks, because the computation needs
+    # four bytes for each byte.
     if shape.channels < inputs.shape[1]:
         inputs = torch.cat([_luma(part) for part in torch.split(inputs, chunk)])
     if inputs.shape[2:] != size:
@@ -76,20 +76,22 @@ def per_channel(values: tuple[float, ...], channels: int) -> tuple[float, ...]:
     """Return a mean or std of pixels for this number of channels."""
     if len(values) in (0, channels):
         return values
-    # For another number of channels, use the average of the known channels.
+    # If the number of channels differs, use the average of the known channels for all
+    # of them.
     return (sum(values) / len(values),) * channels
 
 
 def _luma(images: Tensor) -> Tensor:
     """Return RGB bytes as grey by (299 R + 587 G + 114 B) / 1000, rounded."""
-    # Compute in integers, so that every machine has the same bytes.
+    # Compute in integers, so that every machine gives the same bytes.
     red, green, blue = torch.split(images.to(torch.int32), 1, dim=1)
     return ((299 * red + 587 * green + 114 * blue + 500) // 1000).to(torch.uint8)
 
 
 def _resized(images: Tensor, size: tuple[int, int]) -> Tensor:
     """Return uint8 images in the new size."""
-    # Compute in float32, since torch's kernels for uint8 round differently by CPU.
+    # Compute in float32, because torch's kernels for uint8 round differently on
+    # different CPUs.
     resized = F.interpolate(
         images.float(), size, mode="bilinear", align_corners=False, antialias=True
     )
@@ -170,7 +172,8 @@ class LastTest:
 
     def blocks(self, made: Callable[[], Iterable[Block]]) -> Iterable[Block]:
         """Return the batches, made again if somebody has written to them."""
-        # torch counts writes, but not in inference mode.
+        # The stored batches are used again only if torch's version counters show no
+        # write to them. In inference mode, torch does not count writes.
         if torch.is_inference_mode_enabled():
             return made()
         if not self._blocks or _versions(self._blocks) != self._versions:
@@ -251,7 +254,8 @@ class Samples:
             for part in (self._targets, self.groups, self.units)
         )
         inputs = self.source
-        # The channels of grey images share their memory, so move one, not three.
+        # The three channels of grey images share their memory. Move one channel and
+        # repeat it, instead of moving three.
         if isinstance(inputs, Tensor) and inputs.ndim == 4 and inputs.stride(1) == 0:
             moved = inputs[:, :1].to(device).expand_as(inputs)
             return Samples(moved, targets, groups, units)
@@ -321,15 +325,16 @@ class Samples:
         self, chosen: Tensor, augment: Augment | None = None, draw: Draw | None = None
     ) -> tuple[Tensor, Tensor]:
         """Return these examples (int64 (B,)) and their targets, augmented as drawn."""
-        # Transforms of single images come before transforms of the batch. They act on
-        # files as stored, before these are resized, so ``read`` applies them.
+        # Transforms of single images come before transforms of the whole batch. For
+        # files, ``read`` applies them, because they act on images in the stored size.
         if isinstance(self.source, LazyInputs):
             each = () if augment is None else augment.each
             seeds = () if draw is None or draw.seeds is None else draw.seeds.tolist()
             inputs, read = self.source.read(chosen.tolist(), each, seeds)
             targets = self.targets.index_select(0, chosen) if read is None else read
         else:
-            # Indexing with [] takes several times as long as index_select for a batch.
+            # Use index_select, because indexing with [] takes several times as long for
+            # a batch.
             inputs = self.source.index_select(0, chosen)
             targets = self.targets.index_select(0, chosen)
             if augment is not None and draw is not None:
@@ -370,8 +375,8 @@ class Dataset:
     @property
     def label_names(self) -> tuple[str, ...]:
         """The name of each class of a label, or its number without a name."""
-        # Labels may have more classes than the model has outputs: a single output can
-        # distinguish two classes.
+        # Take the larger of the number of outputs and the number of labels, because a
+        # model with a single output can distinguish two classes.
         count = self.num_classes
         if len(self.train):
             count = max(count, int(self.train.labels.max()) + 1)

@@ -50,8 +50,9 @@ def _drawn_sizes(
     clients: int, shards: int, most: int, rng: np.random.Generator
 ) -> list[int]:
     """Return uniform draws from 1..most, given that their sum is ``shards``."""
-    # ways[k][s]: the number of ways to write s as a sum of k numbers from 1..most, in
-    # exact integers. Neighbours of a row differ by two terms of the row before.
+    # ways[k][s] is the number of ways to write s as a sum of k numbers from 1..most, in
+    # exact integers. Each entry is the entry to its left, plus one term of the row
+    # before and minus another term of that row.
     ways = [[1] + [0] * shards]
     for _ in range(clients):
         before, row = ways[-1], [0]
@@ -61,13 +62,13 @@ def _drawn_sizes(
                 number -= before[total - 1 - most]
             row.append(number)
         ways.append(row)
-    # The chance of a client's number is its share of the remaining ways; each later
-    # client needs at least one of the remaining shards.
+    # Draw the number of each client in turn. The chance of a number is the share of the
+    # remaining ways that begin with it. Leave at least one shard for each later client.
     sizes = []
     for later in range(clients - 1, -1, -1):
         options = range(1, min(most, shards - later) + 1)
-        # The division of integers is correctly rounded, even beyond the floating point
-        # range.
+        # Divide integers, because Python rounds their quotient correctly even if they
+        # are too large for a float.
         chances = [
             ways[later][shards - option] / ways[later + 1][shards] for option in options
         ]
@@ -86,7 +87,8 @@ def _split_shards(
             f"shards-per-client={sizes[0]} needs {count} shards, but there are only"
             f" {len(request.labels)} training examples."
         )
-    # Shuffled before the stable sort, so that a shard is a random part of its class.
+    # Shuffle before the stable sort by class, so that each shard is a random part of
+    # its class.
     rng = numpy_generator(request.seed, "partition", purpose)
     shuffled = rng.permutation(len(request.labels)).astype(np.int64)
     by_class = shuffled[np.argsort(request.labels[shuffled], kind="stable")]

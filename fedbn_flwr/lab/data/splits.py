@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 Indices = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 
-# flwr-datasets gives up after 10 redraws. With alpha 0.1 and 100 clients, few draws
-# give every client 10 examples.
+# flwr-datasets gives up a seed after 10 redraws. With alpha 0.1 and 100 clients, few
+# draws give every client 10 examples, so try several seeds.
 _DIRICHLET_SEEDS = 20
 _DRAWS_PER_SEED = 11
 
@@ -81,7 +81,8 @@ def split_dirichlet(request: PartitionRequest) -> list[Indices]:
         try:
             return _drawn(request, attempt, request.min_size)
         except ValueError as error:
-            # flwr-datasets has no error class for this failure.
+            # Only the text identifies this error, because flwr-datasets raises a plain
+            # ValueError.
             if "max number of attempts" not in str(error):
                 raise
     raise DataError(
@@ -98,7 +99,7 @@ def _drawn(request: PartitionRequest, attempt: int, min_size: int) -> list[Indic
     Raises:
         ValueError: no draw of flwr-datasets gives every client ``min_size``.
     """
-    # Its import takes seconds, and other splits do not need it.
+    # Import here, because the import takes seconds, and other splits do not need it.
     from flwr_datasets.partitioner import DirichletPartitioner
 
     partitioner = DirichletPartitioner(
@@ -106,11 +107,12 @@ def _drawn(request: PartitionRequest, attempt: int, min_size: int) -> list[Indic
         partition_by="label",
         alpha=float(request.alpha),
         min_partition_size=min_size,
-        # The table is already shuffled.
+        # ``_shuffled`` has already shuffled the examples.
         shuffle=False,
         seed=derive_seed(request.seed, "partition", "dirichlet", attempt),
     )
-    # It warns of each draw that is too uneven, although it then draws again.
+    # The partitioner warns of each draw that is too uneven, although it then draws
+    # again. Hide these warnings.
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The specified min_partition_size")
         return _partitioned(partitioner, *_shuffled(request, "dirichlet-order"))
@@ -126,10 +128,12 @@ def split_dirichlet_equal(request: PartitionRequest) -> list[Indices]:
     small, larger = divmod(len(order), request.num_clients)
     partition = []
     for client in range(request.num_clients):
-        # Hsu et al., section 2: draw q of this client, then its examples by q.
+        # As in Hsu et al., section 2, draw the class mix q of this client, and then its
+        # examples by q.
         mix = rng.dirichlet(np.full(request.num_classes, float(request.alpha)))
         taken = _filled(small + (client < larger), mix, left, rng)
-        # Taken from the end of each class, so ``left`` is also the end of the rest.
+        # Take a client's examples from the end of each class. After the subtraction,
+        # ``left`` is where they begin.
         left = left - taken
         slices = [
             pool[rest : rest + size]
@@ -145,10 +149,12 @@ def _filled(size: int, mix: Floats, left: Indices, rng: np.random.Generator) -> 
     missing = size
     while missing > 0:
         weights = np.where(taken < left, mix, 0.0)
-        # If no class of the mix has examples left, draw in proportion to the others.
+        # If all classes of the mix are used up, draw from the other classes in
+        # proportion to their remaining examples.
         if not weights.sum() > 0:
             weights = (left - taken).astype(np.float64)
-        # A class gives at most its remaining examples; the missing ones are redrawn.
+        # A class gives at most its remaining examples. The loop draws again for the
+        # missing examples.
         drawn = rng.multinomial(missing, weights / weights.sum())
         taken = np.minimum(taken + drawn, left)
         missing = size - int(taken.sum())
@@ -179,7 +185,8 @@ def _partitioned(
     partitioner.dataset = datasets.Dataset.from_dict({"index": order, "label": labels})
     parts = []
     for client in range(partitioner.num_partitions):
-        # Read Arrow's columns, because a list of Python's numbers takes seconds.
+        # Read Arrow's columns as arrays, because a conversion to lists of Python's
+        # numbers takes seconds.
         table = partitioner.load_partition(client).with_format("arrow")[:]
         parts.append(table["index"].to_numpy().astype(np.int64))
     return parts
@@ -197,13 +204,15 @@ def split_classes(request: PartitionRequest) -> list[Indices]:
             f"classes-per-client={wanted} is not allowed. Use 1 to {classes}, the"
             " number of classes."
         )
-    # The clients of each class, by Appendix D: k classes from a client's first on.
+    # List the clients of each class. By Appendix D, a client has k consecutive classes
+    # from its first class on.
     clients_of = [list[int]() for _ in range(classes)]
     for client in range(request.num_clients):
         start = client * classes // request.num_clients
         for label in range(start, start + wanted):
             clients_of[label % classes].append(client)
-    # Shuffle each class separately, so that its parts do not depend on other classes.
+    # Shuffle each class separately, so that its parts do not depend on the other
+    # classes.
     parts = [list[Indices]() for _ in range(request.num_clients)]
     for label, clients in enumerate(clients_of):
         if not clients:

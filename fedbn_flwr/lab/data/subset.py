@@ -14,11 +14,12 @@ from torch import Tensor
 from fedbn_flwr.lab.data.augment import Augment
 from fedbn_flwr.lab.data.samples import Block, LastTest, Samples
 
-# The most bytes of floats in one conversion, so that they stay in a cache.
+# largest number of bytes of floats in one conversion, so that the floats stay in the
+# CPU's cache
 _BLOCK = 2**21
-# The most bytes of floats that are kept from one test for the next.
+# largest number of bytes of floats that are kept from one test for the next test
 _KEPT = 2**25
-# The alignment of torch's memory in bytes.
+# alignment of torch's memory in bytes
 _ALIGNED = 64
 
 
@@ -54,7 +55,8 @@ class Subset:
         self._indices: Tensor | None = None
         if indices is not None:
             self._indices = torch.as_tensor(indices, device=samples.device)
-        # Reshape to (C, 1, 1), to broadcast over the images of a batch.
+        # Give mean and std the shape (C, 1, 1) for images, so that they broadcast over
+        # a batch.
         shape = (-1, *[1] * len(samples.shape[1:]))
         self._mean, self._std = (
             torch.tensor(values, dtype=torch.float32, device=samples.device).view(shape)
@@ -136,7 +138,9 @@ class Subset:
         these take at most ``_BLOCK`` bytes. The bits are equal, in fewer calls. A small
         test set that is read again, for example for another client, is kept converted.
         """
-        # Augmentation draws batch by batch, and files are read for one batch at a time.
+        # Convert batch by batch if the examples are augmented, because each batch has
+        # its own random draws, or if the examples are in files, because files are read
+        # for one batch at a time.
         augmented = generator is not None and self._augment is not None
         if augmented or not self._samples.in_memory:
             for batch in positions:
@@ -168,12 +172,13 @@ class Subset:
         return known.blocks(lambda: self._made(order))
 
     def _prepared(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        # Only the first operation copies; the others act in place on that copy.
+        # Only the first operation makes a new tensor. The others act in place on this
+        # tensor.
         if inputs.dtype == torch.uint8:
             inputs = inputs.to(torch.float32).div_(255).sub_(self._mean).div_(self._std)
         elif len(self._mean):
             inputs = inputs.sub(self._mean).div_(self._std)
-        # Bytes are classes of pixels, but losses need int64.
+        # uint8 targets are classes of pixels, and the losses need int64.
         if targets.dtype == torch.uint8:
             targets = targets.to(torch.int64)
         return inputs, targets
@@ -186,8 +191,9 @@ def _blocks(positions: Iterable[Tensor], size: int) -> Iterator[list[Tensor]]:
         positions: the batches.
         size: bytes of one example.
     """
-    # Matrix products of the same numbers at another alignment may differ in their last
-    # bits, so examples of an odd size are never combined.
+    # Combine batches only if each example's size is a multiple of the alignment: matrix
+    # products of the same numbers may differ in their last bits if the memory is
+    # aligned differently.
     block: list[Tensor] = []
     room = _BLOCK
     for batch in positions:

@@ -43,21 +43,21 @@ def split_off(
     """
     if not 0 <= share < 1:
         raise ConfigError(f"share={share} must be in [0, 1)")
-    # The order of the draws (the shares, then the examples, then the units) is part of
-    # every recorded split.
+    # Do not change the order of the draws (first the shares, then the examples, then
+    # the units), because every recorded split depends on it.
     rng = numpy_generator(seed, "split-off")
     examples = np.sort(np.asarray(indices, np.int64))
     _, classes = np.unique(np.asarray(labels)[examples], return_inverse=True)
     wanted = _shares(np.bincount(classes), Fraction(str(share)), rng)
     order = rng.permutation(len(examples))
     if units is None:
-        # Take the first examples of each class in a random order.
+        # In a random order of the examples, take the first ones of each class.
         chosen = np.zeros(len(examples), bool)
         for label, number in enumerate(wanted):
             chosen[order[classes[order] == label][:number]] = True
     else:
-        # Count the examples of each unit by class. Then take each unit, in random
-        # order, that brings the counts nearer to the wanted counts.
+        # Count the examples of each unit by class. Then visit the units in random
+        # order, and take a unit if it brings the counts nearer to the wanted counts.
         _, unit_of = np.unique(np.asarray(units)[examples], return_inverse=True)
         num_units = int(unit_of.max(initial=-1)) + 1
         counts = np.zeros((num_units, len(wanted)), np.int64)
@@ -75,13 +75,14 @@ def split_off(
 
 def _shares(counts: Indices, share: Fraction, rng: np.random.Generator) -> Indices:
     """Return the number of examples of each class in the part, by remainder."""
-    # Fractions, because a share such as 0.1 has no exact float: ties would not be ties.
+    # Compute with fractions, because floats do not represent a share such as 0.1
+    # exactly, so equal remainders would become unequal.
     total = int(counts.sum())
     size = max(0, min(math.floor(share * total + Fraction(1, 2)), total - 1))
     exact = [share * int(count) for count in counts]
     numbers = np.array([math.floor(number) for number in exact], np.int64)
     remainders = [float(number - math.floor(number)) for number in exact]
-    # Order equal remainders at random, or the first classes would win each tie.
+    # Order equal remainders at random. Otherwise the first classes would win every tie.
     ranking = rng.permutation(len(counts)).tolist()
     ranking.sort(key=lambda label: -remainders[label])
     missing = size - int(numbers.sum())
