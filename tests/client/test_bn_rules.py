@@ -388,7 +388,9 @@ def test_a_survey_passes_all_data_before_the_first_step(mlp, points) -> None:
         "in order, and with the batch that the loader drops"
     )
     rules._check()
-    with pytest.raises(ConfigError, match=r"rules\.survey\(loader\) came after a step"):
+    with pytest.raises(
+        ConfigError, match=r"rules\.survey\(loader\) was called after a step"
+    ):
         surveyed_loop(model := mlp(), Hooks(model, {"count": hook}), data, first=False)
     with pytest.raises(
         ConfigError,
@@ -536,7 +538,9 @@ def test_a_survey_after_steps_of_an_optimizer_that_is_not_wrapped_is_refused(
     hook.begin(model)
     rules = Hooks(model, {"hook": hook})
     F.cross_entropy(model(data.inputs), data.targets).backward()
-    with pytest.raises(ConfigError, match=r"rules\.survey\(loader\) came after a step"):
+    with pytest.raises(
+        ConfigError, match=r"rules\.survey\(loader\) was called after a step"
+    ):
         rules.survey(loader)
     with rules._exit:
         hook.end(model)
