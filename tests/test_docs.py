@@ -127,6 +127,9 @@ NOT_PUBLIC_YET = {
     ("docs/get-started.md", "fedbn_flwr.messages.records"),
     ("docs/other-packages.md", "fedbn_flwr.batchnorm.averaging"),
     ("docs/other-packages.md", "fedbn_flwr.batchnorm.parts"),
+    ("docs/quickstart.ipynb", "fedbn_flwr.lab.config"),
+    ("docs/quickstart.ipynb", "fedbn_flwr.lab.report"),
+    ("docs/quickstart.ipynb", "fedbn_flwr.lab.runs.run"),
     ("docs/reference/output-folder.md", "fedbn_flwr.lab.config"),
     ("docs/reference/output-folder.md", "fedbn_flwr.lab.output.folder"),
     ("docs/reference/output-folder.md", "fedbn_flwr.lab.runs.run"),
@@ -213,10 +216,6 @@ def test_python(block: Block, folder: Path, at_once: dict[str, str]) -> None:
     assert done.returncode == 0, done.stderr
     if shown := shown_after(block, BLOCKS):
         assert missing(shown, done.stdout) == []
-    elif 'print("FedAvg"' in block.text:
-        reached = dict(line.split() for line in done.stdout.splitlines())
-        others = {float(reached["FedBN"]), float(reached["FixBN"])}
-        assert float(reached["FedAvg"]) < min(others), "a method at its best"
     elif "print(" in block.text:
         assert 0.5 < float(done.stdout.split()[-1]) <= 1, "the accuracy it prints"
 

@@ -22,6 +22,7 @@ from doc_methods import method_pages, method_title, page_of
 from doc_names import names_of_registries
 from doc_papers import papers_block
 from doc_performance import compared_sentence, simulation_tables
+from doc_picture import PICTURE, draw_report
 from doc_privacy import privacy_table
 from doc_problems import problem_table
 
@@ -334,6 +335,8 @@ def main(arguments: list[str] | None = None) -> int:
             (options.root / path).write_text(text, encoding="utf-8")
         else:
             (options.root / path).unlink()
+    if not options.check and draw_report(options.root):
+        print(f"written: {PICTURE}")
     if not stale:
         print("all derived files are up to date")
     return int(bool(stale) and options.check)

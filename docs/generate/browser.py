@@ -1,6 +1,7 @@
-"""Chromium looks at a page: ``python -m tests.support.browser PAGE WIDTH SCHEME``.
+"""Chromium looks at a page: ``python docs/generate/browser.py PAGE WIDTH SCHEME``.
 
-It prints a JSON of what a reader would see as a fault. Needs the extra ``browser``.
+It prints a JSON of the faults that a reader would see. A further argument is the file of
+a picture of the page's top. Needs the extra ``browser``.
 """
 
 from __future__ import annotations
@@ -55,8 +56,8 @@ LOOK = r"""
 """
 
 
-def look(page: Path, width: int, scheme: str) -> None:
-    """Print the faults of a page."""
+def look(page: Path, width: int, scheme: str, picture: str = "") -> None:
+    """Print the faults of a page, and write the picture of its top."""
     os.environ["QTWEBENGINE_CHROMIUM_FLAGS"] = FLAGS + SCHEMES[scheme]
     from PyQt6.QtCore import QTimer, QUrl
     from PyQt6.QtWebEngineCore import QWebEnginePage
@@ -66,7 +67,7 @@ def look(page: Path, width: int, scheme: str) -> None:
     app = QApplication(["browser"])
     messages: list[str] = []
 
-    class Page(QWebEnginePage):
+    class Page(QWebEnginePage):  # type: ignore[misc]
         def javaScriptConsoleMessage(self, *message: object) -> None:  # noqa: N802
             messages.append(str(message[1]))
 
@@ -74,12 +75,18 @@ def look(page: Path, width: int, scheme: str) -> None:
         print(json.dumps({**json.loads(found), "messages": messages}))
         app.quit()
 
+    def examine(loaded: bool) -> None:
+        if picture:
+            view.grab().save(picture)
+        shown.runJavaScript(LOOK, show)
+
     view = QWebEngineView()
     shown = Page(view)
     view.setPage(shown)
     view.resize(width, 900)
+    # wait for the first paint
     view.loadFinished.connect(
-        lambda ok: QTimer.singleShot(300, lambda: shown.runJavaScript(LOOK, show))
+        lambda loaded: QTimer.singleShot(500, lambda: examine(loaded))
     )
     view.setUrl(QUrl.fromLocalFile(str(page.absolute())))
     view.show()
@@ -88,4 +95,4 @@ def look(page: Path, width: int, scheme: str) -> None:
 
 
 if __name__ == "__main__":
-    look(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3])
+    look(Path(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:])
