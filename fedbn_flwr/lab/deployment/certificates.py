@@ -40,7 +40,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from fedbn_flwr.atomic_file import write_atomically
 from fedbn_flwr.errors import ConfigError
 
-# the service whose ServerApp opens FedTAN's channel
+# the service of docker-compose.yml whose ServerApp opens FedTAN's channel
 _CHANNEL_HOST = "superexec-serverapp"
 _LOCAL = ("localhost", "127.0.0.1", "::1")
 _SECRET_BYTES = 32
@@ -75,7 +75,8 @@ def make_certificates(
     _write(folder / "ca/ca.key", _private(authority.key))
     _write(folder / "ca/ca.crt", authority.certificate)
 
-    # The server. Its SuperExec proves with a secret that it belongs to the SuperLink.
+    # Write the server's keys. The SuperLink and its SuperExec share a secret, by which
+    # the SuperExec proves that it belongs to the SuperLink.
     superlink = secrets.token_bytes(_SECRET_BYTES)
     _role(folder / "superlink", authority, superlink, ["superlink", *hosts])
     _role(folder / "serverapp", authority, superlink)
@@ -102,7 +103,8 @@ def add_node(folder: Path, number: int, days: int = 365) -> None:
             f"node {number} has keys: {' '.join(map(str, there))}. To make new keys,"
             " remove these first."
         )
-    # Keep the certificate that all others have, so that they need no new one.
+    # Keep the CA's certificate that all other machines have, so that they need no new
+    # one.
     authority.certificate = (folder / "ca/ca.crt").read_bytes()
     _node(folder, authority, number)
 
@@ -144,8 +146,8 @@ class _Authority:
         self.key = key
         self._until = datetime.timedelta(days=days)
         self._name = _name("fedbn-flwr federation CA")
-        # All keys of the usage must be given. This key signs certificates, and none of
-        # these may sign others: path_length=0.
+        # x509 requires all arguments of KeyUsage. The CA's key signs certificates. With
+        # path_length=0, a signed certificate cannot sign others.
         usage = x509.KeyUsage(
             digital_signature=False,
             content_commitment=False,
@@ -190,7 +192,7 @@ class _Authority:
             .issuer_name(self._name)
             .public_key(public)
             .serial_number(x509.random_serial_number())
-            # the clocks of machines differ
+            # valid from 5 minutes ago, because the clocks of machines differ
             .not_valid_before(now - datetime.timedelta(minutes=5))
             .not_valid_after(now + self._until)
             .add_extension(subject, critical=False)
@@ -225,7 +227,7 @@ def _node(folder: Path, authority: _Authority, number: int) -> None:
     secret, key = secrets.token_bytes(_SECRET_BYTES), _new_key()
     _role(own, authority, secret, [f"supernode-{number}"])
     _write(own / "node.key", _private(key, PrivateFormat.OpenSSH))
-    # The server gets only the public key, and registers the node by it.
+    # The server gets only the node's public key, by which it registers the node.
     public = key.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH)
     _write(registered, public + f" node-{number}\n".encode())
     _role(clientapp, authority, secret)
@@ -280,7 +282,8 @@ def _write(path: Path, content: bytes) -> None:
     """Write a new file, secret unless it is a certificate or a public key."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     mode = 0o644 if path.suffix in (".crt", ".pub") else 0o600
-    # Open it with its mode from the beginning, and never over another file.
+    # Open the file with its final mode, so that a secret is never readable by others,
+    # and refuse to overwrite a file.
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
     with os.fdopen(handle, "wb") as file:
         file.write(content)

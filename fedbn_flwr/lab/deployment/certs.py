@@ -15,7 +15,7 @@ from fedbn_flwr.atomic_file import write_atomically
 from fedbn_flwr.errors import FedBNError
 from fedbn_flwr.lab.deployment.certificates import add_node, make_certificates, renew
 
-_ORDINARY = 1000  # the containers' user if root makes the keys; it needs no account
+_ORDINARY = 1000  # user id of the containers if root makes the keys; needs no account
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -79,7 +79,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except FedBNError as error:
         parser.exit(1, f"{error}\n")
 
-    # The containers run as the owner of the keys, or could not read them.
+    # The containers run as the owner of the keys, because nobody else can read the
+    # keys.
     user, group = _give_to_containers(folder)
     variables = {"FEDBN_UID": str(user), "FEDBN_GID": str(group)}
     variables["COMPOSE_PROFILES"] = "cpu"
@@ -94,7 +95,7 @@ def add_variables(path: Path, variables: dict[str, str]) -> list[str]:
     present = set()
     for line in text.splitlines():
         present.add(line.partition("=")[0].removeprefix("export ").strip())
-    # Existing lines stay, even a last line without an end.
+    # Keep all existing lines, even a last line without a line break.
     if text and not text.endswith("\n"):
         text += "\n"
     added = []
@@ -112,7 +113,8 @@ def _give_to_containers(folder: Path) -> tuple[int, int]:
     user, group = os.getuid(), os.getgid()
     if user:
         return user, group
-    # Containers never run as root. An ordinary user gets the keys, except the CA's.
+    # Root makes the keys, but containers never run as root. Give all keys, except the
+    # CA's, to an ordinary user.
     for role in folder.iterdir():
         if role.name != "ca":
             for path in (role, *role.iterdir()):

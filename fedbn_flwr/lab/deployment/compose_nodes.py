@@ -39,14 +39,15 @@ def files_for_nodes(root: Path, num_nodes: int) -> dict[Path, str]:
     compose, docker = root / "docker-compose.yml", root / "docker"
     numbers = range(1, num_nodes + 1)
 
-    # Services: the text above node 1's, then a copy of node 1's for each node.
+    # Write the services: first the text above node 1's services, then a copy of node
+    # 1's services for each node.
     services, rest = _split(compose, _VOLUMES)
     above, nodes = _split(compose, _FIRST, services)
     first, _ = _split(compose, _SECOND, _FIRST + nodes)
     copies = [_of_node(first.rstrip("\n"), n, num_nodes) for n in numbers]
 
-    # Volumes: the user's own volumes, then the nodes' volumes. They end at the next
-    # section, which begins in the first column.
+    # Write the volumes: first the user's own volumes, then the nodes' volumes. The
+    # section of volumes ends before the next line that begins in the first column.
     next_section = re.search(r"(?m)^[^ \n]", rest)
     end = next_section.start() if next_section else len(rest)
     volumes = ""
@@ -56,7 +57,7 @@ def files_for_nodes(root: Path, num_nodes: int) -> dict[Path, str]:
     for n in numbers:
         volumes += f"  supernode-{n}-state:\n  clientapp-{n}-state:\n"
 
-    # Networks: one for each node, so that it reaches nobody else.
+    # Write a network for each node, so that a node reaches no other node.
     networks = "".join(f"  node-{n}: {{ internal: true }}\n" for n in numbers)
     below = re.sub(r"(?m)^  node-\d+:.*\n", "", rest[end:])
     below = below.replace(_NETWORKS, _NETWORKS + networks)
@@ -65,8 +66,8 @@ def files_for_nodes(root: Path, num_nodes: int) -> dict[Path, str]:
     whole = above + "\n\n".join(copies) + "\n" + _VOLUMES + volumes + below
     files = {compose: whole}
 
-    # Overrides: the server's machine leaves out all nodes, and each node's machine all
-    # but its own.
+    # Write the overrides for the machines: the server's machine leaves out all nodes,
+    # and each node's machine leaves out all other nodes.
     here, _ = _split(docker / "machine-server.yml", _FIRST)
     files[docker / "machine-server.yml"] = here + _elsewhere(numbers)
     alone, _ = _split(docker / "machine-node-1.yml", _SECOND)

@@ -31,7 +31,8 @@ def encode_torch_export(
         example: a batch of at least two inputs.
         about: texts in addition to the graph, each in an extra file ``about.KEY``.
     """
-    # torch would treat a batch of one as a constant, so the file would fix the batch.
+    # The example must have several inputs: torch treats a batch of one as a constant,
+    # and the file would then accept no other batch size.
     program = torch.export.export(
         model, (example,), dynamic_shapes=({0: torch.export.Dim("batch", min=1)},)
     )
@@ -62,7 +63,7 @@ def encode_onnx(model: nn.Module, example: Tensor, about: Mapping[str, str]) -> 
 
     The arguments are as for ``encode_torch_export``.
     """
-    # Hide the long reports of the translation.
+    # torch.onnx prints long reports. Hide them.
     with _quiet("torch.onnx", "onnxscript", "onnx_ir"):
         program = torch.onnx.export(
             model,
@@ -84,7 +85,7 @@ def encode_onnx(model: nn.Module, example: Tensor, about: Mapping[str, str]) -> 
 
 def run_onnx(path: Path) -> Run:
     """Return the function of an ``.onnx`` file under onnxruntime on the CPU."""
-    # onnxruntime is a package of the extra ``onnx``.
+    # Import here, because onnxruntime is installed only with the extra ``onnx``.
     import onnxruntime
 
     session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])

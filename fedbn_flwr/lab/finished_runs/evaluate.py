@@ -49,11 +49,11 @@ ADAPT = "adapt"
 ALL = "all"
 
 _CLIENT = re.compile(r"own:(\d+)")
-# The model and its inputs depend on these settings of the run.
+# settings of the run on which the model and its inputs depend
 _OF_THE_MODEL = ("norm", "norm-groups", "model", "bn-momentum", "seed", "batch-size")
-# Reading of data: as in the run, unless the new data have other settings.
+# settings for reading the data, taken from the run unless the new data set others
 _OF_READING = ("task", "metrics", "test-share")
-# The keys that new data may set.
+# keys that describe new data
 _OF_DATA = ("dataset", "data-dir", "image-size", "num-classes", "device", *_OF_READING)
 
 
@@ -107,8 +107,8 @@ def evaluate_run(
         StateError: the run lacks the model, or a part of it.
         EngineError: the folder cannot be written.
     """
-    # Combine the facts of the run and of the new data, then load the examples. Refuse a
-    # used folder before any work.
+    # Refuse a used folder before any work. Then combine the settings of the run and of
+    # the new data, and load the examples.
     if out is not None:
         RunFolder.refuse_used(out)
     saved = load_model(run, _choice(bn, state_dir))
@@ -122,8 +122,8 @@ def evaluate_run(
     for warning in warnings:
         logger.warning("%s", warning)
 
-    # Do the tests, and keep outputs that are written. Outputs of pixels are not kept,
-    # since their table would be larger than the images.
+    # Test, and keep the outputs for predictions.csv. Do not keep outputs for each
+    # pixel, because their table would be larger than the images.
     outputs: list[Tensor] = []
 
     def keep(of_batch: Tensor, _: Tensor) -> None:
@@ -195,12 +195,13 @@ def _config(saved: SavedModel, data: Mapping[str, Any]) -> Config:
     settings = {"partition": "iid", "num-clients": 1, **data}
     dataset = str(data.get("dataset"))
     if is_own(dataset):
-        # The targets of a few examples may look like another task, and may lack a
-        # class.
+        # Take the task and the number of classes from the run, because the targets of a
+        # few examples may look like another task or lack a class.
         shared["task"] = saved.description.task
         if saved.description.task in (CLASSIFICATION.name, SEGMENTATION.name):
             shared["num-classes"] = saved.description.num_classes
-        # A function is called for each site, here for all sites of the run.
+        # A user's function is called once for each site. Call it for all sites of the
+        # run.
         if OwnData.parse(dataset)[0] == FUNCTION:
             settings["num-clients"] = saved.config.num_clients
     return Config.make_of_shared(shared, settings)[0]
@@ -231,9 +232,10 @@ def _examples(saved: SavedModel, config: Config) -> _Examples:
             examples of the run.
     """
     taken = saved.description
-    # Refuse before loading the data, because the data may be large.
+    # Check the task before loading the data, because loading may take long.
     _refuse_other_task(taken, config)
-    # Own data without a split are all new, unless they are the run's data.
+    # If own data have no split, use all examples as test examples. Only if they are the
+    # run's own data, use the run's split.
     which = "on the test examples"
     if is_own(config.dataset) and not is_divided(data_of(config).own):
         if _place(config) != _place(saved.config):
@@ -249,7 +251,8 @@ def _examples(saved: SavedModel, config: Config) -> _Examples:
     data = load_data(config, taken.shape if len(taken.shape) == 3 else ())
     _refuse_unfit(taken, data, config.dataset)
 
-    # Use the run's mean and std, because the model was trained on such inputs.
+    # Use the run's mean and std, because the model was trained on inputs with this
+    # normalisation.
     def view(indices: Tensor | None = None) -> Subset:
         return Subset(data.test, indices, mean=taken.mean, std=taken.std)
 
@@ -261,7 +264,8 @@ def _examples(saved: SavedModel, config: Config) -> _Examples:
         for number in torch.unique(numbers).tolist():
             chosen = torch.nonzero(numbers == number).flatten()
             groups[data.group_names[number]] = view(chosen)
-    # A user can find a file or a row of an array, but not our positions.
+    # Name the file or the row of each example, because the user cannot find an example
+    # by its position in the data set.
     if is_own(config.dataset) and not data_of(config).by_function:
         where = {**own_tests(data_of(config).own)}
     return _Examples(view(), groups, where, which)
@@ -276,7 +280,8 @@ def _place(config: Config) -> tuple[str, Path | str]:
 def _overlap(ran: Config, config: Config) -> str:
     """Return a sentence if the data are in the folder of a run's data or around it."""
     (kind, here), (other, there) = _place(config), _place(ran)
-    # The same place has the run's own data, and they are divided as in the run.
+    # If both have the same place, they are the run's own data, and only their test
+    # examples are used.
     if kind != other or here == there:
         return ""
     if not isinstance(here, Path) or not isinstance(there, Path):
@@ -340,7 +345,7 @@ def predictions(
         classes: the names of the classes or labels.
     """
     count = len(outputs)
-    # Compute in double precision, or probabilities near 1 would become 1.
+    # Compute in double precision. In single precision, probabilities near 1 become 1.
     outputs, probabilities = outputs.double().reshape(count, -1), task.probabilities()
     values = {"target": targets.cpu().reshape(count, -1)}
     if isinstance(task, LabelTask):
@@ -353,7 +358,7 @@ def predictions(
     else:
         values["prediction"] = outputs.argmax(1, keepdim=True)
         values["probability"] = probabilities(outputs)
-    # A single column keeps its name; several get the names of the classes added.
+    # If there are several columns of one kind, add the name of the class to each.
     columns: dict[str, list[float]] = {}
     for kind, value in values.items():
         for at, column in enumerate(value.T.tolist()):

@@ -54,9 +54,9 @@ FORMATS = get_args(Format)
 BOUND = 1e-4
 """The largest error of an exported file's outputs, divided by the largest output."""
 
-# Batch sizes of the check. Several sizes show that the batch size is free.
+# batch sizes of the check, several to show that the file accepts any batch size
 _BATCHES = [1, 5, 26]
-# The key of the metadata with the description of the model.
+# key of the file's metadata that has the description of the model
 _WHAT = "what"
 
 
@@ -129,13 +129,13 @@ def export(
     """
     _check_place(out, format)
     saved = load_model(run, choice or Choice())
-    # Otherwise the file would contain another model, and the check at the end would not
-    # notice it, because both sides would use today's code.
+    # Refuse changed code of the user's model: the file would contain another model, and
+    # the check at the end compares two models of today's code, so it would not notice.
     changed = saved.description.code_changed()
     if changed:
         raise ConfigError(changed)
     inputs, what = _inputs(saved)
-    # Copy the saved model, since the file is compared with it.
+    # Export a copy, because the check compares the file with the saved model.
     normalise = saved.description.normalise()
     model = copied(saved.model).to(memory_format=torch.contiguous_format)
     about = {
@@ -150,7 +150,7 @@ def export(
         write_atomically(out, content)
     except OSError as error:
         raise EngineError(f"out={str(out)!r} cannot be written: {error}.") from error
-    # Load the file like its user. A failing file must not stay.
+    # Check the file as a user loads it, and remove it if the check fails.
     try:
         check = _check(saved.model, _LOADERS[format](out), normalise, inputs, what)
     except BaseException:
@@ -173,7 +173,8 @@ def load_exported(path: str | Path) -> nn.Module:
         raise ConfigError(
             f"{path} was not written by `fedbn-flwr export --format torch`."
         )
-    # Files of 0.2 have this key, with "null" if no layer is folded.
+    # Files of version 0.2 have the key "folded", which is "null" if no layer was
+    # folded.
     if about.get("folded", "null") != "null":
         raise ConfigError(
             f"{path} was exported with --fold-bn.{REMOVED['--fold-bn']} Export the model"
@@ -217,20 +218,22 @@ def _check_place(out: Path, format: str) -> None:
 def _inputs(saved: SavedModel) -> tuple[Tensor, str]:
     """Return inputs of the check as in the data, float32, with a description."""
     count, taken = sum(_BATCHES), saved.description
-    # Use test data of the run, spread over all of them.
+    # Use test examples of the run, evenly spread over the test part.
     why = "the data of the run are not here"
     with suppress(DataError, ConfigError):
         test = load_data(saved.config.model_copy(update={"device": "cpu"})).test
         if test.shape == taken.shape and len(test):
             positions = torch.linspace(0, len(test) - 1, count).long()
             inputs, _ = test.take(positions)
-            # Remove the folders of a path, because the text goes into the report.
+            # Report only the last part of a path, because the text goes into a report
+            # that others read.
             kind, colon, path = saved.config.dataset.partition(":")
             name = f"{kind}{colon}{Path(path).name}"
             used = min(count, len(test))
             return inputs.float(), f"{used} test examples of {name}"
         why = "the data have changed since the run"
-    # Otherwise use random inputs of the same kind; pixels are whole numbers.
+    # Without the run's data, use random inputs of the same kind. Pixels are whole
+    # numbers.
     generator = torch.Generator().manual_seed(0)
     inputs = torch.rand(count, *taken.shape, generator=generator)
     if taken.as_bytes:
@@ -284,11 +287,11 @@ def _check(
                 f"the file gives outputs {tuple(outputs.shape)}, but the model gives"
                 f" {tuple(expected.shape)}."
             )
-        # ``max`` would lose a NaN.
+        # Test for NaN first, because ``max`` may drop it.
         difference = float((outputs - expected).abs().max())
         error = difference if math.isnan(difference) else max(error, difference)
         largest = max(largest, float(expected.abs().max()))
-    # The condition is written so that a NaN exceeds the bound.
+    # Use ``not <=``, because a NaN is not above the bound but must be refused.
     check = Check(what, error, largest)
     if not check.relative <= BOUND:
         raise EngineError(

@@ -26,7 +26,7 @@ from fedbn_flwr.lab.output.folder import RunFolder
 from fedbn_flwr.lab.output.summary import ModelDescription
 from fedbn_flwr.lab.setup import in_memory_format
 
-# The metadata of a part that belongs to the server.
+# value in the metadata for a part of the model that the server has
 GLOBAL = "global"
 
 
@@ -76,8 +76,8 @@ def run_config(run: Path) -> Config:
     refuse_no_run(run)
     try:
         return Config.load(run / CONFIG_FILE)
-    # A check of the settings reads own data, but these may be on another machine. The
-    # settings of a finished run were checked when it began.
+    # The check of the settings reads own data, and these may be on another machine. Use
+    # the settings without a check, because they were checked when the run began.
     except ConfigError:
         values = RunFolder.settings(run)
         fields = {
@@ -97,7 +97,7 @@ def load_model(run: Path, choice: Choice) -> SavedModel:
         StateError: the folder lacks the model or a part of it; the error names the
             remedy.
     """
-    # A resumed run has the model of its earlier end until it ends again.
+    # Until a resumed run ends again, its folder has the model of its earlier end.
     if (run / "checkpoint").is_dir() and not (run / "summary.json").is_file():
         raise StateError(
             f"the run in {run} is not finished, so a model there is from an earlier"
@@ -123,7 +123,8 @@ def _personal_state(run: Path, config: Config, client: int) -> dict[str, Tensor]
     """Return the state of a client's own model from the run's folder."""
     try:
         return personal_state(run, client)
-    # A run over a network lacks it, because each site has its own. It may be this site.
+    # The folder of a run over a network has no clients' models, because each site keeps
+    # its own. This machine may be that site.
     except StateError as error:
         folder = config.state_dir
         if not folder or folder == STATE_IN_OUT or not Path(folder).is_dir():
@@ -141,7 +142,7 @@ def _state(
     choice: Choice,
 ) -> tuple[dict[str, Tensor], str]:
     """Return the state of the chosen model, and its description."""
-    # A run over a network counts its nodes, so num-clients may be 0.
+    # num-clients may be 0, because a run over a network counts its nodes.
     client, clients = choice.client, config.num_clients
     if client is not None and clients and not 0 <= client < clients:
         raise ConfigError(
@@ -150,7 +151,8 @@ def _state(
     if choice.averaged:
         _check_averaged(run, about, choice)
     parts = method_of(config).parts(model)
-    # Take a site's own model, a client's own from the run's folder, or the global model.
+    # The model is a site's own model from its state folder, a client's own model from
+    # the run's folder, or the global model.
     if choice.state_dir is not None:
         shapes = {
             name: tuple(entry.shape) for name, entry in model.state_dict().items()
@@ -213,7 +215,7 @@ def _check_averaged(run: Path, about: Mapping[str, str], choice: Choice) -> None
             " folder."
         )
     if AVERAGED not in about.values():
-        # If BN is completely absent, this raises an error with the remedy.
+        # ``global_state`` raises an error with the remedy if the run has no BN at all.
         global_state(run)
         raise ConfigError(
             f"{run}: bn=averaged is for runs with BN kept by the clients, but here BN"

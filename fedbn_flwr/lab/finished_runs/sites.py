@@ -65,15 +65,15 @@ class SiteTest:
         if score == "accuracy":
             correct, counted = self._correct[groups].sum(0)
             return float(correct) / float(counted)
-        # Take the examples of the groups. If each example is its own group, a thousand
-        # draws of lists would take a minute.
+        # Take the examples of the groups. If each group has one example, use one array
+        # instead of many: a thousand draws would otherwise take a minute.
         if len(self.groups) == len(self.targets):
             chosen = np.concatenate(self.groups)[groups]
         else:
             chosen = np.concatenate([self.groups[group] for group in groups])
         rows = torch.from_numpy(chosen)
         outputs, targets = self.outputs[rows], self.targets[rows]
-        # Each metric is defined as in ``evaluate``, from the values of a single test.
+        # Compute the metric over all chosen examples together, as ``evaluate`` does.
         if score == "loss":
             return float(self.task.loss(outputs, targets))
         if self.task.by_pixel:
@@ -99,7 +99,7 @@ class SiteTest:
         """Return whether the other test has the same targets in the same groups."""
         if self.targets.shape != other.targets.shape:
             return False
-        # NaN is an unknown target.
+        # Two NaN are equal here, because NaN marks an unknown target.
         same = torch.isclose(self.targets, other.targets, 0, 0, equal_nan=True)
         if len(self.groups) != len(other.groups) or not same.all():
             return False
@@ -121,7 +121,8 @@ def test_site(model: nn.Module, data: Subset, task: Task) -> SiteTest:
     outputs, targets = [], []
 
     def keep(of_batch: Tensor, targets_of_batch: Tensor) -> None:
-        # Keep a confusion matrix for each image, since all outputs would fill the memory.
+        # For classes of pixels, keep only a confusion matrix of each image, because all
+        # outputs would fill the memory.
         if task.by_pixel and task.score != "loss":
             counts = []
             for row in range(len(of_batch)):
@@ -130,7 +131,7 @@ def test_site(model: nn.Module, data: Subset, task: Task) -> SiteTest:
                     confusion(of_batch[here], targets_of_batch[here], task.ignore)
                 )
             of_batch = torch.stack(counts)
-            # These are the numbers of targets of each class.
+            # The sums of the rows are the numbers of targets of each class.
             targets_of_batch = of_batch.sum(2)
         outputs.append(of_batch.cpu())
         targets.append(targets_of_batch.cpu())
@@ -141,13 +142,13 @@ def test_site(model: nn.Module, data: Subset, task: Task) -> SiteTest:
         return SiteTest(task, torch.empty(0), torch.empty(0), [], str(error))
     if not outputs:
         return SiteTest(task, torch.empty(0), torch.empty(0), [])
-    # Without patients, each example is drawn separately.
+    # Without groups such as patients, each example is a group of its own.
     units = np.arange(len(data)) if data.units is None else data.units.cpu().numpy()
     groups = [np.flatnonzero(units == unit) for unit in np.unique(units)]
     return SiteTest(task, torch.cat(outputs), torch.cat(targets), groups)
 
 
-test_site.__test__ = False  # type: ignore[attr-defined]  # not a test of pytest
+test_site.__test__ = False  # type: ignore[attr-defined]  # pytest must not collect it
 
 
 class Interval(NamedTuple):
@@ -165,7 +166,8 @@ def interval(site: SiteTest) -> Interval:
 
 def difference(one: SiteTest, other: SiteTest) -> Interval:
     """Return one model's metric minus another model's on the same examples."""
-    # Each draw is used for both models, so examples that are hard for both cancel out.
+    # Use each draw for both models, so that the difference does not depend on how hard
+    # the drawn examples are.
     return _bootstrap(
         lambda groups: one.metric(groups) - other.metric(groups), len(one.groups)
     )
@@ -176,10 +178,10 @@ def _bootstrap(metric: Callable[[Indices], float], num_groups: int) -> Interval:
         return Interval()
     everyone = np.arange(num_groups)
     value = metric(everyone)
-    # Repeated draws of a single group give the same group.
+    # A single group has no interval, because all draws are equal.
     if not np.isfinite(value) or num_groups == 1:
         return Interval(_or_none(value))
-    # SciPy takes long to import, and only this table needs it.
+    # Import here, because SciPy takes long to import, and only this table needs it.
     from scipy import stats
 
     with np.errstate(all="ignore"):
@@ -193,8 +195,8 @@ def _bootstrap(metric: Callable[[Indices], float], num_groups: int) -> Interval:
             method="percentile",
         )
         ends = found.confidence_interval
-    # For metrics such as AUROC, a draw may lack a class. The ends are then NaN, so the
-    # interval is missing.
+    # A draw may lack a class, so that a metric such as AUROC is undefined. The ends are
+    # then NaN, and the interval is left out.
     return Interval(value, _or_none(ends.low), _or_none(ends.high))
 
 
@@ -216,7 +218,7 @@ def sites_of_run(run: Path, against: Path | None = None) -> list[dict[str, Any]]
         DataError: the data are not here.
         StateError: a run lacks its model, or a client's own model.
     """
-    # Both runs are compared by the metric of the first run.
+    # Compare both runs by the main metric of the first run.
     tested = _tests(run, "")
     others = {}
     if against:
@@ -255,7 +257,8 @@ def _tests(run: Path, metric: str) -> dict[str, SiteTest]:
         run: the run's folder.
         metric: the main metric; with "", the run's own main metric.
     """
-    # Test examples must be the run's examples, and a model must give one result.
+    # Refuse other data than the run's, and a test whose result depends on the other
+    # test inputs.
     config = run_config(run)
     if has_other_data(run, config):
         raise ConfigError(
@@ -274,14 +277,15 @@ def _tests(run: Path, metric: str) -> dict[str, SiteTest]:
     if metric:
         task = task.scored_by(metric)
 
-    # Load the model of all sites once, and keep one at a time, as each may fill a GPU.
+    # Keep only the last model, because each model may fill a GPU. If all sites have the
+    # same model, it is loaded once.
     @functools.lru_cache(1)
     def model_of(choice: Choice) -> nn.Module:
         return on_device(load_model(run, choice).model, config)
 
     data = partitioned_data(config, count_clients(config))
     tests = {}
-    # The run's summary has the reason why a site lacks its own model.
+    # Read from the run's summary why a site lacks its own model.
     notes: dict[str, str] = {}
     if (run / "summary.json").is_file():
         for row in read_json(run / "summary.json").get("sites", ()):

@@ -63,7 +63,8 @@ class AlexNet(nn.Module):
             *_block(nn.Conv2d(d, e, 3, padding=1), nn.BatchNorm2d(e)),
             nn.MaxPool2d(3, stride=2),
         )
-        # Any larger image gives the classifier the same number of positions.
+        # Pool to a fixed number of positions, so that larger images fit the classifier
+        # as well.
         self.pool = nn.AdaptiveAvgPool2d(widths.side)
         width = widths.linear
         self.classifier = nn.Sequential(

@@ -26,7 +26,8 @@ class DigitsCNN(nn.Module):
         self.norm2 = nn.BatchNorm2d(64)
         self.conv3 = nn.Conv2d(64, 128, kernel_size=5, padding=2)
         self.norm3 = nn.BatchNorm2d(128)
-        # Two poolings halve the side twice: 6272 values.
+        # Two poolings halve each side twice, so the classifier gets 128 x 7 x 7 = 6272
+        # values.
         self.fc1 = nn.Linear(128 * (SIDE // 4) ** 2, 2048)
         self.norm4 = nn.BatchNorm1d(2048)
         self.fc2 = nn.Linear(2048, 512)

@@ -24,14 +24,16 @@ from fedbn_flwr.errors import ConfigError, install_extra
 from fedbn_flwr.lab.models.info import ModelInfo
 
 TIMM_PREFIX, SMP_PREFIX = "timm:", "smp:"
-# Heights of images: smaller images become SMALLEST; a config may set SMALLEST_ASKED.
+# heights of images in pixels: smaller images are enlarged to SMALLEST, but a config may
+# set SMALLEST_ASKED
 SMALLEST, SMALLEST_ASKED = 64, 32
 MULTIPLE = 32
 
 
 def timm_info(name: str) -> ModelInfo:
     """Return the entry of timm's classifier ``name``."""
-    # Nothing is imported yet: ``build`` and ``shape`` raise for an unknown name.
+    # Only make the entry. For an unknown name, ``build`` and ``shape`` raise an error
+    # when they are called.
     return ModelInfo(
         "a timm classifier, e.g. timm:resnet18; any channels, 64 pixels or more (32 by"
         " image-size); extra `timm`",
@@ -44,7 +46,7 @@ def timm_info(name: str) -> ModelInfo:
 
 def smp_info(name: str) -> ModelInfo:
     """Return the entry of an smp network ``ARCHITECTURE/ENCODER``."""
-    # ``build`` raises for an unknown name.
+    # For an unknown name, ``build`` raises an error when it is called.
     return ModelInfo(
         "a segmenter, e.g. smp:DeepLabV3Plus/mobilenet_v2; logits per pixel, multiples"
         " of 32 pixels; extra `smp`",
@@ -57,7 +59,8 @@ def smp_info(name: str) -> ModelInfo:
 
 def published_timm(name: str, channels: int) -> dict[str, Tensor]:
     """Download the published weights of timm's network, adapted to the channels."""
-    # This builds the network, but it must not change the run's random state.
+    # timm builds the network with random weights first. Restore the random state
+    # afterwards.
     with torch.random.fork_rng(devices=[]):
         model = _imported("timm", "timm").create_model(
             name, pretrained=True, in_chans=channels
@@ -100,13 +103,14 @@ def _built(
 ) -> nn.Module:
     try:
         return create(*names, **options)
-    # The packages have their own errors, with the names that they offer.
+    # timm and smp raise several kinds of errors, whose texts name the models that they
+    # offer.
     except Exception as error:
         raise ConfigError(f"model {name!r} cannot be built: {error}") from error
 
 
 def _timm_shape(name: str, channels: int, size: int) -> tuple[int, int]:
-    # A name may have a tag of its weights after a dot.
+    # The name before the dot is the network. A tag after the dot selects weights.
     published = _imported("timm", "timm").get_pretrained_cfg(name.partition(".")[0])
     if published is not None and published.fixed_input_size:
         return channels, published.input_size[1]
@@ -114,7 +118,7 @@ def _timm_shape(name: str, channels: int, size: int) -> tuple[int, int]:
 
 
 def _smp_shape(name: str, channels: int, size: int) -> tuple[int, int]:
-    # Round up to a multiple.
+    # Round up to a multiple of MULTIPLE.
     return channels, -(-max(size, SMALLEST) // MULTIPLE) * MULTIPLE
 
 
@@ -122,7 +126,8 @@ def _imported(module: str, extra: str) -> ModuleType:
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
-        # The package is there, but lacks a package that it needs.
+        # If another module is missing, the package is installed, but lacks a
+        # dependency.
         if error.name != module:
             raise
         raise ConfigError(

@@ -34,9 +34,10 @@ from fedbn_flwr.training.state_file import load_file, open_state
 __all__ = ["FILES", "InitReport", "OtherShape", "load_initial"]
 
 FILES = (".safetensors", ".pt", ".pth")
-# DataParallel, torch.compile and Lightning put these before the names of entries.
+# prefixes that DataParallel, torch.compile and Lightning put before the names of
+# entries
 _WRAPPERS = ("module", "_orig_mod", "model")
-# The most names of each kind in a report.
+# largest number of names of each kind in a report
 _SHOWN = 6
 
 
@@ -131,7 +132,8 @@ def load_initial(model: nn.Module, init: str, name: str, channels: int) -> InitR
     for there, here in names.items():
         if here in state and _layer_of(here) not in batchnorm:
             source[here] = there
-    # Load the entries whose shape fits: a head of other classes keeps its values.
+    # Load the entries whose shape fits. A classifier for another number of classes
+    # keeps its initial values.
     loaded, other = dict[str, Tensor](), list[OtherShape]()
     for here, there in source.items():
         value, own = given[there], state[here]
@@ -139,7 +141,8 @@ def load_initial(model: nn.Module, init: str, name: str, channels: int) -> InitR
             loaded[here] = value
         else:
             other.append(OtherShape(here, tuple(value.shape), tuple(own.shape)))
-    # Without parameters, running statistics would belong to other weights.
+    # Refuse a source that fits only in running statistics, because these belong to
+    # weights that are not loaded.
     parameters = dict(model.named_parameters(remove_duplicate=False))
     if parameters.keys().isdisjoint(loaded):
         raise ConfigError(
@@ -190,7 +193,8 @@ def _refuse_values(
             raise ConfigError(
                 f"init={init}: {name} ({value.dtype}) has no floating-point numbers."
             )
-        # Check in the dtype of the model: a large number may become infinite there.
+        # Check after the conversion to the model's dtype, because a large number may
+        # become infinite in this dtype.
         if not torch.isfinite(value.to(state[name].dtype)).all():
             raise ConfigError(f"init={init}: {name} is not finite (NaN or infinity).")
 
@@ -211,9 +215,10 @@ def _renamed(given: Mapping[str, Tensor], state: Mapping[str, Any]) -> dict[str,
         if shorter == ways[-1]:
             break
         ways.append(shorter)
-    # A way must not give two entries one name.
+    # Drop each renaming that gives two entries the same name.
     ways = [way for way in ways if len(set(way.values())) == len(way)]
-    # ``max`` takes the first of equal ways, so no prefix is changed without need.
+    # ``max`` returns the first of equal candidates, so names change only if more of
+    # them then fit the model.
     return max(ways, key=lambda way: sum(here in state for here in way.values()))
 
 
@@ -224,8 +229,8 @@ def _without_prefix(name: str) -> str:
 
 def _batchnorm_on_one_side(model: nn.Module, names: Mapping[str, str]) -> list[str]:
     """Return the paths that are BatchNorm in the source or the model, but not both."""
-    # Running statistics identify BatchNorm in a source, since gamma and beta of other
-    # norms have equal names.
+    # Identify BatchNorm in a source by running statistics, because gamma and beta have
+    # the same names in other norms.
     paths, there = set[str](), set[str]()
     for name in names.values():
         path, _, entry = name.rpartition(".")
@@ -244,7 +249,8 @@ def _read(init: str, name: str, channels: int) -> Any:
     """Return the content of a file, or the tensors of a publisher."""
     if init.endswith(FILES):
         return _read_file(Path(init))
-    # A publisher has the model's own network. torchvision also has named networks.
+    # ``init`` names a publisher, which offers weights for the model's own network. For
+    # torchvision, it may also name another network.
     publisher, _, network = init.partition(":")
     of_model = ""
     for prefix in _PUBLISHERS.get(publisher, ()):
@@ -267,7 +273,7 @@ def _read(init: str, name: str, channels: int) -> Any:
         return published_smp(of_model, channels)
     except ConfigError:
         raise
-    # The packages have their own ways to fetch, and their own errors.
+    # The packages download in their own ways and raise their own errors.
     except Exception as error:
         raise ConfigError(
             f"init={init}: the weights could not be fetched: {error}. Fetch them on a"
@@ -289,13 +295,14 @@ def _read_file(path: Path) -> Any:
             " from the file. Save only the weights: torch.save(model.state_dict(),"
             " path)."
         ) from error
-    # A damaged file may raise anything in these readers.
+    # A damaged file may raise any exception in these readers.
     except Exception as error:
         raise ConfigError(f"init={str(path)!r} could not be read: {error}") from error
 
 
 def _of_torchvision(which: str) -> Any:
-    # torchvision takes longer to import than torch, and most runs need no published weights.
+    # Import here, because torchvision takes longer to import than torch, and few runs
+    # need published weights.
     import torchvision.models
 
     network, _, version = which.partition(".")

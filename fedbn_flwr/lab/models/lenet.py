@@ -31,7 +31,8 @@ class LeNet(nn.Module):
         self.norm2 = nn.BatchNorm2d(16)
         self.relu = nn.ReLU()
         self.pool = nn.MaxPool2d(2)
-        # A convolution without padding removes 4 pixels of the side; pooling halves it.
+        # Each convolution without padding shortens a side by 4 pixels, and each pooling
+        # halves it.
         side = ((size - 4) // 2 - 4) // 2
         self.fc1 = nn.Linear(16 * side * side, 120)
         self.fc2 = nn.Linear(120, 84)

@@ -39,7 +39,8 @@ class MLP(nn.Module):
     ) -> None:
         """Build the layers, with the widths of one or more hidden layers."""
         super().__init__()
-        # The first layer has no number, so names are plain with one hidden layer.
+        # The first layer has no number in its name, so a model with one hidden layer
+        # has the names hidden and norm.
         self._numbers = ["", *map(str, range(2, len(hidden) + 1))]
         widths = itertools.pairwise((num_inputs, *hidden))
         for number, (before, after) in zip(self._numbers, widths, strict=True):

@@ -110,8 +110,8 @@ _FAMILIES: dict[str, Callable[[str], ModelInfo]] = {
     SMP_PREFIX: smp_info,
 }
 
-# Layers draw their initial weights from the default generators. Two builds at the same
-# time would mix their draws.
+# Layers draw their initial weights from torch's default generators. This lock prevents
+# two builds from mixing their draws.
 _BUILDING = threading.Lock()
 
 
@@ -132,7 +132,7 @@ def model_info(name: str) -> ModelInfo:
         return MODELS[name]
     if is_own(name):
         return own_info(name)
-    # A frequent slip is a torchvision name without its prefix.
+    # Suggest the prefix, because users often forget it before a name of torchvision.
     by_prefix = {PREFIX: zoo_names(), SEGMENTATION_PREFIX: segmentation_names()}
     for prefix, names in by_prefix.items():
         if name in names:
@@ -169,9 +169,10 @@ def input_shape(
     return channels_taken, size_taken
 
 
-# The field of ``ModelInfo`` by the dimensions of an example.
+# the field of ``ModelInfo`` that builds a model, by the number of dimensions of an
+# example
 _KINDS = {1: "rows", 2: "signals", 3: "build", 4: "volumes"}
-# An argument of ``build_model`` has the name of this function.
+# a second name, because ``build_model`` has an argument called ``input_shape``
 _image_input = input_shape
 
 
@@ -224,8 +225,8 @@ def build_model(
     build = _builder(name, num_classes, tuple(input_shape) or (channels, size, size))
     with _BUILDING, seeded_on_cpu(derive_seed(seed, "model")):
         model = build()
-    # A study may give the options of all its norms to each run, but misspelt options
-    # are refused.
+    # Ignore the options of other norms, because a study may give the options of all its
+    # norms to each run. Refuse misspelt options.
     options = {"groups": norm_groups, **(norm_options or {})}
     known = {option for info in NORMS.values() for option in info.options}
     for option in options.keys() - known:
@@ -234,7 +235,8 @@ def build_model(
     for option in NORMS[norm].options:
         if option in options:
             taken[option] = options[option]
-    # Replace after the build, so that every norm has the same initial weights of other layers.
+    # Replace the norm layers after the build, so that the initial weights of the other
+    # layers are equal for every norm.
     model, _ = replace_norm(model, norm, **taken)
     if feature_norm:
         model, _ = use_feature_norm(model, feature_norm, num_classes)
@@ -248,7 +250,8 @@ def _builder(
     kind = _KINDS.get(len(shape), "")
     build: Callable[..., nn.Module] | None = getattr(model_info(name), kind or "build")
     if not kind or build is None or min(num_classes, *shape) < 1:
-        # The message names the models that take such examples; a user's model may too.
+        # Name the models that accept such examples, and the user's own model, which may
+        # accept them.
         fitting = [
             key
             for key, other in MODELS.items()
@@ -260,7 +263,7 @@ def _builder(
             " (channels, height, width), volumes (channels, depth, height, width). Use"
             f" {', '.join([*fitting, 'your own model (module:function)'])}."
         )
-    # Images are scaled to the model's size; other examples are not changed.
+    # Only images are scaled to the size that the model needs.
     if kind == "build":
         shape = _image_input(name, *shape[:2])
     return partial(build, num_classes, *shape)

@@ -34,8 +34,8 @@ def is_own(name: str) -> bool:
 
 def own_info(name: str) -> ModelInfo:
     """Return the entry of a user's model."""
-    # The function is called when a model is built, and only then its faults are found.
-    # Its inputs are unknown before, so the entry has every kind of input.
+    # The user's function is called only when a model is built, so its faults and its
+    # inputs are unknown here. The entry therefore accepts every kind of input.
     return ModelInfo(
         "your own model, e.g. my_models:small_net; a function of num_classes, channels,"
         " size (rows: features; signals: channels, length; volumes: channels, depth,"
@@ -79,7 +79,8 @@ def _call(name: str, sizes: Sequence[str], *values: int) -> nn.Module:
     """Return the model for a number of classes and the sizes of an example."""
     function = own_code.own_function("model", name, PUBLISHERS)
     known = dict(zip(("num_classes", *sizes), values, strict=True))
-    # Pass only arguments that the function names; a class has them in its __init__.
+    # Pass only the arguments that the function has. For a class, these are the
+    # arguments of its __init__.
     try:
         taken = inspect.signature(function).parameters
         model = function(**{key: value for key, value in known.items() if key in taken})
@@ -97,7 +98,8 @@ def _call(name: str, sizes: Sequence[str], *values: int) -> nn.Module:
             f"model {name!r}: its function returned a {type(model).__name__}. Return a"
             " torch.nn.Module."
         )
-    # Weights without a shape can neither be averaged nor drawn from the run's seed.
+    # Refuse lazy layers, because weights without a shape can neither be averaged nor be
+    # drawn from the run's seed.
     if any(is_lazy(entry) for entry in (*model.parameters(), *model.buffers())):
         raise ConfigError(
             f"model {name!r}: some layers have no shape yet. Give them their sizes"

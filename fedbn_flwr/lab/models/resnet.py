@@ -54,8 +54,9 @@ class BasicBlock(nn.Module):
         """Return every ``stride``-th position, with zero channels on both sides."""
         if self.stride == 1 and not self.new_channels:
             return x
-        # Half of the zeros come before the old channels. ``F.pad`` counts from the last
-        # dimension: width, height, channels.
+        # Put half of the zero channels before the old channels and half after them.
+        # ``F.pad`` lists the dimensions from the last to the first: width, height,
+        # channels.
         before = self.new_channels // 2
         positions = x[:, :, :: self.stride, :: self.stride]
         return F.pad(positions, (0, 0, 0, 0, before, self.new_channels - before))
@@ -86,7 +87,8 @@ class SmallResNet(nn.Module):
         self.layer2 = _stage(blocks, WIDTHS[0], WIDTHS[1], stride=2)
         self.layer3 = _stage(blocks, WIDTHS[1], WIDTHS[2], stride=2)
         self.fc = nn.Linear(WIDTHS[2], num_classes)
-        # As in the code of arXiv:2301.02982, and not torch's default.
+        # Initialise as in the code of arXiv:2301.02982, instead of with torch's
+        # default.
         for module in self.modules():
             if isinstance(module, nn.Conv2d | nn.Linear):
                 nn.init.kaiming_normal_(module.weight)

@@ -24,8 +24,8 @@ from fedbn_flwr.lab.models.info import ModelInfo
 
 PREFIX, SEGMENTATION_PREFIX = "torchvision:", "torchvision-seg:"
 SMALLEST = 64
-# torchvision's layers need these sizes, because of position tables and windows of one
-# size, and because of an unpadded stem.
+# Heights that torchvision's layers require: position tables and windows have one size,
+# and a stem without padding needs larger images.
 FIXED_SIZE = {
     "maxvit_t": 224,
     "vit_b_16": 224,
@@ -35,7 +35,7 @@ FIXED_SIZE = {
     "vit_l_32": 224,
 }
 LARGER = {"inception_v3": 75}
-# The smallest sizes if a config sets a size.
+# smallest heights if a config sets the height
 SMALLEST_ASKED = 32
 LARGER_ASKED = {"alexnet": 63, **LARGER}
 WITH_AUXILIARY = ("googlenet", "inception_v3")
@@ -104,7 +104,8 @@ def _shape(name: str, channels: int, size: int) -> tuple[int, int]:
         return 3, FIXED_SIZE.get(name, max(size, LARGER.get(name, SMALLEST)))
     if name not in torchvision.models.list_models():
         raise unknown_name("torchvision classifier", name, zoo_names())
-    # The name is a network for another task; its package has the name of the task.
+    # The name is a torchvision model for another task. The package of its builder has
+    # the name of the task.
     family = torchvision.models.get_model_builder(name).__module__.split(".")[2]
     raise ConfigError(
         f"torchvision model {name!r} is from torchvision.models.{family}, but only image"

@@ -38,7 +38,7 @@ def check_node(
 
 def _of_node(settings: Mapping[str, Any], node_config: str) -> Iterator[StepFinding]:
     """Yield the findings about the settings, the data and a round."""
-    # Each step needs the result of the step before, and its fault ends the check.
+    # Stop at the first fault, because each step needs the result of the step before.
     try:
         config = Config.make(settings)
     except FedBNError as error:
@@ -50,7 +50,8 @@ def _of_node(settings: Mapping[str, Any], node_config: str) -> Iterator[StepFind
     )
     yield StepFinding("ok", "config", run)
 
-    # Make the client as a node does, with its guard.
+    # Make the client in the same way as a node does, including the node's checks of the
+    # run.
     try:
         node = node_config_of(node_config)
         context = Context(1, 1, node, RecordDict(), config.to_mapping())
@@ -61,7 +62,7 @@ def _of_node(settings: Mapping[str, Any], node_config: str) -> Iterator[StepFind
     except ConfigError as error:
         yield StepFinding("fault", "node-config", _plain(error))
         return
-    except Exception as error:  # a file of any kind, or the user's code
+    except Exception as error:  # files and the user's code may raise any exception
         yield StepFinding("fault", "data", _plain(error))
         return
     shape, outputs = tuple(data_of(config).shape), data_of(config).num_outputs
@@ -111,12 +112,12 @@ def _of_examples(client: TorchClient, config: Config) -> Iterator[StepFinding]:
 def _of_round(config: Config, node: Mapping[str, Any]) -> StepFinding:
     """Return the finding of two short rounds."""
     try:
-        with _warnings():  # hides warnings of the server's side
+        with _warnings():  # hides the server's warnings
             try_rounds(config, node)
     except OSError as error:
         text = f"{error}. Free space in state-dir, or set another state-dir."
         return StepFinding("fault", "training", text)
-    except Exception as error:  # from the user's model or the method
+    except Exception as error:  # model and method may raise any exception
         return StepFinding("fault", "training", _plain(error))
     text = "one step of each part of a round was done here."
     left_out = []

@@ -38,7 +38,7 @@ class Connection:
 
 def check_connection(connection: Connection) -> Iterator[StepFinding]:
     """Yield the findings about the connection to the server, up to the first fault."""
-    # Is there an address, and does somebody answer there?
+    # Check the address, and whether a server answers there.
     address = connection.address
     if not address:
         text = "no server was named. Add --superlink HOST:PORT to test the connection."
@@ -62,7 +62,7 @@ def check_connection(connection: Connection) -> Iterator[StepFinding]:
         return
     yield StepFinding("ok", "address", f"{address} answers.")
 
-    # The key goes only to the right server.
+    # Use the key only if the server's certificate is right.
     trusted = _certificate(connection, place)
     yield trusted
     if trusted.level != "fault":
@@ -85,7 +85,7 @@ def _certificate(connection: Connection, place: tuple[str, int]) -> StepFinding:
         text = f"{str(path)!r} cannot be read as certificates in PEM: {error}."
         return StepFinding("fault", "certificate", text)
 
-    # Read the server's certificate in TLS's handshake, before anything is sent.
+    # Check the server's certificate in the TLS handshake, before anything else is sent.
     try:
         with (
             socket.create_connection(place, timeout=_SECONDS) as plain,
@@ -120,7 +120,8 @@ def _key(connection: Connection) -> StepFinding:
         )
         return StepFinding("fault", "key", text)
 
-    # Ask the server. Flower has one answer for two causes.
+    # Ask the server. Flower gives the same answer for two causes: an unknown key, and a
+    # key that is in use.
     certificates = None
     if connection.root_certificates and not connection.insecure:
         certificates = connection.root_certificates.read_bytes()

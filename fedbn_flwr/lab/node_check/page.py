@@ -42,7 +42,8 @@ class Page:
         """Return the page as text."""
         lines = []
         for finding in self.findings:
-            # The first line of a text is wrapped; the other lines may be a table.
+            # Wrap only the first line of a text, because the other lines may be a
+            # table.
             head = f"{finding.level:<9}  {finding.code:<11}  "
             indent = " " * len(head)
             first, *others = finding.text.split("\n")

@@ -15,9 +15,10 @@ from fedbn_flwr.lab.runs.node import client_fn
 from fedbn_flwr.lab.runs.serve import serve
 from fedbn_flwr.messages.protocol import STATE_DIR
 
-# Settings of the server, of other clients or of later rounds.
+# settings that are about the server, about other clients or about later rounds, with
+# their values for the trial
 _ALONE: dict[str, Scalar] = {
-    "num-server-rounds": 2,  # a method's phases are one round each
+    "num-server-rounds": 2,  # one round for each phase of a method with two phases
     "num-clients": 0,
     "local-steps": 1,
     "local-epochs": 0,
@@ -71,7 +72,7 @@ def try_rounds(config: Config, node: Mapping[str, Any]) -> None:
 
 def _alone(config: Config) -> Config:
     """Return the settings of the short rounds, from the run without other clients."""
-    # A method with two phases has one round of each.
+    # Give each phase of a method with two phases one round.
     changes = dict(_ALONE)
     if config.strategy != CENTRALIZED:
         own = method_of(config).strategy.Params.model_fields
@@ -79,15 +80,16 @@ def _alone(config: Config) -> Config:
             if key in own:
                 changes[key.replace("_", "-")] = 1
 
-    # The trial calls the user's function for the same data. Set the task and the
-    # classes that the function may have given.
+    # Set the task and the number of classes if the user's function gives the data,
+    # because the run may have taken them from its data.
     if data_of(config).by_function:
         info = data_of(config).info
         changes["task"] = info.task.name
         if info.task.outputs(2) == 2:
             changes["num-classes"] = info.num_classes
 
-    # Keys with default values in the run may follow from a change.
+    # Leave out keys with their default value, because this value may follow from
+    # another key.
     defaults = {
         field.alias or name: field.default
         for name, field in Config.model_fields.items()

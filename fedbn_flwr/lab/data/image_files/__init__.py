@@ -69,7 +69,7 @@ def open_images(
         return [
             Samples(inputs[part], of_pixels[part], classes[part]) for part in numbers
         ]
-    # Leave images on the disk. Find damaged files now, not in the middle of a run.
+    # Large images stay on the disk. Find damaged files now, not in the middle of a run.
     refuse_damaged_files(paths)
     samples = []
     for part in numbers:

@@ -8,7 +8,7 @@ from pathlib import Path
 from fedbn_flwr.errors import DataError
 from fedbn_flwr.lab.data.image_files.decoding import check_mode, for_all
 
-# The last bytes of a complete file. A file that was cut off lacks them.
+# the last bytes of a complete file of each format; a file that was cut off lacks them
 _ENDS = {"JPEG": b"\xff\xd9", "MPO": b"\xff\xd9", "PNG": b"IEND"}
 
 
@@ -25,7 +25,8 @@ def _look(path: Path) -> str:
     try:
         with Image.open(path) as image:
             check_mode(image)
-            # Some files have more bytes after the end, so decode the whole file.
+            # Decode the whole file if it ends in other bytes: it may be cut off, or
+            # have more bytes after the image.
             if image.format in _ENDS and _ENDS[image.format] not in _end(path):
                 image.load()
     except (

@@ -34,7 +34,7 @@ _MODES = (
 )
 """Pillow's modes of images whose pixels are bytes."""
 
-# The most futures that exist at the same time.
+# largest number of futures that exist at the same time
 _CHUNK = 4096
 
 
@@ -51,14 +51,15 @@ def pixels(path: str, mode: str = "RGB") -> Tensor:
     try:
         with Image.open(path) as image:
             check_mode(image)
-            # Pillow warns of a transparent palette, without the name of the file.
+            # Convert a palette with transparency to RGBA first, because Pillow would
+            # otherwise print a warning without the name of the file.
             picture: Image.Image = image
             if mode and image.mode == "P" and image.has_transparency_data:
                 picture = image.convert("RGBA")
             values = np.array(
                 picture.convert(mode) if mode else picture, dtype=np.uint8
             )
-    # These are the exceptions of Pillow's formats for damaged files.
+    # Pillow's readers raise these exceptions for damaged files.
     except (
         OSError,
         ValueError,
@@ -96,15 +97,16 @@ def is_transparent(path: Path) -> bool:
 
 def check_mode(image: Any) -> None:
     """Raise ValueError unless Pillow's open image has one page with 8-bit channels."""
-    # A second picture in a telephone's JPEG (MPO) is a thumbnail or a depth map.
+    # Accept several pages in a telephone's JPEG (MPO), because the second page is only
+    # a thumbnail or a depth map.
     pages = getattr(image, "n_frames", 1)
     if pages > 1 and image.format != "MPO":
         raise ValueError(
             f"it has {pages} pages or frames. Save one page as the file, or read all"
             " pages in your own function, dataset=module:function"
         )
-    # Pillow silently reduces colours of 16 bits to 8 bits, and the mode does not reveal
-    # it.
+    # Pillow silently reduces colours of 16 bits to 8 bits. The mode is then the mode of
+    # 8 bits, so look for 16 bits in ``tile``.
     if image.mode not in _MODES or ";16" in str(getattr(image, "tile", "")):
         raise ValueError(
             f"its channels are not bytes (mode {image.mode}). Save it with 8 bits for"
@@ -115,7 +117,7 @@ def check_mode(image: Any) -> None:
 
 def for_all(count: int, act: Callable[[int], Result]) -> list[Result]:
     """Return ``act`` of the numbers below ``count``, in several threads."""
-    # Threads help, since Pillow decodes outside of Python's lock.
+    # Use threads, because Pillow releases Python's lock while it decodes.
     results = list[Result]()
     with ThreadPoolExecutor(min(8, num_cores())) as pool:
         # A million futures at the same time would need a gigabyte.

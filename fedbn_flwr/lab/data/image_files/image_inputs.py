@@ -53,12 +53,13 @@ class ImageFiles(LazyInputs):
             DataError: a file is damaged; the message names it.
         """
         images, masks = self._empty(len(numbers))
-        # Threads only decode. The next steps use torch's own threads, and a forked
-        # process must not start those.
+        # Only decode in several threads. The steps below use torch's own threads, and a
+        # forked process must not start those in another thread.
         decoded = for_all(len(numbers), lambda at: self._decoded(numbers[at]))
         for at, (image, mask) in enumerate(decoded):
-            # Transforms get the images as they would be in memory, or the originals if
-            # a transform takes a part of them. Their result is fitted in any case.
+            # Transforms get images of the wanted size, as if the images were in memory.
+            # If a transform cuts out a part of an image, it gets the original image. In
+            # both cases, the result is resized below.
             if not self._wanted.originals:
                 image, mask = self._fitted(image, mask)
             if seeds:
@@ -77,7 +78,8 @@ class ImageFiles(LazyInputs):
             DataError: files are damaged; the message names all of them.
         """
         inputs, targets = self._empty(len(self))
-        # Report all problems together, so that a user mends the files in one go.
+        # Collect the problems of all files and report them together, so that a user can
+        # repair all files before the next try.
         damaged: dict[int, str] = {}
 
         def read(number: int) -> None:
@@ -128,10 +130,11 @@ class ImageFiles(LazyInputs):
             side = min(image.shape[1:])
             top, left = ((extent - side) // 2 for extent in image.shape[1:])
             image = image[:, top : top + side, left : left + side]
-        # Reshape it as samples of one image, with the bits of images in memory.
+        # Reshape the image as a data set of one image, so that it gets the same bits as
+        # images in memory.
         alone = Samples(image[None], torch.zeros(1, dtype=torch.int64))
         image = reshaped(alone, self._wanted).inputs[0]
-        # Classes have no average, so the nearest pixel's class is taken.
+        # Take the class of the nearest pixel, because classes have no average.
         if mask is not None and mask.shape != shape[1:]:
             resized = F.interpolate(mask[None, None], shape[1:], mode="nearest-exact")
             mask = resized[0, 0]

@@ -26,7 +26,7 @@ from fedbn_flwr.training.tasks import Task
 logger = logging.getLogger("flwr")
 
 _OF_EXAMPLES = ("client", "group", "split")
-# Whether a value of ``split`` means a test example.
+# for each allowed value of ``split``: whether it marks a test example
 _SPLIT = {
     "train": False,
     "test": True,
@@ -77,13 +77,13 @@ def _load(request: OwnData) -> dict[str, Any]:
     path = request.existing()
     arrays = {}
     try:
-        # A pickle could run code that is in the file.
+        # Refuse pickles, because reading a pickle can run code from the file.
         with np.load(path, allow_pickle=False) as archive:
             names = archive.files
             for name in ("x", "y", *_OF_EXAMPLES):
                 if name in names:
                     arrays[name] = archive[name]
-    # TypeError: a file of a single array (.npy) is not a context manager.
+    # For a file of a single array (.npy), ``with`` raises TypeError.
     except (TypeError, *READ_ERRORS) as error:
         raise request.problem(
             f"it cannot be read as an npz file of numbers and text: {error}. Save it"
@@ -122,7 +122,8 @@ def _load(request: OwnData) -> dict[str, Any]:
 
 def _inputs(request: OwnData, x: Any) -> Tensor:
     """Return uint8 images as (N, C, H, W) and other numbers as float32 (N, ...)."""
-    # Bytes of three or four dimensions are images. Their channels are the last axis.
+    # Arrays of bytes with three or four dimensions are images, with the channels in the
+    # last axis.
     as_bytes = x.dtype == np.uint8
     if as_bytes and x.ndim == 3:
         x = x[..., None]
@@ -137,13 +138,14 @@ def _inputs(request: OwnData, x: Any) -> Tensor:
             f"x is {x.dtype} of shape {x.shape}. Use uint8 images (N, H, W), (N, H, W,"
             " 1) or (N, H, W, 3), or numbers (N, F), (N, C, L) or (N, C, H, W)."
         )
-    # Images of 8 or more channels are hardly 1 or 3 pixels wide: the axes are mixed up.
+    # Such a shape would be images with 8 or more channels that are 1 or 3 pixels wide.
+    # More probably, the channels are in the wrong axis.
     if channels_last and min(x.shape[1:3]) >= 8:
         raise request.problem(
             f"x has shape {x.shape}, which looks like (N, H, W, C). Images of numbers"
             " are (N, C, H, W): save x.transpose(0, 3, 1, 2)."
         )
-    # Numbers too large for float32 become infinite, and are refused with the others.
+    # A number that is too large for float32 becomes infinite and is refused below.
     with np.errstate(over="ignore"):
         inputs = torch.from_numpy(np.ascontiguousarray(x, dtype=np.float32))
     bad = int((~inputs.isfinite()).sum())
@@ -175,7 +177,7 @@ def _targets(request: OwnData, y: Any, inputs: Tensor) -> _Targets:
         as_classes = request.task != "regression"
     else:
         as_classes = y.dtype.kind != "f"
-    # In a table, the classes are a column of shape (N, 1).
+    # A column of shape (N, 1), as in a table, is one class for each example.
     if as_classes and y.shape[1:] == (1,) and request.task != "multi-label":
         y = y[:, 0]
     if y.ndim == 3:
@@ -193,7 +195,8 @@ def _classes(request: OwnData, y: Any) -> _Targets:
         count = 2
     else:
         count = request.num_classes or max(len(np.unique(y)), 2)
-    # All classes 0 are more often a wrongly filled column than a single class.
+    # If nothing states that there are more classes, refuse data with class 0 only: this
+    # is more often a wrongly filled column than a single class.
     stated = request.task or request.num_classes
     if y.min() < 0:
         raise request.problem(
@@ -216,7 +219,8 @@ def _classes(request: OwnData, y: Any) -> _Targets:
 def _several(request: OwnData, y: Any) -> _Targets:
     """Return labels or numbers, several for each example."""
     are_labels = bool(np.isin(y, (0, 1)).all())
-    # One-hot classes look like labels, but would train with another loss.
+    # One-hot classes look like several labels for each example, but the loss for labels
+    # would train another model.
     if are_labels and not request.task and (y.sum(1) == 1).all():
         raise ConfigError(
             f"dataset={request.name!r}: y has a single 1 in each row. If each example"
@@ -240,7 +244,7 @@ def _of_pixels(request: OwnData, y: Any, inputs: Tensor) -> _Targets:
     largest = int(y.max(where=y != IGNORED_PIXEL, initial=0))
     count = request.num_classes or largest + 1
     are_classes = y.dtype.kind in "iu" and y.min() >= 0 and largest < count
-    # Targets of pixels are kept as bytes, see ``Samples``.
+    # ``Samples`` keeps classes of pixels as bytes, so they must be at most 255.
     fit_into_bytes = largest <= IGNORED_PIXEL
     if not are_classes or count < 2 or not fit_into_bytes:
         raise request.problem(
@@ -253,7 +257,8 @@ def _of_pixels(request: OwnData, y: Any, inputs: Tensor) -> _Targets:
 
 def _tests(request: OwnData, values: Any) -> Any:
     """Return which examples are test examples, bool (N,)."""
-    # An unknown value gives None, and with it an array of objects instead of bools.
+    # An unknown value of ``split`` becomes None, so the array has the type object
+    # instead of bool.
     tests = np.array([_SPLIT.get(str(value)) for value in values.tolist()])
     if tests.dtype != bool or tests.all() or not tests.any():
         raise request.problem(

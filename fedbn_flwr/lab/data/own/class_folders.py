@@ -27,7 +27,7 @@ logger = logging.getLogger("flwr")
 
 _PARTS = {"train": False, "training": False, "test": True, "testing": True}
 _VALIDATION = {"val", "valid", "validation"}
-# The number of files whose headers are read for the sizes of the images.
+# largest number of files whose headers are read to find the sizes of the images
 _MOST_HEADERS = 1000
 
 
@@ -47,7 +47,8 @@ def read_folder(request: OwnData) -> Records:
         DataError: the folder has no images, another number of classes, or none of the
             layouts.
     """
-    # The layout: all folders must have a client or none, and a part or none.
+    # All folders must have the same layout: all or none are in a client's folder, and
+    # all or none are in a train or test folder.
     root = request.existing()
     folders = _image_folders(root)
     places = {folder: _place(request, folder.relative_to(root)) for folder in folders}
@@ -57,7 +58,7 @@ def read_folder(request: OwnData) -> Records:
             "some images are below a client folder (or a train or test folder), but"
             " others are not. Give all images the same layout."
         )
-    # The files, in the order of their paths, and the place of each.
+    # List the files in the order of their paths, and the place of each.
     paths, of_files = list[Path](), list[FolderPlace]()
     for folder, names in sorted(folders.items()):
         paths += [folder / name for name in names]
@@ -106,7 +107,8 @@ def _sizes(paths: Sequence[Path]) -> list[tuple[int, int]]:
             shown(transparent),
         )
     sizes = [size for size in for_all(len(some), lambda at: size_of(some[at])) if size]
-    # Name a few of the damaged files; reading all images names the others.
+    # If no file can be read, report a few of the damaged files now. The others are
+    # reported when all images are read.
     if not sizes:
         refuse_damaged_files(some)
     return sizes
@@ -120,7 +122,8 @@ def _image_folders(root: Path) -> dict[Path, list[str]]:
     """
     folders, others = {}, list[str]()
     for name, below, files in os.walk(root, followlinks=True):
-        # Changed in place: ``os.walk`` visits only the folders left in the list.
+        # Change the list in place, because ``os.walk`` visits only the folders that
+        # remain in it.
         below[:] = [step for step in below if not step.startswith(".")]
         images = list[str]()
         for file in files:
@@ -146,7 +149,8 @@ def _image_folders(root: Path) -> dict[Path, list[str]]:
 def _place(request: OwnData, folder: Path) -> FolderPlace:
     """Return the place of a folder's images, from its path below the root."""
     *above, label = folder.parts or ("",)
-    # A folder above the class is a part or a client, in either order.
+    # A folder above the class folder is a part (train or test) or a client, in either
+    # order.
     parts, clients = list[str](), list[str]()
     for step in above:
         if step.lower() in _PARTS:
@@ -167,14 +171,15 @@ def _check_classes(
     request: OwnData, classes: Sequence[str], with_images: Collection[str]
 ) -> None:
     """Raise DataError unless the class folders can be the classes of the run."""
-    # A single such name may be a class, such as "train" among vehicles.
+    # One folder with such a name may be a class, such as "train" among vehicles. Two
+    # are probably parts.
     if sum(label.lower() in {*_PARTS, *_VALIDATION} for label in classes) > 1:
         raise request.problem(
             f"folders of classes are called {shown(classes)}. Put the class folders"
             " below train and test, as in train/class/file or client/train/class/file."
         )
-    # Each client numbers its own folders: if one is absent, all later classes get
-    # another number.
+    # Each client numbers its own class folders, so a missing folder would change the
+    # number of all later classes.
     wanted = 2 if request.task == "binary" else request.num_classes
     if len(classes) != (wanted or max(len(with_images), 2)):
         raise request.problem(

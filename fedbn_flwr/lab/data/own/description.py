@@ -18,7 +18,7 @@ from fedbn_flwr.lab.data.readers import Loaded
 from fedbn_flwr.lab.data.samples import Shape, per_channel
 from fedbn_flwr.training.tasks import TASKS
 
-# In pixels: larger images get this height, unless image-size sets another height.
+# height in pixels of larger images, unless image-size sets another height
 _LARGEST = 224
 
 
@@ -40,19 +40,22 @@ def own_info(request: OwnData) -> DatasetInfo:
 
 @functools.lru_cache(maxsize=8)
 def _info(request: OwnData, stamp: tuple[int, ...]) -> DatasetInfo:
-    # Images have channels and a height that can change; other inputs stay unchanged.
+    # Only images have channels and a height that a model can change. The shape of other
+    # inputs stays unchanged.
     records = read(request, stamp)
     inputs = records.inputs
     shape: tuple[int, ...] = ()
     channels, height = 3, 0
     if not isinstance(inputs, Tensor):
-        # The median, so that a thumbnail among the images does not decide.
+        # Use the median, so that a single thumbnail among the images does not determine
+        # the height.
         height = statistics.median_low([height for _, height in records.sizes])
     elif inputs.dtype == torch.uint8:
         channels, height = inputs.shape[1:3]
     else:
         shape, channels = tuple(inputs.shape[1:]), 0
-    # Every node must scale pixels alike, so do not use the mean of the node's own data.
+    # Use ImageNet's mean and std, because every node must scale pixels alike, but each
+    # node has other data.
     return DatasetInfo(
         request.name,
         num_classes=records.num_classes,

@@ -41,7 +41,7 @@ from fedbn_flwr.training.losses import IGNORED_PIXEL
 from fedbn_flwr.training.tasks import CLASSIFICATION, TASKS, Task
 
 _PARTS = ("train", "test")
-# The largest number of classes if nothing states it. A larger target is not a class.
+# largest number of classes if nothing states the number; a larger target is not a class
 _MOST = 1000
 
 
@@ -73,7 +73,8 @@ def site_names(request: OwnData) -> tuple[str, ...]:
     )
 
 
-# Cached, because a function may read files, and several callers ask for the data.
+# Cached, because the user's function may read files, and several callers ask for its
+# data.
 @functools.lru_cache(maxsize=8)
 def sites_of(name: str, sites: tuple[int | str, ...]) -> dict[str, list[Site]]:
     """Return the parts of each site, by part.
@@ -105,7 +106,8 @@ def _site(name: str, function: Callable[..., Any], site: int | str, part: str) -
             " Dataset with a length."
         )
     classes = _values(what, data, "targets")
-    # Numbers and masks are not classes: they come with the examples.
+    # If targets are not integers, they are not classes. Such targets are read later,
+    # with the inputs.
     if classes is not None and not all(type(value) is int for value in classes):
         classes = None
     return Site(what, data, _values(what, data, "groups"), classes)
@@ -152,7 +154,7 @@ def _example(
     """
     where = f"{site.name}, example {at}"
     inputs, target = _called(where, _as_pair, site.data, at)
-    # Check at each reading, since no other place sees every example.
+    # Check each example here, because no other place reads all examples.
     if inputs.dtype == torch.uint8 or not 1 <= inputs.ndim <= 4:
         raise DataError(
             f"{where} has inputs {inputs.dtype} of shape {tuple(inputs.shape)}. Return"
@@ -192,7 +194,8 @@ def _as_tensor(value: Any) -> Tensor:
         value = torch.from_numpy(np.array(value))
     if value.is_complex():
         raise TypeError(f"complex numbers ({value.dtype}). {COMPLEX}")
-    # Libraries have their own kinds of tensors (MONAI's MetaTensor) that do not stack.
+    # Some libraries have their own class of tensors that torch cannot stack, such as
+    # MONAI's MetaTensor.
     plain: Tensor = value.as_subclass(Tensor).detach()
     return plain
 
@@ -205,7 +208,7 @@ def _target(
     Raises:
         DataError: it does not fit the task; the message begins with ``where``.
     """
-    # The requirements of the task: a shape, and numbers or classes below a limit.
+    # The task requires a shape of the target, and numbers or classes below a limit.
     shape: tuple[int, ...] = ()
     dtype, limit = torch.int64, classes or _MOST
     if task.by_pixel:
@@ -217,7 +220,8 @@ def _target(
         columns = task.outputs(classes)
         if columns > 1 or task.name != "regression":
             shape = (columns,)
-    # Many libraries put one leading dimension of 1 before a mask or a class.
+    # Accept one additional leading dimension of 1, because many libraries put it before
+    # a mask or a class.
     fits = tuple(target.shape) in (shape, (1, *shape))
     if limit:
         known = target[target != IGNORED_PIXEL] if task.by_pixel else target
@@ -243,12 +247,14 @@ def function_info(request: OwnData) -> DatasetInfo:
         DataError: the function fails for a site, or its data do not fit the config or
             the other sites.
     """
-    # The facts that the function and the config state.
+    # Take the shape, the task and the number of classes from the function's attributes
+    # and the config.
     function = own_function("dataset", request.path, KINDS)
     shape = tuple(getattr(function, "input_shape", ()))
     task = chosen_task(request, request.task, tuple(TASKS)) if request.task else None
     classes = 1 if request.task == "binary" else request.num_classes
-    # The server may have no site, so read an example only if a fact is still missing.
+    # Read an example only if one of these facts is missing, because the server may have
+    # no site to read from.
     if not shape or task is None or not classes:
         sites = sites_of(request.path, request.sites)
         with_examples = [site for site in sites["train"] if len(site)]
@@ -296,7 +302,8 @@ def _count(request: OwnData, task: Task, target: Tensor) -> int:
         )
     if task.name != "classification":
         return max(target.numel(), 1)
-    # The tests of a site may have a class that no training example has.
+    # Look at the test examples as well, because a site may have a test class without a
+    # training example.
     largest = 0
     for sites in sites_of(request.path, request.sites).values():
         for site in sites:
@@ -312,7 +319,8 @@ def _classes_of(site: Site, classes: int) -> Sequence[int]:
             _, target = _example(site, at, CLASSIFICATION, (), classes)
             found.append(int(target))
         return found
-    # The smallest and the largest value show whether all are classes of the model.
+    # Check only the smallest and the largest value. If these are classes of the model,
+    # all values between them are.
     if site.classes:
         for value in (min(site.classes), max(site.classes)):
             _target(site.name, torch.tensor(value), CLASSIFICATION, (), classes)
@@ -334,12 +342,13 @@ def _load(
     """
     del folder, wanted
     parts = sites_of(request.path, request.sites)
-    # Find another shape or other classes by one example of every site, before any work.
+    # Read the first example of every site before any other work, to find sites with
+    # another shape or other classes.
     for sites in parts.values():
         for site in sites:
             if len(site):
                 _example(site, 0, task, shape, classes)
-    # The groups of both parts have common numbers: a patient may be in both.
+    # Number the groups of training and test together, because a patient may be in both.
     unit_numbers: dict[Any, int] = {}
     for sites in parts.values():
         for site in sites:
@@ -359,8 +368,8 @@ def _examples(
     unit_numbers: dict[Any, int],
 ) -> Samples:
     """Return one part of all sites, each a group, with the groups of a site as units."""
-    # Every example's site, its number there and its unit. If an example has no group,
-    # it is its own unit, numbered after the groups.
+    # List the site of each example, its position there, and its unit. An example
+    # without a group is its own unit, numbered after the groups.
     places: list[tuple[Site, int]] = []
     groups, units = list[int](), list[int]()
     for which, site in enumerate(sites):
@@ -377,11 +386,13 @@ def _examples(
 
     of_sites = torch.tensor(groups, dtype=torch.int64)
     of_units = torch.tensor(units) if unit_numbers else None
-    # Tensors are in memory anyway, and reading does not change them.
+    # Data sets of tensors are in memory anyway and return equal values each time, so
+    # read them once.
     if places and all(isinstance(site.data, TensorDataset) for site in sites):
         inputs, targets = zip(*map(read, range(len(places))), strict=True)
         return Samples(torch.stack(inputs), torch.stack(targets), of_sites, of_units)
-    # Splits by class need the classes now; other targets come with the inputs.
+    # Read the classes now, because splits by class need them. Other targets are read
+    # later, with the inputs.
     labels = None
     if task.name in ("classification", "binary"):
         classes_of_all = list[int]()

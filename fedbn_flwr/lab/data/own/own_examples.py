@@ -31,7 +31,7 @@ _READERS: dict[str, Callable[[OwnData], Records]] = {
     "folder": read_folder,
     "npz": read_arrays,
 }
-# All runs and seeds have the same test examples.
+# a fixed seed, so that all runs have the same test examples
 _TEST_SEED = 0
 
 
@@ -43,7 +43,7 @@ def read(request: OwnData, stamp: tuple[int, ...]) -> Records:
         ConfigError: keys do not fit the data.
         DataError: the data cannot be used.
     """
-    # The stamp is only a part of the cache's key.
+    # The stamp only makes the cache read changed files again.
     del stamp
     return _READERS[request.kind](request)
 
@@ -61,7 +61,8 @@ def stamp_of(request: OwnData) -> tuple[int, ...]:
             paths += sorted(path.iterdir())
         for each in paths:
             stamp += [each.stat().st_mtime_ns, each.stat().st_size]
-    # The reader gives a better message about absent files.
+    # If a file is absent, return an empty stamp, because the reader then gives a better
+    # message.
     except OSError:
         return ()
     return tuple(stamp)
@@ -71,7 +72,7 @@ def load(
     request: OwnData, stamp: tuple[int, ...], folder: Path, shape: Shape
 ) -> Loaded:
     """Return the training and the test examples, see ``DatasetInfo.loader``."""
-    # Own data have their own path, so the data folder is not used.
+    # ``folder`` is the folder of registered data sets. Own data have their own path.
     del folder
     records = read(request, stamp)
     if not request.image_size and len(set(records.sizes)) > 1:
@@ -115,7 +116,8 @@ def _examples(
     inputs, targets = records.inputs, records.targets
     if isinstance(inputs, Tensor):
         return [Samples(inputs[part], targets[part]) for part in parts]
-    # Open both parts together, so that one decision about memory covers them both.
+    # Open the images of both parts in one call, because their total size determines
+    # whether they fit into memory.
     order = np.concatenate(parts)
     paths = [inputs[at] for at in order.tolist()]
     lengths = [len(part) for part in parts]
@@ -129,7 +131,7 @@ def parts_of(request: OwnData, records: Records) -> tuple[Indices, Indices]:
         ConfigError: the data's own split has the units of one patient on both sides.
     """
     everything, tests = np.arange(len(records), dtype=np.int64), records.tests
-    # The data have their own split.
+    # Use the data's own split into training and test, if there is one.
     if tests is not None:
         if records.units is not None:
             both = np.intersect1d(records.units[tests], records.units[~tests])
@@ -142,7 +144,8 @@ def parts_of(request: OwnData, records: Records) -> tuple[Indices, Indices]:
         return everything[~tests], everything[tests]
     if request.test_share == 1:
         return everything[:0], everything
-    # Otherwise draw a share of each class of each client. These are the draw's cells.
+    # Otherwise draw a share of the examples of each cell. A cell is a class of a
+    # client.
     cells = np.zeros(len(records), np.int64)
     if records.targets.dtype == torch.int64:
         cells = records.targets.numpy()
@@ -153,7 +156,7 @@ def parts_of(request: OwnData, records: Records) -> tuple[Indices, Indices]:
 
 def is_divided(request: OwnData) -> bool:
     """Return whether the data themselves determine the test examples."""
-    # A function is called separately for training and test examples.
+    # A user's function returns training and test examples in separate calls.
     if request.kind == FUNCTION:
         return True
     return read(request, stamp_of(request)).tests is not None
@@ -202,8 +205,8 @@ def own_sha256(request: OwnData) -> str:
 
 @functools.lru_cache(maxsize=8)
 def _sha256(request: OwnData, stamp: tuple[int, ...]) -> str:
-    # Runs save this digest in data.json: with another order of the entries, unchanged
-    # data would look changed.
+    # Do not change the order of the entries, because runs save this digest in
+    # data.json: unchanged data would look changed.
     records, digest = read(request, stamp), hashlib.sha256()
     if isinstance(records.inputs, Tensor):
         digest.update(records.inputs.contiguous().numpy().tobytes())

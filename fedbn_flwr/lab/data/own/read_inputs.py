@@ -37,9 +37,11 @@ class ReadInputs(LazyInputs):
         seeds: Sequence[int] = (),
     ) -> tuple[Tensor, Tensor]:
         """Return the inputs with these numbers, and their targets."""
-        # Transforms are for images as bytes; a user's data set may have its own.
+        # The package's transforms are for images as bytes. A user's data set may have
+        # its own transforms.
         del each, seeds
-        # Nothing can be stacked, so read one example for the kind of the targets.
+        # An empty batch has no targets whose type could be used. Read one example to
+        # find the type.
         if not numbers:
             like = self._read(0)[1] if len(self) else torch.zeros((), dtype=torch.int64)
             return torch.zeros(0, *self.shape[1:], device=self.device), like.new_zeros(

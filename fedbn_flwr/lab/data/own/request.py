@@ -88,7 +88,8 @@ class OwnData:
         """
         if is_function(dataset, KINDS):
             return FUNCTION, dataset
-        # Otherwise a prefix and a path. The path may have more colons (on Windows).
+        # Otherwise the name is a kind, a colon and a path. On Windows, the path has a
+        # further colon.
         kind, _, path = dataset.partition(":")
         path = os.path.expanduser(path)
         if kind not in KINDS:
