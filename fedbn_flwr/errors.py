@@ -343,8 +343,8 @@ def unknown_name(kind: str, value: object, allowed: Iterable[str]) -> ConfigErro
     names = sorted(allowed)
     hint = REMOVED.get(f"{kind} {value!r}", "")
     for name in difflib.get_close_matches(str(value), names, n=2):
-        # Do not suggest the rejected name itself: it may be an allowed name in another
-        # type.
+        # Do not suggest the rejected name. It may name something of another kind that
+        # has the same spelling as an allowed name.
         if name != value:
             hint = f" Did you mean {name!r}?"
             break

@@ -41,7 +41,8 @@ from fedbn_flwr.errors import needs_package
 # Share of the significance level for the comparison of class mixes. It is high, because
 # counts of few examples are weak evidence.
 _SHARE_OF_CLASSES = 0.5
-# measures that share the rest of the level: inputs, distinct examples, accuracy
+# Number of the other measures (inputs, distinct examples, accuracy). They share the
+# rest of the level.
 _OTHERS = 3
 
 
@@ -198,7 +199,7 @@ def statistics(groups: Groups, eps: Mapping[str, float]) -> Compared:
         mean, variance = means.median(0).values, variances.nanmedian(0).values
         scale = variance + eps.get(path, NO_VARIANCE)
         rows += [(means - mean) / scale.sqrt(), (variances - variance) / scale]
-    # The variance of a single value is NaN. Replace it by 0, the place of the usual
+    # The variance of a single value is NaN. Replace it by 0, which stands for the usual
     # variance.
     return _distances(torch.cat(rows, 1).nan_to_num(0), groups.owner)
 

@@ -57,8 +57,8 @@ def flower_environment(home: Path) -> dict[str, str]:
         # download gigabytes.
         "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
         "RAY_USAGE_STATS_ENABLED": "0",
-        # Otherwise Ray would join a cluster on this machine, or the cluster in the
-        # user's environment variable.
+        # Start a cluster of Ray for this run. Otherwise, Ray would join a cluster on
+        # this machine, or the cluster in the user's environment variable.
         "RAY_ADDRESS": "local",
     }
 
@@ -155,7 +155,8 @@ class Process:
             except subprocess.TimeoutExpired:
                 continue
             break
-        # Ray's processes continue after their parent has ended.
+        # Kill the whole group, because Ray's processes continue after their parent has
+        # ended.
         self.signal(signal.SIGKILL)
 
 

@@ -151,7 +151,7 @@ class LegacyStrategy(FlowerLegacyStrategy):
         self._evaluate_metrics = evaluate_metrics_aggregation_fn
         self._ids = _NodeIds()
         self._sent: dict[int, Message] = {}  # sent messages by node id
-        # Reason for a client's failed training, by node id.
+        # Error reply of each client whose training failed, by node id.
         self._failed: dict[int, Message] = {}
         self._secure = False  # whether secure aggregation has been seen
         self._fitting = 0  # round whose results are not yet aggregated

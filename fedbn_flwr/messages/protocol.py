@@ -145,7 +145,7 @@ HEAD = Key.down(
 FINE_TUNE = Key.down(
     "fedbn-flwr.fine-tune", "int: steps by which a client trains before its test"
 )
-NO_STATE = "none"  # sent instead of a hash
+NO_STATE = "none"  # sent instead of a hash if there is no state
 LOCAL_SHA256 = Key(
     "fedbn-flwr.local-sha256",
     "str: SHA-256 of the kept state; from the server `none` means no state",

@@ -668,8 +668,9 @@ class Strategy(FlowerFedAvg):
         synchronises = self.methods.whole.exchanges is not None
         if synchronises:
             asks = {SYNCHRONISES: True}
-        # The app must answer the query in such a run. Other runs continue without
-        # answers if the app has no function for queries.
+        # The app must answer the query if steps are synchronised or the number of
+        # partitions is compared. Other runs continue without answers if the app has no
+        # function for queries.
         must_answer = synchronises or self.num_partitions is not None
         nodes = NodeRegistry(
             self.params.seed,

@@ -318,7 +318,7 @@ class FixBN(Strategy):
 def _untouched(method: Any, known: Any) -> bool:
     """Return whether BN is about to be frozen at the statistics of new layers."""
     last, facts = known.state.frozen_after, known.facts
-    # If a run freezes from the start, a warning comes before the run.
+    # Leave out a freeze from the start, because the run has already warned of it.
     if not last or known.number != last + 1:
         return False
     frozen = frozenset(facts.frozen)

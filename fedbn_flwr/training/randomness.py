@@ -75,7 +75,8 @@ class NumpyGenerator(NamedTuple):
         bits = _bits()
         if not bits:
             return cls(b"", None, np.random.get_state(legacy=False))
-        # Only a draw reveals whether a number is kept, so restore the state afterwards.
+        # NumPy draws normal numbers in pairs and keeps the second number. Only a draw
+        # reveals whether it keeps one, so restore the state afterwards.
         state = cls(bits, _take_kept(bits))
         state._write()
         return state

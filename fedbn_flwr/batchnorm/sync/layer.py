@@ -204,8 +204,8 @@ class NormaliseTogether(torch.autograd.Function):
             # dF/dmean, -sum g / s. The mean's path through this client's variance is
             # left out, because it is zero in the sum over clients.
             local = torch.stack([-0.5 * sum_g_x_hat * scale.square(), -sum_g * scale])
-            # d_y = g / s + 2 d_var (y - mean) + d_mean. Here d_var and d_mean are means
-            # of n values.
+            # d_y = g / s + 2 d_var (y - mean) + d_mean. Here d_var and d_mean are the
+            # answers divided by the number of values per channel.
             d_var, d_mean = ctx.call.gradients(local) / elements_per_channel(y)
             centred.mul_(per_channel(2 * d_var, y)).add_(
                 per_channel(d_mean - 2 * d_var * rest, y)
