@@ -35,10 +35,10 @@ from fedbn_flwr.lab.partitioned.counts import refuse_other_data
 
 logger = logging.getLogger("flwr")
 
-_FORMAT = 3  # version of the format of a checkpoint
+_FORMAT = 3  # version of the format of checkpoint files
 _KEPT = 2
-_LONG = 20.0  # seconds of work that a kill may lose, in addition to one round
-# A resume may change these keys. Another value of any other key makes another run.
+_LONG = 20.0  # a kill may lose this many seconds of work, and one round
+# keys that a resume may change; another value of any other key makes another run
 _FREE = PLACES | {"num-server-rounds", "on-divergence"}
 
 
@@ -120,8 +120,9 @@ class Checkpoints:
             self.folder.mkdir(exist_ok=True, mode=0o700)
             remove_leftovers(self.folder)
             write_checked(self._path(checkpoint.server_round), content)
-            # Remove old checkpoints only after the new checkpoint is complete. A run
-            # that is resumed from the older of the two may have another best round.
+            # Remove old checkpoints only after the new one is complete. For each kept
+            # checkpoint, also keep the checkpoint of its best round, because a run may
+            # be resumed from either.
             last = self.rounds[-_KEPT:]
             needed: set[int | None] = {*last}
             if stopping:
@@ -174,7 +175,8 @@ class Checkpoints:
         """
         out = self.folder.parent
         RunFolder.refuse_shorter(out, self._config.num_server_rounds)
-        # A longer run decays its rate later, so its first rounds would differ.
+        # Warn if the run is longer now: decays at a fraction of the rounds come later,
+        # so the earlier rounds would have been different.
         before = int(RunFolder.settings(out).get("num-server-rounds", 0))
         for line in schedule_changes(self._config, before):
             logger.warning("%s", line)
@@ -212,14 +214,16 @@ class Checkpoints:
         """
         path = self._path(server_round)
         content = read_checked(path)
-        # Check the version first: a file of another version may have other keys.
+        # Check the version first, because a file of another version may have other
+        # keys.
         if any(content.get(key) != self._owner[key] for key in ("kind", "version")):
             raise StateError(
                 f"{path} is a checkpoint of another version of fedbn-flwr. Resume the"
                 " run with that version, or start a new run."
             )
 
-        # Compare everything that makes a run: settings, model, user's code and round.
+        # Compare everything that identifies a run: settings, model, user's code and
+        # round.
         saved = Config.make(content["config"]).to_mapping()
         changed = changed_settings(saved, self._config.to_mapping(), _FREE)
         if changed:
@@ -243,7 +247,8 @@ class Checkpoints:
                 f"{path} is past num-server-rounds={self._config.num_server_rounds}"
             )
 
-        # Another version of a package may only change the last bits, so only warn.
+        # Only warn of another version of a package, because it may only change the last
+        # bits.
         here, other = versions(), []
         for package, version in content["versions"].items():
             if here.get(package) != version:
@@ -258,7 +263,8 @@ class Checkpoints:
 
     def set_aside_after(self, server_round: int) -> None:
         """Rename checkpoints after the round of a resume."""
-        # They were refused, so they must not count among the last two.
+        # These later checkpoints were refused, so they must not count among the two
+        # that are kept.
         for later in self.rounds:
             if later > server_round:
                 self._path(later).rename(self._path(later).with_suffix(".refused"))

@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-EPSILON = "epsilon"  # a key in metrics.jsonl, see privacy.differential
+EPSILON = "epsilon"  # a key in metrics.jsonl; see privacy.differential
 _TESTS = ("test-", "personal-", "train-")
 
 
@@ -18,8 +18,8 @@ def draw_curves(lines: Sequence[Mapping[str, Any]], score: str) -> bytes:
         lines: the lines of ``metrics.jsonl``.
         score: the metric that is drawn in addition to the loss.
     """
-    # Draw without pyplot, since pyplot needs a screen. Import here, since matplotlib
-    # takes half a second.
+    # Import here, because matplotlib takes half a second. Do not use pyplot, because
+    # pyplot needs a screen.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -31,7 +31,8 @@ def draw_curves(lines: Sequence[Mapping[str, Any]], score: str) -> bytes:
     FigureCanvasAgg(figure)
     frozen = [line["round"] for line in lines if line.get("phase") == "frozen"]
     for axis, label in zip(figure.subplots(1, len(panels)), panels, strict=True):
-        # Every test of the panel's metric; a test need not be in every round.
+        # Draw a curve for every test with the panel's metric. A test need not be in
+        # every round.
         for key in keys:
             is_test = key.startswith(_TESTS) and key.endswith(f"-{label}")
             measured = [line for line in lines if line.get(key) is not None]
@@ -40,7 +41,7 @@ def draw_curves(lines: Sequence[Mapping[str, Any]], score: str) -> bytes:
             rounds = [line["round"] for line in measured]
             values = [line[key] for line in measured]
             style = "--" if key.startswith("train") else "-"
-            # A single point has no line.
+            # Mark the points of a short curve, because a single point has no line.
             marker = "o" if len(rounds) < 4 else ""
             axis.plot(rounds, values, style, label=key, linewidth=1.3, marker=marker)
         # Mark the round of the freeze of BatchNorm.

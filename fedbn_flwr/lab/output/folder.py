@@ -45,11 +45,11 @@ __all__ = [
 
 logger = logging.getLogger("flwr")
 
-PRIVACY = "privacy.jsonl"  # see privacy.accounting
-STATISTICS_FILE = "statistics.jsonl"  # see statistics_log
-# in the folder of a run in Flower's simulation: the log of its processes
+PRIVACY = "privacy.jsonl"  # the spent privacy of each round; see privacy.accounting
+STATISTICS_FILE = "statistics.jsonl"  # the local statistics; see statistics_log
+# log of the processes of a run in Flower's simulation, in the folder of the run
 FLOWER_LOG = "flower.log"
-# in summary.json and metrics.jsonl: the first round with a non-finite loss
+# key in summary.json and metrics.jsonl: the first round with a non-finite loss
 DIVERGED_AT = "diverged-at"
 
 PLACES = frozenset(
@@ -92,8 +92,8 @@ def lock_folder(path: Path, what: str = "run") -> Iterator[None]:
         handle = os.open(path, os.O_RDONLY)
     except OSError as error:
         raise ConfigError(f"out={str(path)!r} cannot be written: {error}") from error
-    # The system frees the lock however this process ends. A killed command may have
-    # left a process that still writes.
+    # Use a lock of the system, because the system frees it however this process ends.
+    # The lock finds processes of a killed command that still write.
     try:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -147,7 +147,7 @@ def extra(name: str, again: str) -> Iterator[None]:
     """
     try:
         yield
-    # Pictures and data call code of other packages, and that may raise any exception.
+    # Pictures and tables use other packages, whose code may raise any exception.
     except Exception as error:
         logger.warning(
             "%s failed: %s: %s. The results of the run are complete without it. %s",
@@ -189,7 +189,8 @@ class RunFolder:
             path.mkdir(parents=True, exist_ok=True)
             if after is not None:
                 self._cut_back(after)
-                # a resumed run is not finished
+                # Remove the files of the earlier end, because a resumed run is not
+                # finished.
                 (path / "summary.json").unlink(missing_ok=True)
                 shutil.rmtree(path / "clients", ignore_errors=True)
             content = yaml.safe_dump(settings, sort_keys=False)
@@ -255,7 +256,7 @@ class RunFolder:
 
     def _cut_back(self, after: int) -> None:
         """Remove the rounds after ``after`` from the files of lines."""
-        # The resumed run repeats these rounds.
+        # The resumed run repeats the rounds after ``after``.
         metrics = self.path / "metrics.jsonl"
         lines = read_metrics(metrics)[:after]
         if [line["round"] for line in lines] != list(range(1, after + 1)):
@@ -264,7 +265,8 @@ class RunFolder:
                 " a new run."
             )
         for path in (metrics, self.path / STATISTICS_FILE):
-            # even if its only line is incomplete, or the next line would follow it
+            # Rewrite the file even if it has no complete line, because the next line
+            # would follow the incomplete one.
             if path.exists():
                 lines = [line for line in read_metrics(path) if line["round"] <= after]
                 kept = "".join(json.dumps(line) + "\n" for line in lines)
@@ -284,8 +286,8 @@ class RunFolder:
 
     def append(self, name: str, line: Mapping[str, Any]) -> None:
         """Append a line to a file of the folder, with the errors of ``add_round``."""
-        # Write once, with fsync. A kill then never splits a line, and a loss of power
-        # never removes a round that a checkpoint already has.
+        # Write the line in one call, so that a kill never splits it, and call fsync, so
+        # that a loss of power never removes a round that a checkpoint already has.
         data = (json.dumps(line) + "\n").encode()
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
         with self._writing():
@@ -299,7 +301,8 @@ class RunFolder:
 
     def save_clients(self, kept: Iterable[tuple[str, State]]) -> list[str]:
         """Write the entries of the model that clients kept, and return the clients."""
-        # readable for their owner only, since they may reveal a client's data
+        # Make the files readable for their owner only, because they may reveal a
+        # client's data.
         clients = []
         with self._writing():
             for client, entries in kept:
@@ -320,7 +323,8 @@ class RunFolder:
         self, state: State, about: Mapping[str, str], summary: Mapping[str, Any]
     ) -> None:
         """Write the model with ``about`` as metadata, the summary and the curves."""
-        # The summary comes after the model: a run with a summary counts as finished.
+        # Write the summary after the model, because a run with a summary counts as
+        # finished.
         with self._writing():
             model = encode_safetensors(state, about)
             write_atomically(self.path / "model.safetensors", model)
@@ -328,7 +332,7 @@ class RunFolder:
         with extra(
             "curves.png", f"For a page with curves: fedbn-flwr report {self.path}"
         ):
-            # Imported here, because a refused run does not need matplotlib.
+            # Import here, because a refused run does not need matplotlib.
             from fedbn_flwr.lab.output.curves import draw_curves
 
             lines = read_metrics(self.path / "metrics.jsonl")

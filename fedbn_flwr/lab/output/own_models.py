@@ -55,7 +55,8 @@ def fine_tuned(
     kept = dict(kept_contents(config, strategy, state))
     sent = strategy.run.test_config(server_round)
     elsewhere = set[str]()
-    # The steps may need local state of a hook, such as HBN's alpha.
+    # Skip clients whose local state is on other machines, because the steps may need
+    # it: HBN's alpha, for example, is local state.
     if strategy.methods.own_models or HOOKS in sent:
         elsewhere = strategy.run.kept.hashes.keys() - kept
     shapes = {name: array.shape for name, array in state.items()}
@@ -70,7 +71,8 @@ def fine_tuned(
         KeptState(context, parts, parts.fingerprint(shapes)).replace(content)
         with extra(f"The fine-tuning of client {client}", again):
             tuned = on_device(copied(model), config)
-            # The run's client without any test, so it only loads and trains.
+            # Use the run's client code without tests, so that it only loads the model
+            # and trains.
             trainee = TorchClient(
                 tuned,
                 data.train_view(client),

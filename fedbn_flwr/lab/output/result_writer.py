@@ -105,7 +105,7 @@ class ResultWriter:
         self._strategy = strategy
         self._on_round = on_round
         self._task = data_of(config).test_task
-        # the tests in the log; early stopping and results use the first one's score
+        # the scores that the log shows; early stopping and results use the first
         self._headlines = headlines(config)
         dataset = data.dataset if data else None
         self._model_description = ModelDescription.of(config, dataset)
@@ -114,7 +114,8 @@ class ResultWriter:
         if strategy:
             self._withheld = not strategy.protection.publishes_metrics
 
-        # Try the tests now, so that a batch that is too small fails before round 1.
+        # Try the batches of the tests now, so that a test batch that is too small is
+        # refused before round 1.
         domains = {}
         self._domain_of: Callable[[int], str | None] = lambda client: None
         if data and not self._withheld:
@@ -128,13 +129,14 @@ class ResultWriter:
             self._held_out = HeldOut(data, self._task, config.test_bn)
             self._held_out.try_batches(model)
 
-        # A resumed run already has scores, and may be at its end.
+        # Read the scores of earlier rounds, because a resumed run may already be at its
+        # end.
         self.stopping: EarlyStopping | None = None
         if config.early_stopping:
             self.stopping = EarlyStopping(config, self.lines())
         self._note_stop()
 
-        # results of ``test`` in this round, until its line is written
+        # the results of ``test`` in this round, until the line of the round is written
         self._tested: dict[str, Any] = {}
         self._by_domain: dict[str, dict[str, float]] = {}
         self.start_clock()
@@ -163,7 +165,8 @@ class ResultWriter:
         metrics, self._by_domain = self._tests.run(state)
         self._tested |= metrics
         if self._held_out:
-            # The centralized reference continues to train this model, so restore it.
+            # Save the state before the test and restore it afterwards, because the
+            # centralized reference continues to train this model.
             if state is None:
                 arrays_now = to_state(self._model.state_dict())
                 state = {name: array.copy() for name, array in arrays_now.items()}
@@ -184,7 +187,8 @@ class ResultWriter:
 
     def write(self, report: RoundOutcome) -> dict[str, Any]:
         """Write and return the line of a round, and call ``on_round`` with it."""
-        # The measurements: of the training, of the server's and of the clients' tests.
+        # Add the measurements of the training, of the server's tests and of the
+        # clients' tests.
         line: dict[str, Any] = {"round": report.server_round, "phase": report.phase}
         reported = self._strategy.methods.reported_metrics if self._strategy else []
         measured = (TRAIN_LOSS, TRAIN_ACCURACY, *reported)
@@ -194,7 +198,7 @@ class ResultWriter:
         domains = client_means_by_domain(report, self._domain_of, self._task)
         domains = self._by_domain | domains
 
-        # The costs of the round, and the clients' evaluations.
+        # Add the costs of the round and the clients' evaluations.
         line |= self._counted(report)
         if report.evaluations:
             line["clients"] = report.evaluations
@@ -202,7 +206,8 @@ class ResultWriter:
             line["domains"] = domains
         line["seconds"] = round(time.monotonic() - self._clock, 4)
 
-        # The failures. A reason may reveal a client's data.
+        # Add the failures. Withhold their reasons if a protection withholds results,
+        # because a reason may reveal a client's data.
         line["rejected"] = list(report.rejected.values())
         if self._withheld:
             line["rejected"] = [REFUSED] * len(report.rejected)
@@ -228,7 +233,8 @@ class ResultWriter:
     def _counted(self, report: RoundOutcome) -> dict[str, Any]:
         """Return a round's examples, clients, traffic and spent privacy."""
         counted: dict[str, Any] = {}
-        # The centralized reference has no clients, but metrics of its own.
+        # The centralized reference has no clients; its counts are in the metrics of the
+        # round.
         clients = report.clients.values() or [report.metrics]
         if not self._withheld:
             examples = sum(client.get(EXAMPLES_PROCESSED, 0) for client in clients)
@@ -244,7 +250,7 @@ class ResultWriter:
 
     def _add(self, line: dict[str, Any], absences: str) -> None:
         """Write the line of a round, and pass it to early stopping, log and ``on_round``."""
-        # Write first, because ``on_round`` may read the file.
+        # Write the line first, because ``on_round`` may read the file.
         self._folder.add_round(line)
         if self.stopping:
             self.stopping.add(line)
@@ -284,7 +290,7 @@ class ResultWriter:
 
         With early stopping, ``state`` and the strategy belong to the best round.
         """
-        # The figures, and the method's own results, for example the round of T*.
+        # Add the results, and the method's own results, such as the round of T*.
         lines = self.lines()
         chosen = len(lines)
         if self.stopping:
@@ -299,8 +305,8 @@ class ResultWriter:
         if resumed_after:
             summary["resumed-after"] = list(resumed_after)
 
-        # The facts that repeat the run. With client-level privacy, nothing about single
-        # clients is published, not even the hash of their local state.
+        # Add the facts that are necessary to repeat the run. With client-level privacy,
+        # publish nothing about single clients, not even the hash of their local state.
         kept: Iterable[tuple[str, State]] = ()
         local: Mapping[str, str] = {}
         tunes = 0
@@ -312,7 +318,7 @@ class ResultWriter:
         summary["seed"] = self._config.seed
         summary["versions"] = versions()
 
-        # The model, without the parts that have no global value.
+        # Write the model without the parts that have no global value.
         contents = summary["model"] = contents_of_model(strategy)
         clients = self._folder.save_clients(kept)
         absent = [part for part, text in contents.items() if text == ABSENT]
@@ -324,7 +330,7 @@ class ResultWriter:
             }
             summary["model-note"] = why_absent(absent, clients)
 
-        # The metadata that other programs need to use the model.
+        # Write the metadata that other programs need to use the model.
         about = {"format": "pt", **contents, "sha256": summary["sha256"]}
         about[MODEL_DESCRIPTION] = self._model_description.to_json()
         if strategy and strategy.methods.own_models and local:
@@ -335,7 +341,7 @@ class ResultWriter:
             about[FINE_TUNED] = str(tunes)
         self._folder.finish(shared, about, summary)
 
-        # The extras come last, because they can be made again.
+        # Make the extras last, because they can be made again if they fail.
         run = self._folder.path
         if strategy and tunes:
             again = f"To repeat it: fedbn-flwr run --out {run} --resume"
@@ -359,14 +365,15 @@ class ResultWriter:
 
     def _figures(self, lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Return the results for the summary."""
-        # The best round by the test is only reported; it never selects the result.
+        # Only report the best round by the test. It must never select the result,
+        # because the result would then be fitted to the test examples.
         headline = self._headlines[0]
         measured = [line for line in lines if line.get(headline) is not None]
         choose = max if self._task.higher_is_better else min
         best = choose(measured, key=lambda line: line[headline], default={})
 
-        # The result belongs to the best round with early stopping, and otherwise to the
-        # last test, even if that test has no value.
+        # With early stopping, the result is from the best round. Otherwise it is from
+        # the last test, even if this test has no value.
         best_validated = self.stopping.best() if self.stopping else None
         last: Mapping[str, Any] = {}
         if best_validated:

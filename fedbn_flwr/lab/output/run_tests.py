@@ -80,7 +80,7 @@ class GlobalTests:
         self._strategy = strategy
         self._task = data_of(config).test_task
         self._domains = domains
-        # Each is None if there are no such examples.
+        # None if there are no such examples
         self._test = self._validation = self._train = None
         if data:
             self._test = data.test_view() or None
@@ -90,13 +90,15 @@ class GlobalTests:
         self._names = [name for name in tests if name in GLOBAL_TESTS]
         self._first = tests[0]
 
-        # Entries that stay with the clients are never trained at the server.
+        # Warn of entries that stay with the clients, because the server's values of
+        # these entries are never trained.
         untrained = [name for name in tests if name.startswith("global")]
         if strategy and untrained and strategy.local:
             advice = (
                 "eval-on=averaged-bn tests with the average of the clients' values."
             )
-            # Results and entries of single clients are refused there.
+            # A protection refuses results and entries of single clients, so advise a
+            # test at each site.
             if config.protected:
                 advice = (
                     "After the run each site exports and tests its own model:"
@@ -121,7 +123,7 @@ class GlobalTests:
         """
         for name in self._names:
             mode = self._mode(name)
-            if not mode:  # running statistics fit a batch of any size
+            if not mode:  # running statistics do not depend on the batch
                 continue
             views = [self._test, *self._domains.values()]
             if name == self._first:
@@ -143,18 +145,20 @@ class GlobalTests:
         if self._test is None:
             return tested, domains
         for name in self._names:
-            # The entries of this test: BatchNorm's average, or re-estimated statistics.
+            # Find the entries that this test replaces: averaged BatchNorm, or
+            # re-estimated statistics.
             completed = name.removesuffix(TEST_BN)
             entries: State = {}
             if self._strategy:
                 entries = completing_entries(self._strategy.run, completed)
-            # Skip the test if nothing was re-estimated or shared; see the log.
+            # Skip the test if nothing was averaged or re-estimated. The log has the
+            # reason.
             if completed in _COMPLETED and not entries:
                 continue
             if state is not None:
                 load_state(self._model, tensors({**state, **entries}))
 
-            # The examples of this test.
+            # Choose the way to test, and the examples.
             prefix = GLOBAL_TESTS[name] + "-"
             test = functools.partial(evaluate, self._model, task=self._task)
             mode = self._mode(name)
@@ -192,7 +196,8 @@ def client_means(report: RoundOutcome, task: Task) -> dict[str, float]:
     tests = ("own", "global", VALIDATION)
     metrics = dict.fromkeys(("accuracy", "loss", *task.metrics))
     for name, what in itertools.product(tests, metrics):
-        # The values of the clients that have the metric, and their test examples.
+        # Collect the values of the clients that have the metric, and the number of
+        # their test examples.
         key = f"personal-{name}-{what}"
         values = []
         weights = []
@@ -202,7 +207,8 @@ def client_means(report: RoundOutcome, task: Task) -> dict[str, float]:
             count = of_client.get(f"{name}-{NUM_EXAMPLES}", 0)
             if value is None or count <= 0:
                 continue
-            # NaN means an undefined metric, unless a non-finite loss shows divergence.
+            # A NaN with a finite loss is an undefined metric, and it is left out. A NaN
+            # with a non-finite loss shows divergence, and it counts.
             if math.isnan(value) and math.isfinite(of_client.get(f"{name}-loss", 0.0)):
                 undefined = True
             else:
@@ -256,7 +262,7 @@ def tested_at_clients(
         tests: the names of the test sets.
         task: the learning task.
     """
-    # Test sets that all clients have are tested once.
+    # All clients have these test sets, so make each of them once.
     shared = {"global": data.test_view()}
     for domain, view in data.domain_views().items():
         shared[domain_test(domain)] = view
@@ -330,8 +336,9 @@ class HeldOut:
         task = self._task
         results: dict[str, dict[str, Any]] = {}
         for name, (inputs, tests) in self._clients.items():
-            # Test the unchanged model, then statistics of the test inputs. Statistics
-            # of the training inputs come last, because they change the model.
+            # Test first with the given statistics, then with statistics of the test
+            # inputs. Test last with statistics of the training inputs, because these
+            # change the model.
             load_state(model, tensors({**state, **entries}))
             metrics: dict[str, Any] = {NUM_EXAMPLES: len(tests)}
             metrics |= evaluate(model, tests, task=task).named(f"{which}-")

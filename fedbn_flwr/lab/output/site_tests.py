@@ -32,8 +32,8 @@ logger = logging.getLogger("flwr")
 HELD_OUT = "held-out"
 """The key of a row whose site took no part in the training."""
 
-# With more clients, a row for each is of little use, and testing them all may cost more
-# than the run.
+# With more clients, a table with a row for each is of little use, and the tests may
+# cost more than the run.
 _MOST_SITES = 50
 
 
@@ -81,7 +81,8 @@ def table_of_run(
     if len(data.test) + len(data.held_out) > _MOST_SITES:
         return []
 
-    # A client's model: the global entries, their completion, and the client's entries.
+    # A client's model has the global entries, the entries that complete them for this
+    # test, and the client's own entries.
     own_models = method_of(config).tests_own_models
     if own_models and not clients:
         return []
@@ -113,7 +114,8 @@ def table_of_run(
         load_state(model, entries)
         add(name, data.test_view(client), held_out=False, note=note)
     if data.held_out:
-        # Held-out clients get the average of the BN parts that clients keep.
+        # Held-out clients have no local entries, so they get the average of the BN
+        # parts that clients keep.
         load_state(model, tensors(state))
     for at, name in enumerate(data.held_out_names):
         add(name, data.held_out_views(at)[1], held_out=True)

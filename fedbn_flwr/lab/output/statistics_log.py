@@ -45,7 +45,8 @@ from fedbn_flwr.training.freezing import layers_of
 
 __all__ = ["StatisticsLog", "local_statistics", "rounds_with_statistics", "weight"]
 
-# The most clients in a line. More would take hundreds of kilobytes.
+# largest number of clients in a line, because more clients would need hundreds of
+# kilobytes
 _CLIENTS = 64
 
 Tensors = Mapping[str, Tensor]
@@ -53,7 +54,8 @@ Tensors = Mapping[str, Tensor]
 
 def rounds_with_statistics(rounds: int) -> frozenset[int]:
     """Return the rounds that have a line, for a run of this length."""
-    # Lines are frequent at first, when much changes. They cost 1 % of a run.
+    # Write lines often in the first rounds, when the statistics change most. In total,
+    # the lines cost 1 % of a run.
     due = {1, rounds}
     every = 10
     while every <= rounds:
@@ -117,8 +119,8 @@ def _distances(
         variance = state[entry_name(path, "running_var")]
         return Statistics(mean.double(), variance.double())
 
-    # The running statistics reveal the statistics of each client's batches. A layer
-    # that saw no batch has None.
+    # Compute the statistics of each client's batches from the change of its running
+    # statistics. A layer that saw no batch has None.
     reference = statistics(before)
     counter = entry_name(path, "num_batches_tracked")
     local: list[Distance | None] = []

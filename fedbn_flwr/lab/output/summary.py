@@ -37,7 +37,7 @@ from fedbn_flwr.strategies import Strategy
 HELD_OUT = "held-out"
 """The key of held-out clients' tests in ``metrics.jsonl``, and the prefix of means."""
 
-CLIENTS = "-clients"  # ends the key with the number of clients that define a metric
+CLIENTS = "-clients"  # end of the key for the number of clients that define a metric
 
 
 def contents_of_model(strategy: Strategy | None) -> dict[str, str]:
@@ -45,7 +45,7 @@ def contents_of_model(strategy: Strategy | None) -> dict[str, str]:
     about = {part.value: "global" for part in Part}
     if strategy is None:
         return about
-    # Entries that clients keep are not in the file, except as an average.
+    # The file has no entries that clients keep, except their average if there is one.
     averaged = completing_entries(strategy.run, SHARED_BN)
     kept = {part for part in strategy.local if strategy.run.parts.select([part])}
     about |= dict.fromkeys(kept, AVERAGED if averaged else ABSENT)
@@ -53,7 +53,7 @@ def contents_of_model(strategy: Strategy | None) -> dict[str, str]:
         about[Part.STATISTICS.value] = (
             "re-estimated from the clients' data under these weights"
         )
-        # With these statistics and initial counters, the model is complete.
+        # The model is complete with re-estimated statistics and initial counters.
         if about[Part.COUNTERS.value] == ABSENT:
             about[Part.COUNTERS.value] = "initial values"
     return about
@@ -80,7 +80,8 @@ def kept_contents(
     root = Path(config.state_dir)
     if config.state_dir == STATE_IN_OUT:
         root = state_in_out(config)
-    # Use the hash that the server saw last: a folder may also contain other rounds.
+    # Look up the content by the hash that the server saw last, because a folder may
+    # also contain the content of other rounds.
     for client, sha256 in strategy.run.kept.hashes.items():
         folder = KeptFiles(root, strategy.continuity, int(client), fingerprint)
         content = folder.look_up(sha256)
@@ -132,7 +133,8 @@ def commit_of(package: Path) -> str:
         ).stdout.strip()
 
     try:
-        # the folder may be in another project's repository
+        # Fail if git does not track this file: the package may be installed in a folder
+        # of another project's repository.
         git("ls-files", "--error-unmatch", "__init__.py")
         commit = git("rev-parse", "--short=7", "HEAD")
         changed = git("status", "--porcelain", "--", ".")
@@ -185,7 +187,8 @@ class ModelDescription:
         if data:
             mean, std, as_bytes = data.mean, data.std, data.test.as_bytes
         else:
-            # adjusted to the channels that the model takes, as the data are loaded
+            # Adjust mean and std to the number of channels that the model takes, as the
+            # loading of data does.
             mean = per_channel(info.mean, shape[0])
             std = per_channel(info.std, shape[0])
             as_bytes = not info.input_shape

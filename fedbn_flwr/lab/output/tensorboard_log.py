@@ -19,13 +19,14 @@ class TensorBoardLog:
     """
 
     def __init__(self, folder: Path, lines: Iterable[Mapping[str, Any]] = ()) -> None:
-        # An extra of the package: a run without ``tensorboard`` does not need it.
+        # Import here, because TensorBoard is installed only with an extra, and runs
+        # without the key tensorboard do not need it.
         from torch.utils.tensorboard import SummaryWriter
 
         place = folder / "tensorboard"
         for earlier in place.glob("events.out.tfevents.*"):
             earlier.unlink()
-        # an open TensorBoard drops the events that it has read
+        # purge_step makes an open TensorBoard drop the events that it has read before.
         self._writer = SummaryWriter(str(place), purge_step=0)
         for line in lines:
             self.add_round(line)

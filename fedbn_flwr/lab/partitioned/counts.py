@@ -14,7 +14,7 @@ from fedbn_flwr.lab.data.own.request import shown
 from fedbn_flwr.lab.files import read_json
 from fedbn_flwr.lab.partitioned.partitioned_data import PartitionedData, sites_of_tests
 
-# The most clients and classes in a text.
+# largest number of clients and of classes in a text
 _MOST = 20
 
 
@@ -23,7 +23,8 @@ def data_counts(split: PartitionedData, of_node: bool = False) -> dict[str, int]
 
     ``of_node``: the split has only the partition of one node.
     """
-    # Tests of the server also use examples that no client has.
+    # Except for a node, count all test examples, because the server also tests on
+    # examples that no client has.
     tests = sum(map(len, split.test)) if of_node else len(split.test_view())
     return {
         "training": sum(map(len, split.train)),
@@ -44,7 +45,8 @@ def data_text(split: PartitionedData, config: Config, of_node: bool = False) -> 
         f"{config.dataset}: {data_of(config).task.name}, {parts} examples of shape"
         f" {data.shape}"
     ]
-    # Show the table, and the names of its clients, because it has only their numbers.
+    # Show the table and the names of the clients, because the table has only their
+    # numbers.
     classes = split.dataset.label_names
     if data.by_class and len(names) <= _MOST and len(classes) <= _MOST:
         counts = partition_counts(split.train, data.labels.cpu().numpy(), len(classes))
@@ -64,7 +66,8 @@ def data_text(split: PartitionedData, config: Config, of_node: bool = False) -> 
 def data_warnings(split: PartitionedData, config: Config) -> list[str]:
     """Return warnings about a split, a sentence each."""
     warnings = _unused_classes(split)
-    # A split of a registered data set refuses clients without examples.
+    # Return here for a registered data set, because its split refuses clients without
+    # examples.
     if not is_own(config.dataset):
         return warnings
     warnings += _untrained_classes(split)
@@ -103,7 +106,8 @@ def _unused_classes(split: PartitionedData) -> list[str]:
     if not train.by_class:
         return []
     labels, names = train.labels.cpu().numpy(), split.dataset.label_names
-    # Held-out clients train nothing, so their examples do not count.
+    # Count the examples of training clients only, because held-out clients do not
+    # train.
     used = np.concatenate([*split.train, *split.validation])
     total = np.bincount(labels, minlength=len(names))
     of_clients = np.bincount(labels[used], minlength=len(names))
@@ -133,7 +137,7 @@ def _untrained_classes(split: PartitionedData) -> list[str]:
         ("validation", train, split.validation),
         ("test", test, tests),
     ):
-        # The classes of each client without training examples of any client.
+        # Find the classes of each client for which no client has a training example.
         labels = samples.labels.cpu().numpy()
         found = {
             name: np.setdiff1d(labels[rows], trained)
@@ -157,7 +161,8 @@ def sha256_of_data(config: Config) -> str | None:
     """Return the SHA-256 of own data, or None if the files are not here."""
     try:
         return own_sha256(data_of(config).own)
-    # A user may look at a run's folder on another machine, without the data.
+    # The data may be absent, because a user may look at a run's folder on another
+    # machine.
     except DataError:
         return None
 
@@ -178,7 +183,8 @@ def has_other_data(run: Path, config: Config) -> bool:
 
 def refuse_other_data(run: Path, config: Config) -> None:
     """Raise NotResumableError if a run would continue with other data."""
-    # Examples of today's tests may have been training examples before.
+    # Refuse changed data, because the run may have trained on examples that are now
+    # test examples.
     if has_other_data(run, config):
         raise NotResumableError(
             f"dataset={config.dataset!r} has changed since the run in {run} began:"
@@ -210,5 +216,6 @@ def client_names(split: PartitionedData) -> list[str]:
         rows = torch.as_tensor(part).to(groups.device)
         of_client = torch.unique(groups[rows]).tolist()
         names.append(known[of_client[0]] if len(of_client) == 1 else number)
-    # Several clients of one domain cannot have its name.
+    # Use numbers if two clients would have the same name, such as two clients of one
+    # domain.
     return names if len(set(names)) == len(names) else numbers

@@ -28,7 +28,7 @@ from fedbn_flwr.lab.data.splits import Indices
 from fedbn_flwr.lab.setup import pick_device
 from fedbn_flwr.training.randomness import derive_seed
 
-# The number for num-clients=0 in process, without a federation to count.
+# number of clients in process if num-clients=0 and no federation is there to count
 DEFAULT_CLIENTS = 5
 
 
@@ -120,8 +120,8 @@ class PartitionedData:
         parts = self.validation
         if partition_id is not None:
             parts = parts[partition_id : partition_id + 1]
-        # The empty part serves the case without validation examples, as concatenate
-        # needs at least one array.
+        # Add an empty array, because concatenate needs at least one, and there may be
+        # no validation examples.
         indices = np.concatenate([np.empty(0, np.int64), *parts])
         return self._view(self.dataset.train, indices)
 
@@ -130,7 +130,8 @@ class PartitionedData:
         groups = self.dataset.test.groups
         if groups is None:
             return {}
-        # If only held-out clients have a domain, it does not test the clients' model.
+        # Leave out domains that only held-out clients have, because their examples do
+        # not test the clients' model.
         tests = self._tests()
         known = torch.ones_like(groups, dtype=torch.bool)
         if tests is not None:
@@ -145,7 +146,7 @@ class PartitionedData:
 
     def domain_of(self, partition_id: int) -> str | None:
         """Return the domain of a client's test data, or None without a single one."""
-        # A node may have a higher number than the split has clients.
+        # A node's number may be higher than the number of clients of the split.
         if partition_id >= len(self.test):
             return None
         groups = self.test_view(partition_id).groups
@@ -157,7 +158,7 @@ class PartitionedData:
 
 def domain_test(domain: str) -> str:
     """Return the name of a client's test on a domain."""
-    # Commas separate the names of tests in a message.
+    # Replace commas, because commas separate the names of tests in a message.
     return f"domain-{domain.replace(',', ';')}"
 
 
@@ -176,7 +177,7 @@ def count_clients(config: Config) -> int:
     if not PARTITIONS[split].by_group:
         return DEFAULT_CLIENTS
     data = load_data(config)
-    # Any number is right here, because the split raises the error.
+    # Return any number, because the split by group then raises an error.
     if data.train.groups is None:
         return DEFAULT_CLIENTS
     apart, _ = _held_out(config.held_out_clients, split, data)
@@ -196,8 +197,9 @@ def partitioned_data(
     Raises:
         DataError: the data is missing, or it cannot be split in this way.
     """
-    # The split is cached by its determining keys. ``load_data`` returns the same object
-    # for the same data, so the object can be a part of the key.
+    # Cache the split by the keys that determine it and by the data. ``load_data``
+    # returns the same object for the same data, so this object can be part of the
+    # cache's key.
     keys = [getattr(config, field.name) for field in fields(_SplitKeys)]
     data, augment = load_data(config, shape), data_of(config).augmentation
     return _partitioned(num_clients, data, augment, _SplitKeys(*keys))
@@ -243,7 +245,8 @@ def load_data(config: Config, shape: tuple[int, ...] = ()) -> Dataset:
             " data. Use eval-on=personal-own over a network, or set the path."
         )
     shape, augment = shape or data_of(config).shape, data_of(config).augmentation
-    # Rows and signals do not change.
+    # Only images (three dimensions) are converted to channels and a size. Rows and
+    # signals are not changed.
     channels, size = shape[:2] if len(shape) == 3 else (None, None)
     return load_dataset(
         data_of(config).info,
@@ -256,13 +259,13 @@ def load_data(config: Config, shape: tuple[int, ...] = ()) -> Dataset:
 
 
 # Cached, because Flower calls client_fn for every message. All clients of a process
-# share one copy of the images.
+# thus share one copy of the images.
 @functools.lru_cache(maxsize=4)
 def _partitioned(
     num_clients: int, data: Dataset, augment: Augment | None, keys: _SplitKeys
 ) -> PartitionedData:
-    # The data are split over all clients, and then some are held out, so these are
-    # clients of the same kind.
+    # Split the data over all clients first, and then hold some out, so that held-out
+    # clients are of the same kind as the others.
     apart, of_tests = _held_out(keys.held_out_clients, keys.partition, data)
     train, test = split_dataset(
         data,
@@ -274,11 +277,11 @@ def _partitioned(
         shards_per_client=keys.shards_per_client,
         domain_share=keys.domain_share,
     )
-    # A place of -1 means the last client.
+    # Convert negative places: -1 means the last client.
     places = [at % len(train) for at in apart.values()]
     held_out = [(train[at], test[at]) for at in places]
     held_out += [(np.empty(0, np.int64), rows) for rows in of_tests.values()]
-    # The other clients are numbered from 0 on, as if they were all.
+    # Number the remaining clients from 0, without gaps.
     train = [part for at, part in enumerate(train) if at not in places]
     test = [part for at, part in enumerate(test) if at not in places]
     rest, validation = _validated(
@@ -349,15 +352,15 @@ def _held_out(
         ConfigError: a name is unknown, or the split does not give each client a group,
             or no client is left.
     """
-    # Only clients of ``natural`` have names, and these are the names of the groups. The
-    # names have this form of Unicode, but a file system may have another form.
+    # Only clients of ``natural`` have names: the names of the groups. Compare names in
+    # one form of Unicode, because a file system may use another form.
     text = unicodedata.normalize("NFC", text).strip()
     natural, groups = partition == "natural", list[str]()
     of_tests: dict[str, Indices] = {}
     if natural and data.train.groups is not None:
         for number in torch.unique(data.train.groups).tolist():
             groups.append(data.group_names[number])
-    # If the text is a number N and not a group, hold out the last N clients.
+    # A number N that is not the name of a group means the last N clients.
     if text.isdecimal() and text not in groups:
         count = int(text)
         if natural:
@@ -365,7 +368,7 @@ def _held_out(
         else:
             last = [f"held-out-{at}" for at in range(count)]
         held_out = {name: at - count for at, name in enumerate(last)}
-    # Otherwise the text has names, or is a single name with a comma in it.
+    # Otherwise the text is a comma list of names, or one name that contains a comma.
     else:
         sites = sites_of_tests(data)
         wanted = [text] if text in (*groups, *sites) else listed(text)
@@ -379,7 +382,7 @@ def _held_out(
             if name not in groups and name not in sites:
                 raise unknown_name("held-out client", name, [*groups, *sites])
         held_out = {name: groups.index(name) for name in wanted if name in groups}
-        # An empty site has nothing to test.
+        # Skip a site without test examples.
         for name in wanted:
             if name in sites and len(sites[name]):
                 of_tests[name] = sites[name]

@@ -47,7 +47,8 @@ def count_split(config: Config) -> tuple[Counts, ...]:
         columns.append(("class", samples.labels, split.dataset.label_names))
     if samples.groups is not None:
         columns.append(("group", samples.groups, split.dataset.group_names))
-    # With neither, all labels are 0, so a single column counts the examples.
+    # Without classes and groups, all labels are 0, so a single column with the number
+    # of examples is enough.
     if not columns:
         columns.append(("example", samples.labels, ("examples",)))
     parts = {"training": split.train}

@@ -42,7 +42,7 @@ from fedbn_flwr.training.randomness import torch_generator
 
 logger = logging.getLogger("flwr")
 
-_OPTIMIZER = "optimizer"  # in a checkpoint, instead of a strategy's state
+_OPTIMIZER = "optimizer"  # key of a checkpoint, instead of a strategy's state
 
 
 def centralized(
@@ -57,7 +57,7 @@ def centralized(
         logger.warning("%s", line)
     config = reference_config(checked.config)
     with lock_folder(out):
-        # the data, and the model at its beginning or from the last checkpoint
+        # Load the data, and the model from its beginning or from the last checkpoint.
         data = partitioned_data(config, count_clients(config))
         model = on_device(checked.model, config)
         start, _ = beginning(config, model, out)
@@ -71,7 +71,7 @@ def centralized(
             tests = tests_of_clients(config, data)
             reference = _Reference(config, model, optimizer, writer, start, tests)
 
-            # Do the rounds with the threads of a client.
+            # Do the rounds with as many threads as a client has.
             threads = torch.get_num_threads()
             torch.set_num_threads(config.torch_threads)
             try:
@@ -135,7 +135,8 @@ class _Reference:
         self._stopping = writer.stopping
         self._start = start
         self._tests = tests
-        # after the last complete round: a copy, so that training does not change it
+        # a copy of the state after the last complete round, which training does not
+        # change
         self._whole: Checkpoint | None = None
 
         # the state of a resumed run
@@ -161,7 +162,8 @@ class _Reference:
         if self._start.after:
             line = self._writer.lines()[-1]
         settings, task = local_training(config), data_of(config).test_task
-        # so that a run that is killed in round 1 can be continued as well
+        # Save the beginning as well, so that a run that is killed in round 1 can be
+        # resumed.
         if not self._start.saved:
             self._save(0, False)
         first = (self._start.after or 0) + 1
@@ -180,7 +182,8 @@ class _Reference:
             report = _report(server_round, result, self._writer.test(server_round))
             report.evaluations = self._writer.test_at_clients(server_round, self._tests)
             line = self._writer.write(report)
-            # ``write`` has passed the line's validation score to early stopping.
+            # Ask early stopping only here, because ``write`` passes it the validation
+            # score of the round.
             if self._stopping and self._stopping.best() == server_round:
                 self._best = self._state()
             last = server_round == config.num_server_rounds
@@ -267,7 +270,7 @@ def _restore(
             if isinstance(value, np.ndarray):
                 restored[name] = torch.from_numpy(value.copy())
         state[int(number)] = restored
-    # the groups come from the config, and a resume cannot change them
+    # Take the parameter groups from the config, because a resume cannot change them.
     groups = optimizer.state_dict()["param_groups"]
     optimizer.load_state_dict({"state": state, "param_groups": groups})
 

@@ -64,7 +64,7 @@ def check(config: Config) -> CheckedConfig:
         NormLayerError: the model does not fit the strategy, or a norm does not fit the
             layers.
     """
-    # this machine
+    # Check this machine.
     tell(_problems_here(config), "")
     warnings = []
     device = pick_device(config.device)
@@ -75,11 +75,11 @@ def check(config: Config) -> CheckedConfig:
             " the clients run on other machines."
         )
 
-    # the model, and a copy of it whose statistics may move
+    # Build the model, and try a copy, because a forward pass changes its statistics.
     model, of_model = model_and_warnings(config)
     _refuse_norms(config, model)
     trial = copied(model)
-    # A resumed run needs no initial weights, whose file may be gone.
+    # A resumed run does not read the initial weights, because their file may be gone.
     if not config.resume:
         initialise(trial, config)
     warnings += _try_model(config, trial)
@@ -90,7 +90,7 @@ def check(config: Config) -> CheckedConfig:
 
 def _problems_here(config: Config) -> Iterator[Problem]:
     """Yield each reason why the run cannot start on this machine."""
-    # the device, and packages of extras
+    # Check the device, and the packages of extras.
     try:
         pick_device(config.device)
     except ConfigError as error:
@@ -140,7 +140,8 @@ def _problems_here(config: Config) -> Iterator[Problem]:
 
 def _refuse_norms(config: Config, model: nn.Module) -> None:
     """Raise NormLayerError if the norm layers of the model do not fit the settings."""
-    # A resumed run may have begun before this check existed, and may continue.
+    # Accept a resumed run, because it may have begun with a version that did not check
+    # this.
     if not config.resume and _replaces_nothing(config):
         raise NormLayerError(
             f"norm={config.norm!r} changes nothing: model {config.model!r} has no"
@@ -150,8 +151,8 @@ def _refuse_norms(config: Config, model: nn.Module) -> None:
     keys = "strategy='fedavg' client-hooks='' local-part='', norm='batch', personal"
     tell(misfits(config, model), "-", f"The keys: {keys}.")
 
-    # With a protection, BN's counters count rounds, but a cumulative average needs a
-    # count of batches.
+    # With a protection, the counters of BN count rounds. A cumulative average needs a
+    # count of batches, so refuse it.
     if config.protected:
         by = f"dp={config.dp}" if config.dp != "off" else "masked-sums=true"
         refuse_cumulative(model, by)
@@ -186,7 +187,8 @@ def refuse_too_few_clients(config: Config, num_clients: int) -> None:
 
 def _replaces_nothing(config: Config) -> bool:
     """Return whether a norm finds no BatchNorm to replace."""
-    # The others, wsconv and fixup, act without BatchNorm, or refuse the model.
+    # The norms wsconv and fixup are not in this list, because they also act on models
+    # without BatchNorm, or refuse the model themselves.
     if config.norm not in ("group", "layer", "instance", "group+ws"):
         return False
     options = {**build_options(config), "norm": "batch"}
@@ -197,7 +199,7 @@ def misfits(config: Config, model: nn.Module) -> list[Problem]:
     """Return why the model does not fit the method of a config."""
     if config.strategy == CENTRALIZED:
         return []
-    # the layers that the model has
+    # Check the layers of the model.
     method = method_of(config)
     parts = method.parts(model)
     known = replace(
@@ -211,7 +213,8 @@ def misfits(config: Config, model: nn.Module) -> list[Problem]:
     if found:
         return found
 
-    # the layers that train: on BN that does not change a method has no effect
+    # Then check the layers that train, because a method has no effect on BN that does
+    # not change.
     by = "freezes them itself"
     if config.train_only:
         which = "gamma and beta of" if config.frozen_bn == "train" else "all of"
@@ -231,8 +234,8 @@ def _try_model(config: Config, model: nn.Module) -> list[str]:
     augment = data_of(config).augmentation
     if augment:
         examples = augment(examples, torch.Generator())
-    # Use inputs with different values. Draw them before any pass, because a pass may
-    # create entries.
+    # Use inputs whose values differ. Draw them before any forward pass, because a pass
+    # may create entries of the model.
     noise = torch.rand(examples.shape, generator=torch.Generator().manual_seed(0))
     told = first_look(model, lambda: noise, data_of(config).task)
 
@@ -256,7 +259,8 @@ def moved_buffers(model: nn.Module, config: Config) -> frozenset[str]:
     before = {name: buffer.clone() for name, buffer in buffers.items()}
     generator = torch.Generator().manual_seed(0)
     _outputs(config, trial, torch.rand(2, *data_of(config).shape, generator=generator))
-    # A layer may replace a buffer by another tensor.
+    # List the buffers again, because a layer may have replaced a buffer by another
+    # tensor.
     now = dict(trial.named_buffers(remove_duplicate=False))
     return frozenset(
         name for name, buffer in now.items() if not torch.equal(buffer, before[name])
@@ -272,7 +276,8 @@ def _outputs(config: Config, model: nn.Module, examples: torch.Tensor) -> torch.
     what = f"for a batch of inputs {tuple(examples.shape)}"
     if model.training:
         what = f"in train mode {what}"
-    # Dropout and the like draw here without moving the process's generators.
+    # Seed a separate random state, so that layers such as dropout do not change the
+    # process's generators.
     try:
         with torch.no_grad(), seeded_on_cpu(0):
             outputs = model(examples)
@@ -283,8 +288,8 @@ def _outputs(config: Config, model: nn.Module, examples: torch.Tensor) -> torch.
             f"model {config.model!r} fails {what}: {type(error).__name__}: {error}"
         ) from error
 
-    # The model needs one output per class, and per pixel if pixels have classes. The
-    # axis of a single output may be missing.
+    # The model needs one output for each class, and for each pixel if pixels have
+    # classes. If there is only one output, its axis may be missing.
     pixels = examples.shape[2:] if data_of(config).task.by_pixel else ()
     wanted = (2, data_of(config).num_outputs, *pixels)
     got = f"a {type(outputs).__name__}"
@@ -303,7 +308,7 @@ def _norms(model: nn.Module) -> str:
     """Return the kinds and the first paths of the model's norm layers, for messages."""
     found: dict[str, str] = {}
     for path, module in model.named_modules():
-        # A user's subclass counts as the first class of torch among its bases.
+        # Name a user's subclass by the first class of torch among its bases.
         in_torch = [
             kind.__name__
             for kind in type(module).__mro__

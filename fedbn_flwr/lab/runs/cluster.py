@@ -31,8 +31,8 @@ from fedbn_flwr.lab.models.own import is_own, own_module
 from fedbn_flwr.training.settings import share_of
 from fedbn_flwr.transport.channel_frame import is_loopback
 
-_ANSWER_SECONDS = 5.0  # limit for the address; ``ray.init`` would wait for minutes
-_WORK_SECONDS = 120.0  # limit for a machine to get the code and start Python
+_ANSWER_SECONDS = 5.0  # to connect to the address; ``ray.init`` would wait for minutes
+_WORK_SECONDS = 120.0  # for a machine to get the code and start Python
 _PACKAGE = Path(__file__).parents[2]
 
 
@@ -79,7 +79,8 @@ def user_modules(configs: Sequence[Config]) -> list[Path]:
         if data_of(config).by_function:
             named.append(own_code.own_module("dataset", config.dataset, KINDS))
 
-    # Find their folders. Installed packages are on each machine of a cluster anyway.
+    # Find the folders of these modules. Leave out installed packages, because each
+    # machine of a cluster has them.
     paths = [sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")]
     installed = [Path(path).resolve() for path in paths]
     own = set()
@@ -91,7 +92,7 @@ def user_modules(configs: Sequence[Config]) -> list[Path]:
         if not any(home.is_relative_to(folder) for folder in installed):
             own.add(home)
 
-    # the modules that were imported from these folders
+    # Find the modules that were imported from these folders.
     found = set()
     for name in list(sys.modules):
         if "." in name or name == "__main__":
@@ -156,11 +157,11 @@ def check_shared(setting: str, folder: Path) -> None:
 
     The folder is made if it is absent.
     """
-    # Imported here, because the package also works without Ray.
+    # Import here, because the package also works without Ray.
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    # write a file with a new name, and let each machine look for it
+    # Write a file with a new name, and let each machine look for it.
     folder.mkdir(parents=True, exist_ok=True)
     mark = folder.absolute() / f".{os.getpid()}.{time.time_ns()}"
     mark.touch()
@@ -171,7 +172,7 @@ def check_shared(setting: str, folder: Path) -> None:
             [task.options(scheduling_strategy=place).remote(mark) for place in on],
             timeout=_WORK_SECONDS,
         )
-    except ray.exceptions.RayError as error:  # a timeout is a RayError as well
+    except ray.exceptions.RayError as error:  # also a timeout
         raise EngineError(
             f"a machine of the cluster failed at its first task: {error}"
         ) from error
@@ -232,9 +233,10 @@ def _init(**options: Any) -> None:
     import ray
 
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    # otherwise Ray inspects how this process was started
+    # Without this setting, Ray inspects the command that started this process.
     os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
-    # Ray replaces our handler of SIGTERM with its own, but ours saves a run.
+    # Ray replaces the handler of SIGTERM, which saves the run. Remember it and restore
+    # it below.
     main = threading.current_thread() is threading.main_thread()
     handler = signal.getsignal(signal.SIGTERM) if main else None
     try:

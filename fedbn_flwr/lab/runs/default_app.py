@@ -27,7 +27,8 @@ def main(grid: Grid, context: Context) -> None:
 
     Results go to ``out``, or to ``$FLWR_HOME/fedbn-runs/RUN_ID``.
     """
-    # A client also imports this module for each message, but does not need these.
+    # Import here, because only the server needs these modules, but each client imports
+    # this module as well.
     from fedbn_flwr.lab.runs.check_start import check
     from fedbn_flwr.lab.runs.serve import serve
 

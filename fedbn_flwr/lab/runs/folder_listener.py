@@ -61,11 +61,12 @@ class FolderListener(RunListener):
         self._checkpoints = checkpoints
         self._folder = folder
         self._statistics = StatisticsLog(model, strategy)
-        # With a protection, the server sees only averages of the statistics.
+        # Log no statistics under a protection, because the server then sees only their
+        # averages.
         self._with_statistics: frozenset[int] = frozenset()
         if not config.protected:
             self._with_statistics = rounds_with_statistics(config.num_server_rounds)
-        # the line of this round
+        # the line of statistics of this round
         self._line: dict[str, Any] = {}
 
     @contextmanager
@@ -75,7 +76,8 @@ class FolderListener(RunListener):
             yield
             self._checkpoints.after_run(self._writer.stopping)
         except (KeyboardInterrupt, SystemExit):
-            # A signal ends a run in mid-round. It continues after the last full round.
+            # A signal ends a run in the middle of a round. The run resumes after the
+            # last complete round.
             self._checkpoints.on_signal(self._writer.stopping)
             raise
         finally:
@@ -95,13 +97,14 @@ class FolderListener(RunListener):
     def begin(self, after: int) -> None:
         """Save the beginning of a new run, and start the clock of the first round."""
         if after == 0:
-            # so that a run that is killed in round 1 can be continued as well
+            # Save the beginning as well, so that a run that is killed in round 1 can be
+            # resumed.
             self._checkpoints.after_round(0)
         self._writer.start_clock()
 
     def test(self, server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
         """Test the global model after a round that has a test."""
-        # Flower also asks before round 1, but our runs do not test there.
+        # Flower also asks for a test before round 1, but a run has none there.
         if server_round == 0:
             return None
         metrics = self._writer.test(server_round, arrays)
@@ -124,7 +127,8 @@ class FolderListener(RunListener):
         metrics: Mapping[str, MetricRecord],
     ) -> None:
         """Write the lines of a round, and then its checkpoint if one is due."""
-        # A resume can remove lines after its checkpoint, but cannot write absent lines.
+        # Write the checkpoint last: a resume can remove lines after its checkpoint, but
+        # cannot write missing lines.
         if self._line:
             self._folder.append(STATISTICS_FILE, self._line)
             self._line = {}
@@ -145,7 +149,8 @@ class FolderListener(RunListener):
             NothingTrainedError: no round had enough usable replies.
         """
         lines = self._writer.lines()
-        # A resumed run that has diverged does no further round.
+        # If the run was resumed after it had diverged, no round is done, so take the
+        # divergence from the last line.
         if not diverged and lines and ends_diverged(self._config, lines[-1]):
             advice = " ".join(self._strategy.advice(lines[-1]["round"]))
             diverged = divergence_of(lines[-1], advice, result)
@@ -174,7 +179,7 @@ class FolderListener(RunListener):
         saved = self._checkpoints.checkpoints.best(self._writer.stopping)
         if saved is None:
             return None
-        # Local state in memory belongs to the last round; earlier states are lost.
+        # Local state in memory is from the last round, because earlier states are lost.
         volatile = saved.strategy["kept"]["volatile"]
         if volatile:
             logger.warning(
@@ -241,7 +246,7 @@ class CheckpointManager:
         self._config = config
         self._strategy = strategy
         self._warned: set[str] = set()
-        # the run after the last complete round
+        # the state of the run after the last complete round
         self._whole: Checkpoint | None = None
         self._run = uuid4().hex[:16]
         self.resumed_after: list[int] = []
@@ -283,7 +288,8 @@ class CheckpointManager:
 
     def after_run(self, stopping: EarlyStopping | None = None) -> None:
         """Save the last round's checkpoint, unless ``after_round`` has done so."""
-        # ``after_round`` could not foresee that the run would be stopped.
+        # ``after_round`` saves the planned last round, but early stopping may end the
+        # run before it.
         if not self._strategy.reports:
             return
         last = self._strategy.reports[-1].server_round
@@ -294,7 +300,7 @@ class CheckpointManager:
 
     def _checkpoint(self, server_round: int) -> Checkpoint:
         """Return the current state of the run."""
-        # No copy is necessary, because a round makes new arrays and states.
+        # Do not copy the arrays, because a round makes new arrays and states.
         state = views(self._strategy.run.arrays)
         strategy = self._strategy.state_dict()
         return Checkpoint(server_round, state, strategy, self._run, self.resumed_after)

@@ -130,7 +130,7 @@ def inspect_model(
     config = config.model_copy(update={"strategy": strategy})
     methods = method_of(config).methods
 
-    # the costs of a round and of its synchronised step
+    # Compute the costs of a round and of its synchronised step.
     costs = _Costs(model, config, num_clients)
     start, later = costs.rounds()
     calls: tuple[tuple[int, bool], ...] = ()
@@ -139,7 +139,7 @@ def inspect_model(
         calls = batchnorm_calls(model, config)
         step = costs.synchronised_step(calls, model)
 
-    # warnings of unexpected behaviour
+    # Collect warnings about unexpected behaviour.
     warnings = []
     for fit in misfits(config, model):
         warnings.append(f"{fit} A run is refused.")
@@ -168,7 +168,7 @@ def inspect_model(
     )
 
 
-Sizes = tuple[int, int]  # number of floats and of counters
+Sizes = tuple[int, int]  # numbers of floats and of counters
 
 
 class _Costs:
@@ -186,7 +186,8 @@ class _Costs:
         self._num_clients = num_clients
         self._travels = method_of(config).methods.whole
 
-        # the whole state, and its entries that do not stay with the clients
+        # the bytes of the whole state, and of the entries that do not stay with the
+        # clients
         self.parts = method_of(config).parts(model)
         self._state = to_state(model.state_dict())
         self.sizes = {name: array.size for name, array in self._state.items()}
@@ -194,14 +195,15 @@ class _Costs:
         sent = {name: a for name, a in self._state.items() if self._sends(name)}
         self.shared = num_bytes(to_record(sent))
 
-        # bytes of the parameters that train; a tied weight has two names, like in the
-        # state dict
+        # the bytes of the parameters that train, where a tied weight counts once for
+        # each name, as in the state dict
         self._trained = 0
         for name, p in model.named_parameters(remove_duplicate=False):
             if p.requires_grad and self._sends(name):
                 self._trained += p.numel() * p.element_size()
 
-        # BN layers with moving statistics, and the bytes of these statistics
+        # the number of BN layers whose statistics move, and the bytes of these
+        # statistics
         learning = method_of(config).parts(model, learning=True)
         tracking = [one for one in learning.layers if "running_mean" in one.entries]
         self._layers = len(tracking)
@@ -228,21 +230,21 @@ class _Costs:
 
         A synchronised step is not included.
         """
-        # Parts that stay with the clients are sent to them once.
+        # The first round also sends the parts that stay with the clients.
         start = self.one_round(self.everything, self.shared)
         later = self.one_round(self.shared, self.shared)
 
-        # Further records (variates, momentum) start at zero and are not sent down in
-        # the first round.
+        # Further records, such as variates and momentum, are 0 at the start, so the
+        # first round does not send them to the clients.
         copies_down, copies_up = self._travels.extra_copies
         rows_down, rows_up = self._travels.extra_statistics
         more_down = copies_down * self._trained + int(rows_down * self._statistics)
         more_up = copies_up * self._trained + int(rows_up * self._statistics)
-        # moments are sent with a count, 8 bytes, for each layer
+        # Add a count of 8 bytes for each layer whose moments are sent.
         records = sum(extra.size == "moments" for extra in self._travels.extras)
         counts_up = 8 * self._layers * records
 
-        # For an average of local BN, the clients also send their local parts.
+        # For a test with averaged BN, the clients also send the parts that they keep.
         if SHARED_BN in method_of(self._config).tests:
             more_up += self.everything[0] - self.shared[0]
             counts_up += self.everything[1] - self.shared[1]
@@ -260,7 +262,8 @@ class _Costs:
         exchanges = self._travels.exchanges
         if exchanges is None or not calls:
             return Traffic()
-        # each call has its exchanges, with a value for each channel in each row
+        # Add the exchanges of each call of a BN layer. Each row of an exchange has a
+        # value for each channel.
         number, values = 0, 0
         for channels, gradient in calls:
             exchanged, rows = exchanges.cost(gradient)
@@ -276,7 +279,7 @@ class _Costs:
         """Return the traffic that re-estimated statistics add in each tested round."""
         if not method_of(self._config).reestimates or not self._layers:
             return None
-        # Round up, because the last round has a test as well.
+        # Round up, because the last round always has a test.
         tested = -(-self._config.num_server_rounds // self._config.eval_every)
         moments = (self._statistics, 8 * self._layers)
         return Phase("re-estimation", tested, self.one_round(self.shared, moments))
@@ -313,7 +316,7 @@ def _phases(
         rounds: rounds of the run.
         methods: the methods of the run.
     """
-    # the last round before BN is frozen; None if only the run determines it
+    # the last round before BN is frozen; None if the run itself determines it
     last: int | None = rounds
     parts: frozenset[Part] = frozenset()
     if methods.freezes_bn:
@@ -321,7 +324,7 @@ def _phases(
         last = [one.last for one in declared if not one.frozen][-1]
         parts = declared[-1].frozen
 
-    # the rounds after which the traffic changes
+    # Collect the rounds after which the traffic changes.
     cuts = {0, rounds}
     if start != later:
         cuts.add(1)
@@ -342,7 +345,7 @@ def _phases(
             name = "before T*" if parts else "every"
         phases.append(Phase(name, end - begin, traffic))
 
-    # If the run determines the length, both phases have an unknown length.
+    # If the run itself determines the last round, the length of both phases is unknown.
     if last is None:
         phases[-1] = dataclasses.replace(phases[-1], rounds=None)
         phases.append(Phase("frozen", None, later, parts))
@@ -364,7 +367,8 @@ def batchnorm_calls(model: nn.Module, config: Config) -> tuple[tuple[int, bool],
         x = args[0] if args else kwargs["input"]
         calls.append((x.shape[1], x.requires_grad))
 
-    # a synchronised step leaves out layers that normalise with running statistics
+    # Leave out layers that normalise with running statistics, because a synchronised
+    # step leaves them out as well.
     in_eval = stays_in_eval(model)
     handles = []
     for layer in layers_of(model).values():
@@ -372,7 +376,7 @@ def batchnorm_calls(model: nn.Module, config: Config) -> tuple[tuple[int, bool],
             hook = layer.register_forward_pre_hook(note, with_kwargs=True)
             handles.append(hook)
 
-    # in eval mode, so that statistics do not move
+    # Run the model in eval mode, so that its statistics do not move.
     shape = (2, *data_of(config).shape)
     inputs = torch.zeros(shape, dtype=parameter.dtype, device=parameter.device)
     try:

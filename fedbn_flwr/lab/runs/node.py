@@ -73,7 +73,8 @@ def client_fn(context: Context) -> TorchClient:
     for key in context.node_config:
         if key in NODE_KEYS:
             continue
-        # A node may serve other apps, so keys that differ from ours are allowed.
+        # Refuse only keys that look like a misspelt key, because a node may serve other
+        # apps with keys of their own.
         if difflib.get_close_matches(key.replace("_", "-"), NODE_KEYS, cutoff=0.9):
             raise unknown_name("key of the node's config", key, NODE_KEYS)
     return _run_clients(tuple(context.run_config.items())).client(context)
@@ -104,20 +105,23 @@ class RunClients:
         self._by_function = data_of(config).by_function
         self._settings = local_training(config)
         self._state_in_out = state_in_out(config)
-        # Nodes of a process may have different numbers of partitions.
+        # Cache a few splits, because nodes of one process may have different numbers of
+        # partitions.
         split = functools.partial(partitioned_data, config)
         self._split = functools.lru_cache(maxsize=4)(split)
 
     @classmethod
     def of(cls, checked: CheckedConfig) -> RunClients:
         """Return the maker of clients for a run that this process has checked."""
-        # The clients train copies of this copy, because the server uses the model.
+        # Copy the model here and for each client, because the server uses the model
+        # itself.
         model, config = copied(checked.model), checked.config
         return cls(config, lambda: on_device(copied(model), config))
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle only the config, since a new process builds the model itself."""
-        # The model may need a user's module, so import that module there first.
+        # Pickle the config instead of the model, because the model may need a user's
+        # module that must be imported first.
         return _run_clients, (tuple(self._config.to_mapping().items()),)
 
     def client(self, context: Context) -> TorchClient:
@@ -138,7 +142,8 @@ class RunClients:
 
     @functools.cached_property
     def _task(self) -> Task:
-        # Computed late: this reads own data, and then a client reports their errors.
+        # Computed at the first use, because it reads own data, and the client must
+        # report their errors.
         return data_of(self._config).test_task
 
     def _state_dir(self, context: Context) -> Path | None:
@@ -165,7 +170,7 @@ class RunClients:
         config = self._config
         of_site = self._by_function and on_network_node()
         if DATA_PATH in context.node_config or of_site:
-            # the node's own data, all for this node
+            # The node has data of its own, all for its one client.
             shared = {*self._tests} & {"personal-global", "personal-domains"}
             if (data_of(config).on_nodes or of_site) and shared:
                 raise DataError(
@@ -177,7 +182,7 @@ class RunClients:
             split, client = _own_data(config, context)[0], 0
             tests = {"own": split.test_view(0)}
         else:
-            # the node's partition of the data that all nodes have
+            # The node uses its partition of the data that all nodes have.
             client, num_clients = _part(context)
             split = self._split(num_clients)
             tests = {"own": split.test_view(client), "global": split.test_view()}
@@ -226,13 +231,13 @@ def _data_of_site(config: Config, context: Context) -> PartitionedData:
     Raises:
         DataError: the function fails, or its data do not fit the run's model.
     """
-    # own_info imports the readers of arrays and images.
+    # Import here, because own_info imports the readers of arrays and images.
     from fedbn_flwr.lab.data import own_info
 
     client = partition_of(context) or 0
     site = os.path.expanduser(str(context.node_config.get(DATA_PATH, "")))
     if not site:
-        # This call raises an error if the partition id is impossible.
+        # ``_part`` raises an error if the partition id is missing or impossible.
         _part(context)
     request = replace(data_of(config).own, sites=(site or client,))
     info = own_info(request)
@@ -256,7 +261,8 @@ def _own_data(config: Config, context: Context) -> tuple[PartitionedData, Config
     if data_of(config).by_function:
         return _data_of_site(config, context), config
 
-    # images in the node's folder, in a run on one of our data sets
+    # The run is on a registered data set: read images of its classes from the node's
+    # folder.
     node = context.node_config
     path = os.path.expanduser(str(node[DATA_PATH]))
     client = partition_of(context) or 0
@@ -271,7 +277,7 @@ def _own_data(config: Config, context: Context) -> tuple[PartitionedData, Config
         )
         return whole_data(config, data, client), config
 
-    # data of the run's format, at the node's path
+    # The run is on own data: read data in the same format from the node's path.
     kind = config.dataset.partition(":")[0]
     here = config.model_copy(
         update={"dataset": f"{kind}:{path}", "partition": "iid", "num_clients": 1}
@@ -281,7 +287,8 @@ def _own_data(config: Config, context: Context) -> tuple[PartitionedData, Config
         data = load_data(here, data_of(config).shape)
         return whole_data(here, data, client), here
     except (ConfigError, DataError) as error:
-        # An error of this config is also a fault of the node's data, not of the run.
+        # Report any error as a fault of the node's data, because only the path differs
+        # from the run's valid config.
         raise DataError(f"data-path={path!r}: {error}") from error
 
 
@@ -291,7 +298,7 @@ def describe_data(config: Config, context: Context) -> str:
     Raises:
         DataError: the data cannot be used, or do not fit the run's model.
     """
-    # Imported here, because a client needs no texts of counts.
+    # Import here, because a client does not need these texts.
     from fedbn_flwr.lab.partitioned.counts import data_text
 
     of_site = data_of(config).by_function and on_network_node()

@@ -56,7 +56,8 @@ def guarded(
     except Exception as error:
         if not _is_withheld(error, context):
             raise
-        # Flower logs both errors on the node, but sends only this text.
+        # Flower logs both errors on the node, but sends only the text of this error to
+        # the server.
         raise FedBNError(reason(error, context)) from error
 
 
@@ -83,7 +84,7 @@ def _paths(context: Context) -> Iterator[tuple[str, str]]:
         yield "dataset", path
     if data_dir:
         yield "data-dir", data_dir
-    # the node's own state folder needs no permission
+    # A state folder in the node's own config needs no permission.
     own = str(context.node_config.get(STATE_DIR, ""))
     if (own or state_dir) == STATE_IN_OUT:
         yield "out", out
@@ -113,5 +114,6 @@ def _is_withheld(error: Exception, context: Context) -> bool:
         return bool(_path_of_data(dataset)) or is_function(dataset, KINDS)
     if isinstance(error, DataError):
         return error.code != ABOUT_THE_RUN
-    # errors of torch, NumPy or the user may quote any value
+    # Withhold errors of torch, NumPy and the user's code, because they may quote any
+    # value of the data.
     return not isinstance(error, FedBNError)

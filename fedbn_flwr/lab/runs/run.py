@@ -33,7 +33,8 @@ __all__ = ["Engine", "default_workers", "preflight", "run", "start", "work_of"]
 
 Engine = Literal["in-process", "simulation"]
 
-# Processes pay from this ``work_of`` on: a tenth of a second with the smallest models.
+# value of ``work_of`` from which worker processes save time; with the smallest models,
+# this is a tenth of a second of work
 _WORTH_PROCESSES = 1e8
 
 
@@ -54,7 +55,8 @@ def preflight(config: Config, out: Path) -> CheckedConfig:
     else:
         RunFolder.refuse_used(out)
 
-    # the folder of local state: clients of both engines share the server's files
+    # Choose the folder of the clients' local state. Clients of both engines run on the
+    # server's machine and share its files.
     changes = {"out": str(out)}
     if not config.state_dir and _keeps_files(config):
         changes["state_dir"] = STATE_IN_OUT
@@ -66,7 +68,8 @@ def preflight(config: Config, out: Path) -> CheckedConfig:
             " all runs of the series share."
         )
 
-    # the model, then the data, because their split may determine the number of clients
+    # Check the model first and then the data, because the split may determine the
+    # number of clients.
     checked = check(config)
     config = config.model_copy(update={"num_clients": count_clients(config)})
     refuse_too_few_clients(config, config.num_clients)
@@ -92,10 +95,11 @@ def default_workers(checked: CheckedConfig) -> int:
     cores = num_cores() // config.torch_threads
     clients = max(1, share_of(config.fraction_train, config.num_clients))
     workers = min(cores, clients)
-    # Clients share a GPU in one process.
+    # On a GPU, use one process, because its clients share the GPU.
     if workers < 2 or pick_device(config.device).type == "cuda":
         return 0
-    # A small run is over before processes have started.
+    # Use no worker processes for a small run, because it ends before processes have
+    # started.
     if work_of(config, checked.model) <= _WORTH_PROCESSES:
         return 0
     return workers
@@ -105,7 +109,7 @@ def work_of(config: Config, model: nn.Module) -> float:
     """Return the work of a run, as examples of all steps times parameters."""
     num_clients = count_clients(config)
     split = partitioned_data(config, num_clients)
-    # examples of one client in one round
+    # the mean number of examples of a client
     examples = sum(map(len, split.train)) / num_clients
     batch = min(config.batch_size or examples, examples)
     steps = config.local_steps or config.local_epochs * examples / batch
@@ -164,11 +168,12 @@ def start(
     out = Path(config.out)
     if config.strategy == CENTRALIZED:
         return centralized(checked, out, on_round)
-    # Flower starts the server in its own process, and ``serve`` is called there.
+    # In the simulation, Flower starts a process for the server, and ``serve`` is called
+    # there.
     if engine == "simulation":
         return simulate(config, out, on_round, ray_address=ray_address)
 
-    # the clients get a copy, because the server uses the model itself
+    # The clients get a copy of the model, because the server uses the model itself.
     clients = RunClients.of(checked)
     if workers is None:
         workers = default_workers(checked)

@@ -63,10 +63,11 @@ from fedbn_flwr.transport.polling_grid import ImmediateGrid, over_network, polli
 
 logger = logging.getLogger("flwr")
 
-NODE_GRACE = 15.0  # seconds to wait for all nodes of a federation
-# NODE_GRACE of a resumed run: Flower refuses the key of a killed node for about 44 s
+NODE_GRACE = 15.0  # seconds to wait for the nodes of a new run
+# seconds to wait for the nodes of a resumed run, because Flower refuses the key of a
+# killed node for about 44 s
 RETURN_GRACE = 60.0
-REPLY_WAIT = 3600.0  # seconds to wait for replies over a network, by default
+REPLY_WAIT = 3600.0  # seconds to wait for the replies of a round over a network
 
 
 def serve(
@@ -89,10 +90,10 @@ def serve(
             is complete up to this round.
     """
     _refuse_centralized(checked.config)
-    for line in checked.warnings:  # the strategy logs the warnings of the method
+    for line in checked.warnings:  # the strategy logs its own warnings
         logger.warning("%s", line)
 
-    # The clients come first, because the data are split over their number.
+    # Count the clients first, because the data are split over their number.
     grid = polling(grid)
     config = _with_clients(checked.config, grid, out)
     with lock_folder(out):
@@ -100,7 +101,8 @@ def serve(
         start, initial = beginning(config, checked.model, out)
         model = on_device(checked.model, config)
 
-        # Refuse a strategy that cannot be restored before its folder is shortened.
+        # Make the strategy before the folder is cut back to the checkpoint: if the
+        # strategy cannot be restored, the folder then stays complete.
         strategy = make_strategy(config, model, config.num_clients)
         protection = _protection(config, out, model)
         if protection:
@@ -127,7 +129,7 @@ def serve(
                         recording=record,
                     )
             except DivergedError as error:
-                # Complete the folder of a diverged run, then raise the error.
+                # Write the results of a diverged run before the error is raised.
                 return record.finish(error.result, error)
             return record.finish(result)
 
@@ -146,7 +148,7 @@ def _with_clients(config: Config, grid: ImmediateGrid, out: Path) -> Config:
     if config.resume:
         begun_with = int(RunFolder.settings(out).get("num-clients", 0))
     num_clients = count_nodes(grid, config, begun_with)
-    # Over a network, more nodes may join, unless the config sets their number.
+    # Over a network, more nodes may join later, unless the config sets their number.
     if config.num_clients or not over_network(grid):
         refuse_too_few_clients(config, num_clients)
     return config.model_copy(update={"num_clients": num_clients})
@@ -168,7 +170,7 @@ def count_nodes(grid: ImmediateGrid, config: Config, begun_with: int) -> int:
     network = over_network(grid)
     may_differ = begun_with > 0 and network
 
-    # wait for the nodes
+    # Wait for the nodes.
     grace = RETURN_GRACE if may_differ else NODE_GRACE
     connected = _wait_for_nodes(grid, wanted or 1, grace)
     if not connected:
@@ -176,12 +178,12 @@ def count_nodes(grid: ImmediateGrid, config: Config, begun_with: int) -> int:
             f"no nodes connected within {grace:g} s. Start the SuperNodes first"
         )
 
-    # a new run of any size
+    # Without num-clients, take all nodes that are there.
     if not wanted:
         return _all_nodes(grid, config) if network else connected
 
-    # The data were split for this number of clients. It therefore stays the number of
-    # clients, even if a resumed run over a network finds other nodes.
+    # The data of a resumed run were split for this number of clients. It stays the
+    # number of clients, even if other nodes are there now.
     if may_differ and connected < wanted == begun_with:
         logger.warning(
             "the run began with %d nodes and continues with %d. The others may come"
@@ -246,7 +248,8 @@ def _all_nodes(grid: ImmediateGrid, config: Config) -> int:
         if reply.has_content():
             parts = max(parts, NodeProperties.read(reply).num_partitions or 0)
 
-    # Nodes with other partitions may still be starting.
+    # Wait for as many nodes as there are partitions, because some may still be
+    # starting.
     connected = _wait_for_nodes(grid, parts, NODE_GRACE)
     if connected < parts:
         logger.warning(
@@ -285,7 +288,8 @@ def _server_data(config: Config, on_nodes: bool) -> PartitionedData | None:
     except DataError:
         if needed:
             raise
-        # The nodes may have the files that are absent here.
+        # Continue without data, because the nodes may have the files that are missing
+        # here.
         return None
     if needed:
         refuse_no_tests(data, config)
@@ -299,7 +303,8 @@ def beginning(
 
     The model of a new run gets its initial weights.
     """
-    # Log the layer, because only the user can judge whether it is the classifier.
+    # Log the layer that counts as the classifier, because only the user can judge
+    # whether it is.
     for path, module in model.named_modules():
         if isinstance(module, NormalisedLinear):
             logger.info(
@@ -312,7 +317,7 @@ def beginning(
         return start, to_record(start.saved.state)
     loaded = initialise(model, config)
     if loaded:
-        # a warning if some weights, or some of the model's entries, had no counterpart
+        # Warn if a weight of the file or an entry of the model had no counterpart.
         level = logging.INFO if loaded.complete else logging.WARNING
         logger.log(level, "%s", loaded)
     return start, to_record(model.state_dict())
@@ -329,7 +334,8 @@ def report_data(
         logger.warning("%s", line)
     if not is_own(config.dataset):
         return
-    # The name of own data does not identify them. With counts, runs can be compared.
+    # Log and save the counts of own data, because their name does not identify them,
+    # and runs are compared by their data.
     logger.info("%s", data_text(data, config))
     of_data = {
         "dataset": config.dataset,
@@ -376,7 +382,8 @@ def tests_of_clients(config: Config, data: PartitionedData | None) -> list[str]:
                 " here. Leave it out."
             )
         tests += [domain_test(name) for name in domains]
-    # The first test determines the run's main metric, so validation has its score.
+    # If clients do the first test, they also test on the validation examples, because
+    # the validation score belongs to the first test.
     headline = method_of(config).tests[0]
     if tests and config.validation_share and headline.startswith("personal"):
         tests.append(VALIDATION)
@@ -387,8 +394,8 @@ def _timeout(config: Config, grid: Grid) -> float:
     """Return the number of seconds that a round waits for its replies."""
     if config.round_timeout:
         return config.round_timeout
-    # In process, replies cannot be lost: wait even for a slow client, or for a pause of
-    # the whole process.
+    # In process, a reply cannot be lost, so wait without a limit, even for a slow
+    # client or a paused process.
     if isinstance(grid, BarrierGrid):
         return threading.TIMEOUT_MAX
     return REPLY_WAIT

@@ -28,7 +28,7 @@ from fedbn_flwr.machine import num_cores
 
 logger = logging.getLogger("flwr")
 
-# the beginning of a record in Flower's log
+# the level of a record in Flower's log, and its text after the time
 _RECORD = re.compile(
     r"(?P<level>WARNING|ERROR|CRITICAL)(?: ?\d[\d-]* [\d:,.]+)? ?:\s*(?P<text>.*)"
 )
@@ -45,7 +45,8 @@ def echo(line: str) -> None:
     The whole log is in its file.
     """
     source, found = "", _RECORD.match(line)
-    # Ray names the process of a client: "(ClientAppActor pid=7) "
+    # Ray puts the name of the process before a client's line, such as "(ClientAppActor
+    # pid=7) ".
     if found is None and line.startswith("("):
         process, _, text = line.partition(") ")
         source, found = f"{process}) ", _RECORD.match(text)
@@ -113,7 +114,7 @@ def simulate(
         EngineError: the run did not complete.
         DivergedError: the run diverged; the folder is complete up to this round.
     """
-    # refusals that are possible before Flower starts
+    # Refuse before Flower starts, if possible.
     refuse_named_gpu(config)
     if ray_address is not None:
         check_cluster(config, out, ray_address)
@@ -126,7 +127,8 @@ def simulate(
         lines.append(line)
         echo(line)
 
-    # Its processes write the folder; a thread reads the lines as they appear.
+    # Flower's processes write the folder of the run. A thread follows the lines of its
+    # metrics.
     ended = threading.Event()
     follower = ThreadPoolExecutor(1, thread_name_prefix="follower")
     with own_folder() as folder:
@@ -145,7 +147,7 @@ def simulate(
             if out.is_dir():
                 with (out / FLOWER_LOG).open("a") as log:
                     log.write("\n".join(lines) + "\n")
-    following.result()  # raises what on_round raised
+    following.result()  # raises the error of on_round
     summary = read_json(out / "summary.json")
     if summary:
         return summary
@@ -168,7 +170,8 @@ def _failure(
     whole = str(error)
     if out.is_dir():
         whole = f"{error}\nThe whole log: {out / FLOWER_LOG}"
-    # The server raises DivergedError in its own process, after it wrote the summary.
+    # The server writes the summary of a diverged run before it raises DivergedError.
+    # The error is lost with the server's process, so read the summary.
     if summary == before or DIVERGED_AT not in summary:
         return EngineError(whole)
     return DivergedError(whole, summary[DIVERGED_AT])
@@ -178,7 +181,8 @@ def _write_app(folder: Path, config: Config, ray_address: str | None) -> None:
     """Write the app of a run."""
     (folder / "fedbn_simulation.py").write_text(_APP)
     module = "fedbn_simulation"
-    # A separate module connects to a cluster, because the server must not import it.
+    # On a cluster, the ClientApp is in a separate module that connects to the cluster.
+    # The server must not import this module.
     if ray_address is not None:
         module = "fedbn_cluster"
         (folder / f"{module}.py").write_text(_CLUSTER_APP.format(address=ray_address))
@@ -194,15 +198,16 @@ def _resources(config: Config, private: bool) -> dict[str, Scalar]:
         "num-supernodes": clients,
         "client-resources-num-cpus": threads,
     }
-    # A cluster sets its own CPUs and GPUs.
+    # A cluster knows its own CPUs and GPUs, so set nothing more.
     if not private:
         return resources
     at_once = min(clients, num_cores() // threads)
-    # Clients that wait for each other in the channel need an actor each.
+    # If clients wait for each other in FedTAN's channel, each needs its own actor at
+    # the same time.
     if method_of(config).methods.whole.needs_all_at_once:
         at_once = clients
         resources["init-args-num-cpus"] = clients * threads
-    # an actor without a part of a GPU would compute on the CPU
+    # Give each actor a part of a GPU, because it would otherwise compute on the CPU.
     if pick_device(config.device).type == "cuda":
         resources["client-resources-num-gpus"] = gpu_share(
             at_once, torch.cuda.device_count()
@@ -214,7 +219,8 @@ def _follow(path: Path, on_round: OnRound | None, ended: threading.Event) -> Non
     """Call ``on_round`` with the new lines of ``metrics.jsonl`` until the run ends."""
     lines = NewLines(path)
     while on_round:
-        # read once more after the end: a line may have come since the last look
+        # Read once more after the end, because lines may have been added since the last
+        # reading.
         last = ended.wait(0.3)
         for line in lines.read():
             on_round(line)

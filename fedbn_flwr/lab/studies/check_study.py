@@ -82,10 +82,10 @@ def _problems_of(study: Study, given: Mapping[str, Any]) -> Iterator[Problem]:
         study: the study, with the settings of the command in its ``base``.
         given: the settings of the command.
     """
-    # Its names.
+    # Check the names in the study.
     yield from _wrong_names(study)
     for method in study.methods:
-        # its folder would replace a file of the study
+        # Refuse a method whose folder would have the name of a file of the study.
         if Path(method).suffix in (".csv", ".html", ".md", ".yaml"):
             yield Problem(
                 "study-method-is-file",
@@ -94,7 +94,8 @@ def _problems_of(study: Study, given: Mapping[str, Any]) -> Iterator[Problem]:
                 "start",
             )
 
-    # Seeds come from the lists. The loop below reports a seed of the command.
+    # Refuse seeds outside the lists of seeds. The last loop below reports a seed in a
+    # --set of the command.
     for what, keys in _places(study):
         if "seed" in keys and not (what == "base" and "seed" in given):
             seeds = "tune.seeds" if what.startswith("tune") else "seeds"
@@ -105,7 +106,7 @@ def _problems_of(study: Study, given: Mapping[str, Any]) -> Iterator[Problem]:
                 "start",
             )
 
-    # Check each run, and the settings of the command that no run uses.
+    # Check each run. Then refuse settings of the command that no run uses.
     yield from _problems_of_runs(study)
     for key in given:
         if all(key in cell.settings for cell in study.cells()):
@@ -152,9 +153,10 @@ def _problems_of_runs(study: Study) -> Iterator[Problem]:
     """Yield shared folders, wrong settings, and runs that are tied together."""
     folders: dict[Path, tuple[str, str, str, int]] = {}
     tied: dict[str, str] = {}
-    shares: dict[str, float] = {}  # Runs come before trials.
+    shares: dict[str, float] = {}  # filled by the runs, which come before the trials
     for cell in (*study.cells(), *study.trials()):
-        # Two names may become one folder: A on b/c, and A/b on c.
+        # Two runs may get the same folder: method A on split b/c, and method A/b on
+        # split c.
         folder = cell.folder(Path())
         place = (cell.method, cell.split, cell.trial, cell.seed)
         first = folders.setdefault(folder, place)
@@ -175,7 +177,8 @@ def _problems_of_runs(study: Study) -> Iterator[Problem]:
         if config.series:
             tied[cell.name] = config.series
 
-        # A trial is scored on validation examples.
+        # Trials are compared by their score on validation examples, so each must have
+        # some.
         pair = f"{cell.method}/{cell.split}"
         if not cell.trial:
             shares[pair] = config.validation_share

@@ -28,7 +28,7 @@ from fedbn_flwr.lab.studies.study import Cell
 
 logger = logging.getLogger("flwr")
 
-# in the folder of a run that a sweep could not finish: the error
+# file with the error, in the folder of a run that a sweep could not finish
 FAILED = "failed.json"
 
 
@@ -55,9 +55,10 @@ def changed(config: Config, folder: Path) -> str:
 
     A ``config.yaml`` that cannot be read also differs; the text is then its error.
     """
-    # The centralised reference runs with a config that is derived from the given one.
+    # The centralised reference runs with another config, which is derived from the
+    # given one.
     now = reference_config(config) if config.strategy == CENTRALIZED else config
-    # with 0, the number of clients follows from the other settings
+    # With num-clients=0, the number of clients follows from the other settings.
     free = PLACES if config.num_clients else PLACES | {"num-clients"}
     try:
         settings = {**RunFolder.settings(folder), "resume": False}
@@ -65,7 +66,8 @@ def changed(config: Config, folder: Path) -> str:
         return str(error)
     try:
         saved = Config.make(settings).to_mapping()
-    # the data of that run are no longer here, or this version refuses its settings
+    # The data of the saved run may be gone, or this version refuses its settings.
+    # Compare the settings without a check.
     except FedBNError:
         saved = settings
     return changed_settings(saved, now.to_mapping(), free)
@@ -97,7 +99,8 @@ def do_cell(
     """
     folder = cell.folder(out)
     threads = torch.get_num_threads()
-    # Also set the threads of the server's tests, for equal bits on any machine.
+    # Use the run's number of threads for the server's tests as well, so that the bits
+    # do not depend on the machine.
     torch.set_num_threads(cell.config.torch_threads)
     try:
         _do(cell.config, folder, on_round, workers)
@@ -126,10 +129,10 @@ def _do(
     config: Config, folder: Path, on_round: OnRound | None, workers: int | None
 ) -> None:
     """Resume a run, or do it from the start if its checkpoints do not fit the study."""
-    # A finished run with other settings is renamed, since nothing is deleted.
+    # Rename a finished run with other settings, because a sweep deletes nothing.
     if folder.is_dir():
-        # The lock raises an error if another process still writes there. Nothing is
-        # renamed under that process.
+        # If another process still writes there, the lock raises an error before
+        # anything is renamed.
         with lock_folder(folder):
             if finished(folder):  # finished with other settings, see ``_do_all``
                 _set_aside(folder, "earlier")
@@ -146,7 +149,7 @@ def _do(
             return
         except NotResumableError as error:
             logger.warning("%s starts from the beginning: %s", folder, error)
-    # Set a run aside that has no checkpoint or no fitting checkpoint.
+    # Rename the folder of a run without a usable checkpoint, and start the run again.
     _set_aside(folder, "unfinished")
     run(config, folder, on_round=on_round, workers=workers)
 

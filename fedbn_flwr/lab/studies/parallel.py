@@ -30,9 +30,10 @@ from fedbn_flwr.training.settings import share_of
 
 logger = logging.getLogger("flwr")
 
-# bytes of a process that has imported torch and Flower, measured
+# measured bytes of memory of a process that has imported torch and Flower
 _PROCESS = 0.8 * 2**30
-# examples times parameters; smaller studies end before processes have started
+# work (examples times parameters) from which parallel runs save time; a smaller study
+# ends before processes have started
 _WORTH_PROCESSES = 1e10
 
 
@@ -54,7 +55,8 @@ def default_parallel(cells: Sequence[Cell]) -> int:
 
 def _memory_need(config: Config) -> float:
     """Return an estimate of a run's memory in bytes."""
-    # Add the process, the data twice (as read and as divided), and a round's models.
+    # Add the memory of the process, of the data twice (as read, and as divided), and of
+    # the models of a round.
     clients = count_clients(config)
     data = partitioned_data(config, clients).dataset
     in_memory = sum(
@@ -76,7 +78,8 @@ class _Running:
 
 def in_parallel(parallel: int) -> Runner:
     """Return a runner that does this number of runs at a time on evenly shared GPUs."""
-    # Processes are not forked, because CUDA and torch's threads do not survive a fork.
+    # Start new processes instead of forks, because CUDA and torch's threads do not
+    # survive a fork.
     spawn = multiprocessing.get_context("spawn")
 
     def runner(
@@ -85,7 +88,7 @@ def in_parallel(parallel: int) -> Runner:
         for cell in cells:
             refuse_named_gpu(cell.config)
         waiting, free = deque(cells), [*range(parallel)]
-        running: dict[Any, _Running] = {}  # each run by the pipe of its process
+        running: dict[Any, _Running] = {}  # by the pipe of its process
         warned: set[str] = set()
         try:
             while waiting or running:
@@ -93,14 +96,16 @@ def in_parallel(parallel: int) -> Runner:
                 while waiting and free:
                     cell, place = waiting.popleft(), free.pop()
                     receiver, sender = spawn.Pipe(duplex=False)
-                    # Pass a copy without the config that the cell has computed.
+                    # Pass a copy of the cell without its cached config.
                     args = (sender, replace(cell), out, place)
                     process = spawn.Process(target=_work, args=args)
-                    # Ctrl-C reaches the whole terminal; the sweep ends its processes.
+                    # The process must ignore Ctrl-C, which reaches all processes of the
+                    # terminal, because the sweep ends its processes itself.
                     handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
                     process.start()
                     signal.signal(signal.SIGINT, handler)
-                    # The end of the process must end the pipe.
+                    # Close this copy of the sending end, so that the pipe closes if the
+                    # process ends.
                     sender.close()
                     running[receiver] = _Running(cell, process, place)
                     follower.begin(cell)
@@ -112,12 +117,13 @@ def in_parallel(parallel: int) -> Runner:
                     error, warnings = _outcome(answered, ended.process, folder)
                     free.append(ended.place)
                     for warning in warnings:
-                        # several runs of a study often have the same warning
+                        # Log equal warnings once, because runs of a study often have
+                        # the same warning.
                         if warning not in warned:
                             logger.warning("%s: %s", ended.cell.name, warning)
                             warned.add(warning)
                     yield ended.cell, error
-        # even if the sweep fails or requests no more runs
+        # End the processes even if the sweep fails or wants no more runs.
         finally:
             for left in running.values():
                 left.process.terminate()
@@ -130,7 +136,7 @@ def _outcome(receiver: Any, process: Any, folder: Path) -> tuple[str, list[str]]
     """Return the error and the warnings of a run with an answer or an ended process."""
     try:
         error, warnings = receiver.recv()
-    except EOFError:  # it was killed, for example for lack of memory
+    except EOFError:  # it was killed, such as for lack of memory
         process.join()
         error, warnings = f"its process ended with status {process.exitcode}", []
         if not finished(folder):
@@ -141,12 +147,13 @@ def _outcome(receiver: Any, process: Any, folder: Path) -> tuple[str, list[str]]
 
 def _work(sender: Any, cell: Cell, out: Path, place: int) -> None:
     """Do a run in a process, and send its error and its warnings."""
-    # A killed sweep also ends its processes.
+    # End this process if the sweep is killed.
     threading.Thread(target=end_with_the_command, daemon=True).start()
     keep_freed_memory()
     if torch.cuda.is_available():
         torch.cuda.set_device(place % torch.cuda.device_count())
-    # Collect warnings, because warnings of several runs would mix on the terminal.
+    # Collect the warnings instead of printing them, because the warnings of several
+    # runs would mix on the terminal.
     records: queue.SimpleQueue[logging.LogRecord] = queue.SimpleQueue()
     logger.setLevel(logging.WARNING)
     logger.handlers = [QueueHandler(records)]

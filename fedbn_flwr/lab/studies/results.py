@@ -39,7 +39,7 @@ methods; target and paper refer to it. It is the run's main metric, or the first
 of the study's ``metrics``.
 """
 
-_ROUNDING = 1e-9  # for example, 5013 of 10000 reach a target of 50.13
+_ROUNDING = 1e-9  # 5013 of 10000, for example, must reach a target of 50.13
 _NAN = float("nan")
 
 
@@ -72,7 +72,8 @@ def _rows_of_run(study: Study, cell: Cell, out: Path) -> Iterator[dict[str, Any]
     }
     metrics = [name for name in study.metrics if name in final] or [summary["headline"]]
     for metric in metrics:
-        # Paper and target refer to the metric that compares methods.
+        # Only the first metric, by which methods are compared, has a paper's number and
+        # a target.
         main = metric == metrics[0]
         papers = {}
         if main:
@@ -99,7 +100,8 @@ def _domains(final: Mapping[str, Any], metric: str) -> dict[str, float | None]:
     by_domain: dict[str, float | None] = dict(final.get("domains", {}).get(metric, {}))
     known = [value for value in by_domain.values() if value is not None]
     if known:
-        # Without one domain, the average would be an average of other domains.
+        # If a domain has no value, give no average, because it would be an average of
+        # other domains.
         complete = len(known) == len(by_domain)
         by_domain[AVERAGE] = statistics.fmean(known) if complete else None
     return by_domain
@@ -124,7 +126,7 @@ def _until_target(
     sign = 1 if higher_is_better(metric) else -1
     exchanges = moved = 0
     for line in lines:
-        # Every round costs, even a round without a test.
+        # Add the costs of every round, even of a round without a test.
         exchanges += line["exchanges"]
         moved += line["bytes-down"] + line["bytes-up"]
         if line.get(metric) is None:
@@ -159,7 +161,8 @@ def table(rows: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
         return pd.DataFrame(columns=["split", "method", "metric", "final", "runs"])
     first = frame["method"].iloc[0]
     tests = paired_tests(rows)
-    # The state of each run of a method, counted once, since failed runs lack a metric.
+    # Count the status of each run once. Take it from all rows, because a failed run has
+    # no row with a metric.
     ended = frame.drop_duplicates(["split", "method", "seed"])
     statuses = ended.groupby(["split", "method"])["status"]
 
@@ -169,7 +172,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
     groups = shown.groupby(["split", "method", "metric", "domain"], sort=False)
     for (split, method, metric, domain), runs in groups:
         how = statuses.get_group((split, method)).value_counts()
-        # Failed runs have a line only if no other run has one.
+        # Leave out the line of failed runs, unless all runs of the method failed.
         if metric == "-" and set(how.index) != {"failed"}:
             continue
         percent = metric != "-" and in_percent(metric)
@@ -192,7 +195,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
 
 def _line(runs: pd.DataFrame, statuses: Mapping[Any, int], form: str) -> dict[str, str]:
     """Return the numbers of one line of the table as text, or "" without a number."""
-    # Costs are means of all runs; values are means of the finished runs.
+    # Costs are means over all runs. Scores are means over the finished runs.
     texts = ["method", "split", "metric", "domain", "status", "sha256"]
     numbers = runs.drop(columns=texts).apply(pd.to_numeric)
     mean = numbers.mean()
@@ -200,7 +203,8 @@ def _line(runs: pd.DataFrame, statuses: Mapping[Any, int], form: str) -> dict[st
     values = finished["final"].dropna()
     reached = finished["rounds-to-target"].dropna()
 
-    # Show if the mean does not cover all runs and all clients.
+    # Show the number of runs that the mean lacks, and of runs in which clients are
+    # missing.
     counts = {
         "without a value": len(finished) - len(values),
         "with lost replies": (finished["rejected"] > 0).sum(),
@@ -243,7 +247,8 @@ def paired_tests(
     belongs to the clients' models, and FedAvg's to the global model. p is NaN with one
     seed, or if all differences are alike.
     """
-    # scipy's statistics take half a second to import, and a sweep's plan needs none.
+    # Import here, because scipy's statistics take half a second to import, and the plan
+    # of a sweep does not need them.
     from scipy.stats import ttest_rel
 
     frame = pd.DataFrame(rows, columns=[*FIELDS])
@@ -256,7 +261,7 @@ def paired_tests(
 
     tests: dict[tuple[str, str], tuple[float, float]] = {}
     for (split, _), of_split in frame.groupby(["split", "quantity"], sort=False):
-        # a row for each seed, a column for each method
+        # Make a table with a row for each seed and a column for each method.
         finals = of_split.pivot_table(
             index="seed", columns="method", values="final", sort=False
         )
@@ -276,7 +281,7 @@ def paired_tests(
 
 def markdown(shown: pd.DataFrame) -> str:
     """Return a table of text as Markdown."""
-    # Escape bars, so that they do not end a cell, and asterisks against emphasis.
+    # Escape bars, which would end a cell, and asterisks, which would mark emphasis.
     escapes = str.maketrans({"|": "\\|", "*": "\\*", "\n": " "})
     lines = []
     for row in [shown.columns, ["---"] * len(shown.columns), *shown.to_numpy()]:

@@ -80,8 +80,8 @@ __all__ = [
     "trial_name",
 ]
 
-AVERAGE = "average"  # the average of the domains
-WHOLE = ""  # the key of a paper's number for all domains together
+AVERAGE = "average"  # name of the average over the domains
+WHOLE = ""  # key of a paper's number for all domains together
 
 
 class PaperNumber(NamedTuple):
@@ -102,7 +102,7 @@ class PaperNumber(NamedTuple):
         Raises:
             ValueError: the value is neither.
         """
-        # A bool is an int for Python, but its text is not a number.
+        # Convert the text of the value, because Python would accept a bool as a number.
         parts = []
         with suppress(ValueError):
             parts = [float(part) for part in str(value).split("±")]
@@ -161,7 +161,8 @@ class Cell:
         folder = out
         for part in self.name.split("/"):
             name = re.sub(r"[^A-Za-z0-9._+=-]", "_", part)
-            # Change ".." and "", because they would be another folder.
+            # Replace the names "", "." and "..", because they are paths of other
+            # folders.
             if not name.strip("."):
                 name = "_" * max(1, len(name))
             folder /= name
@@ -177,7 +178,7 @@ def _under_new_names(settings: dict[str, Any]) -> dict[str, Any]:
     return merged([settings])
 
 
-# Keys are renamed when read, so that a later layer wins under any name.
+# Rename old keys when they are read, so that a later layer wins under either name.
 _RENAMED = AfterValidator(_under_new_names)
 StudySettings = Annotated[dict[str, Scalar], _RENAMED]
 
@@ -259,7 +260,7 @@ class Study(BaseModel):
             ConfigError: the file is not a study.
         """
         read = read_yaml(path, "study")
-        # The validation reports content that is not a mapping.
+        # Content that is not a mapping is reported by the validation below.
         if overrides and isinstance(read, dict):
             base = read.get("base") or {}
             if isinstance(base, dict):
@@ -288,7 +289,8 @@ class Study(BaseModel):
 
     def cells(self) -> Iterator[Cell]:
         """Yield all runs that the study does not skip."""
-        # Seed by seed, so that a stopped study has complete tables for the first seeds.
+        # Do all runs of a seed before the next seed, so that a stopped study has
+        # complete tables for the first seeds.
         for seed in self.seeds:
             yield from self._cells(seed, {})
 
@@ -306,7 +308,7 @@ class Study(BaseModel):
             for method, of_method in self.methods.items():
                 name = f"{method}/{split}"
                 if name not in self.skip:
-                    # later settings win
+                    # The last of these layers wins.
                     settings = {
                         **of_split,
                         **of_method,

@@ -113,11 +113,11 @@ def sweep(
     selection.check(study)
     _log_dropped(study, selection)
     with lock_folder(out, "study"):
-        # Refuse now all faults that would fail or mislead after hours.
+        # Find all faults now that would otherwise fail a run, or mislead, after hours.
         _refuse_folder_of_another(study, out)
         _check_before(study, out, selection)
 
-        # The trials come first, because they choose settings of the runs.
+        # Do the trials first, because they choose settings of the runs.
         trials = [cell for cell in study.trials() if cell in selection]
         if trials:
             study = _tune(study, trials, out, runner, follower)
@@ -125,7 +125,7 @@ def sweep(
             (out / "tuning.md").unlink(missing_ok=True)
         _write(study, out)
 
-        # Write results before the runs as well: otherwise a stopped sweep could leave
+        # Also write the results before the runs. Otherwise, a stopped sweep could leave
         # tables of other settings.
         cells = [cell for cell in study.cells() if cell in selection]
         with writing(out, _AGAIN):
@@ -134,7 +134,7 @@ def sweep(
         with writing(out, _AGAIN):
             table = write_results(study, out)
 
-    # Report the gaps of the table.
+    # Report metrics and runs that the table lacks.
     absent = _absent_metrics(study, out)
     if absent:
         logger.warning("metrics: no run of this study has %s", ", ".join(absent))
@@ -177,7 +177,8 @@ def _tune(
     Raises:
         RunFailedError: trials failed.
     """
-    # A former study file has the settings of its tables.
+    # Keep an existing study file, because it has the settings of the tables in the
+    # folder.
     if not (out / STUDY_FILE).exists():
         _write(study, out)
     _do_all(trials, out, runner, follower)
@@ -210,7 +211,7 @@ def _do_all(
             )
     follower.plan(cells, left)
     if left:
-        # closing ends the other runs if an error occurs here
+        # ``closing`` ends the other runs if an error occurs here.
         with closing(runner(left, out, follower)) as outcomes:
             for cell, error in outcomes:
                 follower.end(cell, error)
@@ -232,7 +233,7 @@ def _absent_metrics(study: Study, out: Path) -> list[str]:
 
 def _refuse_folder_of_another(study: Study, out: Path) -> None:
     """Raise ConfigError if the folder belongs to a run or to another study."""
-    # The sweep would replace their files.
+    # Refuse the folder, because the sweep would replace its files.
     if (out / "config.yaml").exists():
         raise ConfigError(
             f"out={str(out)!r} is the folder of a run. Choose another folder for a"
@@ -241,7 +242,7 @@ def _refuse_folder_of_another(study: Study, out: Path) -> None:
     if not (out / STUDY_FILE).exists():
         return
     content = read_yaml(out / STUDY_FILE, "study")
-    # A file that is no longer a study is replaced.
+    # A file without the form of a study may be replaced.
     name = content.get("name", study.name) if isinstance(content, dict) else study.name
     if name != study.name:
         raise ConfigError(
@@ -253,7 +254,7 @@ def _refuse_folder_of_another(study: Study, out: Path) -> None:
 
 def _refuse_lost(trials: Sequence[Cell], out: Path) -> None:
     """Raise RunFailedError if trials have no result."""
-    # Without their results, another setting could be chosen.
+    # Require all results, because without them another setting could be chosen.
     lost = [cell.name for cell in trials if not is_done(cell, out)]
     if lost:
         raise RunFailedError(
@@ -265,8 +266,8 @@ def _refuse_lost(trials: Sequence[Cell], out: Path) -> None:
 
 def _check_data(cells: Sequence[Cell]) -> None:
     """Raise ConfigError with all problems of the data and their splits."""
-    # Check the first run of each pair, because all seeds have the same data. If several
-    # runs have one problem, name the first of them.
+    # Check the first run of each pair of method and split, because all seeds have the
+    # same data. If several runs have the same problem, name the first of them.
     first = {(cell.method, cell.split): cell for cell in reversed(cells)}
     problems: dict[str, str] = {}
     for cell in first.values():
@@ -282,7 +283,7 @@ def _check_data(cells: Sequence[Cell]) -> None:
 
 def _refuse_results_of_other_data(done: Sequence[Cell], out: Path) -> None:
     """Raise ConfigError if own data have changed since runs of the study."""
-    # Otherwise a table would compare results of both data.
+    # Refuse changed data, because a table would compare results of different data.
     other = [
         cell.name for cell in done if has_other_data(cell.folder(out), cell.config)
     ]

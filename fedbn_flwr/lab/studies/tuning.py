@@ -58,7 +58,7 @@ def tuned(study: Study, out: Path) -> tuple[list[Tuned], dict[str, StudySettings
         if not all(is_done(cell, out) for cell in cells):
             continue
 
-        # The mean score of each point over the seeds, and the best of them.
+        # Find the mean score of each point over the seeds, and the best point.
         config = cells[0].config
         scores = {}
         usable = {}
@@ -76,7 +76,8 @@ def tuned(study: Study, out: Path) -> tuple[list[Tuned], dict[str, StudySettings
             )
             continue
 
-        # If the best number is at the end of its grid, a better one may be outside.
+        # Warn if the best number is the smallest or the largest of its grid, because a
+        # number outside may be better.
         chosen[name] = points[best]
         for key, value in chosen[name].items():
             values = study.tune.grid[key]
@@ -113,7 +114,8 @@ def _grouped(
 
 def _score(cells: Sequence[Cell], out: Path) -> float | None:
     """Return the mean over the seeds of the last validation score, or None."""
-    # A single seed without a score gives None: the other seeds would favour the point.
+    # Return None if a seed has no score, because the mean over the other seeds would
+    # favour this point.
     values = []
     for cell in cells:
         summary = summary_of(cell.folder(out))
