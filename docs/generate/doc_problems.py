@@ -14,10 +14,8 @@ from fedbn_flwr.problems import Stage
 __all__ = ["CATEGORIES", "Row", "problem_rows", "problem_table"]
 
 PACKAGE = Path(fedbn_flwr.__file__).parent
-CATEGORIES = frozenset(
-    {"bad-value", "config", "conflict", "needs", "no-effect", "unknown-key"}
-)
-"""The codes that several checks of a config share; ``key`` names the subject."""
+CATEGORIES = frozenset({"bad-value", "no-effect", "unknown-key"})
+"""The codes that decisions about any key share; ``key`` names the subject."""
 _DEFAULTS: Mapping[str, dict[str, str]] = {
     "Problem": {"keys": "", "stage": "run", "effect": "refuse", "remedy": ""},
     "_misfit": {"keys": "strategy", "stage": "model", "effect": "refuse"},

@@ -5,33 +5,49 @@ Each way to run refuses the same values.
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
+from doc_problems import CATEGORIES, Row, problem_rows
 from flwr.app import ArrayRecord
 from flwr.clientapp import ClientApp
 from torch import nn
 
 from fedbn_flwr import client_app
+from fedbn_flwr.batchnorm.parts import split_state
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.config.check_keys import defaults_of
 from fedbn_flwr.lab.runs.check_start import check as check_start
+from fedbn_flwr.lab.studies.check_study import load_study
+from fedbn_flwr.lab.studies.study import Study
 from fedbn_flwr.legacy.legacy_strategy import LegacyStrategy
 from fedbn_flwr.mods import bn_mod, bn_rules
+from fedbn_flwr.privacy import MaskedSums
+from fedbn_flwr.privacy.differential import ClientLevelDP
 from fedbn_flwr.privacy.protection_settings import (
     MASKED_UPDATES,
     DPSettings,
     MaskSettings,
 )
-from fedbn_flwr.problems import BEFORE_A_RUN, Known, Problem, check
+from fedbn_flwr.problems import Known, Problem, check
+from fedbn_flwr.server.methods.method import Facts
 from fedbn_flwr.server.methods.options import OPTIONS
 from fedbn_flwr.server.methods.params import Params
-from fedbn_flwr.strategies import METHODS, STRATEGIES
+from fedbn_flwr.server.methods.travels import BATCHNORM, TRACKED, Travels
+from fedbn_flwr.strategies import FBN, METHODS, STRATEGIES
+from fedbn_flwr.strategies.fbn import BN_MOMENTS
+from fedbn_flwr.strategies.fixbn import Frozen
 from fedbn_flwr.training import LearningRate, LocalTraining, make_optimizer
+from tests.lab.config.test_problems import FIRST, FURTHER, SECOND
 from tests.support.federation import torch_clients
 from tests.support.their_client import TheirClient, numpy_clients
 
@@ -43,12 +59,24 @@ for row in (*Params.rows, *DPSettings.rows, MASKED_UPDATES):
     ROWS[row.code].append(row)
 
 
+TABLE: dict[str, list[Row]] = defaultdict(list)
+for found in problem_rows():
+    if found.code not in CATEGORIES:
+        TABLE[found.code].append(found)
+OTHER_KEYS = {"weighted_by_key", *Study.model_fields}
+"""Keys of a strategy in Python and of a study."""
+
+
 def test_a_code_has_one_sentence_and_names_keys_that_exist() -> None:
-    keys = {key.replace("-", "_") for key in defaults_of(Config)}
-    for code, rows in ROWS.items():
-        assert len({(row.text, row.stage, row.effect) for row in rows}) == 1, code
-        assert set(rows[0].keys.split()) <= keys, code
-        assert set(rows[0].needs.split()) <= Known.__dataclass_fields__.keys(), code
+    keys = {key.replace("-", "_") for key in defaults_of(Config)} | OTHER_KEYS
+    for code, rows in TABLE.items():
+        assert len({(one.file, one.text, one.stage) for one in rows}) == 1, code
+        for one in rows:
+            named = set(one.keys.replace("-", "_").split())
+            assert "{" in one.keys or named <= keys or "study" in code, code
+    for code, declared in ROWS.items():
+        needs = set(declared[0].needs.split())
+        assert needs <= Known.__dataclass_fields__.keys(), code
 
 
 CASES: Mapping[str, dict[str, Any]] = {
@@ -68,34 +96,207 @@ CASES: Mapping[str, dict[str, Any]] = {
     "clients-clip": {"dp": "client", "dp-clipping": "adaptive"},
     "no-epsilon": {"dp": "server", "dp-delta": 1e-6},
     "masked-updates": {"masked-sums": True, "dp": "server", "eval-on": "global"},
+    "all-layers": {"strategy": "fbn", "layers": "norm1"},
+    "all-personal": {"strategy": "standalone", "personal": "last-layer"},
+    "always-re-estimated": {"strategy": "staticbn", "recalibrate": True},
+    "no-client-tests": {"fine-tune": 3, "eval-on": "global"},
+    "no-layers": {"layers": "norm1"},
+    "no-variances": {"strategy": "fedbn", "variance": "pooled"},
+    "untracked": {"strategy": "staticbn", "variance": "pooled"},
+    "unprotected-value": {"strategy": "scaffold", "dp": "server", "eval-on": "global"},
+    "augment-of-pixels": {"dataset": "cityscapes", "augment": "rand-augment"},
+    "dp-stops-early": {"dp": "server", "early-stopping": 2, "validation-share": 0.2},
+    "dp-reads-classes": {"dp": "server", "dataset": "npz:{folder}/own.npz"},
+    "relative-path": {"dataset": "mnist", "data-dir": "mnist"},
+    "data-dir-missing": {"dataset": "mnist", "data-dir": "{folder}/none"},
+    "state-dir-without-out": {"state-dir": "out"},
+    "tensorboard-missing": {"tensorboard": True},
 }
-"""A config for each row that a config can have."""
-OF_A_MODEL = {
-    "fedwon-has-batchnorm": nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2)),
-    "fedwon-no-convolution": nn.Sequential(nn.Linear(2, 2)),
+"""A config for each problem that a config can have, except those of test_problems.py.
+
+``{folder}`` is a folder with own data.
+"""
+OF_A_MODEL: Mapping[str, tuple[str, dict[str, Any], nn.Module]] = {
+    "fedwon-has-batchnorm": (
+        "fedwon",
+        {},
+        nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2)),
+    ),
+    "fedwon-no-convolution": ("fedwon", {}, nn.Sequential(nn.Linear(2, 2))),
+    "no-batchnorm": ("fedbn", {}, nn.Sequential(nn.Linear(2, 2))),
+    "batchnorm-lacks-entries": (
+        "mtfl",
+        {},
+        nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2, affine=False)),
+    ),
+    "nothing-shared": ("fedavg", {"personal": "*"}, nn.Sequential(nn.Linear(2, 2))),
+    "personal-in-common": (
+        "fixbn",
+        {"personal": "1"},
+        nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)),
+    ),
+    "tied-apart": ("fedavg", {"personal": "0"}, nn.Sequential(*[nn.Linear(2, 2)] * 2)),
+    "synchronised-weights": (
+        "fedtan",
+        {"weighted_by_key": "w"},
+        nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)),
+    ),
+    "test-not-done": (
+        "fedavg",
+        {"eval_on": "global-train"},
+        nn.Sequential(nn.Linear(2, 2)),
+    ),
 }
-IN_PYTHON = {"test-not-done"}
+"""Strategy, settings and model for each problem that ``Strategy.start`` can find."""
+OF_A_STUDY = {
+    "study-method-is-file": "methods: {a.csv: {}}",
+    "study-seed-unused": "methods: {A: {seed: 1}}",
+    "study-lists-twice": "methods: {A: {}}\nseeds: [1, 1]",
+    "study-name-unknown": "methods: {A: {}}\nskip: [B/all]",
+    "study-skips-all": "methods: {A: {}}\nskip: [A/all]",
+    "study-folder-shared": "methods: {a b: {}, a+b: {}, a/b: {}, a_b: {}}",
+    "study-series": "methods: {A: {series: a}}",
+    "tune-without-validation": (
+        "methods: {A: {}}\ntune: {grid: {learning-rate: [0.1]}}"
+    ),
+    "tune-weighs-otherwise": (
+        "methods: {A: {strategy: fedbs}}\n"
+        "tune: {grid: {learning-rate: [0.1]}, base: {validation-share: 0.2}}"
+    ),
+    "study-setting-unused": "methods: {A: {learning-rate: 0.1}}",
+}
+"""A study for each of its problems; the command sets ``learning-rate``."""
 
 
-def test_each_row_before_a_run_has_a_planted_case() -> None:
-    before = {code for code, rows in ROWS.items() if rows[0].stage in BEFORE_A_RUN}
-    assert before == CASES.keys() | OF_A_MODEL.keys() | IN_PYTHON
+def of(name: str, **settings: Any) -> Any:
+    """The method of a strategy, without its options."""
+    *_, method = STRATEGIES[name](**settings).methods
+    return method
+
+
+def reply(**extras: Any) -> Any:
+    """A reply of a client that has trained for the first time."""
+    node, info = SimpleNamespace(label="0"), SimpleNamespace(began=True)
+    return SimpleNamespace(extras=extras, node=node, info=info)
+
+
+def in_round(travels: Travels | None = None, **known: Any) -> Known:
+    """The second round of a run with a new model of two BatchNorm layers."""
+    new = nn.Sequential(nn.BatchNorm1d(2), nn.BatchNorm1d(2))
+    state = {name: entry.numpy() for name, entry in new.state_dict().items()}
+    facts = Facts(2, 3, split_state(new), state, travels or Travels())
+    return Known(number=2, facts=facts, replies=[reply()] * 2, **known)
+
+
+FROZEN = Frozen(frozen_after=1)
+POOLED = FBN.method.State(warmed_up_after=0)
+MEASURED = reply(
+    **{
+        str(BN_MOMENTS): {
+            "0.count": np.array(3),
+            "0.mean": np.zeros(2),
+            "0.m2": np.ones(2),
+        }
+    }
+)
+IN_A_ROUND: Mapping[str, tuple[Any, Known]] = {
+    "statistics-untouched": (
+        of("fixbn", freeze_at=1),
+        in_round(Travels(frozen=TRACKED), state=FROZEN),
+    ),
+    "trained-too-late": (
+        of("fixbn", freeze_at=1, freeze_affine=True),
+        in_round(Travels(local=BATCHNORM), state=FROZEN),
+    ),
+    "trims-nobody": (
+        of("fbn", statistics_aggregation="trimmed-mean:0.1"),
+        in_round(state=POOLED),
+    ),
+    "without-moments": (of("fbn"), in_round(state=POOLED)),
+    "variates-without-moments": (
+        of("bn-scaffold"),
+        in_round(state=of("bn-scaffold").State()),
+    ),
+    "unmeasured-layers": (
+        of("fbn"),
+        replace(in_round(state=POOLED), replies=[MEASURED]),
+    ),
+    "far-statistics": (of("fixbn"), in_round(state=FROZEN)),
+    "lagging-statistics": (of("fbn"), in_round(state=POOLED)),
+    "statistics-of-a-pass": (of("fbn", fbn_measure="pass"), in_round(state=POOLED)),
+    "large-mu": (of("fedprox", proximal_mu=0.1), in_round()),
+    "large-server-steps": (of("fedadam"), in_round()),
+    "large-steps-without-norm": (of("fedwon"), in_round()),
+}
+"""A method and the facts of a round for each problem of a round."""
+ELSEWHERE = {
+    "phase-never-begins": "below, for each method with phases",
+    "masked-weights": "below",
+    "around-a-strategy": "tests/privacy/test_flowers_wrappers.py",
+    "counters-as-weights": "tests/privacy/test_flowers_wrappers.py",
+    "unequal-weights": "tests/privacy/test_flowers_wrappers.py",
+}
+
+
+def test_each_problem_has_a_planted_case() -> None:
+    tables = (CASES, OF_A_MODEL, OF_A_STUDY, IN_A_ROUND, ELSEWHERE)
+    planted = {code for table in tables for code in table}
+    in_problems = [*FIRST.values(), *((None, [want]) for _, want in SECOND.values())]
+    planted |= {one[0] for _, wanted in in_problems for one in wanted if one}
+    planted |= {code for _, code, _ in FURTHER}
+    assert TABLE.keys() <= planted
+    tables = (CASES, OF_A_MODEL, OF_A_STUDY, IN_A_ROUND, ELSEWHERE)
+    assert {code for table in tables for code in table} <= TABLE.keys()
+
+
+def of_code(code: str) -> set[tuple[str, str]]:
+    """The code and the key that a user sees, for each row of the code."""
+    shown = {row.effect == "no-effect": "no-effect" for row in TABLE[code]}.get(True)
+    keys = [one.keys.partition(" ")[0].replace("_", "-") for one in TABLE[code]]
+    return {(shown or code, key) for key in keys}
 
 
 @pytest.mark.parametrize("code", CASES)
-def test_a_planted_case_is_told_with_its_subject(code: str) -> None:
-    (row, *_) = ROWS[code]
+def test_a_planted_case_is_told_with_its_subject(
+    code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    labels = np.arange(20) % 2
+    np.savez(tmp_path / "own.npz", x=np.ones((20, 4)), y=labels, client=labels)
+    settings = {
+        key: value.format(folder=tmp_path) if isinstance(value, str) else value
+        for key, value in CASES[code].items()
+    }
+    (row, *_) = TABLE[code]
     if row.effect == "warn":
-        warned = Config.make(CASES[code]).warnings()
-        method = METHODS[CASES[code]["strategy"]]
-        expected = row.text.partition("{")[0] or row.text.rpartition("}")[2]
-        assert any(expected in text for text in warned), method
+        warned = Config.make(settings).warnings()
+        expected = ROWS[code][0].text.partition("{")[0]
+        expected = expected or ROWS[code][0].text.rpartition("}")[2]
+        assert any(expected in text for text in warned)
         return
-    with pytest.raises(ConfigError) as caught:
-        Config.make(CASES[code])
-    told = {(problem.code, problem.key) for problem in caught.value.problems}
-    shown = "no-effect" if row.effect == "no-effect" else code
-    assert (shown, row.key.replace("_", "-")) in told
+    if code == "tensorboard-missing":
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    seen = told(lambda: check_start(Config.make(settings)))
+    assert any(one in seen or "{" in one[1] for one in of_code(code)), seen
+    assert {one for one, _ in of_code(code)} <= {one for one, _ in seen}
+
+
+@pytest.mark.parametrize("code", OF_A_STUDY)
+def test_a_planted_case_of_a_study_is_told(code: str, tmp_path: Path) -> None:
+    study = tmp_path / "study.yaml"
+    study.write_text(f"name: small\n{OF_A_STUDY[code]}\n")
+    given = ["learning-rate=0.2"] if code == "study-setting-unused" else []
+    assert code in {one for one, _ in told(lambda: load_study(study, given))}
+
+
+@pytest.mark.parametrize("code", IN_A_ROUND)
+def test_a_planted_case_of_a_round_is_told(code: str) -> None:
+    (row, *_) = TABLE[code]
+    method, known = IN_A_ROUND[code]
+    found = check(method.rows, method, known, [row.stage])
+    assert (code, row.effect) in [(one.code, one.effect) for one in found]
+    # Before the first round of another method, nobody has the problem.
+    plain = of("fedavg")
+    assert not [*check(plain.rows, plain, known, [row.stage])]
 
 
 @pytest.mark.parametrize(
@@ -116,12 +317,29 @@ def test_a_phase_that_never_begins_is_warned_of(name: str, key: str) -> None:
         assert all(problem.key == key.replace("-", "_") for problem in found)
 
 
+@pytest.mark.parametrize("legacy", [False, True], ids=["message", "legacy"])
 @pytest.mark.parametrize("code", OF_A_MODEL)
-def test_a_model_that_does_not_fit_is_named(code: str) -> None:
-    start = ArrayRecord(OF_A_MODEL[code].state_dict())
-    with pytest.raises(ConfigError) as caught:
-        STRATEGIES["fedwon"]().prepare(start, 3, 1)
-    assert code in [problem.code for problem in caught.value.problems]
+def test_a_model_that_does_not_fit_is_named(code: str, legacy: bool) -> None:
+    name, settings, network = OF_A_MODEL[code]
+    start = ArrayRecord(network.state_dict())
+
+    def run() -> None:
+        strategy = STRATEGIES[name](**settings)
+        if legacy and not strategy.methods.whole.exchanges:
+            LegacyStrategy(strategy, start, num_rounds=3)
+        else:
+            strategy.prepare(start, 3, 1)
+
+    assert of_code(code) <= told(run)
+
+
+def test_masked_sums_need_the_weights_that_they_know() -> None:
+    strategy = STRATEGIES["fedavg"](weighted_by_key="w")
+    strategy.protect(MaskedSums(MaskSettings(masked_sums=True)))
+    start = ArrayRecord(model().state_dict())
+    assert told(lambda: strategy.prepare(start, 3, 1)) == {
+        ("masked-weights", "weighted-by-key")
+    }
 
 
 @pytest.mark.parametrize("test", ["global-test-bn", "personal-domains", "global-train"])
@@ -232,6 +450,57 @@ def test_config_strategy_and_legacy_loop_refuse_the_same_settings(
             assert found == told(lambda: in_python(legacy=True)), (key, value)
 
 
+KNOWN_BY_CLIENTS = {"optimizer", "sgd_momentum", "local_steps"}
+"""Facts of training. Only the laboratory's server knows them: it has the config."""
+
+
+def python_settings(code: str) -> dict[str, Any]:
+    """The settings of a case; empty if a strategy cannot have one of them.
+
+    A strategy in Python has no keys of the laboratory, and does not know the training.
+    """
+    case = {key.replace("-", "_"): value for key, value in CASES[code].items()}
+    fields = STRATEGIES[case.get("strategy", "fedavg")].Params.model_fields.keys()
+    known = {"strategy", *fields, *DPSettings.model_fields, *MaskSettings.model_fields}
+    needs = {*ROWS[code][0].needs.split()} if code in ROWS else set()
+    unknown = needs & {*KNOWN_BY_CLIENTS, "norm"}
+    return case if case.keys() <= known and not unknown else {}
+
+
+def start(case: Mapping[str, Any], legacy: bool = False) -> None:
+    """Prepare a strategy with the settings and the protections of a case."""
+    kind, settings = STRATEGIES[case.get("strategy", "fedavg")], dict(case)
+    settings.pop("strategy", None)
+    of_dp = {key: settings.pop(key) for key in case if key in DPSettings.model_fields}
+    masked = settings.pop("masked_sums", False)
+    strategy = kind(**settings)
+    protection: Any = ClientLevelDP(DPSettings(**of_dp)) if of_dp else None
+    if masked:
+        protection = MaskedSums(MaskSettings(masked_sums=True), protection)
+    if protection:
+        strategy.protect(protection)
+    initial = ArrayRecord(model().state_dict())
+    if legacy:
+        LegacyStrategy(strategy, initial, num_rounds=20)
+    else:
+        strategy.prepare(initial, 20, 1)
+
+
+@pytest.mark.parametrize("legacy", [False, True], ids=["message", "legacy"])
+@pytest.mark.parametrize("code", filter(python_settings, CASES))
+def test_a_strategy_in_python_tells_what_a_config_tells(
+    code: str, legacy: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    seen = told(lambda: start(python_settings(code), legacy))
+    if TABLE[code][0].effect == "warn":
+        expected = ROWS[code][0].text.replace("-", "_").split("{")[0].split("}")[-1]
+        expected = expected or ROWS[code][0].text.rpartition("}")[2].replace("-", "_")
+        assert expected.strip() in caplog.text.replace("-", "_")
+    else:
+        assert of_code(code) & seen or any("{" in key for _, key in of_code(code))
+        assert {one for one, _ in of_code(code)} <= {one for one, _ in seen}
+
+
 class InALoop(TheirClient):
     """It takes the optimizer and the steps of ``training``, with the method's rules."""
 
@@ -247,15 +516,15 @@ class InALoop(TheirClient):
         return self.state(), len(self.data), {}
 
 
-KNOWN_BY_CLIENTS = {"optimizer", "sgd_momentum", "local_steps"}
-"""Facts of training. Only the laboratory's server knows them: it has the config."""
-
-
 @pytest.mark.parametrize("legacy", [False, True], ids=["message", "legacy"])
 @pytest.mark.parametrize("loop", [False, True], ids=["TorchClient", "bn_rules"])
 @pytest.mark.parametrize(
     "code",
-    [code for code in CASES if {*ROWS[code][0].needs.split()} & KNOWN_BY_CLIENTS],
+    [
+        code
+        for code, rows in ROWS.items()
+        if {*rows[0].needs.split()} & KNOWN_BY_CLIENTS
+    ],
 )
 def test_clients_refuse_the_training_that_a_config_refuses(
     code: str,
