@@ -16,15 +16,19 @@ __all__ = ["CATEGORIES", "Row", "problem_rows", "problem_table"]
 PACKAGE = Path(fedbn_flwr.__file__).parent
 CATEGORIES = frozenset({"bad-value", "no-effect", "unknown-key"})
 """The codes that decisions about any key share; ``key`` names the subject."""
+FOUND = "found in the work"
+"""The stage of a coded error that is not a row."""
 _DEFAULTS: Mapping[str, dict[str, str]] = {
     "Problem": {"keys": "", "stage": "run", "effect": "refuse", "remedy": ""},
     "_misfit": {"keys": "strategy", "stage": "model", "effect": "refuse"},
     "_unused": {"stage": "settings", "effect": "no-effect", "remedy": ""},
+    "ConfigError": {"keys": "", "stage": FOUND, "effect": "refuse", "remedy": ""},
 }
 _POSITIONS = {
     "Problem": ("code", "text", "keys", "stage", "effect", "remedy"),
     "_misfit": ("code", "text", "remedy", "keys"),
     "_unused": ("code", "text", "keys"),
+    "ConfigError": ("text",),
 }
 
 
@@ -90,7 +94,7 @@ def _text(node: ast.AST, texts: Mapping[str, str]) -> str:
 def problem_table() -> str:
     """Return the tables of all problems, one for each stage, by code."""
     lines = []
-    order = get_args(Stage)
+    order = [*get_args(Stage), FOUND]
     rows = sorted(
         set(problem_rows()),
         key=lambda row: (order.index(row.stage), *vars(row).values()),

@@ -60,6 +60,8 @@ from fedbn_flwr.messages.protocol import (
     merged_config,
 )
 from fedbn_flwr.messages.records import from_record, to_record
+from fedbn_flwr.problems import Known, Problem, tell
+from fedbn_flwr.problems import check as check_rows
 from fedbn_flwr.server.methods.params import RECALIBRATED
 from fedbn_flwr.server.runs.failures import losses_not_finite, note_losses
 from fedbn_flwr.server.runs.protection import Protection
@@ -532,9 +534,10 @@ class _ManagerGrid(Grid):
         self._refuse_messages()
 
     def _refuse_messages(self) -> NoReturn:
-        _refuse(
-            self._strategy,
-            "sends additional messages between the rounds' fit and evaluate",
+        raise ConfigError(
+            f"strategy {self._strategy.name!r} sends additional messages between the"
+            f" rounds' fit and evaluate, {_BUT} Give the NumPyClient to"
+            " client_app(client_fn)."
         )
 
     def pull_messages(
@@ -581,18 +584,7 @@ def _prepare(
             f" strategy={strategy!r:.80} is not one. Write to_legacy(FedBN(), arrays),"
             " with the brackets"
         )
-    if strategy.methods.whole.exchanges:
-        _refuse(
-            strategy,
-            "exchanges statistics with its clients inside a local step",
-            _EXCHANGES,
-        )
-    if strategy.methods.reestimates or RECALIBRATED in strategy.methods.tests:
-        _refuse(
-            strategy,
-            "re-estimates BN statistics from its clients before tests",
-            _STATISTICS,
-        )
+    tell(check_rows(ROWS, strategy.methods, Known()))
     after = strategy.prepare(initial_arrays, num_rounds, timeout)
     if after:
         raise ConfigError(
@@ -611,26 +603,30 @@ def _parameters(arrays: ArrayRecord) -> Parameters:
     return ndarrays_to_parameters(list(from_record(arrays).values()))
 
 
-_EXCHANGES = (
-    "Keep the NumPyClient, with rules.step(...) around its steps and a get_properties"
-    " that returns num-examples and batch-size. Then pass it to"
-    " fedbn_flwr.client_app(client_fn, mods=[bn_mod])."
+# --- what may be wrong ----------------------------------------------------------------
+_BUT = (
+    "but Flower's legacy loop has only one fit and one evaluate per round. Start the"
+    " strategy from the Message API's ServerApp."
 )
-_STATISTICS = (
-    "A NumPyClient has no method that measures statistics. Make the client a"
-    " TorchClient in fedbn_flwr.client_app(client_fn), or use an app of the Message API"
-    " with answer_statistics."
+ROWS = (
+    Problem(
+        "legacy-loop-exchanges",
+        "strategy {method.name!r} exchanges statistics with its clients inside a local"
+        f" step, {_BUT} Keep the NumPyClient, with rules.step(...) around its steps and"
+        " a get_properties that returns num-examples and batch-size. Then pass it to"
+        " fedbn_flwr.client_app(client_fn, mods=[bn_mod]).",
+        "strategy",
+        when=lambda methods, known: methods.whole.exchanges,
+    ),
+    Problem(
+        "legacy-loop-re-estimates",
+        "strategy {method.name!r} re-estimates BN statistics from its clients before"
+        f" tests, {_BUT} A NumPyClient has no method that measures statistics. Make the"
+        " client a TorchClient in fedbn_flwr.client_app(client_fn), or use an app of"
+        " the Message API with answer_statistics.",
+        "strategy",
+        when=lambda methods, known: (
+            methods.reestimates or RECALIBRATED in methods.tests
+        ),
+    ),
 )
-
-
-def _refuse(
-    strategy: Strategy,
-    does: str,
-    client: str = "Give the NumPyClient to client_app(client_fn).",
-) -> NoReturn:
-    raise ConfigError(
-        f"strategy {strategy.name!r} {does}, but Flower's legacy loop has only one fit"
-        " and one evaluate per round. Start the strategy from the Message API's"
-        " ServerApp."
-        f" {client}"
-    )

@@ -189,8 +189,12 @@ UNSUPPORTED = {
 def test_a_method_that_needs_further_messages_is_refused_by_name(
     case: str, mlp
 ) -> None:
-    with pytest.raises(ConfigError, match=f"strategy '{case.partition(',')[0]}'"):
+    name = case.partition(",")[0]
+    with pytest.raises(ConfigError, match=f"strategy '{name}'") as caught:
         to_legacy(UNSUPPORTED[case](), to_record(mlp().state_dict()))
+    exchanges = name in ("fedtan", "fedtan2", "feddna")
+    does = "exchanges" if exchanges else "re-estimates"
+    assert caught.value.code == f"legacy-loop-{does}"
 
 
 def test_a_fraction_of_the_rounds_needs_their_number(mlp) -> None:
