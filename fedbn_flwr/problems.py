@@ -173,6 +173,8 @@ def tell(problems: Iterable[Problem], mark: str = "_", hint: str = "") -> None:
     told = list(problems)
     if mark:
         told = [problem.spelled(mark) for problem in told]
+    if not told:
+        return
     refused = [problem for problem in told if problem.effect != "warn"]
     # If the model does not fit, report only this problem, because no setting repairs
     # it.

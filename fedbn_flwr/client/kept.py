@@ -22,7 +22,7 @@ from fedbn_flwr.batchnorm.averaging import Array, State
 from fedbn_flwr.batchnorm.parts import Parts
 from fedbn_flwr.client.kept_files import KeptFiles
 from fedbn_flwr.client.permissions import check_path
-from fedbn_flwr.compat.flower import filled
+from fedbn_flwr.compat.flower import filled, values_of
 from fedbn_flwr.errors import NOT_FINITE, ConfigError, StateError, coded
 from fedbn_flwr.messages.protocol import (
     BEGUN,
@@ -320,7 +320,7 @@ class KeptState:
         sha256 = "" if self._files is None else self.sha256()
         if self._files is None or not sha256:
             return
-        kept = {key: dict(self._read(key)) for key in _RECORDS if key in self._state}
+        kept = {key: dict(self._read(key)) for key in _RECORDS if key in self._records}
         self._files.write({"sha256": sha256, "kept": kept}, server_round)
 
     def reply_metadata(self, server_round: int) -> dict[str, str]:
@@ -363,7 +363,7 @@ class KeptState:
 
     @property
     def _records(self) -> dict[str, Any]:
-        return dict(self._state.items())
+        return values_of(self._state)
 
     def _has_any(self) -> bool:
         """Return whether anything is kept."""
@@ -372,14 +372,13 @@ class KeptState:
     def _about(self) -> dict[str, Any]:
         """Return the facts about the local state, none if nothing is kept."""
         record = self._records.get(KEPT_ABOUT)
-        # Copy the items: Flower's record checks types at each look-up.
-        return {} if record is None else dict(record.items())
+        return {} if record is None else dict(values_of(record))
 
     def _read(self, key: str) -> Mapping[str, Array]:
         records = self._records
         if key not in records:
             return {}
-        self._check(records[KEPT_ABOUT])
+        self._check(values_of(records[KEPT_ABOUT]))
         return views(records[key])
 
     def _write(self, key: str, entries: State, server_round: int) -> None:

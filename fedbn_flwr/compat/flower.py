@@ -109,6 +109,7 @@ __all__ = [
     "set_reply_address",
     "set_reply_source",
     "stamped",
+    "values_of",
     "with_mods",
 ]
 
@@ -241,7 +242,8 @@ def copied_message(message: Message) -> Message:
     """Return an equal message whose records and metadata may be changed."""
     copied = _shallow(message)
     copied.__dict__.update(
-        _metadata=_shallow(message.metadata), _content=_copied(message.content)
+        _metadata=_shallow(message.__dict__["_metadata"]),
+        _content=_copied(message.content),
     )
     return copied
 
@@ -266,22 +268,30 @@ def _shallow(value: T) -> T:
 
 def _copied(records: RecordDict) -> RecordDict:
     """Return a copy of the records that shares their constant arrays."""
-    copied = {key: record.copy() for key, record in records.items()}
-    for record in copied.values():
-        if isinstance(record, ArrayRecord):
-            continue
+    copied = {}
+    for key, record in values_of(records).items():
+        values = dict(record.__dict__["_data"])
         # Copy the lists as well, because Flower's copy of a record shares them.
-        for name, value in record.items():
-            if isinstance(value, list):
-                record.__dict__["_data"][name] = list(value)
+        if not isinstance(record, ArrayRecord):
+            for name, value in values.items():
+                if isinstance(value, list):
+                    values[name] = list(value)
+        copied[key] = _shallow(record)
+        copied[key].__dict__["_data"] = values
     return filled(RecordDict, copied)
+
+
+def values_of(record: Any) -> dict[str, Any]:
+    """Return the dict of a record, which Flower gives out in two calls for each use."""
+    values: dict[str, Any] = record.__dict__["_data"]
+    return values
 
 
 def filled(kind: type[R], values: Mapping[str, Any]) -> R:
     """Return a record of this class with valid values."""
     # The values are not checked, because Flower checks each one in four to nine calls.
-    record: R = _EMPTY[kind].copy()
-    record.__dict__["_data"] = dict(values)
+    record = object.__new__(kind)
+    record.__dict__.update(_EMPTY[kind].__dict__, _data=dict(values))
     return record
 
 
@@ -336,7 +346,7 @@ class BufferArray(Array):
 def stamped(message: Message, message_id: str, run_id: int) -> Message:
     """Return the message with these ids, as Flower's own engines set them."""
     sent = _shallow(message)
-    metadata = _shallow(message.metadata)
+    metadata = _shallow(message.__dict__["_metadata"])
     sent.__dict__["_metadata"] = metadata
     metadata.__dict__.update(_message_id=message_id, _run_id=run_id)
     return sent
@@ -346,7 +356,7 @@ def readdressed(message: Message, content: RecordDict, node_id: int) -> Message:
     """Return the same message with new content for another node."""
     # Do not call Flower's constructor, because it makes forty calls.
     sent = _shallow(message)
-    metadata = _shallow(message.metadata)
+    metadata = _shallow(message.__dict__["_metadata"])
     metadata.__dict__["_dst_node_id"] = node_id
     sent.__dict__.update(_metadata=metadata, _content=content)
     return sent
@@ -355,7 +365,7 @@ def readdressed(message: Message, content: RecordDict, node_id: int) -> Message:
 def answer(message: Message, content: RecordDict) -> Message:
     """Return ``Message(content, reply_to=message)``."""
     # Do not call Flower's constructor, because it makes seventy calls.
-    metadata = _shallow(message.metadata)
+    metadata = _shallow(message.__dict__["_metadata"])
     about = metadata.__dict__
     now = time.time()
     about.update(
@@ -390,13 +400,14 @@ def set_reply_address(reply: Message, message: Message) -> bool:
     """Address ``reply`` to ``message``, and return whether this changed it."""
     # A mod of Flower that refuses its app's reply makes an answer to this reply instead
     # of to the message. Flower's own engines lose such an answer.
+    sent, about = message.metadata.__dict__, reply.metadata.__dict__
     wanted = {
-        "_reply_to_message_id": message.metadata.message_id,
-        "_src_node_id": message.metadata.dst_node_id,
+        "_reply_to_message_id": sent["_message_id"],
+        "_src_node_id": sent["_dst_node_id"],
     }
-    if wanted.items() <= reply.metadata.__dict__.items():
+    if wanted.items() <= about.items():
         return False
-    reply.metadata.__dict__.update(wanted)
+    about.update(wanted)
     return True
 
 

@@ -37,7 +37,8 @@ Done = Callable[[Message, Context | None], None]
 
 def work_of(message: Message) -> tuple[int, str]:
     """Return the node and the kind of work of a message."""
-    return message.metadata.dst_node_id, message.metadata.message_type
+    about = message.metadata
+    return about.dst_node_id, about.message_type
 
 
 class InProcessMember(NamedTuple):

@@ -373,8 +373,8 @@ class InProcessGrid(ImmediateGrid):
 
     def _work(self, message: Message, reply_id: str) -> Callable[[], None]:
         """Return the call that begins a node's work on a message."""
-        node_id = message.metadata.dst_node_id
-        message_id = message.metadata.message_id
+        about = message.metadata
+        node_id, message_id = about.dst_node_id, about.message_id
         # Find the member now, because the step may have closed its barrier when the
         # work begins.
         member = None

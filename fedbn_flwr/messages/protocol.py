@@ -26,6 +26,7 @@ from typing import Any, Self
 
 from flwr.app import ConfigRecord, Context, Message, MessageType, MetricRecord
 
+from fedbn_flwr.compat.flower import values_of
 from fedbn_flwr.errors import ConfigError, StateError
 from fedbn_flwr.messages.records import of_kind
 from fedbn_flwr.training.randomness import derive_seed
@@ -430,7 +431,7 @@ def merged_config(message: Message) -> dict[str, Any]:
     """Return the entries of all ConfigRecords of the message."""
     merged: dict[str, Any] = {}
     for record in of_kind(message.content, ConfigRecord).values():
-        merged.update(record.items())
+        merged.update(values_of(record))
     return merged
 
 

@@ -23,7 +23,7 @@ from flwr.app import ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 from numpy.lib.format import write_array_header_1_0
 
 from fedbn_flwr.batchnorm.averaging import Array, State
-from fedbn_flwr.compat.flower import BufferArray, array_of_bytes, filled
+from fedbn_flwr.compat.flower import BufferArray, array_of_bytes, filled, values_of
 from fedbn_flwr.errors import StateError
 
 __all__ = [
@@ -156,7 +156,7 @@ def from_record(record: ArrayRecord) -> dict[str, Array]:
 
 def views(record: ArrayRecord) -> dict[str, Array]:
     """Return a read-only view of each array of the record, by name."""
-    return {name: view(array) for name, array in record.items()}
+    return {name: view(array) for name, array in values_of(record).items()}
 
 
 def decode(array: FlowerArray) -> Array:
@@ -275,9 +275,9 @@ def of_kind(content: RecordDict, kind: type[Record]) -> dict[str, Record]:
     # Do not use isinstance: for these abstract classes, it calls a slow Python
     # function.
     found: dict[str, Record] = {}
-    for key, record in content.items():
+    for key, record in values_of(content).items():
         if kind in type(record).__mro__:
-            found[key] = record  # type: ignore[assignment]
+            found[key] = record
     return found
 
 

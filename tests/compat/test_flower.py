@@ -293,6 +293,13 @@ def test_filled(seam: ModuleType) -> None:
         made["x"] = object()
 
 
+def test_values_of(seam: ModuleType) -> None:
+    """A record's dict has its own values, and a change is the record's."""
+    record = ConfigRecord({"text": "a"})
+    seam.values_of(record)["text"] = "b"
+    assert dict(record) == seam.values_of(record) == {"text": "b"}
+
+
 def test_readdressed(seam: ModuleType, message: Message) -> None:
     """A message consists of its metadata, its content and its error."""
     other = Message(
