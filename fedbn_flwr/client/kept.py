@@ -345,7 +345,7 @@ class KeptState:
                 kept[f"{key}/{name}"] = array
         # Hashing takes longer than small trainings: keep the hash until the next write.
         sha256 = state_sha256(kept)
-        self._records[KEPT_ABOUT][LOCAL_SHA256] = sha256
+        values_of(self._records[KEPT_ABOUT])[LOCAL_SHA256] = sha256
         return sha256
 
     def _check(self, about: Mapping[str, Any]) -> None:
@@ -390,7 +390,7 @@ class KeptState:
         _refuse_diverged(entries)
         about = self._about()
         begun = _begun(about, server_round) if about else server_round
-        self._state[key] = to_record(entries)
+        self._records[key] = to_record(entries)
         self._describe(server_round, begun)
 
     def replace(self, content: Mapping[str, Any] | None) -> None:
@@ -402,7 +402,7 @@ class KeptState:
             self._state.pop(key, None)
         if content and content["kept"]:
             for key, entries in content["kept"].items():
-                self._state[key] = to_record(entries)
+                self._records[key] = to_record(entries)
             self._describe(int(content["round"]), begun=0)
 
     def _describe(self, server_round: int, begun: int) -> None:
@@ -413,7 +413,7 @@ class KeptState:
         if self._start_id is not None:
             about[START_ID] = self._start_id
         about |= {SERVER_ROUND: server_round, BEGUN: begun}
-        self._state[KEPT_ABOUT] = filled(ConfigRecord, about)
+        self._records[KEPT_ABOUT] = filled(ConfigRecord, about)
 
 
 def _place(hook: ClientHook) -> str:

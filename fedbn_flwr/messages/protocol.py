@@ -728,7 +728,8 @@ class ReplyInfo:
         """Return the report of a reply, or an empty report for an error."""
         info: Mapping[str, Any] = {}
         if reply.has_content():
-            info = of_kind(reply.content, ConfigRecord).get(INFO, {})
+            records = of_kind(reply.content, ConfigRecord)
+            info = values_of(records[INFO]) if INFO in records else {}
         # Check the value, because a foreign app may use the same name for any value.
         partition_id = info.get(PARTITION_ID)
         if not isinstance(partition_id, int) or partition_id < 0:
