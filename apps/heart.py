@@ -64,7 +64,15 @@ def patients(site: int | str, part: str) -> TensorDataset:
     )
 
 
+def hospitals() -> list[str] | None:
+    """Return the names of the tables in ``$HEART``, in the order of their numbers."""
+    if "HEART" not in os.environ:
+        return None
+    return [path.stem for path in sorted(Path(os.environ["HEART"]).glob("*.csv"))]
+
+
 patients.input_shape = (len(SCALE),)  # type: ignore[attr-defined]
+patients.site_names = hospitals  # type: ignore[attr-defined]
 
 
 def net(num_classes: int, features: int) -> nn.Module:

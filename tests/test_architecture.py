@@ -21,7 +21,7 @@ from fedbn_flwr.moved import MOVED
 
 PACKAGE = Path(fedbn_flwr.__file__).parent
 LEVELS = (
-    ("errors", "problems", "machine", "lazy", "moved", "atomic_file"),
+    ("errors", "problems", "machine", "lazy", "moved", "atomic_file", "site_names"),
     ("training", "norms", "compat"),
     ("batchnorm",),
     ("doctor",),

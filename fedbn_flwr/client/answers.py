@@ -18,6 +18,7 @@ from fedbn_flwr.messages.protocol import (
     merged_config,
     num_partitions_of,
     partition_of,
+    site_name_of,
 )
 from fedbn_flwr.messages.records import (
     from_record,
@@ -38,7 +39,8 @@ from fedbn_flwr.training.model_state import (
 def answer_query(message: Message, context: Context, loader: Any) -> Message:
     """Return the answer to the strategies' ``query``.
 
-    It has the partition id, the training examples, and the size of the first batch.
+    It has the partition id, the ``site-name`` of the node's config, the training
+    examples, and the size of the first batch.
 
     ::
 
@@ -56,7 +58,8 @@ def answer_query(message: Message, context: Context, loader: Any) -> Message:
             ``batch_size``.
 
     Raises:
-        ConfigError: the node's ``partition-id`` is not a number.
+        ConfigError: the node's ``partition-id`` is not a number, or its ``site-name``
+            is not a name.
         DataError: the data set has no length, or the sampler's choice is unknown
             (``LoadedBatches``).
     """
@@ -68,6 +71,7 @@ def answer_query(message: Message, context: Context, loader: Any) -> Message:
         size,
         min(first_batch(loader) or size, size),
         num_partitions=num_partitions_of(context),
+        site_name=site_name_of(context),
     )
     return Message(RecordDict(dict(properties.write())), reply_to=message)
 

@@ -31,6 +31,7 @@ from fedbn_flwr.messages.protocol import (
     NUM_EXAMPLES,
     NUM_PARTITIONS,
     PARTITION_ID,
+    SITE_NAME,
     STATISTICS_QUERY,
     UNUSABLE,
     VERSIONS,
@@ -38,6 +39,7 @@ from fedbn_flwr.messages.protocol import (
     merged_config,
     num_partitions_of,
     partition_of,
+    site_name_of,
 )
 from fedbn_flwr.messages.versions import as_text, own_versions
 from fedbn_flwr.privacy.coordinates import CLIP
@@ -81,6 +83,7 @@ class SizedApp(RepeatableApp):
             int(context.node_config[PARTITION_ID]),
             self.num_examples(context),
             num_partitions=num_partitions_of(context),
+            site_name=site_name_of(context),
         )
 
 
@@ -204,7 +207,8 @@ class _ClientMessages:
             PARTITION_ID: partition_of(context),
             NUM_PARTITIONS: num_partitions_of(context),
         }
-        info: dict[str, Any] = {}
+        name = site_name_of(context)
+        info: dict[str, Any] = {SITE_NAME: name} if name else {}
         try:
             client = self._client(context)
             properties |= client.get_properties(merged_config(message))

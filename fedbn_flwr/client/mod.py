@@ -45,11 +45,13 @@ from fedbn_flwr.messages.protocol import (
     OUTBOX,
     PARTITION_ID,
     PREFIX,
+    SITE_NAME,
     NodeProperties,
     TrainConfig,
     add_info,
     merged_config,
     partition_of,
+    site_name_of,
 )
 from fedbn_flwr.messages.records import from_record, of_kind, to_record
 from fedbn_flwr.training.first_look import refuse_made
@@ -276,10 +278,11 @@ def _answered(query: Message, reply: Message) -> Message:
 
 
 def _sign(reply: Message, context: Context) -> Message:
-    """Add this client's partition id to the reply."""
-    partition_id = partition_of(context)
+    """Add this client's partition id and the name of its site to the reply."""
+    partition_id, name = partition_of(context), site_name_of(context)
     if reply.has_content() and partition_id is not None:
-        add_info(reply, {PARTITION_ID: partition_id})
+        about: dict[str, Any] = {PARTITION_ID: partition_id}
+        add_info(reply, {**about, SITE_NAME: name} if name else about)
     return reply
 
 

@@ -42,16 +42,17 @@ from fedbn_flwr.lab.config import (
     read_overrides,
 )
 from fedbn_flwr.lab.data import Subset
-from fedbn_flwr.lab.files import read_metrics
+from fedbn_flwr.lab.files import read_metrics, site_names_of
 from fedbn_flwr.lab.finished_runs.saved_model import run_config
 from fedbn_flwr.lab.output.summary import ModelDescription
-from fedbn_flwr.lab.partitioned.counts import has_other_data
+from fedbn_flwr.lab.partitioned.counts import has_other_data, names_of
 from fedbn_flwr.lab.partitioned.partitioned_data import count_clients, partitioned_data
 from fedbn_flwr.lab.run_files import RunFiles, run_warnings
 from fedbn_flwr.lab.setup import make_model, on_device
 from fedbn_flwr.machine import threads
 from fedbn_flwr.messages.records import tensors, to_state
 from fedbn_flwr.server.methods.travels import model_needs
+from fedbn_flwr.site_names import with_name
 from fedbn_flwr.training.freezing import layers_of
 from fedbn_flwr.training.model_state import copied, load_state
 from fedbn_flwr.training.randomness import torch_generator
@@ -88,8 +89,9 @@ def diagnose_run(run: Path, max_examples: int = 1024) -> Diagnosis:
     # Measure on the run's data. If the data are not on this machine, check only the
     # state.
     clients, tests = list[ClientExamples](), list[ClientExamples]()
+    names = site_names_of(run)
     try:
-        clients, tests = _examples_of(config, max_examples, notes)
+        clients, tests = _examples_of(config, max_examples, notes, names)
     except DataError as error:
         notes.append(
             f"the data of the run are not here, so only its state was checked: {error}"
@@ -105,14 +107,15 @@ def diagnose_run(run: Path, max_examples: int = 1024) -> Diagnosis:
             training=training,
             state=state,
             notes=notes,
-            own=kept if local else {},
+            own=_named(kept, names) if local else {},
         )
 
     # A fault of one client may cause findings about all clients, so the findings about
     # single clients come first.
-    findings = _of_clients(model, kept, diagnosis.findings)
+    own = _named(kept, names)
+    findings = _of_clients(model, own, diagnosis.findings)
     if clients and Part.STATISTICS in local:
-        findings += _mismatch_of_clients(model, kept, tests, config)
+        findings += _mismatch_of_clients(model, own, tests, config)
     findings += diagnosis.findings
     files = RunFiles.read(run)
     if files.diverged_at:
@@ -255,7 +258,7 @@ def diagnose_model(
     else:
         saved = named(read_state_file(state), built.state_dict())
         load_state(built, saved)
-    clients, tests = _examples_of(config, max_examples, notes)
+    clients, tests = _examples_of(config, max_examples, notes, {})
     diagnosis = _with_data(
         built,
         config,
@@ -401,12 +404,20 @@ def _with_data(
         )
 
 
+def _named(
+    kept: Mapping[str, TensorState], names: Mapping[str, str]
+) -> dict[str, TensorState]:
+    """Return local entries by the client's number with its name."""
+    return {with_name(client, names.get(client)): kept[client] for client in kept}
+
+
 def _examples_of(
-    config: Config, max_examples: int, notes: list[str]
+    config: Config, max_examples: int, notes: list[str], names: dict[str, str]
 ) -> tuple[list[ClientExamples], list[ClientExamples]]:
     """Return training and test examples of each client.
 
-    Their differences from the training examples are added to ``notes``.
+    Their differences from the training examples are added to ``notes``, and the names
+    that the data have for clients to ``names``, if it lacks them.
 
     Raises:
         DataError: the data are not here.
@@ -415,6 +426,7 @@ def _examples_of(
     if config.augment:
         notes.append(f"examples were used without augment={config.augment}.")
     data = replace(data, augment=None)
+    names |= {**names_of(data), **names}
     if config.strategy == CENTRALIZED:
         train, test = {"all": data.train_view()}, {"all": data.test_view()}
     else:
@@ -423,27 +435,34 @@ def _examples_of(
         test = {str(k): data.test_view(k) for k in clients}
         if not any(map(len, test.values())):
             test = {"all": data.test_view()}
-    return _drawn(config, train, max_examples), _drawn(config, test, max_examples)
+    return (
+        _drawn(config, train, max_examples, names),
+        _drawn(config, test, max_examples, names),
+    )
 
 
 def _drawn(
-    config: Config, views: Mapping[str, Subset], max_examples: int
+    config: Config,
+    views: Mapping[str, Subset],
+    max_examples: int,
+    names: Mapping[str, str],
 ) -> list[ClientExamples]:
     """Return up to ``max_examples`` random examples of each client, on the CPU.
 
     A client without examples is left out.
     """
     drawn = []
-    for name, view in views.items():
+    for client, view in views.items():
         if not len(view):
             continue
-        which = torch_generator(config.seed, "doctor", name)
+        which = torch_generator(config.seed, "doctor", client)
         places = torch.randperm(len(view), generator=which)[:max_examples]
         # Read the examples in the order of the data, and shuffle them afterwards.
         inputs, targets = view.batch(places.sort().values)
-        order = torch_generator(config.seed, "doctor-order", name)
+        order = torch_generator(config.seed, "doctor-order", client)
         mixed = torch.randperm(len(places), generator=order)
         size = min(config.batch_size or len(view), len(view))
+        name = with_name(client, names.get(client))
         drawn.append(
             ClientExamples(name, inputs.cpu()[mixed], targets.cpu()[mixed], size)
         )

@@ -6,6 +6,7 @@ import json
 import os
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +87,22 @@ def ledger_of(lines: Iterable[Mapping[str, Any]]) -> dict[str, int]:
             if key.removeprefix("evaluation-") in COUNTED:
                 totals[key] += value
     return dict(totals)
+
+
+def site_names_in(lines: Iterable[Mapping[str, Any]]) -> dict[str, str]:
+    """Return the names of the sites by client; a run without names has none."""
+    names: dict[str, str] = {}
+    for line in lines:
+        names |= line.get("sites", {})
+    return names
+
+
+def site_names_of(run: Path) -> dict[str, str]:
+    """Return the names of the sites of a run, as far as its folder has them."""
+    # A name is no reason to fail.
+    with suppress(StateError):
+        return site_names_in(read_metrics(run / "metrics.jsonl"))
+    return {}
 
 
 def numbers_of(line: Mapping[str, Any]) -> dict[str, float]:

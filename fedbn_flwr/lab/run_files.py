@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -11,10 +12,11 @@ from typing import Any
 
 from fedbn_flwr.errors import FedBNError
 from fedbn_flwr.lab.config import Config
-from fedbn_flwr.lab.files import lost_lines, read_json, read_metrics
+from fedbn_flwr.lab.files import lost_lines, read_json, read_metrics, site_names_in
 from fedbn_flwr.lab.finished_runs.saved_model import run_config
 from fedbn_flwr.lab.output.folder import DIVERGED_AT, is_locked
 from fedbn_flwr.lab.output.run_tests import headlines
+from fedbn_flwr.site_names import texts_of
 from fedbn_flwr.strategies import STRATEGIES
 from fedbn_flwr.training.tasks import in_percent, quantity_of
 
@@ -113,7 +115,11 @@ class RunFiles:
         sites = self.summary.get("sites", ())
         if client.isdecimal() and int(client) < len(sites):
             return str(sites[int(client)]["site"])
-        return f"client {client}"
+        return self._named.get(client, f"client {client}")
+
+    @functools.cached_property
+    def _named(self) -> dict[str, str]:
+        return texts_of(site_names_in(self.lines))
 
     def sites(self) -> list[dict[str, Any]]:
         """Return a row for each site with its last test.

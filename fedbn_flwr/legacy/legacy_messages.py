@@ -26,6 +26,7 @@ from fedbn_flwr.messages.protocol import (
     EXTRAS,
     INFO,
     PARTITION_ID,
+    SITE_NAME,
     comma_list,
     partition_of,
 )
@@ -159,8 +160,9 @@ def _numbered(reply: Message, key: str, result: str) -> None:
     info: Mapping[str, Any] = reply.content.config_records.pop(INFO, {})
     reported |= info
     # Remove the partition id, because metrics are averaged. The properties contain it
-    # as well.
-    reported.pop(PARTITION_ID, None)
+    # as well. The average of a name would be an error.
+    for key in (PARTITION_ID, SITE_NAME):
+        reported.pop(key, None)
     metrics.update(reported)
 
 

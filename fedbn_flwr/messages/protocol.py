@@ -29,6 +29,7 @@ from flwr.app import ConfigRecord, Context, Message, MessageType, MetricRecord
 from fedbn_flwr.compat.flower import values_of
 from fedbn_flwr.errors import ConfigError, StateError
 from fedbn_flwr.messages.records import of_kind
+from fedbn_flwr.site_names import fault_of
 from fedbn_flwr.training.randomness import derive_seed
 
 __all__ = [
@@ -49,6 +50,7 @@ __all__ = [
     "partition_of",
     "refuse_own_keys",
     "round_in",
+    "site_name_of",
     "without_empty",
 ]
 
@@ -293,6 +295,12 @@ STATE_DIR = Key(
     "node config, run config",
     "client",
 )
+SITE_NAME = Key(
+    "site-name",
+    "str: name of the site for the log and the results",
+    "client, node config",
+    "server, client",
+)
 DATA_PATH = Key("data-path", "str: the node's own data", "node config", "client")
 REPORT_DATA = Key(
     "report-data",
@@ -322,6 +330,7 @@ ALLOW_MODULES = Key(
 NODE_KEYS = (
     PARTITION_ID,
     NUM_PARTITIONS,
+    SITE_NAME,
     STATE_DIR,
     DATA_PATH,
     REPORT_DATA,
@@ -420,6 +429,21 @@ def num_partitions_of(context: Context) -> int | None:
         return None
     number = str(context.node_config.get(NUM_PARTITIONS, ""))
     return int(number) if number.isdecimal() else None
+
+
+def site_name_of(context: Context) -> str:
+    """Return the name of the site in a node's config, or "" without one.
+
+    Raises:
+        ConfigError: it is not the name of a site.
+    """
+    name = context.node_config.get(SITE_NAME)
+    if name is None:
+        return ""
+    fault = fault_of(name)
+    if fault:
+        raise ConfigError(f"site-name in the node's config: {fault}")
+    return str(name)
 
 
 def comma_list(config: Mapping[str, Any], key: str) -> tuple[str, ...]:
@@ -715,6 +739,7 @@ class ReplyInfo:
         durable: whether the kept state is also in a state folder.
         began: whether the kept state began in this round.
         partition_id: the client's partition; None if the reply does not contain it.
+        site_name: the name of the client's site, or "".
     """
 
     applied: frozenset[str] = frozenset()
@@ -722,6 +747,7 @@ class ReplyInfo:
     durable: bool = False
     began: bool = False
     partition_id: int | None = None
+    site_name: str = ""
 
     @classmethod
     def read(cls, reply: Message) -> ReplyInfo:
@@ -740,6 +766,7 @@ class ReplyInfo:
             durable=info.get(LOCAL_HOME) == "folder",
             began=LOCAL_BEGAN in info,
             partition_id=partition_id,
+            site_name=str(info.get(SITE_NAME, "")),
         )
 
     def write(self) -> dict[str, str]:
@@ -777,6 +804,7 @@ class NodeProperties:
         unusable: the reason if the node cannot take part, otherwise "".
         refusal: the reason if a mod of its app has refused the query, otherwise "".
         num_partitions: the number of partitions of the data.
+        site_name: the name of the node's site, or "".
         versions: the versions of its packages, see ``messages.versions``.
         packs: the version of packed arrays that its app reads; the mod ``packed``
             writes it.
@@ -788,6 +816,7 @@ class NodeProperties:
     unusable: str = ""
     refusal: str = ""
     num_partitions: int | None = None
+    site_name: str = ""
     versions: str = ""
     packs: object = None
 
@@ -808,6 +837,7 @@ class NodeProperties:
             unusable=str(info.get(UNUSABLE, "")),
             refusal=str(info.get(REFUSAL, "")),
             num_partitions=numbers.get(NUM_PARTITIONS),
+            site_name=str(info.get(SITE_NAME, "")),
             versions=str(info.get(VERSIONS, "")),
             packs=info.get(PACKS),
         )
@@ -827,6 +857,7 @@ class NodeProperties:
         texts = {
             UNUSABLE: self.unusable,
             REFUSAL: self.refusal,
+            SITE_NAME: self.site_name,
             VERSIONS: self.versions,
         }
         info: dict[str, Any] = {str(key): text for key, text in texts.items() if text}

@@ -305,7 +305,7 @@ class MaskedRound:
     def lose(self, number: int, why: str) -> None:
         """Report that a client no longer takes part."""
         node = self.nodes[number]
-        self.report.reject(node.node_id, f"{node}: {why}")
+        self.report.reject(node, why)
         self._warn(f"{node}: {why}")
 
     def give_up(self, why: str) -> None:
@@ -313,7 +313,7 @@ class MaskedRound:
         self._warn(f"{why}: nothing is revealed")
         for node in self.nodes:
             if node.node_id not in self.report.rejected:
-                self.report.reject(node.node_id, f"{node}: {why}: nothing is revealed")
+                self.report.reject(node, f"{why}: nothing is revealed")
 
     def _warn(self, text: str) -> None:
         logger.warning("round %d: %s", self.report.server_round, text)

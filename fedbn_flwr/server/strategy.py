@@ -228,6 +228,8 @@ class Strategy(FlowerFedAvg):
         stopped: if set to True, for example in ``evaluate_fn``, ``start`` runs no
             further round. ``should_stop`` sets it as well.
         protection: the protection of the replies before the method sees them.
+        site_names: names of the clients' sites by partition id as a text, for the log;
+            a ``site-name`` in a node's config replaces the name.
 
     Raises:
         TypeError: an argument does not exist.
@@ -368,6 +370,7 @@ class Strategy(FlowerFedAvg):
         tell(self.params.told(refused))
         self.on_round_end, self.on_replies = on_round_end, on_replies
         self.completes_tests, self.num_partitions = completes_tests, num_partitions
+        self.site_names: Mapping[str, str] = {}
         self.protection = Protection()
         self._recording: RunListener | None = None
         self._saved: tuple[int, Mapping[str, Any]] | None = None
@@ -672,12 +675,15 @@ class Strategy(FlowerFedAvg):
         # partitions is compared. Other runs continue without answers if the app has no
         # function for queries.
         must_answer = synchronises or self.num_partitions is not None
+        # A name would reveal more of a protected client than its number.
+        open_to_names = self.protection.publishes_metrics
         nodes = NodeRegistry(
             self.params.seed,
             timeout,
             asks,
             self.num_partitions,
             one_first=not must_answer,
+            site_names=self.site_names if open_to_names else None,
         )
         return Run(
             self.methods,

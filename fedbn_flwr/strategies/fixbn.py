@@ -334,7 +334,7 @@ def _late(method: Any, known: Any) -> str:
     kept = (method.parts - TRACKED) & known.facts.travels.local
     if not kept or method.phase(known.state, known.number) != "frozen":
         return ""
-    return ", ".join(reply.node.label for reply in known.replies if reply.info.began)
+    return ", ".join(reply.node.shown for reply in known.replies if reply.info.began)
 
 
 FixBNMethod.rows = (

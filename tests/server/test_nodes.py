@@ -81,7 +81,7 @@ def node(partition: int, examples: int = 5, **more: Any) -> dict[str, Any]:
 
 @pytest.fixture
 def nodes() -> NodeRegistry:
-    return NodeRegistry(seed=0, timeout=1)
+    return NodeRegistry(seed=0, timeout=1, site_names={})
 
 
 def test_two_nodes_with_one_partition_are_refused_at_the_start(
@@ -240,8 +240,10 @@ def test_a_reply_may_name_a_partition_that_no_other_node_has(
     nodes.present(grid, 1)
     for said, known in ((-1, None), (0, None), (7, 7)):
         reply = grid._reply(Message(RecordDict(), 12, "train"))
-        reply.content["properties"] = ConfigRecord({"partition-id": said})
+        info = {"partition-id": said, "site-name": "07"}
+        reply.content["properties"] = ConfigRecord(info)
         assert nodes.identify_sender(reply).partition_id == known
+    assert nodes.names == {"7": "07"}
     assert [n.node_id for n in nodes.present(grid, 1)] == [13, 11, 12]
 
 
@@ -341,7 +343,7 @@ def test_a_round_knows_who_is_missing(
     reports = run.strategy.reports
     assert [report.expected for report in reports] == [expected] * 3
     assert [report.missing for report in reports] == [[], ["1"], []]
-    assert [report.server_round for report in reports if report.absences()] == told
+    assert [report.server_round for report in reports if report.absences({})] == told
 
 
 def test_a_client_that_has_nothing_to_train_on_is_not_missing(
@@ -441,6 +443,33 @@ def test_a_node_with_other_versions_is_named_before_round_1(
     warned = [record.getMessage() for record in caplog.records]
     assert len(warned) == 1
     assert warned[0].startswith("node 12 (partition 1): torch is ")
+
+
+def test_nodes_have_their_own_names_or_those_of_the_data(caplog) -> None:
+    """The number identifies a node, so two nodes may share a name."""
+    of_data = {"0": "north", "1": "south", "2": "west", "3": "east"}
+    part = {"num-partitions": 4}
+    said = {
+        11: node(0, **part),
+        12: node(1, **part, **{"site-name": "07"}),
+        13: node(2, **{"site-name": "7"}),
+        14: node(3),
+        15: node(4, **{"site-name": "07"}),
+        16: node(5, **{"site-name": "a): \x1b[2J"}),
+    }
+    registry = NodeRegistry(seed=0, timeout=1, site_names=of_data)
+    with caplog.at_level(logging.WARNING, logger="flwr"):
+        found = registry.present(Answers(said), 1)
+    assert [each.name for each in found] == ["north", "07", "7", "", "07", ""]
+    assert registry.shown(["0", "2", "3"]) == ["0 (north)", "2 (7)", "3"]
+    assert str(found[1]) == "node 12 (partition 1, 07)"
+    refused, shared = caplog.messages
+    assert refused.startswith("node 16 (partition 5): its site-name is ignored: ")
+    assert "U+001B" in refused
+    both = "node 12 (partition 1, 07) and node 15 (partition 4, 07)"
+    assert shared.startswith(f"{both} have one name. ")
+    unnamed = NodeRegistry(seed=0, timeout=1)
+    assert not any(each.name for each in unnamed.present(Answers(said), 1))
 
 
 @pytest.mark.parametrize("network", [False, True])

@@ -167,7 +167,7 @@ def test_a_client_that_does_not_report_its_size_is_rejected_and_the_others_conti
     assert report.participants == [0, 2]
     (reason,) = report.rejected.values()
     assert (
-        "needs the number of training examples and the size of the first batch of node"
+        "needs the number of training examples and the size of the first batch before"
         in reason
     )
 

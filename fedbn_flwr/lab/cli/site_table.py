@@ -18,7 +18,10 @@ def print_sites(rows: Sequence[Mapping[str, Any]], metric: str) -> None:
 
     Intervals and errors are included if there are any.
     """
-    columns = ("examples", "groups", *_FIGURES, "error")
+    columns = ["examples", "groups", *_FIGURES, "error"]
+    # A site without a name is called by its number already.
+    if any(row["site"] != f"client {row.get('client', '-')}" for row in rows):
+        columns.insert(0, "client")
     names = [name for name in columns if any(name in row for row in rows)]
     table = Table("site", box=None)
     for name in names:

@@ -204,6 +204,8 @@ def _config(saved: SavedModel, data: Mapping[str, Any]) -> Config:
         # run.
         if OwnData.parse(dataset)[0] == FUNCTION:
             settings["num-clients"] = saved.config.num_clients
+            if dataset == saved.config.dataset:
+                settings["num-clients"] = len(data_of(saved.config).own.sites)
     return Config.make_of_shared(shared, settings)[0]
 
 

@@ -21,10 +21,11 @@ from fedbn_flwr.client.personal_model import (
 from fedbn_flwr.errors import ConfigError, StateError
 from fedbn_flwr.lab.config import CENTRALIZED, STATE_IN_OUT, Config, method_of
 from fedbn_flwr.lab.data import is_own
-from fedbn_flwr.lab.files import CONFIG_FILE, refuse_no_run
+from fedbn_flwr.lab.files import CONFIG_FILE, refuse_no_run, site_names_of
 from fedbn_flwr.lab.output.folder import RunFolder
 from fedbn_flwr.lab.output.summary import ModelDescription
 from fedbn_flwr.lab.setup import in_memory_format
+from fedbn_flwr.site_names import with_name
 
 # value in the metadata for a part of the model that the server has
 GLOBAL = "global"
@@ -159,7 +160,8 @@ def _state(
         }
         fingerprint = parts.fingerprint(shapes)
         state, client = site_state(run, choice.state_dir, fingerprint, client)
-        what = _what_of_client(config, parts, client, kept_here=True)
+        named = with_name(client, site_names_of(run).get(str(client)))
+        what = _what_of_client(config, parts, named, kept_here=True)
         if FINE_TUNED in about:
             what += (
                 f"; without the {about[FINE_TUNED]} steps of fine-tune before each of"
@@ -168,18 +170,19 @@ def _state(
         return state, what
     if client is not None:
         state = _personal_state(run, config, client)
+        named = with_name(client, site_names_of(run).get(str(client)))
         if FINE_TUNED in about:
             steps = about[FINE_TUNED]
             return (
                 state,
-                f"the own model of client {client}, after {steps} steps of fine-tune",
+                f"the own model of client {named}, after {steps} steps of fine-tune",
             )
         kept_here = client_file(run, client).is_file()
-        return state, _what_of_client(config, parts, client, kept_here)
+        return state, _what_of_client(config, parts, named, kept_here)
     return global_state(run), _what_of_all(parts, about)
 
 
-def _what_of_client(config: Config, parts: Parts, client: int, kept_here: bool) -> str:
+def _what_of_client(config: Config, parts: Parts, client: str, kept_here: bool) -> str:
     local = frozenset[Part]()
     if config.strategy != CENTRALIZED:
         local = method_of(config).methods.local

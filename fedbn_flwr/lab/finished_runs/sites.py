@@ -23,7 +23,7 @@ from fedbn_flwr.errors import ConfigError, DataError, StateError
 from fedbn_flwr.lab.config import data_of, method_of
 from fedbn_flwr.lab.data import Subset
 from fedbn_flwr.lab.data.splits import Indices
-from fedbn_flwr.lab.files import read_json
+from fedbn_flwr.lab.files import read_json, site_names_of
 from fedbn_flwr.lab.finished_runs.saved_model import Choice, load_model, run_config
 from fedbn_flwr.lab.output.site_tests import site_names
 from fedbn_flwr.lab.partitioned.counts import has_other_data
@@ -48,6 +48,7 @@ class SiteTest:
         outputs: (N, ...); for a segmentation, the confusion matrices of the examples.
         targets: (N, ...).
         groups: the positions of the examples of each group.
+        name: the name of the site, or "client N".
         error: the reason why the data cannot be read; then outputs are empty.
         note: the reason why the site lacks its own model; then outputs may be empty.
     """
@@ -56,6 +57,7 @@ class SiteTest:
     outputs: Tensor
     targets: Tensor
     groups: list[Indices]
+    name: str = ""
     error: str = ""
     note: str = ""
 
@@ -139,7 +141,7 @@ def test_site(model: nn.Module, data: Subset, task: Task) -> SiteTest:
     try:
         evaluate(model, data, task=task, on_batch=keep)
     except DataError as error:
-        return SiteTest(task, torch.empty(0), torch.empty(0), [], str(error))
+        return SiteTest(task, torch.empty(0), torch.empty(0), [], error=str(error))
     if not outputs:
         return SiteTest(task, torch.empty(0), torch.empty(0), [])
     # Without groups such as patients, each example is a group of its own.
@@ -224,12 +226,15 @@ def sites_of_run(run: Path, against: Path | None = None) -> list[dict[str, Any]]
     if against:
         others = _tests(against, data_of(run_config(run)).task.score)
     rows = []
-    for name, site in tested.items():
-        row = {"site": name, "examples": len(site.targets), "groups": len(site.groups)}
+    for key, site in tested.items():
+        row: dict[str, Any] = {"site": site.name, "examples": len(site.targets)}
+        row["groups"] = len(site.groups)
+        if isinstance(key, int):
+            row["client"] = key
         row |= interval(site)._asdict()
         row |= {key: text for key, text in site.words.items() if text}
         if against:
-            other = others.get(name)
+            other = others.get(key)
             # A site without a model in one of the runs has no difference.
             pair = [
                 one for one in (site, other) if one and (one.groups or not one.note)
@@ -250,8 +255,8 @@ def sites_of_run(run: Path, against: Path | None = None) -> list[dict[str, Any]]
     return rows
 
 
-def _tests(run: Path, metric: str) -> dict[str, SiteTest]:
-    """Return the tests of a run's models by site.
+def _tests(run: Path, metric: str) -> dict[int | str, SiteTest]:
+    """Return the tests of a run's models by client, or by name of a held-out client.
 
     Args:
         run: the run's folder.
@@ -284,23 +289,22 @@ def _tests(run: Path, metric: str) -> dict[str, SiteTest]:
         return on_device(load_model(run, choice).model, config)
 
     data = partitioned_data(config, count_clients(config))
-    tests = {}
+    tests: dict[int | str, SiteTest] = {}
     # Read from the run's summary why a site lacks its own model.
-    notes: dict[str, str] = {}
-    if (run / "summary.json").is_file():
-        for row in read_json(run / "summary.json").get("sites", ()):
-            notes[row["site"]] = row.get("note", "")
-    for client, name in enumerate(site_names(data)):
+    known = read_json(run / "summary.json").get("sites", ())
+    notes = [row.get("note", "") for row in known]
+    for client, name in enumerate(site_names(data, site_names_of(run))):
         # the client's own model, or the model of all clients
         choice = Choice(client=client) if method.tests_own_models else Choice()
-        note = notes.get(name, "")
+        note = notes[client] if client < len(notes) else ""
         try:
             site = test_site(model_of(choice), data.test_view(client), task)
         except StateError:
             if not note:
                 raise
             site = SiteTest(task, torch.empty(0), torch.empty(0), [])
-        tests[name] = replace(site, note=note)
+        tests[client] = replace(site, name=name, note=note)
     for at, name in enumerate(data.held_out_names):
-        tests[name] = test_site(model_of(Choice()), data.held_out_views(at)[1], task)
+        site = test_site(model_of(Choice()), data.held_out_views(at)[1], task)
+        tests[name] = replace(site, name=name)
     return tests

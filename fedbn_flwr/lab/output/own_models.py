@@ -69,7 +69,8 @@ def fine_tuned(
         context = Context(0, 0, {}, RecordDict(), {})
         parts = strategy.run.parts
         KeptState(context, parts, parts.fingerprint(shapes)).replace(content)
-        with extra(f"The fine-tuning of client {client}", again):
+        (named,) = strategy.run.nodes.shown([str(client)])
+        with extra(f"The fine-tuning of client {named}", again):
             tuned = on_device(copied(model), config)
             # Use the run's client code without tests, so that it only loads the model
             # and trains.

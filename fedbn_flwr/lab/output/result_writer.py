@@ -45,6 +45,7 @@ from fedbn_flwr.lab.output.summary import (
     kept_by_clients,
     versions,
 )
+from fedbn_flwr.lab.partitioned.counts import names_of
 from fedbn_flwr.lab.partitioned.partitioned_data import PartitionedData
 from fedbn_flwr.messages.protocol import (
     DROPPED_BATCHES,
@@ -213,22 +214,34 @@ class ResultWriter:
             line["rejected"] = [REFUSED] * len(report.rejected)
         elif report.missing or report.rejected:
             line["missing"] = self._missing(report)
+        names = self._site_names()
+        clients = {*map(str, report.participants), *report.evaluations}
+        clients |= line.get("missing", {}).keys()
+        named = {client: names[client] for client in names if client in clients}
+        if named:
+            line["sites"] = named
         if report.kept_previous:
             line["kept-previous"] = True
         if report.diverged:
             line |= {DIVERGED_AT: report.diverged_at, "diverged": report.diverged}
         self.start_clock()
-        self._add(line, report.absences())
+        self._add(line, report.absences(names))
         return line
 
     def _missing(self, report: RoundOutcome) -> dict[str, str]:
         """Return the reason, by client, why a round has no usable reply of it."""
         reasons = dict.fromkeys(report.missing, "not connected")
-        for node_id, reason in report.rejected.items():
+        for node_id, reason in report.reasons.items():
             if self._strategy:
                 client = self._strategy.run.nodes.node(node_id).label
                 reasons[client] = shortened(reason)
         return reasons
+
+    def _site_names(self) -> Mapping[str, str]:
+        """Return the names of the sites by client."""
+        if self._strategy:
+            return self._strategy.run.nodes.names
+        return names_of(self._data) if self._data else {}
 
     def _counted(self, report: RoundOutcome) -> dict[str, Any]:
         """Return a round's examples, clients, traffic and spent privacy."""

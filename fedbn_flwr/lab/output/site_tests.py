@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from fedbn_flwr.client.personal_model import client_file, read_state
 from fedbn_flwr.errors import FedBNError
 from fedbn_flwr.lab.config import Config, data_of, method_of
 from fedbn_flwr.lab.data import Subset
-from fedbn_flwr.lab.partitioned.counts import client_names
+from fedbn_flwr.lab.partitioned.counts import names_of
 from fedbn_flwr.lab.partitioned.partitioned_data import PartitionedData
 from fedbn_flwr.lab.setup import on_device
 from fedbn_flwr.messages.records import tensors
@@ -23,6 +23,7 @@ from fedbn_flwr.server.methods.params import TEST_BN
 from fedbn_flwr.server.rounds.testing import completing_entries
 from fedbn_flwr.server.runs.failures import shortened
 from fedbn_flwr.server.runs.run_state import Run
+from fedbn_flwr.site_names import texts_of
 from fedbn_flwr.strategies import Strategy
 from fedbn_flwr.training.evaluation import evaluate
 from fedbn_flwr.training.model_state import load_state
@@ -37,12 +38,14 @@ HELD_OUT = "held-out"
 _MOST_SITES = 50
 
 
-def site_names(data: PartitionedData) -> list[str]:
-    """Return the name of each client, by its own group or else as "client N"."""
-    names = []
-    for at, name in enumerate(client_names(data)):
-        names.append(f"client {name}" if name == str(at) else name)
-    return names
+def site_names(data: PartitionedData, names: Mapping[str, str]) -> list[str]:
+    """Return a different text for each client: its name, or else "client N".
+
+    ``names`` are names by number; they replace the names that the data have.
+    """
+    texts = texts_of({**names_of(data), **names})
+    clients = range(len(data.train))
+    return [texts.get(str(client), f"client {client}") for client in clients]
 
 
 def table_of_run(
@@ -56,8 +59,8 @@ def table_of_run(
 ) -> list[dict[str, Any]]:
     """Return a row for each site of a finished run.
 
-    A row has the site's main metric, or the error of its data. Held-out clients are the
-    last rows.
+    A row has the number of the client and the site's main metric, or the error of its
+    data. Held-out clients are the last rows, without a number.
 
     There are no rows if the data are not here, if there are more than 50 clients, if
     single clients are protected, if clients' own models are not on this disk, or if the
@@ -91,34 +94,33 @@ def table_of_run(
     task = data_of(config).test_task
     rows = []
 
-    def add(name: str, view: Subset, held_out: bool, note: str = "") -> None:
+    def add(name: str, view: Subset, **about: Any) -> None:
         row: dict[str, Any] = {"site": name, "examples": len(view), "value": None}
-        if note:
-            row["note"] = note
+        row |= about
         try:
             value = evaluate(model, view, task=task).named()[task.score]
             row["value"] = value if math.isfinite(value) else None
         except FedBNError as error:
             row["error"] = str(error)
             logger.warning("site %s was not tested: %s", name, error)
-        if held_out:
-            row[HELD_OUT] = True
         rows.append(row)
 
-    for client, name in enumerate(site_names(data)):
+    names = strategy.run.nodes.names if strategy else {}
+    for client, name in enumerate(site_names(data, names)):
         entries, note = tensors({**state, **shared}), ""
         if own_models and str(client) in clients:
             entries |= read_state(client_file(run, client))[0]
         elif own_models and strategy:
             note = _without_own_model(strategy.run, str(client))
         load_state(model, entries)
-        add(name, data.test_view(client), held_out=False, note=note)
+        about = {"note": note} if note else {}
+        add(name, data.test_view(client), client=client, **about)
     if data.held_out:
         # Held-out clients have no local entries, so they get the average of the BN
         # parts that clients keep.
         load_state(model, tensors(state))
     for at, name in enumerate(data.held_out_names):
-        add(name, data.held_out_views(at)[1], held_out=True)
+        add(name, data.held_out_views(at)[1], **{HELD_OUT: True})
     model.cpu()
     return rows
 
@@ -131,7 +133,7 @@ def _without_own_model(run: Run, client: str) -> str:
         )
     why = "no reply of it was used"
     for report in run.reports:
-        for node_id, reason in report.rejected.items():
+        for node_id, reason in report.reasons.items():
             if run.nodes.node(node_id).label == client:
                 why = f"round {report.server_round}: {shortened(reason)}"
     return f"no model of its own, only the server's entries; {why}"

@@ -13,6 +13,7 @@ from fedbn_flwr.lab.data import is_own, own_sha256, partition_counts, partition_
 from fedbn_flwr.lab.data.own.request import shown
 from fedbn_flwr.lab.files import read_json
 from fedbn_flwr.lab.partitioned.partitioned_data import PartitionedData, sites_of_tests
+from fedbn_flwr.site_names import with_name
 
 # largest number of clients and of classes in a text
 _MOST = 20
@@ -38,7 +39,7 @@ def data_text(split: PartitionedData, config: Config, of_node: bool = False) -> 
 
     ``of_node``: the split has only the partition of one node.
     """
-    data, names = split.dataset.train, client_names(split)
+    data, names = split.dataset.train, names_of(split)
     counted = data_counts(split, of_node).items()
     parts = ", ".join(f"{number:,} {part}" for part, number in counted if number)
     lines = [
@@ -48,13 +49,11 @@ def data_text(split: PartitionedData, config: Config, of_node: bool = False) -> 
     # Show the table and the names of the clients, because the table has only their
     # numbers.
     classes = split.dataset.label_names
-    if data.by_class and len(names) <= _MOST and len(classes) <= _MOST:
+    if data.by_class and len(split.train) <= _MOST and len(classes) <= _MOST:
         counts = partition_counts(split.train, data.labels.cpu().numpy(), len(classes))
         lines += ["training examples by class", partition_table(counts, classes)]
-        named = [
-            f"client {at} is {name}" for at, name in enumerate(names) if name != str(at)
-        ]
-        if named:
+        if names:
+            named = [f"client {client} is {name}" for client, name in names.items()]
             lines.append(", ".join(named))
     for name, (train, test) in zip(split.held_out_names, split.held_out, strict=True):
         lines.append(
@@ -81,7 +80,7 @@ def data_warnings(split: PartitionedData, config: Config) -> list[str]:
                 )
     without = []
     for name, train, test in zip(
-        client_names(split), split.train, split.test, strict=True
+        shown_clients(split), split.train, split.test, strict=True
     ):
         if not len(train):
             warnings.append(f"client {name} has no training examples")
@@ -131,7 +130,7 @@ def _untrained_classes(split: PartitionedData) -> list[str]:
         return []
     trained = np.unique(train.labels.cpu().numpy()[np.concatenate(split.train)])
     tests = [*split.test, *(rows for _, rows in split.held_out)]
-    names = [*client_names(split), *split.held_out_names]
+    names = [*shown_clients(split), *split.held_out_names]
     warnings = []
     for part, samples, of_clients in (
         ("validation", train, split.validation),
@@ -205,17 +204,24 @@ def refuse_no_tests(split: PartitionedData, config: Config) -> None:
     )
 
 
-def client_names(split: PartitionedData) -> list[str]:
-    """Return each client's name, by its group if it has its own, or by its number."""
+def names_of(split: PartitionedData) -> dict[str, str]:
+    """Return the name of each client whose group has one, by number as a text."""
     groups, known = split.dataset.train.groups, split.dataset.group_names
-    numbers = [str(at) for at in range(len(split.train))]
     if groups is None:
-        return numbers
-    names = []
-    for number, part in zip(numbers, split.train, strict=True):
-        rows = torch.as_tensor(part).to(groups.device)
-        of_client = torch.unique(groups[rows]).tolist()
-        names.append(known[of_client[0]] if len(of_client) == 1 else number)
-    # Use numbers if two clients would have the same name, such as two clients of one
+        return {}
+    names = {}
+    for client, part in enumerate(split.train):
+        of_client = torch.unique(groups[torch.as_tensor(part).to(groups.device)])
+        if len(of_client) == 1:
+            names[str(client)] = known[int(of_client)]
+    # Use no names if two clients would have the same name, such as two clients of one
     # domain.
-    return names if len(set(names)) == len(names) else numbers
+    if len({*names.values()}) < len(names):
+        return {}
+    return {client: name for client, name in names.items() if name != client}
+
+
+def shown_clients(split: PartitionedData) -> list[str]:
+    """Return each client's number, with its name if it has one."""
+    names = names_of(split)
+    return [with_name(at, names.get(str(at))) for at in range(len(split.train))]

@@ -186,7 +186,7 @@ class FolderListener(RunListener):
                 "client(s) %s kept their local state in memory only. They continue with"
                 " the state of the last round, not of round %d, the best. Set"
                 " state-dir, in the run's config or in each node's.",
-                ", ".join(volatile),
+                ", ".join(self._strategy.run.nodes.shown(volatile)),
                 saved.server_round,
             )
         return self._strategy.go_back(
@@ -318,7 +318,7 @@ class CheckpointManager:
             logger.warning(
                 "client(s) %s keep their local state in memory only: %s. Set state-dir,"
                 " in the run's config or in each node's.",
-                ", ".join(sorted(volatile)),
+                ", ".join(self._strategy.run.nodes.shown(sorted(volatile))),
                 what,
             )
 

@@ -49,6 +49,7 @@ from fedbn_flwr.messages.protocol import (
     VALIDATION,
     num_partitions_of,
     partition_of,
+    site_name_of,
 )
 from fedbn_flwr.training.model_state import copied
 from fedbn_flwr.training.tasks import Task
@@ -70,6 +71,7 @@ def client_fn(context: Context) -> TorchClient:
         DataError: the node's own data cannot be used, or they lack a test set in
             ``eval-on``.
     """
+    site_name_of(context)  # raises an error if it is not a name
     for key in context.node_config:
         if key in NODE_KEYS:
             continue
@@ -239,7 +241,7 @@ def _data_of_site(config: Config, context: Context) -> PartitionedData:
     if not site:
         # ``_part`` raises an error if the partition id is missing or impossible.
         _part(context)
-    request = replace(data_of(config).own, sites=(site or client,))
+    request = replace(data_of(config).own, sites=(site or client,), of_node=True)
     info = own_info(request)
     shape, num_outputs = data_of(config).shape, data_of(config).num_outputs
     if (info.input_shape, info.num_classes) != (shape, num_outputs):

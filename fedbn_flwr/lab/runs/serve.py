@@ -27,6 +27,7 @@ from fedbn_flwr.lab.partitioned.counts import (
     data_counts,
     data_text,
     data_warnings,
+    names_of,
     refuse_no_tests,
     sha256_of_data,
 )
@@ -107,6 +108,8 @@ def serve(
         protection = _protection(config, out, model)
         if protection:
             strategy.protect(protection)
+        if data:
+            strategy.site_names = names_of(data)
         checkpoints = CheckpointManager(
             start.checkpoints, config, strategy, start.saved
         )

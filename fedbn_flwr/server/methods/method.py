@@ -38,6 +38,7 @@ from fedbn_flwr.messages.protocol import MessageConfig, ReplyInfo
 from fedbn_flwr.problems import Known, Problem
 from fedbn_flwr.server.methods.params import Params
 from fedbn_flwr.server.methods.travels import ALL, Travels
+from fedbn_flwr.site_names import with_name
 from fedbn_flwr.training.client_hook import ClientHook
 from fedbn_flwr.training.model_state import without_wrappers
 from fedbn_flwr.transport import Reducer
@@ -76,6 +77,7 @@ class Node:
         failure: the error that its app, or a mod of its app, raised for the query;
             empty if there was none.
         packs: whether its app reads arrays in one piece.
+        name: the name of its site, for texts only; "" without one.
     """
 
     node_id: int
@@ -88,11 +90,17 @@ class Node:
     num_partitions: int | None = None
     failure: str = ""
     packs: bool = False
+    name: str = ""
 
     @property
     def label(self) -> str:
         """The partition id, or the node id if the partition id is unknown."""
         return str(self.node_id if self.partition_id is None else self.partition_id)
+
+    @property
+    def shown(self) -> str:
+        """The label with the name of the site, for messages."""
+        return with_name(self.label, self.name)
 
     @property
     def order(self) -> tuple[bool, int, int]:
@@ -101,9 +109,9 @@ class Node:
 
     def __str__(self) -> str:
         """Return the name of the node in messages."""
-        if self.partition_id is None:
-            return f"node {self.node_id}"
-        return f"node {self.node_id} (partition {self.partition_id})"
+        about = [] if self.partition_id is None else [f"partition {self.partition_id}"]
+        about += [self.name] if self.name else []
+        return f"node {self.node_id}" + (f" ({', '.join(about)})" if about else "")
 
 
 __all__ += ["Size"]

@@ -160,7 +160,7 @@ def in_order(
     for node in sent.nodes:
         if node.node_id not in arrived and node.node_id not in dropped:
             why = _no_reply(run, sent, node, others)
-            run.report.reject(node.node_id, f"{node}: {why}")
+            run.report.reject(node, why)
             logger.warning("round %d: %s: %s", run.report.server_round, node, why)
     yield from sorted(rest, key=lambda pair: pair[0].order)
 

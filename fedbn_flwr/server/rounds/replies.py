@@ -263,7 +263,7 @@ def read_replies(
             usable.append(Usable(node, message, read(node, message)))
         except ReplyError as error:
             kind = f"{what}: " if what else ""
-            report.reject(node.node_id, f"{node}: {kind}{error.reason}")
+            report.reject(node, f"{kind}{error.reason}")
             text = split_code(str(error))[1]
             logger.warning(
                 "round %d: %s of %s refused: %s",

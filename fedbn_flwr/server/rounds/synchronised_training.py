@@ -50,7 +50,7 @@ def train_synchronised(
     run.report.train = run.report.train.plus(step.traffic)
     for node_id, why in _lost(step).items():
         node = run.nodes.node(node_id)
-        run.report.reject(node_id, f"{node}: {why}")
+        run.report.reject(node, why)
         logger.warning(
             "round %d: %s %s", run.report.server_round, node, split_code(why)[1]
         )
@@ -148,11 +148,11 @@ def _members(run: Run, messages: Iterable[Message]) -> dict[int, Member]:
         elif node.failure:
             remedy = f"its answer to the query failed: {node.failure}"
         problem = (
-            f"strategy {run.methods.name!r} needs the number of training examples and the size of"
-            f" the first batch of {node} before the round: {remedy}"
+            f"strategy {run.methods.name!r} needs the number of training examples and"
+            f" the size of the first batch before the round: {remedy}"
         )
         if not members:
-            raise ConfigError(problem)
-        logger.warning("%s", problem)
-        run.report.reject(node.node_id, problem)
+            raise ConfigError(f"{node}: {problem}")
+        logger.warning("%s: %s", node, problem)
+        run.report.reject(node, problem)
     return members

@@ -79,7 +79,7 @@ def read_tests(run: Run, sent: Sent, replies: Iterable[Message]) -> list[Message
     raise_shared_test_error(run, sent, refused)
     run.report.evaluations |= {test.node.label: test.read for test in usable}
     run.tested |= bool(usable)
-    note_losses(run, losses_not_finite(run.report.evaluations))
+    note_losses(run, losses_not_finite(run.report.evaluations, run.nodes.names))
     return [test.message for test in usable]
 
 

@@ -95,11 +95,11 @@ def _able_to_train(run: Run, present: Sequence[Node]) -> list[Node]:
     # First report the nodes with unusable data, and the nodes that do not answer.
     for node in present:
         if node.unusable:
-            run.report.reject(node.node_id, f"{node}: {node.unusable}")
+            run.report.reject(node, node.unusable)
     if present and all(node.unusable for node in present):
         raise ConfigError(f"no node can train; {present[0]}: {present[0].unusable}")
     for node_id, why in run.nodes.silent.items():
-        run.report.reject(node_id, f"node {node_id} did not answer the query: {why}")
+        run.report.reject(run.nodes.node(node_id), f"no answer to the query: {why}")
 
     # If ``num_examples`` is None, the app did not report it, so the node is asked to
     # train.
@@ -110,12 +110,12 @@ def _able_to_train(run: Run, present: Sequence[Node]) -> list[Node]:
     why = ""
     for node in with_data:
         if node.behind_mod:
-            why = f"{node}: {node.refusal} {MOD_ORDER}."
-            run.report.reject(node.node_id, why)
+            why = f"{node.refusal} {MOD_ORDER}."
+            run.report.reject(node, why)
         else:
             able.append(node)
     if why and not able:
-        raise ClientPartError(why)
+        raise ClientPartError(f"{with_data[-1]}: {why}")
     return able
 
 
@@ -281,7 +281,8 @@ def release(run: Run, terms: Terms, usable: Sequence[Usable[Reply]]) -> Replies:
         note_too_few(run, len(replies))
         return Replies([])
     run.not_finite_since = 0
-    note_losses(run, losses_not_finite(training_losses(run.report.clients)))
+    losses = losses_not_finite(training_losses(run.report.clients), run.nodes.names)
+    note_losses(run, losses)
     facts = terms.facts
     released = run.protection.pool(facts, run.report, replies, terms.check)
     run.report.kept_previous = run.report.kept_previous or not released

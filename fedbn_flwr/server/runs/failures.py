@@ -28,10 +28,10 @@ from fedbn_flwr.errors import (
 from fedbn_flwr.messages.protocol import NUM_EXAMPLES
 from fedbn_flwr.server.runs.round_outcome import RoundOutcome, listed
 from fedbn_flwr.server.runs.run_state import Run
+from fedbn_flwr.site_names import with_name
 
 logger = logging.getLogger("flwr")
 
-_NODE = re.compile(r"\bnode \d+( \(partition \d+\))?: ")
 # If the total number of rounds is unknown, give up after this many rounds, counted from
 # the start, if none of them had a usable reply.
 _PATIENCE = 2
@@ -57,7 +57,9 @@ _FOUND = {
 _LONGEST = 300
 
 
-def losses_not_finite(metrics: Mapping[str, Mapping[str, Any]]) -> list[str]:
+def losses_not_finite(
+    metrics: Mapping[str, Mapping[str, Any]], names: Mapping[str, str] | None = None
+) -> list[str]:
     """Return a description of each non-finite loss.
 
     Args:
@@ -65,14 +67,17 @@ def losses_not_finite(metrics: Mapping[str, Mapping[str, Any]]) -> list[str]:
             loss is a metric whose name ends in "loss". Tests without a counted target
             are skipped: their accuracy (or acc) is NaN as well, or they have no
             examples.
+        names: the names of the sites, by label.
     """
+    names = names or {}
     clients_of: dict[str, list[str]] = {}
     for label, values in metrics.items():
         for name in _losses(values):
             loss = values[name]
             finite = not isinstance(loss, float) or math.isfinite(loss)
             if not finite and _was_tested(name.removesuffix("loss"), values):
-                clients_of.setdefault(name, []).append(label or str(loss))
+                who = with_name(label, names.get(label)) or str(loss)
+                clients_of.setdefault(name, []).append(who)
     if "" in metrics:
         return [f"{name} is {who[0]}" for name, who in clients_of.items()]
     return [
@@ -186,7 +191,7 @@ def note_too_few(run: Run, num_usable: int) -> None:
     # round may be fine.
     since = run.not_finite_since = run.not_finite_since or report.server_round
     if since < report.server_round or run.num_rounds == 1:
-        first = _NODE.sub("", next(iter(report.rejected.values())))[-_LONGEST:]
+        first = next(iter(report.reasons.values()))[-_LONGEST:]
         loss = (
             f"every reply since round {since} contains non-finite values (first:"
             f" {first})"
@@ -293,10 +298,9 @@ def account(reports: Sequence[RoundOutcome]) -> str:
     """
     asked = sum(report.asked for report in reports)
     replied = sum(report.replied for report in reports)
-    # Strip the node name so that equal reasons of several clients are counted together.
     reasons: Counter[str] = Counter()
     for report in reports:
-        for why in report.rejected.values():
+        for why in report.reasons.values():
             reasons[shortened(why)] += 1
     text = (
         f"{asked} clients asked, {replied} replied, {reasons.total()} refused or lost"
@@ -309,6 +313,5 @@ def account(reports: Sequence[RoundOutcome]) -> str:
 
 
 def shortened(reason: str) -> str:
-    """Return a reason without the node name, cut to its end if it is long."""
-    reason = _NODE.sub("", reason)
+    """Return a reason, cut to its end if it is long."""
     return reason if len(reason) <= _LONGEST else f"...{reason[-_LONGEST:]}"

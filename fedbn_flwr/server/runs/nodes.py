@@ -35,6 +35,7 @@ from fedbn_flwr.messages.packing import FORMAT
 from fedbn_flwr.messages.protocol import SERVER_ROUND, NodeProperties, ReplyInfo
 from fedbn_flwr.messages.versions import differences, own_versions
 from fedbn_flwr.server.methods.method import Node
+from fedbn_flwr.site_names import fault_of, with_name
 from fedbn_flwr.training.randomness import derive_seed, numpy_generator
 from fedbn_flwr.transport.polling_grid import ImmediateGrid, over_network
 
@@ -54,6 +55,8 @@ class NodeRegistry:
             number of the first node that reports one; None disables the check.
         one_first: whether one node is asked before the others. All nodes run the same
             app: if it has no function for queries, no other node is asked.
+        site_names: the names that the data have for their partitions, by label; a node's
+            ``site-name`` replaces it. With None all nodes stay without a name.
 
     Attributes:
         initialised: ids of the nodes that have received the initial state.
@@ -68,6 +71,7 @@ class NodeRegistry:
         query_config: Mapping[str, Any] | None = None,
         num_partitions: int | None = None,
         one_first: bool = False,
+        site_names: Mapping[str, str] | None = None,
     ) -> None:
         self._seed = seed
         self._timeout = timeout
@@ -76,6 +80,7 @@ class NodeRegistry:
         self._num_partitions = num_partitions
         self._said_by = "the split of the server"  # source of ``_num_partitions``
         self._one_first = one_first
+        self._site_names = site_names
         self._app_is_mute = False  # whether the app has no function for queries
         self._told_of_unnamed = False
         self._nodes: dict[int, Node] = {}
@@ -139,12 +144,14 @@ class NodeRegistry:
     def identify_sender(self, reply: Message) -> Node:
         """Return the sender of a reply.
 
-        A node that did not answer the query may name its partition in the reply.
+        A node that did not answer the query may name its partition in the reply, and
+        its site.
         """
         node = self.node(reply.metadata.src_node_id)
         if node.partition_id is not None:
             return node
-        partition_id = ReplyInfo.read(reply).partition_id
+        info = ReplyInfo.read(reply)
+        partition_id = info.partition_id
         if partition_id is None:
             return node
         # Only one node may have a partition, because a second node would get the local
@@ -152,8 +159,9 @@ class NodeRegistry:
         for node_id, known in self._nodes.items():
             if known.partition_id == partition_id and node_id in self._connected:
                 return node
-        node = replace(node, partition_id=partition_id)
+        node = self._named(replace(node, partition_id=partition_id), info.site_name)
         self._nodes[node.node_id] = node
+        self._warn_of_shared_names([node])
         self._last_ids = []  # the node's place in the order has changed
         return node
 
@@ -229,6 +237,60 @@ class NodeRegistry:
         chosen = {node.node_id for node in first}
         return [node for node in nodes if node.node_id in chosen]
 
+    # --- their names ------------------------------------------------------------------
+
+    @property
+    def names(self) -> dict[str, str]:
+        """The names of the sites by label, in the order of partition ids."""
+        nodes = sorted(self._nodes.values(), key=lambda node: node.order)
+        return {node.label: node.name for node in nodes if node.name}
+
+    def shown(self, labels: Iterable[str]) -> list[str]:
+        """Return the labels with the names of the sites, for messages."""
+        names = self.names
+        return [with_name(label, names.get(label)) for label in labels]
+
+    def _node(self, node_id: int, said: NodeProperties) -> Node:
+        """Return a node from its answer to the query."""
+        node = Node(
+            node_id,
+            partition_id=said.partition_id,
+            num_examples=said.num_examples,
+            batch_size=said.batch_size,
+            unusable=said.unusable,
+            refusal=said.refusal,
+            num_partitions=said.num_partitions,
+            packs=said.packs == FORMAT,
+        )
+        return self._named(node, said.site_name)
+
+    def _named(self, node: Node, name: str) -> Node:
+        """Return a node with the name of its site: ``name``, or a name of the data."""
+        if self._site_names is None:
+            return node
+        fault = fault_of(name) if name else ""
+        if fault:
+            logger.warning("%s: its site-name is ignored: %s", node, fault)
+        # A node with its own data has a number, but no partition of the common data.
+        if fault or not name:
+            has_part = node.num_partitions is not None
+            name = self._site_names.get(node.label, "") if has_part else ""
+        return replace(node, name=name)
+
+    def _warn_of_shared_names(self, new: Collection[Node]) -> None:
+        """Warn if a new node has the name of another node."""
+        by_name: dict[str, dict[str, Node]] = {}
+        for node in sorted(self._nodes.values(), key=lambda node: node.order):
+            if node.name and node.node_id in self._connected:
+                by_name.setdefault(node.name, {})[node.label] = node
+        for nodes in by_name.values():
+            if len(nodes) > 1 and any(node in new for node in nodes.values()):
+                logger.warning(
+                    "%s have one name. Give each node its own site-name in"
+                    " --node-config; until then only the numbers tell them apart.",
+                    " and ".join(map(str, nodes.values())),
+                )
+
     # --- how they join, and leave ------------------------------------------------------
 
     def _log_changes(self, before: set[int], now: set[int]) -> None:
@@ -273,6 +335,7 @@ class NodeRegistry:
             for node in found.values():
                 logger.info("%s joins the run.", node)
         self._nodes.update(found)
+        self._warn_of_shared_names(found.values())
         if isinstance(grid, ImmediateGrid):
             grid.name_nodes(found)
             grid.pack_for(node_id for node_id, node in found.items() if node.packs)
@@ -298,7 +361,7 @@ class NodeRegistry:
         if isinstance(grid, ImmediateGrid):
             answers = grid.node_properties(self._query_config, node_ids)
             for node_id, properties in answers.items():
-                found[node_id] = _node(node_id, properties)
+                found[node_id] = self._node(node_id, properties)
             if grid.answers_queries() is False:
                 self._app_is_mute = True
         asked = [node_id for node_id in node_ids if node_id not in found]
@@ -306,7 +369,9 @@ class NodeRegistry:
         for reply in self._answers(grid, asked):
             node_id = reply.metadata.src_node_id
             if reply.has_content():
-                found[node_id] = _answered(node_id, reply)
+                said = NodeProperties.read(reply)
+                found[node_id] = self._node(node_id, said)
+                _warn_of_versions(found[node_id], said)
             elif is_mod_refusal(reply):
                 refusal = str(reply.error.reason)
                 found[node_id] = Node(node_id, refusal=refusal, behind_mod=True)
@@ -424,30 +489,13 @@ class _Conflict:
     until: str
 
 
-def _node(node_id: int, said: NodeProperties) -> Node:
-    """Return a node from its answer to the query."""
-    return Node(
-        node_id,
-        partition_id=said.partition_id,
-        num_examples=said.num_examples,
-        batch_size=said.batch_size,
-        unusable=said.unusable,
-        refusal=said.refusal,
-        num_partitions=said.num_partitions,
-        packs=said.packs == FORMAT,
-    )
-
-
-def _answered(node_id: int, reply: Message) -> Node:
-    """Return a node from its reply, and warn if its versions differ from ours."""
-    said = NodeProperties.read(reply)
-    node = _node(node_id, said)
+def _warn_of_versions(node: Node, said: NodeProperties) -> None:
+    """Warn if the versions of a node differ from ours."""
     other = differences(own_versions(), said.versions)
     if other:
         logger.warning(
             "%s: %s. Install one version everywhere.", node, "; ".join(dict(other))
         )
-    return node
 
 
 def _failed(node_id: int, reply: Message) -> Node:

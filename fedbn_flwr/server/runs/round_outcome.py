@@ -20,6 +20,8 @@ from fedbn_flwr.messages.protocol import (
     STEPS,
 )
 from fedbn_flwr.messages.records import Traffic, of_kind
+from fedbn_flwr.server.methods.method import Node
+from fedbn_flwr.site_names import with_name
 from fedbn_flwr.training.tasks import METRICS, quantity_of
 
 logger = logging.getLogger("flwr")
@@ -35,7 +37,9 @@ class RoundOutcome:
         train: traffic of the training messages.
         evaluate: traffic of the evaluation messages.
         participants: partition ids of the used replies, in order.
-        rejected: node id to the reason why its reply was refused.
+        rejected: node id to the reason why its reply was refused, after the name of
+            the node.
+        reasons: node id to this reason alone.
         codes: node id to the codes of these reasons, if they have any.
         asked: number of clients that received training messages.
         expected: number of clients that would have been asked if none were lost.
@@ -60,6 +64,7 @@ class RoundOutcome:
     evaluate: Traffic = field(default_factory=Traffic)
     participants: list[int | None] = field(default_factory=list)
     rejected: dict[int, str] = field(default_factory=dict)
+    reasons: dict[int, str] = field(default_factory=dict)
     codes: dict[int, set[str]] = field(default_factory=dict)
     asked: int = 0
     expected: int = 0
@@ -73,22 +78,27 @@ class RoundOutcome:
     clients: dict[str, dict[str, float]] = field(default_factory=dict)
     evaluations: dict[str, dict[str, float]] = field(default_factory=dict)
 
-    def reject(self, node_id: int, reason: str) -> None:
+    def reject(self, node: Node, reason: str) -> None:
         """Add the reason why a node's reply was refused, possibly with a code."""
         code, text = split_code(reason)
         if code:
-            self.codes.setdefault(node_id, set()).add(code)
-        # A node may be named twice: a step lost it, and its reply was refused as well.
-        if node_id in self.rejected:
-            text = f"{self.rejected[node_id]}; {text}"
-        self.rejected[node_id] = text
+            self.codes.setdefault(node.node_id, set()).add(code)
+        # There may be two reasons: a step lost the node, and its reply was refused.
+        if node.node_id in self.reasons:
+            text = f"{self.reasons[node.node_id]}; {text}"
+        self.reasons[node.node_id] = text
+        self.rejected[node.node_id] = f"{node}: {text}"
 
-    def absences(self) -> str:
-        """Return how many clients took part and who is missing, or nothing."""
+    def absences(self, names: Mapping[str, str]) -> str:
+        """Return how many clients took part and who is missing, or nothing.
+
+        ``names`` are the names of the sites, by label.
+        """
         used = len(self.participants)
         if used >= self.expected:
             return ""
-        return f"{used} of {self.expected} clients; missing: {listed(self.missing)}"
+        missing = [with_name(label, names.get(label)) for label in self.missing]
+        return f"{used} of {self.expected} clients; missing: {listed(missing)}"
 
 
 def listed(names: Sequence[str]) -> str:

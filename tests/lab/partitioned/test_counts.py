@@ -51,7 +51,7 @@ def test_classes_that_nobody_trains_on_are_named(tmp_path: Path) -> None:
     coded = np.where(split & (client == "b"), y + 2, y)
     of_run = split_of(tmp_path, settings, x=x, y=coded, client=client, split=split)
     (warning,) = data_warnings(*of_run)
-    assert "test examples of client b have classes" in warning
+    assert "test examples of client 1 (b) have classes" in warning
     assert ": 2, 3." in warning
     apart = {"held-out-clients": "b"}
     of_run = split_of(tmp_path, apart, x=x, y=coded, client=client, split=split)

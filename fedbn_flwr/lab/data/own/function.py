@@ -14,6 +14,10 @@ example (a patient). No split separates the examples of one group.
 The shape of an input is the shape of the first example. If the server has no example,
 the function has an attribute for it: ``function.input_shape = (1, 32, 32)``. The config
 then also needs ``task`` and ``num-classes``.
+
+The names of the sites are another attribute, ``function.site_names``: a list with a text
+for each site in the order of their numbers, or a function that returns the list, or None
+if the names are unknown on this machine.
 """
 
 from __future__ import annotations
@@ -22,6 +26,7 @@ import functools
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +42,7 @@ from fedbn_flwr.lab.data.own.request import COMPLEX, KINDS, OwnData, chosen_task
 from fedbn_flwr.lab.data.readers import Loaded
 from fedbn_flwr.lab.data.samples import Samples, Shape
 from fedbn_flwr.lab.own_code import own_function, own_module, sha256_of_code
+from fedbn_flwr.site_names import fault_of_list, with_name
 from fedbn_flwr.training.losses import IGNORED_PIXEL
 from fedbn_flwr.training.tasks import CLASSIFICATION, TASKS, Task
 
@@ -67,17 +73,61 @@ class Site:
 
 
 def site_names(request: OwnData) -> tuple[str, ...]:
-    """Return the name of each site (a client of the split)."""
+    """Return the name of each site (a client of the split).
+
+    Raises:
+        ConfigError: there is no such function.
+        DataError: its ``site_names`` are not a name for each site.
+    """
+    names = _given_names(request)
+    if names:
+        return names
     return tuple(
         f"site-{site}" if isinstance(site, int) else site for site in request.sites
     )
 
 
+def _given_names(request: OwnData) -> tuple[str, ...]:
+    """Return the function's ``site_names``, () without them."""
+    # A node has only its own site, and a name for the server in its config.
+    if request.of_node:
+        return ()
+    what = f"dataset={request.name!r}: site_names"
+    given = getattr(own_function("dataset", request.path, KINDS), "site_names", None)
+    if callable(given):
+        given = _called(what, given)
+    if given is None:
+        return ()
+    # A text is a sequence of texts as well.
+    names = () if isinstance(given, str) else tuple(_called(what, iter, given))
+    fault = fault_of_list(names)
+    if not names or (request.sites and len(names) != len(request.sites)):
+        fault = (
+            f"it has {len(names)} names, but the run has {len(request.sites)} sites"
+            " (num-clients and the held-out clients). Give a list with a text for each"
+            " site, in the order of their numbers."
+        )
+    if fault:
+        raise DataError(f"{what}: {fault}")
+    return names
+
+
+def _sites(request: OwnData) -> dict[str, list[Site]]:
+    return sites_of(request.path, request.sites, _given_names(request))
+
+
 # Cached, because the user's function may read files, and several callers ask for its
 # data.
 @functools.lru_cache(maxsize=8)
-def sites_of(name: str, sites: tuple[int | str, ...]) -> dict[str, list[Site]]:
+def sites_of(
+    name: str, sites: tuple[int | str, ...], names: tuple[str, ...] = ()
+) -> dict[str, list[Site]]:
     """Return the parts of each site, by part.
+
+    Args:
+        name: ``module:function``.
+        sites: the sites, by number or path.
+        names: their names, or () without names.
 
     Raises:
         ConfigError: no site is known, or there is no such function.
@@ -91,15 +141,17 @@ def sites_of(name: str, sites: tuple[int | str, ...]) -> dict[str, list[Site]]:
             f" function: {name.partition(':')[2]}.input_shape = (features,)."
         )
     function = own_function("dataset", name, KINDS)
-    parts = {}
+    parts = dict[str, list[Site]]()
     for part in _PARTS:
-        parts[part] = [_site(name, function, site, part) for site in sites]
+        parts[part] = []
+        for site, its_name in zip_longest(sites, names):
+            named = with_name(site, its_name)
+            what = f"dataset={name!r}, site {named}, part {part!r}"
+            parts[part].append(_site(what, _called(what, function, site, part)))
     return parts
 
 
-def _site(name: str, function: Callable[..., Any], site: int | str, part: str) -> Site:
-    what = f"dataset={name!r}, site {site}, part {part!r}"
-    data = _called(what, function, site, part)
+def _site(what: str, data: Any) -> Site:
     if not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
         raise DataError(
             f"{what}: the function returned a {type(data).__name__}. Return a torch"
@@ -247,6 +299,7 @@ def function_info(request: OwnData) -> DatasetInfo:
         DataError: the function fails for a site, or its data do not fit the config or
             the other sites.
     """
+    names = site_names(request)
     # Take the shape, the task and the number of classes from the function's attributes
     # and the config.
     function = own_function("dataset", request.path, KINDS)
@@ -256,7 +309,7 @@ def function_info(request: OwnData) -> DatasetInfo:
     # Read an example only if one of these facts is missing, because the server may have
     # no site to read from.
     if not shape or task is None or not classes:
-        sites = sites_of(request.path, request.sites)
+        sites = _sites(request)
         with_examples = [site for site in sites["train"] if len(site)]
         if not with_examples:
             raise request.problem("no site has a training example.")
@@ -278,7 +331,7 @@ def function_info(request: OwnData) -> DatasetInfo:
         grouped=True,
         task=task,
         input_shape=shape,
-        client_names=site_names(request),
+        client_names=names,
     )
 
 
@@ -305,7 +358,7 @@ def _count(request: OwnData, task: Task, target: Tensor) -> int:
     # Look at the test examples as well, because a site may have a test class without a
     # training example.
     largest = 0
-    for sites in sites_of(request.path, request.sites).values():
+    for sites in _sites(request).values():
         for site in sites:
             largest = max([largest, *_classes_of(site, 0)])
     return largest + 1
@@ -341,7 +394,7 @@ def _load(
     read at each use, because a data set may augment.
     """
     del folder, wanted
-    parts = sites_of(request.path, request.sites)
+    parts = _sites(request)
     # Read the first example of every site before any other work, to find sites with
     # another shape or other classes.
     for sites in parts.values():
@@ -411,7 +464,7 @@ def function_sha256(request: OwnData) -> str:
     """
     module = own_module("dataset", request.path, KINDS)
     digest = hashlib.sha256(sha256_of_code(module).encode())
-    for part, sites in sites_of(request.path, request.sites).items():
+    for part, sites in _sites(request).items():
         for site in sites:
             digest.update(f"{part} {len(site)} {site.groups} {site.classes}\n".encode())
     return digest.hexdigest()

@@ -24,6 +24,7 @@ from fedbn_flwr.lab.data.readers import Loaded
 from fedbn_flwr.lab.data.samples import Samples, Shape
 from fedbn_flwr.lab.data.splits import Indices
 from fedbn_flwr.lab.data.validation import split_off
+from fedbn_flwr.site_names import fault_of_list
 
 logger = logging.getLogger("flwr")
 
@@ -45,7 +46,11 @@ def read(request: OwnData, stamp: tuple[int, ...]) -> Records:
     """
     # The stamp only makes the cache read changed files again.
     del stamp
-    return _READERS[request.kind](request)
+    records = _READERS[request.kind](request)
+    fault = fault_of_list(records.client_names)
+    if fault:
+        raise request.problem(f"a client has no usable name: {fault}")
+    return records
 
 
 def stamp_of(request: OwnData) -> tuple[int, ...]:

@@ -58,6 +58,7 @@ class OwnData:
             split; 1 makes all of them tests.
         sites: ``FUNCTION``: the sites to load, by number or by a node's
             ``data-path``.
+        of_node: ``FUNCTION``: whether this is the one site of a node.
 
     The fields are the config keys of these names.
     """
@@ -69,6 +70,7 @@ class OwnData:
     image_size: int = 0
     test_share: float = 0.2
     sites: tuple[int | str, ...] = ()
+    of_node: bool = False
 
     @property
     def name(self) -> str:

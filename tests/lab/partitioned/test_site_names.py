@@ -1,0 +1,285 @@
+"""Names of sites, from each source to everything that shows a site."""
+
+from __future__ import annotations
+
+import dataclasses
+import html
+import json
+import logging
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import Context, RecordDict
+from PIL import Image
+from torch.utils.data import TensorDataset
+from typer.testing import CliRunner
+
+from fedbn_flwr.errors import ConfigError, DataError
+from fedbn_flwr.lab.cli import app
+from fedbn_flwr.lab.config import Config
+from fedbn_flwr.lab.doctor import diagnose_run
+from fedbn_flwr.lab.files import read_json, read_metrics
+from fedbn_flwr.lab.finished_runs.sites import sites_of_run
+from fedbn_flwr.lab.report import write_report
+from fedbn_flwr.lab.run_files import RunFiles
+from fedbn_flwr.lab.runs.check_start import check
+from fedbn_flwr.lab.runs.node import client_fn
+from fedbn_flwr.lab.runs.run import run
+
+HARD = ("7", "07", "Köln/Süd, 1", '<b>&"', "[b]ä" * 20)
+SETTINGS: dict[str, Any] = {"num-server-rounds": 2, "local-steps": 2, "batch-size": 4}
+SETTINGS |= {"strategy": "fedbn", "eval-on": "personal-own"}
+
+Sites = list[tuple[int, str]]
+
+
+def numbers(site: int, part: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return ``4 * (site + 2)`` examples, a quarter of them of the test part."""
+    count = (site + 2) * (1 if part == "test" else 3)
+    draw = torch.Generator().manual_seed(2 * site + (part == "test"))
+    inputs = torch.randn(count, 3, generator=draw)
+    return inputs, torch.arange(count) % 2
+
+
+def rows(site: int | str, part: str) -> TensorDataset:
+    return TensorDataset(*numbers(int(str(site)[-1]), part))
+
+
+@pytest.fixture
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """A user's module with another name in each test, since own data are cached."""
+    module = ModuleType(f"data_of_{tmp_path.name}")
+    module.rows = lambda site, part: rows(site, part)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    return module
+
+
+def by_function(module: ModuleType) -> dict[str, Any]:
+    dataset = f"{module.__name__}:rows"
+    return {**SETTINGS, "dataset": dataset, "num-clients": len(HARD)}
+
+
+def of_folders(where: Path, module: ModuleType) -> tuple[dict[str, Any], Sites]:
+    names = [name.replace("/", "-") for name in HARD]
+    for site, name in enumerate(names):
+        for part in ("train", "test"):
+            for at, pixel in enumerate(numbers(site, part)[1].tolist()):
+                folder = where / name / part / str(pixel)
+                folder.mkdir(parents=True, exist_ok=True)
+                image = np.full((28, 28), 9 * at + pixel, np.uint8)
+                Image.fromarray(image).save(folder / f"{at}.png")
+    return {**SETTINGS, "dataset": f"folder:{where}"}, list(enumerate(names))
+
+
+def of_column(where: Path, module: ModuleType) -> tuple[dict[str, Any], Sites]:
+    x, y, client, split = [], [], [], []
+    for site, name in enumerate(HARD):
+        for part in ("train", "test"):
+            inputs, targets = numbers(site, part)
+            x.append(inputs.numpy())
+            y.append(targets.numpy())
+            client += [name] * len(targets)
+            split += [part] * len(targets)
+    arrays = {"x": np.concatenate(x), "y": np.concatenate(y)}
+    np.savez(where.with_suffix(".npz"), **arrays, client=client, split=split)
+    settings = {**SETTINGS, "dataset": f"npz:{where}.npz"}
+    return settings, list(enumerate(HARD))
+
+
+def of_list(where: Path, module: ModuleType) -> tuple[dict[str, Any], Sites]:
+    module.rows.site_names = list(HARD)
+    return by_function(module), list(enumerate(HARD))
+
+
+def of_files(where: Path, module: ModuleType) -> tuple[dict[str, Any], Sites]:
+    names = [name.replace("/", "-") for name in HARD]
+    where.mkdir()
+    for name in names:
+        (where / f"{name}.csv").touch()
+    files = [where / f"{name}.csv" for name in names]
+    module.rows.site_names = lambda: [path.stem for path in files]
+    return by_function(module), list(enumerate(names))
+
+
+def of_nodes(where: Path, module: ModuleType) -> tuple[dict[str, Any], Sites]:
+    """Names of nodes replace the names of the data."""
+    module.rows.site_names = [f"{name[:60]} of the data" for name in HARD]
+    return {**by_function(module), "strategy": "fedavg"}, list(enumerate(HARD))
+
+
+@pytest.mark.parametrize("source", [of_folders, of_column, of_list, of_files, of_nodes])
+def test_everything_shows_the_names_of_the_source_in_their_order(
+    source: Callable[..., tuple[dict[str, Any], Sites]],
+    module: ModuleType,
+    served: Callable[..., Any],
+    tmp_path: Path,
+) -> None:
+    """The number of examples of a site shows which site a row belongs to."""
+    settings, sites = source(tmp_path / "data", module)
+    # Folders and columns are in the order of the alphabet.
+    if source in (of_folders, of_column):
+        ordered = sorted(name for _, name in sites)
+        examples = {name: site + 2 for site, name in sites}
+        sites = list(enumerate(ordered))
+    else:
+        examples = {name: site + 2 for site, name in sites}
+    out = tmp_path / "out"
+    if source is of_nodes:
+        part = {"num-partitions": len(HARD)}
+        nodes = [{**part, "partition-id": at, "site-name": name} for at, name in sites]
+        served(settings, nodes)
+    else:
+        run(Config.make(settings), out, workers=0)
+
+    # The files of the run, and its rows by site.
+    for line in read_metrics(out / "metrics.jsonl"):
+        assert list(line["sites"].items()) == [(str(at), name) for at, name in sites]
+    rows = read_json(out / "summary.json")["sites"]
+    for found in (rows, sites_of_run(out), sites_of_run(out, out)):
+        assert [(row["client"], row["site"]) for row in found] == sites
+        assert {row["site"]: row["examples"] for row in found} == examples
+
+    # The screen, the page and the doctor.
+    screen = CliRunner().invoke(app, ["evaluate", str(out)]).output.splitlines()
+    for (at, name), shown in zip(sites, screen[1:], strict=False):
+        assert shown.split("  ")[0] == f" {name}"
+        assert shown.removeprefix(f" {name}").split()[0] == str(at)
+    page = html.unescape(write_report(out).read_text(encoding="utf-8"))
+    places = [page.index(f">{name}</th>") for _, name in sites]
+    assert places == sorted(places)
+    unfinished = dataclasses.replace(RunFiles.read(out), summary={})
+    assert [unfinished.site_name(str(at)) for at, _ in sites] == [
+        name for _, name in sites
+    ]
+    diagnosis = diagnose_run(out).to_json()
+    numbered = [f"{at} ({name})" for at, name in sites]
+    assert diagnosis["measures"]["clients"] == numbered
+
+    # A folder of an older version has no numbers and no names.
+    summary = read_json(out / "summary.json")
+    for row in summary["sites"]:
+        del row["client"]
+    (out / "summary.json").write_text(json.dumps(summary))
+    of_data = [row["site"] for row in sites_of_run(out)]
+    assert len({*of_data}) == len(sites)
+
+
+def test_names_change_no_bit_of_a_run(module: ModuleType, tmp_path: Path) -> None:
+    without = run(Config.make(by_function(module)), tmp_path / "without", workers=0)
+    module.rows.site_names = list(HARD)  # type: ignore[attr-defined]
+    named = run(Config.make(by_function(module)), tmp_path / "named", workers=0)
+    assert named["sha256"] == without["sha256"]
+    assert [row["value"] for row in named["sites"]] == [
+        row["value"] for row in without["sites"]
+    ]
+
+
+def test_refusals_and_absences_name_the_site(
+    module: ModuleType, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Lazy:
+        def __init__(self, site: int, part: str) -> None:
+            self.inputs, self.targets = numbers(site, part)
+            self.damaged = part == "train" and site == 2
+
+        def __len__(self) -> int:
+            return len(self.inputs)
+
+        def __getitem__(self, at: int) -> tuple[torch.Tensor, torch.Tensor]:
+            if self.damaged and at == 5:
+                raise OSError("the file is damaged")
+            return self.inputs[at], self.targets[at]
+
+    module.rows = Lazy  # type: ignore[attr-defined]
+    Lazy.site_names = list(HARD)  # type: ignore[attr-defined]
+    with caplog.at_level(logging.INFO, logger="flwr"):
+        run(
+            Config.make({**by_function(module), "batch-size": 0}),
+            tmp_path / "out",
+            workers=0,
+        )
+    line = read_metrics(tmp_path / "out" / "metrics.jsonl")[0]
+    assert line["participants"] == [0, 1, 3, 4]
+    (reason,) = line["rejected"]
+    assert "(partition 2, Köln/Süd, 1): " in reason
+    assert f"site 2 ({HARD[2]}), part 'train'" in reason
+    assert line["sites"] == {str(at): name for at, name in enumerate(HARD)}
+    assert f"4 of 5 clients; missing: 2 ({HARD[2]})" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "settings", [{"masked-sums": True}, {"dp": "server", "num-classes": 2}]
+)
+def test_a_protected_run_has_only_the_numbers(
+    settings: dict[str, Any], module: ModuleType, served: Any, caplog: Any
+) -> None:
+    """A name would reveal more of a client than its number."""
+    nodes = []
+    for at, name in enumerate(HARD):
+        part = {"partition-id": at, "num-partitions": len(HARD)}
+        nodes.append({**part, "site-name": name})
+    settings = {
+        **by_function(module),
+        **settings,
+        "strategy": "fedavg",
+        "eval-on": "global",
+    }
+    with caplog.at_level(logging.INFO, logger="flwr"):
+        _, lines = served(settings, nodes)
+    text = json.dumps(lines, ensure_ascii=False) + caplog.text
+    assert not any(name in text for name in HARD[2:])
+    assert all(line["participants"] == [0, 1, 2, 3, 4] for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("names", "fault"),
+    [
+        (["a", "b"], "has 2 names, but the run has 5 sites"),
+        ([], "has 0 names"),
+        ("abcde", "has 0 names"),
+        (["a", "b", "c", "d", "a"], "'a' is there 2 times"),
+        (["a", "b", "c", "d", " "], "' ' is empty"),
+        (["a", "b", "c", "d", 7], "7 is not a text"),
+        (["a", "b", "c", "d", ["e"]], "is not a text"),
+        (["a", "b", "c", "d", "e\n"], r"'e\n' has the control character U+000A"),
+        (["a", "b", "c", "d", "\u202ee"], "has the control character U+202E"),
+        (["a", "b", "c", "d", "e" * 81], "has 81 characters, but 80 are allowed"),
+        (7, "'int' object is not iterable"),
+        (lambda: 1 / 0, "ZeroDivisionError"),
+    ],
+)
+def test_bad_names_of_a_function_are_refused_before_any_work(
+    names: Any, fault: str, module: ModuleType
+) -> None:
+    def never(site: int, part: str) -> TensorDataset:
+        raise AssertionError("the function was called")
+
+    never.site_names = names  # type: ignore[attr-defined]
+    module.rows = never  # type: ignore[attr-defined]
+    with pytest.raises((ConfigError, DataError)) as refused:
+        check(Config.make(by_function(module)))
+    assert f"dataset='{module.__name__}:rows': site_names: " in str(refused.value)
+    assert fault in str(refused.value)
+
+
+@pytest.mark.parametrize("name", [7, "", "\x07", "e" * 81, True])
+def test_a_node_refuses_a_bad_name_in_its_config(name: Any, module: ModuleType) -> None:
+    config = {"partition-id": 0, "num-partitions": 5, "site-name": name}
+    context = Context(
+        1, 1, config, RecordDict(), Config.make(by_function(module)).to_mapping()
+    )
+    with pytest.raises(ConfigError, match="site-name in the node's config: "):
+        client_fn(context)
+
+
+def test_bad_values_of_a_column_are_refused(tmp_path: Path) -> None:
+    x, y = np.zeros((8, 2), np.float32), np.arange(8) % 2
+    np.savez(tmp_path / "data.npz", x=x, y=y, client=["a", "b\n"] * 4)
+    with pytest.raises(ConfigError, match=r"no usable name: .*U\+000A"):
+        check(Config.make({**SETTINGS, "dataset": f"npz:{tmp_path}/data.npz"}))
