@@ -14,8 +14,8 @@ from torch.utils.data import TensorDataset
 
 from fedbn_flwr.lab.models.mlp import MLP
 
-# Mean and standard deviation of each column over the 920 patients, rounded: constants,
-# so no hospital sends sums.
+# Mean and standard deviation of each column over the 920 patients, rounded. They are
+# constants, so that no hospital sends sums of its data.
 SCALE = {
     **{
         "age": (53.5, 9.4),
@@ -48,16 +48,16 @@ def patients(site: int | str, part: str) -> TensorDataset:
         if isinstance(site, str)
         else sorted(Path(os.environ["HEART"]).glob("*.csv"))[site]
     )
-    # as text: an id such as 01 or 1.10 is no number
+    # Read all values as text, because an id such as 01 or 1.10 is not a number.
     table = pd.read_csv(path, dtype=str, na_values="?")
     disease = (table["target"].astype(int) > 0).astype("int64")
-    # a third of each class
+    # Use a third of each class as test examples.
     tests = disease.groupby(disease).sample(frac=0.33, random_state=0).index
     rows = table.index.isin(tests) == (part == "test")
 
     values = table.loc[rows, list(SCALE)].astype("float32")
     mean, std = pd.DataFrame(SCALE).to_numpy("float32")
-    # a missing value becomes the mean, which is 0 here
+    # Replace a missing value by the mean, which is 0 after the scaling.
     inputs = ((values - mean) / std).fillna(0.0)
     return TensorDataset(
         torch.tensor(inputs.to_numpy()), torch.tensor(disease[rows].to_numpy())

@@ -1,11 +1,12 @@
 """A federation on this machine without Docker: Flower's own processes.
 
-With TLS, node keys and SuperExec secrets; docs/deployment.md is about several
-machines::
+It uses TLS, node keys and SuperExec secrets. For several machines, see
+docs/deployment.md::
 
-    make certs NODES=3 python apps/local_federation.py --nodes 3                   #
-    until Ctrl-C FLWR_HOME=runs/federation/flwr flwr run . federation --stream
-    --run-config "num-clients=3"
+    make certs NODES=3
+    python apps/local_federation.py --nodes 3    # runs until Ctrl-C
+    export FLWR_HOME=runs/federation/flwr
+    flwr run . federation --stream --run-config "num-clients=3"
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ class LocalFederation:
         self.environment["FLWR_SUPEREXEC_TASK_POLL_INTERVAL"] = "0.05"  # seconds
         self.processes: dict[str, Process] = {}
 
-        # The SuperLink and each SuperNode have a SuperExec, which starts their apps.
+        # The SuperLink and each SuperNode have a SuperExec, which starts the processes
+        # of their apps.
         self.commands = {
             "superlink": [
                 "flower-superlink",
@@ -105,12 +107,12 @@ class LocalFederation:
 
     def start(self) -> None:
         """Start all processes with a new database, each after those that it needs."""
-        # A node of the last time would count as one that is online.
+        # Remove the old database, because a node in it would still count as online.
         (self.folder / "flwr").mkdir(parents=True, exist_ok=True)
         for old in self.folder.glob("superlink.db*"):
             old.unlink()
 
-        # The SuperLink, which must know the nodes' keys before they come.
+        # Start the SuperLink, and register the nodes' keys before the nodes connect.
         ca = self.certs / "cli/ca.crt"
         connection = f'address = "127.0.0.1:{self.port}"\nroot-certificates = "{ca}"\n'
         config = f"[superlink.federation]\n{connection}"
@@ -175,22 +177,35 @@ class LocalFederation:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(
-        description="a federation on this machine, until Ctrl-C"
+        description="Run a federation on this machine until Ctrl-C."
     )
     parser.add_argument("--nodes", type=int, default=3)
     parser.add_argument(
-        "--folder", type=Path, default="runs/federation", help="for state and logs"
+        "--folder",
+        type=Path,
+        default="runs/federation",
+        help="folder for state and logs",
     )
     parser.add_argument(
-        "--certs", type=Path, default="certs", help="what `make certs` has written"
+        "--certs",
+        type=Path,
+        default="certs",
+        help="folder that `make certs` has written",
     )
     parser.add_argument(
-        "--port", type=int, default=8000, help="the SuperLink's; node K's is K more"
+        "--port",
+        type=int,
+        default=8000,
+        help="port of the SuperLink; node K uses PORT + K",
     )
     parser.add_argument(
-        "--node-config", dest="configs", action="append", help="once a node"
+        "--node-config",
+        dest="configs",
+        action="append",
+        help="config of a node; repeat for each node",
     )
-    # Whoever ends this script ends the federation.
+    # Treat SIGTERM like Ctrl-C, so that a signal to this script also ends the
+    # federation.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     federation = LocalFederation(**vars(parser.parse_args()))
     with suppress(KeyboardInterrupt), closing(federation):

@@ -25,7 +25,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # of torch and of NumPy's OpenBLAS
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # for torch and NumPy's OpenBLAS
 os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")
 os.environ.setdefault("FLWR_DISABLE_UPDATE_CHECK", "1")
 
@@ -160,7 +160,7 @@ def peak_megabytes(work: Callable[[], Any]) -> float:
     try:
         gc.collect()
         ctypes.CDLL(None).malloc_trim(0)
-        Path("/proc/self/clear_refs").write_text("5")  # the peak starts from now
+        Path("/proc/self/clear_refs").write_text("5")  # reset the peak of the memory
         before = _status("VmRSS")
         work()
         return (_status("VmHWM") - before) / 1e3

@@ -51,14 +51,15 @@ VERSIONS = [
     )
 ]
 BY_NAME = {"/".join(each): each for each in product(PYTHONS, FLOWERS, TORCHES)}
-# their pins fit some versions of Flower
+# packages whose pinned versions fit only some versions of Flower
 BOUND_BY_FLOWER = ("cryptography", "flwr", "uv")
 OVERRIDES = {"1.28": ("flwr", "rich")}
-# an override whose marker never holds: the requirement is dropped
+# An override whose marker is never true drops the requirement of flwr.
 NO_FLWR = "flwr ; python_version < '0'"
-# a bound with "dev" is what admits builds before a release
+# The bound must contain "dev", because only then builds before a release are allowed.
 NEWEST_NIGHTLY = "flwr-nightly[simulation]>=1.43.0.dev0"
-# what the core's tests need; onnx, of the extra dev, fits no old Flower
+# packages that the core's tests need, without onnx of the extra dev, because onnx fits
+# no old Flower
 NEEDED = (
     f"{ROOT}[lab,privacy,timm]",
     *("hypothesis", "pytest", "pytest-timeout", "pytest-xdist"),

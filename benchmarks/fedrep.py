@@ -62,7 +62,8 @@ class Theirs:
         exec(compile(source, "models/test.py", "exec"), self.tests.__dict__)
         sys.modules["models.test"] = self.tests
         self.utils: Any = importlib.import_module("utils.train_utils")
-        # Their paths are relative, and their program draws from the global generators.
+        # The authors' paths are relative, and their program draws from the global
+        # generators.
         os.chdir(out)
         sys.argv = ["main_fedrep.py", *SCRIPT.split(), "--epochs", str(rounds)]
         sys.argv += ["--gpu", "-1", "--m_tr", str(examples), "--m_ft", "1"]
@@ -161,7 +162,7 @@ def main(
     torch.set_num_threads(1)
     theirs = Theirs(code, data_dir, out, rounds, examples, seed)
     drawn, here = ours(theirs, rounds, seed)
-    # They test in the last ten rounds, and after the further epochs.
+    # The authors test in the last ten rounds, and after the further epochs.
     tested = iter(range(max(0, rounds - 10), rounds))
 
     def told(there: np.ndarray) -> None:

@@ -62,8 +62,8 @@ Times = dict[str, list[float]]
 Floor = dict[str, dict[str, list[Any]]]
 """``seconds`` and ``parts``, by message type; see ``fedtan_work.FloorGrid``."""
 WORK = CLIENTS * STEPS
-_PORT = 28000  # of the SuperLink
-_EVERY = 3  # an empty query before every third exchange
+_PORT = 28000  # port of the SuperLink
+_EVERY = 3  # send an empty query before every third exchange
 
 _APP = """from fedtan_work import make_client_app, make_server_app
 
@@ -134,7 +134,7 @@ def side_by_side(repetitions: int, rounds: int, data_dir: str) -> Times:
             ],
         }
         for pool, workers in ((one, 1), (many, cores), (threads, cores)):
-            # the workers start and import torch
+            # Start the workers and let them import torch before the measurement.
             list(pool.map(bare_steps, [1] * workers, [1] * workers))
         for turn in range(repetitions):
             order = list(ways)[:: 1 if turn % 2 == 0 else -1]

@@ -77,7 +77,8 @@ def make_client_app(data_dir: str, amp: bool = False) -> ClientApp:
     training = replace(TRAINING, amp=amp)
 
     def client_fn(context: Context) -> TorchClient:
-        # over a network every client has a process, and they share the cores
+        # Use one thread, because over a network each client has a process, and the
+        # processes share the cores.
         torch.set_num_threads(1)
         data = view(int(context.node_config["partition-id"]), data_dir)
         return TorchClient(make_model, data, data, training, context=context)
@@ -254,7 +255,8 @@ def make_server_app() -> ServerApp:
         settings = {}
         if config["exchange"]:
             names = {"fedtan_transport": "exchange", "fedtan_exchanges": "exchanges"}
-            # by messages these are refused, as they have no effect
+            # Set the address only for the channel, because without the channel these
+            # settings have no effect and are refused.
             if config["exchange"] == "channel":
                 names |= {"fedtan_bind": "bind", "fedtan_tls_dir": "tls-dir"}
             settings = {field: str(config[key]) for field, key in names.items()}

@@ -97,7 +97,7 @@ def bare(setting: Setting, images: list[Images], amp: bool) -> float:
     one client after the other.
     """
     seconds = []
-    for _ in range(1 + setting.rounds):  # the first warms up
+    for _ in range(1 + setting.rounds):  # one round more, as a warm-up
         began = time.perf_counter()
         for data in images:
             model = copy.deepcopy(start()).to(setting.device).train()
@@ -152,7 +152,7 @@ def rounds_of(
             num_rounds=1 + setting.rounds,
             evaluate_fn=lambda *_: ends.append(time.perf_counter()),
         )
-    # The first is the test before round 1, and in round 1 the workers start.
+    # Leave out the test before round 1, and round 1, in which the workers start.
     seconds = [after - before for before, after in pairwise(ends[1:])]
     return len(images) * setting.steps / statistics.median(seconds)
 
@@ -172,7 +172,7 @@ def main(
 ) -> None:
     """Time rounds on a GPU."""
     where = torch.device(device)
-    torch.set_num_threads(1)  # as a client has it
+    torch.set_num_threads(1)  # as many threads as a client has
     if where.type == "cuda" and not torch.cuda.is_available():
         message = (
             "there is no CUDA device here; --device cpu --steps 3 tries the program"

@@ -68,7 +68,7 @@ def work(settings: dict[str, Any], out: Path, engine: Engine, workers: int) -> N
 def begin(
     settings: dict[str, Any], out: Path, engine: Engine, workers: int
 ) -> BaseProcess:
-    # imports torch and Flower once, not for every command
+    # The fork server imports torch and Flower once for all commands.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(
         ["fedbn_flwr.lab.runs.run", "fedbn_flwr.lab.output.curves"]
@@ -110,7 +110,8 @@ def wait(process: BaseProcess, out: Path, draw: random.Random, seconds: float) -
         return
     while process.exitcode is None and changed(out / "config.yaml") == before:
         process.join(0.002)
-    # cut back by now; its next line is this process's first round
+    # The process has cut the file back to the checkpoint by now. The next line is its
+    # first round.
     history = changed(out / "metrics.jsonl")
     while process.exitcode is None and changed(out / "metrics.jsonl") == history:
         process.join(0.002)
@@ -203,7 +204,7 @@ def main(
     )
     print("|---|---|---|---|---|---|---|---|", flush=True)
     common = {**SETTINGS, "num-server-rounds": rounds, "checkpoint-every": every}
-    # short: Ray's sockets lie below
+    # Use a short path, because Ray makes its sockets below it.
     with tempfile.TemporaryDirectory(prefix="kill-", dir="/tmp") as folder:
         same = [
             torment(

@@ -183,7 +183,7 @@ def main(
     rows = []
     for name in only or SETTINGS:
         with SETTINGS[name]() as ways:
-            for way in ways.values():  # the first pass of a process is slower
+            for way in ways.values():  # warm-up, because the first pass is slower
                 way()
             timed = {f"{name}: {key}": _timed(way) for key, way in ways.items()}
             found = [*in_turns(timed, turns).values()]

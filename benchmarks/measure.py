@@ -169,7 +169,7 @@ def marked(name: str) -> list[int]:
                 entry / "environ"
             ).read_bytes().split(b"\0"):
                 found.append(int(entry.name))
-        except OSError:  # it ended meanwhile, or is not ours
+        except OSError:  # another user's process, or it has ended
             continue
     return found
 

@@ -45,7 +45,7 @@ Way = tuple[str, str, dict[str, Any]]
 """Strategy, norm and settings."""
 WAYS: dict[str, Way] = {name: (name, "batch", {}) for name in STRATEGIES}
 WAYS["fedwon"] = ("fedwon", "wsconv", {})
-# all rounds of this run
+# synchronise in all rounds of this run
 WAYS["fedtan2"] = ("fedtan2", "batch", {"fedtan_rounds": ROUNDS + 1})
 WAYS["fedavg recalibrate"] = ("fedavg", "batch", {"recalibrate": True})
 WAYS["fbn fbn-measure=pass"] = ("fbn", "batch", {"fbn_measure": "pass"})

@@ -211,7 +211,7 @@ class Course:
             if process.name.isdigit() and int(process.name) != os.getpid():
                 try:
                     environment = (process / "environ").read_bytes()
-                except OSError:  # another user's, or it has ended
+                except OSError:  # another user's process, or it has ended
                     continue
                 if f"{_MARK}={self._mark}".encode() in environment:
                     yield int(process.name)

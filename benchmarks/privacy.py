@@ -44,7 +44,7 @@ NORMS = (0.1, 0.3, 1.0, 3.0)
 SEEDS, TUNING_SEED = (0, 1, 2), 9
 STOCK = "BN, Flower's wrapper"
 METHODS: dict[str, dict[str, Any]] = {
-    STOCK: {},  # weights |D_i|: one client can move the average by more than C / m
+    STOCK: {},  # weights |D_i|, so one client can move the average by more than C / m
     "BN, DPWrapper": {},
     "FixBN": {"strategy": "fixbn", "freeze-at": 5},
     "FedBN": {"strategy": "fedbn"},

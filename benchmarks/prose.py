@@ -30,7 +30,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 
 REL = r"(?:which|whose|whom|who|that|what|where)"
 
-# name -> (regex, scopes or None = all, what it is)
+# name -> (regex, scopes, description); without scopes, the pattern counts in all texts
 PATTERNS: dict[str, tuple[str, tuple[str, ...] | None, str]] = {
     "P1 that-of": (
         r"\b(?:that|those) (?:of|in|for|with|from|which|who)\b",
@@ -145,7 +145,8 @@ PATTERNS: dict[str, tuple[str, tuple[str, ...] | None, str]] = {
 }
 
 
-# Counted, but not in the score: Flower and torch have as many of these.
+# These patterns are counted, but not in the score, because Flower and torch have as
+# many hits.
 CONTEXT = ("P10", "P17")
 
 
@@ -159,7 +160,7 @@ class Text(NamedTuple):
 
 
 Belongs = Callable[[Text], bool]
-# Hits per 1,000 words that must not be exceeded, and the texts that are counted.
+# largest allowed number of hits per 1,000 words, and the texts that are counted
 LIMITS: dict[str, tuple[float, Belongs]] = {
     "package": (5, lambda item: item.path.startswith("fedbn_flwr")),
     "pages": (7, lambda item: item.path.endswith(".md")),
@@ -288,7 +289,7 @@ def of_python(source: str, name: str) -> Iterator[Text]:
             if found and len(found.split()) > 6 and (node.lineno, found) not in seen:
                 seen.add((node.lineno, found))
                 yield Text("message", name, node.lineno, found)
-    # comments: neighbouring lines are one
+    # Join neighbouring lines of comments into one text.
     block: list[str] = []
     start = last = -9
     for token in tokenize.generate_tokens(io.StringIO(source).readline):

@@ -24,7 +24,7 @@ from measure import ROOT, commit, number, table
 
 NAMED = ("fedbn", "fedprox", "fixbn", "fedtan", "hbn")
 TRACED = ("fedavg", "fixbn", "fedtan")
-TABLES = {"name", "summary_line", "source"}  # every method has them
+TABLES = {"name", "summary_line", "source"}  # fields that every method has
 Figures = dict[str, float]
 
 
@@ -88,7 +88,8 @@ def figures_of(root: Path) -> Figures:
         found[f"{method}: overrides"] = len(overrides(root, file))
     for method in TRACED:
         parts = entered(root, method)
-        # what comes before round 1 hardly depends on the method
+        # Count the parts before round 1 only for fedavg, because they hardly depend on
+        # the method.
         wanted = parts if method == "fedavg" else ["a round"]
         for part in wanted:
             files = {place.partition(":")[0] for place in parts[part]}

@@ -39,7 +39,7 @@ class Trace:
         code = frame.f_code
         if event != "call" or self.round not in PARTS:
             return
-        # neither bodies of modules and classes nor comprehensions and lambdas
+        # Skip bodies of modules and classes, comprehensions and lambdas.
         if not code.co_flags & inspect.CO_OPTIMIZED or code.co_name.startswith("<"):
             return
         if code.co_filename.startswith(self._folder) and not self._is_import(frame):

@@ -60,14 +60,14 @@ from fedbn_flwr.transport.channel_server import ChannelServer
 from fedbn_flwr.transport.grpc_channel import ChannelReducer
 
 RUN = Path(__file__).parents[1] / "docker/run.py"
-PORT = 28000  # of the SuperLink of real SuperNodes
-LOOK = 0.5  # a SuperNode looks for its app's reply so often, in seconds
-POLL = 0.05  # FLWR_SUPEREXEC_TASK_POLL_INTERVAL of docker-compose.yml, in seconds
-LINE = 125e6  # bytes per second: 1 Gbit/s
-CHANNEL_CLIENTS = 512  # calls that the channel serves at the same time
-# arrays and bytes of each in a message, from which constants are found
+PORT = 28000  # port of the SuperLink for real SuperNodes
+LOOK = 0.5  # seconds between two looks of a SuperNode for its app's reply
+POLL = 0.05  # seconds: FLWR_SUPEREXEC_TASK_POLL_INTERVAL of docker-compose.yml
+LINE = 125e6  # bytes per second of a line of 1 Gbit/s
+CHANNEL_CLIENTS = 512  # largest number of calls that the channel serves at once
+# (number of arrays, bytes of each) in the messages from which the constants are found
 SHAPES = ((1, 4), (17, 4), (1, 1_000_000))
-PIECE = 1_107_000  # bytes of ResNet-20 in one piece
+PIECE = 1_107_000  # bytes of ResNet-20, sent in one piece
 CLIENTS = (10, 1000, 10**6)
 
 _APP = "from scale_work import make_server_app\n\nserver_app = make_server_app()\n"
@@ -293,7 +293,7 @@ def run_light(
     Raises:
         EngineError: the run did not complete.
     """
-    memory = Path("/dev/shm")  # the database shall not wait for a disk that others use
+    memory = Path("/dev/shm")  # so that the database waits for no disk
     with tempfile.TemporaryDirectory(
         prefix="scale-benchmark-", dir=memory if memory.is_dir() else None
     ) as name:
@@ -361,7 +361,7 @@ def run_light(
 
 
 def _show(text: str) -> None:
-    if text.startswith("{"):  # a round's figures
+    if text.startswith("{"):  # the figures of a round
         print(text, file=sys.stderr, flush=True)
 
 
@@ -448,7 +448,7 @@ def measure(nodes: int) -> Constants:
     """Measure the constants with light SuperNodes, a ClientApp's imports and a channel
     on this machine.
     """
-    alone = run_light(0, (), 0, 10.0)["idle"]  # the run's log and heartbeat
+    alone = run_light(0, (), 0, 10.0)["idle"]  # costs of the run's log and heartbeat
     found = run_light(nodes, SHAPES, 2, 10.0)
     idle = found["idle"]["cpu"] / found["idle"]["seconds"]
     poll = (idle - alone["cpu"] / alone["seconds"]) * NAP / nodes
@@ -545,7 +545,8 @@ def check(nodes: int, constants: Constants) -> str:
             service(load, nodes, constants),
             constants.watch + nodes * constants.poll / NAP,
         )
-        # The last of n nodes to wake does so after n / (n + 1) of a nap, on average.
+        # A node sleeps for a nap between two looks. On average, the last of n nodes
+        # wakes after n / (n + 1) of a nap.
         wall = (NAP * nodes / (nodes + 1) + served / share) / (1 - looks)
         cpu = served + wall * looks
         seconds = seconds_of(found, (count, number), ("seconds",))

@@ -249,7 +249,7 @@ class LightNodes:
     def _run(self, number: int) -> None:
         from flwr.supernode.fleet_http_connection import http_request_response
 
-        self._over.wait(NAP * (number * 0.618 % 1))  # nodes do not look in step
+        self._over.wait(NAP * (number * 0.618 % 1))  # nodes look at different times
         with http_request_response(self._address, insecure=True) as (
             _,
             receive,
@@ -307,8 +307,8 @@ def _answer(
     )
 
     run_id = head.metadata.run_id
-    # One object at a time: many writers at once would find the SuperLink's database
-    # locked.
+    # Confirm one object at a time, because the SuperLink's database would be locked for
+    # many writers at once.
     message = pull_and_inflate_object_from_tree(
         tree,
         partial(pull, run_id),

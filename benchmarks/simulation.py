@@ -472,8 +472,9 @@ def main(
         prepare(Path(folder), data_dir, [SETTINGS[name] for name in names])
         course = Course(
             Path(folder),
-            # Contenders run in another folder. An environment is found by the link to
-            # its interpreter, so the link is not followed.
+            # Make the path absolute, because contenders run in another folder. Do not
+            # resolve links, because Python finds its environment by the link to the
+            # interpreter.
             os.path.abspath(interpreter),
             str(Path(peers).resolve()) if peers else "",
             rounds,

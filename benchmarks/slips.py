@@ -51,8 +51,8 @@ COPIED = (
     "studies",
     "pyproject.toml",
 )
-TIMEOUT = 600.0  # seconds; a slip may make a test wait for ever
-GREEN, RED = 0, 1  # exit statuses of pytest; others mean that it ran no test
+TIMEOUT = 600.0  # seconds, because a slip may make a test wait forever
+GREEN, RED = 0, 1  # exit statuses of pytest; any other means that no test ran
 
 
 class NotUniqueError(Exception):
@@ -145,7 +145,7 @@ def _run_pytest(root: Path, tests: str, printed: Path) -> None:
     os.chdir(root)
     sys.path.insert(0, str(root))
     sys.dont_write_bytecode = True
-    os.environ["PYTHONPATH"] = str(root)  # of the processes that tests start
+    os.environ["PYTHONPATH"] = str(root)  # for processes that tests start
     sys.exit(
         int(pytest.main(["-q", "-x", "-p", "no:cacheprovider", *shlex.split(tests)]))
     )
@@ -177,7 +177,7 @@ def main(
     """Make the slips one after the other; the exit status is 1 unless the tests notice
     all of them.
     """
-    torch.set_num_threads(1)  # threads do not outlive a fork
+    torch.set_num_threads(1)  # because threads do not survive a fork
     slips = read_slips(words)
     with tempfile.TemporaryDirectory(prefix="slips-") as folder:
         root = Path(folder)

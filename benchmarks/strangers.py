@@ -134,7 +134,7 @@ def built(name: str, way: str) -> nn.Module:
             if isinstance(m, (nn.Conv2d, nn.Linear))
         )
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the old function is deprecated
+            warnings.simplefilter("ignore")  # ``weight_norm`` is deprecated
             nn.utils.weight_norm(layer)
     if way == "eval":
         for module in model.modules():
@@ -209,7 +209,7 @@ def by_torch(name: str, way: str, method: str, size: int) -> State:
     }
     kept: list[State] = [{} for _ in data]
     for number in range(ROUNDS):
-        if method == "fedtan":  # one step on the union of the batches
+        if method == "fedtan":  # a step on the union of the batches
             union = torch.cat([x for x, _ in data]), torch.cat([y for _, y in data])
             state = _step(model, state, union, way == "eval")
             continue
@@ -238,7 +238,7 @@ def _copied(model: nn.Module) -> State:
 def _step(
     model: nn.Module, state: State, batch: tuple[Tensor, Tensor], frozen: bool
 ) -> State:
-    whole = model.state_dict()  # with the versions of its layers, by which some load
+    whole = model.state_dict()  # with layers' versions, which some layers need to load
     whole.update(state)
     model.load_state_dict(whole)
     model.train()
@@ -256,7 +256,7 @@ def compared(name: str, way: str, method: str, size: int = 64) -> Line:
     """Return the outcome of a model in a way under a method."""
     try:
         wanted = by_torch(name, way, method, size)
-    except Exception as error:  # the model is not for such images or such outputs
+    except Exception as error:  # the model takes no such images or outputs
         wanted, failure = {}, f"torch itself raises {type(error).__name__}: {error}"
     try:
         found = by_this_package(name, way, method, size)

@@ -146,7 +146,7 @@ def _gradient(model: nn.Module, batch: Batch, loss: Loss) -> Tensor:
     """
     inputs, targets = batch
     trained = [p for p in model.parameters() if p.requires_grad]
-    with torch.enable_grad():  # the caller may be in torch.no_grad()
+    with torch.enable_grad():  # the caller may have disabled gradients
         outputs = outputs_of(model, inputs_for(model)(inputs))
         gradients = torch.autograd.grad(
             loss(outputs, targets.to(outputs.device)), trained, allow_unused=True
@@ -170,7 +170,7 @@ def _synchronised_gradients(
 
     def gather(client: int, tag: str, tensor: Tensor) -> list[Tensor]:
         sent[client] = tag, tensor
-        barrier.wait()  # all have sent
+        barrier.wait()  # wait until all have sent
         tags, tensors = zip(
             *(sent[index] for index in range(len(batches))), strict=True
         )
@@ -179,7 +179,7 @@ def _synchronised_gradients(
                 f"the clients' exchanges differ: {', '.join(sorted({*tags}))}. The"
                 " model must call the same BatchNorm layers for every batch."
             )
-        barrier.wait()  # all have read
+        barrier.wait()  # wait until all have read
         return list(tensors)
 
     def reducer(client: int) -> Callable[[str, Tensor], Tensor]:
@@ -192,11 +192,12 @@ def _synchronised_gradients(
                 working, reducer(client), batch_size=size, union_batch_size=sum(sizes)
             ):
                 gradient = _gradient(working, batches[client], loss)
-            # so nobody waits for a client that calls fewer layers
+            # Exchange once more at the end, so that no client waits for a client that
+            # calls fewer layers: the tags then differ.
             gather(client, "end", gradient)
             return gradient
         except BaseException:
-            barrier.abort()  # the others must not wait
+            barrier.abort()  # so that the others do not wait forever
             raise
 
     with ThreadPoolExecutor(len(batches)) as pool:

@@ -15,8 +15,8 @@ def main(pyproject: str, extras: str) -> None:
     unknown = [name for name in names if name not in known]
     if unknown:
         sys.exit(
-            f"FEDBN_EXTRAS={extras}: no extra {', '.join(unknown)}; there are"
-            f" {', '.join(known)}"
+            f"FEDBN_EXTRAS={extras}: there is no extra {', '.join(unknown)}. Use"
+            f" {', '.join(known)}."
         )
     for name in names:
         print(*known[name], sep="\n")

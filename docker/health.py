@@ -1,4 +1,4 @@
-"""Exit with 0 where every API answers: ``health.py CA URL...``."""
+"""Exit with 0 if every API answers: ``health.py CA URL...``."""
 
 from __future__ import annotations
 

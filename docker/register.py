@@ -1,6 +1,6 @@
 """Tell a SuperLink the public keys of its nodes: ``register.py CONNECTION FOLDER``.
 
-The folder is the whole list: a node whose key is not in it any more is unregistered.
+The folder is the complete list: a node whose key is no longer in it is unregistered.
 
 The list of nodes comes from Flower's Control API. In Flower 1.41, ``flwr supernode
 list`` does not print the SuperLink's names or keys of nodes. The SuperLink remembers an
@@ -38,7 +38,10 @@ def main(connection: str, folder: str) -> None:
         form = PublicFormat.SubjectPublicKeyInfo
         keys[path.stem] = key.public_bytes(Encoding.PEM, form)
     if not keys:
-        sys.exit(f"{folder} has no *.pub: that would unregister all nodes")
+        sys.exit(
+            f"{folder} has no *.pub file, so all nodes would be unregistered. Name the folder"
+            " with the public keys of the nodes."
+        )
     try:
         print(*register_exactly(connection, keys), sep="\n")
     except ClickException as error:
@@ -63,7 +66,8 @@ def register_exactly(connection: str, keys: Mapping[str, bytes]) -> list[str]:
             for node in client.ListNodes(ListNodesRequest()).nodes_info:
                 known[node.public_key] = node
 
-            # Find registered keys that should not be, even under another name.
+            # Unregister each key that is not in the folder, under whatever name it is
+            # registered.
             wanted = set(keys.values())
             for key, node in known.items():
                 if key not in wanted and node.status != NodeStatus.UNREGISTERED:
@@ -76,7 +80,9 @@ def register_exactly(connection: str, keys: Mapping[str, bytes]) -> list[str]:
                     node_id = client.RegisterNode(asked).node_id
                     lines.append(f"{name}: registered, node {node_id}")
                 elif known[key].status == NodeStatus.UNREGISTERED:
-                    lines.append(f"{name}: refused, its key was unregistered once")
+                    lines.append(
+                        f"{name}: refused, because its key was unregistered before; make a new key"
+                    )
                 else:
                     node = known[key]
                     lines.append(f"{name}: {node.status}, node {node.node_id}")

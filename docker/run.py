@@ -1,8 +1,8 @@
 """``flwr run`` that waits for the run: ``run.py APP CONNECTION OPTIONS...``.
 
-It shows the run's log to its end, also where the SuperLink was away for a while, and
-exits with 1 unless the run completes. Flower's own command exits with 0 whatever
-becomes of the run, and ends when the SuperLink goes away for a moment.
+It shows the run's log until the run ends, even if the SuperLink is away for a while,
+and exits with 1 unless the run completes. Flower's own command exits with 0 even if the
+run fails, and ends if the SuperLink is away for a moment.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from fedbn_flwr.engines.flower_run import flower_runs, stream
 from fedbn_flwr.errors import EngineError
 
-_AWAY_SECONDS = 60.0  # Flower fails a run if the SuperLink is away for longer
+_AWAY_SECONDS = 60.0  # Flower fails a run if the SuperLink is away longer
 
 
 def main(app: str, connection: str, *options: str) -> int:
@@ -29,7 +29,7 @@ def main(app: str, connection: str, *options: str) -> int:
             return 1
         end = _end_of(run)
     except KeyboardInterrupt:
-        print(f"the run goes on; `flwr stop RUN_ID {connection}` ends it")
+        print(f"the run continues; to end it: flwr stop RUN_ID {connection}")
         return 130
     if end["status"] == "finished:completed":
         print(f"run {run.id}: {end['status']}")
@@ -41,24 +41,26 @@ def main(app: str, connection: str, *options: str) -> int:
 
 
 class _Run:
-    """A run, as Flower's commands tell of it.
+    """A run, as Flower's commands show it.
 
     Attributes:
-        id: "" until it has started.
-        how_to_resume: what its app says of that in the log; "" = nothing.
+        id: Flower's number of the run; "" until the run has started.
+        how_to_resume: the line of the app's log on how to resume the run; "" if the
+            log has no such line.
     """
 
     def __init__(self, connection: str) -> None:
         self.id = ""
         self.how_to_resume = ""
         self._connection = connection
-        # the lines of the log by the last command and by this one
+        # the lines of the log that the last command has shown, and the lines of this
+        # command
         self._before: list[str] = []
         self._now: list[str] = []
         self._repeats = False
 
     def show(self, *words: str) -> None:
-        """Show what a command of ``flwr`` prints, but for lines that were shown."""
+        """Show the output of a ``flwr`` command without lines that were shown before."""
         stream(["flwr", *words], os.environ, self._show_line)
 
     def show_log(self) -> None:
@@ -66,7 +68,7 @@ class _Run:
         self.show("log", self.id, self._connection, "--stream")
 
     def _show_line(self, line: str) -> None:
-        # From here on Flower repeats the log from its begin.
+        # Flower begins the log again, from its first line.
         if "Starting logstream for run_id" in line:
             self._before, self._now, self._repeats = self._now, [], True
         place = len(self._now)
@@ -100,7 +102,8 @@ def _end_of(run: _Run) -> Mapping[str, str]:
             if gone_at is None:
                 gone_at = now
                 _say(
-                    f"the run goes on if the SuperLink is back in {_AWAY_SECONDS:.0f} s"
+                    "the SuperLink does not answer; the run continues if the SuperLink"
+                    f" is back in {_AWAY_SECONDS:.0f} s"
                 )
             elif now > gone_at + _AWAY_SECONDS:
                 why = f"no answer from the SuperLink for {_AWAY_SECONDS:.0f} s"

@@ -1,15 +1,16 @@
 """flower-superexec for the compose file's services: ``superexec.py ARGUMENTS``.
 
-Flower starts a process for every message and every run, by the name of a command,
-``flwr-clientapp`` or ``flwr-serverapp``. These names are found in ``starters`` first:
-the process is then a fork of one that has imported torch and Flower, which takes a new
-one seconds, and on a busy machine longer than Flower waits for it. It imports the app
-itself, from the run's bundle, and ends with its message or run as ever. Where no fork
-can be had, Flower's own command starts.
+Flower starts a process for every message and every run by the name of a command,
+``flwr-clientapp`` or ``flwr-serverapp``. PATH finds these names in ``starters`` first.
+The starters ask for a fork of a process that has already imported torch and Flower. A
+new process needs seconds for these imports, and on a busy machine longer than Flower
+waits for it. The fork imports the app itself from the run's bundle, and ends with its
+message or run. If no fork is available, Flower's own command starts.
 
-SIGTERM goes to the apps first, so that a ServerApp saves its run; the SuperExec follows
-when they have ended. One that ends by itself, after a single request that timed out,
-leaves its apps at work: this process, and with it the container, ends after them.
+SIGTERM goes to the apps first, so that a ServerApp saves its run. The SuperExec gets
+SIGTERM when the apps have ended. A SuperExec that fails, for example after a request
+that timed out, leaves its apps running. This process, and with it the container, ends
+after these apps.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 
 COMMANDS = ("flwr-clientapp", "flwr-serverapp")
-# What each of them needs; an app imports the rest.
+# modules that both commands need; an app imports its other modules itself
 PRELOADED = (
     "torch",
     "numpy.random",
@@ -41,7 +42,7 @@ PRELOADED = (
 )
 SAVE_SECONDS = 15.0  # less than the stop_grace_period of docker-compose.yml
 BIN = Path(sys.executable).parent
-# in the image: a container may not execute what it writes below /tmp
+# in the image, because a container may not execute files that it writes below /tmp
 STARTERS = Path(__file__).parent / "starters"
 
 
@@ -49,7 +50,8 @@ def main(arguments: Sequence[str]) -> int:
     """Run flower-superexec until it ends, and return its exit code."""
     folder = Path(tempfile.mkdtemp(prefix="superexec-"))
     door = folder / "door"
-    # before the block below, whose end is not that of an app's process
+    # Fork before the ``try`` block, because an app's process exits inside this call, and
+    # its exit must not run ``finally``, which removes the folder.
     preloaded = start_preloaded(door)
     environment = {
         **os.environ,
@@ -64,7 +66,7 @@ def main(arguments: Sequence[str]) -> int:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda number, _: end(superexec, preloaded, number))
         code = superexec.wait()
-        # one that has failed leaves its apps at work
+        # A SuperExec that has failed leaves its apps running, so wait for them.
         while children(preloaded):
             time.sleep(0.2)
         return code
@@ -83,13 +85,14 @@ def end(superexec: subprocess.Popen[bytes], preloaded: int, number: int) -> None
 
 
 def children(*parents: int) -> list[int]:
-    """Return the processes that these have started, and that have not ended."""
+    """Return the running processes that these processes have started."""
     found = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
-        # after the program's name, which is in brackets: its state and its parent
+        # The state of the process and its parent follow the program's name, which is in
+        # brackets.
         try:
             state, of = stat.read_text().rpartition(")")[2].split()[:2]
-        except OSError:  # it has ended meanwhile
+        except OSError:  # the process has ended
             continue
         if int(of) in parents and state != "Z":
             found.append(int(stat.parent.name))
@@ -97,10 +100,10 @@ def children(*parents: int) -> list[int]:
 
 
 def start_preloaded(path: Path) -> int:
-    """Start the process of which the apps' are forks, and return its id.
+    """Start the process that forks the apps' processes, and return its id.
 
-    It is asked by a socket at this path. It ends with this process, whatever the
-    reason: the other end of a pipe closes then.
+    It accepts requests at a socket with this path. It ends with this process, because
+    the other end of a pipe closes then.
     """
     door = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     door.bind(str(path))
@@ -109,7 +112,7 @@ def start_preloaded(path: Path) -> int:
     preloaded = os.fork()
     if preloaded == 0:
         os.close(kept)
-        sys.argv = serve(door, over)  # from here on, this is an app's process
+        sys.argv = serve(door, over)  # returns only in an app's process
         sys.exit(command_of_flower(sys.argv[0])())
     door.close()
     os.close(over)
@@ -117,21 +120,22 @@ def start_preloaded(path: Path) -> int:
 
 
 def command_of_flower(name: str) -> Callable[[], object]:
-    """Return the function behind a command of Flower's, as its own script finds it."""
+    """Return the function of a Flower command, as the command's script finds it."""
     (script,) = entry_points(group="console_scripts", name=name)
     command: Callable[[], object] = script.load()
     return command
 
 
 def serve(door: socket.socket, over: int) -> list[str]:
-    """Fork for each request, and return its words in the fork.
+    """Fork for each request, and return the words of the request in the fork.
 
-    It never returns in this process, which ends with ``over``. An app ends when the
-    process of ``--parent-pid`` has: the SuperExec for Flower, here the one that
-    outlasts it.
+    In this process, the function never returns: the process ends when the pipe ``over``
+    closes. An app ends with the process of ``--parent-pid``. Flower names the SuperExec
+    there, but the fork names the parent of this process, because it outlasts a
+    SuperExec that fails.
     """
-    # Import what the forks need. Ctrl-C reaches the whole group; the pipe says when it
-    # is over
+    # Import the modules that the forks need. Ignore Ctrl-C, which reaches all processes
+    # of the terminal, because this process ends when the pipe closes.
     outlasts = os.getppid()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
@@ -139,10 +143,12 @@ def serve(door: socket.socket, over: int) -> list[str]:
         importlib.import_module(module)
     for name in COMMANDS:
         command_of_flower(name)
-    # An app finds no module here that is named as its own.
+    # Remove this folder from the path, so that an app's module never has the name of a
+    # file here.
     here = Path(__file__).parent
     sys.path[:] = [path for path in sys.path if Path(path) != here]
-    # a fork need not copy what its garbage collection looks at
+    # Exclude the imported modules from garbage collection, so that a fork does not copy
+    # their memory.
     gc.freeze()
 
     while True:
@@ -155,12 +161,12 @@ def serve(door: socket.socket, over: int) -> list[str]:
             line.close()
             continue
 
-        # In the fork: as a new process, also in its random numbers; Python's own
-        # generator sees to that itself.
+        # Only the fork comes here. Restore the signals and seed NumPy, as in a new
+        # process. Python seeds its own generator after a fork.
         signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         sys.modules["numpy.random"].seed()
-        # the asking process leaves when it has read this
+        # The asking process ends when it has read this byte.
         line.send(b"1")
         line.close()
         door.close()

@@ -28,8 +28,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def demo(out: Path) -> int:
     """Run the demo into ``out``; return the exit code."""
-    # The runs. Flower waits for processes to start more than it computes, so the sweep
-    # runs at the same time.
+    # Do the runs. Do the sweep during the run in Flower, because Flower mostly waits
+    # for processes to start.
     console = Console()
     logging.getLogger("flwr").setLevel(logging.WARNING)
     study = load_study(ROOT / "apps/main/recipes/demo.yaml")
@@ -52,7 +52,7 @@ def demo(out: Path) -> int:
         )
         return 1
 
-    # The table, a row for each run.
+    # Show a table with a row for each run.
     folders = {f"{first.method} (flwr run)": out / "flwr-run"}
     folders |= {cell.method: cell.folder(out) for cell in study.cells()}
     columns = ("method", "accuracy, %", "rounds", "exchanges", "MB of floats")
@@ -74,7 +74,7 @@ def demo(out: Path) -> int:
         )
     console.print(table)
 
-    # What it shows. The first two runs differ by the engine alone.
+    # Say what the table shows. The first two runs differ only in their engine.
     best = accuracies[_ONE_MACHINE]
     behind = [f"{name} {best - accuracies[name]:.1f}" for name in _SHOWN]
     sentence = f"Accuracy behind one machine, in points: {', '.join(behind)}."
@@ -107,7 +107,7 @@ def _flower(cell: Cell, out: Path, console: Console) -> None:
     nodes = cell.config.num_clients
 
     def show(line: str) -> None:
-        # the line of a round, without Flower's colours and times
+        # Show only the lines of rounds, without Flower's colours and times.
         if "test-accuracy" in line and "/" in line:
             text = f"   flwr run, {line[line.index('round') :]}"
             console.print(text, markup=False, highlight=False)

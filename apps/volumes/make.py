@@ -14,7 +14,7 @@ import numpy as np
 from scipy.ndimage import gaussian_filter
 
 SIZE, COUNTS = 32, {"train": 6, "test": 2}
-# contrast, offset, noise, blur
+# contrast, offset, noise and blur of each site's scanner
 SCANNERS = ((1.0, 0.0, 0.2, 0.0), (3.0, 100.0, 1.0, 1.0), (-1.0, 5.0, 0.3, 0.5))
 
 

@@ -64,7 +64,7 @@ def main(job: Job, clock: Clock) -> float:
 
         class Images(BaseDataset):  # type: ignore[misc]
             def __init__(self, root: Path, args: Any, **transforms: Any) -> None:
-                none: dict[str, Any] = dict.fromkeys(transforms)  # normalised already
+                none: dict[str, Any] = dict.fromkeys(transforms)  # data are normalised
                 super().__init__(data.inputs, data.targets, list(range(10)), **none)
 
             def _rescale_data(self) -> None:

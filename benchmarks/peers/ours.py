@@ -116,7 +116,7 @@ def main(job: Job, clock: Clock) -> float:
             server, app, setting.clients, backend_config=ray_backend(job.workers)
         )
     else:
-        # as the command's own process
+        # Keep freed memory, as the command does.
         keep_freed_memory()
         with InProcessGrid(app, setting.clients, workers=job.workers) as grid:
             run(grid)

@@ -62,7 +62,7 @@ def main(job: Job, clock: Clock) -> float:
         dataset="benchmark",
         algorithm="FedBN",
         num_classes=10,
-        global_rounds=job.rounds,  # PFLlib does one more
+        global_rounds=job.rounds,  # PFLlib does one round more
         local_epochs=1,
         batch_size=setting.batch,
         local_learning_rate=setting.learning_rate,

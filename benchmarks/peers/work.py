@@ -352,7 +352,7 @@ def job_processes() -> list[Path]:
         try:
             if mark in (folder / "environ").read_bytes().split(b"\0"):
                 found.append(folder)
-        except OSError:  # it ended, or belongs to someone else
+        except OSError:  # another user's process, or it has ended
             continue
     return found
 
@@ -365,7 +365,7 @@ def cpu_seconds() -> float:
             fields = (folder / "stat").read_text().rpartition(")")[2].split()
         except OSError:
             continue
-        # user, system, and both of ended children
+        # the process's time in user and system mode, and the same of its ended children
         ticks += sum(int(field) for field in fields[11:15])
     return ticks / os.sysconf("SC_CLK_TCK")
 

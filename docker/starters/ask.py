@@ -1,7 +1,7 @@
 """Ask the process behind a SuperExec for a fork: ``ask.py COMMAND ARGUMENTS``.
 
-It leaves when the fork has begun. Python without site-packages starts in 10 ms. Where
-there is no fork, Flower's own command is this process from here on.
+This process ends when the fork has begun. It starts in 10 ms, because Python runs
+without site-packages. If there is no fork, this process becomes Flower's own command.
 """
 
 import json

@@ -73,7 +73,8 @@ def config_page() -> str:
             name, field = fields[key]
             cells = [f"`{key}`", *_cells(key, name, field)]
             if conditions := only_if_of(Config, key):
-                # Settings of two methods are alternatives: a run has one of them.
+                # Conditions of a method's setting are alternatives, because each is
+                # about another method, and a run has one of them.
                 joint = " or " if methods else ", with "
                 words = [in_words({key: one}) for key, one in conditions.items()]
                 cells[-1] += f". Only with {joint.join(words)}"

@@ -68,7 +68,7 @@ _REACHED = re.compile(
     r"# (Digits, .+)\. Reaches (\d+\.\d\d) % on (.+) \((seed \d+), CPU"
 )
 _RESULTS = {"papers.md": "the papers' tables", "which-method.md": "ten methods"}
-_UP = "../../"  # from docs/methods to the root
+_UP = "../../"  # from docs/methods to the root of the checkout
 StrategyClass = type[Strategy]
 
 
@@ -251,7 +251,8 @@ def _settings(method: StrategyClass) -> Iterator[str]:
                 if isinstance(field.default, bool)
                 else repr(field.default)
             )
-            # Flower's class of the same name has another default than our configs
+            # Show both defaults if they differ, because Flower's class of the same name
+            # has another default than our configs.
             in_config = field.json_schema_extra["in_config"]
             if in_config != field.default:
                 default += f", in a config {in_config!r}"

@@ -51,5 +51,5 @@ def names_of_registries() -> str:
             name for name, method in METHODS.items() if method.role == role
         ]
     text = json.dumps(content, ensure_ascii=False)
-    # a line for each entry
+    # Write a line for each entry.
     return text.replace("]], ", "]],\n").replace("], [", "],\n [") + "\n"

@@ -105,7 +105,7 @@ def problem_table() -> str:
             stage = row.stage
             lines += ["", f"## Stage: {stage}", ""]
             lines += ["| code | keys | sentence | file |", "|---|---|---|---|"]
-        # A variable stands for the key of the config.
+        # Show no key if the row has a variable in place of the key.
         named = "" if "{" in row.keys else row.keys.replace("_", "-")
         keys = ", ".join(f"`{key}`" for key in named.split())
         code = f"`{row.code}`" + f", {row.effect}" * (row.effect != "refuse")

@@ -104,7 +104,8 @@ def _problems_here(config: Config) -> Iterator[Problem]:
             "start",
         )
 
-    # Flower starts nodes and servers in folders of its own.
+    # Paths must be absolute, because Flower starts nodes and servers in folders of its
+    # own.
     paths = {"data-dir": config.data_dir}
     if config.init.endswith(FILES):
         paths["init"] = config.init

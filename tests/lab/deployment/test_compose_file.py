@@ -355,4 +355,4 @@ def test_extras_are_named_or_refused(tmp_path: Path) -> None:
         [*command, "timm,tim"], capture_output=True, text=True, check=False
     )
     assert done.returncode == 1
-    assert "no extra tim; there are lab, dev, " in done.stderr
+    assert "there is no extra tim. Use lab, dev, " in done.stderr
