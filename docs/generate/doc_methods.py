@@ -141,10 +141,7 @@ def _page(method: StrategyClass, root: Path, results: Mapping[str, Any]) -> str:
             "",
             mark + after,
             "",
-            "## Settings",
-            "",
             *_settings(method),
-            "",
             "## What it reached",
             "",
             *_reached(method, root, results),
@@ -257,8 +254,8 @@ def _settings(method: StrategyClass) -> Iterator[str]:
             if in_config != field.default:
                 default += f", in a config {in_config!r}"
             own.append(f"`{name}` ({default})")
-    own = own or ["none of its own"]
-    yield f"[Config keys](../config.md): {', '.join(own)}."
+    if own:
+        yield f"## Settings\n\n[Config keys](../config.md): {', '.join(own)}.\n"
 
 
 def _recipe(name: str) -> str:
@@ -269,17 +266,17 @@ def _reached(
     method: StrategyClass, root: Path, results: Mapping[str, Any]
 ) -> Iterator[str]:
     """Yield the recipe's result, own results beside a paper's, and links to others."""
-    yield "| setting | here, % | paper, % |"
-    yield "|---|---|---|"
     same = [
         other for other in STRATEGIES.values() if other.__module__ == method.__module__
     ]
+    table = ["", "| setting | here, % | paper, % |", "|---|---|---|"]
     elsewhere: dict[str, dict[str, None]] = {}
     for other in same:
         of = f"{other.__name__}: " if len(same) > 1 else ""
         found = _REACHED.search((root / _recipe(other.name)).read_text("utf-8"))
         if found:
-            yield f"| {of}digits, its recipe, on {found[3]} | {found[2]} | - |"
+            recipe = f"the recipe of {other.__name__}" if of else "its recipe"
+            yield f"On digits, {recipe} reaches {found[2]} % on {found[3]}."
         order = list(results["studies"]).index
         rows = results["methods"].get(other.name, ())
         for row in sorted(rows, key=lambda row: order(row["study"])):
@@ -289,10 +286,12 @@ def _reached(
             link = _link(study)
             if "paper" in row:
                 text = ", ".join([link, *_details(row)])
-                yield f"| {of}{text} | {row['here']} | {row['paper']} |"
+                table.append(f"| {of}{text} | {row['here']} | {row['paper']} |")
             else:
                 file = study["page"].partition("#")[0]
                 elsewhere.setdefault(file, {})[link] = None
+    if len(table) > 3:
+        yield from table
     if elsewhere:
         yield ""
         links_or_pages = [
