@@ -33,7 +33,7 @@ _OPTIONS = {
 }
 _OPTIONS_HEAD = """# Options of every method
 
-These parts are not methods. Any method may use them; a method that cannot refuses them with a message that says why.
+Any method may use these options; a method that cannot refuses them with the reason.
 """
 _COMBINATIONS_HEAD = """
 ## Methods in one run

@@ -2,19 +2,19 @@ r"""Test-time BatchNorm: statistics of the test inputs, for untrained clients.
 
 An untrained client did not take part in training. The option applies only to tests.
 Labels are not used, weights do not change, nothing additional is sent, and the model is
-restored afterwards. The key `test-bn` selects the mode. `eval-on=global-test-bn` tests
-the global model in this mode. `averaged-bn-test-bn` tests the model with the average of
-the clients' BN parts. Each held-out client has an additional test that uses only its
-own test inputs. The plain test is always reported as well.
+restored afterwards. `eval-on=global-test-bn` tests the global model, and
+`averaged-bn-test-bn` tests the model with the average of the clients' BN parts. Each
+held-out client has an additional test that uses only its own test inputs. The plain
+test is always reported as well.
 
 **The tests of `eval-on` differ from the test of a new client.** Their batches come from
-the whole test set in its order, so they mix the inputs of all clients and domains. Each
-domain is additionally tested separately. For a new client use `held-out-clients`. In a
-test set sorted by class, each batch has few classes.
+the whole test set in its order, so they mix the inputs of all clients and domains. For a
+new client use `held-out-clients`. In a test set sorted by class, each batch has few
+classes.
 
 **If the labels of the test client are skewed, the statistics of its inputs remove the
 class signal**, so compare with the plain test. Both modes depend on the size of the
-test batches. The summary of a run therefore contains it.
+test batches.
 
 ## Algorithm
 

@@ -7,10 +7,9 @@ Alleviating Data Heterogeneity Problem in Federated Learning", arXiv:2311.13267,
 abstract.
 
 Under label skew, a client with one class can always lower its loss by longer features;
-a fixed length prevents this. FN of the paper is ``norm=none`` with this option. Its
-FedLN is ``norm=layer`` with this option. Without it, ``norm=layer`` bounds the features
-only if no ReLU, sum or pooling comes between its last layer and the classifier. Every
-residual network here has them.
+a fixed length prevents this. With this option, ``norm=none`` is the paper's FN, and
+``norm=layer`` its FedLN. Without it, ``norm=layer`` does not bound the features of the
+residual networks here, because a ReLU, sum or pooling follows its last layer.
 
 ## Algorithm
 
@@ -28,12 +27,10 @@ model (register the classifier last), and segmentation.
 ## Differs from the papers
 
 The scale is $\sqrt{d}$ in the authors' two codes; 1 is another option of one of them.
-The features are normalised at the input of the classifier. HybridBN's public code
-normalises, under the name FedFN, the output of the convolutions before two linear
-layers, and removes BN. In the authors' ResNet-18 the first GroupNorm has the argument
-``affine`` instead of ``eps``, so its results with GN, LN and BN are not results of
-these norms. The laws apply to networks with ReLU; the authors do not extend them to
-attention.
+HybridBN's public code normalises, under the name FedFN, the output of the convolutions
+before two linear layers, and removes BN. In the authors' ResNet-18 the first GroupNorm
+has the argument ``affine`` instead of ``eps``, so its results with GN, LN and BN are not
+results of these norms. The laws apply to networks with ReLU.
 
 ## Laws
 

@@ -15,9 +15,8 @@ ResNet-20 diverged.
 
 ## Problem
 
-In training, a BN layer normalises with the statistics of a client's batch, and these
-differ between clients. FixBN uses global statistics but freezes them, so they fit an
-ever older model. In FBN, the global statistics follow the model.
+The statistics of a client's batch differ between clients. FixBN uses global statistics
+but freezes them, so they fit an ever older model. In FBN, they follow the model.
 
 ## Algorithm
 
@@ -42,15 +41,13 @@ $$S \leftarrow (1 - \mu) S + \mu \, (m, v)$$
 
 The first `statistics-warm-up` rounds with a result are rounds of FedAvg: BN normalises
 with the statistics of the batches, and $S$ becomes $(m, v)$. For a trained model with
-its own statistics, use 0. The statistics of the warm-up still weigh $0.9^k$ after $k$
-more rounds with $\mu$ = 0.1. If few clients take part in a round, use a longer warm-up
-or a larger $\mu$.
+its own statistics, use 0. If few clients take part in a round, use a longer warm-up or a
+larger $\mu$.
 
 With `statistics-aggregation="trimmed-mean:0.2"`, the server takes, per channel, the
 mean of $m_i$ over the clients, and then of $v_i + (m_i - m)^2$. Each mean has equal
-weights and leaves out the share $t$ = 0.2 of the smallest and of the largest values. Of
-$n$ clients, floor($t n$) are left out at either end. Below five clients this is nobody,
-and the log reports it. False statistics from at most floor($t n$) clients have no
+weights and leaves out floor($t n$) of the $n$ clients at either end, with $t$ = 0.2:
+below five clients nobody. False statistics from at most floor($t n$) clients have no
 effect. This protects only the statistics.
 
 ## Differs from the paper

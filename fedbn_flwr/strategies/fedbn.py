@@ -12,9 +12,8 @@ Not when: one model must know classes that a client lacks, or most clients never
 
 ## Problem
 
-The clients have different features, such as other cameras, scanners or styles. One set
-of BN parameters and statistics does not fit all clients. A client that keeps its own BN
-adapts the shared model to its own features.
+If the clients have different features, such as other cameras, scanners or styles, one
+set of BN parameters and statistics does not fit all clients.
 
 ## Algorithm
 

@@ -11,8 +11,7 @@ Not when: a loss may not leave a client.
 
 ## Problem
 
-With different data, some clients fall behind, and weights by size do not help them.
-Here, clients with a larger loss get more weight until the losses agree.
+Clients with a larger loss get more weight until the losses agree.
 
 ## Algorithm
 
@@ -33,13 +32,10 @@ mode. $\epsilon$ is `fedbs_eps`, $r$ is `fedbs_rounds`, $\mu$ is `proximal_mu`.
 
 ## Differs from the paper
 
-Algorithm 1 and the text of the paper disagree on $F_k$. The introduction uses the
-empirical risk over the local data, Algorithm 1 computes $F_k$ in the loop over the
-batches, and section IV contains both "during training" and "after training". The mean
-over the batches is our reading of Algorithm 1. The loss on validation data is our
-reading of the text: the loss of the trained local model, on examples that it has not
-seen. The paper does not mention validation data. $\mu$ = 0.01 is ours. If all $F_k$ are
-zero, the weights are equal.
+Algorithm 1 and the text of the paper disagree on $F_k$. The mean over the batches is our
+reading of Algorithm 1. The loss on validation data is our reading of the text: the loss
+of the trained local model, on examples that it has not seen. The paper does not mention
+validation data. $\mu$ = 0.01 is ours. If all $F_k$ are zero, the weights are equal.
 
 ## Law
 

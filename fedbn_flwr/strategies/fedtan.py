@@ -13,11 +13,10 @@ out.
 
 ## Problem
 
-A BN layer makes the output for one sample depend on the whole batch. With different
-data in each client, the local statistics differ, and the gradients through them differ
-as well. Their average is not the gradient on the union of the data. Synchronising the
-statistics is not enough: the gradients with respect to the statistics must also be
-synchronised.
+With different data in each client, the local statistics differ, and the gradients
+through them differ as well. Their average is not the gradient on the union of the data.
+Synchronising the statistics is not enough: the gradients with respect to the statistics
+must also be synchronised.
 
 ## Algorithm
 
@@ -47,18 +46,14 @@ fewer exchanges: $\sigma^2 = \sum_i p_i (\sigma_i^2 + (\mu_i - \mu)^2)$.
 `union_batch_size` is the sum of the first batches.
 
 A BN layer cannot be synchronised if it is part of a TorchScript module, or if
-activation checkpointing calls it again. A `TorchClient` reports this before the first
-round.
+activation checkpointing calls it again. Every client must call the same BN layers in
+its first local step, in the same order: a model that skips layers at random (stochastic
+depth) is refused. If the inputs determine the layers, the clients that differ from the
+majority are dropped in the round.
 
-Every client must call the same BN layers in its first local step, in the same order. A
-`TorchClient` whose model skips layers at random (stochastic depth) is refused before
-the first round. If the inputs determine the layers, the clients that differ from the
-majority are dropped in the round, and the log names the layer.
-
-If a client is lost in the middle of the step, the other clients repeat the step from
-its first exchange. The round then equals a round without the lost client. If a client
-is lost after its last exchange, the step contains its batch and remains valid, and only
-the client's model is missing in the average. The log reports the case.
+If a client is lost in the middle of the step, the other clients repeat the step without
+it. If a client is lost after its last exchange, the step contains its batch, and only
+the client's model is missing in the average.
 
 ## Differs from the paper
 

@@ -16,8 +16,7 @@ Not when: clients take part only once, because each client learns its own alpha.
 
 Batch statistics differ between clients, and they differ from the statistics used in
 tests. Pure global statistics, as in FBN and FixBN, lose two things that keep BN stable:
-the gradient through the statistics, and values that fit the present weights. HBN mixes
-both.
+the gradient through the statistics, and values that fit the present weights.
 
 ## Algorithm
 
@@ -61,8 +60,7 @@ each test). The public code differs from the figure and the abstract:
 6. Only BatchNorm2d is replaced, without its trained values. Gradients are clipped to
    norm 10, and small batches and small clients are left out.
 
-[A comparison](../results/which-method.md#hbns-public-code-beside-ours) shows a run of
-the public code and of this module.
+See [a run of both](../results/which-method.md#hbns-public-code-beside-ours).
 
 ## Law
 

@@ -7,9 +7,7 @@ uses no data of its own, and training does not use the result.
 
 The server asks every client with data for the count, the mean and the sum of squared
 deviations $(n_i, m_i, M_i)$ per layer and channel (`batchnorm/reestimation.py`). It
-merges the answers, in the order of partition ids:
-
-$$n = \sum_i n_i, \qquad m = \sum_i \frac{n_i}{n} m_i, \qquad M = \sum_i \left( M_i + n_i (m_i - m)^2 \right)$$
+merges the answers, in the order of partition ids, as in [StaticBN](staticbn.md).
 
 ## What travels
 
