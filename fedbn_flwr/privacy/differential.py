@@ -131,7 +131,7 @@ class ClientLevelDP(Protection):
         self._local: PartSet = NONE
         self._begin()
 
-    def begin(self, methods: Methods, weighted_by_key: str) -> None:
+    def begin(self, methods: Methods) -> None:
         """Start with the first clipping norm, and check for values without noise.
 
         Raises:

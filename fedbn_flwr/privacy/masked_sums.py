@@ -63,14 +63,14 @@ from torch import Tensor
 
 from fedbn_flwr.batchnorm.averaging import Array, State
 from fedbn_flwr.errors import ConfigError, MaskingError, ReplyError
-from fedbn_flwr.messages.protocol import FRESH_BATCHES, MASKED, NUM_EXAMPLES
+from fedbn_flwr.messages.protocol import FRESH_BATCHES, MASKED
 from fedbn_flwr.messages.records import of_kind, state_sha256
 from fedbn_flwr.privacy.coordinates import Coordinates
 from fedbn_flwr.privacy.differential import ClientLevelDP
 from fedbn_flwr.privacy.masked_round import MaskedRound
 from fedbn_flwr.privacy.protection_settings import MASKED_UPDATES, MaskSettings
 from fedbn_flwr.privacy.ring import split
-from fedbn_flwr.problems import Known, Problem, check, tell
+from fedbn_flwr.problems import Known, check, tell
 from fedbn_flwr.server.methods.check_protections import uncovered
 from fedbn_flwr.server.methods.method import Facts, Node, Reply
 from fedbn_flwr.server.methods.together import Methods
@@ -123,24 +123,16 @@ class MaskedSums(Protection):
         self.always_releases = self._inner.always_releases
         self._begin()
 
-    def begin(self, methods: Methods, weighted_by_key: str) -> None:
+    def begin(self, methods: Methods) -> None:
         """Check that the method needs only sums.
 
         Raises:
             ConfigError: the method needs more of a client.
         """
         tell(uncovered(methods, "masked-sums", "true"))
-        if weighted_by_key != NUM_EXAMPLES:
-            weights = Problem(
-                "masked-weights",
-                f"weighted_by_key={weighted_by_key!r}: masked sums are weighted by"
-                f" {NUM_EXAMPLES}, which the server knows before the round",
-                "weighted_by_key",
-            )
-            tell([weights])
         self._begin()
         self._cohort_rounds = methods.params.cohort_rounds
-        self._inner.begin(methods, weighted_by_key)
+        self._inner.begin(methods)
 
     def _begin(self) -> None:
         # ``_weights`` is the SHA-256 of this round's weights, and ``_known`` of the

@@ -728,6 +728,7 @@ class Strategy(FlowerFedAvg):
             num_rounds=run.num_rounds,
             recorded=self._recording is not None,
             weighted_by_key=self.weighted_by_key,
+            reads_each=self.protection.reads_each,
             parts=run.parts_with_ties,
             shapes=run.shapes,
         )

@@ -594,7 +594,7 @@ def test_noise_in_statistics_is_told_where_they_get_some(
     federate: Any, mlp: Any, datasets: Any, caplog: Any, strategy: Any
 ) -> None:
     wrapper = DPWrapper(strategy(), 1.0, 1.0, where="client")
-    wrapper.privacy.begin(wrapper.strategy.methods, "num-examples")
+    wrapper.privacy.begin(wrapper.strategy.methods)
     wrapper.privacy.admits(of_round(1, 10), 10)
     assert ("running variances" in caplog.text) == (strategy is FedAvg)
 

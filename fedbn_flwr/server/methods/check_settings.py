@@ -90,13 +90,15 @@ def _of_settings(methods: Any, known: Known) -> Iterator[Problem]:
                 "layers",
                 stage="settings",
             )
-    if methods.whole.exchanges and known.weighted_by_key not in (None, NUM_EXAMPLES):
+    early = methods.whole.exchanges or not known.reads_each
+    if early and known.weighted_by_key not in (None, NUM_EXAMPLES):
         yield Problem(
-            "synchronised-weights",
-            f"{methods.name} synchronises with the weights of {NUM_EXAMPLES!r}, but"
-            f" weighted_by_key={known.weighted_by_key!r} averages with other weights:"
-            " leave it out",
+            "unknown-weights",
+            f"weighted_by_key={known.weighted_by_key!r}: a synchronised step and masked"
+            f" sums are weighted by {NUM_EXAMPLES}, because the server must know the"
+            " weights before the round",
             "weighted_by_key",
+            remedy=f"weighted_by_key={NUM_EXAMPLES!r}",
         )
     if not acts_on_batchnorm(methods.whole):
         yield _unused(

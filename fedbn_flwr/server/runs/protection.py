@@ -36,10 +36,8 @@ class Protection:
     always_releases = False
     reads_each = True
 
-    def begin(self, methods: Methods, weighted_by_key: str) -> None:
+    def begin(self, methods: Methods) -> None:
         """Prepare a new run.
-
-        ``weighted_by_key`` names the metric that weights the replies.
 
         Raises:
             ConfigError: the method, or a setting of it, does not fit.

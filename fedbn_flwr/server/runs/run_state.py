@@ -241,7 +241,7 @@ class Run:
         """
         self.begun = True
         self.states = self.methods.begin(self.facts(0))
-        self.protection.begin(self.methods, self.options.weighted_by_key)
+        self.protection.begin(self.methods)
 
     def close(self) -> None:
         """Close the transport that stays open between rounds."""

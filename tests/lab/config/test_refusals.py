@@ -136,7 +136,7 @@ OF_A_MODEL: Mapping[str, tuple[str, dict[str, Any], nn.Module]] = {
         nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)),
     ),
     "tied-apart": ("fedavg", {"personal": "0"}, nn.Sequential(*[nn.Linear(2, 2)] * 2)),
-    "synchronised-weights": (
+    "unknown-weights": (
         "fedtan",
         {"weighted_by_key": "w"},
         nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)),
@@ -231,7 +231,6 @@ IN_A_ROUND: Mapping[str, tuple[Any, Known]] = {
 """A method and the facts of a round for each problem of a round."""
 ELSEWHERE = {
     "phase-never-begins": "below, for each method with phases",
-    "masked-weights": "below",
     "legacy-loop-exchanges": "tests/legacy/test_legacy_strategy.py",
     "legacy-loop-re-estimates": "tests/legacy/test_legacy_strategy.py",
     "around-a-strategy": "tests/privacy/test_flowers_wrappers.py",
@@ -340,7 +339,7 @@ def test_masked_sums_need_the_weights_that_they_know() -> None:
     strategy.protect(MaskedSums(MaskSettings(masked_sums=True)))
     start = ArrayRecord(model().state_dict())
     assert told(lambda: strategy.prepare(start, 3, 1)) == {
-        ("masked-weights", "weighted-by-key")
+        ("unknown-weights", "weighted-by-key")
     }
 
 
