@@ -75,7 +75,10 @@ def apply_mod(
     config = TrainConfig.read(merged_config(message))
     trains = message.metadata.message_type.partition(".")[0] == MessageType.TRAIN
     if config.fine_tune and not trains:
-        raise ConfigError("fine-tune needs a TorchClient: train in your own test")
+        raise ConfigError(
+            "fine-tune needs a TorchClient: train in your own test",
+            code="fine-tune-in-a-loop",
+        )
     # Before the app: put the whole model, and nothing else, into the message.
     if config.attempt is not None:
         _reopen(message, context)

@@ -3,7 +3,9 @@ the classes.
 
 ``combined`` makes one strategy of several: one method's local parts, another's local
 training, a third's server step. ``register`` makes the client hooks of a method of your
-own project known. What a method of your own is written with (``Method``, ``Travels``,
+own project known. At the end of its file, a method has the ``rows`` with its refusals:
+the server evaluates them before and in a run, and ``refuse_on_client`` evaluates them
+with the facts of a client's training. What a method of your own is written with (``Method``, ``Travels``,
 ...) is here, too.
 """
 

@@ -68,7 +68,10 @@ class PersonalModel(ClientHook):
 
     def __init__(self, strength: float, context: HookContext) -> None:
         if context.train is None:
-            raise ConfigError("ditto trains a second model: it needs a TorchClient")
+            raise ConfigError(
+                "ditto trains a second model: it needs a TorchClient",
+                code="second-model-in-a-loop",
+            )
         self._strength, self._train = strength, context.train
         # An option acts in every step of a client; other methods act only in the steps
         # of w.

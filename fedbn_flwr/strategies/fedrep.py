@@ -66,6 +66,7 @@ class HeadThenBody(ClientHook):
         self._head, self._head_steps = head, head_steps
         self._optimizers: list[torch.optim.Optimizer] = []
         self._trained: set[str] = set()
+        self._taken = False
 
     def begin(self, model: nn.Module) -> None:
         """Refuse a head without parameters."""
@@ -87,6 +88,7 @@ class HeadThenBody(ClientHook):
     def gradients(self, model: nn.Module) -> None:
         """Drop the gradients of the part that does not train in this step."""
         part = "head" if self.step < self._head_steps else "body"
+        self._taken = True
         head = self._of_head(model)
         for parameter in {*model.parameters()}.union(
             *map(parameters_of, self._optimizers)
@@ -100,7 +102,7 @@ class HeadThenBody(ClientHook):
 
     def end(self, model: nn.Module) -> dict[str, float]:
         """Refuse a round that has not trained the head."""
-        if self._head_steps and self._trained == {"body"}:
+        if self._taken and self._head_steps and "head" not in self._trained:
             raise ConfigError(
                 f"head-steps={self._head_steps}, but none of the first steps trained the"
                 " head. With several optimizers, step the optimizer of the head first."

@@ -3,9 +3,14 @@
 The sources are YAML, ``--set``, ``--run-config`` and ``[tool.flwr.app.config]``.
 
 ``fields.py`` has the keys; keys of the methods come from
-``server/methods/params_by_method.py``. ``config.py`` reads and writes them. They are
-checked in two halves. ``check_keys.py`` needs no torch, so a wrong key or value is
-reported immediately. ``check_run.py`` uses the registries, the data and the methods.
+``server/methods/params_by_method.py``. ``config.py`` reads and writes them. Two modules
+refuse a config:
+
+- ``check_keys.py``: unknown keys and names, values out of range, keys that exclude each
+  other, and keys without effect. It needs no torch, so it reports them immediately.
+- ``check_run.py``: the task, the model and the classes of the data, the methods, and
+  the results that a protection does not cover.
+
 ``data.py`` and ``method_of_config.py`` resolve the settings: ``data_of(config)``,
 ``method_of(config)``. A name here imports its module when it is used.
 """

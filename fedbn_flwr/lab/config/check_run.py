@@ -1,4 +1,7 @@
-"""The half of the check that asks the registries, the data and the methods."""
+"""Refuse a config because of its data, methods or protections, before any work.
+
+The checks use the registries and torch; ``check_keys`` has the checks without them.
+"""
 
 from __future__ import annotations
 

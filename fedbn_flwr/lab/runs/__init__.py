@@ -7,6 +7,6 @@
   writes the results.
 - ``node.py`` makes a node's client. ``node_guard.py`` guards it over a network;
   ``default_app.py`` is both sides as a Flower app.
-- ``check_start.py`` has the checks before a run.
+- ``check_start.py`` refuses paths, packages, devices and models that a run cannot use.
 - ``inspection.py`` predicts the effect of a method on a model.
 """

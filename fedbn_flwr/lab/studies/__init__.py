@@ -3,7 +3,7 @@
 In reading order:
 
 - ``study``: the file, and the runs of the grid (``Cell``).
-- ``check_study``: the problems of a study, and the part that a sweep does now.
+- ``check_study``: the refusals of a study, and the part that a sweep does now.
 - ``sweep``: all remaining runs, then the results.
 - ``one_run``: the state of a run, and doing it from the start or its checkpoint.
 - ``parallel``: several runs at a time, each in a process.
