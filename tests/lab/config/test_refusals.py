@@ -39,7 +39,7 @@ from fedbn_flwr.privacy.protection_settings import (
     MaskSettings,
 )
 from fedbn_flwr.problems import Known, Problem, check
-from fedbn_flwr.server.methods.method import Facts
+from fedbn_flwr.server.methods.method import Facts, Node
 from fedbn_flwr.server.methods.options import OPTIONS
 from fedbn_flwr.server.methods.params import Params
 from fedbn_flwr.server.methods.travels import BATCHNORM, TRACKED, Travels
@@ -176,8 +176,8 @@ def of(name: str, **settings: Any) -> Any:
 
 def reply(**extras: Any) -> Any:
     """A reply of a client that has trained for the first time."""
-    node, info = SimpleNamespace(label="0"), SimpleNamespace(began=True)
-    return SimpleNamespace(extras=extras, node=node, info=info)
+    info = SimpleNamespace(began=True)
+    return SimpleNamespace(extras=extras, node=Node(1, 0, 3), info=info)
 
 
 def in_round(travels: Travels | None = None, **known: Any) -> Known:
