@@ -42,48 +42,48 @@ def facts_of(
         comparisons: the comparisons with other runs.
     """
     metric = quantity_of(run.headline)
-    unit = " %" if in_percent(metric) else ""
+    unit, points = (" %", " points") if in_percent(metric) else ("", "")
     best, worst, extreme = max, min, "Lowest"
     if not higher_is_better(metric):
         best, worst, extreme = min, max, "Highest"
     known = [row for row in sites if row.get("value") is not None]
     facts = []
-    rounds, values = run.curve(run.headline)
-    value = run.final.get(run.headline)
-    if value is not None:
+
+    curve = run.curve(run.headline)
+    if curve and run.final.get(run.headline) is not None:
         about = f"Test {metric}"
         if run.headline.startswith("personal-"):
-            about = f"Mean {metric} of {len(known) or 'the'} sites"
-        more = f"after round {run.final['round']}"
-        if values:
-            top = best(values)
-            at = rounds[values.index(top)]
-            more += f"; best {top:{form_of(metric)}} after round {at}"
-        facts.append(Fact(about, shown(value, metric) + unit, more))
+            about = f"Mean {metric} of {len(known)} sites"
+        at = best(curve, key=lambda tested: curve[tested])
+        more = (
+            f"after round {run.final['round']}; best {shown(curve[at], metric)} after"
+        )
+        value = shown(run.final[run.headline], metric) + unit
+        facts.append(Fact(about, value, f"{more} round {at}"))
     if len(known) > 1:
-        row = worst(known, key=lambda one: one["value"])
+        row = worst(known, key=lambda site: site["value"])
         more = site_label(row)
         if row.get("low") is not None:
-            ends = [shown(row[end], metric) for end in ("low", "high")]
-            more += f", 95 % interval {' to '.join(ends)}"
+            low, high = shown(row["low"], metric), shown(row["high"], metric)
+            more += f", 95 % interval {low} to {high}"
         facts.append(Fact(f"{extreme} site", shown(row["value"], metric) + unit, more))
     for one in comparisons:
-        count = len(one.by_site)
-        equal = count - one.better - one.worse
-        more = (
-            f"better at {one.better}, equal at {equal}, worse at {one.worse} of"
-            f" {count} sites"
-        )
-        change = signed(one.difference, metric) + (" points" if unit else "")
+        better, worse, every = one.count(1), one.count(-1), len(one.by_site)
         tone = ""
         if one.established:
             tone = "good" if one.gain > 0 else "bad"
-        about = f"Compared with {name_of(one.reference)}"
-        facts.append(Fact(about, change, more, tone))
+        facts.append(
+            Fact(
+                f"Compared with {name_of(one.reference)}",
+                signed(one.difference, metric) + points,
+                f"better at {better}, equal at {every - better - worse}, worse at"
+                f" {worse} of {every} sites",
+                tone,
+            )
+        )
     totals = run.summary.get("ledger") or ledger_of(run.lines)
     mebibytes = (totals.get("bytes-down", 0) + totals.get("bytes-up", 0)) / 2**20
-    seconds = sum(line["seconds"] for line in run.lines)
-    more = f"sent and received; {seconds:,.1f} s"
+    more = f"sent and received; {sum(line['seconds'] for line in run.lines):,.1f} s"
     if totals.get("exchanges"):
         more += f", exchanges: {totals['exchanges']:,}"
     facts.append(Fact("Cost", f"{mebibytes:,.2f} MiB", more))
@@ -97,26 +97,13 @@ def ask_alone(run: RunFiles) -> str:
     return alone_command(run.config, run.folder.parent / ALONE)
 
 
-def form_of(key: str) -> str:
-    """Return the format of a metric in its shown unit."""
-    return ".1f" if in_percent(key) else ".4f"
-
-
-def shown(value: float | None, key: str) -> str:
+def shown(value: float | None, key: str, sign: str = "") -> str:
     """Return a value of a metric in the form of the page."""
-    return "-" if value is None else f"{scale_of(key) * value:{form_of(key)}}"
+    if value is None:
+        return "-"
+    return f"{100 * value:{sign}.1f}" if in_percent(key) else f"{value:{sign}.4f}"
 
 
 def signed(value: float | None, key: str) -> str:
     """Return a difference in the form of the page."""
-    return "-" if value is None else f"{scale_of(key) * value:+{form_of(key)}}"
-
-
-def scale_of(key: str) -> int:
-    """Return the factor of a metric in tables, 100 for shares in per cent."""
-    return 100 if in_percent(key) else 1
-
-
-def label_of(key: str) -> str:
-    """Return the name of a metric with its unit."""
-    return f"{key}, %" if in_percent(key) else key
+    return shown(value, key, "+")

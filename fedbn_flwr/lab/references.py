@@ -91,34 +91,35 @@ def _differs(run: RunFiles, other: RunFiles) -> str:
 class Comparison:
     """The difference between a run and a reference, as a mean over the sites.
 
-    Differences have the unit of the metric.
-
     Attributes:
         reference: the other run.
         by_site: the row of each site with a difference, by its name.
-        better: the number of sites at which the run is better.
-        worse: the number of sites at which the run is worse.
-        difference: the mean over the sites.
-        low: the lower end of its 95 % interval, from the sites' paired bootstraps.
-        high: the upper end; both are None if a site has no interval.
-        gain: the difference, with the sign that makes better values larger.
+        sign: 1 if higher values are better, -1 if lower values are.
+        difference: the mean over the sites, in the unit of the metric.
+        half: half of its 95 % interval, from the sites' paired bootstraps; None if a
+            site has no interval.
     """
 
     reference: RunFiles
     by_site: Mapping[str, Mapping[str, Any]]
-    better: int
-    worse: int
+    sign: int
     difference: float
-    low: float | None
-    high: float | None
-    gain: float
+    half: float | None
+
+    @property
+    def gain(self) -> float:
+        """The difference, positive if the run is better."""
+        return self.sign * self.difference
 
     @property
     def established(self) -> bool:
         """Whether the interval excludes 0."""
-        return (
-            self.low is not None and self.high is not None and self.low * self.high > 0
-        )
+        return self.half is not None and abs(self.difference) > self.half
+
+    def count(self, side: int) -> int:
+        """Return the number of sites at which the run is better (1) or worse (-1)."""
+        side *= self.sign
+        return sum(side * row["difference"] > 0 for row in self.by_site.values())
 
 
 def compare(
@@ -131,22 +132,22 @@ def compare(
         reference: the other run.
         sites: rows of ``site_rows(run, reference)``.
     """
-    paired = [row for row in sites if row.get("difference") is not None]
+    paired = {row["site"]: row for row in sites if row.get("difference") is not None}
     if not paired:
         return None
-    sign = 1 if higher_is_better(run.headline) else -1
-    gains = [sign * row["difference"] for row in paired]
-    mean = math.fsum(gains) / len(gains)
+    mean = math.fsum(row["difference"] for row in paired.values()) / len(paired)
     # The sites are independent, so the squares of half their intervals add up. A site
     # without an interval leaves the mean without one.
-    low = high = None
-    if all(row.get("difference-high") is not None for row in paired):
-        widths = [row["difference-high"] - row["difference-low"] for row in paired]
+    widths = [
+        row["difference-high"] - row["difference-low"]
+        for row in paired.values()
+        if row.get("difference-high") is not None
+    ]
+    half = None
+    if len(widths) == len(paired):
         half = math.hypot(*widths) / (2 * len(widths))
-        low, high = sign * mean - half, sign * mean + half
-    by_site = {row["site"]: row for row in paired}
-    better, worse = (sum(side * gain > 0 for gain in gains) for side in (1, -1))
-    return Comparison(reference, by_site, better, worse, sign * mean, low, high, mean)
+    sign = 1 if higher_is_better(run.headline) else -1
+    return Comparison(reference, paired, sign, mean, half)
 
 
 def site_rows(
@@ -163,9 +164,9 @@ def site_rows(
     """
     rows = {row["site"]: row for row in run.sites()}
     for other in reference.sites() if reference else ():
-        row = rows.get(other["site"], {})
-        if row.get("value") is not None and other.get("value") is not None:
-            row["difference"] = row["value"] - other["value"]
+        row, value = rows.get(other["site"], {}), other.get("value")
+        if row.get("value") is not None and value is not None:
+            row |= {"other": value, "difference": row["value"] - value}
     unknown = ""
     if again and run.summary.get("sites"):
         # torch and the data of the run are needed for this test
@@ -177,6 +178,6 @@ def site_rows(
             unknown = f"The sites have no intervals: {error}"
         else:
             for row in tested:
-                known = rows.setdefault(row["site"], {"metrics": {}, "rounds": None})
+                known = rows.setdefault(row["site"], {"metrics": {}, "rounds": 0})
                 known.update(row)
     return list(rows.values()), unknown

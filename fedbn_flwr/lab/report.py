@@ -9,20 +9,20 @@ has the facts and the pictures. The page of an unfinished run shows its present 
 from __future__ import annotations
 
 import itertools
-import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import jinja2
+import pandas as pd
 from markupsafe import Markup
 
 from fedbn_flwr.checked_file import write_atomically
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.lab import report_pictures as pictures
-from fedbn_flwr.lab.answer import ask_alone, facts_of, label_of, scale_of, shown, signed
+from fedbn_flwr.lab.answer import ask_alone, facts_of, shown, signed
 from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.files import (
     CONFIG_FILE,
@@ -33,7 +33,13 @@ from fedbn_flwr.lab.files import (
     site_label,
 )
 from fedbn_flwr.lab.output.folder import DIVERGED_AT, STATISTICS_FILE
-from fedbn_flwr.lab.references import compare, name_of, references_of, site_rows
+from fedbn_flwr.lab.references import (
+    Comparison,
+    compare,
+    name_of,
+    references_of,
+    site_rows,
+)
 from fedbn_flwr.lab.run_files import TESTS, RunFiles, run_warnings
 from fedbn_flwr.lab.studies.one_run import failure_of, is_done, of_study, summary_of
 from fedbn_flwr.lab.studies.results import rows_of, table
@@ -100,7 +106,7 @@ def write_report(
         lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
     )
-    environment.filters |= {"shown": shown, "signed": signed, "key": label_of}
+    environment.filters |= {"shown": shown, "signed": signed, "key": pictures.label_of}
     environment.filters |= {"named": name_of, "label": site_label}
     text = environment.get_template("report.html").render(page)
     try:
@@ -114,52 +120,50 @@ def write_report(
 def _run_page(run: RunFiles, against: Sequence[Path]) -> dict[str, Any]:
     """Return the contents of the page of a run."""
     references = references_of(run, against) if run.summary else []
-    # The intervals of the sites come with the first comparison.
     sites, unknown = site_rows(run, references[0] if references else None)
-    comparisons = [compare(run, one, sites) for one in references[:1]]
-    for one in references[1:]:
-        comparisons.append(compare(run, one, site_rows(run, one)[0]))
-    known = [one for one in comparisons if one]
+    comparisons = []
+    for reference in references:
+        rows = sites
+        if reference is not references[0]:
+            rows, _ = site_rows(run, reference)
+        comparison = compare(run, reference, rows)
+        if comparison:
+            comparisons.append(comparison)
     diagnosis = read_json(run.folder / "doctor.json")
     fields = {field.alias: field for field in Config.model_fields.values()}
-    settings = run.config.to_mapping()
+    settings = run.config.to_mapping().items()
     return {
         "title": f"{run.title} on {run.config.dataset}",
         "run": run,
         "metric": quantity_of(run.headline),
         "tests": TESTS,
         "sites": sites,
-        "columns": list(
-            dict.fromkeys(itertools.chain(*(row["metrics"] for row in sites)))
-        ),
-        "comparisons": known,
-        "facts": facts_of(run, sites, known),
-        "warnings": [*run_warnings(run), *filter(None, [unknown])],
+        "columns": dict.fromkeys(itertools.chain(*(row["metrics"] for row in sites))),
+        "comparisons": comparisons,
+        "facts": facts_of(run, sites, comparisons),
+        "warnings": [*run_warnings(run), unknown],
         "suggested": ask_alone(run),
-        "pictures": [
-            _site_picture(run, sites, references),
-            _rounds_picture(run, references),
-        ],
+        "pictures": [*_main_pictures(run, sites, comparisons)],
         "cards": diagnosis.get("findings", ()),
         "notes": [*diagnosis.get("not-measured", ()), *diagnosis.get("notes", ())],
-        "other_curves": _other_curves(run),
-        "statistics": _statistics(run),
+        "other_curves": [*_other_curves(run)],
+        "statistics": [*_statistics(run)],
         "settings": [
             (key, value, fields[key].description)
-            for key, value in settings.items()
+            for key, value in settings
             if value != fields[key].default
         ],
     }
 
 
-def _site_picture(
-    run: RunFiles, sites: Sequence[Mapping[str, Any]], references: Sequence[RunFiles]
-) -> str:
-    """Return the picture of the sites with their intervals and the reference runs."""
+def _main_pictures(
+    run: RunFiles,
+    sites: Sequence[Mapping[str, Any]],
+    comparisons: Sequence[Comparison],
+) -> Iterator[str]:
+    """Yield the pictures of the sites and of the rounds, with the reference runs."""
     metric = quantity_of(run.headline)
     known = [row for row in sites if row.get("value") is not None]
-    if not known:
-        return ""
     caption = f"Sites: {metric}"
     if any(row.get("low") is not None for row in known):
         caption += " with the 95 % interval over the test examples"
@@ -167,62 +171,47 @@ def _site_picture(
         known.sort(key=lambda row: row["value"])
         known = known[: _SHOWN // 2] + known[-_SHOWN // 2 :]
         caption += f", the {_SHOWN // 2} lowest and highest of {len(sites)} sites"
-    others = []
-    for one in references:
-        others.append({row["site"]: row.get("value") for row in one.sites()})
-    rows = []
+    points: dict[str, dict[str, Any]] = {}
     for row in known:
-        values = [row["value"], *(one.get(row["site"]) for one in others)]
-        ends = [row.get("low"), row.get("high")]
-        drawn = [
-            None if value is None else scale_of(metric) * value
-            for value in (*values, *ends)
-        ]
-        low, high = drawn[-2:]
-        more = f"n={row['examples']}"
-        rows.append(pictures.Point(site_label(row), drawn[:-2], low, high, more))
-    kinds = ["this run", *map(name_of, references)]
-    return pictures.rows(rows, kinds, label_of(metric), f"{caption}.")
+        name = f"{pictures.short(site_label(row))} n={row['examples']}"
+        point = {"this run": row["value"], "low": row.get("low")}
+        for one in comparisons:
+            other = one.by_site.get(row["site"], {})
+            point[name_of(one.reference)] = other.get("other")
+        points[name] = {**point, "high": row.get("high")}
+    if points:
+        frame = pd.DataFrame.from_dict(points, orient="index", dtype=float)
+        yield pictures.rows(frame, metric, f"{caption}.")
 
-
-def _rounds_picture(run: RunFiles, references: Sequence[RunFiles]) -> str:
-    """Return the picture of the main metric over the rounds."""
     shown = {"this run": run.curve(run.headline)}
-    if not shown["this run"][0]:
-        return ""
-    for one in references:
-        shown[name_of(one)] = one.curve(run.headline)
-    # The curve of each site, from the tests of the clients.
-    metric = quantity_of(run.headline)
+    for one in comparisons:
+        shown[name_of(one.reference)] = one.reference.curve(run.headline)
     thin: dict[str, pictures.Curve] = {}
-    if run.headline.startswith("personal-own"):
-        thin = dict(itertools.islice(run.site_curves(f"own-{metric}").items(), _SHOWN))
-    caption = f"Rounds: {metric}"
-    if thin:
-        caption += "; a thin line is a site"
-    return pictures.curves(
-        shown, label_of(metric), f"{caption}.", thin=thin, marks=_phase_changes(run)
-    )
+    for name, tests in run.own_tests().items():
+        own = {at: of_round.get(metric) for at, of_round in tests.items()}
+        curve = {at: value for at, value in own.items() if value is not None}
+        if curve and len(thin) < _SHOWN and run.headline.startswith("personal-own"):
+            thin[name] = curve
+    if shown["this run"]:
+        caption = f"Rounds: {metric}{'; a thin line is a site' if thin else ''}."
+        marks = _phase_changes(run)
+        yield pictures.curves(shown, metric, caption, thin=thin, marks=marks)
 
 
-def _other_curves(run: RunFiles) -> list[str]:
-    """Return a picture for each further quantity, the loss last."""
+def _other_curves(run: RunFiles) -> Iterator[str]:
+    """Yield a picture for each further quantity, the loss last."""
     # The tests of each quantity, in the order of the lines.
     curves: dict[str, dict[str, pictures.Curve]] = {}
     for key in dict.fromkeys(itertools.chain.from_iterable(run.lines)):
-        # a mean that another one repeats, or a list of values, one for each client
-        if not key.startswith(TESTS) or key.endswith(("-clients", "-weighted")):
-            continue
-        curve, quantity = run.curve(key), quantity_of(key)
-        if curve[0] and key != run.headline:
+        # not a mean that another one repeats, or a list of values, one for each client
+        repeats = key == run.headline or key.endswith(("-clients", "-weighted"))
+        if key.startswith(TESTS) and not repeats and run.curve(key):
+            quantity = quantity_of(key)
             test = key.removesuffix(f"-{quantity}")
-            curves.setdefault(quantity, {})[test] = curve
-    found = []
-    for quantity in sorted(curves, key=lambda name: (name == "loss", name)):
-        label, marks = label_of(quantity), _phase_changes(run)
-        caption = f"Rounds: {label}."
-        found.append(pictures.curves(curves[quantity], label, caption, marks=marks))
-    return found
+            curves.setdefault(quantity, {})[test] = run.curve(key)
+    for metric in sorted(curves, key=lambda name: (name == "loss", name)):
+        caption, marks = f"Other tests: {metric}.", _phase_changes(run)
+        yield pictures.curves(curves[metric], metric, caption, marks=marks)
 
 
 def _phase_changes(run: RunFiles) -> list[int]:
@@ -234,8 +223,8 @@ def _phase_changes(run: RunFiles) -> list[int]:
     ]
 
 
-def _statistics(run: RunFiles) -> str:
-    """Return the picture of ``statistics.jsonl``, or "" if it has no distances."""
+def _statistics(run: RunFiles) -> Iterator[str]:
+    """Yield the picture of ``statistics.jsonl``, if it has distances of clients."""
     distances: dict[int, list[float]] = {}
     change: dict[int, float] = {}
     for line in read_metrics(run.folder / STATISTICS_FILE):
@@ -245,126 +234,98 @@ def _statistics(run: RunFiles) -> str:
         sums = [sum(own) for own in zip(*known, strict=True) if None not in own]
         moved = sum(layer["change"]["l1"] or 0 for layer in layers)
         # Frozen BatchNorm has the distance 0, but 0 has no logarithm.
-        if sums and min(sums) > 0:
+        if sums and min(sums):
             distances[line["round"]] = sums
         if moved:
             change[line["round"]] = moved
-    if not distances:
-        return ""
-    name, rounds = "clients, median", list(distances)
-    curves = {name: (rounds, list(map(statistics.median, distances.values())))}
-    ends = [list(map(end, distances.values())) for end in (min, max)]
-    if change:
-        curves["change of the global statistics"] = list(change), list(change.values())
-    caption = "Sums over the layers; the band covers all clients."
-    return pictures.curves(
-        curves,
-        "L1 distance",
-        caption,
-        marks=_phase_changes(run),
-        bands={name: (ends[0], ends[1])},
-        log=True,
-    )
+    if distances:
+        frame = pd.DataFrame.from_dict(distances, orient="index").T
+        name = "clients, median"
+        curves = {name: frame.median(), "change of the global statistics": change}
+        yield pictures.curves(
+            {name: curve for name, curve in curves.items() if len(curve)},
+            "L1 distance",
+            "Sums over the layers; the band covers all clients.",
+            marks=_phase_changes(run),
+            bands={name: (frame.min(), frame.max())},
+            log=True,
+        )
 
 
 def _study_page(folder: Path) -> dict[str, Any]:
     """Return the contents of the page of a study."""
-    # Use the begun runs of this study, since another study's may be in the folder.
     study = Study.read(folder / STUDY_FILE)
+    rows = rows_of(study, folder)
+    states: dict[str, list[str]] = {"diverged": [], "failed": [], "not finished": []}
+    failures = []
+    # Use the begun runs of this study, since another study's may be in the folder.
+    runs: dict[str, dict[str, list[RunFiles]]] = {split: {} for split in study.splits}
     cells = list(study.cells())
-    drawn = []
-    for split in study.splits:
-        runs: dict[str, list[RunFiles]] = {}
-        for cell in cells:
-            out = cell.folder(folder)
-            begun = cell.split == split and (out / CONFIG_FILE).is_file()
-            if begun and of_study(cell, folder):
-                run = RunFiles.read(out)
-                # A diverged run has no place in a mean.
-                if not run.diverged_at:
-                    runs.setdefault(cell.method, []).append(run)
-        where = f", {split}" if len(study.splits) > 1 else ""
-        drawn += _study_pictures(runs, where)
-    failures, warnings = [], []
-    lists: dict[str, list[str]] = {"Diverged": [], "Failed": [], "Not finished": []}
     for cell in cells:
+        out = cell.folder(folder)
         failure = failure_of(cell, folder)
-        if not is_done(cell, folder):
-            lists["Failed" if failure else "Not finished"].append(cell.name)
-        elif DIVERGED_AT in summary_of(cell.folder(folder)):
-            lists["Diverged"].append(cell.name)
         if failure:
             failures.append((cell.name, failure["error"]))
-    for what, names in lists.items():
-        if names:
-            text = ", ".join(names[:_SHOWN])
-            warnings.append(f"{what}, and left out of the means: {text}.")
-    counts = {"methods": study.methods, "splits": study.splits, "runs": cells}
-    tuning = []
-    if (folder / "tuning.md").is_file():
-        for line in (folder / "tuning.md").read_text(encoding="utf-8").splitlines():
-            if line.startswith("| "):
-                tuning.append(line.strip("| ").split(" | "))
+        if not is_done(cell, folder):
+            states["failed" if failure else "not finished"].append(cell.name)
+        elif DIVERGED_AT in summary_of(out):
+            states["diverged"].append(cell.name)
+        if (out / CONFIG_FILE).is_file() and of_study(cell, folder):
+            runs[cell.split].setdefault(cell.method, []).append(RunFiles.read(out))
+    drawn: list[str] = []
+    for split, of_split in runs.items():
+        where = f", {split}" if len(runs) > 1 else ""
+        drawn += _study_pictures(of_split, where)
+    tuning = folder / "tuning.md"
     return {
         "title": study.name,
-        "counts": {name: len(values) for name, values in counts.items()},
-        "warnings": warnings,
+        "counts": {"methods": study.methods, "splits": study.splits, "runs": cells},
+        "states": states,
         "failures": failures,
         "pictures": drawn,
-        "results": table(rows_of(study, folder)).to_dict("split"),
-        "tuning": tuning,
+        "results": table(rows).to_dict("split"),
+        "tuning": tuning.read_text(encoding="utf-8") if tuning.is_file() else "",
         "study": (folder / STUDY_FILE).read_text(encoding="utf-8"),
     }
 
 
-def _study_pictures(runs: Mapping[str, Sequence[RunFiles]], where: str) -> list[str]:
-    """Return the final main metric of each method, and the curves of the best three."""
-    # Methods may have their own metrics.
-    labels: dict[str, None] = {}
-    rows, curves = [], {}
-    bands: dict[str, Any] = {}
-    for method, of_seeds in runs.items():
-        finals = []
-        by_round: dict[int, list[float]] = {}
-        for run in of_seeds:
-            metric = quantity_of(run.headline)
-            labels[label_of(metric)] = None
-            value = run.final.get(run.headline)
-            if value is not None and run.summary:
-                finals.append(scale_of(metric) * value)
-            for at, tested in zip(*run.curve(run.headline), strict=True):
-                by_round.setdefault(at, []).append(tested)
-        if by_round:
-            rounds = sorted(by_round)
-            values = [by_round[at] for at in rounds]
-            curves[method] = rounds, list(map(statistics.fmean, values))
-            bands[method] = list(map(min, values)), list(map(max, values))
-        if finals:
-            rows.append(pictures.Point(method, [statistics.fmean(finals)], *_t(finals)))
-    label = ", ".join(labels)
-    found = []
-    if rows:
-        caption = f"Final main metric{where}: mean and 95 % interval over the seeds."
-        found.append(pictures.rows(rows, ["mean"], label, caption))
-    if curves:
-        rising = all(map(higher_is_better, labels))
-        best = sorted(curves, key=lambda one: curves[one][1][-1], reverse=rising)[:3]
-        caption = (
-            f"The best {len(best)}{where}: mean over the seeds, lowest to highest."
-        )
-        top = {method: curves[method] for method in best}
-        found.append(pictures.curves(top, label, caption, bands=bands))
-    return found
-
-
-def _t(values: Sequence[float]) -> tuple[float | None, float | None]:
-    """Return the 95 % interval of a mean, if there are two values or more."""
-    if len(values) < 2:
-        return None, None
+def _study_pictures(
+    runs: Mapping[str, Sequence[RunFiles]], where: str
+) -> Iterator[str]:
+    """Yield the final main metric of each method, and the curves of the best three."""
     # SciPy takes long to import, and only this picture needs it here.
     from scipy import stats
 
-    error = statistics.stdev(values) / len(values) ** 0.5
-    half = float(stats.t.ppf(0.975, len(values) - 1)) * error
-    mean = statistics.fmean(values)
-    return mean - half, mean + half
+    points: dict[str, dict[str, float]] = {}
+    curves: dict[str, Any] = {}
+    metric = ""
+    for method, of_seeds in runs.items():
+        # A diverged run has no place in a mean. Other metrics have other axes.
+        sound = [run for run in of_seeds if not run.diverged_at]
+        metric = metric or (quantity_of(sound[0].headline) if sound else "")
+        sound = [run for run in sound if quantity_of(run.headline) == metric]
+        frame = pd.DataFrame([run.curve(run.headline) for run in sound])
+        if not frame.empty:
+            curves[method] = frame.sort_index(axis="columns")
+        ended = [run.final.get(run.headline) for run in sound if run.summary]
+        finals = pd.Series(ended, dtype=float).dropna()
+        if len(finals):
+            # NaN with one seed
+            half = float(stats.t.ppf(0.975, len(finals) - 1)) * finals.sem()
+            mean = finals.mean()
+            ends = {"low": mean - half, "high": mean + half}
+            points[pictures.short(method)] = {"mean": mean, **ends}
+    if points:
+        caption = f"Final {metric}{where}: mean and 95 % interval over the seeds."
+        frame = pd.DataFrame.from_dict(points, orient="index")
+        yield pictures.rows(frame, metric, caption)
+    means = {method: frame.mean() for method, frame in curves.items()}
+    rising = higher_is_better(metric)
+    best = sorted(means, key=lambda name: means[name].iloc[-1], reverse=rising)[:3]
+    if best:
+        caption = (
+            f"The best {len(best)}{where}: mean over the seeds, lowest to highest."
+        )
+        bands = {name: (curves[name].min(), curves[name].max()) for name in best}
+        top = {name: means[name] for name in best}
+        yield pictures.curves(top, metric, caption, bands=bands)

@@ -18,7 +18,7 @@ from fedbn_flwr.lab.output.folder import DIVERGED_AT, is_locked
 from fedbn_flwr.lab.output.run_tests import headlines
 from fedbn_flwr.site_names import texts_of
 from fedbn_flwr.strategies import STRATEGIES
-from fedbn_flwr.training.tasks import in_percent, quantity_of
+from fedbn_flwr.training.tasks import quantity_of
 
 TESTS = ("test-", "personal-", "validation-", "held-out-", "train-")
 """The beginnings of the keys of tests in ``metrics.jsonl``."""
@@ -102,24 +102,34 @@ class RunFiles:
                 return "; ".join(line["diverged"])
         return "a loss is not finite"
 
-    def curve(self, key: str) -> tuple[list[int], list[float]]:
-        """Return the rounds that have a metric, and its values in the shown unit."""
-        tested = [line for line in self.lines if line.get(key) is not None]
-        scale = 100 if in_percent(key) else 1
-        rounds = [line["round"] for line in tested]
-        return rounds, [scale * line[key] for line in tested]
+    def curve(self, key: str) -> dict[int, float]:
+        """Return the values of a metric by round."""
+        return {
+            line["round"]: line[key] for line in self.lines if line.get(key) is not None
+        }
 
-    def site_name(self, client: str) -> str:
+    def site_name(self, client: str | int) -> str:
         """Return the name of the site with this number in the lines."""
         # The table of sites begins with the clients, in the order of their numbers.
-        sites = self.summary.get("sites", ())
-        if client.isdecimal() and int(client) < len(sites):
-            return str(sites[int(client)]["site"])
-        return self._named.get(client, f"client {client}")
+        names = [row["site"] for row in self.summary.get("sites", ())]
+        number = str(client)
+        if number.isdecimal() and int(number) < len(names):
+            return str(names[int(number)])
+        return f"client {number}"
 
-    @functools.cached_property
-    def _named(self) -> dict[str, str]:
-        return texts_of(site_names_in(self.lines))
+    def own_tests(self) -> dict[str, dict[int, dict[str, float]]]:
+        """Return the metrics of the clients' own tests, by site and round."""
+        found: dict[str, dict[int, dict[str, float]]] = {}
+        for line in self.lines:
+            for client, tests in line.get("clients", {}).items():
+                own = {
+                    key.removeprefix(_OWN): value
+                    for key, value in tests.items()
+                    if key.startswith(_OWN)
+                }
+                of_site = found.setdefault(self.site_name(client), {})
+                of_site[line["round"]] = own
+        return found
 
     def sites(self) -> list[dict[str, Any]]:
         """Return a row for each site with its last test.
@@ -127,58 +137,33 @@ class RunFiles:
         A row has the keys of a row of the summary's ``sites``, and in addition
         ``metrics`` by name and ``rounds``, the number of rounds with a used reply.
         """
-        metric = quantity_of(self.headline)
         rows: dict[str, dict[str, Any]] = {}
-        for row in self.summary.get("sites", ()):
-            rows[row["site"]] = {"metrics": {}, "rounds": None, **row}
-        last: dict[str, dict[str, Any]] = {}
+        for known in self.summary.get("sites", ()):
+            rows[known["site"]] = {"metrics": {}, **known}
+        metric = quantity_of(self.headline)
+        for name, of_rounds in self.own_tests().items():
+            *_, own = of_rounds.values()
+            row = {"site": name, "examples": own.pop("num-examples", 0)}
+            row |= {"value": own.get(metric), **rows.get(name, {}), "metrics": own}
+            rows[name] = row
         took_part: Counter[str] = Counter()
         for line in self.lines:
-            last |= line.get("clients", {})
-            took_part.update(map(str, line.get("participants", ())))
-        for client, tests in sorted(last.items(), key=lambda one: one[0].zfill(9)):
-            own = {
-                key.removeprefix(_OWN): value
-                for key, value in tests.items()
-                if key.startswith(_OWN)
-            }
-            name, examples = self.site_name(client), own.pop("num-examples", 0)
-            row = {"site": name, "examples": examples, "value": own.get(metric)}
-            row = rows.setdefault(name, row)
-            row |= {"metrics": own, "rounds": took_part[client]}
-        for key, of_domains in self.final.get("domains", {}).items():
-            for name in rows.keys() & of_domains.keys():
-                if key.startswith("test-"):
-                    name_of = key.removeprefix("test-")
-                    rows[name]["metrics"][name_of] = of_domains[name]
+            took_part.update(map(self.site_name, line.get("participants", ())))
+        for name, row in rows.items():
+            row["rounds"] = took_part[name]
+            for key, values in self.final.get("domains", {}).items():
+                if key.startswith("test-") and name in values:
+                    row["metrics"][key.removeprefix("test-")] = values[name]
         return list(rows.values())
 
-    def site_curves(self, key: str) -> dict[str, tuple[list[int], list[float]]]:
-        """Return the curve of each site's own tests, by its name."""
-        found: dict[str, tuple[list[int], list[float]]] = {}
-        for line in self.lines:
-            for client, tests in line.get("clients", {}).items():
-                if tests.get(key) is not None:
-                    name = self.site_name(client)
-                    rounds, values = found.setdefault(name, ([], []))
-                    rounds.append(line["round"])
-                    values.append((100 if in_percent(key) else 1) * tests[key])
-        return found
-
-    def missing(self) -> list[tuple[str, str, str]]:
-        """Return (site, rounds, reason) for each site without a usable reply."""
+    def missing(self) -> dict[tuple[str, str], list[int]]:
+        """Return the rounds by site and reason of a missing reply."""
         found: dict[tuple[str, str], list[int]] = {}
         for line in self.lines:
             for client, reason in line.get("missing", {}).items():
                 key = self.site_name(client), reason
                 found.setdefault(key, []).append(line["round"])
-        rows = []
-        for (site, reason), rounds in found.items():
-            shown = str(rounds[0])
-            if len(rounds) > 1:
-                shown = f"{len(rounds)} from {rounds[0]} to {rounds[-1]}"
-            rows.append((site, shown, reason))
-        return rows
+        return found
 
 
 def run_warnings(run: RunFiles) -> Iterator[str]:

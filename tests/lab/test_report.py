@@ -172,9 +172,9 @@ def test_the_page_of_a_run_has_its_numbers_in_one_file_that_loads_nothing(
     assert [picture.split(",")[0] for picture in pictures] == [
         "Sites: accuracy with the 95 % interval over the test examples.",
         "Rounds: accuracy.",
-        "Rounds: accuracy",
-        "Rounds: balanced-accuracy",
-        "Rounds: loss.",
+        "Other tests: accuracy.",
+        "Other tests: balanced-accuracy.",
+        "Other tests: loss.",
         "Sums over the layers; the band covers all clients.",
     ]
     text_of_svg = [
@@ -189,7 +189,9 @@ def test_pictures_of_short_runs_are_readable() -> None:
     """Labels of a logarithmic axis are numbers, and rounds are whole numbers."""
     for values in ([60, 70], [0.6, 0.7], [1, 1000], [6]):
         rounds = list(range(1, len(values) + 1))
-        text = report_pictures.curves({"a": (rounds, values)}, "L1", "", log=True)
+        text = report_pictures.curves(
+            {"a": dict(zip(rounds, values, strict=True))}, "L1", "", log=True
+        )
         assert "$" not in text
         (label,) = re.findall(
             r">(\d\S*)</text>", text.partition('id="matplotlib.axis_2"')[0]
@@ -323,9 +325,7 @@ def test_the_sentence_claims_no_more_than_the_interval(
 ) -> None:
     def found(run: RunFiles, reference: RunFiles, sites: object) -> Comparison:
         rows = {"client 0": {"difference": low}}
-        ends = (low / 100, low / 100 + 0.02)
-        mean = low / 100 + 0.01
-        return Comparison(reference, rows, 1, 0, mean, *ends, mean)
+        return Comparison(reference, rows, 1, low / 100 + 0.01, 0.01)
 
     monkeypatch.setattr(report, "compare", found)
     text = write_report(compared / "fedbn").read_text()
