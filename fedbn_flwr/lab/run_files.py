@@ -115,7 +115,11 @@ class RunFiles:
         number = str(client)
         if number.isdecimal() and int(number) < len(names):
             return str(names[int(number)])
-        return f"client {number}"
+        return self._named.get(number, f"client {number}")
+
+    @functools.cached_property
+    def _named(self) -> dict[str, str]:
+        return texts_of(site_names_in(self.lines))
 
     def own_tests(self) -> dict[str, dict[int, dict[str, float]]]:
         """Return the metrics of the clients' own tests, by site and round."""

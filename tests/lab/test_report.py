@@ -492,3 +492,15 @@ def test_watch_writes_the_page_until_the_run_ends(
     assert all("The run is still running: 2 of 2" in text for text in seen)
     assert all(reloads in text for text in seen)
     assert reloads not in (run_folder / "report.html").read_text()
+
+
+def test_sites_have_the_names_of_the_lines_before_the_run_ends(
+    compared: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(compared / "fedbn", tmp_path / "run")
+    (tmp_path / "run/summary.json").unlink()
+    names = {"0": "07", "1": "7", "2": '<b>&"'}
+    edited(tmp_path / "run", "metrics.jsonl", lambda line: line.update(sites=names))
+    text = write_report(tmp_path / "run").read_text()
+    by_site = next(frame for frame in tables_of(text) if "examples" in frame)
+    assert by_site["site"].tolist() == [*names.values()]
