@@ -8,7 +8,6 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import yaml
@@ -32,21 +31,12 @@ from fedbn_flwr.lab.runs import run as run_module
 from fedbn_flwr.lab.runs.run import run
 from fedbn_flwr.lab.setup import make_model
 from fedbn_flwr.training.freezing import layers_of
+from tests.support.runs import summary_of, write_rows
 from tests.support.versioned import Versioned
 
 BENCH = runpy.run_path(str(Path(__file__).parents[2] / "benchmarks/doctor_cases.py"))
 CASES, HEALTHY = BENCH["CASES"], BENCH["HEALTHY"]
 QUICK = {"num-clients": 3, "batch-size": 8}
-FEW = {
-    "label skew, E = 1": {"num-server-rounds": 20, "eval-every": 20},
-    "feature-shifted domains": {
-        "num-server-rounds": 1,
-        "eval-every": 1,
-        "local-steps": 10,
-    },
-    "batch size 2": {"num-server-rounds": 1, "eval-every": 1, "local-steps": 60},
-}
-"""Rounds that are enough to see the fault; the benchmark has more."""
 
 
 def call(*arguments: Any):
@@ -60,7 +50,9 @@ def start(out: Path, **settings: Any) -> Path:
 
 @pytest.fixture(scope="module")
 def skewed(tmp_path_factory) -> Path:
-    settings = {**CASES["label skew, E = 1"].settings, **FEW["label skew, E = 1"]}
+    # The benchmark has more rounds.
+    few = {"num-server-rounds": 20, "eval-every": 20}
+    settings = {**CASES["label skew, E = 1"].settings, **few}
     return start(tmp_path_factory.mktemp("doctor") / "skewed", **settings)
 
 
@@ -99,7 +91,7 @@ def test_what_the_report_warns_of_is_noted_and_a_divergence_found(
 ) -> None:
     """A run that diverged may keep finite weights."""
     folder = Path(shutil.copytree(skewed, tmp_path / "run"))
-    summary = json.loads((folder / "summary.json").read_text())
+    summary = summary_of(folder)
     (folder / "summary.json").write_text(json.dumps({**summary, "diverged-at": 3}))
     line = {
         "diverged": ["train-loss of client 2 is inf"],
@@ -119,23 +111,23 @@ def test_what_the_report_warns_of_is_noted_and_a_divergence_found(
     assert found.notes[: len(warned)] == warned
 
 
-@pytest.mark.parametrize("name", ["feature-shifted domains", "batch size 2"])
-def test_a_planted_fault_and_its_remedy(name: str, tmp_path: Path) -> None:
-    case = CASES[name]
-    found = diagnose_run(start(tmp_path / "run", **{**case.settings, **FEW[name]}), 200)
+def test_a_planted_fault_and_its_remedy(tmp_path: Path) -> None:
+    case = CASES["batch size 2"]
+    few = {"num-server-rounds": 1, "eval-every": 1, "local-steps": 60}
+    found = diagnose_run(start(tmp_path / "run", **{**case.settings, **few}), 200)
     assert (found.findings[0].id, found.findings[0].remedies[0].setting) == (
         case.finding,
         case.remedy,
     )
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_nothing_is_found_in_a_healthy_run(seed: int, tmp_path: Path) -> None:
     short = {**HEALTHY, "num-server-rounds": 4, "eval-every": 4}
     assert diagnose_run(start(tmp_path / "run", **short, seed=seed), 200).findings == []
 
 
-@pytest.mark.parametrize("strategy", ["fedbn", "silobn", "mtfl", "fixbn", "staticbn"])
+@pytest.mark.parametrize("strategy", ["fedbn", "mtfl", "staticbn"])
 def test_a_part_of_the_layers_is_no_fault(strategy: str, tmp_path: Path) -> None:
     """The other layers are shared: a fault in one belongs to the model.
 
@@ -162,17 +154,15 @@ def test_data_that_have_changed_since_the_run_are_refused(tmp_path: Path) -> Non
 
     Restored rows are accepted.
     """
-    table, rows = tmp_path / "t.npz", np.arange(60)
-    x = np.stack([rows, rows**2 % 7], 1).astype(np.float32)
-    np.savez(table, x=x, y=rows % 2)
-    settings = {"dataset": f"npz:{table}", "num-clients": 2, "num-server-rounds": 1}
+    data = write_rows(tmp_path / "t.npz", 60)
+    settings = {"dataset": data, "num-clients": 2, "num-server-rounds": 1}
     out = start(tmp_path / "out", **settings, **{"local-steps": 2, "eval-every": 1})
-    np.savez(table, x=np.concatenate([x[:-1], [[59, 700]]]), y=rows % 2)
+    write_rows(tmp_path / "t.npz", 59)
     with pytest.raises(ConfigError, match="has changed since the run"):
         diagnose_run(out)
     assert call(out).exit_code == 2
     assert call(out / "model.safetensors").exit_code == 0
-    np.savez(table, x=x, y=rows % 2)
+    write_rows(tmp_path / "t.npz", 60)
     diagnose_run(out)
 
 
@@ -510,9 +500,7 @@ def test_bad_arguments(
     assert text in done.stderr
 
 
-@pytest.mark.parametrize(
-    "strategy", ["fedavg", "fedbn", "fbn", "hbn", "fedtan", "centralized"]
-)
+@pytest.mark.parametrize("strategy", ["fedbn", "fbn", "fedtan", "centralized"])
 def test_every_pass_reads_scaled_inputs(
     strategy: str, quick_config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -5,7 +5,6 @@ Its result is the best round's.
 
 from __future__ import annotations
 
-import logging
 import random
 import sys
 from collections.abc import Mapping
@@ -18,17 +17,13 @@ from safetensors.torch import load_file
 
 from fedbn_flwr import personal_state
 from fedbn_flwr.client.personal_model import metadata
-from fedbn_flwr.engines import InProcessGrid
 from fedbn_flwr.errors import EngineError
 from fedbn_flwr.lab.config import CENTRALIZED, Config
 from fedbn_flwr.lab.early_stopping import EarlyStopping
-from fedbn_flwr.lab.files import read_metrics
 from fedbn_flwr.lab.finished_runs.export import export
 from fedbn_flwr.lab.output.checkpoint import Checkpoint, Checkpoints
-from fedbn_flwr.lab.runs.check_start import check
-from fedbn_flwr.lab.runs.default_app import client_app
 from fedbn_flwr.lab.runs.run import run
-from fedbn_flwr.lab.runs.serve import serve
+from tests.support.runs import lines_of, serve_nodes
 
 BASE: Mapping[str, Any] = {
     **{
@@ -89,7 +84,7 @@ def test_the_result_is_that_of_a_run_that_ends_with_the_best_round(
 ) -> None:
     """The result is the global model and, under FedBN, the clients' local state."""
     out, summary = whole[strategy]
-    metric, lines = METHODS[strategy], read_metrics(out / "metrics.jsonl")
+    metric, lines = METHODS[strategy], lines_of(out)
     scores = [line[metric] for line in lines]
     best = scores.index(max(scores)) + 1
     assert summary["stopped-early"] is True
@@ -249,11 +244,7 @@ def test_parts_of_the_best_round_that_were_in_memory_only_are_missed_by_name(
 ) -> None:
     """This run has no state-dir, as under ``flwr run``."""
     config = Config.make({**BASE, "strategy": "fedbn", "out": str(tmp_path)})
-    with (
-        InProcessGrid(client_app, 3, run_config=config.to_mapping()) as grid,
-        caplog.at_level(logging.WARNING, "flwr"),
-    ):
-        serve(grid, check(config), tmp_path)
+    serve_nodes(config, tmp_path)
     assert (
         "client(s) 0, 1, 2 kept their local state in memory only. They continue with"
         " the state of the last round" in caplog.text

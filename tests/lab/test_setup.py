@@ -13,8 +13,6 @@ import torch
 from flwr.app import Context, RecordDict
 from torch import nn
 
-from fedbn_flwr.client import client_app
-from fedbn_flwr.engines import InProcessGrid
 from fedbn_flwr.errors import ConfigError, DataError, EngineError
 from fedbn_flwr.lab.config import Config, data_of
 from fedbn_flwr.lab.config.fields import config_fields
@@ -23,7 +21,7 @@ from fedbn_flwr.lab.runs import simulation
 from fedbn_flwr.lab.runs.check_start import check
 from fedbn_flwr.lab.runs.node import client_fn
 from fedbn_flwr.lab.runs.run import run
-from fedbn_flwr.lab.runs.serve import _server_data, serve
+from fedbn_flwr.lab.runs.serve import _server_data
 from fedbn_flwr.lab.setup import (
     local_training,
     make_model,
@@ -33,6 +31,7 @@ from fedbn_flwr.lab.setup import (
 )
 from fedbn_flwr.strategies import STRATEGIES, FedAvg
 from tests.support.every_key import KEYS
+from tests.support.runs import serve_nodes
 
 
 def context(config: Config, partition_id: int = 1, **node_config: Any) -> Context:
@@ -84,31 +83,16 @@ def test_the_clients_of_a_simulation_get_gpus(
 
 def test_clients_of_a_process_share_one_copy_of_the_images(quick_config) -> None:
     config = quick_config()
-    subsets = [
-        partitioned_data(config, 3).train_view(0),
-        partitioned_data(config, 3).train_view(2),
-        partitioned_data(config, 3).train_view(),
-    ]
     clients = [client_fn(context(config, i)) for i in range(3)]
-    subsets += [client.data.train for client in clients]
-    assert (
-        len({subset.samples.inputs.untyped_storage().data_ptr() for subset in subsets})
-        == 1
-    )
+    trains = [partitioned_data(config, 3).train_view()]
+    trains += [client.data.train for client in clients]
     tests = [
         client.data.tests[name] for client in clients for name in ("own", "global")
     ]
-    assert (
-        len({subset.samples.inputs.untyped_storage().data_ptr() for subset in tests})
-        == 1
-    )
-    assert (
-        len(
-            {subset.samples.inputs.dtype for subset in (*subsets, *tests)}
-            - {torch.uint8}
-        )
-        == 0
-    )
+    for views in (trains, tests):
+        inputs = [view.samples.inputs for view in views]
+        assert len({one.untyped_storage().data_ptr() for one in inputs}) == 1
+        assert {one.dtype for one in inputs} == {torch.uint8}
 
 
 def test_a_client_depends_only_on_its_context(quick_config) -> None:
@@ -185,15 +169,10 @@ def test_a_node_whose_config_cannot_be_is_refused_with_advice(
 def test_a_fault_of_all_node_configs_ends_the_run(quick_config, tmp_path: Path) -> None:
     config = quick_config()
     own = [{"state-dir": "parts"}] * 3
-    with (
-        InProcessGrid(
-            client_app(client_fn), 3, run_config=config.to_mapping(), node_configs=own
-        ) as grid,
-        pytest.raises(
-            ConfigError, match=r"state-dir='parts' is relative.*\n\(All 3 clients"
-        ),
+    with pytest.raises(
+        ConfigError, match=r"state-dir='parts' is relative.*\n\(All 3 clients"
     ):
-        serve(grid, check(config), tmp_path / "out")
+        serve_nodes(config, tmp_path / "out", own)
 
 
 CHANGED: dict[str, tuple[Any, dict[str, Any]]] = {

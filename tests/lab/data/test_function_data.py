@@ -17,21 +17,16 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from fedbn_flwr.app import client_app
-from fedbn_flwr.client import client_app as in_process_app
 from fedbn_flwr.client.permissions import check_module
 from fedbn_flwr.compat.flower import identify_process
-from fedbn_flwr.engines import InProcessGrid
 from fedbn_flwr.errors import NOT_ALLOWED, ConfigError, DataError
 from fedbn_flwr.lab.config import Config, data_of
 from fedbn_flwr.lab.data import own_sha256
-from fedbn_flwr.lab.files import read_metrics
 from fedbn_flwr.lab.finished_runs.evaluate import evaluate_run
 from fedbn_flwr.lab.partitioned.partitioned_data import load_data, partitioned_data
-from fedbn_flwr.lab.runs.check_start import check
-from fedbn_flwr.lab.runs.node import client_fn
 from fedbn_flwr.lab.runs.run import run
-from fedbn_flwr.lab.runs.serve import serve
 from fedbn_flwr.messages.protocol import INFO, UNUSABLE
+from tests.support.runs import lines_of, serve_nodes
 
 MODULE = "data_of_sites"
 SHORT = {"num-server-rounds": 2, "local-steps": 2, "batch-size": 4}
@@ -184,7 +179,7 @@ def test_volumes_train_with_a_class_for_each_voxel(
     config = config_of(dataset=f"{MODULE}:volumes", **VOLUMES, **settings)
     assert load_data(config).train.by_pixel
     run(config, tmp_path / "out", workers=0)
-    first, *_, last = read_metrics(tmp_path / "out" / "metrics.jsonl")
+    first, *_, last = lines_of(tmp_path / "out")
     key = next(key for key in last if key.endswith("miou"))
     assert last[key] > max(first[key], 0.5)
     assert "site-1" in last["domains"][key]
@@ -271,10 +266,7 @@ def test_the_server_of_a_network_asks_for_no_site(
         {"partition-id": at, "data-path": str(tmp_path / f"site{at}")}
         for at in range(2)
     ]
-    with InProcessGrid(
-        in_process_app(client_fn), 2, run_config=config.to_mapping(), node_configs=nodes
-    ) as grid:
-        summary = serve(grid, check(config), tmp_path / "out")
+    summary = serve_nodes(config, tmp_path / "out", nodes)
     assert {*asked} == {node["data-path"] for node in nodes}
     in_one = config_of(dataset=config.dataset, num_clients=2, **stated)
     assert run(in_one, tmp_path / "one", workers=0)["sha256"] == summary["sha256"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import shutil
@@ -19,6 +18,7 @@ from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.deployment import make_certificates
 from fedbn_flwr.lab.runs.run import run
 from tests.support.network import settings_for
+from tests.support.runs import summary_of
 
 ROOT = Path(__file__).parents[3]
 NODES = 3
@@ -82,7 +82,7 @@ def networked(federation: LocalFederation, tmp_path: Path) -> Networked:
             "out": str(out),
         }
         federation.run(settings_for(federation, given))
-        summary: dict[str, Any] = json.loads((out / "summary.json").read_text())
+        summary: dict[str, Any] = summary_of(out)
         return summary
 
     return do

@@ -5,7 +5,6 @@ See ``docker/engine``.
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 from collections.abc import Callable, Iterator, Mapping
@@ -14,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from fedbn_flwr.lab.deployment.certs import main as make_certs
+from tests.support.runs import summary_of
 
 ROOT = Path(__file__).parents[3]
 FILES = [
@@ -133,7 +133,7 @@ def test_containers_give_the_bits_of_the_run_in_process(
     )
     for _ in range(2):  # the second time the folder exists
         compose("cp", f"superexec-serverapp:{out}/.", str(tmp_path / "copy"))
-    ours = json.loads((tmp_path / "copy/summary.json").read_text())
+    ours = summary_of(tmp_path / "copy")
     same_run(ours, in_process(**SETTINGS, strategy="fedbn"))
     assert ours["rejected"] == 0
     # The channel has a network of its own.
@@ -141,7 +141,7 @@ def test_containers_give_the_bits_of_the_run_in_process(
     assert done.returncode == 0, done.stdout + done.stderr
     compose("cp", f"superexec-serverapp:{out}-fedtan/.", str(tmp_path / "fedtan"))
     same_run(
-        json.loads((tmp_path / "fedtan/summary.json").read_text()),
+        summary_of(tmp_path / "fedtan"),
         in_process(**SETTINGS, strategy="fedtan"),
     )
     compose("down", "--timeout", "20")

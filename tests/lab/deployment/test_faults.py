@@ -26,8 +26,8 @@ from fedbn_flwr.checked_file import read_checked
 from fedbn_flwr.engines.flower_run import running
 from fedbn_flwr.errors import EngineError
 from fedbn_flwr.lab.deployment.certificates import add_node, renew
-from fedbn_flwr.lab.files import read_metrics
 from tests.support.network import settings_for
+from tests.support.runs import lines_of, summary_of
 
 pytestmark = [pytest.mark.network, pytest.mark.slow, pytest.mark.xdist_group("network")]
 
@@ -74,7 +74,7 @@ class Run:
         return self._thread.is_alive()
 
     def lines(self) -> list[dict[str, Any]]:
-        return read_metrics(self.out / "metrics.jsonl")
+        return lines_of(self.out)
 
     def error(self) -> str:
         """Wait for the end of the run, and return the end of the log.
@@ -88,8 +88,7 @@ class Run:
         """Wait for the end of the run without error, and return the summary."""
         assert self.error() == ""
         assert len(self.lines()) == self.num_rounds
-        summary: dict[str, Any] = json.loads((self.out / "summary.json").read_text())
-        return summary
+        return summary_of(self.out)
 
 
 Begin = Callable[..., Run]

@@ -35,7 +35,6 @@ from fedbn_flwr.lab.finished_runs.evaluate import (
 )
 from fedbn_flwr.lab.partitioned.partitioned_data import partitioned_data
 from fedbn_flwr.lab.runs.run import run
-from fedbn_flwr.lab.setup import make_model
 from fedbn_flwr.training.evaluation import evaluate, without_running_statistics
 from fedbn_flwr.training.tasks import (
     BINARY,
@@ -44,6 +43,7 @@ from fedbn_flwr.training.tasks import (
     REGRESSION,
     Task,
 )
+from tests.support.runs import model_of, write_rows
 
 
 @pytest.fixture
@@ -96,12 +96,9 @@ def test_other_data_get_the_shape_and_the_normalisation_of_those_of_the_run(
 ) -> None:
     """LeNet takes any number of channels, and here grey images become coloured."""
     _, run = quick_run(model=model)
-    config, other = (
-        Config.load(run / "config.yaml"),
-        Config.make({"dataset": "digits-domains", "partition": "iid"}),
-    )
-    model, ours = make_model(config), partitioned_data(config, 3).dataset
-    model.load_state_dict(global_state(run))
+    config = Config.load(run / "config.yaml")
+    other = Config.make({"dataset": "digits-domains", "partition": "iid"})
+    model, ours = model_of(run), partitioned_data(config, 3).dataset
     theirs = partitioned_data(other, 1, (1, 28, 28)).dataset
     assert theirs.mean != ours.mean
     expected = evaluate(model, Subset(theirs.test, None, mean=ours.mean, std=ours.std))
@@ -114,16 +111,14 @@ def test_other_data_get_the_shape_and_the_normalisation_of_those_of_the_run(
 def test_own_bn_and_averaged_bn_are_those_of_the_run(quick_run) -> None:
     _, run = quick_run(strategy="fedbn", **{"eval-on": "averaged-bn"})
     config = Config.load(run / "config.yaml")
-    model, data = make_model(config), partitioned_data(config, 3)
+    data = partitioned_data(config, 3)
     for bn, state in (
         ("own:2", personal_state(run, 2)),
         ("averaged", global_state(run)),
     ):
-        model.load_state_dict(state)
         (row,) = evaluate_run(run, {"dataset": "digits"}, bn)[1]
-        assert row.result.loss == pytest.approx(
-            evaluate(model, data.test_view()).loss, rel=1e-6
-        )
+        expected = evaluate(model_of(run, state), data.test_view())
+        assert row.result.loss == pytest.approx(expected.loss, rel=1e-6)
     _, bare = quick_run(strategy="fedbn")
     for bn in ("", "averaged", "adapt"):
         with pytest.raises(
@@ -249,8 +244,7 @@ def test_each_group_has_a_row(quick_run) -> None:
         dataset="digits-domains", partition="domain", **{"num-clients": 5}
     )
     config = Config.load(run / "config.yaml")
-    model, data = make_model(config), partitioned_data(config, 5)
-    model.load_state_dict(global_state(run))
+    model, data = model_of(run), partitioned_data(config, 5)
     expected = {
         name: evaluate(model, view).accuracy
         for name, view in data.domain_views().items()
@@ -268,8 +262,7 @@ def test_adapt_uses_the_statistics_of_the_new_inputs(fedavg, tmp_path: Path) -> 
         for bn in ("", "adapt")
     )
     config = Config.load(run / "config.yaml")
-    model, view = make_model(config), partitioned_data(config, 3).test_view()
-    model.load_state_dict(global_state(run))
+    model, view = model_of(run), partitioned_data(config, 3).test_view()
     # The MLP has one BN layer, so one batch with all inputs has the statistics of the
     # two passes.
     with without_running_statistics(model):
@@ -295,8 +288,7 @@ def rows(tmp_path: Path):
 
     def write(name: str, count: int = 40, **more: np.ndarray) -> Path:
         at = np.arange(count)
-        x = np.stack([at, at * at % 7], 1).astype(np.float32)
-        np.savez(tmp_path / name, x=x, y=at % 3, client=at % 2, **more)
+        write_rows(tmp_path / name, count, y=at % 3, client=at % 2, **more)
         return tmp_path / name
 
     return write

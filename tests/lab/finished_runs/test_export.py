@@ -30,7 +30,6 @@ from fedbn_flwr.client.personal_model import (
 from fedbn_flwr.errors import ConfigError, EngineError, StateError
 from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.export import run_onnx, run_torch_export
-from fedbn_flwr.lab.files import read_metrics
 from fedbn_flwr.lab.finished_runs import export as export_module
 from fedbn_flwr.lab.finished_runs.export import FORMATS, SUFFIXES, export, load_exported
 from fedbn_flwr.lab.finished_runs.saved_model import Choice
@@ -42,7 +41,6 @@ from fedbn_flwr.lab.partitioned.partitioned_data import (
 )
 from fedbn_flwr.lab.setup import make_model
 from fedbn_flwr.messages.records import to_state
-from fedbn_flwr.training.evaluation import evaluate
 
 
 def finished(folder: Path, **settings: Any) -> tuple[Path, nn.Module, PartitionedData]:
@@ -108,34 +106,6 @@ def test_logits_are_those_of_the_evaluated_model(
                 rtol=0,
                 atol=float(expected.abs().max()) * 1e-5,
             )
-
-
-def test_a_client_takes_the_model_that_was_tested(quick_run, tmp_path: Path) -> None:
-    _, run = quick_run(strategy="fedbn", model="lenet")
-    done = export(run, tmp_path / "model.safetensors", "torch", Choice(client=1))
-    tested = read_metrics(run / "metrics.jsonl")[-1]["clients"]["1"]
-    # The data below are normalised already.
-    _, inside = load_exported(done.file).children()
-    result = evaluate(
-        inside, partitioned_data(Config.load(run / "config.yaml"), 3).test_view(1)
-    )
-    assert (result.loss, result.accuracy) == pytest.approx(
-        (tested["own-loss"], tested["own-accuracy"]), rel=1e-6
-    )
-    assert (
-        done.what
-        == "the own model of client 1, with the affine, statistics, counters entries"
-        " that it kept"
-    )
-    with pytest.raises(
-        ConfigError, match="client=3 is unknown: the run has the clients 0 to 2"
-    ):
-        export(run, tmp_path / "other/model.safetensors", "torch", Choice(client=3))
-    with pytest.raises(StateError, match="eval-on=averaged-bn saves the average"):
-        export(
-            run, tmp_path / "other/model.safetensors", "torch", Choice(averaged=True)
-        )
-    assert not (tmp_path / "other").exists()
 
 
 def test_a_site_joins_its_part_with_the_two_files_that_it_was_sent(

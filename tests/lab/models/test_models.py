@@ -20,9 +20,7 @@ BN_LAYERS = {
     "lenet": 2,
     "resnet20": 19,
     "alexnet-bn-small": 7,
-    "fedbs-mnist": 2,
     "torchvision:resnet18": 20,
-    "torchvision:mobilenet_v2": 52,
     "torchvision:googlenet": 57,
 }
 NAMES = list(BN_LAYERS)

@@ -5,7 +5,6 @@ Damaged checkpoints are refused, and a full disk loses nothing.
 
 from __future__ import annotations
 
-import json
 import logging
 import shutil
 import subprocess
@@ -22,6 +21,7 @@ from fedbn_flwr.lab.output.checkpoint import Checkpoints
 from fedbn_flwr.lab.runs.run import run
 from fedbn_flwr.strategies import FedBN
 from tests.support.options import set_options
+from tests.support.runs import summary_of
 
 SETTINGS = {
     "num-clients": 2,
@@ -47,7 +47,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def whole(finished: Path) -> str:
     """The hash of the finished run's model."""
-    return str(json.loads((finished / "summary.json").read_text())["sha256"])
+    return str(summary_of(finished)["sha256"])
 
 
 @pytest.fixture
@@ -201,9 +201,7 @@ def test_if_no_checkpoint_is_usable_every_reason_is_named(out: Path) -> None:
     assert [
         reason.split(" cannot be read")[0][-24:] for reason in reasons
     ] == checkpoints(out)[::-1]
-    assert len(json.loads((out / "summary.json").read_text())) > 5, (
-        "the results did not change"
-    )
+    assert len(summary_of(out)) > 5, "the results did not change"
 
 
 def test_a_full_disk_ends_the_run_and_loses_nothing(

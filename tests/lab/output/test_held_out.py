@@ -11,18 +11,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from numpy.typing import NDArray
 from safetensors.numpy import load_file
 
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.lab.config import Config
-from fedbn_flwr.lab.files import read_metrics
 from fedbn_flwr.lab.finished_runs.sites import sites_of_run
 from fedbn_flwr.lab.output import site_tests
 from fedbn_flwr.lab.output.run_tests import _means
 from fedbn_flwr.lab.partitioned.partitioned_data import count_clients, partitioned_data
 from fedbn_flwr.lab.runs.run import run
+from tests.support.runs import lines_of
 
 NAMES = ("a", "b", "c", "d")
 SHIFTS = {"a": -3.0, "b": 0.0, "c": 4.0, "d": 0.5}
@@ -93,7 +92,7 @@ def start(tmp_path: Path) -> Start:
         summary = run(
             Config.make({**SETTINGS, "dataset": dataset, **keys}), folder, workers=0
         )
-        return summary, read_metrics(folder / "metrics.jsonl"), folder
+        return summary, lines_of(folder), folder
 
     return do
 
@@ -128,84 +127,47 @@ def test_the_run_has_the_bits_of_one_without_their_data(
 def test_the_tests_are_those_of_the_saved_model_by_hand(
     strategy: str, start: Start, tmp_path: Path
 ) -> None:
+    """Statistics are the saved ones, those of the training rows, or both mixed.
+
+    Test-time BN mixes in the statistics of a client's own 10 test rows.
+    """
     table, which = Table(), {"fedavg": "global", "fedbn": "averaged"}[strategy]
-    keys = {"strategy": strategy, "held_out_clients": "d", "metrics": "loss"}
-    summary, lines, out = start(table.save(tmp_path / "all.npz"), **keys)
-    found = lines[-1]["held-out"]["d"]
-    state = {
+    keys = {"strategy": strategy, "metrics": "loss", "test_bn": "mix"}
+    summary, lines, out = start(
+        table.save(tmp_path / "all.npz"), held_out_clients="a,d", **keys
+    )
+    saved = {
         name: array.astype(np.float64)
         for name, array in load_file(out / "model.safetensors").items()
     }
-    x, y = table.rows("d", True)
-    accuracy, loss = accuracy_and_loss(state, x, y)
-    assert (found["num-examples"], found[f"{which}-accuracy"]) == (
-        10,
-        pytest.approx(accuracy),
-    )
-    assert found[f"{which}-loss"] == pytest.approx(loss, rel=1e-4)
+    losses: dict[str, list[float]] = {which: [], "adapted": [], "test-bn": []}
+    for name in ("a", "d"):
+        found, (x, y) = lines[-1]["held-out"][name], table.rows(name, True)
+        assert found["num-examples"] == 10
+        for test, inputs, share in (
+            (which, x, 1.0),
+            ("adapted", table.rows(name, False)[0], 0.0),
+            ("test-bn", x, 16 / (16 + 10)),
+        ):
+            before = inputs @ saved["hidden.weight"].T + saved["hidden.bias"]
+            state = {**saved}
+            for entry, own in (("mean", before.mean(0)), ("var", before.var(0))):
+                entry = f"norm.running_{entry}"
+                state[entry] = share * saved[entry] + (1 - share) * own
+            accuracy, loss = accuracy_and_loss(state, x, y)
+            assert found[f"{test}-accuracy"] == pytest.approx(accuracy)
+            assert found[f"{test}-loss"] == pytest.approx(loss, rel=1e-4)
+            losses[test].append(loss)
+    for test, of_both in losses.items():
+        mean = summary["final"][f"held-out-{test}-loss"]
+        assert mean == pytest.approx(np.mean(of_both), rel=1e-4)
     sites = summary["sites"]
-    assert (
-        [row["site"] for row in sites],
-        [row.get("held-out", False) for row in sites],
-    ) == (
-        list(NAMES),
-        [False] * 3 + [True],
-    )
-    assert (sites[-1]["examples"], sites[-1]["value"]) == (
-        10,
-        pytest.approx(loss, rel=1e-4),
-    )
-    again = {row["site"]: row["value"] for row in sites_of_run(out)}
-    assert again == {
-        row["site"]: pytest.approx(row["value"], rel=1e-5) for row in sites
-    }
-    inputs, _ = table.rows("d", False)
-    before = inputs @ state["hidden.weight"].T + state["hidden.bias"]
-    adapted = {
-        **state,
-        "norm.running_mean": before.mean(0),
-        "norm.running_var": before.var(0),
-    }
-    accuracy, loss = accuracy_and_loss(adapted, x, y)
-    assert found["adapted-accuracy"] == pytest.approx(accuracy)
-    assert found["adapted-loss"] == pytest.approx(loss, rel=1e-4)
-    assert summary["final"]["held-out-adapted-loss"] == found["adapted-loss"]
-
-
-@pytest.mark.parametrize("strategy", ["fedavg", "fedbn"])
-def test_test_time_bn_of_each_by_its_own_test_inputs_alone(
-    strategy: str, start: Start, tmp_path: Path
-) -> None:
-    table = Table()
-    keys = {"strategy": strategy, "held_out_clients": "a,d", "test_bn": "mix"}
-    summary, lines, out = start(table.save(tmp_path / "all.npz"), **keys)
-    state = {
-        name: array.astype(np.float64)
-        for name, array in load_file(out / "model.safetensors").items()
-    }
-    data = partitioned_data(Config.load(out / "config.yaml"), 2)
-    losses = []
-    for at, name in enumerate(("a", "d")):
-        x, y = (
-            array.numpy()
-            for array in data.held_out_views(at)[1].batch(torch.arange(10))
-        )
-        before = x.astype(np.float64) @ state["hidden.weight"].T + state["hidden.bias"]
-        w = 16 / (16 + 10)
-        of_batch = {
-            "norm.running_mean": before.mean(0),
-            "norm.running_var": before.var(0),
-        }
-        mixed = {
-            name: w * state[name] + (1 - w) * value for name, value in of_batch.items()
-        }
-        losses.append(accuracy_and_loss({**state, **mixed}, x, y)[1])
-        assert lines[-1]["held-out"][name]["test-bn-loss"] == pytest.approx(
-            losses[-1], rel=1e-4
-        )
-    assert summary["final"]["held-out-test-bn-loss"] == pytest.approx(
-        np.mean(losses), rel=1e-4
-    )
+    held_out = [(row["site"], row["examples"]) for row in sites if "held-out" in row]
+    assert held_out == [("a", 10), ("d", 10)]
+    values = [row["value"] for row in sites]
+    assert values[2:] == pytest.approx(losses[which], rel=1e-4)
+    again = [row["value"] for row in sites_of_run(out)]
+    assert again == pytest.approx(values, rel=1e-5)
 
 
 def test_no_target_of_their_training_rows_is_used(start: Start, tmp_path: Path) -> None:

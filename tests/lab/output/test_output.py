@@ -28,6 +28,7 @@ from fedbn_flwr.lab.output.result_writer import ResultWriter
 from fedbn_flwr.lab.output.summary import commit_of
 from fedbn_flwr.lab.report import write_report
 from fedbn_flwr.server.runs.round_outcome import RoundOutcome
+from tests.support.runs import summary_of
 
 STATE = {"a": np.arange(6, dtype=np.float32).reshape(2, 3).T, "count": np.array(3)}
 
@@ -55,9 +56,7 @@ def test_a_run_folder_holds_the_documented_files(tmp_path: Path) -> None:
             "summary.json",
         )
     ]
-    assert json.loads((folder.path / "summary.json").read_text()) == {
-        "final": {"round": 2}
-    }
+    assert summary_of(folder.path) == {"final": {"round": 2}}
     with safe_open(folder.path / "model.safetensors", "np") as file:
         assert file.metadata() == {"format": "pt", "affine": "global"}
         for name, array in STATE.items():
@@ -180,7 +179,7 @@ def test_no_extra_can_take_the_results_of_a_run(
     warnings = [record.getMessage() for record in caplog.records if record.levelno > 20]
     assert any(name in text and again in text for text in warnings), warnings
 
-    summary = json.loads((here / "summary.json").read_text())
+    summary = summary_of(here)
     assert summary["sha256"] == whole["sha256"]
     states = ["model.safetensors"]
     if "fine-tune=2" not in settings:

@@ -8,13 +8,8 @@ from typing import Any
 
 import pytest
 
-from fedbn_flwr.client import client_app
-from fedbn_flwr.engines import InProcessGrid
 from fedbn_flwr.lab.config import Config
-from fedbn_flwr.lab.files import read_metrics
-from fedbn_flwr.lab.runs.check_start import check
-from fedbn_flwr.lab.runs.node import client_fn
-from fedbn_flwr.lab.runs.serve import serve
+from tests.support.runs import lines_of, serve_nodes
 
 
 @pytest.fixture
@@ -30,12 +25,7 @@ def served(tmp_path: Path) -> Callable[..., Any]:
         name: str = "out",
     ) -> Any:
         config = given if isinstance(given, Config) else Config.make(given)
-        app = client_app(client_fn)
-        with InProcessGrid(
-            app, len(nodes), run_config=config.to_mapping(), node_configs=nodes
-        ) as grid:
-            return serve(grid, check(config), tmp_path / name), read_metrics(
-                tmp_path / name / "metrics.jsonl"
-            )
+        summary = serve_nodes(config, tmp_path / name, nodes)
+        return summary, lines_of(tmp_path / name)
 
     return do

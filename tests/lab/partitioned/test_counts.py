@@ -16,6 +16,7 @@ from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.partitioned.counts import data_counts, data_text, data_warnings
 from fedbn_flwr.lab.partitioned.partitioned_data import count_clients, partitioned_data
 from fedbn_flwr.lab.runs.run import run
+from tests.support.runs import summary_of
 
 
 def split_of(
@@ -76,7 +77,7 @@ def test_a_site_of_tests_is_named_and_can_be_held_out(tmp_path: Path) -> None:
     assert data_warnings(held, config) == []
     assert data_counts(held)["test"] == 10
     run(config, tmp_path / "out", workers=0)
-    rows = json.loads((tmp_path / "out/summary.json").read_text())["sites"]
+    rows = summary_of(tmp_path / "out")["sites"]
     assert [(row["site"], row["examples"]) for row in rows] == [
         ("a", 5),
         ("c", 5),

@@ -23,9 +23,9 @@ from typer.testing import CliRunner
 from fedbn_flwr.errors import ConfigError, DataError, FedBNError
 from fedbn_flwr.lab.cli import app
 from fedbn_flwr.lab.config import Config
-from fedbn_flwr.lab.files import read_metrics
 from fedbn_flwr.lab.runs.run import run
 from tests.support.options import set_options
+from tests.support.runs import lines_of
 
 NAMES = ("east", "north", "west")
 MODULE = "tables_of_nodes"
@@ -204,7 +204,7 @@ def test_a_common_test_set_on_nodes_with_their_own_data_is_refused_before_round_
         match=r"eval-on=personal-global.*data-path has only its own.*personal-own",
     ):
         served(settings, at([tmp_path / "0.npz"]))
-    assert not read_metrics(tmp_path / "out/metrics.jsonl")
+    assert not lines_of(tmp_path / "out")
 
 
 def test_a_node_with_other_data_is_named_and_the_others_go_on(

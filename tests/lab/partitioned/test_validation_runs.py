@@ -21,14 +21,14 @@ from fedbn_flwr.lab.cli import app
 from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.data import Samples
 from fedbn_flwr.lab.early_stopping import EarlyStopping
-from fedbn_flwr.lab.files import read_metrics
 from fedbn_flwr.lab.partitioned.partitioned_data import partitioned_data, put_aside
 from fedbn_flwr.lab.runs import serve
 from fedbn_flwr.lab.runs.check_start import check
 from fedbn_flwr.lab.runs.node import RunClients, client_fn, describe_data
-from fedbn_flwr.lab.setup import make_model, make_strategy
+from fedbn_flwr.lab.setup import make_strategy
 from fedbn_flwr.training import REGRESSION
 from fedbn_flwr.training.evaluation import evaluate
+from tests.support.runs import lines_of, model_of
 
 SHARE = {"validation-share": 0.2}
 PARTS = ("training", "validation", "test")
@@ -72,11 +72,11 @@ def test_validation_examples_are_put_aside_on_each_client_and_never_trained_on(
 def test_personal_models_are_tested_each_on_its_own_validation_part(quick_run) -> None:
     _, out = quick_run(strategy="fedbn", **SHARE, **{"eval-on": "personal-own,global"})
     split = partitioned_data(Config.load(out / "config.yaml"), 3)
-    model, scores = make_model(Config.load(out / "config.yaml")), []
+    scores = []
     for client in range(3):
-        model.load_state_dict(personal_state(out, client))
+        model = model_of(out, personal_state(out, client))
         scores.append(evaluate(model, split.validation_view(client)).accuracy)
-    last = read_metrics(out / "metrics.jsonl")[-1]
+    last = lines_of(out)[-1]
     assert last["personal-validation-accuracy"] == pytest.approx(sum(scores) / 3)
     assert "validation-accuracy" not in last
     assert last["clients"]["1"]["validation-num-examples"] == len(split.validation[1])
@@ -94,9 +94,7 @@ def test_fedbs_weighs_by_the_validation_loss_where_there_is_one(quick_run) -> No
         "validation-loss",
     ]
     assert all(
-        line["participants"] == [0, 1, 2]
-        for _, out in found
-        for line in read_metrics(out / "metrics.jsonl")
+        line["participants"] == [0, 1, 2] for _, out in found for line in lines_of(out)
     )
 
 
@@ -127,7 +125,7 @@ def test_the_main_metric_drives_the_result_and_early_stopping(quick_run) -> None
     }
     for metric, choose in (("loss", min), ("auroc", max)):
         summary, out = quick_run(**settings, **{"metrics": metric})
-        lines = read_metrics(out / "metrics.jsonl")
+        lines = lines_of(out)
         validated = [line[f"validation-{metric}"] for line in lines]
         stopped = validated.index(choose(validated))
         assert summary["headline"] == f"test-{metric}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,12 +14,12 @@ from typer.testing import CliRunner
 from fedbn_flwr.errors import DivergedError, EngineError, RunFailedError
 from fedbn_flwr.lab.cli import app
 from fedbn_flwr.lab.config import Config
-from fedbn_flwr.lab.files import read_metrics
 from fedbn_flwr.lab.runs import simulation
 from fedbn_flwr.lab.runs.run import run
 from fedbn_flwr.lab.studies.check_study import load_study
 from fedbn_flwr.lab.studies.sweep import sweep
 from tests.support.options import set_options
+from tests.support.runs import lines_of, summary_of
 
 HUGE: Mapping[str, Any] = {
     "learning-rate": 1e6,
@@ -62,8 +61,8 @@ def diverge(tmp_path: Path):
             run(Config.make(settings), out)
         return (
             caught.value,
-            json.loads((out / "summary.json").read_text()),
-            read_metrics(out / "metrics.jsonl"),
+            summary_of(out),
+            lines_of(out),
         )
 
     return do

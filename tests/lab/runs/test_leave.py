@@ -14,10 +14,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-from fedbn_flwr.lab.files import read_metrics
 from tests.support.options import set_options
+from tests.support.runs import lines_of
 
 SETTINGS: dict[str, Any] = {
     "num-clients": 2,
@@ -26,8 +24,6 @@ SETTINGS: dict[str, Any] = {
     "batch-size": 8,
 }
 COMMAND = """
-import signal
-signal.signal(signal.SIGINT, signal.default_int_handler)
 from fedbn_flwr.lab.cli import app
 app()
 """
@@ -39,17 +35,13 @@ def checkpoints(out: Path) -> list[str]:
     )
 
 
-@pytest.mark.parametrize(
-    ("kind", "code", "workers"), [(signal.SIGTERM, 143, 2), (signal.SIGINT, 130, 0)]
-)
 def test_a_real_signal_to_all_processes_of_a_command(
-    kind: signal.Signals,
-    code: int,
-    workers: int,
-    at_once: dict[str, str],
-    tmp_path: Path,
+    at_once: dict[str, str], tmp_path: Path
 ) -> None:
-    """A batch system sends it to all, and the command reports the saved round."""
+    """A batch system sends it to all, and the command reports the saved round.
+
+    tests/lab/test_cli.py has Ctrl-C.
+    """
     out = tmp_path / "out"
     settings = {
         **SETTINGS,
@@ -65,8 +57,7 @@ def test_a_real_signal_to_all_processes_of_a_command(
             COMMAND,
             "run",
             *words,
-            "--workers",
-            str(workers),
+            "--workers=2",
             "--out",
             str(out),
         ],
@@ -76,17 +67,17 @@ def test_a_real_signal_to_all_processes_of_a_command(
         start_new_session=True,
     )
     deadline = time.monotonic() + 100
-    while len(read_metrics(out / "metrics.jsonl")) < 3:
+    while len(lines_of(out)) < 3:
         assert time.monotonic() < deadline
         assert started.poll() is None
         time.sleep(0.02)
-    os.killpg(started.pid, kind)
+    os.killpg(started.pid, signal.SIGTERM)
     _, said = started.communicate(timeout=60)
-    assert started.returncode == code, said
+    assert started.returncode == 143, said
     assert "INFO" not in said, "Flower's log of every round"
     assert re.search(r"^round 2/5000: loss \d\.\d{4}", said, re.MULTILINE)
     last, *_ = sorted(checkpoints(out), reverse=True)
-    written = read_metrics(out / "metrics.jsonl")[-1]["round"]
+    written = lines_of(out)[-1]["round"]
     assert int(last.removeprefix("round-")) in (
         written,
         written - 1,
@@ -95,7 +86,4 @@ def test_a_real_signal_to_all_processes_of_a_command(
         f"interrupted. Saved in {out}: the results of round {written} of 5000, and a"
         " checkpoint of round " in said
     )
-    assert (
-        f"Continue with: fedbn-flwr run --out {out} --workers {workers} --resume"
-        in said
-    )
+    assert f"Continue with: fedbn-flwr run --out {out} --workers 2 --resume" in said

@@ -18,10 +18,10 @@ from safetensors.torch import load_file
 
 from fedbn_flwr.engines.flower_run import flower_run
 from fedbn_flwr.lab.config import Config
-from fedbn_flwr.lab.files import read_metrics
 from fedbn_flwr.lab.runs.run import preflight, run
 from fedbn_flwr.strategies import STRATEGIES
 from tests.support import legacy_loop
+from tests.support.runs import lines_of, summary_of
 
 ROOT = Path(__file__).parents[3]
 Needs = Callable[[str], Mapping[str, Any]]
@@ -74,7 +74,6 @@ def test_every_strategy_ends_on_a_gpu_where_it_ends_on_the_cpu(
 RAY: Mapping[str, Mapping[str, Any]] = {
     # Each way of using the engine has one case; the omitted methods send no other kind
     # of message.
-    "fedavg": {},
     "fedbn": {"strategy": "fedbn"},  # an entry that stays with the clients
     "fbn": {"strategy": "fbn", "fbn-measure": "pass"},  # queries
     "fedtan": {"strategy": "fedtan", "fedtan-transport": "channel"},
@@ -209,13 +208,13 @@ def test_ray_gives_the_bits_of_the_run_in_process(
 ) -> None:
     error = ray_runs / f"{case}.error"
     assert not error.exists(), error.read_text()
-    summary = json.loads((ray_runs / case / "summary.json").read_text())
+    summary = summary_of(ray_runs / case)
     config = Config.make(
         json.loads((ray_runs / f"{case}.json").read_text()), complete=True
     )
     here = run(config, tmp_path / "out")
     same_run(summary, here)
-    lines = read_metrics(ray_runs / case / "metrics.jsonl")
+    lines = lines_of(ray_runs / case)
     assert [(line["round"], line["participants"]) for line in lines] == [
         (1, [0, 1, 2]),
         (2, [0, 1, 2]),
@@ -230,10 +229,7 @@ def test_ray_gives_the_numbers_of_flowers_legacy_loop_in_process(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """This is the NumPyClient project.
-
-    tests/apps/test_numpyclient_app.py runs it through ``flwr run``.
-    """
+    """This is the NumPyClient project."""
     error = ray_runs / "numpyclient.error"
     assert not error.exists(), error.read_text()
     found = legacy_loop.accuracies((ray_runs / "log").read_text().splitlines())

@@ -8,7 +8,6 @@ SIGKILL, and test_early_stopping.py a run that returns to its best round.
 from __future__ import annotations
 
 import itertools
-import json
 import logging
 import signal
 import time
@@ -22,18 +21,15 @@ from safetensors.numpy import load_file
 
 from fedbn_flwr.checked_file import read_checked
 from fedbn_flwr.client import torch_client
-from fedbn_flwr.engines import InProcessGrid
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.lab.config import CENTRALIZED, Config
 from fedbn_flwr.lab.files import read_metrics
 from fedbn_flwr.lab.output.folder import STATISTICS_FILE, lock_folder
 from fedbn_flwr.lab.output.result_writer import OnRound
 from fedbn_flwr.lab.runs import centralized
-from fedbn_flwr.lab.runs.check_start import check
-from fedbn_flwr.lab.runs.default_app import client_app
 from fedbn_flwr.lab.runs.run import run
-from fedbn_flwr.lab.runs.serve import serve
 from fedbn_flwr.transport import polling_grid
+from tests.support.runs import lines_of, serve_nodes, summary_of
 
 ROUNDS = 6
 BASE: Mapping[str, Any] = {
@@ -45,11 +41,8 @@ BASE: Mapping[str, Any] = {
     "checkpoint-every": 2,
     "eval-every": 3,
 }
-MOMENTUM = {"sgd-momentum": 0.9, "momentum-scope": "local"}
 CASES: Mapping[str, Mapping[str, Any]] = {
     "fedbn": {},
-    "scaffold": {},
-    "fedtan": {},
     # The server has alpha for new clients.
     "hbn": {"share-alpha": True, "fraction-train": 0.4, "num-clients": 5},
     # frozen after round 4
@@ -59,8 +52,11 @@ CASES: Mapping[str, Mapping[str, Any]] = {
         "freeze-window": 4,
         "freeze-tau": 1e9,
     },
-    "local momentum": {"strategy": "fedbn", **MOMENTUM},
-    "global momentum": {"strategy": "silobn", **MOMENTUM, "momentum-scope": "global"},
+    "global momentum": {
+        "strategy": "silobn",
+        "sgd-momentum": 0.9,
+        "momentum-scope": "global",
+    },
     # one client a round
     "tests with averaged BN": {
         "strategy": "fedbn",
@@ -77,14 +73,9 @@ CASES: Mapping[str, Mapping[str, Any]] = {
         "recalibrate": True,
         "eval-every": 2,
     },
-    "half of the clients": {
-        "strategy": "bn-scaffold",
-        "fraction-train": 0.5,
-        "num-clients": 4,
-    },
     "centralized": {"sgd-momentum": 0.9},
 }
-IN_MID_ROUND = ("fedbn", "scaffold", "fedtan", "centralized")
+IN_MID_ROUND = ("fedbn", "centralized")
 
 
 class Cut(Exception):
@@ -110,10 +101,10 @@ def same(cut: Path, whole: Path) -> None:
     """Check that everything is equal except times and places."""
 
     def read(out: Path) -> Any:
-        summary = json.loads((out / "summary.json").read_text())
+        summary = summary_of(out)
         for key in ("seconds", "resumed-after"):
             summary.pop(key, None)
-        lines = read_metrics(out / "metrics.jsonl")
+        lines = lines_of(out)
         for line in lines:
             del line["seconds"]
         return summary, lines, read_metrics(out / STATISTICS_FILE)
@@ -134,9 +125,7 @@ def power_fails(
     for last in (3, 5):
         with pytest.raises(Cut):
             start(out, cut=last, resume=True, **settings)
-        assert [line["round"] for line in read_metrics(out / "metrics.jsonl")] == list(
-            range(1, last + 1)
-        )
+        assert [line["round"] for line in lines_of(out)] == list(range(1, last + 1))
     return [2, 4]
 
 
@@ -165,7 +154,7 @@ def ctrl_c(
         patched.setattr(module, "train", train)
         with pytest.raises(KeyboardInterrupt):
             start(out, **settings)
-    assert [line["round"] for line in read_metrics(out / "metrics.jsonl")] == [1, 2]
+    assert [line["round"] for line in lines_of(out)] == [1, 2]
     saved = sorted(
         path.stem for path in (out / "checkpoint").glob("round-*.safetensors")
     )
@@ -373,10 +362,7 @@ def served(out: Path, nodes: list[dict[str, Any]], **keys: Any) -> None:
             **keys,
         }
     )
-    with InProcessGrid(
-        client_app, len(nodes), run_config=config.to_mapping(), node_configs=nodes
-    ) as grid:
-        serve(grid, check(config), out)
+    serve_nodes(config, out, nodes)
 
 
 def go_on(out: Path, nodes: list[dict[str, Any]], **keys: Any) -> None:
@@ -386,7 +372,7 @@ def go_on(out: Path, nodes: list[dict[str, Any]], **keys: Any) -> None:
 
 
 def participants(out: Path) -> list[list[int]]:
-    return [line["participants"] for line in read_metrics(out / "metrics.jsonl")]
+    return [line["participants"] for line in lines_of(out)]
 
 
 def test_a_run_continues_while_a_node_is_gone(
@@ -409,7 +395,7 @@ def test_a_run_continues_while_a_node_is_gone(
         in caplog.text
     )
     assert participants(tmp_path) == [[0, 1, 2]] * 2 + [[0, 1]] * 2
-    lines = read_metrics(tmp_path / "metrics.jsonl")
+    lines = lines_of(tmp_path)
     sizes = [
         [line["clients"][name]["own-num-examples"] for name in ("0", "1")]
         for line in lines
@@ -448,11 +434,7 @@ def test_parts_kept_only_in_memory_cannot_be_resumed(
     A resumed run is refused before it starts.
     """
     config = Config.make({**BASE, "strategy": "scaffold", "out": str(tmp_path)})
-    with (
-        InProcessGrid(client_app, 3, run_config=config.to_mapping()) as grid,
-        caplog.at_level("WARNING", "flwr"),
-    ):
-        serve(grid, check(config), tmp_path)
+    serve_nodes(config, tmp_path)
     assert (
         caplog.text.count(
             "client(s) 0, 1, 2 keep their local state in memory only: this run cannot be"
@@ -480,13 +462,7 @@ def test_a_series_without_a_state_folder_is_named(tmp_path: Path, caplog) -> Non
     }
     config = Config.make({**BASE, **settings, "out": str(tmp_path)})
     own = [{"state-dir": str(tmp_path / "clients")}, {}, {}]
-    with (
-        InProcessGrid(
-            client_app, 3, run_config=config.to_mapping(), node_configs=own
-        ) as grid,
-        caplog.at_level("WARNING", "flwr"),
-    ):
-        serve(grid, check(config), tmp_path / "out")
+    serve_nodes(config, tmp_path / "out", own)
     assert [text for text in caplog.messages if "in memory only" in text] == [
         "client(s) 1, 2 keep their local state in memory only: series=a has no effect for"
         " them. Set state-dir, in the run's config or in each node's."
@@ -532,11 +508,8 @@ def test_a_client_that_cannot_write_is_rejected_by_name_and_the_run_continues(
         }
     )
     node = [{}, {"state-dir": str(tmp_path / "file")}, {}]
-    with InProcessGrid(
-        client_app, 3, run_config=config.to_mapping(), node_configs=node
-    ) as grid:
-        serve(grid, check(config), tmp_path / "run")
-    for line in read_metrics(tmp_path / "run/metrics.jsonl"):
+    serve_nodes(config, tmp_path / "run", node)
+    for line in lines_of(tmp_path / "run"):
         assert line["participants"] == [0, 2]
         (reason,) = [why for why in line["rejected"] if "evaluation" not in why]
         assert "(partition 1): error 2" in reason

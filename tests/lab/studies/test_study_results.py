@@ -32,6 +32,7 @@ from fedbn_flwr.lab.studies.study import PaperNumber, Study
 from fedbn_flwr.lab.studies.sweep import sweep
 from fedbn_flwr.lab.studies.tuning import tuned
 from fedbn_flwr.training.tasks import Task
+from tests.support.runs import summary_of
 
 
 def load(folder: Path, text: str, *overrides: str) -> Study:
@@ -309,7 +310,7 @@ def test_settings_are_chosen_by_validation_before_the_runs(
     for cell in trials:
         assert (cell.config.validation_share, cell.config.num_server_rounds) == (0.3, 2)
         assert cell.config.sgd_momentum == {"BN": 0.1, "FedBN": 0.5}[cell.method]
-        score = json.loads((cell.folder(out) / "summary.json").read_text())["final"]
+        score = summary_of(cell.folder(out))["final"]
         metric = {"BN": "validation-accuracy", "FedBN": "personal-validation-accuracy"}[
             cell.method
         ]
@@ -468,7 +469,7 @@ def test_a_study_names_the_metrics_of_its_table(
 ) -> None:
     out = tmp_path / "out"
     sweep(load(tmp_path, METRICS), out)
-    final = json.loads((out / "FedBN/all/seed-0/summary.json").read_text())["final"]
+    final = summary_of(out / "FedBN/all/seed-0")["final"]
     with (out / "results.csv").open() as file:
         rows = {
             (row["method"], row["metric"], row["domain"]): row

@@ -6,11 +6,11 @@ import csv
 import itertools
 import json
 import os
+import shutil
 import statistics
 from collections.abc import Generator
 from pathlib import Path
 
-import numpy as np
 import pandas as pd
 import pytest
 import torch
@@ -27,6 +27,7 @@ from fedbn_flwr.lab.studies.parallel import in_parallel
 from fedbn_flwr.lab.studies.results import markdown, rows_of, table
 from fedbn_flwr.lab.studies.study import Cell, Study, Tuning
 from fedbn_flwr.lab.studies.sweep import LogFollower, sweep
+from tests.support.runs import summary_of, write_rows
 
 TEXT = """
 name: small
@@ -62,6 +63,20 @@ class Noted(LogFollower):
 @pytest.fixture
 def study(tmp_path: Path) -> Study:
     return load_study(written(tmp_path, TEXT))
+
+
+@pytest.fixture(scope="module")
+def swept(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the finished study."""
+    folder = tmp_path_factory.mktemp("swept")
+    sweep(load_study(written(folder, TEXT)), folder / "out")
+    return folder / "out"
+
+
+@pytest.fixture
+def out(swept: Path, tmp_path: Path) -> Path:
+    """A copy of the finished study."""
+    return Path(shutil.copytree(swept, tmp_path / "out"))
 
 
 def written(folder: Path, text: str) -> Path:
@@ -163,7 +178,7 @@ TWO_NAMES = next(iter(RENAMED.items()))
 VALUES = ("channel", "messages")
 
 
-@pytest.mark.parametrize("names", list(itertools.product(TWO_NAMES, repeat=2)))
+@pytest.mark.parametrize("names", [TWO_NAMES, TWO_NAMES[::-1]])
 @pytest.mark.parametrize("pair", list(itertools.combinations(LAYERS, 2)))
 def test_of_two_layers_of_a_study_the_later_one_wins(
     tmp_path: Path, pair: tuple[str, str], names: tuple[str, str]
@@ -201,6 +216,12 @@ def test_of_two_layers_of_a_study_the_later_one_wins(
             in_runs = [layer for layer in pair if layer != "tune.base"]
             wanted = VALUES[pair.index(in_runs[-1])]
             assert cell.config.fedtan_transport == wanted
+
+
+TWICE = (
+    "tune: {grid: {learning-rate: [1e-2, 0.01, 0.1]}, base: {validation-share: 0.2}}"
+)
+SEEDS = "tune: {grid: {seed: [1, 2]}, base: {validation-share: 0.2}}"
 
 
 @pytest.mark.parametrize(
@@ -243,6 +264,22 @@ def test_of_two_layers_of_a_study_the_later_one_wins(
         ),
         (("seeds: [0, 1]", "seeds: [0, 1]\ntarget: .nan"), "target.*finite number"),
         (("FedBN/own:", "table.md:"), "method 'table.md' ends as a file of the study"),
+        ((TEXT, '{name: s, methods: {"..": {}, "__": {}}}'), r"'\.\.' .*'__' .*share"),
+        ((TEXT, '{name: s, methods: {"M=1 a": {}, "M=1_a": {}}}'), "would share"),
+        (
+            (TEXT, "{name: s, methods: {A: {}, A/b: {}}, splits: {b/c: {}, c: {}}}"),
+            "'A/b' on split 'c' would share the folder A/b/c/seed-0",
+        ),
+        ((TEXT, "{name: s, base: {seed: 7}, methods: {A: {}}}"), "base: seed has no"),
+        ((TEXT, "{name: s, methods: {B: {seed: 3}}}"), r"methods\.B: seed has no"),
+        (
+            (TEXT, f"{{name: s, methods: {{A: {{}}}}, {SEEDS}}}"),
+            r"tune\.grid: seed has no effect .*tune\.seeds",
+        ),
+        (
+            (TEXT, f"{{name: s, methods: {{A: {{}}}}, {TWICE}}}"),
+            r"learning-rate: 0\.01 is listed twice",
+        ),
     ],
 )
 def test_a_wrong_study_is_refused(
@@ -339,7 +376,7 @@ def test_a_run_with_checkpoints_continues_unless_the_study_has_changed(
         then = load_study(tmp_path / "study.yaml", ["learning-rate=0.3"] * changed)
         sweep(then, out)
         (folder,) = (cell.folder(out) for cell in then.cells())
-        summary = json.loads((folder / "summary.json").read_text())
+        summary = summary_of(folder)
         assert summary.get("resumed-after") == (None if changed else [1])
         assert folder.with_name("seed-0.unfinished-1").exists() == changed
     assert (
@@ -350,10 +387,9 @@ def test_a_run_with_checkpoints_continues_unless_the_study_has_changed(
 
 
 def test_a_changed_study_repeats_what_changed_and_keeps_the_former_runs(
-    study: Study, tmp_path: Path, caplog
+    study: Study, out: Path, tmp_path: Path, caplog
 ) -> None:
-    out = tmp_path / "out"
-    first = sweep(study, out)
+    first = table(rows_of(study, out))
     changed = TEXT.replace("learning-rate: 0.2", "learning-rate: 0.25")
     # the default, written out
     changed = changed.replace("two classes: {", "two classes: {eval-every: 1, ")
@@ -398,7 +434,7 @@ def test_two_sweeps_cannot_write_one_folder(study: Study, tmp_path: Path) -> Non
 
 
 def check_tables(study: Study, out: Path) -> None:
-    """Check means, sample standard deviations and paper numbers from summaries."""
+    """Check means, sample standard deviations and traffic from summaries."""
     with (out / "results.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert [(row["method"], row["split"], int(row["seed"])) for row in rows] == [
@@ -419,29 +455,17 @@ def check_tables(study: Study, out: Path) -> None:
             for cell in study.cells()
             if (cell.method, cell.split) == (method, split)
         ]
-        summaries = [
-            json.loads((folder / "summary.json").read_text()) for folder in folders
-        ]
+        summaries = [summary_of(folder) for folder in folders]
         final = [100 * summary["final"][summary["headline"]] for summary in summaries]
         assert (
             line["final"] == f"{statistics.fmean(final):.2f} ±"
             f" {abs(final[0] - final[1]) / 2**0.5:.2f}"
         )
-        assert (line["runs"], line["rounds"]) == ("2", "1")
         traffic = summaries[0]["ledger"]
         assert (
             line["MB of floats"]
             == f"{(traffic['bytes-down'] + traffic['bytes-up']) / 2**20:.2f}"
         )
-        assert line["metric"] == (
-            "personal-own-accuracy, %" if method == "FedBN/own" else "test-accuracy, %"
-        )
-        assert line["paper"] == (
-            "91.35" if (method, split) == ("FedAvg", "iid") else ""
-        )
-    text = (out / "table.md").read_text().splitlines()
-    assert text[0] == "# small"
-    assert f"| {lines['FedAvg', 'iid']['final']} |" in text[4]
 
 
 def test_a_failed_run_is_recorded_and_tried_again(
@@ -525,17 +549,8 @@ def test_a_run_of_a_study_leaves_the_number_of_torch_threads_as_it_was(
 def test_results_of_data_that_have_changed_do_not_stand_beside_those_of_the_new_ones(
     tmp_path: Path,
 ) -> None:
-    table = tmp_path / "t.npz"
-
-    def save(count: int) -> None:
-        rows = np.arange(count)
-        np.savez(
-            table, x=np.stack([rows, rows**2 % 7], 1).astype(np.float32), y=rows % 2
-        )
-
-    save(20)
     base = {
-        "dataset": f"npz:{table}",
+        "dataset": write_rows(tmp_path / "t.npz", 20),
         "num-clients": 2,
         "num-server-rounds": 1,
         "local-steps": 1,
@@ -550,7 +565,7 @@ def test_results_of_data_that_have_changed_do_not_stand_beside_those_of_the_new_
         return load_study(written(tmp_path, json.dumps({**small, "seeds": seeds})))
 
     sweep(loaded([0]), tmp_path / "out")
-    save(19)
+    write_rows(tmp_path / "t.npz", 19)
     sweep(loaded([0]), tmp_path / "out")  # nothing remains to do
     with pytest.raises(
         ConfigError,
@@ -621,51 +636,8 @@ def test_a_name_of_dots_stays_in_the_folder_of_the_study(tmp_path: Path) -> None
         assert len(folder.relative_to(tmp_path).parts) == name.count("/") + 3
 
 
-TWICE = (
-    "tune: {grid: {learning-rate: [1e-2, 0.01, 0.1]}, base: {validation-share: 0.2}}"
-)
-SEEDS = "tune: {grid: {seed: [1, 2]}, base: {validation-share: 0.2}}"
-
-
-@pytest.mark.parametrize(
-    ("text", "named"),
-    [
-        ('{name: s, methods: {"..": {}, "__": {}}}', r"'\.\.' .*'__' .*would share"),
-        (
-            '{name: s, methods: {"M=1 a": {}, "M=1_a": {}}}',
-            "'M=1 a' .*'M=1_a' .*would share",
-        ),
-        (
-            (
-                "{name: s, methods: {A: {}, A/b: {}}, splits: {b/c: {}, c: {partition:"
-                " iid}}}"
-            ),
-            "'A/b' on split 'c' would share the folder A/b/c/seed-0",
-        ),
-        ("{name: s, base: {seed: 7}, methods: {A: {}}}", "base: seed has no effect"),
-        (
-            "{name: s, methods: {A: {}, B: {seed: 3}}}",
-            r"methods\.B: seed has no effect",
-        ),
-        (
-            f"{{name: s, methods: {{A: {{}}}}, {SEEDS}}}",
-            r"tune\.grid: seed has no effect .*tune\.seeds",
-        ),
-        (
-            f"{{name: s, methods: {{A: {{}}}}, {TWICE}}}",
-            r"learning-rate: 0\.01 is listed twice",
-        ),
-    ],
-)
-def test_names_and_points_that_are_one_are_refused(
-    tmp_path: Path, text: str, named: str
-) -> None:
-    with pytest.raises(ConfigError, match=named):
-        load_study(written(tmp_path, text))
-
-
 def test_a_sweep_that_is_stopped_leaves_no_results_of_former_settings(
-    study: Study, tmp_path: Path
+    study: Study, out: Path
 ) -> None:
     """The tables next to ``study.yaml`` match its settings before the first run."""
 
@@ -673,8 +645,6 @@ def test_a_sweep_that_is_stopped_leaves_no_results_of_former_settings(
         raise KeyboardInterrupt
         yield
 
-    out = tmp_path / "out"
-    sweep(study, out)
     (out / "tuning.md").write_text("of a former study with tune\n")
     other = study.model_copy(update={"base": {**study.base, "local-steps": 3}})
     with pytest.raises(KeyboardInterrupt):
@@ -692,11 +662,7 @@ def test_a_sweep_that_is_stopped_leaves_no_results_of_former_settings(
     assert "tune" not in (out / "study.yaml").read_text()
 
 
-def test_what_is_damaged_is_named_or_repeated(
-    study: Study, tmp_path: Path, caplog
-) -> None:
-    out = tmp_path / "out"
-    sweep(study, out)
+def test_what_is_damaged_is_named_or_repeated(study: Study, out: Path, caplog) -> None:
     first = out / "FedAvg/iid/seed-0"
     second = out / "FedAvg/iid/seed-1"
     (first / "config.yaml").write_text("strategy: [fedavg")
@@ -769,12 +735,11 @@ def test_a_full_disk_ends_no_run_and_is_named(
 
 
 def test_a_refused_study_leaves_that_of_the_folder(
-    study: Study, tmp_path: Path
+    study: Study, out: Path, tmp_path: Path
 ) -> None:
-    sweep(study, tmp_path / "out")
-    before = (tmp_path / "out/study.yaml").read_text()
+    before = (out / "study.yaml").read_text()
     absent = {"dataset": "mnist", "data-dir": str(tmp_path / "nowhere")}
     other = study.model_copy(update={"base": {**study.base, **absent}})
     with pytest.raises(ConfigError, match="nowhere"):
-        sweep(other, tmp_path / "out")
-    assert (tmp_path / "out/study.yaml").read_text() == before
+        sweep(other, out)
+    assert (out / "study.yaml").read_text() == before

@@ -1,0 +1,66 @@
+"""Runs of nodes in this process, and the results in a run's folder."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from safetensors.torch import load_file
+from torch import nn
+
+from fedbn_flwr.engines import InProcessGrid
+from fedbn_flwr.lab.config import Config
+from fedbn_flwr.lab.files import read_metrics
+from fedbn_flwr.lab.runs.check_start import check
+from fedbn_flwr.lab.runs.default_app import client_app
+from fedbn_flwr.lab.runs.serve import serve
+from fedbn_flwr.lab.setup import make_model
+
+THREE: Sequence[Mapping[str, Any]] = ({}, {}, {})
+
+
+def serve_nodes(
+    config: Config, out: Path, nodes: Sequence[Mapping[str, Any]] = THREE
+) -> dict[str, Any]:
+    """Run a config on nodes with their own configs, as Flower does."""
+    given = [dict(node) for node in nodes]
+    with InProcessGrid(
+        client_app, len(nodes), run_config=config.to_mapping(), node_configs=given
+    ) as grid:
+        return serve(grid, check(config), out)
+
+
+def write_rows(path: Path, count: int, **arrays: NDArray[Any]) -> str:
+    """Write rows with two features and two classes, and return the run's dataset."""
+    rows = np.arange(count)
+    x = np.stack([rows, rows**2 % 7], 1).astype(np.float32)
+    np.savez(path, **{"x": x, "y": rows % 2, **arrays})
+    return f"npz:{path}"
+
+
+def lines_of(out: Path) -> list[dict[str, Any]]:
+    return read_metrics(out / "metrics.jsonl")
+
+
+def summary_of(out: Path) -> dict[str, Any]:
+    summary: dict[str, Any] = json.loads((out / "summary.json").read_text())
+    return summary
+
+
+def model_of(out: Path, state: Mapping[str, torch.Tensor] | None = None) -> nn.Module:
+    """Return the model of a run's folder with its saved state, or with another one."""
+    model = make_model(Config.load(out / "config.yaml"))
+    model.load_state_dict(state or load_file(out / "model.safetensors"))
+    return model
+
+
+def moved_entries(out: Path) -> set[str]:
+    """Return the entries that a run has changed."""
+    start = make_model(Config.load(out / "config.yaml")).state_dict()
+    end = load_file(out / "model.safetensors")
+    return {name for name, value in start.items() if not torch.equal(value, end[name])}
