@@ -303,6 +303,7 @@ ARRAYS = {
         np.arange(3),
         "6 numbers of x are NaN",
     ),
+    "infinite numbers": (np.full((3, 2), np.inf), np.arange(3), "6 numbers of x"),
     "an infinite target": (
         np.zeros((3, 2)),
         np.array([0.5, np.inf, 1.5]),
