@@ -457,7 +457,7 @@ def main(
         [[name, f"{ratio:.2f}", target] for name, (ratio, target) in found.items()],
     )
     note = f"ResNet-20, {CLIENTS} clients, E = {STEPS}; medians. {facts()}"
-    text = f"{seconds_table}\n\n{ratio_table}\n\n{note}"
+    text = f"{ratio_table}\n\n{note}"
     if parts:
         medians_of_parts = []
         for name, rows in parts.items():
@@ -473,7 +473,7 @@ def main(
         text += "\n\n" + table(
             ["of one reply, seconds, medians", *PARTS], medians_of_parts
         )
-    print(text)
+    print(f"{seconds_table}\n\n{text}")
     figures = {
         name: {"ratio": ratio, "target": target}
         for name, (ratio, target) in found.items()
