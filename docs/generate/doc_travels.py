@@ -28,17 +28,12 @@ _RECORDS = {
 
 
 def travels_section(method: Method[Any, Any]) -> list[str]:
-    """Return the section, one table for each phase that differs from the one before it."""
+    """Return the section, one list for each phase that differs from the phase before."""
     lines = ["## What travels", ""]
     phases = declared(method)
     for phase in phases:
-        name = f"in phase *{phase.phase}*" if len(phases) > 1 else "per round"
-        lines += [
-            f"| | {name} |",
-            "|---|---|",
-            *(f"| {what} | {text} |" for what, text in _rows(phase)),
-            "",
-        ]
+        lines += [f"In phase *{phase.phase}*:", ""] if len(phases) > 1 else []
+        lines += [*(f"- {what}: {text}" for what, text in _rows(phase)), ""]
     return lines[:-1]
 
 

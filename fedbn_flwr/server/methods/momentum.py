@@ -15,12 +15,10 @@ Buffers of local parts stay with the client.
 
 ## What travels
 
-| | per round |
-|---|---|
-| sent down | scope "global": the averaged buffers; otherwise nothing more |
-| sent up | scope "global": the buffers of shared entries |
-| kept | scope "local": all buffers; scope "global": the buffers of local parts |
-| cost | scope "global": the trainable shared floats a second time, down and up per client |
+- sent down: with "global" the averaged buffers, otherwise nothing more
+- sent up: with "global" the buffers of shared entries
+- kept: with "local" all buffers, with "global" the buffers of local parts
+- cost: with "global" the trainable shared floats a second time, per client
 
 ## Law
 

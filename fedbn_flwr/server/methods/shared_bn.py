@@ -14,11 +14,9 @@ training does not apply the client hook shares nothing and is left out.
 
 ## What travels
 
-| | per round |
-|---|---|
-| sent down | nothing; in a test, the average to clients without own parts |
-| sent up | the client's BN parts, in addition to the model |
-| cost | the floats of the local BN parts up per client |
+- sent down: nothing; in a test, the average to clients without own parts
+- sent up: the client's BN parts, in addition to the model
+- cost: the floats of the local BN parts up per client
 """
 
 from __future__ import annotations

@@ -11,13 +11,11 @@ merges the answers, in the order of partition ids, as in [StaticBN](staticbn.md)
 
 ## What travels
 
-| | before each test |
-|---|---|
-| sent down | the whole state (without the statistics if the method keeps them local) |
-| sent up | $m_i$ and $M_i$ of each BN layer, as many floats as its running statistics; an int64 count |
-| cost | $F$ floats down (one broadcast), $S$ up per client, in one exchange before each test |
-
-$S$ = floats of the running statistics.
+- sent down: the whole state (without the statistics if the method keeps them local)
+- sent up: $m_i$ and $M_i$ of each BN layer, as many floats as its running statistics;
+  an int64 count
+- cost: $F$ floats down (one broadcast), $S$ up per client, in one exchange before each
+  test; $S$ is the number of floats of the running statistics
 """
 
 from __future__ import annotations
