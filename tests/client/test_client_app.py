@@ -104,50 +104,6 @@ def ask(
     return reply
 
 
-def test_train_over_the_message_api_equals_fit(
-    client_fn, mlp, open_grid, same_bits
-) -> None:
-    grid = open_grid(client_app(client_fn))
-    start = state_of(mlp(dropout=0.3, seed=2))
-    config = ConfigRecord({"server-round": 3})
-    reply = ask(
-        grid,
-        RecordDict({"model": to_record(start), "any": config}),
-        MessageType.TRAIN,
-        1,
-    )
-    arrays, num_examples, metrics = client_fn(grid.context(1)).fit(
-        list(start.values()), {"server-round": 3}
-    )
-    same_bits(
-        from_record(reply.content["model"]), dict(zip(start, arrays, strict=True))
-    )
-    assert dict(reply.content["metrics"]) == {"num-examples": num_examples, **metrics}
-    assert list(reply.content.config_records) == []
-
-
-def test_evaluate_over_the_message_api_equals_evaluate(
-    client_fn, mlp, open_grid
-) -> None:
-    grid = open_grid(client_app(client_fn))
-    start = state_of(mlp(dropout=0.3, seed=2))
-    reply = ask(
-        grid,
-        RecordDict({"model": to_record(start), "any": ConfigRecord()}),
-        MessageType.EVALUATE,
-        2,
-    )
-    loss, num_examples, metrics = client_fn(grid.context(2)).evaluate(
-        list(start.values()), {}
-    )
-    assert dict(reply.content["metrics"]) == {
-        "num-examples": num_examples,
-        **metrics,
-        "loss": loss,
-    }
-    assert list(reply.content.array_records) == []
-
-
 def test_a_query_returns_partition_and_size(client_fn, open_grid) -> None:
     grid = open_grid(client_app(client_fn))
     for partition, size in enumerate(SIZES):

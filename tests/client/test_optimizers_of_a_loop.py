@@ -115,7 +115,7 @@ def test_phases_in_two_optimizers_one_after_the_other_are_those_of_the_steps(
                     p.requires_grad_(not freezes or any(p is own for own in part))
                 before = weights(model)
                 model.zero_grad()
-                F.cross_entropy(model(data.inputs), data.targets).backward()
+                data.loss(model).backward()
                 optimizer.step()
                 moved.append(not torch.equal(weights(model), before))
     assert moved == [step < head_steps or step >= 5 for step in range(10)]
@@ -130,7 +130,7 @@ def test_a_loop_that_steps_the_body_first_is_refused(mlp, points) -> None:
             for part in (model[:2], model[3]):
                 optimizer = rules.wrap(torch.optim.SGD(part.parameters(), RATE))
                 for _ in range(2):
-                    F.cross_entropy(model(data.inputs), data.targets).backward()
+                    data.loss(model).backward()
                     optimizer.step()
 
     with pytest.raises(ConfigError, match="none of the first steps trained"):
@@ -150,7 +150,7 @@ def test_momentum_of_parameters_that_train_one_after_the_other_is_kept(
             part.requires_grad_(True)
             sgd = torch.optim.SGD(part.parameters(), RATE, momentum=0.9)
             rules.wrap(sgd)
-            F.cross_entropy(model(data.inputs), data.targets).backward()
+            data.loss(model).backward()
             sgd.step()
     assert hook.keep().keys() == dict(model.named_parameters()).keys()
 
@@ -174,7 +174,7 @@ def test_a_state_that_is_loaded_between_two_optimizers_is_refused(mlp, points) -
             with torch.no_grad():
                 model[0].weight.add_(1.0)
             rules.wrap(body)
-            F.cross_entropy(model(data.inputs), data.targets).backward()
+            data.loss(model).backward()
             head.step()
 
     with pytest.raises(ConfigError):
@@ -207,7 +207,7 @@ def test_an_optimizer_of_the_model_that_is_not_wrapped_is_refused(
     def train() -> None:
         with rules._block():
             rules.wrap(both[0])
-            F.cross_entropy(model(data.inputs), data.targets).backward()
+            data.loss(model).backward()
             for optimizer in both:
                 optimizer.step()
 

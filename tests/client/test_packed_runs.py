@@ -22,12 +22,12 @@ from fedbn_flwr.messages.packing import is_packed
 from fedbn_flwr.messages.protocol import EXCHANGE_QUERY, PACKS
 from fedbn_flwr.messages.records import encode, from_record, of_kind, to_record
 from fedbn_flwr.mods import bn_mod, masked_update, packed
-from fedbn_flwr.privacy.masked_sums import MaskedSums, MaskSettings
 from fedbn_flwr.strategies import FedAvg, FedBN, FedTAN, Scaffold, StaticBN
 from fedbn_flwr.training import LearningRate, LocalTraining
 from fedbn_flwr.transport import polling_grid
 from fedbn_flwr.transport.polling_grid import PollingGrid
 from tests.support.federation import torch_clients
+from tests.support.protected import masked
 from tests.support.user_loops import SIZES, hooked_loop
 
 BAD = 1
@@ -109,11 +109,6 @@ def kept(line: Line) -> list[Any]:
     ]
 
 
-def masked(strategy: Any) -> Any:
-    strategy.protect(MaskedSums(MaskSettings(masked_sums=True)))
-    return strategy
-
-
 RUNS: dict[str, Callable[[], Any]] = {
     "fedbn": FedBN,
     "fedtan": lambda: FedTAN(fedtan_transport="messages"),
@@ -190,16 +185,6 @@ def older(whole: ClientApp, message: Message, context: Context) -> Message:
     if message.metadata.message_type == "query":
         del reply.content["properties"][PACKS]
     return reply
-
-
-def test_a_node_without_it_gets_arrays_one_by_one_in_the_same_run(
-    run, same_bits
-) -> None:
-    mixed, plain = run(FedBN(), wrap=only_at(BAD, older)), run(FedBN(), packs=False)
-    same_bits(mixed.state, plain.state)
-    assert [report.rejected for report in mixed.strategy.reports] == [{}] * ROUNDS
-    forms = {is_packed(message.content) for message in with_arrays(mixed.line)}
-    assert forms == {True, False}
 
 
 @pytest.mark.parametrize("kind", ["train", "evaluate"])

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -29,16 +28,10 @@ from fedbn_flwr.strategies import (
     FedTAN2,
     FixBN,
 )
-from tests.support.small_vision import VISION
 from tests.support.user_loops import SIZES
+from tests.support.written_out import network
 
 TRACKED = ("running_mean", "running_var", "num_batches_tracked")
-
-
-def network(name: str = "densenet") -> nn.Module:
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        return VISION[name](num_classes=3).double()
 
 
 @pytest.fixture

@@ -20,7 +20,6 @@ from fedbn_flwr.client import TorchClient, client_app
 from fedbn_flwr.errors import ConfigError, FedBNError
 from fedbn_flwr.messages.records import to_record
 from fedbn_flwr.mods import bn_rules
-from fedbn_flwr.privacy import MaskedSums, MaskSettings
 from fedbn_flwr.strategies import (
     FBN,
     Ditto,
@@ -35,6 +34,7 @@ from fedbn_flwr.strategies import (
     combined,
 )
 from fedbn_flwr.training import LearningRate, LocalTraining
+from tests.support.protected import masked
 from tests.support.user_loops import SIZES, hooked_loop
 from tests.support.written_out import (
     below,
@@ -136,8 +136,7 @@ def test_a_hook_keeps_arrays_beside_a_head_of_another_shape_under_the_mod(
 def test_masked_sums_cover_what_is_shared(
     federate: Any, datasets: Any, caplog: Any
 ) -> None:
-    strategy = FedBN(personal="classifier", fraction_evaluate=0.0)
-    strategy.protect(MaskedSums(MaskSettings(masked_sums=True)))
+    strategy = masked(FedBN(personal="classifier", fraction_evaluate=0.0))
     run = federate(strategy, network, datasets, rounds=1)
     # The advice contains no option that the masks refuse.
     assert "averaged-bn" not in caplog.text

@@ -23,7 +23,6 @@ from fedbn_flwr.mods import bn_mod
 from fedbn_flwr.strategies import (
     FBN,
     HBN,
-    STRATEGIES,
     BNScaffold,
     Ditto,
     FedAvg,
@@ -31,13 +30,9 @@ from fedbn_flwr.strategies import (
     FedBS,
     FedDNA,
     FedProx,
-    FedRep,
     FedTAN,
-    FedTAN2,
-    FedWon,
     FixBN,
     Scaffold,
-    SiloBN,
     StaticBN,
     Strategy,
 )
@@ -52,15 +47,12 @@ from tests.support.user_loops import (
     compiled_loop,
     fixbn_loop,
     hooked_loop,
-    plain_loop,
 )
 
 ROUNDS = 3
 Make = Callable[[], Strategy]
 METHODS: dict[str, Make] = {
-    "fedavg": FedAvg,
     "fedbn": FedBN,
-    "fedrep": FedRep,
     "fedprox": functools.partial(FedProx, proximal_mu=0.5),
     "scaffold": functools.partial(Scaffold, server_learning_rate=0.8),
     "bn-scaffold": BNScaffold,
@@ -71,15 +63,10 @@ METHODS: dict[str, Make] = {
     "fbn": FBN,
     "fbn, pass": functools.partial(FBN, fbn_measure="pass"),
     "hbn": functools.partial(HBN, share_alpha=True),
-    "fedwon": functools.partial(FedWon, agc=0.02),
-    "averaged-bn": functools.partial(FedBN, eval_on="averaged-bn"),
-    "global momentum": functools.partial(FedAvg, momentum_scope="global"),
     "fedbn, global momentum": functools.partial(FedBN, momentum_scope="global"),
     "fedtan": FedTAN,
     "feddna": FedDNA,
-    "fedtan2": functools.partial(FedTAN2, fedtan_rounds=1),
     "staticbn": StaticBN,
-    "silobn, recalibrated": functools.partial(SiloBN, recalibrate=True),
 }
 SERVERS: dict[str, Make] = {
     # A user's loop contains no part of these methods. They run in another loop over
@@ -90,16 +77,11 @@ SERVERS: dict[str, Make] = {
         min_train_nodes=1,
         min_evaluate_nodes=1,
     ),
-    "pooled": functools.partial(FedAvg, variance="pooled"),
-    "fedbs": functools.partial(FedBS, fedbs_eps=10.0, fedbs_rounds=2),
     "ditto": Ditto,
-    "fedadam": STRATEGIES["fedadam"],
 }
 ALL = METHODS | SERVERS
-WITHOUT_HOOKS = ("fedavg", "fedbn")
-SYNCHRONISED = ("fedtan", "feddna", "fedtan2")
-REESTIMATED = ("staticbn", "silobn, recalibrated")
-WITH_MOMENTUM = ("global momentum", "fedbn, global momentum", "fbn", "hbn")
+SYNCHRONISED = ("fedtan", "feddna")
+WITH_MOMENTUM = ("fedbn, global momentum", "fbn", "hbn")
 
 
 def momentum_of(name: str) -> float:
@@ -116,10 +98,6 @@ class Ways:
     user_app: Any
     datasets: Any
     mlp: Any
-    wsconv_net: Any
-
-    def model(self, name: str) -> Any:
-        return self.wsconv_net if name == "fedwon" else self.mlp
 
     def ours(self, name: str) -> Any:
         """Run our own client by messages, with a barrier between the clients."""
@@ -129,7 +107,7 @@ class Ways:
                 "grid_options": {"threads": len(SIZES)},
             }
             OURS[name] = self.federate(
-                ALL[name](), self.model(name), self.datasets, rounds=ROUNDS, **options
+                ALL[name](), self.mlp, self.datasets, rounds=ROUNDS, **options
             )
         return OURS[name]
 
@@ -138,15 +116,8 @@ class Ways:
 
         If ``barrier`` is false, exchanges travel by messages.
         """
-        model = self.model(name)
-        app = self.user_app(loop, query=name in SYNCHRONISED + REESTIMATED, model=model)
-        return self.run_app(ALL[name](), app, model=model, rounds=ROUNDS, **options)
-
-    def plain(self, name: str) -> Any:
-        return self.app(name, plain_loop)
-
-    def one_line(self, name: str) -> Any:
-        return self.app(name, fixbn_loop)
+        app = self.user_app(loop, query=name in SYNCHRONISED, model=self.mlp)
+        return self.run_app(ALL[name](), app, model=self.mlp, rounds=ROUNDS, **options)
 
     def hooked(self, name: str, **options: Any) -> Any:
         return self.app(
@@ -155,9 +126,6 @@ class Ways:
 
     def by_messages(self, name: str) -> Any:
         return self.hooked(name, barrier=False)
-
-    def closure(self, name: str) -> Any:
-        return self.app(name, closure_loop)
 
     def closure_by_name(self, name: str) -> Any:
         return self.app(name, functools.partial(closure_loop, as_keyword=True))
@@ -170,19 +138,18 @@ class Ways:
         return self.app(name, loop, barrier=False, grid_options={"threads": 1})
 
     def numpy_fn(self, name: str) -> Any:
-        rules = name not in WITHOUT_HOOKS
+        rules = name != "fedbn"
         return numpy_clients(
-            self.model(name), self.datasets, has_rules=rules, momentum=momentum_of(name)
+            self.mlp, self.datasets, has_rules=rules, momentum=momentum_of(name)
         )
 
     def numpy_client(self, name: str, barrier: bool = True) -> Any:
         app = client_app(self.numpy_fn(name), mods=[bn_mod])
         threads = {"threads": len(SIZES)}
-        model = self.model(name)
         return self.run_app(
             ALL[name](),
             app,
-            model=model,
+            model=self.mlp,
             rounds=ROUNDS,
             barrier=barrier,
             grid_options=threads,
@@ -202,7 +169,7 @@ class Ways:
             batch_size=BATCH,
             sgd_momentum=momentum_of(name),
         )
-        client_fn = torch_clients(self.model(name), self.datasets, training)
+        client_fn = torch_clients(self.mlp, self.datasets, training)
         return self._legacy(
             name, ClientApp(client_fn=lambda context: client_fn(context).to_client())
         )
@@ -229,7 +196,7 @@ class Ways:
         return self.in_parts(name, "named")
 
     def _legacy(self, name: str, app: ClientApp) -> Any:
-        start = self.model(name)().state_dict()
+        start = self.mlp().state_dict()
         return self.run_legacy_loop(ALL[name](), app, start, len(SIZES), ROUNDS)
 
 
@@ -237,34 +204,26 @@ OURS: dict[str, Any] = {}  # the oracle of each method, once for all its ways
 # tests/reference draws every method with these loops. A way that it does not know has
 # each kind of method here.
 TABLE: dict[str, Any] = {
-    "plain": WITHOUT_HOOKS,
-    "one_line": ("fixbn",),
-    "hooked": ("fedrep", "scaffold", "fixbn, automatic", "hbn", "fedtan2"),
+    "hooked": ("fixbn, automatic",),
     "by_messages": SYNCHRONISED,
-    "closure": ("fedprox", "scaffold"),
     "closure_by_name": ("fedprox", "scaffold"),
     "compiled": ("bn-scaffold", "fixbn", "fbn", "hbn", "fedtan"),
     "numpy_client": (
-        *("fedbn", "fedrep", "scaffold", "bn-scaffold", "fixbn", "fbn", "hbn"),
-        *("fedwon", "averaged-bn", "global momentum", "fedtan", "fedtan2"),
-    ),
-    "numpy_client_by_messages": ("fedtan", "feddna"),
-    "numpy_client_in_the_legacy_loop": ("fedbn", "scaffold", "fbn, pass"),
-    "in_parts": (
         "fedbn",
-        "fedprox",
         "scaffold",
-        "hbn",
-        "fbn, pass",
         "bn-scaffold",
+        "fixbn",
+        "fbn",
+        "hbn",
         "fedtan",
-        *REESTIMATED,
     ),
+    "numpy_client_by_messages": SYNCHRONISED,
+    "numpy_client_in_the_legacy_loop": ("fedbn", "scaffold", "fbn, pass"),
+    "in_parts": ("fedbn", "hbn", "bn-scaffold", "fedtan", "staticbn"),
     "in_a_pair": ("fedbn",),
     "in_a_named_tuple": ("fbn, pass",),
     "our_client_in_the_legacy_loop": (
-        *("fedrep", "scaffold", "fixbn, automatic", "fedbn, global momentum"),
-        *("sampled", "pooled", "fedbs", "ditto", "fedadam"),
+        *("fixbn, automatic", "fedbn, global momentum", "sampled", "ditto"),
     ),
 }
 
@@ -278,18 +237,9 @@ def copies_of(model: nn.Module) -> Callable[[], nn.Module]:
 
 
 @pytest.fixture
-def ways(
-    federate, run_app, run_legacy_loop, user_app, datasets, mlp, wsconv_net
-) -> Ways:
-    return Ways(
-        federate,
-        run_app,
-        run_legacy_loop,
-        user_app,
-        datasets,
-        copies_of(mlp()),
-        copies_of(wsconv_net()),
-    )
+def ways(federate, run_app, run_legacy_loop, user_app, datasets, mlp) -> Ways:
+    same = copies_of(mlp())
+    return Ways(federate, run_app, run_legacy_loop, user_app, datasets, same)
 
 
 @pytest.mark.parametrize(

@@ -45,14 +45,10 @@ from fedbn_flwr.messages.protocol import BARRIER
 from fedbn_flwr.messages.records import to_record, view
 from fedbn_flwr.norms import use_feature_norm
 from fedbn_flwr.strategies import (
-    FBN,
     HBN,
-    BNScaffold,
     FedAvg,
     FedBN,
     FedTAN,
-    FixBN,
-    Scaffold,
     Strategy,
 )
 from fedbn_flwr.training import LearningRate, LocalTraining
@@ -125,14 +121,8 @@ def test_a_broadcast_is_written_once(monkeypatch) -> None:
 
 
 WORKED: dict[str, tuple[Callable[[], Strategy], float]] = {
-    "fedavg": (FedAvg, 0.0),
-    "fedbn": (FedBN, 0.0),
     "fedtan": (FedTAN, 0.0),
-    "fixbn": (lambda: FixBN(freeze_at=1, momentum_scope="local"), 0.9),
-    "scaffold": (Scaffold, 0.0),
-    "fbn": (FBN, 0.9),
     "hbn": (lambda: HBN(share_alpha=True, statistics_warm_up=0), 0.9),
-    "bn-scaffold": (BNScaffold, 0.0),
     "feature-norm": (FedAvg, 0.0),
     "entries of every type": (lambda: FedBN(momentum_scope="local"), 0.9),
 }
@@ -431,8 +421,8 @@ END
 
 @pytest.mark.parametrize(
     "end",
-    ["os.kill(os.getpid(), 9)", "sys.exit(3)", "os._exit(3)"],
-    ids=["killed", "exit", "crash"],
+    ["os.kill(os.getpid(), 9)", "sys.exit(3)"],
+    ids=["killed", "exit"],
 )
 def test_no_process_outlives_the_command(
     tmp_path, at_once: dict[str, str], end: str

@@ -31,12 +31,8 @@ from tests.support.federation import LegacyOutcome
 RunLegacyLoop = Callable[..., LegacyOutcome]
 
 
-def test_fedbn_runs_with_the_mod_and_with_a_torch_client(
-    run_legacy_loop, tmp_path
-) -> None:
-    equal_the_loop_of_server_app(
-        ["numpy-fedbn", "torch-fedbn"], run_legacy_loop, tmp_path
-    )
+def test_fedbn_runs_with_the_mod(run_legacy_loop, tmp_path) -> None:
+    equal_the_loop_of_server_app(["numpy-fedbn"], run_legacy_loop, tmp_path)
 
 
 @pytest.mark.slow

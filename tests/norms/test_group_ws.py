@@ -72,20 +72,6 @@ def test_forward_and_backward_equal_the_formula(dim: int, groups: int) -> None:
     )
 
 
-def test_only_convolutions_before_a_norm() -> None:
-    model = nn.Sequential(
-        nn.Conv2d(3, 4, 1),
-        nn.BatchNorm2d(4),
-        nn.Conv2d(4, 4, 1),
-        nn.ReLU(),
-        nn.BatchNorm2d(4),
-        nn.Conv2d(4, 2, 1),
-    )
-    new, report = replace_norm(model, "group+ws")
-    assert [row.path for row in report] == ["0", "1", "4"]
-    assert [type(new[k]) is nn.Conv2d for k in (0, 2, 5)] == [False, True, True]
-
-
 def test_one_weight_per_filter_is_not_standardised() -> None:
     """Its standardised filter would be 0 / 0."""
     model = nn.Sequential(nn.Conv2d(4, 4, 1, groups=4), nn.BatchNorm2d(4))

@@ -11,8 +11,8 @@ from fedbn_flwr.norms import NORMS, replace_norm
 
 # ResNet-18: 17 and one for each of 3 shortcuts. DenseNet-121: one before each of 58 x 2
 # convolutions of its blocks and of 3 transitions, one after the stem, one at the end.
-# MobileNetV2 and GoogLeNet: one after each convolution.
-LAYERS = {"resnet18": 20, "mobilenet_v2": 52, "densenet121": 121, "googlenet": 57}
+# MobileNetV2: one after each convolution.
+LAYERS = {"resnet18": 20, "mobilenet_v2": 52, "densenet121": 121}
 CHANGED = {"batch", "fixup"}  # fixup: test_fixup.py
 ABOUT_CONVOLUTIONS = {"group+ws", "wsconv"}
 # All convolutions; in DenseNet the stem and the first of each of 58 layers are followed
@@ -22,17 +22,14 @@ CONVOLUTIONS = {
     ("densenet121", "wsconv"): 120,
     **{
         (name, kind): LAYERS[name]
-        for name in ("resnet18", "mobilenet_v2", "googlenet")
+        for name in ("resnet18", "mobilenet_v2")
         for kind in ABOUT_CONVOLUTIONS
     },
 }
 
 
 def build(name: str) -> nn.Module:
-    options = (
-        {"aux_logits": False, "init_weights": False} if name == "googlenet" else {}
-    )
-    options = {"init_weights": False} if name == "vgg11" else options
+    options = {"init_weights": False} if name == "vgg11" else {}
     model: nn.Module = torchvision.models.get_model(
         name, weights=None, num_classes=5, **options
     )

@@ -13,8 +13,8 @@ import pytest
 
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.lab.config import Config
-from fedbn_flwr.privacy import MaskedSums, MaskSettings
 from fedbn_flwr.strategies import FedAvg, Strategy
+from tests.support.protected import masked
 
 SIZES = (5, 6, 7, 5, 6, 8)
 ROUNDS = 12
@@ -77,10 +77,11 @@ def test_of_a_cohort_the_others_stay_where_a_client_is_lost(
 def test_a_warning_comes_before_the_first_training(
     federate, mlp, datasets, caplog, fraction, cohort_rounds, warns
 ) -> None:
-    strategy = FedAvg(
-        fraction_train=fraction, fraction_evaluate=0.0, cohort_rounds=cohort_rounds
+    strategy = masked(
+        FedAvg(
+            fraction_train=fraction, fraction_evaluate=0.0, cohort_rounds=cohort_rounds
+        )
     )
-    strategy.protect(MaskedSums(MaskSettings(masked_sums=True)))
     caplog.set_level(logging.INFO, logger="flwr")
     federate(strategy, mlp, datasets, rounds=3, local_steps=1)
     said = [record.getMessage() for record in caplog.records]

@@ -58,6 +58,7 @@ from fedbn_flwr.strategies import (
 )
 from fedbn_flwr.transport import wrapped
 from tests.support.noise import SeededNoise
+from tests.support.protected import masked
 from tests.support.synchronised import (
     TRANSPORTS,
     Branches,
@@ -67,12 +68,6 @@ from tests.support.synchronised import (
 )
 
 SIZES = (12, 5, 8, 21)
-
-
-def masked(strategy: Any, **settings: Any) -> Any:
-    """Return the strategy under masked sums with settings such as the threshold."""
-    strategy.protect(MaskedSums(MaskSettings(masked_sums=True, **settings)))
-    return strategy
 
 
 def furthest(one: State, other: State) -> float:

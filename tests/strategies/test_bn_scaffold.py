@@ -77,23 +77,23 @@ UNEVEN = (5, 12, 8)
 
 
 def test_under_fixed_weights_layer_l_has_the_unions_statistics_from_round_l_plus_one_on(
-    federate, torchvision_net, points
+    federate, points
 ) -> None:
     """The moments measured in a round become (u, s) of the next round.
 
     After as many rounds as there are layers, the forward pass equals the centralized
     pass.
     """
-    data = [points(n, i, (3, 20, 20)) for i, n in enumerate(UNEVEN)]
+    data = [points(n, i, (2, 4, 4)) for i, n in enumerate(UNEVEN)]
     inputs, targets = (
         torch.cat([getattr(one, leaf) for one in data])
         for leaf in ("inputs", "targets")
     )
     union = Points(inputs, targets)
-    wanted = reestimate_statistics(torchvision_net(), union, batch_size=0)
+    wanted = reestimate_statistics(network().double(), union, batch_size=0)
     run = federate(
         BNScaffold(variance="pooled", variance_floor=1e-9, fraction_evaluate=0.0),
-        torchvision_net,
+        lambda: network().double(),
         data,
         rounds=len(wanted) + 2,
         rate=1e-300,

@@ -16,7 +16,7 @@ from fedbn_flwr.batchnorm.reestimation import Moments, moments_of, pool
 from fedbn_flwr.errors import DivergedError
 from fedbn_flwr.messages.records import tensors, to_record
 from fedbn_flwr.problems import Known
-from fedbn_flwr.strategies import FBN, HBN, FedAvg, FixBN
+from fedbn_flwr.strategies import FBN, HBN
 from fedbn_flwr.strategies.fbn import GlobalStatistics, Pooled, trimmed
 from tests.support.bad_replies import spoiling
 
@@ -30,17 +30,6 @@ def loaded(make: Any, state: Mapping[str, Any]) -> nn.Module:
         tensors({name: np.asarray(value) for name, value in state.items()})
     )
     return model
-
-
-@pytest.mark.parametrize("measure", ["steps", "pass"])
-def test_without_momentum_it_is_fixbn_after_the_warm_up(
-    federate, datasets, mlp, same_bits, measure: str
-) -> None:
-    first = federate(FedAvg(), mlp, datasets, rounds=1).state
-    ours = FBN(fbn_measure=measure, statistics_momentum=0.0, statistics_warm_up=0)
-    trained = functools.partial(loaded, mlp, first)
-    runs = [federate(s, trained, datasets) for s in (ours, FixBN(freeze_at=0))]
-    same_bits(*(run.state for run in runs))
 
 
 @pytest.mark.parametrize(
@@ -128,32 +117,6 @@ def test_replies_without_moments_are_named(federate, datasets, mlp, caplog) -> N
         " come from the other replies"
     )
     assert [message for message in caplog.messages if "no moments" in message] == [text]
-
-
-class Teacher(nn.Module):
-    """A student network and a teacher that runs without gradients."""
-
-    def __init__(self, make: Any) -> None:
-        super().__init__()
-        self.student, self.teacher = make(), make()
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            target = self.teacher(x)
-        return self.student(x) + target
-
-
-def test_layers_that_no_training_measures_are_named_once(
-    federate, datasets, mlp, caplog
-) -> None:
-    federate(FBN(), lambda: Teacher(mlp), datasets, rounds=2)
-    (told,) = [
-        message for message in caplog.messages if "no reply has moments" in message
-    ]
-    assert told.startswith(
-        "round 1: no reply has moments of the inputs of teacher.1, which keep"
-        " their present statistics"
-    )
 
 
 def test_false_moments_are_refused_and_a_round_without_replies_does_not_end_the_warm_up(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 
 import numpy as np
@@ -15,7 +14,7 @@ from fedbn_flwr.client import client_app
 from fedbn_flwr.errors import ConfigError, EngineError, NothingTrainedError
 from fedbn_flwr.messages.records import num_bytes, to_record
 from fedbn_flwr.server.runs.round_outcome import average_metrics
-from fedbn_flwr.strategies import FedAvg, FedBN
+from fedbn_flwr.strategies import FedAvg
 
 SIZES = (6, 13, 9)
 
@@ -32,49 +31,7 @@ def test_traffic_is_one_broadcast_and_an_upload_per_client(
             assert (got.up, got.counters_up) == (up * floats, up * counters)
 
 
-def test_clients_receive_the_config(datasets, mlp, federate) -> None:
-    run = federate(FedBN(), mlp, datasets, rounds=2)
-    local = [
-        f"1.{leaf}"
-        for leaf in (
-            "weight",
-            "bias",
-            "running_mean",
-            "running_var",
-            "num_batches_tracked",
-        )
-    ]
-    assert [
-        (c["server-round"], json.loads(c["fedbn-flwr.local-entries"]))
-        for c in run.grid.config()
-    ] == [(r, local) for r in (1, 1, 1, 2, 2, 2)]
-    plain = federate(FedAvg(), mlp, datasets, rounds=1)
-    assert [dict(c) for c in plain.grid.config()] == [{"server-round": 1}] * 3
-
-
 # Arguments.
-
-
-def test_flowers_positional_arguments_are_accepted() -> None:
-    strategy = FedAvg(
-        0.5, 0.25, 3, 4, 5, "weight", "model", "told", variance="pooled", seed=9
-    )
-    assert (
-        strategy.fraction_train,
-        strategy.fraction_evaluate,
-        strategy.min_train_nodes,
-    ) == (0.5, 0.25, 3)
-    assert (strategy.min_evaluate_nodes, strategy.min_available_nodes) == (4, 5)
-    assert (
-        strategy.weighted_by_key,
-        strategy.arrayrecord_key,
-        strategy.configrecord_key,
-    ) == (
-        "weight",
-        "model",
-        "told",
-    )
-    assert (strategy.params.variance, strategy.params.seed) == ("pooled", 9)
 
 
 def test_parts_of_another_model_are_refused(federate, datasets, mlp) -> None:
@@ -86,15 +43,6 @@ def test_parts_of_another_model_are_refused(federate, datasets, mlp) -> None:
     arrays = to_record(dict(mlp().named_parameters()))
     with pytest.raises(ConfigError, match=r"^the arrays lack 3 entries"):
         FedAvg(parts=split_state(mlp())).prepare(arrays, 1, 1)
-
-
-def test_without_parts_the_names_of_the_arrays_are_split(
-    datasets, mlp, federate
-) -> None:
-    strategy = FedBN()
-    strategy.parts = split_state(to_record(mlp().state_dict()))
-    run = federate(strategy, mlp, datasets, rounds=1)
-    assert run.strategy.reports[0].train.up == 3 * 8 * (20 + 4 + 12 + 3)
 
 
 # Nodes.

@@ -1,4 +1,4 @@
-"""Unchanged bits and refusals of FedRep and Ditto."""
+"""Heads of FedRep, the own model of Ditto, and refusals of both."""
 
 from __future__ import annotations
 
@@ -14,11 +14,9 @@ from fedbn_flwr.errors import ConfigError, FedBNError
 from fedbn_flwr.problems import Known
 from fedbn_flwr.strategies import (
     Ditto,
-    FedAvg,
     FedBN,
     FedRep,
     FixBN,
-    Standalone,
     combined,
     ditto,
     refuse_on_client,
@@ -26,7 +24,6 @@ from fedbn_flwr.strategies import (
 from fedbn_flwr.strategies.fedrep import HEAD_STEPS, HeadThenBody
 from tests.support.user_loops import SIZES
 from tests.support.written_out import (
-    State,
     below,
     network,
 )
@@ -40,13 +37,6 @@ def datasets(points: Any) -> list[Any]:
     return [points(n, i, shape=(3, 16, 16)) for i, n in enumerate(SIZES)]
 
 
-def personal_model(run: Any, client: int) -> State:
-    """Return the entries that a client keeps of its second model."""
-    kept = run.context(client).state["fedbn-flwr.rules"]
-    entries = {name: array.numpy() for name, array in kept.items()}
-    return {name.removeprefix("own-model/"): a for name, a in entries.items()}
-
-
 def test_fedrep_with_fedbn_keeps_both_and_other_heads_by_their_names(
     federate: Any, datasets: Any
 ) -> None:
@@ -55,24 +45,6 @@ def test_fedrep_with_fedbn_keeps_both_and_other_heads_by_their_names(
     own = set(run.local_state(0))
     assert below(network(), "classifier.", "features.denseblock3.") < own
     assert "features.norm0.running_mean" in own
-
-
-@pytest.mark.parametrize("strength", [0.0, 0.5])
-@pytest.mark.parametrize("method", [FedAvg, FedBN])
-def test_ditto_changes_no_bit_of_the_method_and_without_a_term_is_standalone(
-    federate: Any, points: Any, mlp: Any, same_bits: Any, method: Any, strength: float
-) -> None:
-    """The model of FedAvg or FedBN does not depend on Ditto."""
-    data = [points(n, i) for i, n in enumerate(SIZES)]
-    strategy = combined(method, Ditto)(proximal_mu=strength)
-    run = federate(strategy, mlp, data, rounds=2)
-    assert [report.rejected for report in strategy.reports] == [{}, {}]
-    plain = federate(method(), mlp, data, rounds=2)
-    for mine, wanted in zip(run.history, plain.history, strict=True):
-        same_bits(mine, wanted)
-    alone = federate(Standalone(), mlp, data, rounds=2)
-    for i in range(len(data)) if not strength else ():
-        same_bits(personal_model(run, i), alone.local_state(i))
 
 
 def test_the_own_model_is_found_by_what_its_hook_declares(

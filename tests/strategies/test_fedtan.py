@@ -109,7 +109,6 @@ def test_all_transports_move_the_same_bytes_and_give_the_same_bits(
             model,
             data,
             transport=transport,
-            rounds=2,
         )
         ends.append(run.state)
         same_bits(run.state, ends[0])
@@ -124,22 +123,6 @@ def test_all_transports_move_the_same_bytes_and_give_the_same_bits(
                 counters,
                 3 * counters,
             ), transport
-
-
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_client_with_one_example_takes_part(run_step, transport: str) -> None:
-    """Its first step sees the union.
-
-    Its local steps would see one value per channel, so they are left out.
-    """
-    model = build_model("mlp", num_classes=3, channels=1, size=28).double()
-    data = client_data((1, 28, 28), (1, 3))
-    run = run_step(
-        synchronised(FedTAN, transport), model, data, transport=transport, local_steps=3
-    )
-    clients = run.strategy.reports[0].clients
-    assert [clients[i]["steps"] for i in "01"] == [1, 3]
-    assert [clients[i]["dropped-batches"] for i in "01"] == [2, 0]
 
 
 def test_a_channel_in_plaintext_beyond_loopback_is_refused(run_step) -> None:

@@ -252,10 +252,23 @@ def test_an_interrupted_step_leaves_no_client_waiting(monkeypatch) -> None:
     assert len(ended) == 1
 
 
+# Each fault, with two of the ways in which an exchange can miss its client.
+WAYS = {
+    "raises in the forward pass": ("messages", "simulation"),
+    "raises in the backward pass": ("messages", "barrier"),
+    "sends NaN": ("messages", "channel"),
+    "sends a wrong shape": ("barrier", "channel"),
+    "dies before the first exchange": ("messages", "simulation"),
+    "does not synchronise": ("barrier", "channel"),
+    "two of them": ("messages", "channel"),
+    "stalls": TRANSPORTS,
+    "does not begin": TRANSPORTS,
+}
+
+
 @pytest.mark.parametrize(
-    ("transport", "simulated"), [*((c, False) for c in TRANSPORTS), ("channel", True)]
+    ("case", "way"), [(case, way) for case in LOST for way in WAYS[case]]
 )
-@pytest.mark.parametrize("case", LOST)
 def test_a_round_equals_one_without_the_lost_clients(
     run_step,
     model,
@@ -264,18 +277,13 @@ def test_a_round_equals_one_without_the_lost_clients(
     same_bits,
     monkeypatch,
     caplog,
-    transport: str,
     case: str,
-    simulated: bool,
+    way: str,
 ) -> None:
-    """The cases include Flower's simulation.
-
-    There, a late client ends a run that uses the channel.
-    """
-    lost = LOST[case]
-    if simulated and lost.timeout < 20:
-        pytest.skip("it ends the run")
-    if simulated:
+    """The cases include Flower's simulation, with the channel."""
+    lost, transport = LOST[case], way
+    if way == "simulation":
+        transport = "channel"
         monkeypatch.setattr(step_by_channel, "in_simulation", lambda grid: True)
     made = synchronised(
         FedTAN,
@@ -572,10 +580,13 @@ PHASES: Mapping[str, tuple[str, Any, str]] = {
     "tests": ("timeout", TorchClient, "evaluate"),
     "statistics": ("timeout", TorchClient, "statistics"),
 }
+LATER = ("training", "tests", "statistics")
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize(
+    ("phase", "transport"),
+    [*(("exchanges", way) for way in TRANSPORTS), *zip(LATER, TRANSPORTS, strict=True)],
+)
 def test_only_the_limit_of_a_phase_ends_it(
     federate, model, phase: str, transport: str, monkeypatch
 ) -> None:

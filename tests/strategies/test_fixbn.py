@@ -146,17 +146,6 @@ def test_the_summary_says_a_round_only_once_bn_was_frozen(mlp) -> None:
     ] * 2 + [{"frozen-after": 5}]
 
 
-def test_reporting_drift_changes_no_bit(federate, datasets, mlp, same_bits) -> None:
-    never = federate(
-        FixBN(freeze_at="auto", freeze_window=2, freeze_tau=1e-30),
-        mlp,
-        datasets,
-        rounds=4,
-    )
-    assert never.strategy.state.frozen_after is None
-    same_bits(never.state, federate(FedAvg(), mlp, datasets, rounds=4).state)
-
-
 @pytest.mark.parametrize("delta", [float("nan"), -1.0, float("inf"), None])
 def test_a_delta_that_is_no_distance_is_refused(
     federate, datasets, mlp, delta: float | None

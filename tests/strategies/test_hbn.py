@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from fedbn_flwr.batchnorm.reestimation import moments_of
-from fedbn_flwr.batchnorm.replaced_forward import normalise
 from fedbn_flwr.client.hooks import Hooks
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.messages.records import to_record
@@ -139,18 +138,10 @@ def test_alpha_that_does_not_fit_is_refused(federate, datasets, mlp) -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("dtype", "shift", "off"), [(torch.float64, 2, 1e-13), (torch.bfloat16, 50, 0.02)]
-)
-def test_the_mixed_layer_is_the_formula(
-    dtype: torch.dtype, shift: float, off: float
-) -> None:
+def test_the_mixed_layer_is_the_formula() -> None:
     """With bfloat16 inputs far from zero, only the output is rounded to bfloat16."""
-    layer, x = (
-        nn.BatchNorm1d(2, eps=1e-3).to(torch.promote_types(dtype, torch.float32)),
-        torch.randn(64, 2).double(),
-    )
-    x = (x + shift).to(dtype)
+    layer, shift, off = nn.BatchNorm1d(2, eps=1e-3), 50, 0.02
+    x = (torch.randn(64, 2) + shift).bfloat16()
     layer.running_mean += shift
     layer.running_var *= 3
     hybrid(layer, 0.8)
@@ -160,9 +151,7 @@ def test_the_mixed_layer_is_the_formula(
         a * wide.var(0, correction=0) + (1 - a) * 3,
     )
     found = layer(x)
-    assert found.dtype == dtype
+    assert found.dtype == torch.bfloat16
     torch.testing.assert_close(
         found.double(), (wide - mean) / (var + 1e-3).sqrt(), rtol=off, atol=off
     )
-    want = normalise(layer.double(), wide, mean, var)
-    torch.testing.assert_close(found.double(), want, rtol=off, atol=off)

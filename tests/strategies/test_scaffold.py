@@ -7,7 +7,6 @@ import functools
 import numpy as np
 import pytest
 import torch
-from torch.nn import functional as F
 
 from fedbn_flwr.batchnorm.parts import split_state
 from fedbn_flwr.client.hooks import Hooks
@@ -59,7 +58,7 @@ def test_a_variate_is_the_mean_of_the_gradients_by_the_rates_of_their_steps(
         if step < 2:
             rules.wrap(optimizers[step])
         model.zero_grad()
-        F.cross_entropy(model(data.inputs), data.targets).backward()
+        data.loss(model).backward()
         for optimizer in optimizers[: step + 1]:
             for group in optimizer.param_groups:
                 group["lr"] *= 0.44

@@ -43,14 +43,10 @@ def masked() -> Any:
     return MaskedSums(MaskSettings(masked_sums=True))
 
 
-# FedWon refuses BatchNorm, and Standalone has no common model.
-ELSEWHERE = ("fedwon", "standalone")
+# Each kind of arithmetic on the entries of a model, at the server or at the clients.
+METHODS = ("fedavg", "fedprox", "scaffold", "fedbs", "ditto", "fedavgm", "fedadam")
 CASES: dict[str, tuple[Any, Any]] = {
-    **{
-        name: (strategy, None)
-        for name, strategy in STRATEGIES.items()
-        if name not in ELSEWHERE
-    },
+    **{name: (STRATEGIES[name], None) for name in METHODS},
     "dp=server": (STRATEGIES["fedavg"], dp("server")),
     "dp=client": (STRATEGIES["fedavg"], dp("client")),
     "masked sums": (STRATEGIES["fedavg"], masked),

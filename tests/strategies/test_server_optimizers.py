@@ -35,8 +35,7 @@ ARGUMENTS: dict[str, dict[str, float]] = {
 NAMES = [name for name in ARGUMENTS if name != "FedProx"]  # methods with a server step
 
 
-@pytest.mark.parametrize("arguments", [False, True])
-@pytest.mark.parametrize("lost", [(), (1, 3)])
+@pytest.mark.parametrize(("lost", "arguments"), [((), False), ((1, 3), True)])
 @pytest.mark.parametrize("name", ARGUMENTS)
 def test_without_batchnorm_they_equal_flowers(
     name: str, lost: tuple[int, ...], arguments: bool, federate, datasets, mlp

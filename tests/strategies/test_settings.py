@@ -74,37 +74,22 @@ def test_a_setting_out_of_its_range_is_refused_by_name(
     assert error.value.code in ("bad-value", "config")
 
 
-BN_SCAFFOLD = {"strategy": "bn-scaffold"}
 DP = {"dp": "server"}
 MASKS = {"masked-sums": True}
+# tests/lab/config has the other conflicts, by code and key.
 CONTRADICTORY: list[tuple[dict[str, Any], str]] = [
-    ({**BN_SCAFFOLD, "sgd-momentum": 0.9}, "scaffold.*sgd-momentum=0.9"),
-    ({**BN_SCAFFOLD, "momentum-scope": "local", "sgd-momentum": 0.9}, "momentum-scope"),
-    ({**BN_SCAFFOLD, "local-part": "fedbn"}, "fedbn.*bn-scaffold|bn-scaffold.*fedbn"),
-    ({**BN_SCAFFOLD, **DP, "eval-on": "global"}, "moments of BatchNorm"),
-    ({**BN_SCAFFOLD, **MASKS, "eval-on": "global"}, "moments of BatchNorm"),
-    ({**DP, "eval-on": "personal-own"}, "eval-on=personal-own"),
     ({**DP, "eval-on": "global,global-train"}, "eval-on=global-train"),
     ({**DP, "strategy": "fedbn"}, "eval-on=personal-own"),
     ({**DP, "held-out-clients": "1"}, "held-out-clients"),
     ({**DP, "validation-share": 0.2}, "validation-share"),
     ({**DP, "strategy": "scaffold"}, "'scaffold' with dp=server.*control variates"),
-    ({**DP, "strategy": "centralized"}, "no clients"),
-    ({**DP, "min-replies": 2}, "min-replies=2"),
-    ({"dp": "off", "dp-delta": 1e-6}, "dp-delta=1e-06.*dp=server"),
     ({**DP, "dp-noise-multiplier": -1.0}, "dp-noise-multiplier=-1.0"),
     (
         {**MASKS, "strategy": "scaffold"},
         "'scaffold' with masked-sums=true.*control variates",
     ),
-    ({**MASKS, "strategy": "fedbn"}, "eval-on=personal-own.*eval-on=global"),
     ({**MASKS, "eval-on": "global", "validation-share": 0.2}, "validation-share"),
     ({**MASKS, "strategy": "centralized"}, "strategy=centralized.*no clients"),
-    ({**MASKS, "eval-on": "global", "num-clients": 1}, "num-clients=1"),
-    (
-        {"masked-sums": False, "masked-threshold": 0.9},
-        "masked-threshold=0.9.*masked-sums=true",
-    ),
     ({**MASKS, "eval-on": "global", "masked-threshold": 0.5}, "masked-threshold=0.5"),
 ]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 
 @dataclass
@@ -27,3 +27,7 @@ class Points:
     ) -> tuple[Tensor, Tensor]:
         self.asked.append(positions.tolist())
         return self.inputs[positions], self.targets[positions]
+
+    def loss(self, model: nn.Module) -> Tensor:
+        """Return the mean cross entropy over all examples."""
+        return nn.functional.cross_entropy(model(self.inputs), self.targets)

@@ -8,7 +8,6 @@ import pytest
 import torch
 import torchvision.models
 from torch import Tensor, nn
-from torch.nn.utils.parametrizations import weight_norm
 
 from fedbn_flwr.lab.models.digits import DigitsCNN
 from fedbn_flwr.lab.models.resnet import SmallResNet
@@ -129,22 +128,6 @@ def test_the_head_is_the_last_layer(make: object, head: list[str]) -> None:
         model: nn.Module = make()  # type: ignore[operator]
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     assert [names[id(parameter)] for parameter in exclude_head(model)] == head
-
-
-def test_only_the_classifier_is_left_out_and_all_of_it() -> None:
-    """Channels equal classes, a flatten is between, and weight_norm hides the weight."""
-
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.conv = nn.Conv2d(3, 10, 3, padding=1)
-            self.fc = weight_norm(nn.Linear(160, 10))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.fc(self.conv(x).relu().flatten(1))  # type: ignore[no-any-return]
-
-    net = Net()
-    assert set(exclude_head(net)) == set(net.fc.parameters())
 
 
 @pytest.mark.parametrize("closure", [False, True])

@@ -63,9 +63,8 @@ def test_what_is_drawn_in_secret_follows_no_seed() -> None:
     assert all(one != other for one, other in zip(first, second, strict=True))
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_numpys_state_is_saved_and_restored_as_by_numpy_itself(seed: int) -> None:
-    own, oracle, choose = list[NumpyGenerator](), list[Any](), random.Random(seed)
+def test_numpys_state_is_saved_and_restored_as_by_numpy_itself() -> None:
+    own, oracle, choose = list[NumpyGenerator](), list[Any](), random.Random(0)
     other = np.random.RandomState(7)
     with seeded(7):
         for _ in range(300):
@@ -85,8 +84,8 @@ def test_numpys_state_is_saved_and_restored_as_by_numpy_itself(seed: int) -> Non
                 assert np.random.randn() == other.randn()
             # the same bits come again, with and without a kept number
             elif what == "seed":
-                np.random.seed(seed)
-                other.seed(seed)
+                np.random.seed(0)
+                other.seed(0)
             elif what == "uniform":
                 assert np.random.rand() == other.rand()
             elif what == "save":

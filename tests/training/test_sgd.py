@@ -5,7 +5,6 @@ The gradient's norm is clipped before their steps.
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
@@ -13,9 +12,8 @@ import torch
 from torch import nn
 from torchvision.models import resnet18
 
-from fedbn_flwr.training import LearningRate, LocalTraining, train
+from fedbn_flwr.training import LearningRate, LocalTraining
 from fedbn_flwr.training.optimizers import sgd, sgd_step
-from fedbn_flwr.training.randomness import torch_generator
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
@@ -75,56 +73,3 @@ def test_a_step_of_a_large_model_takes_as_many_calls_as_of_a_small_one(
         sgd_step(optimizer)
         counts.append(len(calls))
     assert counts == [4, 4]
-
-
-def stream(purpose: str) -> torch.Generator:
-    return torch_generator(3, purpose)
-
-
-def torchs_round(model, data, settings, optimizer, rate, amp=False):
-    """A plain loop over the batches that ``train`` draws, with torch's own functions."""
-    model.train()
-    for group in optimizer.param_groups:
-        group["lr"] = rate
-    for positions in settings.batches(len(data), stream("batches")):
-        inputs, targets = data.batch(positions)
-        optimizer.zero_grad()
-        with torch.autocast("cpu", torch.bfloat16, enabled=amp):
-            loss = nn.functional.cross_entropy(model(inputs), targets)
-        loss.backward()
-        optimizer.step()
-
-
-@pytest.mark.parametrize("amp", [False, True])
-@pytest.mark.parametrize("name", ["sgd", "adam", "adamw"])
-def test_a_round_equals_torchs_loop_bit_for_bit(
-    points, mlp, name: str, amp: bool
-) -> None:
-    data, ours = points(12, 1), mlp().float()
-    data.inputs = data.inputs.float()
-    theirs = copy.deepcopy(ours)
-    common = {"local_epochs": 2, "batch_size": 4, "weight_decay": 0.01, "amp": amp}
-    settings = LocalTraining(learning_rate=LearningRate(0.1), optimizer=name, **common)
-    kind = {
-        "sgd": torch.optim.SGD,
-        "adam": torch.optim.Adam,
-        "adamw": torch.optim.AdamW,
-    }[name]
-    train(ours, data, settings, learning_rate=0.03, stream=stream)
-    torchs_round(
-        theirs,
-        data,
-        settings,
-        kind(theirs.parameters(), lr=1.0, weight_decay=0.01),
-        0.03,
-        amp,
-    )
-    for (key, a), b in zip(
-        ours.state_dict().items(), theirs.state_dict().values(), strict=True
-    ):
-        assert (
-            a.dtype
-            == b.dtype
-            == (torch.int64 if "num_batches" in key else torch.float32)
-        )
-        assert torch.equal(a, b), key

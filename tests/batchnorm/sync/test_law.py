@@ -131,7 +131,7 @@ def test_three_dimensions(lab):
     check(lab, model, batches, (1, 1, 1), lab.centralised(model, batches))
 
 
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=12, deadline=None, derandomize=True)
 @given(
     sizes=st.lists(st.integers(1, 5), min_size=2, max_size=6),
     exchanges=st.sampled_from(MODES),

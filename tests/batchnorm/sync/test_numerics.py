@@ -17,10 +17,9 @@ KEPT = ("running_mean", "running_var", "weight")
 
 
 @pytest.mark.parametrize("exchanges", MODES)
-@pytest.mark.parametrize("name", ["resnet", "mobilenet_v2"])
-def test_float32_is_as_close_to_float64_as_torch(lab, name, exchanges):
+def test_float32_is_as_close_to_float64_as_torch(lab, exchanges):
     torch.manual_seed(1)
-    model = VISION[name](num_classes=3)
+    model = VISION["resnet"](num_classes=3)
     batches = [
         (x.float(), target) for x, target in lab.client_batches((3, 32, 32), (5, 3))
     ]

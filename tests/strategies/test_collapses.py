@@ -1,0 +1,74 @@
+"""A method whose own part is switched off has the bits of the method below it.
+
+These are laws of the methods' docstrings. tests/reference compares the other numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+from torch import nn
+
+from fedbn_flwr.strategies import (
+    FBN,
+    Ditto,
+    FedAvg,
+    FedBN,
+    FedProx,
+    FedTAN,
+    FedTAN2,
+    FedWon,
+    FixBN,
+    Standalone,
+    Strategy,
+    combined,
+)
+
+SIZES = (6, 13, 9)
+FROZEN = partial(FixBN, freeze_at=0)
+NEVER = partial(FixBN, freeze_at="auto", freeze_window=2, freeze_tau=1e-30)
+GLOBAL = partial(FBN, statistics_momentum=0.0, statistics_warm_up=0)
+COLLAPSES: dict[str, tuple[Callable[[], Strategy], Callable[[], Strategy]]] = {
+    "fedprox": (partial(FedProx, proximal_mu=0.0), FedAvg),
+    "fedwon": (partial(FedWon, agc=0), FedAvg),
+    "ditto": (Ditto, FedAvg),
+    "ditto+fedbn": (combined(FedBN, Ditto), FedBN),
+    "fixbn, never frozen": (NEVER, FedAvg),
+    "fbn": (GLOBAL, FROZEN),
+    "fbn, pass": (partial(GLOBAL, fbn_measure="pass"), FROZEN),
+    "fedtan2, its first phase": (partial(FedTAN2, fedtan_rounds=3), FedTAN),
+}
+
+
+@pytest.mark.parametrize("case", COLLAPSES)
+def test_a_part_that_is_switched_off_changes_no_bit(
+    case: str, federate, datasets, mlp, wsconv_net, same_bits
+) -> None:
+    def trained() -> nn.Module:
+        if case == "fedwon":
+            return wsconv_net()
+        model = mlp(dropout=0.2)
+        model[1].running_mean += 0.25
+        return model
+
+    options = {"barrier": True, "sgd_momentum": 0.9, "local_steps": 2}
+    ours, below = (
+        federate(make(), trained, datasets, **options) for make in COLLAPSES[case]
+    )
+    for mine, wanted in zip(ours.history, below.history, strict=True):
+        same_bits(mine, wanted)
+
+
+def test_ditto_without_a_term_trains_standalone_models(
+    federate, datasets, mlp, same_bits
+) -> None:
+    ours, alone = (
+        federate(make, mlp, datasets, rounds=2)
+        for make in (Ditto(proximal_mu=0.0), Standalone())
+    )
+    for client in range(len(SIZES)):
+        kept = ours.context(client).state["fedbn-flwr.rules"]
+        own = {name.removeprefix("own-model/"): a.numpy() for name, a in kept.items()}
+        same_bits(own, alone.local_state(client))
