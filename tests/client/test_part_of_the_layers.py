@@ -23,7 +23,6 @@ from fedbn_flwr.strategies import (
     BNScaffold,
     FedBN,
     FedDNA,
-    FedProx,
     FedTAN,
     FedTAN2,
     FixBN,
@@ -87,7 +86,6 @@ WRONG = {
     "other layers than the split's": lambda: FedBN(
         parts=split_state(network(), "features.norm5"), layers="features.norm0"
     ).prepare(to_record(network().state_dict()), 2, 1),
-    "nothing apart": lambda: FedProx(layers="features.norm0"),
 }
 
 

@@ -29,8 +29,6 @@ from fedbn_flwr.strategies import (
     FedTAN,
     FixBN,
     Scaffold,
-    Standalone,
-    StaticBN,
     combined,
 )
 from fedbn_flwr.training import LearningRate, LocalTraining
@@ -163,16 +161,11 @@ WRONG: dict[str, Callable[[], Any]] = {
     "names have no classes": lambda: prepared(
         FedAvg(personal="type:Linear"), by_names=True
     ),
-    "everything": lambda: prepared(FedAvg(personal="features,classifier")),
     "everything, with batchnorm": lambda: prepared(
         FedBN(personal="type:Conv2d,type:Linear")
     ),
     "fedtan's batchnorm": lambda: prepared(FedTAN(personal="features.norm0")),
-    "frozen statistics": lambda: prepared(FixBN(personal="*.denseblock1")),
     "pooled statistics": lambda: prepared(FBN(personal="features.norm0")),
-    "statistics under global weights": lambda: StaticBN(personal="classifier"),
-    "re-estimated ones": lambda: FedAvg(personal="classifier", recalibrate=True),
-    "nothing is shared": lambda: Standalone(personal="classifier"),
 }
 
 

@@ -901,10 +901,6 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         "mean-of-a-record.*'tests.beside' in the reply",
     ),
     "a record for the log": (Logged, "record-in-the-log.*'tests.beside' in the reply"),
-    "another weight": (
-        lambda: FedAvg(weighted_by_key="w"),
-        "weighted_by_key='w': .* masked sums are weighted by",
-    ),
 }
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -13,23 +12,13 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from fedbn_flwr.batchnorm.reestimation import Moments, moments_of, pool
-from fedbn_flwr.errors import DivergedError
-from fedbn_flwr.messages.records import tensors, to_record
-from fedbn_flwr.problems import Known
+from fedbn_flwr.messages.records import to_record
 from fedbn_flwr.strategies import FBN, HBN
 from fedbn_flwr.strategies.fbn import GlobalStatistics, Pooled, trimmed
 from tests.support.bad_replies import spoiling
 
 SIZES = (6, 13, 9)
 RATE = 0.01
-
-
-def loaded(make: Any, state: Mapping[str, Any]) -> nn.Module:
-    model = make()
-    model.load_state_dict(
-        tensors({name: np.asarray(value) for name, value in state.items()})
-    )
-    return model
 
 
 @pytest.mark.parametrize(
@@ -56,28 +45,6 @@ def test_batches_of_one_example_are_used(
     assert all(moved)
 
 
-def test_far_statistics_are_named_when_the_run_diverges(
-    federate, datasets, mlp
-) -> None:
-    far = {**mlp().state_dict(), "1.running_var": torch.full((4,), 1e-300).double()}
-    for measure, said in (
-        ("steps", "a fifth of the learning-rate helped."),
-        ("pass", "learning-rate helped. fbn-measure=steps also helped."),
-    ):
-        strategy = FBN(fbn_measure=measure, statistics_warm_up=0)
-        run = federate(
-            strategy,
-            functools.partial(loaded, mlp, far),
-            datasets,
-            rate=1e300,
-            fails=DivergedError,
-        )
-        assert "Likely cause: the global statistics belong to earlier weights" in str(
-            run.error
-        )
-        assert said in str(run.error)
-
-
 def test_a_test_in_the_middle_of_the_training_is_not_measured_and_the_layers_are_restored(
     mlp, points
 ) -> None:
@@ -98,25 +65,6 @@ def test_a_test_in_the_middle_of_the_training_is_not_measured_and_the_layers_are
 
 
 METHODS = {"steps": FBN, "pass": functools.partial(FBN, fbn_measure="pass"), "hbn": HBN}
-
-
-def test_replies_without_moments_are_named(federate, datasets, mlp, caplog) -> None:
-    def spoil(content: Any) -> None:
-        content["bn-moments"] = to_record({})
-
-    run = federate(
-        FBN(),
-        mlp,
-        datasets,
-        rounds=2,
-        wrap=functools.partial(spoiling, spoil, rounds=(2,)),
-    )
-    assert not run.strategy.reports[1].rejected
-    text = (
-        "round 2: 1 of 3 replies have no moments of BatchNorm's inputs; the statistics"
-        " come from the other replies"
-    )
-    assert [message for message in caplog.messages if "no moments" in message] == [text]
 
 
 def test_false_moments_are_refused_and_a_round_without_replies_does_not_end_the_warm_up(
@@ -203,29 +151,11 @@ def test_a_trimmed_mean_without_trim_is_the_plain_one_and_false_moments_have_no_
     )
 
 
-def test_a_trim_that_leaves_nobody_out_is_told(federate, points, mlp, caplog) -> None:
-    data = [points(8, i) for i in range(4)]
-    for share, told in ((0.3, False), (0.2, True)):
-        strategy = FBN(statistics_aggregation=f"trimmed-mean:{share}")
-        federate(strategy, mlp, data, rounds=1)
-        assert ("leaves nobody out" in caplog.text) == told
-
-
 @pytest.mark.parametrize(("last", "phases"), [(None, 3), (2, 2), (0, 0)])
 def test_the_warm_up_has_its_last_round(last: int | None, phases: int) -> None:
     (method,) = FBN().methods
     told = [method.phase(Pooled(warmed_up_after=last), number) for number in (1, 2, 3)]
     assert told == ["warm-up"] * phases + [""] * (3 - phases)
-
-
-@pytest.mark.parametrize("method", [FBN, HBN])
-def test_a_warm_up_as_long_as_the_run_is_told(
-    method, federate, datasets, mlp, caplog
-) -> None:
-    federate(method(statistics_warm_up=2), mlp, datasets, rounds=2)
-    assert "statistics_warm_up=2 means" in caplog.text
-    problems = method(statistics_warm_up=1).methods.problems(Known(num_rounds=2))
-    assert not [problem for problem in problems if problem.effect == "warn"]
 
 
 class Checkpointed(nn.Sequential):

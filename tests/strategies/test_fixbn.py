@@ -44,6 +44,8 @@ def test_clients_receive_when_bn_is_frozen(
     assert all(
         "fedbn-flwr.hooks" not in config for config in run.grid.config("evaluate")
     )
+    second = federate(FedTAN2(fedtan_rounds=1), mlp, datasets, rounds=2, barrier=True)
+    assert dict(second.grid.config()[-1]) == dict(configs[-1])
     # A learning rate that waits for the freeze waits for a change. FBN has no freeze,
     # because its statistics are the server's in every round.
     pooled = federate(FBN(), mlp, datasets, rounds=2)
@@ -110,32 +112,6 @@ def test_the_automatic_t_star_is_the_round_of_the_rule(
         _, state = method.aggregate(state, facts, Replies(sent), {})
     assert state.frozen_after == t_star, "the freeze is final even if later deltas grow"
     assert state.deltas == pytest.approx(means[:t_star], rel=1e-12)
-
-
-@pytest.mark.parametrize(
-    ("strategy", "rounds", "words"),
-    [
-        (
-            FixBN(),
-            1,
-            (
-                "freeze_at=0.5 of 1 rounds means after round 0: BN is frozen from round"
-                " 1 at the statistics of"
-            ),
-        ),
-        (FedTAN2(), 9, "fedtan_rounds=0.1 of 9 rounds means after round 0"),
-    ],
-)
-def test_a_freeze_from_the_start_is_warned_of(
-    strategy: FedAvg, rounds: int, words: str, mlp, caplog: pytest.LogCaptureFixture
-) -> None:
-    strategy.prepare(to_record(mlp().state_dict()), rounds, 1.0)
-    assert [
-        r for r in caplog.records if words in r.message and r.levelname == "WARNING"
-    ]
-    caplog.clear()
-    strategy.prepare(to_record(mlp().state_dict()), 20, 1.0)
-    assert not caplog.records
 
 
 def test_the_summary_says_a_round_only_once_bn_was_frozen(mlp) -> None:

@@ -97,9 +97,7 @@ def test_an_optimizer_with_one_group_that_is_not_plain_sgd_is_refused(
 
 
 @pytest.mark.parametrize("name", ["mlp", "tied"])
-def test_variates_are_counted_and_carry_no_statistics(
-    federate, datasets, name: str, request
-) -> None:
+def test_variates_carry_no_statistics(federate, datasets, name: str, request) -> None:
     model = request.getfixturevalue(name)
     run = federate(Scaffold(), model, datasets, rounds=2)
     sent = [
@@ -110,13 +108,6 @@ def test_variates_are_counted_and_carry_no_statistics(
     parameters = dict(model().named_parameters(remove_duplicate=False))
     assert sent
     assert all(list(variates) == list(parameters) for variates in sent)
-    size = sum(p.numel() * 8 for p in parameters.values())
-    floats = sum(v.nbytes for v in run.state.values() if v.dtype.kind == "f")
-    first, second = (report.train for report in run.strategy.reports)
-    assert (first.down, first.up) == (floats, len(datasets) * (floats + size))
-    assert (second.down, second.up) == (floats + size, len(datasets) * (floats + size))
-    predicted = inspect_model(model(), "scaffold", len(datasets))
-    assert [predicted.first, predicted.later] == [first, second]
 
 
 def test_extra_records_of_tied_weights_have_all_names_as_the_model(

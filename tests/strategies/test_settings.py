@@ -82,7 +82,6 @@ CONTRADICTORY: list[tuple[dict[str, Any], str]] = [
     ({**DP, "strategy": "fedbn"}, "eval-on=personal-own"),
     ({**DP, "held-out-clients": "1"}, "held-out-clients"),
     ({**DP, "validation-share": 0.2}, "validation-share"),
-    ({**DP, "strategy": "scaffold"}, "'scaffold' with dp=server.*control variates"),
     ({**DP, "dp-noise-multiplier": -1.0}, "dp-noise-multiplier=-1.0"),
     (
         {**MASKS, "strategy": "scaffold"},
