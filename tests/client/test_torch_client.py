@@ -522,20 +522,6 @@ def test_the_round_decides_which_batches_are_drawn_and_is_needed(
         client.fit(start, {})
 
 
-def test_no_data_and_unknown_client_hooks_are_refused(points, mlp) -> None:
-    client = TorchClient(mlp(), points(0), points(1), SETTINGS)
-    with pytest.raises(DataError, match="no training examples"):
-        client.fit(client.get_parameters({}), {"server-round": 1})
-    client = TorchClient(mlp(), points(8), points(1), SETTINGS)
-    with pytest.raises(
-        ConfigError, match=r"unknown client hook 'proximall'\. Did you mean 'proximal'?"
-    ):
-        client.fit(
-            client.get_parameters({}),
-            {"server-round": 1, "fedbn-flwr.hooks": "proximall"},
-        )
-
-
 def test_a_client_without_tests_of_its_own_does_the_others(points, mlp) -> None:
     client = TorchClient(
         mlp(),

@@ -11,8 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fedbn_flwr.errors import ConfigError
-from fedbn_flwr.lab.config import Config
 from fedbn_flwr.strategies import FedAvg, Strategy
 from tests.support.protected import masked
 
@@ -89,9 +87,3 @@ def test_a_warning_comes_before_the_first_training(
     assert len(found) == int(warns)
     if warns:
         assert found[0] < next(at for at, text in enumerate(said) if "[ROUND 2" in text)
-
-
-def test_clients_that_stay_need_a_part_of_them_to_train() -> None:
-    with pytest.raises(ConfigError, match="cohort-rounds=3 has no effect"):
-        Config.make({"cohort-rounds": 3})
-    assert Config.make({"cohort-rounds": 3, "fraction-train": 0.5}).cohort_rounds == 3

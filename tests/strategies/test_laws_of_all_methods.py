@@ -54,6 +54,7 @@ OPTIONS: Mapping[str, tuple[tuple[str, ...], Mapping[str, Any]]] = {
     ),
     "personal+fedbn+scaffold": (("fedbn", "scaffold"), {"personal": "0,6"}),
     "fixbn auto": (("fixbn",), AUTO),
+    "fixbn auto, frozen early": (("fixbn",), {**AUTO, "freeze_window": 2}),
     "fedbs, switched early": (("fedbs",), {"fedbs_rounds": 1}),
     "fbn pass": (("fbn",), {"fbn_measure": "pass", "statistics_warm_up": 3}),
     "mtfl+fixbn+fedadam": (("mtfl", "fixbn", "fedadam"), {}),

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -129,20 +127,6 @@ def test_three_dimensions(lab):
     model = trained(nn.Sequential(*layers, nn.Tanh()))
     batches = lab.client_batches((2, 4, 4, 4), (2, 2, 2))
     check(lab, model, batches, (1, 1, 1), lab.centralised(model, batches))
-
-
-@settings(max_examples=12, deadline=None, derandomize=True)
-@given(
-    sizes=st.lists(st.integers(1, 5), min_size=2, max_size=6),
-    exchanges=st.sampled_from(MODES),
-    seed=st.integers(0, 99),
-)
-def test_any_number_and_size_of_clients(lab, sizes, exchanges, seed):
-    model = mlp()
-    batches = lab.client_batches((6,), sizes, seed=seed)
-    found = lab.federated(model, batches, sizes, exchanges=exchanges)
-    oracle = lab.centralised(model, batches)
-    assert lab.distance(found, oracle, model.state_dict()) < 1e-10
 
 
 def test_a_frozen_backbone_exchanges_nothing_backward(lab):
