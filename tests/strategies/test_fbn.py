@@ -1,4 +1,4 @@
-"""FBN's warm-up, clients without moments, false moments and unmeasured layers."""
+"""FBN's warm-up, clients without moments, and false moments."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from fedbn_flwr.batchnorm.reestimation import Moments, moments_of, pool
 from fedbn_flwr.messages.records import to_record
 from fedbn_flwr.strategies import FBN, HBN
-from fedbn_flwr.strategies.fbn import GlobalStatistics, Pooled, trimmed
+from fedbn_flwr.strategies.fbn import GlobalStatistics, Pooled
 from tests.support.bad_replies import spoiling
 
 SIZES = (6, 13, 9)
@@ -114,41 +113,6 @@ def test_a_round_whose_replies_have_no_moments_does_not_end_the_warm_up(
         start, first, second = (state[f"1.{leaf}"] for state in run.history[:3])
         np.testing.assert_array_equal(first, start)
         assert (second != start).all()
-
-
-def moments_with(count: int, mean: float, var: float) -> Moments:
-    return Moments(
-        count, torch.full((2,), mean).double(), torch.full((2,), var * count).double()
-    )
-
-
-def test_a_trimmed_mean_without_trim_is_the_plain_one_and_false_moments_have_no_effect() -> (
-    None
-):
-    own = [
-        moments_of(
-            torch.randn(7, 2, generator=torch.Generator().manual_seed(i)).double() + i
-        )
-        for i in range(5)
-    ]
-    for leaf in ("count", "mean", "m2"):
-        plain = torch.as_tensor(getattr(pool(own, [1.0] * 5), leaf))
-        torch.testing.assert_close(
-            torch.as_tensor(getattr(trimmed(own, 0.0), leaf)),
-            plain,
-            rtol=1e-13,
-            atol=1e-13,
-        )
-    false = [moments_with(1, 1e9, 1e12), moments_with(10**9, -1e9, 0.0)]
-    for spoilt in (false, false[:1] * 2, false[1:] * 2):
-        found = trimmed([*[moments_with(8, 3.0, 2.0)] * 3, *spoilt], 0.4)
-        assert (found.count, found.mean.tolist()) == (40, [3.0] * 2)
-        torch.testing.assert_close(
-            found.m2 / found.count, torch.full((2,), 2.0).double()
-        )
-    assert trimmed([*[moments_with(8, 3.0, 2.0)] * 2, false[0]], 0.3).mean[0] > 1e8, (
-        "a trim of 0.3 leaves out none of 3 clients"
-    )
 
 
 @pytest.mark.parametrize(("last", "phases"), [(None, 3), (2, 2), (0, 0)])
