@@ -106,8 +106,8 @@ def _of_names(config: Fields) -> Iterator[Problem]:
     if twice:
         yield Problem(
             "method-named-twice",
-            f"{', '.join(twice)}: named twice in strategy, local-part, client-hooks and"
-            " server-step",
+            f"{', '.join(twice)}: strategy, local-part, client-hooks and server-step name"
+            " this method twice; name it once",
             "strategy",
         )
     yield from of_name("norm", config.norm, allowed("norm"))
@@ -158,15 +158,15 @@ def _of_tests(config: Fields) -> Iterator[Problem]:
     if tests[:1] == ["personal-domains"]:
         yield Problem(
             "no-main-metric",
-            "eval-on=personal-domains has no mean, which a run's main metric needs:"
-            " name another test before it",
+            "the first test of eval-on gives the run's main metric, but"
+            " personal-domains has no mean: name another test before it",
             "eval-on",
         )
     adapted = ",".join(name for name in tests if name.endswith(TEST_BN))
     if adapted and not config.test_bn:
         yield Problem(
             "test-without-test-bn",
-            f"eval-on={adapted} needs test-bn: batch, mix",
+            f"eval-on={adapted} needs test-bn: set test-bn to batch or mix",
             "test-bn",
         )
 
@@ -183,8 +183,8 @@ def _of_privacy(config: Fields) -> Iterator[Problem]:
     if config.masked_sums and config.num_clients == 1:
         yield Problem(
             "masked-sum-of-one",
-            "masked-sums=true needs at least 2 clients, and num-clients=1: a sum over"
-            " one client is its update",
+            "masked-sums=true needs at least 2 clients, but num-clients=1: a sum over"
+            " one client is this client's update",
             "masked-sums",
         )
     # These rows are in the module of the settings, so this check imports no code of the
@@ -200,15 +200,16 @@ def _of_privacy(config: Fields) -> Iterator[Problem]:
     if config.min_replies > 1:
         yield Problem(
             "dp-counts-replies",
-            f"min-replies={config.min_replies}: a round with noise has a result whoever"
-            " answers; leave it out",
+            f"min-replies={config.min_replies} conflicts with dp, because a round with"
+            " noise has a result even without replies; leave min-replies out",
             "min-replies",
         )
     if config.early_stopping:
         yield Problem(
             "dp-stops-early",
             f"early-stopping={config.early_stopping} chooses a round by the clients'"
-            " validation examples",
+            " validation examples, which epsilon does not cover; leave early-stopping"
+            " out",
             "early-stopping",
         )
 

@@ -50,8 +50,8 @@ def _of_data(config: Fields, data: RunData) -> Iterator[Problem]:
     if config.series and not SERIES_PATTERN.fullmatch(config.series):
         yield Problem(
             "series-name",
-            f"series={config.series!r} must be 1 to 64 letters, digits, '.', '-' or"
-            " '_', no '.' in front",
+            f"series={config.series!r} must have 1 to 64 characters: letters, digits,"
+            " '.', '-' and '_', with no '.' at the beginning",
             "series",
         )
     # The checks below need the data set, the model and the augmentation.
@@ -80,7 +80,7 @@ def _of_data(config: Fields, data: RunData) -> Iterator[Problem]:
     if 0 < config.num_classes < classes:
         yield Problem(
             "too-few-classes",
-            f"num-classes={config.num_classes} is fewer than the {classes} of"
+            f"num-classes={config.num_classes} is less than the {classes} classes of"
             f" dataset={config.dataset}",
             "num-classes",
         )
@@ -92,8 +92,8 @@ def _of_data(config: Fields, data: RunData) -> Iterator[Problem]:
         if name.endswith("-augment"):
             yield Problem(
                 "augment-of-pixels",
-                f"augment: {name} would move the image and not the classes of its"
-                " pixels",
+                f"augment={name} would move the image but not the classes of its pixels;"
+                f" leave {name} out",
                 "augment",
             )
 
@@ -121,7 +121,7 @@ def _check_task(config: Fields, data: RunData) -> None:
         if per_pixel:
             gives = "outputs for each pixel"
         raise ConfigError(
-            f"dataset={config.dataset} is for {task.name}, model={config.model} gives"
+            f"dataset={config.dataset} is for {task.name}, but model={config.model} gives"
             f" {gives}. Use another data set, or one of the models {', '.join(fitting)}",
             code="model-of-task",
         )
@@ -224,7 +224,7 @@ def _unused_of_data(config: Fields, data: RunData) -> dict[str, str]:
         unused["num-classes"] = f"task {task.name} has one output"
     names = split(config.metrics)
     if names[:1] == [task.score] and set(names) <= set(task.metrics):
-        unused["metrics"] = f"task {task.name} always has it"
+        unused["metrics"] = f"task {task.name} always reports it"
     if data.split_name != "classes":
         unused["classes-per-client"] = "it is for partition=classes"
     if data.on_nodes:

@@ -103,7 +103,7 @@ def refuse_bool(key: str, value: Any, wanted: str) -> Any:
     if isinstance(value, bool) and wanted != "bool":
         hint = ""
         if wanted == "str":
-            hint = """ (YAML reads yes, no, on and off so: use quotes, "'yes'")"""
+            hint = """ (YAML reads yes, no, on and off as true or false; use quotes, "'yes'")"""
         raise ValueError(f"{str(value).lower()} is neither a number nor text{hint}")
     return value
 

@@ -234,15 +234,15 @@ _INFOS = (
     ),
     PartitionInfo(
         "classes",
-        "classes-per-client consecutive classes per client, each class evenly over its"
-        " holders",
+        "classes-per-client consecutive classes per client, each class evenly over the"
+        " clients that have it",
         "Wang, Shi & Chang 2023 (FedTAN), Appendix D",
         split_classes,
         by_class=True,
     ),
     PartitionInfo(
         "shards",
-        "sorted by class, cut into equal shards, shards-per-client random ones per"
+        "sorted by class, cut into equal shards, shards-per-client random shards per"
         " client",
         "McMahan et al. 2017; FedBS, balanced label distribution skew",
         split_shards,
@@ -250,8 +250,8 @@ _INFOS = (
     ),
     PartitionInfo(
         "unbalanced-shards",
-        "sorted by class, cut into shards of 50, 1 to shards-per-client random ones per"
-        " client, all used",
+        "sorted by class, cut into shards of 50, 1 to shards-per-client random shards"
+        " per client, all shards used",
         "FedBS, unbalanced label distribution skew",
         split_unbalanced_shards,
         by_class=True,

@@ -75,7 +75,7 @@ def encode_onnx(model: nn.Module, example: Tensor, about: Mapping[str, str]) -> 
             dynamic_shapes=({0: torch.export.Dim("batch", min=1)},),
         )
     if program is None:
-        raise ConfigError("torch.onnx.export gave no program")
+        raise ConfigError("torch.onnx.export returned no program")
     proto = program.model_proto
     for key, value in about.items():
         proto.metadata_props.add(key=key, value=value)

@@ -244,7 +244,8 @@ class Checkpoints:
             raise StateError(f"{path} contains round {content['server_round']}")
         if server_round > self._config.num_server_rounds:
             raise ConfigError(
-                f"{path} is past num-server-rounds={self._config.num_server_rounds}"
+                f"{path} is from a round after"
+                f" num-server-rounds={self._config.num_server_rounds}"
             )
 
         # Only warn of another version of a package, because it may only change the last

@@ -356,8 +356,8 @@ def _protection(config: Config, out: Path, model: nn.Module) -> Protection | Non
         if tied:
             name, first = next(iter(tied.items()))
             raise ConfigError(
-                f"dp={config.dp}: entries '{first}' and '{name}' are one tensor, so it"
-                " would get two noises"
+                f"dp={config.dp}: entries '{first}' and '{name}' are one tensor, so noise"
+                " would be added to this tensor twice"
             )
         clients = ClientLevelDP(
             method_of(config).dp,

@@ -89,7 +89,7 @@ def _problems_of(study: Study, given: Mapping[str, Any]) -> Iterator[Problem]:
         if Path(method).suffix in (".csv", ".html", ".md", ".yaml"):
             yield Problem(
                 "study-method-is-file",
-                f"method {method!r} ends as a file of the study; rename it",
+                f"method {method!r} ends like a file of the study; rename it",
                 "methods",
                 "start",
             )
@@ -112,7 +112,7 @@ def _problems_of(study: Study, given: Mapping[str, Any]) -> Iterator[Problem]:
         if all(key in cell.settings for cell in study.cells()):
             where = "methods or splits"
             if key == "seed":
-                where = f"seeds; --seed {given[key]} does the runs of that one"
+                where = f"seeds; use --seed {given[key]} for the runs with this seed"
             yield Problem(
                 "study-setting-unused",
                 f"--set {key} has no effect: every run has its own, in {where}",

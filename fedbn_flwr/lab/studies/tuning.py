@@ -84,7 +84,7 @@ def tuned(study: Study, out: Path) -> tuple[list[Tuned], dict[str, StudySettings
             grid = [each for each in values if isinstance(each, (int, float))]
             if len(grid) > 2 and value in (min(grid), max(grid)):
                 logger.warning(
-                    "%s: %s=%s is best and ends the grid. A larger grid may do better",
+                    "%s: %s=%s is best, but at the end of its grid. Try a larger grid",
                     name,
                     key,
                     value,

@@ -111,7 +111,7 @@ def test_a_city_has_its_own_score_where_it_has_test_images(
         (
             {"model": "lenet"},
             (
-                "dataset=cityscapes is for segmentation, model=lenet gives one vector"
+                "dataset=cityscapes is for segmentation, but model=lenet gives one vector"
                 " of outputs for each example. Use another data set, or one of the"
                 " models torchvision-seg:<name>"
             ),
@@ -119,7 +119,7 @@ def test_a_city_has_its_own_score_where_it_has_test_images(
         (
             {"dataset": "digits"},
             (
-                "dataset=digits is for classification,"
+                "dataset=digits is for classification, but"
                 " model=torchvision-seg:lraspp_mobilenet_v3_large gives outputs for"
                 " each pixel. Use another data set, or one of the models mlp, lenet"
             ),

@@ -318,7 +318,7 @@ def test_settings_are_chosen_by_validation_before_the_runs(
             f"{100 * score[metric]:.2f} %{' (chosen)' if '0.1/' in cell.name else ''}"
         )
         assert shown in (out / "tuning.md").read_text()
-    ends = "learning-rate=0.1 is best and ends the grid. A larger grid may do better"
+    ends = "learning-rate=0.1 is best, but at the end of its grid. Try a larger grid"
     assert [m for m in caplog.messages if "grid" in m] == [
         f"BN/all: {ends}",
         f"FedBN/all: {ends}",
