@@ -5,13 +5,15 @@ from __future__ import annotations
 import math
 import shlex
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from fedbn_flwr.errors import ConfigError, FedBNError
 from fedbn_flwr.lab.config import Config
-from fedbn_flwr.lab.files import CONFIG_FILE
+from fedbn_flwr.lab.files import refuse_no_run
+from fedbn_flwr.lab.output.folder import RunFolder
 from fedbn_flwr.lab.run_files import RunFiles
 from fedbn_flwr.training.tasks import higher_is_better
 
@@ -30,24 +32,14 @@ def references_of(run: RunFiles, against: Sequence[Path] = ()) -> list[RunFiles]
         ConfigError: a folder of ``against`` does not belong to a comparable run.
     """
     if against:
-        found = [RunFiles.read(folder) for folder in against]
-        for one in found:
-            reason = _differs(run, one)
-            if reason:
-                raise ConfigError(
-                    f"--against {one.folder}: {reason}. Compare runs with the same data,"
-                    " split, seed and test."
-                )
-        return found
+        return [_comparable(run, folder) for folder in against]
     found = []
-    for folder in sorted(run.folder.resolve().parent.iterdir()):
-        if folder != run.folder.resolve() and (folder / CONFIG_FILE).is_file():
-            try:
-                one = RunFiles.read(folder)
-            except FedBNError:  # the folder of another version
-                continue
-            if not _differs(run, one):
-                found.append(one)
+    here = run.folder.resolve()
+    for folder in sorted(here.parent.iterdir()):
+        if folder != here and (folder / "summary.json").is_file():
+            # not comparable, or the folder of another version
+            with suppress(FedBNError):
+                found.append(_comparable(run, folder))
     return sorted(found, key=lambda one: one.config.strategy != ALONE)[:3]
 
 
@@ -74,17 +66,24 @@ def alone_command(config: Config, out: Path) -> str:
     return f"fedbn-flwr run {' '.join(options)} --out {shlex.quote(str(out))}"
 
 
-def _differs(run: RunFiles, other: RunFiles) -> str:
-    """Return the reason why two runs cannot be compared, "" if they can."""
-    if not other.summary or other.diverged_at:
-        return "the run is not finished, or it diverged"
-    if other.headline != run.headline:
-        return f"its main metric is {other.headline}, not {run.headline}"
-    mine, theirs = run.config.to_mapping(), other.config.to_mapping()
+def _comparable(run: RunFiles, folder: Path) -> RunFiles:
+    """Return the run in a folder, or raise ConfigError if it cannot be compared."""
+    refuse_no_run(folder)
+    # The files of settings are enough to skip most folders without reading a run.
+    mine, theirs = RunFolder.settings(run.folder), RunFolder.settings(folder)
+    reasons = []
     for key in ("seed", *Config.keys("data"), *Config.keys("clients")):
-        if mine[key] != theirs[key]:
-            return f"{key}={theirs[key]!r} differs from {mine[key]!r}"
-    return ""
+        if mine.get(key) != theirs.get(key):
+            reasons.append(f"{key}={theirs.get(key)!r} differs from {mine.get(key)!r}")
+    if not reasons:
+        other = RunFiles.read(folder)
+        if other.summary and not other.diverged_at and other.headline == run.headline:
+            return other
+        reasons.append(f"it diverged, is not finished, or does not test {run.headline}")
+    raise ConfigError(
+        f"--against {folder}: {reasons[0]}. Compare runs with the same data, split, seed"
+        " and test."
+    )
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from importlib.metadata import version
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 import jinja2
@@ -107,7 +108,7 @@ def write_report(
         undefined=jinja2.StrictUndefined,
     )
     environment.filters |= {"shown": shown, "signed": signed, "key": pictures.label_of}
-    environment.filters |= {"named": name_of, "label": site_label}
+    environment.filters |= {"named": name_of, "label": site_label, "quoted": quote}
     text = environment.get_template("report.html").render(page)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
