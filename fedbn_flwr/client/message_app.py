@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
-from flwr.app import ConfigRecord, Context, Message
+from flwr.app import Context, Message
 from flwr.client import NumPyClient
 from flwr.clientapp import ClientApp
 from flwr.clientapp.typing import ClientAppCallable
@@ -25,7 +25,6 @@ from fedbn_flwr.messages.numpy_client import (
 )
 from fedbn_flwr.messages.protocol import (
     EXCHANGE_QUERY,
-    INFO,
     MASK_PRESENT,
     MASK_STAGE,
     NUM_EXAMPLES,
@@ -36,6 +35,7 @@ from fedbn_flwr.messages.protocol import (
     UNUSABLE,
     VERSIONS,
     NodeProperties,
+    add_info,
     merged_config,
     num_partitions_of,
     partition_of,
@@ -206,9 +206,9 @@ class _ClientMessages:
         properties: dict[str, Any] = {
             PARTITION_ID: partition_of(context),
             NUM_PARTITIONS: num_partitions_of(context),
+            SITE_NAME: site_name_of(context),
         }
-        name = site_name_of(context)
-        info: dict[str, Any] = {SITE_NAME: name} if name else {}
+        info: dict[str, Any] = {}
         try:
             client = self._client(context)
             properties |= client.get_properties(merged_config(message))
@@ -220,8 +220,7 @@ class _ClientMessages:
         if on_network_node():
             info[VERSIONS] = as_text(own_versions())
         reply = describe(message, properties)
-        if info:
-            reply.content[INFO] = ConfigRecord(info)
+        add_info(reply, info)
         return reply
 
     @NamedConfigErrors()

@@ -48,6 +48,7 @@ from fedbn_flwr.messages.protocol import (
     NUM_EXAMPLES,
     PARTITION_ID,
     SERVER_ROUND,
+    SITE_NAME,
     STEPS,
     SYNCHRONISES,
     TRAIN_ACCURACY,
@@ -57,6 +58,7 @@ from fedbn_flwr.messages.protocol import (
     TrainConfig,
     partition_of,
     round_in,
+    site_name_of,
 )
 from fedbn_flwr.messages.records import to_state
 from fedbn_flwr.privacy.counters import refuse_cumulative
@@ -414,6 +416,9 @@ class TorchClient(NumPyClient):
         properties: Config = {}
         if self.partition_id is not None:
             properties[PARTITION_ID] = self.partition_id
+        name = site_name_of(self.context) if self.context else ""
+        if name:
+            properties[SITE_NAME] = name
         properties[NUM_EXAMPLES] = size
         properties[BATCH_SIZE] = self.settings.first_batch(size)
         return properties

@@ -29,6 +29,7 @@ from fedbn_flwr.messages.protocol import (
     SITE_NAME,
     comma_list,
     partition_of,
+    site_name_of,
 )
 from fedbn_flwr.messages.records import to_record, view
 
@@ -167,7 +168,7 @@ def _numbered(reply: Message, key: str, result: str) -> None:
 
 
 def _introduced(reply: Message, context: Context) -> Message:
-    """Return the client's properties, if any, with its partition id."""
+    """Return the client's properties, if any, with its partition id and site name."""
     partition_id = partition_of(context)
     if reply.has_content() and partition_id is not None:
         known: Mapping[str, Any] = reply.content.config_records.get(
@@ -177,6 +178,9 @@ def _introduced(reply: Message, context: Context) -> Message:
         # Use only a whole number, because the server does not read a text or a float.
         number = stated if type(stated) is int else partition_id
         entries = {**known, PARTITION_ID: number}
+        name = site_name_of(context)
+        if name:
+            entries[SITE_NAME] = name
         reply.content[f"{_KNOWN}.properties"] = ConfigRecord(entries)
         # Flower's NumPyClient sets the same status.
         reply.content[f"{_KNOWN}.status"] = ConfigRecord(

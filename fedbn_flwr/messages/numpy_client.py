@@ -24,6 +24,8 @@ from fedbn_flwr.messages.protocol import (
     LOSS,
     METRICS,
     NUM_EXAMPLES,
+    SITE_NAME,
+    add_info,
     merged_config,
 )
 from fedbn_flwr.messages.records import decode, of_kind, to_record, view
@@ -121,13 +123,19 @@ def reply_to_evaluate(
 
 
 def describe(message: Message, properties: Config) -> Message:
-    """Return the reply to the strategies' query, with numbers of ``get_properties``.
+    """Return the reply to the strategies' query, with values of ``get_properties``.
+
+    These are the numbers and the name of the site.
 
     Raises:
         StateError: a value cannot be sent.
     """
-    numbers, _ = _split(properties, "get_properties")
-    return answer(message, filled(RecordDict, {METRICS: filled(MetricRecord, numbers)}))
+    numbers, texts = _split(properties, "get_properties")
+    records = {METRICS: filled(MetricRecord, numbers)}
+    reply = answer(message, filled(RecordDict, records))
+    if texts.get(SITE_NAME):
+        add_info(reply, {SITE_NAME: texts[SITE_NAME]})
+    return reply
 
 
 def to_records(

@@ -724,13 +724,15 @@ def test_it_runs_where_flower_has_set_no_identity(
         make(), to_record(mlp().state_dict()), num_rounds=ROUNDS, timeout=5
     )
     manager = SimpleClientManager()
+    names = {"0": "07", "1": "7", "2": "Köln/Süd, 1"}
     for i in range(len(datasets)):
-        context = Context(
-            0, i, {"partition-id": i, "num-partitions": len(datasets)}, RecordDict(), {}
-        )
+        part = {"partition-id": i, "num-partitions": len(datasets)}
+        node = {**part, "site-name": names[str(i)]}
+        context = Context(0, i, node, RecordDict(), {})
         manager.register(Direct(i + 1, client_fn(context)))
     server = Server(client_manager=manager, strategy=legacy)
     server.fit(ROUNDS, None)
+    assert legacy.strategy.run.nodes.names == names
     got = parameters_to_ndarrays(server.parameters)
     assert [array.tobytes() for array in got] == [
         array.tobytes() for array in want.history[-1]
