@@ -99,7 +99,8 @@ def site_names_in(lines: Iterable[Mapping[str, Any]]) -> dict[str, str]:
 
 def site_names_of(run: Path) -> dict[str, str]:
     """Return the names of the sites of a run, as far as its folder has them."""
-    # A name is no reason to fail.
+    # Without names, the sites still have their numbers, so a damaged file is not an
+    # error here.
     with suppress(StateError):
         return site_names_in(read_metrics(run / "metrics.jsonl"))
     return {}

@@ -69,7 +69,8 @@ def own_module(kind: str, name: str, prefixes: Collection[str] = ()) -> ModuleTy
         try:
             return importlib.import_module(module)
         except Exception as error:  # the user's code may raise any exception
-            # The error may also be about another module that the user's module imports.
+            # A ModuleNotFoundError may also be about another module that the user's
+            # module imports.
             absent = isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(
                 f"{error.name}."
             )
@@ -89,7 +90,8 @@ def own_module(kind: str, name: str, prefixes: Collection[str] = ()) -> ModuleTy
         if path.suffix == ".py" or path.is_dir():
             known.append(path.stem)
     near = difflib.get_close_matches(module, known, n=2)
-    # The exact name is near too, if it is a folder without Python files.
+    # A folder of exactly this name without Python files is also similar. Do not suggest
+    # it.
     if module in near:
         near.remove(module)
     hint = ""

@@ -145,8 +145,8 @@ def model_and_warnings(config: Config) -> tuple[nn.Module, list[str]]:
         warnings += partly_without_effect(parts, method_of(config).methods)
         ignored += [problem.key for problem in method_of(config).problems("no-effect")]
 
-    # Every BN layer gets bn-momentum. Warn if a layer had a value of its own, which is
-    # neither torch's default 0.1 nor bn-momentum.
+    # Every BN layer gets bn-momentum. Warn if a layer had another momentum, unless it
+    # was torch's default 0.1.
     replaced = []
     for path, layer in layers_of(model).items():
         if layer.momentum not in (0.1, config.bn_momentum):

@@ -212,8 +212,8 @@ def partition(
 
     The training and the validation data have separate tables.
     """
-    # Check the settings before the import of torch, which takes a second, so that a
-    # typing mistake is reported at once.
+    # Check the settings before the import of torch, so that a typing mistake is
+    # reported a second earlier.
     from fedbn_flwr.lab.config import Config
 
     with exit_codes():

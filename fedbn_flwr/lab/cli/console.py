@@ -256,8 +256,9 @@ def bars() -> Progress:
         TimeElapsedColumn(),
         TimeRemainingColumn(),
         console=complaints,
-        # rich estimates the speed from the last 30 seconds, in which a large model may
-        # not finish two rounds. Without this limit, rich uses the last 1000 rounds.
+        # By default, rich estimates the speed from the last 30 seconds, in which a
+        # large model may not finish two rounds. Without a limit, rich uses the last
+        # 1000 rounds.
         speed_estimate_period=math.inf,
     )
 

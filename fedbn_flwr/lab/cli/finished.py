@@ -58,7 +58,8 @@ def evaluate(
 
     The results at the sites have intervals.
     """
-    # Check the arguments before the import of torch, which takes a second.
+    # Check the arguments before the import of torch, so that an error is reported a
+    # second earlier.
     with exit_codes():
         overrides = read_overrides(set_ or [])
         refuse_no_run(run)

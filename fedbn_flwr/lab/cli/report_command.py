@@ -68,7 +68,7 @@ def report(
     target = out or folder / REPORT_FILE
     with exit_codes():
         # While the run writes its folder, write a page that reloads itself. After the
-        # end, write the last page, which does not reload itself.
+        # end, write the last page. The last page does not reload itself.
         if watch and is_locked(folder):
             say(f"report: {target.absolute()}, until the run ends")
             while is_locked(folder):
@@ -127,7 +127,8 @@ def doctor(
     """
     from fedbn_flwr.lab.config import Config
 
-    # Check the target and the options before the import of torch, which takes a second.
+    # Check the target and the options before the import of torch, so that an error is
+    # reported a second earlier.
     path = Path(os.path.expanduser(target))
     with exit_codes():
         settings = read_overrides(set_ or [])

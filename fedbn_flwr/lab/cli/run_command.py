@@ -68,8 +68,8 @@ def run(
     """
     from fedbn_flwr.lab.config.config import Config
 
-    # Check the settings before the import of torch, which takes a second, so that a
-    # typing mistake is reported at once.
+    # Check the settings before the import of torch, so that a typing mistake is
+    # reported a second earlier.
     with exit_codes():
         overrides = list(set_ or [])
         if resume:

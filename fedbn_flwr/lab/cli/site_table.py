@@ -19,7 +19,8 @@ def print_sites(rows: Sequence[Mapping[str, Any]], metric: str) -> None:
     Intervals and errors are included if there are any.
     """
     columns = ["examples", "groups", *_FIGURES, "error"]
-    # A site without a name is called by its number already.
+    # A site without a name is called "client N", so only named sites need a column with
+    # the numbers.
     if any(row["site"] != f"client {row.get('client', '-')}" for row in rows):
         columns.insert(0, "client")
     names = [name for name in columns if any(name in row for row in rows)]

@@ -75,8 +75,8 @@ def sweep(
     from fedbn_flwr.lab.config import read_overrides
     from fedbn_flwr.lab.config.yaml_text import read_yaml
 
-    # Read the file before the import of torch, which takes a second, so that an
-    # unreadable file is reported at once.
+    # Read the file before the import of torch, so that an unreadable file is reported a
+    # second earlier.
     with exit_codes():
         read_yaml(study, "study")
         read_overrides(set_ or [])

@@ -110,7 +110,8 @@ def _check_task(config: Fields, data: RunData) -> None:
             " such labels.",
             code="task-of-labels",
         )
-    # ``per_pixel`` is None for a user's own model, whose outputs are unknown here.
+    # ``per_pixel`` is None for a user's own model, because its outputs are unknown
+    # here.
     task, per_pixel = data.task, model_info(config.model).per_pixel
     if per_pixel is not None and per_pixel != task.by_pixel:
         fitting = []

@@ -66,8 +66,7 @@ class MethodOfConfig:
         given: dict[str, Any] = {}
         for name, setting in config_fields(kind).items():
             value = getattr(self.config, name)
-            # Pass a value only if it is not the one that selects the method's own
-            # default.
+            # Do not pass the value that selects the method's own default.
             if name not in OWN_DEFAULTS or value != OWN_DEFAULTS[name]:
                 given[setting] = value
         # ``tests_in`` names each test once, and adds the plain test to a test with

@@ -205,8 +205,8 @@ def _examples_of_units(units: Indices) -> list[Indices]:
     """Return the examples of each unit in their order, by the units' numbers."""
     order = np.argsort(units, kind="stable")
     starts = np.flatnonzero(np.diff(units[order], prepend=-1))
-    # Cut the order where a new unit starts. The first part is empty, since the first
-    # unit starts at 0.
+    # Cut the order at the start of each unit. The first part is empty, because the
+    # first unit starts at 0.
     return np.split(order, starts)[1:]
 
 

@@ -133,7 +133,7 @@ def split_dirichlet_equal(request: PartitionRequest) -> list[Indices]:
         mix = rng.dirichlet(np.full(request.num_classes, float(request.alpha)))
         taken = _filled(small + (client < larger), mix, left, rng)
         # Take a client's examples from the end of each class. After the subtraction,
-        # ``left`` is where they begin.
+        # they begin at position ``left``.
         left = left - taken
         slices = [
             pool[rest : rest + size]

@@ -51,7 +51,7 @@ def split_off(
     wanted = _shares(np.bincount(classes), Fraction(str(share)), rng)
     order = rng.permutation(len(examples))
     if units is None:
-        # In a random order of the examples, take the first ones of each class.
+        # Take the first examples of each class in a random order of all examples.
         chosen = np.zeros(len(examples), bool)
         for label, number in enumerate(wanted):
             chosen[order[classes[order] == label][:number]] = True

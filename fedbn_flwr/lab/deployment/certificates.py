@@ -75,8 +75,8 @@ def make_certificates(
     _write(folder / "ca/ca.key", _private(authority.key))
     _write(folder / "ca/ca.crt", authority.certificate)
 
-    # Write the server's keys. The SuperLink and its SuperExec share a secret, by which
-    # the SuperExec proves that it belongs to the SuperLink.
+    # Write the server's keys. The SuperLink and its SuperExec share a secret. It proves
+    # that the SuperExec belongs to the SuperLink.
     superlink = secrets.token_bytes(_SECRET_BYTES)
     _role(folder / "superlink", authority, superlink, ["superlink", *hosts])
     _role(folder / "serverapp", authority, superlink)
@@ -103,8 +103,8 @@ def add_node(folder: Path, number: int, days: int = 365) -> None:
             f"node {number} has keys: {' '.join(map(str, there))}. To make new keys,"
             " remove these first."
         )
-    # Keep the CA's certificate that all other machines have, so that they need no new
-    # one.
+    # Keep the CA's certificate, because all other machines have it and would otherwise
+    # need the new certificate.
     authority.certificate = (folder / "ca/ca.crt").read_bytes()
     _node(folder, authority, number)
 
@@ -227,7 +227,7 @@ def _node(folder: Path, authority: _Authority, number: int) -> None:
     secret, key = secrets.token_bytes(_SECRET_BYTES), _new_key()
     _role(own, authority, secret, [f"supernode-{number}"])
     _write(own / "node.key", _private(key, PrivateFormat.OpenSSH))
-    # The server gets only the node's public key, by which it registers the node.
+    # The server gets only the node's public key, and registers the node with this key.
     public = key.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH)
     _write(registered, public + f" node-{number}\n".encode())
     _role(clientapp, authority, secret)

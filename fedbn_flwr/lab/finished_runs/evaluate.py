@@ -236,8 +236,8 @@ def _examples(saved: SavedModel, config: Config) -> _Examples:
     taken = saved.description
     # Check the task before loading the data, because loading may take long.
     _refuse_other_task(taken, config)
-    # If own data have no split, use all examples as test examples. Only if they are the
-    # run's own data, use the run's split.
+    # If own data have no split, use all examples as test examples. But if they are the
+    # run's data, use the test examples of the run.
     which = "on the test examples"
     if is_own(config.dataset) and not is_divided(data_of(config).own):
         if _place(config) != _place(saved.config):

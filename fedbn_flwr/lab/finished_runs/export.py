@@ -173,7 +173,7 @@ def load_exported(path: str | Path) -> nn.Module:
         raise ConfigError(
             f"{path} was not written by `fedbn-flwr export --format torch`."
         )
-    # Files of version 0.2 have the key "folded", which is "null" if no layer was
+    # Files of version 0.2 have the key "folded". Its value is "null" if no layer was
     # folded.
     if about.get("folded", "null") != "null":
         raise ConfigError(

@@ -32,8 +32,7 @@ MULTIPLE = 32
 
 def timm_info(name: str) -> ModelInfo:
     """Return the entry of timm's classifier ``name``."""
-    # Only make the entry. For an unknown name, ``build`` and ``shape`` raise an error
-    # when they are called.
+    # For an unknown name, ``build`` and ``shape`` raise an error when they are called.
     return ModelInfo(
         "a timm classifier, e.g. timm:resnet18; any channels, 64 pixels or more (32 by"
         " image-size); extra `timm`",
@@ -103,8 +102,8 @@ def _built(
 ) -> nn.Module:
     try:
         return create(*names, **options)
-    # timm and smp raise several kinds of errors, whose texts name the models that they
-    # offer.
+    # timm and smp raise several kinds of errors. Their texts name the models that the
+    # packages offer.
     except Exception as error:
         raise ConfigError(f"model {name!r} cannot be built: {error}") from error
 

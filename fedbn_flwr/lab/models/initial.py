@@ -249,7 +249,7 @@ def _read(init: str, name: str, channels: int) -> Any:
     """Return the content of a file, or the tensors of a publisher."""
     if init.endswith(FILES):
         return _read_file(Path(init))
-    # ``init`` names a publisher, which offers weights for the model's own network. For
+    # ``init`` names a publisher of weights for the model's own network. For
     # torchvision, it may also name another network.
     publisher, _, network = init.partition(":")
     of_model = ""

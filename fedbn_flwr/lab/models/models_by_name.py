@@ -250,8 +250,8 @@ def _builder(
     kind = _KINDS.get(len(shape), "")
     build: Callable[..., nn.Module] | None = getattr(model_info(name), kind or "build")
     if not kind or build is None or min(num_classes, *shape) < 1:
-        # Name the models that accept such examples, and the user's own model, which may
-        # accept them.
+        # Name the models that accept such examples. Also name the user's own model,
+        # because it may accept them.
         fitting = [
             key
             for key, other in MODELS.items()

@@ -120,9 +120,9 @@ class Checkpoints:
             self.folder.mkdir(exist_ok=True, mode=0o700)
             remove_leftovers(self.folder)
             write_checked(self._path(checkpoint.server_round), content)
-            # Remove old checkpoints only after the new one is complete. For each kept
-            # checkpoint, also keep the checkpoint of its best round, because a run may
-            # be resumed from either.
+            # Remove old checkpoints only after the new checkpoint is complete. For each
+            # kept checkpoint, also keep the checkpoint of its best round, because a run
+            # may be resumed from either.
             last = self.rounds[-_KEPT:]
             needed: set[int | None] = {*last}
             if stopping:

@@ -147,7 +147,8 @@ def extra(name: str, again: str) -> Iterator[None]:
     """
     try:
         yield
-    # Pictures and tables use other packages, whose code may raise any exception.
+    # Pictures and tables use other packages. The code of these packages may raise any
+    # exception.
     except Exception as error:
         logger.warning(
             "%s failed: %s: %s. The results of the run are complete without it. %s",

@@ -264,7 +264,7 @@ def load_data(config: Config, shape: tuple[int, ...] = ()) -> Dataset:
 def _partitioned(
     num_clients: int, data: Dataset, augment: Augment | None, keys: _SplitKeys
 ) -> PartitionedData:
-    # Split the data over all clients first, and then hold some out, so that held-out
+    # Split the data over all clients before some clients are held out, so that held-out
     # clients are of the same kind as the others.
     apart, of_tests = _held_out(keys.held_out_clients, keys.partition, data)
     train, test = split_dataset(

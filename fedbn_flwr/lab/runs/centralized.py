@@ -135,8 +135,8 @@ class _Reference:
         self._stopping = writer.stopping
         self._start = start
         self._tests = tests
-        # a copy of the state after the last complete round, which training does not
-        # change
+        # a copy of the state after the last complete round, because training changes
+        # the state itself
         self._whole: Checkpoint | None = None
 
         # the state of a resumed run

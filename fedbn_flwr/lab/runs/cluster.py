@@ -235,8 +235,8 @@ def _init(**options: Any) -> None:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     # Without this setting, Ray inspects the command that started this process.
     os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
-    # Ray replaces the handler of SIGTERM, which saves the run. Remember it and restore
-    # it below.
+    # Ray replaces the handler of SIGTERM, but this handler saves the run. Remember it
+    # and restore it below.
     main = threading.current_thread() is threading.main_thread()
     handler = signal.getsignal(signal.SIGTERM) if main else None
     try:

@@ -195,8 +195,8 @@ class _Costs:
         sent = {name: a for name, a in self._state.items() if self._sends(name)}
         self.shared = num_bytes(to_record(sent))
 
-        # the bytes of the parameters that train, where a tied weight counts once for
-        # each name, as in the state dict
+        # the bytes of the parameters that train; a tied weight counts once for each of
+        # its names, as in the state dict
         self._trained = 0
         for name, p in model.named_parameters(remove_duplicate=False):
             if p.requires_grad and self._sends(name):

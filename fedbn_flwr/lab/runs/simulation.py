@@ -198,7 +198,7 @@ def _resources(config: Config, private: bool) -> dict[str, Scalar]:
         "num-supernodes": clients,
         "client-resources-num-cpus": threads,
     }
-    # A cluster knows its own CPUs and GPUs, so set nothing more.
+    # A cluster has set its own CPUs and GPUs, so set nothing more.
     if not private:
         return resources
     at_once = min(clients, num_cores() // threads)

@@ -153,7 +153,7 @@ def _problems_of_runs(study: Study) -> Iterator[Problem]:
     """Yield shared folders, wrong settings, and runs that are tied together."""
     folders: dict[Path, tuple[str, str, str, int]] = {}
     tied: dict[str, str] = {}
-    shares: dict[str, float] = {}  # filled by the runs, which come before the trials
+    shares: dict[str, float] = {}  # runs fill it first, because they come before trials
     for cell in (*study.cells(), *study.trials()):
         # Two runs may get the same folder: method A on split b/c, and method A/b on
         # split c.

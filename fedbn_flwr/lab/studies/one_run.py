@@ -55,8 +55,8 @@ def changed(config: Config, folder: Path) -> str:
 
     A ``config.yaml`` that cannot be read also differs; the text is then its error.
     """
-    # The centralised reference runs with another config, which is derived from the
-    # given one.
+    # The centralised reference runs with another config. It is derived from the given
+    # config.
     now = reference_config(config) if config.strategy == CENTRALIZED else config
     # With num-clients=0, the number of clients follows from the other settings.
     free = PLACES if config.num_clients else PLACES | {"num-clients"}

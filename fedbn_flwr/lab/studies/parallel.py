@@ -99,8 +99,9 @@ def in_parallel(parallel: int) -> Runner:
                     # Pass a copy of the cell without its cached config.
                     args = (sender, replace(cell), out, place)
                     process = spawn.Process(target=_work, args=args)
-                    # The process must ignore Ctrl-C, which reaches all processes of the
-                    # terminal, because the sweep ends its processes itself.
+                    # The process must ignore Ctrl-C, because Ctrl-C reaches all
+                    # processes of the terminal, but the sweep ends its processes
+                    # itself.
                     handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
                     process.start()
                     signal.signal(signal.SIGINT, handler)

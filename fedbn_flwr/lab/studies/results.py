@@ -72,8 +72,8 @@ def _rows_of_run(study: Study, cell: Cell, out: Path) -> Iterator[dict[str, Any]
     }
     metrics = [name for name in study.metrics if name in final] or [summary["headline"]]
     for metric in metrics:
-        # Only the first metric, by which methods are compared, has a paper's number and
-        # a target.
+        # Only the first metric has a paper's number and a target, because methods are
+        # compared by the first metric.
         main = metric == metrics[0]
         papers = {}
         if main:
@@ -281,7 +281,8 @@ def paired_tests(
 
 def markdown(shown: pd.DataFrame) -> str:
     """Return a table of text as Markdown."""
-    # Escape bars, which would end a cell, and asterisks, which would mark emphasis.
+    # Escape bars, so that they do not end a cell, and asterisks, so that they do not
+    # mark emphasis.
     escapes = str.maketrans({"|": "\\|", "*": "\\*", "\n": " "})
     lines = []
     for row in [shown.columns, ["---"] * len(shown.columns), *shown.to_numpy()]:

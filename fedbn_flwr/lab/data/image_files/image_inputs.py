@@ -53,8 +53,8 @@ class ImageFiles(LazyInputs):
             DataError: a file is damaged; the message names it.
         """
         images, masks = self._empty(len(numbers))
-        # Only decode in several threads. The steps below use torch's own threads, and a
-        # forked process must not start those in another thread.
+        # Only decode in several threads. The steps below use torch's own threads. A
+        # forked process must not start torch's threads in another thread.
         decoded = for_all(len(numbers), lambda at: self._decoded(numbers[at]))
         for at, (image, mask) in enumerate(decoded):
             # Transforms get images of the wanted size, as if the images were in memory.

@@ -177,7 +177,7 @@ def _targets(request: OwnData, y: Any, inputs: Tensor) -> _Targets:
         as_classes = request.task != "regression"
     else:
         as_classes = y.dtype.kind != "f"
-    # A column of shape (N, 1), as in a table, is one class for each example.
+    # In a table, the class of each example is a column of shape (N, 1).
     if as_classes and y.shape[1:] == (1,) and request.task != "multi-label":
         y = y[:, 0]
     if y.ndim == 3:

@@ -89,7 +89,8 @@ def site_names(request: OwnData) -> tuple[str, ...]:
 
 def _given_names(request: OwnData) -> tuple[str, ...]:
     """Return the function's ``site_names``, () without them."""
-    # A node has only its own site, and a name for the server in its config.
+    # Only the server uses the function's names. A node has only its own site, and the
+    # node's config has its name.
     if request.of_node:
         return ()
     what = f"dataset={request.name!r}: site_names"
@@ -98,7 +99,7 @@ def _given_names(request: OwnData) -> tuple[str, ...]:
         given = _called(what, given)
     if given is None:
         return ()
-    # A text is a sequence of texts as well.
+    # Refuse a single text. Otherwise it would count as a list of its characters.
     names = () if isinstance(given, str) else tuple(_called(what, iter, given))
     fault = fault_of_list(names)
     if not names or (request.sites and len(names) != len(request.sites)):
