@@ -311,6 +311,9 @@ def _combinations() -> str:
         for name, method in STRATEGIES.items()
         if METHODS[name].role == role
     ]
+    optimizers = ", ".join(
+        f"`{name}`" for name, _ in named if METHODS[name].role == "server-step"
+    )
     lines = [_COMBINATIONS_HEAD, "| method | runs beside |", "|---|---|"]
     rows: dict[str, list[str]] = {}
     for name, method in named:
@@ -319,7 +322,8 @@ def _combinations() -> str:
             for other_name, other in named
             if other is not method and _combine(method, other)
         ]
-        rows.setdefault(", ".join(extra), []).append(f"`{name}`")
+        others = ", ".join(extra).replace(optimizers, "every server optimizer")
+        rows.setdefault(others, []).append(f"`{name}`")
     lines += [f"| {', '.join(names)} | {others} |" for others, names in rows.items()]
     lines += ["", "Methods that are not combined with others:", ""]
     lines += [
