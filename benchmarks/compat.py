@@ -163,7 +163,7 @@ def install(python: Path, flower: str, torch: str, environment: Path) -> None:
         )
     if done.returncode:
         print(done.stderr, file=sys.stderr, flush=True)
-        raise NotInstalledError("its dependencies cannot be had")
+        raise NotInstalledError("its dependencies cannot be installed")
 
 
 def versions(environment: Path, names: Sequence[str]) -> list[str]:
@@ -242,11 +242,11 @@ def record(row: str) -> None:
 def main(
     arguments: Annotated[
         list[str] | None,
-        typer.Argument(help="for pytest; without them the core's suite"),
+        typer.Argument(help="arguments of pytest; default: the suite of the core"),
     ] = None,
     names: Annotated[
         list[str] | None,
-        typer.Option("--set", help="PYTHON/FLOWER/TORCH; without it nine of them"),
+        typer.Option("--set", help="PYTHON/FLOWER/TORCH; default: nine sets"),
     ] = None,
     keep: Annotated[bool, typer.Option(help="leave the environments")] = False,
 ) -> None:

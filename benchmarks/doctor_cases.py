@@ -107,7 +107,9 @@ def score(summary: Mapping[str, Any]) -> float:
 
 
 def main(
-    seeds: Annotated[int, typer.Option(help="Healthy runs; above 0 these alone.")] = 0,
+    seeds: Annotated[
+        int, typer.Option(help="Number of healthy runs; above 0, only these run.")
+    ] = 0,
 ) -> None:
     """Print the tables."""
     logging.getLogger("flwr").setLevel(logging.CRITICAL)

@@ -377,7 +377,10 @@ def ratios(times: Mapping[str, float]) -> dict[str, tuple[float, str]]:
 
 def main(
     repetitions: Annotated[
-        int, typer.Option(min=0, help="turns of everything in process and bare")
+        int,
+        typer.Option(
+            min=0, help="turns of the measurements in process and in bare torch"
+        ),
     ] = 5,
     rounds: Annotated[int, typer.Option(min=1, help="rounds timed in each turn")] = 2,
     data_dir: Annotated[
@@ -400,7 +403,7 @@ def main(
             help="a working copy of the authors' repository; needs --data-dir"
         ),
     ] = "",
-    out: Annotated[Path, typer.Option(help="where the figures go, as JSON")] = Path(
+    out: Annotated[Path, typer.Option(help="JSON file for the figures")] = Path(
         "runs/benchmark-fedtan.json"
     ),
     write: Annotated[

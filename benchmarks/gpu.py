@@ -175,7 +175,7 @@ def main(
     torch.set_num_threads(1)  # as many threads as a client has
     if where.type == "cuda" and not torch.cuda.is_available():
         message = (
-            "there is no CUDA device here; --device cpu --steps 3 tries the program"
+            "there is no CUDA device here. To try the program: --device cpu --steps 3"
         )
         raise typer.BadParameter(message, param_hint="--device")
     lines = ["| way | batch | steps/s | / bare |", "|---|---:|---:|---:|"]

@@ -97,7 +97,7 @@ def check_folder(out: Path) -> None:
     for path in (out / "checkpoint").rglob("*.safetensors"):
         read_checked(path)
         if path.stat().st_mode & 0o777 != 0o600:
-            raise RuntimeError(f"{path} is not for its owner alone")
+            raise RuntimeError(f"{path} is readable for others than its owner")
 
 
 def wait(process: BaseProcess, out: Path, draw: random.Random, seconds: float) -> None:

@@ -97,7 +97,7 @@ def seconds(name: str, norm: str, settings: dict[str, Any]) -> list[float]:
 def main(
     turns: Annotated[int, typer.Option(help="Turns of each method.")] = 5,
     only: Annotated[
-        str, typer.Option(help="Methods, by comma; FedAvg is always there.")
+        str, typer.Option(help="Comma list of methods; FedAvg always runs.")
     ] = "",
     write: Annotated[
         Path | None, typer.Option(help="Page with a place for the table.")
@@ -107,7 +107,7 @@ def main(
     torch.set_num_threads(1)
     if unknown := {*filter(None, only.split(","))} - {*WAYS}:
         raise typer.BadParameter(
-            f"no such way: {', '.join(sorted(unknown))}. There are: {', '.join(WAYS)}."
+            f"unknown: {', '.join(sorted(unknown))}. Allowed: {', '.join(WAYS)}."
         )
     chosen = {
         name: way

@@ -37,7 +37,7 @@ sys.path.insert(0, str(ROOT))
 from tests.support import preloaded  # noqa: E402
 
 FOLDER = "runs"
-"""What all pages write lies in this folder, which git ignores."""
+"""The folder of all files that pages write; git ignores it."""
 BESIDE = ("CONTRIBUTING.md", "CHANGELOG.md", "studies/README.md")
 _FENCE = re.compile(
     r"^```(?P<language>\w*)(?P<tag>.*)\n(?P<fenced>(?:.*\n)*?)```$"
@@ -268,7 +268,7 @@ def walk(course: Course, wanted: Sequence[Block], also: Sequence[str]) -> list[s
 
 def main(
     clone: Annotated[
-        Path | None, typer.Option(help="folder of the clone, which stays")
+        Path | None, typer.Option(help="folder of the clone; it is kept")
     ] = None,
     only: Annotated[
         list[str] | None,
@@ -276,11 +276,15 @@ def main(
     ] = None,
     also: Annotated[
         list[str] | None,
-        typer.Option(help="run blocks whose reason not to has this, too; repeatable"),
+        typer.Option(
+            help="also run blocks with this text in the reason not to run them"
+        ),
     ] = None,
     at_once: Annotated[
         bool,
-        typer.Option("--at-once", help="fork commands: no import of torch in each"),
+        typer.Option(
+            "--at-once", help="fork the commands, so that torch is imported once"
+        ),
     ] = False,
 ) -> None:
     """Run every block of README and the pages in their order in one clone."""
@@ -297,7 +301,7 @@ def main(
             forks = preloaded.commands(Path(folder), course.clone)
             course.take_commands_from(stack.enter_context(forks))
         wrong = walk(course, wanted, also or ())
-    print(*wrong or ["every block ran, and nothing is left beside"], sep="\n")
+    print(*wrong or ["every block ran, and no other file is left"], sep="\n")
     raise typer.Exit(bool(wrong))
 
 

@@ -64,7 +64,7 @@ DATA: dict[str, dict[str, Any]] = {
 def main(
     out: Annotated[Path, typer.Option(help="Folder for the results so far.")],
     data_dir: Annotated[
-        str, typer.Option(help="Folder with MNIST; without it digits alone.")
+        str, typer.Option(help="Folder with MNIST. Without it, only digits run.")
     ] = "",
     write: Annotated[
         Path | None, typer.Option(help="Page with places for the tables.")

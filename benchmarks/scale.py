@@ -432,7 +432,7 @@ def table_of_rounds(found: Sequence[Mapping[str, Any]], nodes: int) -> str:
                 f" {seconds:.1f} | {cpu:.2f} |"
             )
         if len({r["sha256"] for r in found if r["model"] == model}) != 1:
-            raise EngineError(f"{model}: the runs have not the same bits")
+            raise EngineError(f"{model}: the bits of the runs differ")
     big, small = _MODELS[1], _MODELS[0]
     one_by_one, in_one = (
         middle[big, packs] / middle[small, packs] for packs in (False, True)
@@ -566,11 +566,14 @@ def main(
     measure_with: Annotated[
         int,
         typer.Option(
-            "--measure", min=0, help="measure the constants with so many nodes"
+            "--measure", min=0, help="number of nodes for measuring the constants"
         ),
     ] = 0,
     check_with: Annotated[
-        list[int] | None, typer.Option("--check", min=1, help="predict and run so many")
+        list[int] | None,
+        typer.Option(
+            "--check", min=1, help="number of nodes for a predicted and real round"
+        ),
     ] = None,
     turns: Annotated[
         int,

@@ -419,7 +419,7 @@ def main(
     ] = 5,
     rounds: Annotated[
         int,
-        typer.Option(min=1, help="rounds timed in a turn, more where they are short"),
+        typer.Option(min=1, help="rounds timed in a turn, more if they are short"),
     ] = 4,
     only: Annotated[
         list[str] | None,
@@ -442,15 +442,15 @@ def main(
         str,
         typer.Option(help="folder with the checkouts of peers that are no packages"),
     ] = "",
-    out: Annotated[Path, typer.Option(help="where all figures go, as JSON")] = Path(
+    out: Annotated[Path, typer.Option(help="JSON file for all figures")] = Path(
         "runs/benchmark-simulation.json"
     ),
     write: Annotated[
         Path | None,
         typer.Option(
             help=(
-                "docs/performance.yaml: this run is added to the settings that were"
-                f" measured, whose last {RUNS} stay"
+                "docs/performance.yaml: add this run to the measured settings; each"
+                f" keeps its last {RUNS} runs"
             )
         ),
     ] = None,
@@ -464,8 +464,8 @@ def main(
     interpreter = shutil.which(peer_python)
     if interpreter is None:
         raise typer.BadParameter(
-            f"--peer-python {peer_python}: there is no such program; name the peers'"
-            " interpreter, as ../fedbn-flwr-peers/bin/python"
+            f"--peer-python {peer_python}: this program does not exist. Name the"
+            " interpreter of the peers, such as ../fedbn-flwr-peers/bin/python"
         )
     found = {}
     with tempfile.TemporaryDirectory(prefix="simulation-benchmark-") as folder:

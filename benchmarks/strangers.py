@@ -303,12 +303,14 @@ def lines(
 
 def main(
     models: Annotated[
-        int, typer.Option(help="How many models, the smallest first.")
+        int, typer.Option(help="Number of models, the smallest first.")
     ] = 40,
     way: Annotated[
         list[str] | None, typer.Option(help="One of the ways; all by default.")
     ] = None,
-    only: Annotated[str, typer.Option(help="Models with this in their names.")] = "",
+    only: Annotated[
+        str, typer.Option(help="Only models with this text in their names.")
+    ] = "",
     size: Annotated[int, typer.Option(help="Pixels of an image, 32 to 64.")] = 64,
 ) -> None:
     """Compare each model with plain torch."""

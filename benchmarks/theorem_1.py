@@ -320,7 +320,7 @@ def main(
     dataset: Annotated[str, typer.Option()] = "mnist",
     seeds: Annotated[str, typer.Option(help="comma list")] = "0,1,2",
     examples: Annotated[
-        int, typer.Option(min=2, help="of each client, for the measures")
+        int, typer.Option(min=2, help="examples of each client for the measures")
     ] = 2000,
     num_rounds: Annotated[int, typer.Option(min=1)] = 500,
 ) -> None:

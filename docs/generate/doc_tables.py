@@ -316,7 +316,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--check",
         action="store_true",
-        help="change nothing, exit with 1 when a file is stale",
+        help="change nothing; exit with 1 if a file is stale",
     )
     options = parser.parse_args(arguments)
     if not options.check:  # a config reads these names, and the pages show configs
