@@ -75,7 +75,7 @@ def facts_of(
         facts.append(
             Fact(
                 f"Compared with {name_of(one.reference)}",
-                signed(one.difference, metric) + points,
+                shown(one.difference, metric, "+") + points,
                 f"better at {better}, equal at {every - better - worse}, worse at"
                 f" {worse} of {every} sites",
                 tone,
@@ -102,8 +102,3 @@ def shown(value: float | None, key: str, sign: str = "") -> str:
     if value is None:
         return "-"
     return f"{100 * value:{sign}.1f}" if in_percent(key) else f"{value:{sign}.4f}"
-
-
-def signed(value: float | None, key: str) -> str:
-    """Return a difference in the form of the page."""
-    return shown(value, key, "+")

@@ -23,7 +23,7 @@ from markupsafe import Markup
 from fedbn_flwr.checked_file import write_atomically
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.lab import report_pictures as pictures
-from fedbn_flwr.lab.answer import ask_alone, facts_of, shown, signed
+from fedbn_flwr.lab.answer import ask_alone, facts_of, shown
 from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.files import (
     CONFIG_FILE,
@@ -77,10 +77,8 @@ def write_report(
     """
     # Another file of this name must not be replaced.
     target = out or folder / REPORT_FILE
-    is_other = target.is_dir()
-    if target.is_file():
-        is_other = _GENERATOR.encode() not in target.read_bytes()[:1000]
-    if is_other:
+    is_file = target.is_file() and _GENERATOR not in target.read_text(errors="replace")
+    if is_file or target.is_dir():
         raise ConfigError(
             f"out={str(target)!r} is there and is not a report. Choose another file."
         )
@@ -107,7 +105,7 @@ def write_report(
         lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
     )
-    environment.filters |= {"shown": shown, "signed": signed, "key": pictures.label_of}
+    environment.filters |= {"shown": shown, "key": pictures.label_of}
     environment.filters |= {"named": name_of, "label": site_label, "quoted": quote}
     text = environment.get_template("report.html").render(page)
     try:
@@ -188,11 +186,12 @@ def _main_pictures(
     for one in comparisons:
         shown[name_of(one.reference)] = one.reference.curve(run.headline)
     thin: dict[str, pictures.Curve] = {}
-    for name, tests in run.own_tests().items():
-        own = {at: of_round.get(metric) for at, of_round in tests.items()}
-        curve = {at: value for at, value in own.items() if value is not None}
-        if curve and len(thin) < _SHOWN and run.headline.startswith("personal-own"):
-            thin[name] = curve
+    if run.headline.startswith("personal-own"):
+        for name, tests in itertools.islice(run.own_tests().items(), _SHOWN):
+            found = {at: own.get(metric) for at, own in tests.items()}
+            curve = {at: value for at, value in found.items() if value is not None}
+            if curve:
+                thin[name] = curve
     if shown["this run"]:
         caption = f"Rounds: {metric}{'; a thin line is a site' if thin else ''}."
         marks = _phase_changes(run)

@@ -401,7 +401,11 @@ def without_tests(run: Path) -> None:
 
 
 def without_a_metric_at_one_site(run: Path) -> None:
-    edited(run, "metrics.jsonl", lambda line: line["clients"]["1"].clear())
+    def undefine(line: dict[str, Any]) -> None:
+        line["clients"]["1"]["own-accuracy"] = None
+        line["clients"]["2"].clear()
+
+    edited(run, "metrics.jsonl", undefine)
 
     def forget(content: dict[str, Any]) -> None:
         content["sites"][1] |= {"value": None}

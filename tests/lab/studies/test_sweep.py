@@ -263,7 +263,10 @@ SEEDS = "tune: {grid: {seed: [1, 2]}, base: {validation-share: 0.2}}"
             "'True' is not a number of a paper",
         ),
         (("seeds: [0, 1]", "seeds: [0, 1]\ntarget: .nan"), "target.*finite number"),
-        (("FedBN/own:", "table.md:"), "method 'table.md' ends like a file of the study"),
+        (
+            ("FedBN/own:", "table.md:"),
+            "method 'table.md' ends like a file of the study",
+        ),
         ((TEXT, '{name: s, methods: {"..": {}, "__": {}}}'), r"'\.\.' .*'__' .*share"),
         ((TEXT, '{name: s, methods: {"M=1 a": {}, "M=1_a": {}}}'), "would share"),
         (
