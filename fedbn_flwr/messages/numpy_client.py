@@ -131,8 +131,8 @@ def describe(message: Message, properties: Config) -> Message:
         StateError: a value cannot be sent.
     """
     numbers, texts = _split(properties, "get_properties")
-    records = {METRICS: filled(MetricRecord, numbers)}
-    reply = answer(message, filled(RecordDict, records))
+    metrics = filled(MetricRecord, numbers)
+    reply = answer(message, filled(RecordDict, {METRICS: metrics}))
     if texts.get(SITE_NAME):
         add_info(reply, {SITE_NAME: texts[SITE_NAME]})
     return reply
