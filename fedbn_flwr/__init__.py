@@ -1,6 +1,7 @@
 """Batch Normalization in federated learning, done right, on Flower.
 
-A name costs its module when it is used: ``import fedbn_flwr`` alone imports nothing.
+A name is imported at its first use. ``problems`` lists the modules that refuse
+something.
 """
 
 from __future__ import annotations

@@ -10,8 +10,9 @@ protection has its rows at its settings. The modules ``check_*`` decide the rest
   the built model in ``runs.check_start``, and a study in ``studies.check_study``.
 
 A fault that appears in data, bytes or objects of a user during the work is an exception
-at the place that finds it: a reply in ``server.rounds.replies``, a client's own
-training loop in ``client.hooks``.
+at the place that finds it: a reply in ``server.rounds.replies``, the values and shapes
+of its arrays in ``batchnorm.averaging.check_state``, a client's own training loop in
+``client.hooks``.
 """
 
 from __future__ import annotations

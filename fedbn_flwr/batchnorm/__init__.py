@@ -3,7 +3,8 @@
 In reading order:
 
 - ``parts``: a state by layer type: affine, statistics, counters and the rest.
-- ``averaging``: the average of clients' states, and what can be averaged.
+- ``averaging``: the average of clients' states. ``check_state`` refuses a state with
+  wrong shapes, values that are not finite, or negative variances.
 - ``reestimation``: statistics from data, of a batch and of a pass ("precise BN").
 - ``replaced_forward``: a method's forward pass in place of a layer's; normalisation.
 - ``adaptation``: test-time BatchNorm, with statistics of the test inputs.

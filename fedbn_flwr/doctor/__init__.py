@@ -3,7 +3,6 @@
 The package needs torch only. In reading order:
 
 - ``diagnose``: the entry point. It measures, applies the rules and returns a diagnosis.
-- ``diagnose``: the entry point. It measures, applies the rules, returns a diagnosis.
 - ``rules``: all rules in the order of causes, and the rules for a model and its state.
 - ``data_rules``: the rules for the clients' data and batches.
 - ``thresholds``: the threshold of each rule, with its reason.

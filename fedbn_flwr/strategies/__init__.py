@@ -5,8 +5,9 @@ the classes.
 training, a third's server step. ``register`` makes the client hooks of a method of your
 own project known. At the end of its file, a method has the ``rows`` with its refusals:
 the server evaluates them before and in a run, and ``refuse_on_client`` evaluates them
-with the facts of a client's training. What a method of your own is written with (``Method``, ``Travels``,
-...) is here, too.
+with the facts of a client's training. Refusals that follow from a method's ``travels``
+are in ``server.methods.check_*``. This package also has the names that a method of your
+own needs (``Method``, ``Travels``, ...).
 """
 
 from __future__ import annotations

@@ -8,8 +8,9 @@ refuse a config:
 
 - ``check_keys.py``: unknown keys and names, values out of range, keys that exclude each
   other, and keys without effect. It needs no torch, so it reports them immediately.
-- ``check_run.py``: the task, the model and the classes of the data, the methods, and
-  the results that a protection does not cover.
+- ``check_run.py``: the task, the model and the classes of the data, the methods, keys
+  without effect on these data and tests, and the results that a protection does not
+  cover.
 
 ``data.py`` and ``method_of_config.py`` resolve the settings: ``data_of(config)``,
 ``method_of(config)``. A name here imports its module when it is used.
