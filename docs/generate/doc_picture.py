@@ -42,7 +42,7 @@ def draw_report(root: Path) -> bool:
         shot = str(Path(folder, "page.png"))
         command = [sys.executable, str(browser), str(page), "1180", "light", shot]
         subprocess.run(command, check=True, capture_output=True)
-        # Without the scroll bar; few colours are enough, and make the file small.
+        # Cut off the scroll bar, and reduce the colours to make the file small.
         with Image.open(shot) as image:
             page_only = image.convert("RGB").crop((0, 0, 1165, image.height))
             page_only.quantize(64).save(root / PICTURE, optimize=True)
