@@ -105,8 +105,7 @@ class Config(Fields):
         cls, values: Mapping[str, Any], complete: bool = False
     ) -> tuple[Config, list[Problem]]:
         """Return the valid settings, and the problems that are found without torch."""
-        settings, twice = new_names(values)
-        problems = [Problem("key-under-two-names", text) for text in twice]
+        settings, problems = new_names(values)
         steps, epochs = settings.get("local-steps"), settings.get("local-epochs")
         # Flower's run config always has local-epochs: if the user has not set the key,
         # it has the default 1.

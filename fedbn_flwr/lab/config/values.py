@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from fedbn_flwr.errors import ConfigError
+from fedbn_flwr.problems import Problem, tell
 
 RENAMED = {"fedtan-exchange": "fedtan-transport"}
 """Old to new names of keys; YAML and ``--set`` may still use the old name."""
@@ -55,18 +56,17 @@ def merged(sources: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
         ConfigError: a source has a setting under both of its names.
     """
     settings: dict[str, Any] = {}
-    problems: list[str] = []
+    problems: list[Problem] = []
     for source in sources:
         renamed, twice = new_names(source)
         settings |= renamed
         problems += twice
-    if problems:
-        raise ConfigError("\n".join(problems))
+    tell(problems, "")
     return settings
 
 
-def new_names(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Return the settings under their new names, and a line for each with both names.
+def new_names(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
+    """Return the settings under their new names, and a problem for both names of a key.
 
     Old names cause a warning.
     """
@@ -81,7 +81,8 @@ def new_names(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
         )
         if new in values:
             both = f"{old}={values[old]} and {new}={values[new]} are both set"
-            twice.append(f"{both}. {old} is the old name: remove it")
+            text = f"{both}. {old} is the old name: remove it"
+            twice.append(Problem("key-under-two-names", text, new))
     return {RENAMED.get(key, key): value for key, value in values.items()}, twice
 
 

@@ -37,12 +37,13 @@ def problems_of_model(methods: Any, known: Known) -> Iterator[Problem]:
 
     ``methods``: the methods of a run, ``together.Methods``.
     """
-    if known.parts is None:
+    parts = known.parts
+    if parts is None:
         return
     # This is no problem for Standalone, because it never shares any entry and its
     # documentation says so.
-    kept = known.parts.select(methods.local)
-    if kept and kept == known.parts.names and methods.local != ALL:
+    kept = parts.select(methods.local)
+    if kept and kept == parts.names and methods.local != ALL:
         yield _misfit(
             "nothing-shared",
             f"{methods.name} keeps every entry with the clients, but {known.model} has"
@@ -51,15 +52,15 @@ def problems_of_model(methods: Any, known: Known) -> Iterator[Problem]:
             "personal",
         )
     unless = ""
-    if known.parts.by_names:
+    if parts.by_names:
         unless = (
             " If they are two tensors that start with the same numbers, pass"
             " parts=split_state(model)."
         )
-    yield from tied_apart(known.parts.tied, kept, unless)
+    yield from tied_apart(parts.tied, kept, unless)
     for method in methods:
-        yield from _of_layers(method, known, known.parts)
-        yield from _of_personal(method, known, known.parts)
+        yield from _of_layers(method, known, parts)
+        yield from _of_personal(method, known, parts)
 
 
 def _misfit(code: str, text: str, remedy: str, keys: str = "strategy") -> Problem:

@@ -114,8 +114,6 @@ class Node:
         return f"node {self.node_id}" + (f" ({', '.join(about)})" if about else "")
 
 
-__all__ += ["Size"]
-
 Size = tuple[int, int]  # bytes of floats, and bytes of other arrays
 
 

@@ -19,18 +19,7 @@ __all__ = [
     "TEST_BN",
     "Params",
     "Settings",
-]
-__all__ += [
-    *(
-        "extra_of",
-        "in_words",
-        "limits",
-        "of_pydantic",
-        "setting",
-        "tests_in",
-        "text_of",
-    ),
-    "unmet",
+    "setting",
 ]
 
 TEST_BN = "-test-bn"

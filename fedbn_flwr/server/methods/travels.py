@@ -30,16 +30,6 @@ __all__ = [
     "PartSet",
     "Travels",
 ]
-__all__ += [
-    "acts_on_batchnorm",
-    "in_common",
-    "in_parallel",
-    "model_needs",
-    "needs_all_layers",
-    "single_decisions",
-    "sums_suffice",
-    "together",
-]
 
 PartSet = frozenset[Part]
 NONE: PartSet = frozenset()

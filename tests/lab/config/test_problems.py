@@ -244,7 +244,7 @@ FURTHER: list[tuple[dict[Any, Any], str, str]] = [
             "fedtan-exchange": "channel",
         },
         "key-under-two-names",
-        "",
+        "fedtan-transport",
     ),
     *(
         ({"freeze-at": value}, "bad-value", "freeze-at")
