@@ -26,24 +26,8 @@ from fedbn_flwr.strategies.fbn import SurveyedStatistics
 from fedbn_flwr.strategies.hbn import HybridStatistics
 from fedbn_flwr.training.client_hook import ClientHook
 from fedbn_flwr.training.single_examples import takes_one_example
-from tests.support.many_layers import Many
 from tests.support.points import Points
 from tests.support.strange_layers import others_move
-
-
-def test_layers_called_twice_or_never_or_frozen_or_at_two_paths(points) -> None:
-    model, data = Many().double(), points(9, 1)
-    found = reestimate_statistics(model, data, batch_size=0)
-    assert list(found) == ["twice", "a", "b"]
-    inputs = data.inputs
-    np.testing.assert_allclose(found["b"].variance, (inputs * inputs).var(0))
-    # ``twice`` sees the outputs of the frozen layer with statistics 0 and 1. Then it
-    # sees the squares after ``a`` has normalised them by their batch.
-    second = nn.functional.batch_norm(inputs * inputs, None, None, training=True)
-    both = torch.cat([inputs / (1 + 1e-5) ** 0.5, second])
-    assert found["twice"].count == 18
-    np.testing.assert_allclose(found["twice"].mean, both.mean(0), atol=1e-12)
-    np.testing.assert_allclose(found["twice"].variance, both.var(0), rtol=1e-12)
 
 
 class Own(nn.BatchNorm1d):

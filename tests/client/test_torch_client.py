@@ -484,26 +484,6 @@ def test_a_split_that_misses_a_batchnorm_without_running_statistics_is_refused(
     )
 
 
-def test_kept_entries_win_over_received_ones(client) -> None:
-    """A common start that is sent again does not undo what the client learnt."""
-    start = client.get_parameters({})
-    client.fit(
-        start,
-        {
-            "server-round": 1,
-            "fedbn-flwr.local-entries": json.dumps(["1.running_mean", "1.running_var"]),
-        },
-    )
-    mean = client.model[1].running_mean.clone()
-    client.evaluate(
-        start,
-        {"fedbn-flwr.local-entries": json.dumps(["1.running_mean", "1.running_var"])},
-    )
-    assert torch.equal(client.model[1].running_mean, mean)
-    client.evaluate(start, {})
-    assert not client.model[1].running_mean.any()
-
-
 @pytest.mark.parametrize("key", ["server-round", "server_round"])
 def test_the_round_decides_which_batches_are_drawn_and_is_needed(
     client, key: str

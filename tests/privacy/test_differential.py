@@ -199,31 +199,9 @@ def test_noise_has_the_stated_deviation_and_is_new_in_every_draw(mlp: Any) -> No
     assert abs(np.corrcoef(values[:100_000], values[100_000:200_000])[0, 1]) < 0.015
 
 
-def test_ten_rounds_of_heavy_noise_refuse_no_reply_and_keep_variances_positive(
-    federate: Any, mlp: Any, datasets: Any
-) -> None:
-    strategy = FedAvg()
-    wrapper = DPWrapper(strategy, 10.0, 5.0)
-    got = federate(strategy, mlp, datasets, rounds=10)
-    assert [report.rejected for report in strategy.reports] == [{}] * 10
-    assert all((state["1.running_var"] > 0).all() for state in got.history)
-    assert wrapper.guarantee().startswith("epsilon = ")
-    assert (
-        "after 10 releases: the models hide whether a client's update is in the sums."
-        in wrapper.guarantee()
-    )
-
-
-def test_what_stays_with_the_clients_or_is_frozen_gets_no_noise(
-    federate: Any, mlp: Any, datasets: Any
-) -> None:
-    fedbn, fixbn = FedBN(), FixBN(freeze_at=1)
-    DPWrapper(fedbn, 1.0, 1.0)
+def test_what_is_frozen_gets_no_noise(federate: Any, mlp: Any, datasets: Any) -> None:
+    fixbn = FixBN(freeze_at=1)
     DPWrapper(fixbn, 1.0, 1.0)
-    own = federate(fedbn, mlp, datasets, rounds=3)
-    assert (own.local_state(0)["1.running_var"] > 0).all()
-    assert (own.state["1.running_var"] == 1).all()  # of the initial model
-    assert not np.array_equal(own.state["0.weight"], own.history[0]["0.weight"])
     frozen = federate(fixbn, mlp, datasets, rounds=3)
     assert np.array_equal(
         frozen.history[3]["1.running_var"], frozen.history[1]["1.running_var"]

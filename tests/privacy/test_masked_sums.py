@@ -168,21 +168,6 @@ def furthest_in_units(plain: Any, ours: Any) -> float:
     return max(float(np.abs(one[name] - other[name]).max()) for name in one)
 
 
-def test_a_masked_step_of_a_torchvision_net_is_near_the_stated_error(
-    run_step, points, torchvision_net
-) -> None:
-    """Each exchange has the stated error.
-
-    The errors of a layer propagate through the later layers and back.
-    """
-    data = [points(size, client, (3, 16, 16)) for client, size in enumerate((6, 3, 8))]
-    plain = run_step(synchronised(FedTAN), torchvision_net(), data)
-    ours = run_step(masked(synchronised(FedTAN)), torchvision_net(), data)
-    allowed = FixedPoint(17.0).error(3, 17.0)
-    assert 1e-14 < allowed < 1e-13
-    assert 1 < furthest_in_units(plain, ours) / allowed < 1000  # measured: 204
-
-
 @pytest.fixture
 def branches() -> nn.Module:
     with torch.random.fork_rng():

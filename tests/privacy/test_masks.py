@@ -318,13 +318,6 @@ def test_masks_of_clients_that_were_told_different_things_do_not_cancel() -> Non
         assert (total == 0).all() == same
 
 
-def test_an_exchange_is_masked_once() -> None:
-    parties, _ = parties_of(3, 2)
-    parties[0].exchange("mean/0", np.zeros(2, np.int64))
-    with pytest.raises(MaskingError, match="exchange 'mean/0' was asked for twice"):
-        parties[0].exchange("mean/0", np.ones(2, np.int64))
-
-
 @pytest.mark.parametrize("shares", [[1, 2, 3], ["ab", "cd", "ef"], [b"", b"", b""]])
 def test_shares_that_are_none_are_an_error_of_the_masks(shares: list[Any]) -> None:
     for recover in (recovered_seed, lambda own: recovered_key(own, b"")):

@@ -439,22 +439,6 @@ def test_a_client_that_calls_other_layers_is_dropped_by_name(
     )
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_run_in_which_too_few_call_the_same_layers_fails_with_the_cause(
-    run_step, data, transport: str
-) -> None:
-    data[1].inputs[:] += 100
-    made = synchronised(FedTAN, transport, min_replies=2)
-    done = run_step(
-        made,
-        Skipping().double(),
-        data[:2],
-        transport=transport,
-        fails=NothingTrainedError,
-    )
-    assert "BatchNorm layer 'block'" in done.reason(1)
-
-
 def test_stochastic_depth_is_refused_before_the_first_round(run_step, data) -> None:
     class StochasticDepth(Skipping):
         def forward(self, x: Tensor) -> Tensor:

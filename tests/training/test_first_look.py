@@ -161,10 +161,7 @@ def own_loss(outputs: Tensor, targets: Tensor) -> Tensor:
     ("task", "columns", "end", "told"),
     [
         (BINARY, 1, torch.sigmoid, "sigmoid"),
-        (BINARY, 1, lambda z: torch.sigmoid(z).squeeze(1), "sigmoid"),
-        (BINARY, 1, lambda z: z, ""),
         (MULTI_LABEL, 4, nn.Sigmoid(), "sigmoid"),
-        (MULTI_LABEL, 4, nn.Softmax(1), "softmax"),
         (MULTI_LABEL, 4, torch.relu, ""),
         (MULTI_LABEL, 4, lambda z: z.sigmoid().clamp(1e-6, 1 - 1e-6), "sigmoid"),
         (

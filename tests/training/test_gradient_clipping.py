@@ -9,8 +9,6 @@ import torch
 import torchvision.models
 from torch import Tensor, nn
 
-from fedbn_flwr.lab.models.digits import DigitsCNN
-from fedbn_flwr.lab.models.resnet import SmallResNet
 from fedbn_flwr.training.gradient_clipping import (
     clip_gradients,
     clip_in_steps,
@@ -93,8 +91,6 @@ class Chain(nn.Module):
 @pytest.mark.parametrize(
     ("make", "head"),
     [
-        (lambda: SmallResNet(8, 10, 3), ["fc.weight", "fc.bias"]),
-        (lambda: DigitsCNN(10), ["fc3.weight", "fc3.bias"]),
         (torchvision.models.mobilenet_v2, ["classifier.1.weight", "classifier.1.bias"]),
         (
             torchvision.models.squeezenet1_0,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-from itertools import chain
 from typing import Any
 
 import pytest
@@ -60,15 +59,6 @@ def test_a_model_without_parameters_to_train_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match="has no parameter that requires a gradient"):
         run(model, points(5, shape=(3,)))
-
-
-def test_an_epoch_uses_every_example_once_in_a_fresh_order(points, mlp) -> None:
-    data = points(10)
-    run(mlp(), data, batch_size=4, local_epochs=2)
-    assert [len(p) for p in data.asked] == [4, 4, 2, 4, 4, 2]
-    first, second = [list(chain(*data.asked[i : i + 3])) for i in (0, 3)]
-    assert sorted(first) == sorted(second) == list(range(10))
-    assert first != second != list(range(10))
 
 
 def test_the_same_streams_give_the_same_bits_without_global_draws(points, mlp) -> None:

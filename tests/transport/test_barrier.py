@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from fedbn_flwr.batchnorm.sync import combine
 from fedbn_flwr.errors import EngineError
 from fedbn_flwr.transport import (
     Barrier,
@@ -22,30 +21,6 @@ from fedbn_flwr.transport import (
 
 def row(*values: float, dtype: torch.dtype = torch.float64) -> torch.Tensor:
     return torch.tensor(values, dtype=dtype)
-
-
-def test_members_leave_with_the_weighted_sum(members, at_once, steps) -> None:
-    barrier = Barrier(members(1, 3, 2), timeout=10)
-    sent = [
-        {"mean/0": row(i, 1), "gradients/0": torch.full((2, 3), float(i))}
-        for i in range(3)
-    ]
-    done = at_once(
-        *(partial(steps, barrier.reducer(100 + i), sent[i]) for i in range(3))
-    )
-    for answers, union, attempts in done:
-        assert (union, attempts) == (2 + 3 + 4, 1)
-        for tag in sent[0]:
-            assert torch.equal(
-                answers[tag], combine(tag, [s[tag] for s in sent], [1, 3, 2])
-            )
-            assert answers[tag].dtype == sent[0][tag].dtype
-    assert barrier.dropped == {}
-    assert (barrier.exchanges, barrier.bytes_down, barrier.bytes_up) == (
-        2,
-        2 * 8 + 6 * 4,
-        3 * (2 * 8 + 6 * 4),
-    )
 
 
 def test_sums_are_in_the_order_of_members_not_of_arrival(members, at_once) -> None:
@@ -229,31 +204,6 @@ def test_a_member_that_leaves_is_dropped_unless_it_was_done(
     barrier.leave(101, "after the step")
     barrier.leave(100, "a second time")
     assert barrier.dropped == {100: "was switched off"}
-
-
-def test_a_member_that_leaves_after_its_last_exchange_is_in_the_step(
-    members, at_once, steps
-) -> None:
-    """The member leaves after its last answer without a close.
-
-    No other member repeats the step.
-    """
-    barrier = Barrier(members(1, 1, 1), timeout=10)
-    assert barrier.finished_with() == []
-
-    def leave() -> None:
-        reducer = barrier.reducer(100)
-        reducer.begin()
-        reducer.reduce("mean/0", row(1))
-        barrier.leave(100, "was switched off")
-
-    _, *others = at_once(
-        leave,
-        *(partial(steps, barrier.reducer(i), {"mean/0": row(1)}) for i in (101, 102)),
-    )
-    assert [(union, attempts) for _, union, attempts in others] == [(2 + 3 + 4, 1)] * 2
-    assert barrier.dropped == {100: "was switched off"}
-    assert barrier.finished_with() == [100, 101, 102]
 
 
 @pytest.fixture
