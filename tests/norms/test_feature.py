@@ -21,7 +21,7 @@ from fedbn_flwr.norms.feature import NormalisedLinear
 
 @pytest.mark.parametrize(
     ("name", "scale"),
-    [("resnet18", "sqrt-d"), ("densenet121", "1"), ("mobilenet_v3_small", "sqrt-d")],
+    [("resnet18", "sqrt-d"), ("mobilenet_v3_small", "1")],
 )
 def test_the_length_of_the_features_does_not_matter_to_a_torchvision_model(
     name: str, scale: Any
