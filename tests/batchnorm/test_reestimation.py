@@ -30,6 +30,12 @@ from tests.support.points import Points
 from tests.support.strange_layers import others_move
 
 
+def test_a_layer_at_two_paths_has_the_moments_of_both_calls_at_both(points) -> None:
+    layer = nn.BatchNorm1d(5).double()
+    found = reestimate_statistics(nn.Sequential(layer, layer), points(9), batch_size=0)
+    assert [(path, one.count) for path, one in found.items()] == [("0", 18), ("1", 18)]
+
+
 class Own(nn.BatchNorm1d):
     """A layer whose forward pass always tracks and replaces its mean."""
 
