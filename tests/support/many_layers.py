@@ -65,27 +65,3 @@ BUFFERS = (
     *((torch.bool, ()), (torch.uint8, (2,)), (torch.int16, ()), (torch.int32, (0, 3))),
     *((torch.float16, (2,)), (torch.float64, ()), (torch.complex64, (2,))),
 )
-
-
-class Many(nn.Module):
-    """Five BatchNorm layers with unusual uses.
-
-    The model calls one twice, registers one twice, keeps one in eval mode and never
-    calls one. One is untracked.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.twice, self.a, self.frozen, self.idle = (
-            nn.BatchNorm1d(5) for _ in range(4)
-        )
-        self.b = self.a
-        self.bare = nn.BatchNorm1d(5, track_running_stats=False)
-
-    def train(self, mode: bool = True) -> Many:
-        super().train(mode)
-        self.frozen.eval()
-        return self
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.bare(self.twice(self.frozen(x)) + self.twice(self.a(input=x * x)))
