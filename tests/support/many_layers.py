@@ -1,8 +1,4 @@
-"""Models of several BatchNorm layers.
-
-A model has two layers in a row, some with entries of every type. Others call a layer
-twice, never or by keyword, freeze it, or register it at two paths.
-"""
+"""Models of two BatchNorm layers in a row, one of them with entries of every type."""
 
 from __future__ import annotations
 
