@@ -63,7 +63,11 @@ def rows(found: pd.DataFrame, metric: str, caption: str) -> str:
             kinds, cycle(_COLOURS), cycle(_MARKERS), strict=False
         ):
             fill = colour if kind == kinds[0] else "none"
-            style = {"color": colour, "marker": marker, "markerfacecolor": fill}
+            style: dict[str, Any] = {
+                "color": colour,
+                "marker": marker,
+                "markerfacecolor": fill,
+            }
             axes.plot(found[kind], places, linestyle="", label=short(kind), **style)
         axes.set_yticks(places, found.index)
         axes.set_ylim(0.4, len(found) + 0.6)
@@ -109,7 +113,11 @@ def curves(
             shown, cycle(_COLOURS), cycle(_DASHES), strict=False
         ):
             marker = "o" if len(shown[name]) < 4 else ""
-            style = {"color": colour, "linestyle": dashes, "marker": marker}
+            style: dict[str, Any] = {
+                "color": colour,
+                "linestyle": dashes,
+                "marker": marker,
+            }
             axes.plot(*_points(shown[name]), linewidth=1.8, label=short(name), **style)
             if name in bands:
                 (at, low), (_, high) = map(_points, bands[name])
@@ -151,8 +159,9 @@ def _name_ends(axes: Axes, named: Mapping[str, Curve]) -> None:
     )
     for (value, at), name in ends:
         place = max(place + (top - bottom) / 18, value)
-        offset = {"xytext": (4, 0), "textcoords": "offset points"}
-        axes.annotate(short(name), (at, place), va="center", **offset)
+        axes.annotate(
+            short(name), (at, place), (4, 0), textcoords="offset points", va="center"
+        )
 
 
 def _points(curve: Curve) -> tuple[tuple[int, ...], tuple[float, ...]]:

@@ -147,7 +147,7 @@ class RunFiles:
         metric = quantity_of(self.headline)
         for name, of_rounds in self.own_tests().items():
             *_, own = of_rounds.values()
-            row = {"site": name, "examples": own.pop("num-examples", 0)}
+            row: dict[str, Any] = {"site": name, "examples": own.pop("num-examples", 0)}
             row |= {"value": own.get(metric), **rows.get(name, {}), "metrics": own}
             rows[name] = row
         took_part: Counter[str] = Counter()
