@@ -160,7 +160,12 @@ def _name_ends(axes: Axes, named: Mapping[str, Curve]) -> None:
     for (value, at), name in ends:
         place = max(place + (top - bottom) / 18, value)
         axes.annotate(
-            short(name), (at, place), (4, 0), textcoords="offset points", va="center"
+            short(name),
+            (at, place),
+            (4, 0),
+            textcoords="offset points",
+            va="center",
+            annotation_clip=False,
         )
 
 

@@ -184,9 +184,13 @@ def _bootstrap(metric: Callable[[Indices], float], num_groups: int) -> Interval:
     if not np.isfinite(value) or num_groups == 1:
         return Interval(_or_none(value))
     # Import here, because SciPy takes long to import, and only this table needs it.
+    import sklearn
     from scipy import stats
 
-    with np.errstate(all="ignore"):
+    # The first value was checked. The checks of a thousand draws of the same examples
+    # would take longer than the metrics.
+    unchecked = {"assume_finite": True, "skip_parameter_validation": True}
+    with np.errstate(all="ignore"), sklearn.config_context(**unchecked):
         found = stats.bootstrap(
             (everyone,),
             metric,
