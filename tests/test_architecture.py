@@ -6,6 +6,7 @@ The highest layer is the command line and the lowest the tensor code.
 from __future__ import annotations
 
 import ast
+import functools
 import importlib
 import re
 import sys
@@ -102,6 +103,7 @@ def group_of(name: str) -> str | None:
     return None
 
 
+@functools.cache
 def modules() -> list[tuple[str | None, Path]]:
     """Return every module as (layer, file)."""
     found = []
@@ -111,12 +113,18 @@ def modules() -> list[tuple[str | None, Path]]:
     return found
 
 
-def imports(path: Path) -> Iterator[tuple[str, int, bool]]:
-    """Yield (module imported, line, whether it runs on import) of every import.
+@functools.cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+@functools.cache
+def imports(path: Path) -> list[tuple[str, int, bool]]:
+    """Return (module imported, line, whether it runs on import) of every import.
 
     Imports in functions are included.
     """
-    tree = ast.parse(path.read_text(encoding="utf-8"))
+    tree, found = tree_of(path), []
     # Code in a function, or only for type checkers, does not run on import.
     lazy: set[int] = set()
     for block in ast.walk(tree):
@@ -134,8 +142,8 @@ def imports(path: Path) -> Iterator[tuple[str, int, bool]]:
             names = [f"{base}.{alias.name}" for alias in node.names]
         else:
             continue
-        for name in names:
-            yield name, node.lineno, id(node) not in lazy
+        found += [(name, node.lineno, id(node) not in lazy) for name in names]
+    return found
 
 
 def top(name: str) -> str:
@@ -165,7 +173,7 @@ def test_no_two_classes_share_a_name() -> None:
     names = Counter(
         node.name
         for _, path in modules()
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        for node in ast.walk(tree_of(path))
         if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
     )
     assert {name for name, count in names.items() if count > 1} <= {"Problem"}
@@ -294,25 +302,22 @@ def changed_names(tree: ast.AST) -> Iterator[str]:
     """Yield the names whose values a module's functions change in place or set."""
     functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
     for node in (node for function in functions for node in ast.walk(function)):
-        places: list[ast.expr] = []
+        changed: list[ast.expr] = []
         if isinstance(node, ast.Global):
             yield from node.names
-        elif isinstance(node, ast.Assign | ast.Delete):
-            places = node.targets
-        elif isinstance(node, ast.AugAssign):
-            places = [node.target]
         elif isinstance(node, ast.Attribute) and node.attr in MUTATORS:
-            yield ast.unparse(node.value)
-        for place in places:
-            if isinstance(place, ast.Subscript):
-                yield ast.unparse(place.value)
+            changed = [node.value]
+        elif isinstance(node, ast.Assign | ast.Delete | ast.AugAssign):
+            places = [node.target] if isinstance(node, ast.AugAssign) else node.targets
+            changed = [one.value for one in places if isinstance(one, ast.Subscript)]
+        yield from (one.id for one in changed if isinstance(one, ast.Name))
 
 
 def test_modules_have_no_state() -> None:
     """No attribute of a module changes after the import, except in registries."""
     found = {}
     for _, path in modules():
-        tree = ast.parse(path.read_text(encoding="utf-8"))
+        tree = tree_of(path)
         own = set()
         for statement in tree.body:
             if isinstance(statement, ast.Assign):

@@ -222,7 +222,6 @@ def test_the_rest_is_told_with_torch(case: str) -> None:
 
 
 FURTHER: list[tuple[dict[Any, Any], str, str]] = [
-    ({"strategy": "fedbn", "variance": "pooled"}, "no-effect", "variance"),
     ({"strategy": "fedtan", "fedtan-bind": "0.0.0.0:9"}, "no-effect", "fedtan-bind"),
     ({"strategy": "staticbn", "bn-momentum": 0.5}, "no-effect", "bn-momentum"),
     ({"strategy": CENTRALIZED, "lr-decay-at": "3,freeze"}, "no-effect", "lr-decay-at"),
@@ -263,11 +262,6 @@ FURTHER: list[tuple[dict[Any, Any], str, str]] = [
     ),
     (
         {"strategy": "standalone", "eval-on": "personal-own,global"},
-        "no-global-model",
-        "eval-on",
-    ),
-    (
-        {"strategy": "standalone", "eval-on": "global-batch-statistics"},
         "no-global-model",
         "eval-on",
     ),

@@ -311,7 +311,6 @@ def test_each_clients_model_is_tested_on_each_domain(quick_run) -> None:
     """The weighted mean over a client's domains is its test on all domains."""
     keys = {
         "dataset": "digits-domains",
-        "model": "lenet",
         "partition": "natural",
         "num-clients": 5,
     }

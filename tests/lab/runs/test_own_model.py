@@ -15,11 +15,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from typer.testing import CliRunner
 
 from fedbn_flwr.batchnorm.parts import fixed_entries
 from fedbn_flwr.errors import ConfigError
-from fedbn_flwr.lab.cli import app
 from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.doctor import diagnose_run
 from fedbn_flwr.lab.finished_runs.evaluate import evaluate_run
@@ -186,22 +184,6 @@ def test_what_is_frozen_by_the_function_is_told(quick_config: Any) -> None:
     ]
     assert len(told) == 1
     assert "(2)" in told[0]
-    asked = [
-        "--model",
-        "my_nets:in_eval",
-        "--strategy",
-        "fedavg",
-        "--dataset",
-        "digits",
-    ]
-    shown = CliRunner().invoke(app, ["inspect", *asked]).output
-    lines = {
-        line.split()[0]: line.rstrip()
-        for line in shown.splitlines()
-        if line.startswith((" 2", " 4"))
-    }
-    assert lines["2"].split()[1:-1] == ["shared", "shared;", "in", "eval", "mode"]
-    assert lines["4"].split()[1:-1] == ["shared;", "not", "trained", "shared"]
 
 
 def test_it_is_seeded_and_takes_rows_and_norms() -> None:

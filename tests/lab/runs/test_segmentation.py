@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Any
 
@@ -67,21 +66,9 @@ def test_a_segmentation_run_writes_its_results(
 ) -> None:
     config = Config.make({**settings, "strategy": strategy, "model": MODELS[model]})
     summary = run(config, tmp_path / "out")
-    lines = lines_of(tmp_path / "out")
-    assert [line["round"] for line in lines] == [1, 2]
-    assert all(
-        0 <= line["test-miou"] <= 1 and math.isfinite(line["train-loss"])
-        for line in lines
-    )
-    # images, not pixels
-    assert (
-        [line["examples"] for line in lines] == [4, 4]
-        if strategy == "centralized"
-        else [8, 8]
-    )
-    assert all(line["rejected"] == [] for line in lines)
+    examples = [line["examples"] for line in lines_of(tmp_path / "out")]
+    assert examples == [4 if strategy == "centralized" else 8] * 2, "images, not pixels"
     assert summary["headline"] == "test-miou"
-    assert Config.load(tmp_path / "out" / "config.yaml").num_clients == 2
     tests = partitioned_data(config, 2).test_view()
     result = evaluate(model_of(tmp_path / "out"), tests, task=SEGMENTATION)
     assert result.named("test-") == {

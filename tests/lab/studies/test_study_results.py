@@ -345,13 +345,6 @@ def test_settings_are_chosen_by_validation_before_the_runs(
         match=r"1 of 6 trials of tune failed: tune/FedBN/all/learning-rate=0.1/seed-0",
     ):
         sweep(study, out, runner=lambda cells, out, follower: (_ for _ in ()))
-    with pytest.raises(
-        ConfigError,
-        match=(
-            r"tune/BN/all/.*: tune chooses by validation examples; set validation-share"
-        ),
-    ):
-        load(tmp_path, TUNE.replace("validation-share: 0.3, ", ""))
 
 
 TWO_SEEDS = """
