@@ -15,6 +15,7 @@ from fedbn_flwr.batchnorm.reestimation import moments_of
 from fedbn_flwr.client.hooks import Hooks
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.messages.records import to_record
+from fedbn_flwr.server.methods.check_protections import disclosures
 from fedbn_flwr.strategies import HBN
 from fedbn_flwr.strategies.hbn import HybridStatistics
 from tests.support.bad_replies import spoiling
@@ -32,6 +33,14 @@ def hybrid(model: nn.Module, alpha: float) -> HybridStatistics:
     hook.initial = alpha
     hook.begin(model)
     return hook
+
+
+def test_shared_alpha_is_named_where_a_protection_would_have_to_hide_it() -> None:
+    keys = [
+        [told.key for told in disclosures(HBN(share_alpha=share).methods)]
+        for share in (True, False)
+    ]
+    assert keys == [["bn-moments", "bn-alpha"], ["bn-moments"]]
 
 
 def test_no_rows_give_alpha_no_gradient_and_half_precision_a_wide_alpha() -> None:
