@@ -49,6 +49,9 @@ def facts_of(
     known = [row for row in sites if row.get("value") is not None]
     facts = []
 
+    if run.diverged_at:
+        more = f"in round {run.diverged_at}: {run.divergence}"
+        facts.append(Fact("The run", "diverged", more, "bad"))
     curve = run.curve(run.headline)
     if curve and run.final.get(run.headline) is not None:
         about = f"Test {metric}"

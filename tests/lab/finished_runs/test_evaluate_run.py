@@ -160,7 +160,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
             "config",
             "model, learning-rate",
         ),
-        ("batch", {"dataset": "cityscapes"}, "", "config", "segmentation"),
+        ("batch", {"dataset": "cityscapes"}, "", "model-of-task", "segmentation"),
         ("batch", {"dataset": "usps"}, "", "data", "data-dir"),
         ("batch", DIGITS, "own", "config", "own:CLIENT"),
         ("batch", DIGITS, "own:7", "config", "0 to 2"),
