@@ -465,7 +465,7 @@ def learning_parts(
     personal: str | Sequence[str] = "",
     inputs: Callable[[], Any] | None = None,
 ) -> Parts:
-    """Return the split that gives BatchNorm only entries changed by training.
+    """Return the split in which BatchNorm has only the entries that training changes.
 
     The ``fixed_entries`` are in REST (see ``train_only``). The other arguments are
     explained in ``split_state``.

@@ -75,8 +75,8 @@ def default_loss(outputs: Tensor, targets: Tensor) -> Tensor:
     Raises:
         DataError: the targets are not classes.
     """
-    # The outputs are scores of C classes if their shape is (N, C, ...) and the targets
-    # are integers of shape (N, ...) or (N, 1).
+    # The outputs are scores of C > 1 classes if their shape is (N, C, ...) and there is
+    # one integer target for each C scores, such as targets (N, ...) or (N, 1).
     by_class = (
         outputs.dim() > 1
         and outputs.shape[1] > 1

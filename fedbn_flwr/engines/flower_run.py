@@ -57,8 +57,9 @@ def flower_environment(home: Path) -> dict[str, str]:
         # download gigabytes.
         "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
         "RAY_USAGE_STATS_ENABLED": "0",
-        # Start a cluster of Ray for this run. Otherwise, Ray would join a cluster on
-        # this machine, or the cluster in the user's environment variable.
+        # By default, start a cluster of Ray for this run. Without this value, Ray would
+        # join a cluster on this machine, or the cluster in the user's environment
+        # variable.
         "RAY_ADDRESS": "local",
     }
 

@@ -107,6 +107,9 @@ def use_wsconv(
 ) -> tuple[nn.Module, tuple[Replacement, ...]]:
     """Remove BatchNorm, and make convolutions scaled and standardised, in place.
 
+    Filters with a single weight do not change. If BatchNorm's beta was the bias of a
+    layer, the layer gets a bias.
+
     Args:
         model: any model; the convolutions change even without BatchNorm.
         activation: a key of ``GAMMAS``, the model's activation; all filters use its
@@ -116,8 +119,9 @@ def use_wsconv(
 
     Raises:
         ConfigError: the activation is unknown, or gain is not a bool.
-        NormLayerError: ``refuse_unusual`` refuses a convolution, or a BatchNorm
-            contains other layers.
+        NormLayerError: ``refuse_unusual`` refuses a convolution; or a BatchNorm has a
+            custom forward pass, forward hooks, or layers that it does not apply, or is
+            in TorchScript.
     """
     if activation not in GAMMAS:
         raise unknown_name("activation", activation, GAMMAS)

@@ -127,7 +127,7 @@ class FedBSMethod(FedProxMethod[FedBSParams, FedBSState]):
         return "loss-weighted" if first else "proximal"
 
     def on_clients(self, state: FedBSState, facts: Facts) -> list[Ask]:
-        """Send mu in phase 2, and ask for the validation loss if it is F_k."""
+        """Send mu in phase 2. If ``loss_key`` is the validation loss, ask for it."""
         asks: list[Ask] = []
         if state.switched_after is not None:
             asks += super().on_clients(state, facts)

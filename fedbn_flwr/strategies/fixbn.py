@@ -318,7 +318,8 @@ class FixBN(Strategy):
 def _untouched(method: Any, known: Any) -> bool:
     """Return whether BN is about to be frozen at the statistics of new layers."""
     last, facts = known.state.frozen_after, known.facts
-    # Leave out a freeze from the start, because the run has already warned of it.
+    # ``last`` is None if BN is not yet frozen. It is 0 for a freeze from the start. The
+    # run has already warned of such a freeze, if it knows the number of rounds.
     if not last or known.number != last + 1:
         return False
     frozen = frozenset(facts.frozen)

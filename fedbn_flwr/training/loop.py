@@ -41,7 +41,7 @@ from fedbn_flwr.training.tasks import CLASSIFICATION, Task
 
 __all__ = ["TrainResult", "train"]
 
-# Number of examples per batch when the data are searched for counted targets.
+# Examples per batch in the search for a target that counts (known and not ignored).
 _LOOKED_AT = 256
 
 

@@ -37,7 +37,7 @@ class _Turns:
         self._outside: Generators | None = None
 
     def ask(self, place: threading.Lock) -> None:
-        """Release ``place`` as soon as its turn has come."""
+        """Queue up. The lock ``place`` is released when its turn comes."""
         with self._lock:
             if self._taken:
                 self._queue.append(place)
@@ -69,7 +69,8 @@ class _Turns:
             if self._queue:
                 self._queue.popleft().release()
                 return
-            # The queue is empty: the process continues with its own generators.
+            # Nobody waits any more: restore the state that the random generators had
+            # before the first turn.
             outside = self._outside
             self._outside = None
             self._taken = False

@@ -39,7 +39,8 @@ __all__ = ["ChannelServer"]
 
 logger = logging.getLogger("flwr")
 
-BODY_SECONDS = 30.0  # seconds from the start of a call until its body has arrived
+# At most this many seconds pass from the start of a call until its body has arrived.
+BODY_SECONDS = 30.0
 _OPTIONS = [
     *OPTIONS,
     # Do not share a port that another process uses: raise an error.

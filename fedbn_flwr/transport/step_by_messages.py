@@ -90,9 +90,10 @@ class ByMessages(Transport):
 
             # Nobody has sent another tensor, so the step is finished.
             if done and not sent:
-                # Clients that are lost now have sent all their exchanges, if there were
-                # any, so their batches stay in the step. If such a client only fell
-                # silent, it is not dropped.
+                # If the step had exchanges, all clients in ``left`` took part in them,
+                # so their batches stay in the step, even if a client is lost now. Such
+                # a client is dropped only if it sent a wrong tensor, not if its reply
+                # is missing or an error.
                 included = list(left if answer else done)
                 for node_id, reason in lost.items():
                     reply = replies.get(node_id)
@@ -181,7 +182,7 @@ class _Post:
     def train(
         self, done: Mapping[int, Message], config: Mapping[str, Any]
     ) -> list[Message]:
-        """Let the clients that have finished the step train, and return their replies.
+        """Start the training of clients that finished the step; return their replies.
 
         Args:
             done: the last reply of each client. Replies to training messages contain

@@ -469,8 +469,9 @@ class Files(Group):
     )
 
 
-# A type checker sees the fields of all methods by inheritance. At run time, the fields
-# are made from the methods' declarations, so that each key is declared once.
+# A type checker sees the settings of all methods and protections by inheritance. At run
+# time, the fields are made from the declarations of the methods and protections, so
+# that each setting is declared only there.
 if TYPE_CHECKING:
 
     class SettingsOfMethods(Params, DPSettings, MaskSettings):

@@ -70,7 +70,7 @@ def read_yaml(path: Path, what: str) -> Any:
 
 def read_value(text: str) -> Any:
     """Return the value of a YAML text, or raise one of ``UNREADABLE``."""
-    return yaml.load(text, _Loader)  # safe, because _Loader is a SafeLoader
+    return yaml.load(text, _Loader)  # safe, because _Loader extends a safe loader
 
 
 def _repeated(node: yaml.Node | None, seen: set[int]) -> Iterator[str]:

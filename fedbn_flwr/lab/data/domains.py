@@ -105,13 +105,14 @@ def read_domains(
 def read_digits_five(folder: Path, shape: Shape) -> Loaded:
     """Return the domains of ``DIGITS_FIVE`` that are there.
 
-    A domain is there as published, or as the only npz file in ``FOLDER/NAME/``. Nothing
-    is downloaded. Images of all domains get the requested shape, so that one tensor
-    contains them all. The two published parts of USPS are pooled and split again, see
-    ``_split_usps``.
+    A domain is there as published, or as the only npz file in ``FOLDER/NAME/``; NAME
+    has ``_`` instead of ``-``. Nothing is downloaded. Images of all domains get the
+    requested shape, so that one tensor contains them all. If the two parts of USPS have
+    the published sizes, they are pooled and split again, see ``_split_usps``.
 
     Raises:
-        DataError: no domain is present, or one is damaged.
+        DataError: no domain is present, a domain has several npz files, or a domain is
+            damaged.
     """
     parts: dict[str, tuple[Samples, Samples]] = {}
     for domain in DIGITS_FIVE:

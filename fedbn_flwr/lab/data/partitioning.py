@@ -310,7 +310,8 @@ def partition_test_set(
         test_cells = test_cells + num_cells * test_groups
         num_cells = _highest(train_cells, test_cells) + 1
     counts = partition_counts(train_partition, train_cells, num_cells)
-    # Collect the test examples of all cells, and the client that gets each of them.
+    # Collect the test examples of all cells in which a client trains, and the client
+    # that gets each of them.
     given, owners = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
     clients = np.arange(len(train_partition))
     for cell, of_clients in enumerate(counts.T):

@@ -86,14 +86,16 @@ def evaluate_run(
 ) -> Evaluation:
     """Evaluate the model of a run on any data.
 
-    The run determines the model, the normalisation of the inputs and the size of the
-    images; ``data`` sets the rest. If own data have no split, all examples are used,
-    unless they are the run's own data. Otherwise, the test examples are used.
+    The run determines the model, the normalisation of the inputs and the shape of the
+    images. The test examples of the data are used. But if own data have no split and
+    are not the data of the run, all examples are used.
 
     Args:
         run: the run's folder.
-        data: config keys of the data, at least ``dataset``; for own data, the run's
-            keys are the defaults.
+        data: config keys of the data, at least ``dataset``. The run's values of
+            ``task``, ``metrics`` and ``test-share`` are the defaults, and for own data
+            its number of classes. Its values of ``data-dir``, ``image-size`` and
+            ``device`` are not used.
         bn: "" for the global model, "averaged" or "own:CLIENT" for that BN, ``ADAPT``
             for statistics that are re-estimated on these inputs.
         out: a new folder for ``predictions.csv`` and ``metrics.json``; None writes
@@ -102,7 +104,8 @@ def evaluate_run(
             if it has several.
 
     Raises:
-        ConfigError: the data do not fit the model, or a setting is bad.
+        ConfigError: the data do not fit the model, a setting is bad, or the run's own
+            data have changed.
         DataError: the data are missing, or do not fit the task.
         StateError: the run lacks the model, or a part of it.
         EngineError: the folder cannot be written.

@@ -246,7 +246,8 @@ class CheckpointManager:
         self._config = config
         self._strategy = strategy
         self._warned: set[str] = set()
-        # the state of the run after the last complete round
+        # The state of the run after the last complete round. It is None without
+        # checkpoints, and before the first complete round after a start or a resume.
         self._whole: Checkpoint | None = None
         self._run = uuid4().hex[:16]
         self.resumed_after: list[int] = []

@@ -276,7 +276,10 @@ class _Costs:
         return Traffic(number, size, clients * size, apart, clients * apart)
 
     def reestimation(self) -> Phase | None:
-        """Return the traffic that re-estimated statistics add in each tested round."""
+        """Return the traffic that re-estimated statistics add in each tested round.
+
+        It is None if the method re-estimates nothing, or no BN layer tracks statistics.
+        """
         if not method_of(self._config).reestimates or not self._layers:
             return None
         # Round up, because the last round always has a test.

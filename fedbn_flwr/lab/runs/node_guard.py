@@ -84,7 +84,8 @@ def _paths(context: Context) -> Iterator[tuple[str, str]]:
         yield "dataset", path
     if data_dir:
         yield "data-dir", data_dir
-    # A state folder in the node's own config needs no permission.
+    # A state folder in the node's own config needs no permission, unless it is "out":
+    # then the run's config determines the path.
     own = str(context.node_config.get(STATE_DIR, ""))
     if (own or state_dir) == STATE_IN_OUT:
         yield "out", out

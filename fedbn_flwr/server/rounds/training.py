@@ -49,7 +49,8 @@ def sample_for_training(run: Run, number: int, grid: Grid) -> list[Node]:
         return []
     at_least = max(options.min_available_nodes, options.min_train_nodes)
     able = _able_to_train(run, run.present(grid, at_least))
-    run.num_able = len(able)  # N in the papers: the number before the draw
+    # N in the papers: the clients that can train, before some of them are sampled
+    run.num_able = len(able)
     # Update these two even if the round is not used.
     run.most_able = max(run.most_able, run.num_able)
     run.seen.update(node.label for node in able if node.partition_id is not None)

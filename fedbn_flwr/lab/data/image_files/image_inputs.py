@@ -130,8 +130,8 @@ class ImageFiles(LazyInputs):
             side = min(image.shape[1:])
             top, left = ((extent - side) // 2 for extent in image.shape[1:])
             image = image[:, top : top + side, left : left + side]
-        # Reshape the image as a data set of one image, so that it gets the same bits as
-        # images in memory.
+        # Convert the image as a data set of one image, because images in memory are
+        # converted in this way. The results are equal, bit for bit.
         alone = Samples(image[None], torch.zeros(1, dtype=torch.int64))
         image = reshaped(alone, self._wanted).inputs[0]
         # Take the class of the nearest pixel, because classes have no average.
