@@ -524,10 +524,10 @@ class Hooks:
             return
         if self._acting and optimizer not in self._wrapped:
             raise ConfigError(
-                f"{type(optimizer).__name__} steps {len(names)} parameters"
-                f" ('{names[0]}', ...) and was not wrapped, but the method acts in"
-                " every step. Write: optimizer = rules.wrap(optimizer). A loop with"
-                " several optimizers wraps each."
+                f"{type(optimizer).__name__} steps {len(names)} of the model's"
+                f" parameters ('{names[0]}', ...) and was not wrapped, but the method"
+                " acts in every step. Write: optimizer = rules.wrap(optimizer). A loop"
+                " with several optimizers wraps each."
             )
         self._check_last_step(self._after_step.changed())
         self._watch_gradients()
@@ -547,9 +547,9 @@ class Hooks:
         for name, hook in self._hooks.items():
             if hook.of_all_steps:
                 raise ConfigError(
-                    f"{len(changed)} parameters ('{changed[0]}', ...) have changed"
-                    " inside `with bn_rules(...)` after a step, for example by loading"
-                    " the best epoch or an average. Client hook"
+                    f"{len(changed)} of the model's parameters ('{changed[0]}', ...)"
+                    " changed inside `with bn_rules(...)` after a step, for example by"
+                    " loading the best epoch or an average. Client hook"
                     f" '{name}': {hook.of_all_steps}."
                 )
 

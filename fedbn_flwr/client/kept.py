@@ -384,8 +384,8 @@ class KeptState:
     def _write(self, key: str, entries: State, server_round: int) -> None:
         if self._context is None:
             raise StateError(
-                f"the strategy keeps {len(entries)} entries with the client, but this"
-                " client has no Context. Pass context= from client_fn(context)."
+                f"the strategy keeps {len(entries)} of the entries with the client, but"
+                " this client has no Context. Pass context= from client_fn(context)."
             )
         _refuse_diverged(entries)
         about = self._about()

@@ -78,7 +78,9 @@ class SizedApp(RepeatableApp):
                 answer.
         """
         if config:
-            raise NotImplementedError("only the client can test the method's needs")
+            raise NotImplementedError(
+                "only the client itself can check what the method needs"
+            )
         return NodeProperties(
             int(context.node_config[PARTITION_ID]),
             self.num_examples(context),

@@ -179,7 +179,9 @@ def _completed(
     entries = {**received, **to_record(store.load(config.local_entries))}
     missing = [name for name in spec.shapes if name not in entries]
     if missing:
-        raise StateError(f"{_LOST} ({len(missing)} entries, '{missing[0]}', ...)")
+        raise StateError(
+            f"{_LOST} ({len(missing)} of the model's entries, '{missing[0]}', ...)"
+        )
     extra = [name for name in received if name not in spec.shapes]
     if extra:
         raise StateError(

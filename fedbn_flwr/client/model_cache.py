@@ -291,8 +291,8 @@ def entries_that_stay(cached: CachedModel, sent: MessageConfig) -> tuple[str, ..
     """
     prefix = wrapper_prefix(sent.local_entries, cached.parts.names)
     names = tuple(name.removeprefix(prefix) for name in sent.local_entries)
-    # If the user selected no layers, the server has split the model only by names, but
-    # the client can find its layers by type.
+    # If the user selected no layers, the server may have split the model only by names,
+    # but the client can find its layers by type.
     affine = () if sent.layers else cached.parts.affine
     personal = {name.removeprefix(prefix) for name in sent.personal}
     affine = tuple(name for name in affine if name not in personal)
@@ -383,15 +383,15 @@ def _fitted(state: dict[str, Array], model: Mapping[str, Tensor]) -> dict[str, A
     extra = [name for name in state if name not in model]
     if extra:
         raise StateError(
-            f"received {len(extra)} entries that the model lacks ('{extra[0]}', ...)."
+            f"the model lacks {len(extra)} of the received entries ('{extra[0]}', ...)."
             " Build the client's model like the server's initial arrays."
         )
     missing = [name for name in model if name not in state]
     if missing:
         raise StateError(
-            f"no value for {len(missing)} entries ('{missing[0]}', ...): they were"
-            " neither sent nor kept by this client; the server will send the whole"
-            " state again"
+            f"no value for {len(missing)} of the model's entries ('{missing[0]}', ...):"
+            " they were neither sent nor kept by this client; the server will send the"
+            " whole state again"
         )
     # Torch casts to the entry's dtype. It would also broadcast, so compare the shapes.
     for name, like in model.items():

@@ -108,10 +108,10 @@ class NotedModel:
         changed = self.changed()
         if changed:
             raise ConfigError(
-                f"{len(changed)} parameters ('{changed[0]}', ...) have changed inside"
-                " `with bn_rules(...)` before the first step, but the method compares"
-                " with the model as it was received: load the received state before"
-                " the block"
+                f"{len(changed)} of the model's parameters ('{changed[0]}', ...)"
+                " changed inside `with bn_rules(...)` before the first step, but the"
+                " method compares with the model as it was received: load the received state"
+                " before the block"
             )
 
 

@@ -109,9 +109,9 @@ def personal_state(run: str | Path, client: int) -> dict[str, torch.Tensor]:
     if FINE_TUNED in about:
         raise StateError(
             f"{run}: the model of client={client} after its {about[FINE_TUNED]} steps"
-            f" of fine-tune is not here ({_here(_clients(folder))}). If the data and"
-            " the clients share the server's disk, a run writes it at its end, even with"
-            " --resume."
+            f" of fine-tune is not here ({_here(_clients(folder))}). To make it, run"
+            f" `fedbn-flwr run --out {run} --resume` on a machine that has the data and"
+            " the clients' local state."
         )
     # There is no file: the client never had local state, or it is on another disk. The
     # hashes in the model's metadata tell the two apart.

@@ -76,8 +76,8 @@ def named(state: TensorState, like: TensorState) -> dict[str, Tensor]:
     wrong = [*missing, *unknown, *shapes]
     if wrong:
         raise StateError(
-            f"the saved state does not fit the model: {len(missing)} entries are"
-            f" missing, {len(unknown)} are unknown, {len(shapes)} have another shape"
+            "the saved state does not fit the model: missing entries:"
+            f" {len(missing)}, unknown: {len(unknown)}, of another shape: {len(shapes)}"
             f" (first: {wrong[0]!r}). Name the model from which the state was saved. A"
             " list of arrays without names cannot be read."
         )

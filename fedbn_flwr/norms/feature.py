@@ -98,8 +98,7 @@ def use_feature_norm(
 
     Raises:
         NormLayerError: the model has no linear classifier, or its classifier has
-            already been changed, or its last linear layer has another number of
-            outputs.
+            already been changed, or the classifier has another number of outputs.
     """
     paths = [at for at, one in model.named_modules() if isinstance(one, nn.Linear)]
     name = type(model).__name__
@@ -109,7 +108,8 @@ def use_feature_norm(
             f" {name} has no linear layer. Use a model with a linear layer, or do not"
             " set feature-norm."
         )
-    # The classifier makes the outputs; if no pass reveals it, take the last registered.
+    # The classifier is the layer that makes the outputs. If it is not known, take the
+    # last linear layer.
     found = head_of(model)
     path = (found.paths if found.known else paths)[-1]
     head: Any = model.get_submodule(path)
@@ -123,11 +123,14 @@ def use_feature_norm(
             " classifier, or do not set feature-norm."
         )
     if num_classes and head.out_features != num_classes:
+        kind, order = "classifier", ""
+        if not found.known:
+            kind = "last linear layer"
+            order = "If another layer is the classifier, register it last. "
         raise NormLayerError(
-            f"feature-norm: '{path}', the last linear layer of {name}, has"
-            f" {head.out_features} outputs, but the model has {num_classes}, so it is"
-            " not the classifier. Register the classifier last, use a model with a"
-            " linear classifier, or do not set feature-norm."
+            f"feature-norm: the {kind} of {name}, '{path}', makes {head.out_features}"
+            f" outputs, but the model has {num_classes}. {order}Use a model in which"
+            " one linear layer makes all outputs, or do not set feature-norm."
         )
     old = describe(head)
     head.__class__ = NormalisedLinear

@@ -280,7 +280,11 @@ class ClientLevelDP(Protection):
         """Choose z for an unspent target epsilon, for all rounds that are left."""
         target = self.settings.dp_target_epsilon
         if self.noise_multiplier is None and self.accountant.epsilon() < target:
-            rounds_left = facts.total_rounds("a target epsilon") - facts.number + 1
+            num_rounds = facts.total_rounds(
+                f"dp-target-epsilon={target:g}",
+                "Run the strategy with start(), or set dp-noise-multiplier instead.",
+            )
+            rounds_left = num_rounds - facts.number + 1
             self.noise_multiplier = self.accountant.noise_for(target, rounds_left)
             logger.info(
                 "dp-target-epsilon=%g: noise multiplier %.4g",

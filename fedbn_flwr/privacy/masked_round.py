@@ -196,7 +196,7 @@ class MaskedRound:
             )
         if len(answered) < self.threshold:
             raise MaskingError(
-                f"{len(answered)} clients have answered, fewer than the required"
+                f"{len(answered)} of the clients answered, fewer than the required"
                 f" {self.threshold}"
             )
         shares = self._reveal(answered)
@@ -209,7 +209,7 @@ class MaskedRound:
             of_secret = shares[number][: self.threshold]
             if len(of_secret) < self.threshold:
                 raise MaskingError(
-                    f"{len(of_secret)} shares for {self.nodes[number]} have arrived,"
+                    f"{len(of_secret)} of the shares for {self.nodes[number]} arrived,"
                     f" fewer than the required {self.threshold}"
                 )
             if number in answered:

@@ -222,7 +222,7 @@ class Party:
             )
         if len(answered) < self.threshold:
             raise MaskingError(
-                f"{len(answered)} clients have answered, fewer than the required"
+                f"{len(answered)} of the clients answered, fewer than the required"
                 f" {self.threshold}: nothing is revealed"
             )
         revealed = {}

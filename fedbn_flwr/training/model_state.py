@@ -396,8 +396,8 @@ def view_with_names(model: nn.Module, names: Collection[str]) -> nn.Module:
     bare = {without_wrappers(name) for name in wanted}
     missing, extra = sorted(has - wanted), sorted(wanted - has)
     message = (
-        f"the arrays do not fit the model: {len(missing)} entries are missing and"
-        f" {len(extra)} are unknown"
+        f"the arrays do not fit the model: {len(missing)} missing and"
+        f" {len(extra)} unknown entries"
     )
     if bare == has:
         message += (

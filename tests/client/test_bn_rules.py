@@ -62,7 +62,7 @@ def test_an_optimizer_of_a_copy_is_refused() -> None:
         )
 
 
-LOADED = r"2 parameters \('weight', ...\) have changed"
+LOADED = r"2 of the model's parameters \('weight', ...\) changed"
 
 
 @pytest.mark.parametrize("assign", [False, True])
@@ -139,7 +139,8 @@ def test_the_automatic_round_of_fixbn_refuses_a_state_that_is_loaded_inside_the_
 
     if inside:
         with pytest.raises(
-            ConfigError, match=r"4 parameters \('0.weight', ...\) have changed"
+            ConfigError,
+            match=r"4 of the model's parameters \('0.weight', ...\) changed",
         ):
             train()
     else:

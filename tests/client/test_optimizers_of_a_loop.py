@@ -340,7 +340,7 @@ def test_weights_of_an_earlier_step_are_refused_where_a_method_sums_over_all_ste
     data = points(12, 1)
     with pytest.raises(
         ConfigError,
-        match=r"parameters \('0.weight', ...\) have changed .* after a step",
+        match=r"parameters \('0.weight', ...\) changed .* after a step",
     ):
         epochs(mlp(), data, make(), put, wrap=wrap, when=when)
     epochs(mlp(), data, make(), put, wrap=wrap, when=-1)  # put back after each test

@@ -126,6 +126,18 @@ class HeadFirst(nn.Module):
         return out
 
 
+class TwoHeads(nn.Module):
+    """A network whose outputs come from two layers, followed by an unused layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 3), nn.Linear(6, 2)
+        self.unused = nn.Linear(6, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([self.first(x), self.second(x)], 1)
+
+
 class Branching(HeadFirst):
     """A network whose path depends on the values of its input."""
 
@@ -151,9 +163,13 @@ def test_a_layer_that_is_not_the_classifier_is_refused_by_name(
     assert type(net.head) is NormalisedLinear
     with pytest.raises(
         NormLayerError,
-        match=r"'body\.1', the last .* 6 outputs, .*Register the classifier last",
+        match=r"last linear layer .*'body\.1', makes 6 outputs, .*register it last",
     ):
         build_model("users:branching", **sizes)
+    with pytest.raises(
+        NormLayerError, match=r"the classifier .*'second', makes 2 outputs, .*\. Use"
+    ):
+        use_feature_norm(TwoHeads(), num_classes=5)
     folder = write_cityscapes(tmp_path, {"aachen": 2}, {"lindau": 1}, (32, 64))
     data = {"dataset": "cityscapes", "data-dir": str(folder), "partition": "natural"}
     with pytest.raises(

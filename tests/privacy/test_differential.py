@@ -491,8 +491,16 @@ def test_a_target_ends_a_run_in_which_more_is_released_than_was_planned() -> Non
     assert ends == [cost > 8.0 for cost in costs] == [False, True, True]
 
 
-def of_round(server_round: int, able: int, num_rounds: int = 10) -> Facts:
+def of_round(server_round: int, able: int, num_rounds: int | None = 10) -> Facts:
     return Facts(server_round, num_rounds, split_state({}), {}, num_able=able)
+
+
+def test_a_target_without_the_number_of_rounds_names_what_helps() -> None:
+    privacy = ClientLevelDP(DPSettings(dp="server", dp_target_epsilon=8.0))
+    with pytest.raises(
+        ConfigError, match=r"^dp-target-epsilon=8 needs .*start\(\), or set dp-noise-m"
+    ):
+        privacy.admits(of_round(1, 4, None), 4)
 
 
 def test_a_round_that_is_not_admitted_asks_nobody_and_ends_the_run(

@@ -376,8 +376,8 @@ def test_a_round_equals_the_plain_one_without_the_lost_clients(
 TOO_FEW = {
     "keys": "2 of 5 clients are left, too few for the masks of the round",
     "shares": "2 of 5 clients are left, too few for the masks of the round",
-    "train": "2 clients have answered, fewer than the required 3: nothing is revealed",
-    "reveal": "2 shares for node",
+    "train": "2 of the clients answered, fewer than the required 3: nothing",
+    "reveal": "2 of the shares for node",
 }
 
 

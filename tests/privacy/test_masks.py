@@ -227,7 +227,7 @@ def test_a_client_refuses_to_share_its_secrets(case: str) -> None:
         (
             [0, 1],
             [2, 3],
-            "2 clients have answered, fewer than the required 3: nothing is revealed",
+            "2 of the clients answered, fewer than the required 3: nothing is revealed",
         ),
     ],
 )

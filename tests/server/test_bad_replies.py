@@ -341,7 +341,7 @@ def test_a_client_that_lost_its_local_part_gets_the_initial_part_again(
         [0, 1, 2],
     ]
     (reason,) = run.strategy.reports[1].rejected.values()
-    assert "no value for 5 entries ('1.weight', ...)" in reason
+    assert "no value for 5 of the model's entries ('1.weight', ...)" in reason
     node_id = run.grid.get_node_ids()[BAD]
     sizes = [
         len(m.content["arrays"])

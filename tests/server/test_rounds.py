@@ -668,7 +668,7 @@ def test_a_strategy_object_takes_another_model_in_a_later_run() -> None:
     run.set_model(to_record({"a": np.zeros(1), "b": np.zeros(2)}))
     run.set_model(to_record({"c": np.zeros(1), "d": np.zeros(1)}))
     with pytest.raises(
-        ConfigError, match="lacks 1 entries that it had at the start \\('c'"
+        ConfigError, match="lacks 1 of the entries that it had at the start \\('c'"
     ):
         run.set_model(to_record({"d": np.zeros(1)}))
 

@@ -41,7 +41,7 @@ def test_parts_of_another_model_are_refused(federate, datasets, mlp) -> None:
         federate(FedAvg(parts=split_state(mlp(norm=False))), mlp, datasets)
     # These arrays come from parameters(), so they lack the buffers.
     arrays = to_record(dict(mlp().named_parameters()))
-    with pytest.raises(ConfigError, match=r"^the arrays lack 3 entries"):
+    with pytest.raises(ConfigError, match=r"^the arrays lack 3 of the entries"):
         FedAvg(parts=split_state(mlp())).prepare(arrays, 1, 1)
 
 

@@ -105,7 +105,7 @@ def test_a_users_layer_named_module_is_not_a_wrapper() -> None:
     assert wrapper_prefix(["module.x", "head.y"], ["x", "y"]) == ""
     with pytest.raises(
         StateError,
-        match=r"2 entries are missing and 0 are unknown \(first: 'head.bias'\)",
+        match=r"2 missing and 0 unknown entries \(first: 'head.bias'\)",
     ):
         view_with_names(model, names[:2])
 

@@ -191,8 +191,8 @@ def _costs(inspection: Inspection) -> Iterator[str]:
     if inspection.frozen:
         number = len(inspection.frozen)
         yield (
-            f"{number} parameters are frozen. They are equal on all clients but are"
-            " sent anyway."
+            f"frozen parameters: {number}. They are equal on all clients but are sent"
+            " anyway."
         )
 
 

@@ -331,7 +331,8 @@ def _check_fit(config: Config, here: Config) -> None:
     if needed != given:
         raise DataError(
             f"it needs a model with {needed} outputs, but the run's model has {given}."
-            " Set num-classes."
+            " Give all sites the same classes or targets. If a site lacks a class, set"
+            " num-classes."
         )
     if wanted.class_names and info.class_names != wanted.class_names:
         raise DataError(

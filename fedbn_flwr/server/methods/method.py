@@ -117,6 +117,12 @@ class Node:
 Size = tuple[int, int]  # bytes of floats, and bytes of other arrays
 
 
+_WITHOUT_ROUNDS = (
+    "Write a round (int) instead of a fraction, or pass num_rounds= to to_legacy in"
+    " Flower's legacy loop."
+)
+
+
 @dataclass(frozen=True)
 class Facts:
     """The facts about a run and its round that a method receives.
@@ -178,17 +184,17 @@ class Facts:
         frozen = {name: self.before[name] for name in self.frozen}
         return {**model, **frozen}
 
-    def total_rounds(self, setting: str) -> int:
+    def total_rounds(self, setting: str, remedy: str = _WITHOUT_ROUNDS) -> int:
         """Return the number of rounds, because a setting needs it.
 
         Raises:
-            ConfigError: Flower's loop does not report the number.
+            ConfigError: Flower's loop does not report the number. The error ends with
+                the ``remedy``.
         """
         if self.num_rounds is None:
             raise ConfigError(
                 f"{setting} needs the number of rounds, but only the strategy's own"
-                " start() reports it: write a round (int) instead of a fraction, or"
-                " pass num_rounds= to to_legacy in Flower's legacy loop"
+                f" start() reports it. {remedy}"
             )
         return self.num_rounds
 
@@ -394,9 +400,9 @@ class Method(Generic[P, S]):
         return self.name if self.role == "option" else f"strategy {self.name!r}"
 
     def travels(self, num_rounds: int | None = None) -> tuple[Travels, ...]:
-        """Return the declaration of each phase of the method.
+        """Return what is sent, kept and frozen in each phase.
 
-        ``num_rounds``: R, from which the last rounds of phases follow.
+        ``num_rounds`` (R in the papers) determines the last round of each phase.
         """
         return (Travels(),)
 

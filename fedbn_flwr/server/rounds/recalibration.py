@@ -107,9 +107,11 @@ def _ask(
     )
     if not statistics:
         logger.warning(
-            "round %d: no statistics re-estimated from %d usable replies",
+            "round %d: no statistics are re-estimated (usable replies: %d,"
+            " min-replies=%d)",
             report.server_round,
             len(good),
+            run.methods.params.min_replies,
         )
         return {}
     if not run.statistics_at_start:  # warn only the first time

@@ -183,9 +183,9 @@ class Terms:
         kept = [name for name in state if name in local]
         if kept:
             raise ClientPartError(
-                f"the reply contains {len(kept)} entries that stay with the client"
-                f" under strategy '{self.strategy}' ('{kept[0]}', ...). Make the app"
-                " `ClientApp(mods=[bn_mod])`, from fedbn_flwr.mods."
+                f"the reply contains {len(kept)} of the entries that stay with the"
+                f" client under strategy '{self.strategy}' ('{kept[0]}', ...). Make the"
+                " app `ClientApp(mods=[bn_mod])`, from fedbn_flwr.mods."
             )
         missing = sorted(self.hooks - info.applied)
         if missing:

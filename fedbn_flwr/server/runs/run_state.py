@@ -347,8 +347,8 @@ class Run:
         if lost and self.shapes.keys() > {*arrays}:
             raise ConfigError(
                 f"the model of round {self.after + len(self.reports) + 1} lacks"
-                f" {len(lost)} entries that it had at the start ('{lost[0]}', ...):"
-                " your own aggregate_train must return the whole model. Give the"
+                f" {len(lost)} of the entries that it had at the start ('{lost[0]}',"
+                " ...): your own aggregate_train must return the whole model. Give the"
                 " strategy a method with an `aggregate`, or call super()"
             )
         self.shapes = {name: tuple(array.shape) for name, array in arrays.items()}
@@ -369,7 +369,7 @@ class Run:
         absent = [name for name in self.parts_or_none.names if name not in arrays]
         if absent:
             raise ConfigError(
-                f"the arrays lack {len(absent)} entries of parts= ({absent[0]},"
+                f"the arrays lack {len(absent)} of the entries of parts= ({absent[0]},"
                 " ...): pass ArrayRecord(model.state_dict()); parameters() has no"
                 " buffers, such as running statistics"
             )
@@ -427,13 +427,16 @@ class Run:
         """Continue after a round with the result of ``saved``. The run has begun.
 
         Raises:
-            ConfigError: the state belongs to another strategy, or to another version.
+            ConfigError: the state belongs to another strategy or protection, or to
+                another version.
         """
         needed = self.saved().keys()
         if saved.keys() != needed:
             raise ConfigError(
-                f"this state does not fit strategy {self.methods.name!r}. Expected"
-                f" entries: {', '.join(sorted(needed))}. Saved entries:"
+                "this state was saved by another version of the package, or with"
+                " another protection (dp, masked-sums). Resume with the version and"
+                " the protection of that run. Expected entries:"
+                f" {', '.join(sorted(needed))}. Saved entries:"
                 f" {', '.join(sorted(saved))}."
             )
         # The clients' present states are unknown, so send each the hash to restore.

@@ -335,7 +335,7 @@ FOLDERS = {
     "too deep": ({"x/y/a": 1, "x/y/b": 1}, "images are in x/y/"),
     "a class without images": (
         {"a": 2, "b": 2, "c": 0},
-        "classes.*c.*num-classes=3",
+        "two or more classes.*c.*folder of a class is empty, also set num-classes",
     ),
 }
 BAD = {
@@ -376,7 +376,7 @@ BAD = {
             ),
             "num-clients": 1,
         },
-        "1 values of group are on both",
+        "1 of the values of group are on both",
     ),
     "a split by class of a regression": (
         lambda p: {
@@ -400,7 +400,20 @@ BAD = {
     ),
     "a class too many": (
         lambda p: {**_npz(p, x=np.zeros((4, 2)), y=np.arange(4)), "num-classes": 3},
-        "classes 0 to 3 instead of 0 to 2",
+        "classes 0 to 3 instead of 0 to 2.*num-classes=3 is too small",
+    ),
+    # The number of classes has no effect with this task.
+    "a class too many for two": (
+        lambda p: {
+            **_npz(p, x=np.zeros((3, 2)), y=np.arange(3)),
+            "task": "binary",
+            "num-classes": 3,
+        },
+        "classes 0 to 2 instead of 0 to 1.*task=binary has only .*task=classification",
+    ),
+    "a folder too many for two": (
+        lambda p: _folder(p, {"a": 2, "b": 2, "c": 2}, task="binary"),
+        "task=binary needs 2 classes.*a, b, c.*task=classification",
     ),
     "damaged files": (_cut_off, "2 image files .*\n.*a/1.png.*\n.*b/1.png"),
     "images of 16 bits": (
@@ -413,7 +426,7 @@ BAD = {
     ),
     "a class without a folder": (
         lambda p: _folder(p, {"x/a": 2, "x/b": 2}, **{"num-classes": 3}),
-        "needs 3 classes.*a, b.*may be empty",
+        "num-classes is 3.*a, b.*may be empty",
     ),
     "nodes' data undescribed": (lambda p: {"dataset": "folder:"}, "image-size, task"),
 }

@@ -163,6 +163,6 @@ def test_a_lost_client_is_recovered_and_too_many_end_the_round(
         assert not any(piece in received for piece in pieces)
     spoilt = run("too many", "0,1", True)
     assert (
-        "1 clients have answered, fewer than the required 2"
+        "1 of the clients answered, fewer than the required 2"
         in (spoilt / "error").read_text()
     )

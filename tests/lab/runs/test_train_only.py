@@ -111,7 +111,7 @@ def test_inspect_says_which_layers_train() -> None:
     assert "client; not trained" in lines["norm1"]
     assert "client; in eval mode" in lines["norm1"]
     assert not any(words in lines["norm2"] for words in ("not trained", "in eval mode"))
-    assert "10 parameters are frozen" in shown.output
+    assert "frozen parameters: 10" in shown.output
     adapting = (
         CliRunner().invoke(app, ["inspect", *asked, "--set", "frozen-bn=train"]).output
     )

@@ -205,9 +205,15 @@ def _classes(request: OwnData, y: Any) -> _Targets:
             " 0 on."
         )
     if y.max() >= count or (not stated and not y.any()):
+        wanted = max(y.max() + 1, 2)
+        remedy = f"If other data have the absent classes, set num-classes={wanted}."
+        if request.task == "binary":
+            remedy = "task=binary has only these classes. Use task=classification."
+        elif request.num_classes:
+            remedy = f"num-classes={count} is too small. Set num-classes={wanted}."
         raise request.problem(
-            f"y has classes {y.min()} to {y.max()} instead of 0 to {count - 1}. If"
-            f" other data have the absent classes, set num-classes={max(y.max() + 1, 2)}."
+            f"y has classes {y.min()} to {y.max()} instead of 0 to {count - 1}."
+            f" {remedy}"
         )
     allowed = ["classification"]
     if count == 2:
@@ -248,8 +254,10 @@ def _of_pixels(request: OwnData, y: Any, inputs: Tensor) -> _Targets:
     fit_into_bytes = largest <= IGNORED_PIXEL
     if not are_classes or count < 2 or not fit_into_bytes:
         raise request.problem(
-            f"y is {y.dtype}, {y.min()} to {largest}. Use classes of pixels 0, 1, ..."
-            f" (with num-classes={count}); 255 means an ignored pixel."
+            f"y is {y.dtype}, {y.min()} to {largest}. Use integers 0 to"
+            f" {min(count, IGNORED_PIXEL) - 1} as classes of pixels. If there are other"
+            " classes, set num-classes to the number of classes, 2 or more. 255 means"
+            " an ignored pixel."
         )
     task = chosen_task(request, "segmentation", ("segmentation",))
     return _Targets(torch.from_numpy(y.astype(np.uint8)), task, count)

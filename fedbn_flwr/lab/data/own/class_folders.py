@@ -180,12 +180,23 @@ def _check_classes(
         )
     # Each client numbers its own class folders, so a missing folder would change the
     # number of all later classes.
-    wanted = 2 if request.task == "binary" else request.num_classes
-    if len(classes) != (wanted or max(len(with_images), 2)):
+    wanted = request.num_classes
+    needs = f"num-classes is {wanted}"
+    remedy = "The folder of a class may be empty."
+    if request.task == "binary":
+        wanted, needs = 2, "task=binary needs 2 classes"
+        remedy = "For more classes, use task=classification."
+    elif not wanted:
+        wanted = max(len(with_images), 2)
+        needs = "the run needs two or more classes, all with images"
+        remedy = (
+            "If the folder of a class is empty, also set num-classes to the number of"
+            " classes."
+        )
+    if len(classes) != wanted:
         raise request.problem(
-            f"the run needs {wanted or 'two or more'} classes, but the class folders"
-            f" are {shown(classes)}. Give each class a folder with the same name at"
-            f" each client; it may be empty with num-classes={len(classes)}."
+            f"{needs}, but the class folders are {shown(classes)}. Each client needs"
+            f" one folder for each class, with the same names. {remedy}"
         )
 
 

@@ -142,8 +142,8 @@ def parts_of(request: OwnData, records: Records) -> tuple[Indices, Indices]:
             both = np.intersect1d(records.units[tests], records.units[~tests])
             if len(both):
                 raise ConfigError(
-                    f"dataset={request.name!r}: {len(both)} values of group are on both"
-                    " sides of the data's own split. Correct the split, or"
+                    f"dataset={request.name!r}: {len(both)} of the values of group are"
+                    " on both sides of the data's own split. Correct the split, or"
                     " remove it; then a split by group is made."
                 )
         return everything[~tests], everything[tests]
