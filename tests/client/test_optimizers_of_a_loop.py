@@ -211,7 +211,7 @@ def test_an_optimizer_of_the_model_that_is_not_wrapped_is_refused(
             for optimizer in both:
                 optimizer.step()
 
-    said = r"SGD steps 2 parameters \('3\.weight', \.\.\.\) and was not wrapped"
+    said = r"SGD steps 2 of the model's parameters \('3\.weight', \.\.\.\) and was not wrapped"
     with pytest.raises(ConfigError, match=said) if hook else nullcontext():
         train()
 
