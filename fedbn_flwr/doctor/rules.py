@@ -64,7 +64,7 @@ def name_filter(m: Measurements) -> Finding | None:
     evidence = [
         f"The split misses {len(layers)} of {missed.num_layers} BatchNorm layers,"
         f" found by their type: {', '.join(layers[:3])}.",
-        f"{len(entries)} entries are sent and averaged: {', '.join(entries[:3])}, ...",
+        f"Entries sent and averaged ({len(entries)}): {', '.join(entries[:3])}, ...",
     ]
     if missed.kept_layers:
         what, tries = (

@@ -23,7 +23,7 @@ from fedbn_flwr.client.personal_model import ABSENT, read_state
 from fedbn_flwr.doctor.clients import ClientExamples
 from fedbn_flwr.doctor.data_rules import clients_named, train_test_mismatch
 from fedbn_flwr.doctor.diagnose import diagnose_clients, diagnose_state
-from fedbn_flwr.doctor.findings import Diagnosis, Finding
+from fedbn_flwr.doctor.findings import Diagnosis, Finding, number_of
 from fedbn_flwr.doctor.measured import Measurements, Training
 from fedbn_flwr.doctor.mismatch import mismatch
 from fedbn_flwr.doctor.remedies import DIVERGED, MISMATCH
@@ -543,13 +543,14 @@ def _state_of_run(
             state = {**state, **tensors(average(whole, [1.0] * len(whole), parts))}
         notes.append(
             f"{', '.join(absent)} entries stay with the clients. The plain average of"
-            f" {len(whole)} clients was used."
+            f" {number_of(len(whole), 'client')} was used."
         )
     elif names:
         initial = model.state_dict()
         state = {**state, **{name: initial[name] for name in names}}
         notes.append(
-            f"{', '.join(absent)} entries stay with the clients and are not here."
-            " Initial values were used."
+            f"{', '.join(absent)} entries stay with the clients, and the run's folder"
+            " has no clients/client-*.safetensors. Initial values were used. In a run"
+            " with state-dir=out, clients on the server's disk save these files."
         )
     return {name: state[name] for name in parts.names}, kept, notes

@@ -137,9 +137,9 @@ class SynchroniseFirstStep(ClientHook):
             return
         if self._batch_size not in (None, batch_size):
             raise DataError(
-                f"the first batch has {batch_size} examples, but this client's answer to"
-                f" the query was batch-size {self._batch_size}, and the other clients"
-                " rely on it"
+                f"the size of the first batch is {batch_size}, but this client's answer"
+                f" to the query was batch-size {self._batch_size}, and the other"
+                " clients rely on it"
             )
         # The first layer needs the number of examples of all clients in this step.
         union = self._reducer.begin()

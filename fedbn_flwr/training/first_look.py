@@ -67,10 +67,10 @@ def refuse_made(names: Sequence[str]) -> None:
     """Raise ConfigError if a forward pass has created the named entries."""
     if names:
         raise ConfigError(
-            f"the model creates {len(names)} entries in a forward pass, or changes"
-            f" their shape ('{names[0]}', ...). The server and new clients do not run"
-            " such a pass, so their models lack these entries. Create the entries when"
-            " the model is built, or pass a batch through it there."
+            f"the model creates {len(names)} of its entries in a forward pass, or"
+            f" changes their shape ('{names[0]}', ...). The server and new clients do"
+            " not run such a pass, so their models lack these entries. Create the entries"
+            " when the model is built, or pass a batch through it there."
         )
 
 

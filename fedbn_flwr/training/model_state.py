@@ -207,8 +207,8 @@ def no_tensors(model: nn.Module) -> str:
         return ""
     more = ", ..." if len(bad) > 3 else ""
     return (
-        f"{len(bad)} entries of the model's state are not tensors and cannot be sent or"
-        f" kept: {', '.join(bad[:3])}{more}. Return a tensor from get_extra_state of"
+        "some entries of the model's state are not tensors and cannot be sent or kept:"
+        f" {', '.join(bad[:3])}{more}. Return a tensor from get_extra_state of"
         " the layer, or keep the value in an attribute."
     )
 

@@ -324,7 +324,7 @@ class Barrier:
         left = len(self._remaining())
         if left < self._min_members:
             text = (
-                f"{left} clients are left for the synchronised step, fewer than the"
+                f"the synchronised step has {left} of its clients left, fewer than the"
                 f" required {self._min_members}"
             )
             raise Dropped(coded(TOO_FEW_LEFT, text))

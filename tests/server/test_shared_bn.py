@@ -131,11 +131,11 @@ def test_the_users_own_test_gets_the_average_or_a_warning(
     seen = history(FedBN())
     assert all(np.array_equal(seen[-1][name], start[name]) for name in average)
     (said,) = [text for text in caplog.messages if "not trained" in text]
-    assert "'fedbn' keeps 5 entries" in said
+    assert "'fedbn' keeps 5 of the model's entries" in said
     assert "eval_on='averaged-bn'" in said
     history(Standalone())
     said = caplog.text
-    assert "'standalone' keeps 9 entries" in said
+    assert "'standalone' keeps 9 of the model's entries" in said
     assert "averaged-bn" not in said
     history(FedAvg())
     assert "not trained" not in caplog.text

@@ -189,14 +189,14 @@ def count_nodes(grid: ImmediateGrid, config: Config, begun_with: int) -> int:
     # number of clients, even if other nodes are there now.
     if may_differ and connected < wanted == begun_with:
         logger.warning(
-            "the run began with %d nodes and continues with %d. The others may come"
+            "the run began with %d node(s) and continues with %d. The others may come"
             " back",
             wanted,
             connected,
         )
     elif may_differ and connected > wanted and not config.num_clients:
         logger.warning(
-            "the run began with %d nodes and continues with %d", wanted, connected
+            "the run began with %d node(s) and continues with %d", wanted, connected
         )
     elif connected != wanted:
         start = (

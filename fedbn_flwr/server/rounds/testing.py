@@ -181,7 +181,7 @@ def warn_of_initial_values(run: Run) -> None:
     if not run.protection.publishes_metrics:
         advice = "Each client can test its own model in its training function."
     logger.warning(
-        "strategy %r keeps %d entries of the model with its clients (%r, ...): in"
+        "strategy %r keeps %d of the model's entries with its clients (%r, ...): in"
         " evaluate_fn and in the final arrays they have their initial values, which are"
         " not trained. %s",
         run.methods.name,

@@ -391,7 +391,7 @@ def test_a_run_continues_while_a_node_is_gone(
     with caplog.at_level(logging.WARNING, logger="flwr"):
         go_on(tmp_path, [node] * 2)
     assert (
-        "the run began with 3 nodes and continues with 2. The others may come back"
+        "the run began with 3 node(s) and continues with 2. The others may come back"
         in caplog.text
     )
     assert participants(tmp_path) == [[0, 1, 2]] * 2 + [[0, 1]] * 2
@@ -422,7 +422,7 @@ def test_a_run_continues_with_nodes_that_came_later(
         go_on(out, [node] * 3, **{"num-clients": 1})
     with caplog.at_level(logging.WARNING, logger="flwr"):
         go_on(out, [node] * 3, **{"num-server-rounds": 2})
-    assert "the run began with 1 nodes and continues with 3" in caplog.text
+    assert "the run began with 1 node(s) and continues with 3" in caplog.text
     assert participants(out) == [[0], [0, 1, 2]]
 
 

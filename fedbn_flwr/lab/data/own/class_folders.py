@@ -102,7 +102,7 @@ def _sizes(paths: Sequence[Path]) -> list[tuple[int, int]]:
         str(path) for path, is_so in zip(some, seen, strict=True) if is_so
     ]:
         logger.warning(
-            "%d images have transparent pixels. Their stored colours are used: %s",
+            "%d of the images had transparent pixels. The stored colours are used: %s",
             len(transparent),
             shown(transparent),
         )
@@ -137,7 +137,8 @@ def _image_folders(root: Path) -> dict[Path, list[str]]:
             folders[Path(name)] = sorted(images)
     if others:
         logger.warning(
-            "folder %s: %d files are left out because their names do not end in %s: %s",
+            "folder %s: left out %d of the files, because their names do not end in %s:"
+            " %s",
             root,
             len(others),
             ", ".join(SUFFIXES),
