@@ -69,7 +69,7 @@ def refuse_made(names: Sequence[str]) -> None:
         raise ConfigError(
             f"the model creates {len(names)} of its entries in a forward pass, or"
             f" changes their shape ('{names[0]}', ...). The server and new clients do"
-            " not run such a pass, so their models lack these entries. Create the entries"
+            " not run such a pass, so their models lack these entries. Create them"
             " when the model is built, or pass a batch through it there."
         )
 

@@ -353,7 +353,7 @@ def test_a_first_batch_of_another_size_is_refused(run_app, user_app) -> None:
         barrier=False,
         fails=NothingTrainedError,
     )
-    said = "has 3 examples, but this client's answer to the query was batch-size 4"
+    said = "first batch is 3, but this client's answer to the query was batch-size 4"
     assert all(said in why for why in strategy.reports[0].rejected.values())
 
 
