@@ -181,7 +181,7 @@ def test_the_hospital_app_runs_with_other_strategies(
     # defaults turn some methods into FedAvg, and the final arrays lack some parts.
     known = (
         "fedtan2: fedtan_rounds=0.1 of 2 rounds",
-        "fedbs: fedbs_rounds=5 means",
+        "fedbs: with fedbs_rounds=5, the phase begins after round 5",
         f"strategy '{strategy}': with ",
         f"strategy '{strategy}' keeps",
     )

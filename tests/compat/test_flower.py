@@ -415,6 +415,18 @@ def test_set_reply_address(seam: ModuleType, message: Message) -> None:
 
 
 @RECENT
+def test_proxy_error(seam: ModuleType, message: Message) -> None:
+    """A bridge of the older loop that is closed means that its client is lost."""
+    bridge = importlib.import_module(
+        "flwr.server.superlink.fleet.grpc_bidi.grpc_bridge"
+    )
+    lost = seam.proxy_error(message, bridge.GrpcBridgeClosed()).error
+    failed = seam.proxy_error(message, ValueError("no data")).error
+    assert lost.code == seam.ErrorCode.NODE_UNAVAILABLE
+    assert failed.code == seam.ErrorCode.CLIENT_APP_RAISED_EXCEPTION
+    assert "no data" in failed.reason
+
+
 def test_app_error(seam: ModuleType, message: Message) -> None:
     """The reply for an app that raised is an error with that code and text.
 
