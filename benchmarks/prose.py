@@ -378,9 +378,10 @@ def hits(pattern: str, item: Text) -> list[str]:
 
 
 def read(root: pathlib.Path) -> list[Text]:
-    """Return the texts of the package and of the pages below ``root``."""
+    """Return the texts of the package, the tests and the pages below ``root``."""
     pages = [*sorted((root / "docs").rglob("*.md")), root / "README.md"]
-    files = [*sorted((root / "fedbn_flwr").rglob("*.py")), *pages]
+    code = [p for room in ("fedbn_flwr", "tests") for p in (root / room).rglob("*.py")]
+    files = [*sorted(code), *pages]
     found: list[Text] = []
     for path in [*files, root / "CONTRIBUTING.md"]:
         found += of_file(str(path.relative_to(root)), path.read_text(encoding="utf-8"))
