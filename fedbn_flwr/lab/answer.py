@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+import math
+import shlex
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from statistics import NormalDist
 from typing import Any
 
+from fedbn_flwr.errors import FedBNError
+from fedbn_flwr.lab.config import Config, read_overrides
 from fedbn_flwr.lab.files import ledger_of, site_label
-from fedbn_flwr.lab.references import ALONE, Comparison, alone_command, name_of
+from fedbn_flwr.lab.references import (
+    ALONE,
+    Comparison,
+    alone_command,
+    changed_command,
+    name_of,
+)
 from fedbn_flwr.lab.run_files import RunFiles
 from fedbn_flwr.training.tasks import higher_is_better, in_percent, quantity_of
 
@@ -29,6 +41,14 @@ class Fact:
     tone: str = ""
 
 
+@dataclass(frozen=True)
+class Step:
+    """One thing to try next: the reason and the command."""
+
+    why: str
+    command: str
+
+
 def facts_of(
     run: RunFiles,
     sites: Sequence[Mapping[str, Any]],
@@ -43,35 +63,28 @@ def facts_of(
     """
     metric = quantity_of(run.headline)
     unit, points = (" %", " points") if in_percent(metric) else ("", "")
-    best, worst, extreme = max, min, "Lowest"
-    if not higher_is_better(metric):
-        best, worst, extreme = min, max, "Highest"
+    best = max if higher_is_better(metric) else min
     known = [row for row in sites if row.get("value") is not None]
     facts = []
 
     if run.diverged_at:
-        more = f"in round {run.diverged_at}: {run.divergence}"
-        facts.append(Fact("The run", "diverged", more, "bad"))
+        value = "diverged" if run.has_model else "No usable model"
+        more = f"diverged in round {run.diverged_at}: {run.divergence}"
+        facts.append(Fact("The run", value, more, "bad"))
     curve = run.curve(run.headline)
-    if curve and run.final.get(run.headline) is not None:
-        about = f"Test {metric}"
+    if run.has_model and curve and run.final.get(run.headline) is not None:
+        about = f"Test {directed(metric)}"
         if run.headline.startswith("personal-"):
-            about = f"Mean {metric} of {len(known)} sites"
+            about = f"Mean test {directed(metric)} of {len(known)} sites"
+        more = f"after round {run.final['round']}"
         at = best(curve, key=lambda tested: curve[tested])
-        more = (
-            f"after round {run.final['round']}; best {shown(curve[at], metric)} after"
-        )
-        value = shown(run.final[run.headline], metric) + unit
-        facts.append(Fact(about, value, f"{more} round {at}"))
-    if len(known) > 1:
-        row = worst(known, key=lambda site: site["value"])
-        more = site_label(row)
-        if row.get("low") is not None:
-            low, high = shown(row["low"], metric), shown(row["high"], metric)
-            more += f", 95 % interval {low} to {high}"
-        facts.append(Fact(f"{extreme} site", shown(row["value"], metric) + unit, more))
+        value, peak = shown(run.final[run.headline], metric), shown(curve[at], metric)
+        if peak != value:
+            more += f"; best {peak} after round {at}"
+        facts.append(Fact(about, value + unit, more))
+    if run.has_model and len(known) > 1:
+        facts += [_worst_site(known, metric, unit), *_odd_site(known, metric)]
     for one in comparisons:
-        better, worse, every = one.count(1), one.count(-1), len(one.by_site)
         tone = ""
         if one.established:
             tone = "good" if one.gain > 0 else "bad"
@@ -79,8 +92,7 @@ def facts_of(
             Fact(
                 f"Compared with {name_of(one.reference)}",
                 shown(one.difference, metric, "+") + points,
-                f"better at {better}, equal at {every - better - worse}, worse at"
-                f" {worse} of {every} sites",
+                _by_site(one),
                 tone,
             )
         )
@@ -93,6 +105,81 @@ def facts_of(
     return facts
 
 
+def _worst_site(known: Sequence[Mapping[str, Any]], metric: str, unit: str) -> Fact:
+    """Return the fact about the site with the worst value, or about several sites."""
+    worst = min if higher_is_better(metric) else max
+    value = worst(row["value"] for row in known)
+    rows = [row for row in known if row["value"] == value]
+    row = rows[0]
+    if len(rows) > 1:
+        sizes = [one["examples"] for one in rows]
+        about, more = "Worst sites", f"{len(rows)} of {len(known)} sites"
+        more += f", {min(sizes)} to {max(sizes)} test examples each"
+    else:
+        about, more = "Worst site", site_label(row)
+        if row.get("low") is not None:
+            low, high = shown(row["low"], metric), shown(row["high"], metric)
+            more += f", 95 % interval {low} to {high}"
+    if row.get("groups", 0) > 1 and row["low"] is None and value in (0, 1):
+        more += "; no interval, because all examples are alike"
+    return Fact(about, shown(value, metric) + unit, more)
+
+
+def _odd_site(known: Sequence[Mapping[str, Any]], metric: str) -> list[Fact]:
+    """Return the fact about the site furthest from the mean of the others.
+
+    The furthest of n sites is often far by chance, so the interval of its distance has
+    the level 1 - 0.05 / n (Bonferroni). Without intervals there is no fact.
+    """
+    halves = {
+        row["site"]: (row["high"] - row["low"]) / 2
+        for row in known
+        if row.get("low") is not None
+    }
+    rows = [row for row in known if row["site"] in halves]
+    n = len(rows)
+    if n < 3:
+        return []
+    total = math.fsum(row["value"] for row in rows)
+    spread = math.fsum(half**2 for half in halves.values())
+    wider = NormalDist().inv_cdf(1 - 0.025 / n) / NormalDist().inv_cdf(0.975)
+    found = []
+    for row in rows:
+        mean, own = (total - row["value"]) / (n - 1), halves[row["site"]]
+        others = max(spread - own**2, 0)
+        half = wider * math.sqrt(own**2 + others / (n - 1) ** 2)
+        found.append((abs(row["value"] - mean) - half, half, mean, row))
+    excess, half, mean, row = max(found, key=lambda one: one[0])
+    if excess <= 0:
+        more = f"no site stands out: the intervals of {n} sites allow equal values"
+        return [Fact("Site that differs", "none", more)]
+    low, high = (shown(row["value"] - mean + end, metric, "+") for end in (-half, half))
+    more = (
+        f"{shown(row['value'], metric)}, the mean of the others is"
+        f" {shown(mean, metric)}; 95 % interval of the difference {low} to {high},"
+        f" widened for {n} sites"
+    )
+    return [Fact("Site that differs", site_label(row), more)]
+
+
+def _by_site(one: Comparison) -> str:
+    """Return the numbers of sites on both sides of the reference, with names of few."""
+    sides = [one.sites(one.sign), one.sites(-one.sign)]
+    words, other = ("clearly better", "clearly worse"), "unclear"
+    if not one.has_intervals:
+        sides = [one.sites(1), one.sites(-1)]
+        words, other = ("higher", "lower"), "equal"
+    every = len(one.by_site)
+    texts = []
+    for word, names in zip(words, sides, strict=True):
+        named = (
+            f" ({', '.join(names)})" if one.has_intervals and 0 < len(names) < 4 else ""
+        )
+        texts.append(f"{word} at {len(names)}{named}")
+    texts.insert(1, f"{other} at {every - len(sides[0]) - len(sides[1])}")
+    return f"{', '.join(texts)} of {every} sites"
+
+
 def ask_alone(run: RunFiles) -> str:
     """Return the command that trains each site alone, "" if it is of no use."""
     if run.config.strategy == ALONE or run.diverged_at or not run.sites():
@@ -100,8 +187,72 @@ def ask_alone(run: RunFiles) -> str:
     return alone_command(run.config, run.folder.parent / ALONE)
 
 
+def next_step(
+    run: RunFiles,
+    comparisons: Sequence[Comparison],
+    findings: Sequence[Mapping[str, Any]],
+) -> Step | None:
+    """Return the one thing to try next, or None while the run is running.
+
+    Args:
+        run: the run.
+        comparisons: the comparisons with other runs.
+        findings: the doctor's findings, as in ``doctor.json``.
+    """
+    resume = f"fedbn-flwr run --out {shlex.quote(str(run.folder))} --resume"
+    if not run.has_model:
+        rate = run.config.learning_rate
+        why = f"Use a lower learning rate: it was {rate:g}. Try {rate / 10:g}."
+        return Step(why, changed_command(run, {"learning-rate": f"{rate / 10:g}"}))
+    if not run.summary:
+        return None if run.running else Step("Continue the run.", resume)
+    for finding in findings:
+        for remedy in finding["remedies"]:
+            # a remedy in words, or one that does not fit the run
+            with suppress(FedBNError):
+                changes = read_overrides(remedy["setting"].split())
+                Config.make(changes)
+                why = f"{finding['what']} Use {remedy['setting']}: {remedy['why']}."
+                return Step(why, changed_command(run, changes))
+    alone = [one for one in comparisons if one.reference.config.strategy == ALONE]
+    command = ask_alone(run)
+    if command and not alone:
+        return Step("Train each site alone, to see the use of the federation.", command)
+    rounds = run.config.num_server_rounds
+    if run.summary["rounds"] == rounds and _still_improves(run):
+        why = f"The test {quantity_of(run.headline)} still improves. Train more rounds."
+        return Step(why, f"{resume} --set num-server-rounds={2 * rounds}")
+    for one in alone:
+        if one.established and one.gain < 0 and run.config.strategy != "fedbn":
+            rows = one.by_site.values()
+            row = min(rows, key=lambda site: one.sign * site["difference"])
+            why = (
+                f"Look at {site_label(row)}, the site that loses most against training"
+                " alone. Keep BatchNorm at the sites."
+            )
+            return Step(why, changed_command(run, {"strategy": "fedbn"}))
+    again = changed_command(run, {"seed": run.config.seed + 1})
+    return Step("Repeat the run with other seeds, because seeds differ.", again)
+
+
+def _still_improves(run: RunFiles) -> bool:
+    """Return whether the last fifth of the rounds has a twentieth of the whole gain."""
+    curve = run.curve(run.headline)
+    sign = 1 if higher_is_better(run.headline) else -1
+    first = [sign * curve[at] for at in curve if at <= 0.8 * max(curve)]
+    last = [sign * curve[at] for at in curve if at > 0.8 * max(curve)]
+    if not first or not last:
+        return False
+    return max(last) - max(first) > 0.05 * (max(last) - min(first))
+
+
 def shown(value: float | None, key: str, sign: str = "") -> str:
     """Return a value of a metric in the form of the page."""
     if value is None:
         return "-"
     return f"{100 * value:{sign}.1f}" if in_percent(key) else f"{value:{sign}.4f}"
+
+
+def directed(metric: str) -> str:
+    """Return a metric with a note if lower values are better."""
+    return metric if higher_is_better(metric) else f"{metric} (lower is better)"

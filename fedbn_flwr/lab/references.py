@@ -12,10 +12,10 @@ from typing import Any
 
 from fedbn_flwr.errors import ConfigError, FedBNError
 from fedbn_flwr.lab.config import Config
-from fedbn_flwr.lab.files import refuse_no_run
+from fedbn_flwr.lab.files import CONFIG_FILE, refuse_no_run
 from fedbn_flwr.lab.output.folder import RunFolder
 from fedbn_flwr.lab.run_files import RunFiles
-from fedbn_flwr.training.tasks import higher_is_better
+from fedbn_flwr.training.tasks import higher_is_better, quantity_of
 
 ALONE = "standalone"
 
@@ -54,16 +54,44 @@ def name_of(run: RunFiles) -> str:
 
 def alone_command(config: Config, out: Path) -> str:
     """Return the command that trains each site on its own data, with the same test."""
+    changes = {"strategy": ALONE, "eval-on": "personal-own"}
+    return f"fedbn-flwr run {_method_options(config, changes)} --out {_quoted(out)}"
+
+
+def changed_command(run: RunFiles, changes: Mapping[str, Any]) -> str:
+    """Return the command of a run with some other settings and the same test."""
+    (key, value), *_ = changes.items()
+    folder = run.folder if run.folder.name else run.folder.resolve()
+    out = folder.with_name(f"{folder.name}-{key}-{value}")
+    if "strategy" not in changes:
+        settings = f"{_quoted(folder / CONFIG_FILE)} {_options(changes)}"
+    else:
+        if run.headline.startswith("personal-own"):
+            changes = {**changes, "eval-on": "personal-own"}
+        settings = _method_options(run.config, changes)
+    return f"fedbn-flwr run {settings} --out {_quoted(out)}"
+
+
+def _method_options(config: Config, changes: Mapping[str, Any]) -> str:
+    """Return the options of a run with another method."""
     values = config.to_mapping()
     defaults = {field.alias: field.default for field in Config.model_fields.values()}
-    options = [f"--set strategy={ALONE}", "--set eval-on=personal-own"]
+    kept = {}
     for group in ("data", "clients", "model", "rounds", "local training", "tests"):
         for key in Config.keys(group):
             # a decay at the freeze belongs to the method of the run
             decays = key.startswith("lr-decay") and values["lr-decay-at"] == "freeze"
-            if values[key] != defaults[key] and key != "eval-on" and not decays:
-                options.append(f"--set {key}={shlex.quote(str(values[key]))}")
-    return f"fedbn-flwr run {' '.join(options)} --out {shlex.quote(str(out))}"
+            if values[key] != defaults[key] and not decays:
+                kept[key] = values[key]
+    return _options({**kept, **changes})
+
+
+def _options(settings: Mapping[str, Any]) -> str:
+    return " ".join(f"--set {key}={_quoted(value)}" for key, value in settings.items())
+
+
+def _quoted(value: object) -> str:
+    return shlex.quote(str(value))
 
 
 def _comparable(run: RunFiles, folder: Path) -> RunFiles:
@@ -77,7 +105,11 @@ def _comparable(run: RunFiles, folder: Path) -> RunFiles:
             reasons.append(f"{key}={theirs.get(key)!r} differs from {mine.get(key)!r}")
     if not reasons:
         other = RunFiles.read(folder)
-        if other.summary and not other.diverged_at and other.headline == run.headline:
+        # Training alone has no global model, so it tests only each site's own model.
+        alone = other.config.strategy == ALONE
+        name = quantity_of if alone else str
+        same = name(other.headline) == name(run.headline)
+        if other.summary and not other.diverged_at and same:
             return other
         reasons.append(f"it diverged, is not finished, or does not test {run.headline}")
     raise ConfigError(
@@ -115,10 +147,23 @@ class Comparison:
         """Whether the interval excludes 0."""
         return self.half is not None and abs(self.difference) > self.half
 
-    def count(self, side: int) -> int:
-        """Return the number of sites at which the run is better (1) or worse (-1)."""
-        side *= self.sign
-        return sum(side * row["difference"] > 0 for row in self.by_site.values())
+    @property
+    def has_intervals(self) -> bool:
+        """Whether a site has an interval."""
+        return any(
+            row.get("difference-low") is not None for row in self.by_site.values()
+        )
+
+    def sites(self, side: int) -> list[str]:
+        """Return the sites at which the value is higher (1) or lower (-1).
+
+        If there are intervals, these are the sites whose interval excludes 0.
+        """
+        end = "difference"
+        if self.has_intervals:
+            end += "-low" if side > 0 else "-high"
+        rows = self.by_site.items()
+        return [name for name, row in rows if side * (row.get(end) or 0) > 0]
 
 
 def compare(

@@ -23,7 +23,7 @@ from markupsafe import Markup
 from fedbn_flwr.checked_file import write_atomically
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.lab import report_pictures as pictures
-from fedbn_flwr.lab.answer import ask_alone, facts_of, shown
+from fedbn_flwr.lab.answer import Step, ask_alone, directed, facts_of, next_step, shown
 from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.files import (
     CONFIG_FILE,
@@ -35,6 +35,7 @@ from fedbn_flwr.lab.files import (
 )
 from fedbn_flwr.lab.output.folder import DIVERGED_AT, STATISTICS_FILE
 from fedbn_flwr.lab.references import (
+    ALONE,
     Comparison,
     compare,
     name_of,
@@ -45,7 +46,7 @@ from fedbn_flwr.lab.run_files import TESTS, RunFiles, run_warnings
 from fedbn_flwr.lab.studies.one_run import failure_of, is_done, of_study, summary_of
 from fedbn_flwr.lab.studies.results import rows_of, table
 from fedbn_flwr.lab.studies.study import Study
-from fedbn_flwr.training.tasks import higher_is_better, quantity_of
+from fedbn_flwr.training.tasks import higher_is_better, in_percent, quantity_of
 
 REPORT_FILE = "report.html"
 _GENERATOR = '<meta name="generator" content="fedbn-flwr report">'
@@ -118,8 +119,11 @@ def write_report(
 
 def _run_page(run: RunFiles, against: Sequence[Path]) -> dict[str, Any]:
     """Return the contents of the page of a run."""
-    references = references_of(run, against) if run.summary else []
-    sites, unknown = site_rows(run, references[0] if references else None)
+    references = references_of(run, against) if run.summary and run.has_model else []
+    sites: Sequence[Mapping[str, Any]] = ()
+    unknown = ""
+    if run.has_model:
+        sites, unknown = site_rows(run, references[0] if references else None)
     comparisons = []
     for reference in references:
         rows = sites
@@ -129,21 +133,25 @@ def _run_page(run: RunFiles, against: Sequence[Path]) -> dict[str, Any]:
         if comparison:
             comparisons.append(comparison)
     diagnosis = read_json(run.folder / "doctor.json")
+    findings = diagnosis.get("findings", ()) if run.has_model else ()
     fields = {field.alias: field for field in Config.model_fields.values()}
     settings = run.config.to_mapping().items()
     return {
         "title": f"{run.title} on {run.config.dataset}",
         "run": run,
         "metric": quantity_of(run.headline),
+        "percent": in_percent(quantity_of(run.headline)),
+        "num_sites": len(run.sites()),
         "tests": TESTS,
         "sites": sites,
         "columns": dict.fromkeys(itertools.chain(*(row["metrics"] for row in sites))),
         "comparisons": comparisons,
         "facts": facts_of(run, sites, comparisons),
         "warnings": [*run_warnings(run), unknown],
-        "suggested": ask_alone(run),
+        "step": next_step(run, comparisons, findings),
+        "suggested": ask_alone(run) if not comparisons else "",
         "pictures": [*_main_pictures(run, sites, comparisons)],
-        "cards": diagnosis.get("findings", ()),
+        "cards": findings,
         "notes": [*diagnosis.get("not-measured", ()), *diagnosis.get("notes", ())],
         "other_curves": [*_other_curves(run)],
         "statistics": [*_statistics(run)],
@@ -161,9 +169,11 @@ def _main_pictures(
     comparisons: Sequence[Comparison],
 ) -> Iterator[str]:
     """Yield the pictures of the sites and of the rounds, with the reference runs."""
+    if not run.has_model:
+        return
     metric = quantity_of(run.headline)
     known = [row for row in sites if row.get("value") is not None]
-    caption = f"Sites: {metric}"
+    caption = f"Sites: test {directed(metric)}"
     if any(row.get("low") is not None for row in known):
         caption += " with the 95 % interval over the test examples"
     if len(known) > _SHOWN:
@@ -184,7 +194,7 @@ def _main_pictures(
 
     shown = {"this run": run.curve(run.headline)}
     for one in comparisons:
-        shown[name_of(one.reference)] = one.reference.curve(run.headline)
+        shown[name_of(one.reference)] = one.reference.curve(one.reference.headline)
     thin: dict[str, pictures.Curve] = {}
     if run.headline.startswith("personal-own"):
         for name, tests in itertools.islice(run.own_tests().items(), _SHOWN):
@@ -193,8 +203,11 @@ def _main_pictures(
             if curve:
                 thin[name] = curve
     if shown["this run"]:
-        caption = f"Rounds: {metric}{'; a thin line is a site' if thin else ''}."
+        caption = f"Rounds: test {directed(metric)}"
+        if thin:
+            caption += "; thick line: mean of the sites, thin line: a site"
         marks = _phase_changes(run)
+        caption = f"{caption}{_about(marks)}."
         yield pictures.curves(shown, metric, caption, thin=thin, marks=marks)
 
 
@@ -210,7 +223,8 @@ def _other_curves(run: RunFiles) -> Iterator[str]:
             test = key.removesuffix(f"-{quantity}")
             curves.setdefault(quantity, {})[test] = run.curve(key)
     for metric in sorted(curves, key=lambda name: (name == "loss", name)):
-        caption, marks = f"Other tests: {metric}.", _phase_changes(run)
+        marks = _phase_changes(run)
+        caption = f"Other tests: {metric}{_about(marks)}."
         yield pictures.curves(curves[metric], metric, caption, marks=marks)
 
 
@@ -221,6 +235,16 @@ def _phase_changes(run: RunFiles) -> list[int]:
         for one, after in itertools.pairwise(run.lines)
         if one.get("phase") != after.get("phase")
     ]
+
+
+def _about(marks: Sequence[int]) -> str:
+    """Return the words for the vertical lines of a picture."""
+    rounds = ", ".join(map(str, marks))
+    return (
+        f"; dotted vertical line: the phase changes after round {rounds}"
+        if marks
+        else ""
+    )
 
 
 def _statistics(run: RunFiles) -> Iterator[str]:
@@ -273,9 +297,20 @@ def _study_page(folder: Path) -> dict[str, Any]:
         if (out / CONFIG_FILE).is_file() and of_study(cell, folder):
             runs[cell.split].setdefault(cell.method, []).append(RunFiles.read(out))
     drawn: list[str] = []
+    verdicts = []
+    numbers = {pictures.short(name): at for at, name in enumerate(study.methods)}
     for split, of_split in runs.items():
         where = f", {split}" if len(runs) > 1 else ""
-        drawn += _study_pictures(of_split, where)
+        drawn += _study_pictures(of_split, where, numbers)
+        verdicts.append(_verdict(of_split, f"{split}: " if len(runs) > 1 else ""))
+    results = table(rows)
+    same = []
+    for name in results.columns.difference(["method", "final", "p"], sort=False):
+        if len(results) > 1 and results[name].nunique() == 1:
+            same.append(f"{name} {results.pop(name).iloc[0]}")
+    why = f"Add seeds to {STUDY_FILE}, now {len(study.seeds)}. Finished runs are kept."
+    if states["failed"] or states["not finished"]:
+        why = "Do the runs that have no result."
     tuning = folder / "tuning.md"
     return {
         "title": study.name,
@@ -283,42 +318,110 @@ def _study_page(folder: Path) -> dict[str, Any]:
         "states": states,
         "failures": failures,
         "pictures": drawn,
-        "results": table(rows).to_dict("split"),
+        "verdicts": verdicts,
+        "step": Step(
+            why,
+            f"fedbn-flwr sweep {quote(str(folder / STUDY_FILE))} --out {quote(str(folder))}",
+        ),
+        "same": ", ".join(same),
+        "results": results.to_dict("split"),
         "tuning": tuning.read_text(encoding="utf-8") if tuning.is_file() else "",
         "study": (folder / STUDY_FILE).read_text(encoding="utf-8"),
     }
 
 
-def _study_pictures(
-    runs: Mapping[str, Sequence[RunFiles]], where: str
-) -> Iterator[str]:
-    """Yield the final main metric of each method, and the curves of the best three."""
-    # SciPy takes long to import, and only this picture needs it here.
+def _sound(runs: Mapping[str, Sequence[RunFiles]]) -> dict[str, list[RunFiles]]:
+    """Return the runs of each method that did not diverge and have the same metric."""
+    # A diverged run has no place in a mean. Other metrics have other axes.
+    metrics = (
+        quantity_of(run.headline)
+        for run in itertools.chain(*runs.values())
+        if not run.diverged_at
+    )
+    metric = next(metrics, "")
+    return {
+        method: [
+            run
+            for run in of_seeds
+            if not run.diverged_at and quantity_of(run.headline) == metric
+        ]
+        for method, of_seeds in runs.items()
+    }
+
+
+def _verdict(runs: Mapping[str, Sequence[RunFiles]], where: str) -> str:
+    """Return the best method in words, compared with the second and training alone."""
+    sound = {method: own for method, own in _sound(runs).items() if own}
+    finals = pd.DataFrame(
+        {
+            method: pd.Series(
+                {
+                    run.config.seed: run.final.get(run.headline)
+                    for run in own
+                    if run.summary
+                },
+                dtype=float,
+            )
+            for method, own in sound.items()
+        }
+    ).dropna(axis="columns", how="all")
+    if finals.empty:
+        return ""
+    headline = next(iter(sound.values()))[0].headline
+    metric, rising = quantity_of(headline), higher_is_better(headline)
+    unit = " %" if in_percent(metric) else ""
+    best, *others = finals.mean().sort_values(ascending=not rising).index
+    alone = [name for name in others[1:] if sound[name][0].config.strategy == ALONE]
+    text = f"{where}{best} has the best {directed(metric)}, {shown(finals[best].mean(), metric)}{unit} on average."
+    for other in others[:1] + alone:
+        gaps = (finals[best] - finals[other]).dropna()
+        mean, half = gaps.mean(), _half(gaps)
+        text += f" The difference from {other} is {shown(mean, metric, '+')}"
+        if half == half:
+            low, high = shown(mean - half, metric, "+"), shown(mean + half, metric, "+")
+            is_known = "established" if abs(mean) > half else "not established"
+            text += (
+                f" (95 % interval {low} to {high}): {is_known} over {len(gaps)} seeds."
+            )
+        else:
+            text += ": not established, because one seed has no interval."
+    return text
+
+
+def _half(values: pd.Series) -> float:
+    """Return half of the 95 % interval of the mean over the seeds, NaN with one seed."""
+    # SciPy takes long to import, and only studies need it here.
     from scipy import stats
 
+    return float(stats.t.ppf(0.975, len(values) - 1)) * float(values.sem())
+
+
+def _study_pictures(
+    runs: Mapping[str, Sequence[RunFiles]], where: str, numbers: Mapping[str, int]
+) -> Iterator[str]:
+    """Yield the final main metric of each method, and the curves of the best three."""
     points: dict[str, dict[str, float]] = {}
     curves: dict[str, Any] = {}
     metric = ""
-    for method, of_seeds in runs.items():
-        # A diverged run has no place in a mean. Other metrics have other axes.
-        sound = [run for run in of_seeds if not run.diverged_at]
+    for method, sound in _sound(runs).items():
         metric = metric or (quantity_of(sound[0].headline) if sound else "")
-        sound = [run for run in sound if quantity_of(run.headline) == metric]
         frame = pd.DataFrame([run.curve(run.headline) for run in sound])
         if not frame.empty:
             curves[method] = frame.sort_index(axis="columns")
         ended = [run.final.get(run.headline) for run in sound if run.summary]
         finals = pd.Series(ended, dtype=float).dropna()
         if len(finals):
-            # NaN with one seed
-            half = float(stats.t.ppf(0.975, len(finals) - 1)) * finals.sem()
-            mean = finals.mean()
-            ends = {"low": mean - half, "high": mean + half}
+            mean, half = finals.mean(), _half(finals)
+            ends = pd.Series({"low": mean - half, "high": mean + half})
+            if in_percent(metric):
+                ends = ends.clip(0, 1)
             points[pictures.short(method)] = {"mean": mean, **ends}
     if points:
-        caption = f"Final {metric}{where}: mean and 95 % interval over the seeds."
+        caption = (
+            f"Final {directed(metric)}{where}: mean and 95 % interval over the seeds."
+        )
         frame = pd.DataFrame.from_dict(points, orient="index")
-        yield pictures.rows(frame, metric, caption)
+        yield pictures.rows(frame, metric, caption, numbers)
     means = {method: frame.mean() for method, frame in curves.items()}
     rising = higher_is_better(metric)
     best = sorted(means, key=lambda name: means[name].iloc[-1], reverse=rising)[:3]
@@ -328,4 +431,4 @@ def _study_pictures(
         )
         bands = {name: (curves[name].min(), curves[name].max()) for name in best}
         top = {name: means[name] for name in best}
-        yield pictures.curves(top, metric, caption, bands=bands)
+        yield pictures.curves(top, metric, caption, bands=bands, numbers=numbers)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 from markupsafe import Markup
 
+from fedbn_flwr.lab.answer import directed
 from fedbn_flwr.training.tasks import in_percent
 
 if TYPE_CHECKING:
@@ -41,11 +42,13 @@ def short(name: str) -> str:
 
 
 def label_of(metric: str) -> str:
-    """Return the name of a metric with its unit."""
-    return f"{metric}, %" if in_percent(metric) else metric
+    """Return the name of a metric with its unit, and its direction if lower is better."""
+    return f"{metric}, %" if in_percent(metric) else directed(metric)
 
 
-def rows(found: pd.DataFrame, metric: str, caption: str) -> str:
+def rows(
+    found: pd.DataFrame, metric: str, caption: str, numbers: Mapping[str, int] = NONE
+) -> str:
     """Return a picture with a row of points for each site or method.
 
     Args:
@@ -53,11 +56,16 @@ def rows(found: pd.DataFrame, metric: str, caption: str) -> str:
             the interval, and a column for each kind of point; NaN is no point.
         metric: the metric of the values.
         caption: the text below.
+        numbers: the numbers of the colours of the rows, by name. By default, a kind of
+            point has one colour.
     """
 
     def draw(axes: Axes) -> None:
         places = list(range(len(found), 0, -1))
-        axes.hlines(places, found["low"], found["high"], color=_COLOURS[0], alpha=0.6)
+        colours = [
+            _COLOURS[numbers.get(name, 0) % len(_COLOURS)] for name in found.index
+        ]
+        axes.hlines(places, found["low"], found["high"], color=colours, alpha=0.6)
         kinds = found.columns.drop(["low", "high"])
         for kind, colour, marker in zip(
             kinds, cycle(_COLOURS), cycle(_MARKERS), strict=False
@@ -69,6 +77,8 @@ def rows(found: pd.DataFrame, metric: str, caption: str) -> str:
                 "markerfacecolor": fill,
             }
             axes.plot(found[kind], places, linestyle="", label=short(kind), **style)
+        if numbers:
+            axes.scatter(found[kinds[0]], places, color=colours, zorder=3)
         axes.set_yticks(places, found.index)
         axes.set_ylim(0.4, len(found) + 0.6)
         axes.grid(axis="x", linewidth=0.5)
@@ -87,6 +97,7 @@ def curves(
     marks: Sequence[int] = (),
     bands: Mapping[str, tuple[Curve, Curve]] = NONE,
     log: bool = False,
+    numbers: Mapping[str, int] = NONE,
 ) -> str:
     """Return a picture of curves over the rounds.
 
@@ -98,6 +109,8 @@ def curves(
         marks: rounds that get a vertical line.
         bands: the lowest and the highest values of some curves, by name.
         log: whether the values are lengths on a logarithmic axis.
+        numbers: the numbers of the colours and dashes, by the short names of the
+            curves. By default, these are the places of the curves.
     """
     # Imported here, because a command without pictures does not need matplotlib.
     from matplotlib.ticker import LogFormatter, MaxNLocator
@@ -109,9 +122,9 @@ def curves(
             axes.plot(*_points(curve), color=_COLOURS[0], alpha=faint, linewidth=0.8)
         # Curves also differ in dashes, because not everybody sees colours. A short
         # curve shows its points, because a single point has no line.
-        for name, colour, dashes in zip(
-            shown, cycle(_COLOURS), cycle(_DASHES), strict=False
-        ):
+        for place, name in enumerate(shown):
+            number = numbers.get(short(name), place)
+            colour, dashes = _COLOURS[number % len(_COLOURS)], _DASHES[number % 4]
             marker = "o" if len(shown[name]) < 4 else ""
             style: dict[str, Any] = {
                 "color": colour,
@@ -122,8 +135,8 @@ def curves(
             if name in bands:
                 (at, low), (_, high) = map(_points, bands[name])
                 axes.fill_between(at, low, high, color=colour, alpha=0.15, linewidth=0)
-        if few:
-            _name_ends(axes, thin)
+        if thin and few:
+            _name_ends(axes, {**thin, **shown})
         for mark in marks:
             axes.axvline(mark, color="#888888", linewidth=0.8, linestyle=":")
         axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
@@ -151,21 +164,28 @@ def _write_metric(axis: Axis, metric: str) -> None:
 
 
 def _name_ends(axes: Axes, named: Mapping[str, Curve]) -> None:
-    """Write the names of curves at their ends, one above the other."""
+    """Write the names of curves beside their ends, each with a line to its end."""
     bottom, top = axes.get_ylim()
-    place = bottom
+    step = (top - bottom) / 15
     ends = sorted(
-        (list(curve.items())[-1][::-1], name) for name, curve in named.items()
+        (list(curve.items())[-1][::-1], name) for name, curve in named.items() if curve
     )
-    for (value, at), name in ends:
-        place = max(place + (top - bottom) / 18, value)
+    # The names are one above the other: first upwards, then down from the top.
+    places = [bottom]
+    for (value, _), _ in ends:
+        places.append(max(places[-1] + step, value))
+    ceiling = top + step
+    for at in reversed(range(1, len(places))):
+        ceiling = places[at] = min(places[at], ceiling - step)
+    for place, (end, name) in zip(places[1:], ends, strict=True):
         axes.annotate(
             short(name),
-            (at, place),
-            (4, 0),
-            textcoords="offset points",
+            end[::-1],
+            (1.07, place),
+            textcoords=("axes fraction", "data"),
             va="center",
             annotation_clip=False,
+            arrowprops={"arrowstyle": "-", "color": "#888888", "linewidth": 0.6},
         )
 
 

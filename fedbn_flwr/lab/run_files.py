@@ -95,6 +95,11 @@ class RunFiles:
         return max((int(line.get(DIVERGED_AT, 0)) for line in self.lines), default=0)
 
     @property
+    def has_model(self) -> bool:
+        """Whether the result is that of a run that did not stop as diverged."""
+        return not self.diverged_at or self.config.on_divergence == "continue"
+
+    @property
     def divergence(self) -> str:
         """The non-finite losses in that round."""
         for line in self.lines:
@@ -172,8 +177,6 @@ class RunFiles:
 
 def run_warnings(run: RunFiles) -> Iterator[str]:
     """Yield the warnings that belong before the numbers, the worst first."""
-    if run.diverged_at:
-        yield f"The run diverged in round {run.diverged_at}: {run.divergence}."
     if not run.summary:
         state = "The run is still running"
         if not run.running:

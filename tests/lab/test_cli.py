@@ -360,8 +360,8 @@ def test_run_of_a_file(tmp_path: Path) -> None:
     answer = result.stdout.partition("\n\n")[2].splitlines()
     facts = [re.fullmatch(r"(.+): ([^:]+) \((.+)\)", line) for line in answer[:-2]]
     assert [fact[1] for fact in facts if fact] == [
-        "Mean accuracy of 2 sites",
-        "Lowest site",
+        "Mean test accuracy of 2 sites",
+        "Worst site",
         "Cost",
     ]
     for number in (fact[2] for fact in facts if fact):

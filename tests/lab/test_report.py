@@ -21,8 +21,9 @@ from typer.testing import CliRunner
 
 from fedbn_flwr.errors import ConfigError, FedBNError
 from fedbn_flwr.lab import report, report_pictures
+from fedbn_flwr.lab.answer import facts_of, next_step
 from fedbn_flwr.lab.cli import app
-from fedbn_flwr.lab.config import Config
+from fedbn_flwr.lab.config import Config, read_overrides
 from fedbn_flwr.lab.output.folder import lock_folder
 from fedbn_flwr.lab.references import Comparison, alone_command, references_of
 from fedbn_flwr.lab.report import write_report
@@ -168,13 +169,14 @@ def test_the_page_of_a_run_has_its_numbers_in_one_file_that_loads_nothing(
     ):
         assert shown in text
     assert summary["sha256"] in text
+    phase = "; dotted vertical line: the phase changes after round 3."
     pictures = re.findall(r'<svg role="img" aria-label="([^"]*)"', text)
     assert [picture.split(",")[0] for picture in pictures] == [
-        "Sites: accuracy with the 95 % interval over the test examples.",
-        "Rounds: accuracy.",
-        "Other tests: accuracy.",
-        "Other tests: balanced-accuracy.",
-        "Other tests: loss.",
+        "Sites: test accuracy with the 95 % interval over the test examples.",
+        f"Rounds: test accuracy{phase}",
+        f"Other tests: accuracy{phase}",
+        f"Other tests: balanced-accuracy{phase}",
+        f"Other tests: loss{phase}",
         "Sums over the layers; the band covers all clients.",
     ]
     text_of_svg = [
@@ -236,10 +238,12 @@ def test_a_run_that_is_not_finished_or_diverged_says_so(
         "diverged": ["test-loss of round 2 is nan"],
     }
     (half / "metrics.jsonl").write_text(f"{lines[0]}\n{json.dumps(diverged)}\n")
-    assert (
-        "The run diverged in round 2: test-loss of round 2 is nan."
-        in write_report(half).read_text()
-    )
+    text = write_report(half).read_text()
+    assert text.count("diverged in round 2: test-loss of round 2 is nan") == 1
+    assert "No usable model" in text
+    assert "--set learning-rate=" in text
+    assert "Sites and rounds" not in text
+    assert "Worst site" not in text
     (half / "metrics.jsonl").write_text("")
     assert "No round is finished yet." in write_report(half).read_text()
 
@@ -262,6 +266,9 @@ def test_the_page_of_a_study(tmp_path: Path) -> None:
     loads_nothing(page)
     expected = table(rows_of(study, out))
     shown = next(frame for frame in tables_of(text) if "p" in frame)
+    assert "The same in all rows: metric personal-own-accuracy" not in text
+    for split in ("iid", "two"):
+        assert f"{split}: " in text
     assert shown["final"].tolist() == expected["final"].tolist()
     assert shown["method"].tolist() == ["Fed$Avg$ <1>", "_FedBN"] * 2
     assert "<1>" not in text
@@ -307,8 +314,13 @@ def test_a_run_is_compared_with_the_runs_of_the_same_data_split_seed_and_test(
         for mine, other in zip(*sites, strict=True)
     ]
     by_site = next(frame for frame in tables_of(text) if "examples" in frame)
-    shown = [float(cell.split()[0]) for cell in by_site["against training alone"]]
+    cells = by_site["against training alone"]
+    shown = [float(cell.split()[0]) for cell in cells]
     assert shown == pytest.approx(differences, abs=0.06)
+    ends = [tuple(map(float, re.findall(r"[+-][\d.]+", cell)[1:])) for cell in cells]
+    better, worse = sum(low > 0 for low, _ in ends), sum(high < 0 for _, high in ends)
+    (counts,) = re.findall(r"clearly better at (\d+).*clearly worse at (\d+)", text)
+    assert counts == (str(better), str(worse))
     assert "Compared with training alone" in text
     assert "other" not in html.unescape(text).split("Settings")[0].split("<style>")[0]
     (found,) = references_of(RunFiles.read(compared / "fedbn"))
@@ -317,6 +329,46 @@ def test_a_run_is_compared_with_the_runs_of_the_same_data_split_seed_and_test(
     assert "Is it better than training alone?" not in alone
     with pytest.raises(ConfigError, match="seed=1 differs from 0"):
         write_report(compared / "fedbn", against=[compared / "other"])
+
+
+@pytest.mark.parametrize("spread", [0.02, 0.22])
+def test_a_site_stands_out_only_beyond_its_interval(
+    compared: Path, spread: float
+) -> None:
+    """With a wide interval, the furthest site is one of many that are far by chance."""
+    values = [0.5, 0.52, 0.48, 0.8]
+    sites: list[dict[str, Any]] = [
+        {
+            "site": f"<{at}>",
+            "value": value,
+            "low": value - spread,
+            "high": value + spread,
+        }
+        for at, value in enumerate(values)
+    ]
+    facts = facts_of(RunFiles.read(compared / "fedbn"), sites)
+    (odd,) = [fact for fact in facts if fact.about == "Site that differs"]
+    assert odd.value == ("<3>" if spread < 0.1 else "none")
+    for row in sites:
+        row["low"] = row["high"] = None
+    without = facts_of(RunFiles.read(compared / "fedbn"), sites)
+    assert "Site that differs" not in [fact.about for fact in without]
+
+
+def test_the_next_step_is_one_command_that_can_run(compared: Path) -> None:
+    run_files = RunFiles.read(compared / "fedbn")
+    remedies = [{"setting": "a lower rate", "why": ""}]
+    remedies += [{"setting": "strategy=fixbn lr-decay-at=freeze", "why": "freezes"}]
+    findings = [{"what": "Skew.", "remedies": remedies}]
+    for found, keys in ((findings, ["strategy", "lr-decay-at"]), ([], ["strategy"])):
+        step = next_step(run_files, [], found)
+        assert step
+        words = shlex.split(step.command)
+        set_ = [words[at + 1] for at, word in enumerate(words) if word == "--set"]
+        settings = read_overrides(set_)
+        Config.make(settings)
+        assert {*keys, "eval-on", "num-clients"} <= settings.keys()
+        assert settings["eval-on"] == "personal-own"
 
 
 @pytest.mark.parametrize("low", [-3.0, 0.5, -4.0])
@@ -329,7 +381,7 @@ def test_the_sentence_claims_no_more_than_the_interval(
 
     monkeypatch.setattr(report, "compare", found)
     text = write_report(compared / "fedbn").read_text()
-    established = "No difference from training alone is established." not in text
+    established = "Not decided: " not in text
     assert established == (low > 0 or low + 2 < 0)
     if low > 0:
         assert "is better than training alone here, by 1.5 points" in text
@@ -352,13 +404,17 @@ def test_the_command_writes_beside_the_results_and_over_no_other_file(
     assert "neither config.yaml nor study.yaml" in refused.output
 
 
+@pytest.mark.parametrize("test", ["personal-own", "global"])
 def test_the_command_that_trains_the_sites_alone_runs_and_is_comparable(
-    tmp_path: Path,
+    tmp_path: Path, test: str
 ) -> None:
-    """This includes a method with settings that Standalone refuses."""
+    """This includes a method with settings that Standalone refuses.
+
+    It also includes the test of a global model, which Standalone does not have.
+    """
     settings = {"num-clients": 3, "num-server-rounds": 2, "local-steps": 2}
     settings |= {"strategy": "fixbn", "freeze-at": 1, "lr-decay-at": "freeze"}
-    settings |= {"eval-on": "personal-own", "partition": "iid"}
+    settings |= {"eval-on": test, "partition": "iid"}
     run(Config.make(settings), tmp_path / "fixbn")
     of_run = RunFiles.read(tmp_path / "fixbn")
     command = alone_command(of_run.config, tmp_path / "standalone")
@@ -366,6 +422,8 @@ def test_the_command_that_trains_the_sites_alone_runs_and_is_comparable(
     assert done.exit_code == 0, done.output
     (found,) = references_of(of_run)
     assert found.folder == tmp_path / "standalone"
+    text = write_report(tmp_path / "fixbn").read_text()
+    assert "Compared with training alone" in text
 
 
 def edited(folder: Path, name: str, edit: Callable[[Any], None]) -> None:
@@ -434,7 +492,7 @@ BAD = {
     "killed": (killed, "The run is not finished, and no process here continues it"),
     "killed before round 1": (before_round_1, "No round is finished yet."),
     "no test": (without_tests, "No round has a test with accuracy"),
-    "a metric missing": (without_a_metric_at_one_site, "Mean accuracy of"),
+    "a metric missing": (without_a_metric_at_one_site, "Mean test accuracy of"),
     "missing sites": (with_missing_sites, "no reply within 3 s"),
     "one site": (with_sites(['<b>&"']), '<b>&"'),
     "200 sites": (with_sites([f"site {at}" for at in range(200)]), "of 200 sites"),

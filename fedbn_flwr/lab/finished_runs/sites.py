@@ -163,7 +163,10 @@ class Interval(NamedTuple):
 
 def interval(site: SiteTest) -> Interval:
     """Return the main metric of a site."""
-    return _bootstrap(site.metric, len(site.groups))
+    found = _bootstrap(site.metric, len(site.groups))
+    # If all examples are alike, such as all wrong, so are all draws, and their interval
+    # would promise a certainty that a few examples do not give.
+    return Interval(found.value) if found.low == found.high else found
 
 
 def difference(one: SiteTest, other: SiteTest) -> Interval:
