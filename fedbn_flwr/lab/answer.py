@@ -68,7 +68,7 @@ def facts_of(
     facts = []
 
     if run.diverged_at:
-        value = "diverged" if run.has_model else "No usable model"
+        value = "continued" if run.has_model else "No usable model"
         more = f"diverged in round {run.diverged_at}: {run.divergence}"
         facts.append(Fact("The run", value, more, "bad"))
     curve = run.curve(run.headline)

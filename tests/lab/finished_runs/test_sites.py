@@ -201,6 +201,8 @@ def test_where_nothing_can_be_said_there_is_no_interval() -> None:
     assert interval(healthy) == (None, None, None)
     alone = SiteTest(BINARY, site.outputs[:3], site.targets[:3], site.groups[:1])
     assert interval(alone)[1:] == (None, None)
+    right = SiteTest(BINARY, site.outputs, (site.outputs > 0).float(), site.groups)
+    assert interval(right) == (1, None, None), "all examples are alike"
 
 
 def test_two_models_see_the_same_pixels_of_a_segmentation() -> None:
