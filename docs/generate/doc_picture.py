@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
 import tempfile
@@ -34,11 +35,13 @@ def draw_report(root: Path) -> bool:
     """
     if find_spec("PyQt6") is None or find_spec("PyQt6.QtWebEngineWidgets") is None:
         return False
-    with tempfile.TemporaryDirectory() as folder:
+    root = root.absolute()
+    # The page shows paths, so the folder of the runs has a name that suits a reader.
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
         for strategy in ("standalone", "fedavg", "fedbn"):
-            run(Config.make({**_RUN, "strategy": strategy}), Path(folder, strategy))
-        page = write_report(Path(folder, "fedbn"))
-        browser = Path(__file__).with_name("browser.py")
+            run(Config.make({**_RUN, "strategy": strategy}), Path("runs", strategy))
+        page = write_report(Path("runs/fedbn")).absolute()
+        browser = Path(__file__).absolute().with_name("browser.py")
         shot = str(Path(folder, "page.png"))
         command = [sys.executable, str(browser), str(page), "1180", "light", shot]
         subprocess.run(command, check=True, capture_output=True)
