@@ -206,9 +206,9 @@ class Strategy(FlowerFedAvg):
             (``train_metrics_clientapp``, ...). An exception raised by it ends the run.
         on_replies: called with the used replies of a round, and the global state before
             and after it. It must not change them.
-        completes_tests: whether ``evaluate_fn`` receives averaged BN parts, or a
-            warning is logged. Set it to False if you complete the global model yourself
-            with ``server.rounds.testing``.
+        completes_tests: whether ``evaluate_fn`` receives averaged BN parts, and
+            warnings report BN parts that are not averaged. Set it to False if you
+            complete the global model yourself with ``server.rounds.testing``.
         num_partitions: number of data partitions that every node holding one must
             report. 0 accepts any number on which the nodes agree; None disables the
             check.
@@ -402,7 +402,7 @@ class Strategy(FlowerFedAvg):
     def _refuse_unknown(
         self, combination: Combination, settings: Mapping[str, Any]
     ) -> None:
-        """Raise Python's own error for an unknown argument, with the nearest one."""
+        """Raise TypeError for an unknown argument, and suggest a similar name."""
         # Python cannot suggest these names, because only ``Params`` contains a method's
         # own settings.
         own = combination.Params.model_fields
@@ -471,7 +471,7 @@ class Strategy(FlowerFedAvg):
 
         ``should_stop(server_round, result)`` is called after each round's test, and
         before ``on_round_end``, with the model and the metrics so far. If it returns
-        True, ``start`` runs no further round. Flower has it since 1.43.
+        True, ``start`` runs no further round. Flower has this argument since 1.43.
 
         ``recording`` listens to this run instead of ``on_replies`` and
         ``on_round_end``.
@@ -800,7 +800,7 @@ class Strategy(FlowerFedAvg):
         return self._note_delivery(messages, replies)
 
     def send_tests(self, messages: Iterable[Message], grid: Grid) -> Sequence[Message]:
-        """Send messages without a synchronised step, and return the replies in time."""
+        """Send messages that need no exchanges, and return the replies in time."""
         messages = list(messages)
         replies = polling(grid).receive(messages, timeout=self.run.timeout)
         return self._note_delivery(messages, replies)
@@ -984,7 +984,7 @@ class Strategy(FlowerFedAvg):
     def go_back(
         self, arrays: ArrayRecord, state: Mapping[str, Any], server_round: int
     ) -> ArrayRecord:
-        """Return to the end of an earlier round, and return the result's model there.
+        """Go back to the end of an earlier round, and return its result's model.
 
         Args:
             arrays: the global model of that round.

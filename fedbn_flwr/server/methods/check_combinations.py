@@ -1,4 +1,4 @@
-"""The methods that cannot be combined, by their declarations (``Travels``)."""
+"""The check for methods that cannot be combined, from their ``Travels``."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """The models that the methods of a run refuse.
 
 The needed layers, their entries, and the entries in common follow from the declarations
-of the methods (``Travels``). A need of only one method is a row in its file.
+of the methods (``Travels``). If only one method has a need, the need is a row in the
+file of this method.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ def _misfit(code: str, text: str, remedy: str, keys: str = "strategy") -> Proble
 def _of_layers(
     method: Method[Any, Any], known: Known, parts: Parts
 ) -> Iterator[Problem]:
-    """Yield the layers or entries that a method needs and the model lacks."""
+    """Yield a problem for each need of a method that the model's BN does not meet."""
     # Ignore the choice of personal entries: a layer with personal entries is still a
     # layer of the model.
     parts = dataclasses.replace(parts, personal=())
@@ -101,7 +102,7 @@ def _of_layers(
 def _of_personal(
     method: Method[Any, Any], known: Known, parts: Parts
 ) -> Iterator[Problem]:
-    """Yield the personal entries that a method needs in common."""
+    """Yield a problem if the method needs personal entries of all clients in common."""
     common = in_common(together(declared(method)))
     # Skip layers outside ``layers``, because the method does not act on them.
     by_type = dataclasses.replace(parts, personal=()).part_of

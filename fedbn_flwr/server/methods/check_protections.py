@@ -113,10 +113,11 @@ _INSTEAD = (
 
 
 def of_wrapper(methods: Methods, parts: Parts) -> Iterator[Problem]:
-    """Yield the broken promises of Flower's wrapper around the strategy, if any.
+    """Yield a problem for each fault of Flower's wrapper around the strategy.
 
-    A value of the clients may bypass the wrapper, or the wrapper may break the methods.
-    It also expects equal weights, and treats counters like weights of the model.
+    Values of the clients may bypass the wrapper, or the wrapper may break the methods.
+    The wrapper also expects equal weights, and treats counters like model weights.
+    There are no problems without a wrapper.
     """
     # Look for Flower's wrapper on the call stack, because the wrapped strategy has no
     # other sign of it.

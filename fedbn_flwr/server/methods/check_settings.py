@@ -25,7 +25,7 @@ from fedbn_flwr.server.methods.travels import (
 
 
 def problems_of_settings(methods: Any, known: Known) -> Iterator[Problem]:
-    """Yield the settings and tests that do not fit the methods.
+    """Yield a problem for each setting or test that does not fit the methods.
 
     ``methods``: the methods of a run, ``together.Methods``.
     """
@@ -42,7 +42,7 @@ def _unused(code: str, text: str, keys: str) -> Problem:
 
 
 def _of_tests(methods: Any, known: Known) -> Iterator[Problem]:
-    """Yield the tests that have no model under these methods."""
+    """Yield a problem for tests that have no model under these methods."""
     local, tests = methods.local, known.tests or ()
     weights = local & {Part.AFFINE, Part.REST, Part.PERSONAL}
     if (methods.reestimates or RECALIBRATED in tests) and weights:
@@ -126,7 +126,7 @@ def _of_settings(methods: Any, known: Known) -> Iterator[Problem]:
 
 
 def _of_statistics(method: Method[Any, Any], known: Known) -> Iterator[Problem]:
-    """Yield the problems of statistics that a method sets instead of BatchNorm."""
+    """Yield the settings without effect if a method sets BN's statistics itself."""
     # BN's momentum affects only running statistics, and here all of them are frozen.
     if all(phase.frozen & TRACKED for phase in declared(method)):
         text = f"{method.name} tracks no running variances in training"
@@ -139,7 +139,7 @@ def _of_statistics(method: Method[Any, Any], known: Known) -> Iterator[Problem]:
 
 
 def _of_phases(method: Method[Any, Any], known: Known) -> Iterator[Problem]:
-    """Yield the phases that the run is too short for."""
+    """Yield a problem for each phase that begins only after the end of the run."""
     for phase in declared(method, known.num_rounds):
         rounds, after = known.num_rounds, phase.after
         if rounds is None or after is None or after < rounds:

@@ -71,8 +71,8 @@ class Node:
         batch_size: examples in its first local step.
         unusable: the reason why it cannot take part; empty if it can.
         refusal: the reason why a mod of its app refused the query; empty if none did.
-        behind_mod: whether that mod comes before ``bn_mod``, which would have answered
-            anyway.
+        behind_mod: whether the mod that refused comes before ``bn_mod``. A mod after
+            ``bn_mod`` only sets ``refusal``, because ``bn_mod`` answers for it.
         num_partitions: number of partitions of the data, if the node has one of them.
         failure: the error that its app, or a mod of its app, raised for the query;
             empty if there was none.
@@ -104,7 +104,7 @@ class Node:
 
     @property
     def order(self) -> tuple[bool, int, int]:
-        """Sorting key by partition id, or after these by node id."""
+        """Sorting key: partition ids first, then nodes without one by node id."""
         return self.partition_id is None, self.partition_id or 0, self.node_id
 
     def __str__(self) -> str:
@@ -132,7 +132,7 @@ class Facts:
         num_rounds: R; None if Flower's own loop does not report it.
         parts: the split of the model's state.
         before: the global state that was sent; read-only.
-        travels: the declaration of the round's phase, merged over all methods.
+        travels: the declaration of the round's phase, merged from all methods.
         num_able: number of nodes with training data; N in the papers.
         most_able: the largest ``num_able`` so far, including unused rounds.
         known: labels of the clients that the server has met: they had training data in
@@ -150,7 +150,7 @@ class Facts:
 
     @cached_property
     def frozen(self) -> tuple[str, ...]:
-        """The entries that return unchanged."""
+        """The entries that the clients return unchanged."""
         return self.parts.select(self.travels.frozen - self.travels.local)
 
     @cached_property
@@ -171,7 +171,7 @@ class Facts:
 
     @cached_property
     def channel_shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """The shape of ``PATH.alpha`` of each BN layer, with a number per channel."""
+        """The shape of ``PATH.alpha``, a number per channel, for each BN layer."""
         shapes = {}
         for layer in self.parts.layers:
             mean = layer.entries.get("running_mean")
@@ -287,7 +287,8 @@ class Ask(NamedTuple):
         sends: the records that the server sends in addition to the model, by key;
             ``travels`` declares each.
         shown: whether the reply may omit the hook from its list of applied hooks,
-            because it shows the effect, or because a client may skip the hook.
+            because the rest of the reply shows the hook's effect, or because a client
+            may skip the hook.
         tunes: whether the hook also acts in the training before a test (``fine_tune``).
             Such a hook belongs to the client's own steps, and needs no record from the
             server.
@@ -314,8 +315,8 @@ class HookContext:
             belongs to another project.
         train: trains a model as the client does, with ``hooks``; None in a loop of
             another project.
-        known: the facts of the client's training that the rows read; none of them in a
-            loop of another project.
+        known: the facts of the client's training that the rows read; empty in a loop of
+            another project.
     """
 
     config: Mapping[str, Any]

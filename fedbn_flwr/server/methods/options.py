@@ -68,7 +68,7 @@ class MomentumScope(Option[Momentum]):
         return bool(params.momentum_scope != "none")
 
     def travels(self, num_rounds: int | None = None) -> tuple[Travels, ...]:
-        """Return the buffers that the server averages."""
+        """Return a phase that declares the buffers that the server averages."""
         if self.params.momentum_scope == "local":
             return (Travels(kept="SGD's momentum"),)
         why = (
@@ -140,12 +140,12 @@ class AveragedBN(Option):
         return SHARED_BN in tests_in(params.eval_on)
 
     def travels(self, num_rounds: int | None = None) -> tuple[Travels, ...]:
-        """Return the copies that clients send."""
+        """Return a phase that declares the copies that clients send."""
         why = f"eval-on={SHARED_BN} collects the BN parts that stay with the clients"
         return (Travels(extras=(Extra(SHARED_BN, "local", why, read="mean"),)),)
 
     def on_clients(self, state: None, facts: Facts) -> list[Ask]:
-        """Request the copies, although a client may leave them out."""
+        """Request the copies. A client may leave them out."""
         # Use ``shown=True``: a training loop of another project does not report this
         # hook, but may train anyway.
         return [Ask("share-bn", shown=True)]
@@ -159,11 +159,11 @@ class PersonalEntries(Option):
 
     @staticmethod
     def chosen(params: Any) -> bool:
-        """Return whether any are named."""
+        """Return whether the user has named any entries."""
         return bool(params.personal)
 
     def travels(self, num_rounds: int | None = None) -> tuple[Travels, ...]:
-        """Return the declaration that personal entries stay with the client."""
+        """Return a phase that keeps the personal entries on the client."""
         return (Travels(local=PERSONAL),)
 
 
@@ -179,7 +179,7 @@ class Recalibrate(Option):
         return bool(params.recalibrate)
 
     def travels(self, num_rounds: int | None = None) -> tuple[Travels, ...]:
-        """Return the re-estimation."""
+        """Return a phase whose statistics are re-estimated before tests."""
         return (Travels(reestimates=True),)
 
 
@@ -207,7 +207,7 @@ class PooledVariance(Option):
         return bool(params.variance == "pooled")
 
     def travels(self, num_rounds: int | None = None) -> tuple[Travels, ...]:
-        """Return the statistics of single replies."""
+        """Return a phase in which the server reads each client's statistics."""
         # The spread of the clients' means cannot be computed from their average.
         return (Travels(each=frozenset({Part.STATISTICS})),)
 

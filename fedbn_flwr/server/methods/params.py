@@ -73,7 +73,7 @@ def setting(
     """Return a field of ``Params``, from which its config key and help text follow.
 
     Args:
-        default: its default.
+        default: the default of the setting.
         meaning: the text in the table of keys.
         group: its group of config keys; empty if it has no key.
         key: the key, if it differs from the name.
@@ -180,10 +180,10 @@ class Settings(BaseModel):
     """Settings, validated and read-only. Each field is a ``setting``.
 
     Attributes:
-        rows: the problems of settings together.
+        rows: the problems that several settings have together.
 
     Raises:
-        ConfigError: all values that are out of range, by name; or the settings that
+        ConfigError: values are out of range, and the error names each; or settings
             exclude each other or have no effect.
     """
 
@@ -203,7 +203,7 @@ class Settings(BaseModel):
         tell(self.told(self.problems()))
 
     def problems(self, known: Known | None = None) -> Iterator[Problem]:
-        """Yield the settings that exclude each other or have no effect.
+        """Yield the problems of settings that exclude each other or have no effect.
 
         ``known``: the facts of the run.
         """
@@ -225,7 +225,7 @@ class Settings(BaseModel):
         yield from check(self.rows, self, known)
 
     def told(self, problems: Iterable[Problem]) -> Iterator[Problem]:
-        """Yield the problems, but of settings without effect only those that are set."""
+        """Yield the problems, without unused settings that have their default value."""
         for problem in problems:
             if problem.effect == "no-effect":
                 field = type(self).model_fields.get(problem.key)
@@ -351,7 +351,7 @@ class Params(Settings):
 
 
 def limits(field: FieldInfo) -> str:
-    """Return the limits of a field in words, or nothing without limits."""
+    """Return the limits of a field in words, or "" if it has none."""
     # In pydantic, each limit is an object of its own.
     bounds = {}
     for limit in field.metadata:

@@ -95,7 +95,7 @@ class LatestBN:
         return [(entries, num_examples) for _, _, entries, num_examples in self.tree]
 
     def average(self, parts: Parts, variance: Variance) -> dict[str, Any]:
-        """Return the p-weighted average over all clients that have sent something."""
+        """Return the p-weighted average over all clients that have sent a copy."""
         if not self.tree:
             return {}
         states = [entries for entries, _ in self.latest]

@@ -129,7 +129,7 @@ class Methods:
 
     @property
     def before_a_run(self) -> States:
-        """The states before a run begins, for the methods that declare their class."""
+        """The states before a run begins, for methods that declare a ``State``."""
         return {method.name: method.State() for method in self._methods if method.State}
 
     def begin(self, facts: Facts) -> States:
@@ -163,7 +163,8 @@ class Methods:
     def tuning(self, states: States, facts: Facts) -> list[Ask]:
         """Return the client hooks of the training before a test of a round.
 
-        Only options act on a second model, because no method changes its layers.
+        If clients have a second model, the test uses it, and no method changes its
+        layers: then only the hooks of options act.
         """
         asks: list[Ask] = []
         for method in self._methods:
@@ -174,7 +175,7 @@ class Methods:
     def fold(
         self, states: States, facts: Facts, replies: Replies, model: dict[str, Any]
     ) -> tuple[dict[str, Any], States]:
-        """Let each method in turn make the new model. Return it and the new states."""
+        """Let each method in turn change the model. Return model and new states."""
         after = dict(states)
         for method in self._methods:
             state = after[method.name]
@@ -264,9 +265,9 @@ class Methods:
         return list(dict.fromkeys(found))
 
     def of_other_layers(self, parts: Parts) -> str:
-        """Return how the methods treat other layers with running statistics.
+        """Return a sentence on the treatment of layers that only resemble BatchNorm.
 
-        These are the layers that are not a torch BatchNorm.
+        They have running statistics, but are not a torch BatchNorm.
         """
         whole = self.whole
         done = {

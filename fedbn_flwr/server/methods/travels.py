@@ -101,8 +101,8 @@ class Travels:
 
     Attributes:
         phase: the name of the phase; empty if the method has only one phase.
-        last: the last round of the phase. None means the end of the run; if another
-            phase follows, None means that the run determines the round.
+        last: the last round of the phase. In the last phase, None means the end of the
+            run. In an earlier phase, None means that the run determines the round.
         local: the parts that stay with the client.
         frozen: the parts that return unchanged; a reply that changed them is refused.
         each: the parts that the server reads in single replies, not only in their
@@ -115,7 +115,7 @@ class Travels:
             state, because the server's state mirrors it.
         decides: decisions that only one method of a run may make: "gradients",
             "server step".
-        needs: further parts of BN on which the method acts, a set for each need.
+        needs: further parts of BN that the model must have, a set for each need.
         kept: a description of other things that the clients keep.
         second_model: whether a client has a model of its own next to the global one.
         after: the round after which the phase begins at the earliest; None if it is
@@ -142,7 +142,7 @@ class Travels:
 
     @property
     def extra_copies(self) -> tuple[int, int]:
-        """Additional copies of the shared trainable floats, down and up.
+        """Numbers of additional copies of the shared trainable floats, down and up.
 
         The server sends none in round 1.
         """
@@ -151,7 +151,7 @@ class Travels:
 
     @property
     def extra_statistics(self) -> tuple[float, float]:
-        """Additional copies of the running statistics' floats, down and up.
+        """Numbers of additional copies of the running statistics, down and up.
 
         The server sends none in round 1. With "moments" a client also sends an integer
         for each BN layer.
@@ -276,7 +276,7 @@ def _sends_moments(travels: Travels) -> bool:
 
 
 def needs_all_layers(travels: Travels) -> bool:
-    """Return whether the method measures the statistics of all BN layers together."""
+    """Return whether the method works only on all BN layers together."""
     return travels.exchanges is not None or _sends_moments(travels)
 
 

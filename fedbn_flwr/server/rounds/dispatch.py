@@ -186,7 +186,7 @@ def _in_words(strange: Sequence[Message]) -> str:
 def _no_reply(run: Run, sent: Sent, node: Node, others: str) -> str:
     """Return the reason why there is no reply from a node, followed by ``others``.
 
-    The project's code left it out, it is too late, or it was lost.
+    The project's code left the reply or its message out, or the reply is late or lost.
     """
     seconds = time.monotonic() - sent.at
     if run.delivery is not None:
@@ -215,9 +215,10 @@ def _no_reply(run: Run, sent: Sent, node: Node, others: str) -> str:
 def raise_shared_error(
     run: Run, sent: Sent, refused: Sequence[Refused], any_works: bool
 ) -> None:
-    """Raise the ConfigError that all asked clients raised.
+    """Raise the ConfigError that all asked clients raised, if they raised one.
 
-    ``any_works``: a client is known to work, so nothing is raised.
+    Nothing is raised in a resumed run, or with ``any_works``: a client is known to
+    work.
     """
     # An error that all clients raise comes from the config, so it ends the run.
     if not any_works and not run.after:  # clients of a resumed run worked before
@@ -230,10 +231,10 @@ def raise_shared_error(
 
 
 def raise_shared_test_error(run: Run, sent: Sent, refused: Sequence[Refused]) -> None:
-    """Raise the ConfigError of a test that all asked clients raised.
+    """Raise the ConfigError of a test that all asked clients raised, if any.
 
-    Nothing is raised if a client is known to work: it was tested before, or it has
-    trained and has not failed now.
+    Nothing is raised in a resumed run, or if a client is known to work. A client works
+    if it was tested before, or if it has trained and has not failed now.
     """
     failed = {reply.node.label for reply in refused}
     works = run.tested or bool(run.trained - failed)

@@ -127,7 +127,7 @@ def _ask(
 def _refuse_apps_without_answer(run: Run, replies: Sequence[Message]) -> None:
     """Raise ClientPartError if no app can answer and the method needs the statistics.
 
-    Otherwise the method would use the statistics of the start.
+    Otherwise the method would use the initial statistics.
     """
     failed = [reply for reply in replies if reply.has_error() and is_app_error(reply)]
     if not run.methods.reestimates or not failed or len(failed) < len(replies):

@@ -118,7 +118,7 @@ class Terms:
         return Reply(node, count, state, metrics, extras, sizes, info)
 
     def check(self, reply: Reply) -> None:
-        """Check the records besides the model, and that frozen entries are unchanged.
+        """Check the additional records, and that frozen entries are unchanged.
 
         Raises:
             ReplyError: a record or a metric is missing or does not fit.
@@ -201,9 +201,10 @@ class Terms:
 def warn_of_other_counts(
     replies: Iterable[Reply], count_key: str, warned: set[int]
 ) -> None:
-    """Warn about nodes whose reply has another count than the count that is used.
+    """Warn about nodes that report two different numbers of training examples.
 
-    ``warned`` has the nodes with an earlier warning.
+    The number in the answer to the query is used, not the number in the reply.
+    ``warned`` has the ids of the nodes with an earlier warning.
     """
     for reply in replies:
         node, said, used = reply.node, reply.metrics.get(count_key), reply.num_examples
@@ -224,7 +225,7 @@ def warn_of_other_counts(
 def _refuse_misshapen(
     record: str, entries: State, shapes: Mapping[str, tuple[int, ...]]
 ) -> None:
-    """Raise ReplyError for a record with an entry that does not fit the model."""
+    """Raise ReplyError if an entry of a record does not have the model's shape."""
     for name, array in entries.items():
         if shapes.get(name) != array.shape:
             raise ReplyError(
@@ -352,7 +353,7 @@ def read_arrays(
 def tested_nothing(message: Message, count_key: str) -> bool:
     """Return whether a client without test data answered an evaluation.
 
-    It has nothing to average, but this is not an error.
+    Such an answer has nothing to average, but it is not an error.
     """
     if not message.has_content():
         return False

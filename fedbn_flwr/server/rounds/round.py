@@ -2,8 +2,9 @@
 
 ``play_training`` and ``play_tests`` are generators, because Flower returns to its
 caller between sending messages and reading replies: each yields the messages, receives
-the replies, and yields the result. There are two, because a user's class may leave out
-one half. ``server.strategy`` runs them in each of Flower's loops.
+the replies, and yields the result. Each half of the round has its own generator,
+because a user's class may leave out a half. ``server.strategy`` runs the generators in
+each of Flower's loops.
 """
 
 from __future__ import annotations

@@ -96,7 +96,7 @@ def _step(run: Run, messages: Sequence[Message], grid: Grid) -> StepResult:
 
 
 def _lost(step: StepResult) -> dict[int, str]:
-    """Return the reason, by node id, why the step lost each client, and the effect."""
+    """Return, by node id, why the step lost a client, and the effect on the step."""
     trained = {
         reply.metadata.src_node_id for reply in step.replies if reply.has_content()
     }
@@ -129,7 +129,7 @@ def _members(run: Run, messages: Iterable[Message]) -> dict[int, Member]:
     """Return the members of the step, and refuse nodes that lack the needed values.
 
     Raises:
-        ConfigError: no node has reported them.
+        ConfigError: no node has reported the values.
     """
     # Weight and batch size come from the answer to the query, because an exchange is
     # combined before any reply.

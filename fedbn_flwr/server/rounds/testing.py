@@ -109,7 +109,8 @@ def completing_entries(run: Run, test: str) -> State:
 def completed(run: Run, arrays: ArrayRecord) -> ArrayRecord:
     """Return the model with averaged BN parts and re-estimated statistics, if used.
 
-    A test must ask for the averages; every test must use the statistics.
+    The averages are used if a test asks for them. The statistics are used if the run
+    uses them in every test.
     """
     return with_statistics(run, _replaced(arrays, completing_entries(run, SHARED_BN)))
 
@@ -146,7 +147,7 @@ def tested_by_server(run: Run, number: int, arrays: ArrayRecord) -> ArrayRecord:
 def warn_of_affine_elsewhere(run: Run) -> None:
     """Warn, before the first round, about entries that may be gamma and beta.
 
-    They are named unlike gamma and beta, and are treated as other weights.
+    The entries have other names than gamma and beta, so they are treated like weights.
     """
     found = affine_elsewhere(run.parts, run.shapes)
     if not found:

@@ -70,7 +70,7 @@ def sample_for_training(run: Run, number: int, grid: Grid) -> list[Node]:
 
 
 def _drawn(run: Run, able: list[Node], number: int) -> list[Node]:
-    """Return the nodes of a round, either a new draw or a cohort of several rounds."""
+    """Return the drawn nodes: a new draw, or a cohort that stays for some rounds."""
     fraction, least = run.options.fraction_train, run.options.min_train_nodes
     rounds = run.methods.params.cohort_rounds
     if rounds == 1:
@@ -84,10 +84,10 @@ def _drawn(run: Run, able: list[Node], number: int) -> list[Node]:
 
 
 def _able_to_train(run: Run, present: Sequence[Node]) -> list[Node]:
-    """Return the nodes with training data and usable replies, and report the others.
+    """Return the nodes that have data and whose replies can be used; report others.
 
-    If parts stay with the clients, a mod before ``bn_mod`` would refuse every reply,
-    because replies lack the entries of these parts.
+    If parts stay with the clients, replies lack the entries of these parts. A mod
+    before ``bn_mod`` that expects the whole model would refuse every such reply.
 
     Raises:
         ConfigError: no node can train.
@@ -180,8 +180,9 @@ def sum_ahead(
 ) -> SumAhead | None:
     """Return the sum to which each reply is added on arrival, or None if useless.
 
-    It requires that all weights are known before the replies, and that no protection
-    acts in between. If a reply is lost or refused, ``average_replies`` starts again.
+    Such a sum requires that all weights are known before the replies, and that no
+    protection changes the replies. If a reply is lost or refused, ``average_replies``
+    starts again.
     """
     # If the messages are a list, all replies have arrived, and adding ahead saves no
     # time.

@@ -220,9 +220,11 @@ def raise_if_failed(run: Run, result: Result) -> None:
 
 
 def raise_if_nothing_trains(run: Run) -> None:
-    """Raise NothingTrainedError in loops other than our ``start``.
+    """Raise NothingTrainedError if no round used a reply, for other loops.
 
-    Such loops do not report when they end, so the check runs after the last round if
+    Our ``start`` checks this at its end.
+
+    Other loops do not report when they end, so the check runs after the last round if
     the number of rounds is known, and after the second round otherwise.
     """
     over = len(run.reports) >= (run.num_rounds or _PATIENCE)
@@ -269,9 +271,9 @@ def nothing_trained(min_replies: int, reports: Sequence[RoundOutcome]) -> str:
 
 @contextmanager
 def with_refusals(run: Run) -> Iterator[None]:
-    """Extend a NothingTrainedError of the block at the start of a round.
+    """Add the refusals so far to a NothingTrainedError that the block raises.
 
-    Add the reasons of refused replies and the result so far.
+    The block is the start of a round. The error also gets the result so far.
     """
     try:
         yield
@@ -313,5 +315,5 @@ def account(reports: Sequence[RoundOutcome]) -> str:
 
 
 def shortened(reason: str) -> str:
-    """Return a reason, cut to its end if it is long."""
+    """Return a reason, or only its end if it is long."""
     return reason if len(reason) <= _LONGEST else f"...{reason[-_LONGEST:]}"

@@ -65,7 +65,7 @@ class Kept:
         return entries
 
     def with_answers(self, replies: Sequence[tuple[Node, Message]]) -> Kept:
-        """Record the clients that have answered, and thus have the state to restore."""
+        """Return a copy that records which clients have answered since the resume."""
         labels = {
             node.label
             for node, message in replies
@@ -78,7 +78,7 @@ class Kept:
         usable: Sequence[Reply],
         refused: Sequence[tuple[Node, Message]] = (),
     ) -> Kept:
-        """Record the local states of the senders, and the BN parts that they share.
+        """Return a copy with the senders' local states, and the BN parts they share.
 
         Only usable replies share BN parts.
         """

@@ -56,12 +56,13 @@ class NodeRegistry:
         one_first: whether one node is asked before the others. All nodes run the same
             app: if it has no function for queries, no other node is asked.
         site_names: the names that the data have for their partitions, by label; a node's
-            ``site-name`` replaces it. With None all nodes stay without a name.
+            ``site-name`` replaces it. With None no node gets a name, not even from its
+            ``site-name``.
 
     Attributes:
         initialised: ids of the nodes that have received the initial state.
-        silent: node id to the reason why a node did not answer the last query. It is
-            asked again.
+        silent: node id to the reason why a node did not answer the last query. Such a
+            node is asked again.
     """
 
     def __init__(
@@ -183,7 +184,7 @@ class NodeRegistry:
         return sorted(labels | self._expected)
 
     def expect_initialised(self, labels: Iterable[str]) -> None:
-        """Mark the nodes with these labels as initialised when they are first seen."""
+        """Store the labels of nodes that count as initialised when first seen."""
         self._expected = set(labels)
 
     # --- who is drawn -----------------------------------------------------------------
@@ -222,10 +223,10 @@ class NodeRegistry:
             )
 
     def cohort(self, nodes: list[Node], count: int, number: int) -> list[Node]:
-        """Return the cohort of this number, ``count`` of the nodes in the same order.
+        """Return cohort ``number``: ``count`` of the nodes, in the given order.
 
-        Each cohort has its own ranking of the nodes, and the first ones train. The rank
-        of a node does not depend on other nodes: if one is lost, the others stay.
+        Each cohort ranks the nodes anew, and its first ``count`` nodes train. The rank
+        of a node does not depend on other nodes: if a node is lost, the others stay.
         """
         if count < len(nodes):
             self._warn_of_unnamed(nodes)
@@ -328,7 +329,7 @@ class NodeRegistry:
         return node_ids
 
     def _join(self, grid: Grid, new: list[int]) -> None:
-        """Query new nodes, and add the nodes that can take part with the others."""
+        """Query new nodes, and add nodes that answer and conflict with no other node."""
         joins_later = bool(self._nodes)
         found = self._distinct(self._ask(grid, new))
         if joins_later:
@@ -392,7 +393,7 @@ class NodeRegistry:
         return found
 
     def _answers(self, grid: Grid, node_ids: list[int]) -> list[Message]:
-        """Return the answers that come in time, without queries that must fail."""
+        """Return the answers in time. Send no queries if the app cannot answer them."""
         # If wanted, ask one node first. Flower logs an exception at each asked node
         # whose app has no function for queries.
         batches = [node_ids]
@@ -420,8 +421,8 @@ class NodeRegistry:
     def _distinct(self, nodes: Mapping[int, Node]) -> dict[int, Node]:
         """Return the new nodes whose partition no other connected node has.
 
-        Query the other nodes again later. Partitions of splits into different numbers
-        share examples.
+        The other nodes are queried again later. If two nodes split the data into
+        different numbers of partitions, their partitions share examples.
 
         Raises:
             ConfigError: two nodes have the same partition id at the start of the run,
@@ -482,7 +483,7 @@ class _Conflict:
 
     Attributes:
         text: the reason, with the remedy.
-        until: the consequence for the node in a run that continues.
+        until: the consequence for the node, for the log of a run that continues.
     """
 
     text: str

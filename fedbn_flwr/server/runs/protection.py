@@ -40,7 +40,7 @@ class Protection:
         """Prepare a new run.
 
         Raises:
-            ConfigError: the method, or a setting of it, does not fit.
+            ConfigError: the methods, or one of their settings, do not fit.
         """
 
     def admits(self, facts: Facts, asked: int) -> bool:
@@ -62,7 +62,7 @@ class Protection:
         grid: Grid,
         timeout: float,
     ) -> list[Message]:
-        """Return the training messages to send, after exchanging own messages.
+        """Return the training messages, after the protection's own exchanges.
 
         The report names lost nodes.
 

@@ -39,7 +39,7 @@ class RoundOutcome:
         participants: partition ids of the used replies, in order.
         rejected: node id to the reason why its reply was refused, after the name of
             the node.
-        reasons: node id to this reason alone.
+        reasons: node id to this reason, without the name of the node.
         codes: node id to the codes of these reasons, if they have any.
         asked: number of clients that received training messages.
         expected: number of clients that would have been asked if none were lost.
@@ -189,7 +189,7 @@ def _size_for(key: str, sizes: Mapping[str, float], otherwise: float) -> float:
 def _is_count(key: str) -> bool:
     """Return whether a metric has the name of a count of this package.
 
-    A user's ``mean-local-steps`` does not.
+    A user's ``mean-local-steps`` does not have such a name.
     """
     return key in _COUNTS or key.endswith(_OF_SET)
 

@@ -221,7 +221,7 @@ class Run:
         return stops and bool(self.reports) and bool(self.report.diverged)
 
     def facts(self, number: int, travels: Travels | None = None) -> Facts:
-        """Return the facts of a round for the methods. Round 0 is before the first."""
+        """Return a round's facts for the methods. Round 0 means before the first."""
         return Facts(
             number,
             self.num_rounds,
@@ -330,7 +330,7 @@ class Run:
     def set_model(self, arrays: ArrayRecord) -> None:
         """Store the global state, and split it or check the given split.
 
-        The split follows from the names of the arrays.
+        If no split is given, it follows from the names of the arrays.
 
         Raises:
             ConfigError: the value is not an ArrayRecord, the given split does not fit,
@@ -424,7 +424,7 @@ class Run:
         return saved
 
     def resume(self, after: int, saved: Mapping[str, Any]) -> None:
-        """Continue after a round with the result of ``saved``. The run has begun.
+        """Continue after a round with the result of ``saved``. Call ``begin`` first.
 
         Raises:
             ConfigError: the state belongs to another strategy or protection, or to
