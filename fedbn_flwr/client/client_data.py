@@ -40,7 +40,7 @@ class ClientData:
     def of(
         cls, train: Examples, tests: Examples | Mapping[str, Examples]
     ) -> ClientData:
-        """Return the data sets as ``Batches``, with the errors of ``as_batches``."""
+        """Return a client's data. It raises the errors of ``as_batches``."""
         named = tests if isinstance(tests, Mapping) else {"": tests}
         return cls(
             as_batches(train), {name: as_batches(data) for name, data in named.items()}

@@ -101,9 +101,9 @@ def bn_rules(
     client hooks changes nothing. The mod ``bn_mod`` sends and keeps the arrays of the
     hooks: ``ClientApp(mods=[bn_mod])``.
 
-    The hooks measure the model at the end of the block: return this model. If a loop
-    loads other weights inside the block, such as the weights of its best epoch or an
-    average, they are accepted, or the error names the remedy.
+    The hooks measure the model at the end of the block: return this model. A loop may
+    load other weights inside the block, such as the weights of its best epoch or an
+    average. If a hook cannot accept these weights, the error names the remedy.
 
     Args:
         model: the model on its device, with the received state loaded. It may be
@@ -116,9 +116,9 @@ def bn_rules(
         ConfigError: at the start, if the message or the context is needed and missing,
             or if a block has already ended in this message. In a step of an unwrapped
             optimizer, if the method acts in every step. At the end, if the model has
-            made entries, if a hook took no part in the training (the optimizer was not
-            wrapped, or no step was taken), or if a hook needs the weights of the last
-            step and the model has others.
+            created new entries, if a hook took no part in the training (the optimizer
+            was not wrapped, or no step was taken), or if a hook needs the weights of
+            the last step and the model has other weights.
     """
     message: Message | None = None
     if isinstance(message_or_config, Message):
@@ -284,7 +284,8 @@ class Hooks:
     def survey(self, batches: Any, forward: Callable[[Any], Any] | None = None) -> None:
         """Pass the training data through the model before the first step.
 
-        Methods that measure statistics need this call, for the others it does nothing.
+        Methods that measure statistics need this call. For other methods it does
+        nothing.
         No gradient is computed, and running statistics do not change.
 
         Args:
@@ -541,7 +542,7 @@ class Hooks:
             self._after_step.note(parameters_of(optimizer))
 
     def _check_last_step(self, changed: list[str]) -> None:
-        """Refuse weights that no step has made, if a hook depends on all steps."""
+        """Refuse weights that no step has computed, if a hook depends on all steps."""
         if not changed:
             return
         for name, hook in self._hooks.items():

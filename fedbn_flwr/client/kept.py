@@ -216,7 +216,7 @@ class KeptState:
         return self._has_any() and self._about().get(START_ID) != self._start_id
 
     def _continue_from(self, expected: str) -> None:
-        """Restore the state with this hash (empty for no state of this run).
+        """Restore the state with this hash. An empty hash means no state of this run.
 
         Raises:
             StateError: the state is lost.
@@ -255,7 +255,7 @@ class KeptState:
         return {"round": about[SERVER_ROUND], "kept": kept}
 
     def _set_aside(self) -> None:
-        """Store the kept records under a second name, to undo the coming round.
+        """Store the kept records under a second name, so the round can be undone.
 
         Both names share the arrays.
         """
@@ -268,7 +268,7 @@ class KeptState:
     # In the round: the local state, under the names of the model.
 
     def load(self, names: Collection[str]) -> Mapping[str, Array]:
-        """Return the kept entries among ``names``, none before the first round.
+        """Return the kept entries among ``names``; before the first round, none.
 
         Raises:
             StateError: the entries belong to another version or another model.
@@ -277,7 +277,7 @@ class KeptState:
         return {name: kept[name] for name in names if name in kept}
 
     def tested(self, names: Collection[str]) -> Mapping[str, Array]:
-        """Return the local entries for a test: ``load``, and a second model."""
+        """Return the local entries for a test, including a hook's second model."""
         return {**self.load(names), **_below(OWN_MODEL, self._read(KEPT_BY_HOOKS))}
 
     def hook_state(self, hook: ClientHook) -> Entries:

@@ -1,9 +1,10 @@
 """The files with a client's local state (``kept``).
 
-There is the newest file, and a file for each round from which a run can resume. The
-paths are ``STATE_DIR/EXPERIMENT/partition-P/SEQUENCE.RUN.ROUND.safetensors``, and the
-files are checked files. RUN names a run and its resumptions. EXPERIMENT, the experiment
-id, may have several runs: each continues with the local state of the run before.
+The folder has the newest file, and a file for each round from which a run can resume.
+The paths are ``STATE_DIR/EXPERIMENT/partition-P/SEQUENCE.RUN.ROUND.safetensors``, and
+``checked_file`` reads and writes the files. RUN names a run and its resumptions.
+EXPERIMENT, the experiment id, may have several runs: each continues with the local
+state of the run before.
 """
 
 from __future__ import annotations
@@ -91,7 +92,8 @@ class KeptFiles:
     def look_up(self, sha256: str) -> dict[str, Any] | None:
         """Return the content with this hash, without changing files.
 
-        An empty hash only matches files of this run, for a client that keeps nothing.
+        An empty hash is the hash of a client that keeps nothing, and only matches files
+        of this run.
         """
         for file, content in self._readable():
             of_run = bool(sha256) or file.run == self._continuity.run
@@ -140,7 +142,7 @@ class KeptFiles:
             ) from error
 
     def _standing(self, files: Iterable[_File], committed: int) -> _File | None:
-        """Return the file for a resume from this round.
+        """Return the file for a resume from round ``committed``, or None.
 
         It is this run's newest file up to the round, or another run's newest file.
         """

@@ -180,7 +180,7 @@ class _MaskedReducer:
 def _received(message: Message, context: Context) -> tuple[str, State]:
     """Return the key of the model's record, and the round's model.
 
-    By messages, only the first message of a step has the model.
+    If the step uses the transport "messages", only its first message has the model.
     """
     key, record = next(iter(of_kind(message.content, ArrayRecord).items()))
     if not record:

@@ -120,9 +120,9 @@ def client_app(
         train_mods: as in Flower's ``@app.train(mods=[...])``: mods that receive only
             the training messages.
         num_examples: returns the number of a node's training examples, as its client
-            would report it. ``InProcessGrid`` then sends no query, which would need a
-            message and a client for each node. It is not used with ``mods``, or by
-            methods that synchronise the clients' steps.
+            would report it. ``InProcessGrid`` then sends no query, because a query
+            needs a message and a client for each node. The function is not used with
+            ``mods``, or by methods that synchronise the clients' steps.
         reason: returns the text that the server receives for an error of a node's data;
             by default the error's text.
 

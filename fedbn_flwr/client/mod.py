@@ -216,7 +216,7 @@ def _whole_reply(reply: Message, key: str, local: Sequence[str]) -> ArrayRecord:
     """Return the record of the reply with the whole model.
 
     Raises:
-        StateError: it is missing, or lacks an entry that stays.
+        StateError: the record is missing, or lacks an entry that stays here.
     """
     records = of_kind(reply.content, ArrayRecord)
     state = records.get(key, ArrayRecord())

@@ -77,7 +77,7 @@ class CachedModel:
             ``load_state_dict`` loads it.
         build: the function that built the model; None if it was given.
         tried: whether a synchronised step was tried with it.
-        looked_at: whether it had its first look.
+        looked_at: whether ``look`` has checked it.
         head: the entries of its head, after the comparison with a server's entries.
     """
 
@@ -149,10 +149,10 @@ class CachedModel:
             load_state(self.plain, state)
 
     def look(self, inputs: Callable[[], Any], task: Task) -> None:
-        """Take a first look at a model of this kind, once in a run.
+        """Check the forward pass of a model of this kind, once in a run.
 
         Raises:
-            ConfigError: its forward pass makes entries.
+            ConfigError: the pass creates entries of the state, or changes their shape.
         """
         if not self.looked_at and not was_looked_at(self.plain, task):
             told = first_look(self.plain, inputs, task)
@@ -167,7 +167,7 @@ class CachedModel:
         self.head = head
 
     def refuse_made(self) -> None:
-        """Raise ConfigError if the training has made entries that would be lost."""
+        """Raise ConfigError if training has created entries that would be lost."""
         if not self.layout.is_current:
             state = self.plain.state_dict(keep_vars=True)
             refuse_made([name for name in state if name not in self.parts.part_of])
@@ -202,9 +202,9 @@ def model_cache(
 ) -> Callable[[], AbstractContextManager[CachedModel]]:
     """Return the cache of a model that is given, or built by the given function.
 
-    A built model that is free serves the next client. It is discarded if its client
-    raised an exception, or with the function that builds it. ``example`` is the
-    argument of ``set_memory_format``.
+    A built model that is free serves the next client. The cache discards a model if its
+    client raised an exception, or if the function that builds it no longer exists.
+    ``example`` is the argument of ``set_memory_format``.
     """
     if isinstance(model, nn.Module):
         return functools.partial(_given, model, example, [])

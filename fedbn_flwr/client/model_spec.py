@@ -46,7 +46,8 @@ class StateLocation:
     ) -> StateLocation | None:
         """Return the location, or None if there is none.
 
-        The node or the run must name a ``state-dir``, and the server must send its run.
+        The node or the run must name a ``state-dir``, and the server must send the
+        ``continuity`` of its run.
 
         Raises:
             ConfigError: the folder is not absolute, or the partition id is not a

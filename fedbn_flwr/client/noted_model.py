@@ -23,10 +23,10 @@ class _Noted(NamedTuple):
 class NotedModel:
     """A model with its device and its parameters at an earlier time.
 
-    It is the time when client hooks stored them, or the end of the last step. A
-    tensor's version reveals at no cost whether torch has changed it. Its value reveals
-    whether the change remained: some optimizers, such as SAM, move the weights and
-    restore them before a step.
+    The earlier time is the moment when client hooks stored the parameters, or the end
+    of the last step. A tensor's version reveals at no cost whether torch has changed
+    the tensor. The value reveals whether the change remained: some optimizers, such as
+    SAM, move the weights and restore them before a step.
     """
 
     def __init__(self, model: nn.Module) -> None:

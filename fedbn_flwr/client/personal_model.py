@@ -74,8 +74,8 @@ def global_state(run: str | Path) -> dict[str, torch.Tensor]:
         run: the output folder.
 
     Raises:
-        StateError: the folder has no model, or it lacks entries, because they stay with
-            the clients.
+        StateError: the folder has no model, or the model lacks entries, because they
+            stay with the clients.
     """
     state, absent = _shared(Path(run))
     if absent:
@@ -97,8 +97,8 @@ def personal_state(run: str | Path, client: int) -> dict[str, torch.Tensor]:
         client: the partition id.
 
     Raises:
-        StateError: the folder lacks the model or this client's local state; the error
-            names its place.
+        StateError: the folder lacks the model or this client's local state. The error
+            names the place of the missing state or the command that creates it.
     """
     folder = Path(run)
     state, absent = _shared(folder)

@@ -29,8 +29,8 @@ def repeatable(mod: Mod) -> Mod:
 
     It seeds the default generators of torch, NumPy and Python with the seed of the
     message (``message_seed``), so that the draws of the function repeat, and are equal
-    in every engine. The mods between this mod and the function, and the mods before it
-    after the answer, draw from the operating system's entropy.
+    in every engine. All other mods draw from the operating system's entropy: the mods
+    between this mod and the function, and after the answer the mods before this mod.
     """
 
     @functools.wraps(mod)

@@ -129,10 +129,9 @@ class TorchClient(NumPyClient):
             task, training_loss=...)`` for a loss that only training steps use, and
             ``task.measuring(["auroc"])`` for further metrics.
         state_dir: folder for durable copies of the client's local state, used if the
-            server sends its run. They outlast the node's process and the run. The
-            folder needs a partition id.
-            None uses the ``state-dir`` that the context's node config or run config
-            names, if any.
+            server sends the id of its run. The copies outlast the node's process and
+            the run, and need a partition id. None uses the ``state-dir`` that the
+            context's node config or run config names, if any.
 
     ``fit`` and ``evaluate`` take the entries named in
     ``config["fedbn-flwr.array-names"]`` (a JSON list). If the config names none, they

@@ -282,13 +282,13 @@ def _copied(records: RecordDict) -> RecordDict:
 
 
 def values_of(record: Any) -> dict[str, Any]:
-    """Return the dict of a record, which Flower gives out in two calls for each use."""
+    """Return the dict inside a record. Flower's access needs two calls each time."""
     values: dict[str, Any] = record.__dict__["_data"]
     return values
 
 
 def filled(kind: type[R], values: Mapping[str, Any]) -> R:
-    """Return a record of this class with valid values."""
+    """Return a record of this class with these values, without checking them."""
     # The values are not checked, because Flower checks each one in four to nine calls.
     record = object.__new__(kind)
     record.__dict__.update(_EMPTY[kind].__dict__, _data=dict(values))

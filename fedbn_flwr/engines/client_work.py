@@ -142,7 +142,7 @@ class OwnProcess:
         future.add_done_callback(self._begun.discard)
 
     def _work_on_jobs(self) -> None:
-        """Work on jobs in one turn as long as there are any."""
+        """Work on one job after another until none waits, in one turn."""
         job = self._next()
         if job is None:
             # Another thread has taken the job. Do not take a turn without work: it

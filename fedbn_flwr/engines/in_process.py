@@ -175,7 +175,7 @@ class InProcessGrid(ImmediateGrid):
         self.close()
 
     def close(self) -> None:
-        """Wait for clients in this process, end worker processes and drop the rest."""
+        """Drop waiting messages, wait for clients in this process, and end workers."""
         with self._lock:
             for queue in self._queues.values():
                 queue.clear()
@@ -448,7 +448,10 @@ class InProcessGrid(ImmediateGrid):
 
 
 def _order_of_magnitude(seconds: float) -> int:
-    """Return a client's cost in steps of a factor of 1.4, or 0 if it is unknown."""
+    """Return the size class of a client's cost, or 0 if the cost is unknown.
+
+    From class to class, the cost grows by a factor of 1.4.
+    """
     # Smaller differences of the costs are mostly noise and would change the order of
     # the clients in every round.
     if not seconds:

@@ -22,7 +22,7 @@ _MARKER = "fedbn-flwr"  # file that marks a folder as ours
 
 @contextmanager
 def own_folder() -> Iterator[str]:
-    """Return a temporary folder for the block, and remove abandoned ones."""
+    """Yield a temporary folder for the block, and remove abandoned folders."""
     remove_dead()
     with tempfile.TemporaryDirectory(
         prefix=_PREFIX, ignore_cleanup_errors=True
@@ -40,7 +40,7 @@ def own_folder() -> Iterator[str]:
 
 
 def remove_dead() -> None:
-    """Remove the folders of killed processes, and end the processes that they left."""
+    """Remove the folders of killed processes, and end processes that still use them."""
     for marker in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*/{_MARKER}"):
         with suppress(OSError):  # the folder is in use, another user's, or gone
             handle = os.open(marker, os.O_WRONLY)

@@ -96,7 +96,7 @@ def _serve(
 def _receive(link: WorkerPipe, members: _Members, inbox: SimpleQueue[Any]) -> None:
     """Receive messages of the command until the link ends.
 
-    Answers go to the members, jobs and the end of the link go to the inbox. The thread
+    Answers go to the members. Jobs and the end of the link go to the inbox. The thread
     also reads while a client works. Otherwise a reply and the next job could each fill
     one direction of the pipe, and both processes would wait for ever.
     """

@@ -226,7 +226,7 @@ class WorkerProcesses:
                 self._feed(worker)
 
     def _feed(self, worker: _Worker) -> None:
-        """Give a process its next job, and one in advance if there are many."""
+        """Give a process its next job, and a second job if many jobs wait."""
         sent = []
         with self._lock:
             while self._jobs and not worker.gone:

@@ -70,7 +70,7 @@ def _through(
     context: Context,
     call_next: ClientAppCallable,
 ) -> Message:
-    """Call the mod with a message of named arrays, and number those of its reply."""
+    """Call the mod with named arrays, and number the arrays of its reply."""
     # Before the mod, the list of arrays becomes records according to the names.
     key, result = f"{kind}.parameters", _REPLY[kind]
     config = message.content.config_records[f"{kind}.config"]
@@ -118,7 +118,7 @@ class _Unanswered(Exception):
 
 
 def _answered(reply: Message, result: str) -> bool:
-    """Return whether the client succeeded. If not, the reply has the reason.
+    """Return whether the client succeeded. A failed client's reply has the reason.
 
     Raises:
         StateError: the reply is not a reply of the legacy loop.

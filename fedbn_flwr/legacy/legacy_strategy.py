@@ -417,8 +417,8 @@ class _NodeIds:
     def of(self, proxy: ClientProxy) -> int:
         """Return Flower's id of the client's node.
 
-        There are no nodes under ``start_server``. There it is the number of the client
-        in the order of connections.
+        Under ``start_server`` there are no nodes. The id is then the number of the
+        client in the order of connections.
         """
         own: int | None = getattr(proxy, "node_id", None)
         if own is not None:

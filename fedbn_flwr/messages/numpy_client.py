@@ -125,7 +125,7 @@ def reply_to_evaluate(
 def describe(message: Message, properties: Config) -> Message:
     """Return the reply to the strategies' query, with values of ``get_properties``.
 
-    These are the numbers and the name of the site.
+    The reply has the numbers among the values, and the name of the site.
 
     Raises:
         StateError: a value cannot be sent.

@@ -31,7 +31,7 @@ def as_text(versions: Mapping[str, str]) -> str:
 
 
 def differences(here: Mapping[str, str], there: str) -> list[tuple[str, bool]]:
-    """Return how the versions of another machine, as text, differ from those here.
+    """Return how another machine's versions, as text, differ from the versions here.
 
     Returns:
         A sentence for each package, and whether the difference is serious. It is

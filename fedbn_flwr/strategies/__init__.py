@@ -343,8 +343,8 @@ def refuse_on_client(
 ) -> None:
     """Raise the problems that the methods of client hooks have with local training.
 
-    The rows are the rows of the server. A row is skipped if the message lacks a setting
-    of its keys.
+    The server evaluates the same rows. A row is skipped if the message lacks a setting
+    that the row names.
 
     Args:
         names: the client hooks.

@@ -175,8 +175,8 @@ class BNControlVariates(ControlVariates):
         """Replace the forward pass of the BatchNorm layers that track statistics.
 
         Raises:
-            NormLayerError: the forward pass of a layer does more, so a part would be
-                lost; or the layer is in TorchScript.
+            NormLayerError: the forward pass of a layer does more than BatchNorm, and
+                this part would be lost; or the layer is in TorchScript.
         """
         self._undo = replace_forward(replaceable_layers(model), self._forward)
         self._corrections = {}
@@ -300,7 +300,7 @@ class BNScaffoldMethod(ScaffoldMethod[BNScaffoldParams, BNVariates]):
     }
 
     def travels(self, num_rounds: int | None = None) -> tuple[Travels, ...]:
-        """Add the variates of the statistics, and the share of hits of the floor."""
+        """Return SCAFFOLD's phase, with BN's variates and the share at the floor."""
         (scaffold,) = super().travels(num_rounds)
         why = (
             f"strategy={self.name} sends the moments of BatchNorm's inputs on the"
@@ -384,7 +384,7 @@ def _without_moments(method: Any, known: Any) -> str:
 
 
 def _unmeasured(method: Any, known: Any) -> str:
-    """Name the layers without variates in the first round with variates."""
+    """Return the layers that got no variates in the first round with variates."""
     if known.state.latest_variates:
         return ""
     like, parts = known.facts.before, known.facts.parts

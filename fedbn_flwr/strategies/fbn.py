@@ -41,14 +41,14 @@ $$S \leftarrow (1 - \mu) S + \mu \, (m, v)$$
 
 The first `statistics-warm-up` rounds with a result are rounds of FedAvg: BN normalises
 with the statistics of the batches, and $S$ becomes $(m, v)$. For a trained model with
-its own statistics, use 0. If few clients take part in a round, use a longer warm-up or a
-larger $\mu$.
+its own statistics, use no warm-up (0). If few clients take part in a round, use a
+longer warm-up or a larger $\mu$.
 
 With `statistics-aggregation="trimmed-mean:0.2"`, the server takes, per channel, the
 mean of $m_i$ over the clients, and then of $v_i + (m_i - m)^2$. Each mean has equal
-weights and leaves out floor($t n$) of the $n$ clients at either end, with $t$ = 0.2:
-below five clients nobody. False statistics from at most floor($t n$) clients have no
-effect. This protects only the statistics.
+weights and leaves out floor($t n$) of the $n$ clients at either end, with $t$ = 0.2. If
+there are fewer than five clients, it leaves out none. False statistics from at most
+floor($t n$) clients have no effect. This protects only the statistics.
 
 ## Differs from the paper
 
@@ -424,7 +424,7 @@ def _without_moments(method: Any, known: Any) -> str:
 
 
 def _unmeasured(method: Any, known: Any) -> str:
-    """Name the layers without statistics in the first round with statistics."""
+    """Return the layers that got no moments in the first round with moments."""
     if known.state.num_pooled:
         return ""
     return unmeasured(known.facts.parts, _moments(known.facts, known.replies))

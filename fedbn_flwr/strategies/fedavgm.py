@@ -7,7 +7,7 @@ Federated Visual Classification", arXiv:1909.06335, section 3.3.
 
 Use when: the model zigzags from round to round, and more messages are not possible.
 
-Not when: BatchNorm causes the problem, because its statistics are averaged as in FedAvg.
+Not when: BatchNorm causes the problem. Its statistics are averaged as in FedAvg.
 
 ## Problem
 

@@ -7,8 +7,8 @@ and 2.
 
 Use when: entries of the model need steps of different size, such as for rare features.
 
-Not when: there is no time to tune the server's rate, or BatchNorm causes the problem,
-because its statistics are averaged as in FedAvg.
+Not when: there is no time to tune the server's rate, or BatchNorm causes the problem.
+BatchNorm's statistics are averaged as in FedAvg.
 
 ## Problem
 

@@ -7,8 +7,7 @@ Algorithm 2.
 
 Use when: clients do many local steps and drift apart.
 
-Not when: BatchNorm causes the problem, because the penalty does not change its
-statistics.
+Not when: BatchNorm causes the problem. The penalty does not change its statistics.
 
 ## Problem
 

@@ -100,7 +100,8 @@ class SynchroniseFirstStep(ClientHook):
     """Client code that synchronises the BN layers of the first step.
 
     The layers exchange their statistics through ``reducer``. ``batch_size`` is the size
-    of the first batch that this client has reported. The other clients rely on it.
+    that this client has reported for its first batch. The other clients rely on this
+    size.
     """
 
     def __init__(

@@ -316,7 +316,7 @@ class FixBN(Strategy):
 
 # --- what may be wrong ----------------------------------------------------------------
 def _untouched(method: Any, known: Any) -> bool:
-    """Return whether BN is about to be frozen at the statistics of new layers."""
+    """Return whether BN is about to be frozen at initial statistics (0 and 1)."""
     last, facts = known.state.frozen_after, known.facts
     # ``last`` is None if BN is not yet frozen. It is 0 for a freeze from the start. The
     # run has already warned of such a freeze, if it knows the number of rounds.
@@ -331,7 +331,7 @@ def _untouched(method: Any, known: Any) -> bool:
 
 
 def _late(method: Any, known: Any) -> str:
-    """Name the clients that first trained after their gamma and beta were frozen."""
+    """Return the new clients of a round whose own gamma and beta are frozen."""
     kept = (method.parts - TRACKED) & known.facts.travels.local
     if not kept or method.phase(known.state, known.number) != "frozen":
         return ""

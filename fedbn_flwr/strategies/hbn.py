@@ -39,8 +39,8 @@ statistics with $\mu$ = `statistics-momentum`:
 $$(\mu_g, v_g) \leftarrow (1 - \mu) (\mu_g, v_g) + \mu \, (m, v)$$
 
 The first `statistics-warm-up` rounds with a result are rounds of FedAvg, and the pooled
-statistics replace the global statistics. For a trained model, use 0. If few clients
-take part in a round, use a longer warm-up or a larger $\mu$.
+statistics replace the global statistics. For a trained model, use no warm-up (0). If
+few clients take part in a round, use a longer warm-up or a larger $\mu$.
 
 ## Differs from the paper
 
@@ -194,7 +194,10 @@ class HybridStatistics(SurveyedStatistics):
         return super().end(model)
 
     def takes_one_value(self, layer: nn.Module) -> bool:
-        """Return whether the layer mixes global statistics with batch statistics."""
+        """Return whether the layer can train on one value per channel.
+
+        It can if it mixes global statistics with batch statistics.
+        """
         return not self._warm_up and layer in self._alpha
 
     def reply(self) -> Extras:
@@ -241,7 +244,8 @@ class HybridStatistics(SurveyedStatistics):
     def _forget_gradients(self, *_: Any) -> None:
         """Drop alpha's gradients after a step.
 
-        A user's loop may zero only the gradients of the model, and alpha is not in it.
+        A user's loop may zero only the gradients of the model, and alpha is not a part
+        of the model.
         """
         for alpha in self._alpha.values():
             alpha.grad = None
@@ -287,7 +291,7 @@ class HBNMethod(PooledStatisticsMethod[HBNParams, HBNState]):
     }
 
     def travels(self, num_rounds: int | None = None) -> tuple[Travels, ...]:
-        """Add alpha, if the clients share it."""
+        """Return the phase of pooled statistics, with alpha if clients share it."""
         (pooled,) = super().travels(num_rounds)
         if not self.params.share_alpha:
             return (pooled,)

@@ -6,7 +6,7 @@ Learning", arXiv:1910.06378, Algorithm 1, option II.
 ## When
 
 Use when: gradients differ between clients, most clients take part in each round, and
-twice the floats are affordable.
+you can send twice as many floats.
 
 Not when: clients take part once or twice, or BatchNorm's statistics cause the problem.
 
@@ -133,7 +133,8 @@ class ControlVariates(ClientHook):
         """Store x, and the names of the parameters.
 
         Raises:
-            ConfigError: the optimizer maximises a group. The rows refuse others.
+            ConfigError: the optimizer maximises a group of parameters. The rows refuse
+                other unsuitable settings.
         """
         for group in optimizer.param_groups:
             if group.get("maximize"):

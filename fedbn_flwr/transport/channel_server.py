@@ -2,7 +2,7 @@
 
 Every call has a token for one node and one round. A call without a valid token is
 refused by its metadata, before any byte of its body is read. Waiting calls share one
-event loop and need no threads, so nobody can take the places of others. A member may
+event loop and need no threads, so no caller can occupy all threads. A member may
 have one call at a time. A second call, or an unreadable call, drops the member
 immediately. TLS is required except on the loopback interface.
 """
@@ -194,7 +194,7 @@ class ChannelServer:
             self._calling.discard(token)
 
     def _count(self, peer: str) -> None:
-        """Count a call without a valid token, and log a host's 1st, 10th, 100th, ..."""
+        """Count a call without a valid token, and log the 1st, 10th, ... of a host."""
         host = peer.rpartition(":")[0]
         # Count only some hosts separately, because a stranger with many addresses must
         # not fill the memory.

@@ -69,7 +69,7 @@ class TellsProperties(Protocol):
         """Return the node's answer to the strategies' query.
 
         Raises:
-            Exception: only the reply to a message has the answer.
+            Exception: the answer is unknown until the node replies to a message.
         """
 
 

@@ -252,7 +252,7 @@ def _sort(
 ) -> tuple[dict[int, TaggedTensor], dict[int, Message], dict[int, str]]:
     """Sort the replies into tensors, replies of finished clients, and lost clients.
 
-    The lost clients have a reason each.
+    Each lost client has a reason.
     """
     sent: dict[int, TaggedTensor] = {}
     done: dict[int, Message] = {}

@@ -56,7 +56,7 @@ class Limits:
 
     Attributes:
         exchange_timeout: seconds that an exchange waits for its last client after its
-            first. In one process it waits as long for each further client.
+            first. In one process, the exchange waits as long for each further client.
         reply_timeout: seconds to wait for the models.
         min_members: smallest number of clients. With fewer, the step is given up.
         answer: computes the answer from the clients' tensors of an exchange.

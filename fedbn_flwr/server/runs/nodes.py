@@ -329,7 +329,7 @@ class NodeRegistry:
         return node_ids
 
     def _join(self, grid: Grid, new: list[int]) -> None:
-        """Query new nodes, and add nodes that answer and conflict with no other node."""
+        """Query new nodes, and add those that answer and conflict with no other."""
         joins_later = bool(self._nodes)
         found = self._distinct(self._ask(grid, new))
         if joins_later:
