@@ -268,7 +268,7 @@ class KeptState:
     # In the round: the local state, under the names of the model.
 
     def load(self, names: Collection[str]) -> Mapping[str, Array]:
-        """Return the kept entries among ``names``; before the first round, none.
+        """Return the kept entries among ``names``, or none before the first round.
 
         Raises:
             StateError: the entries belong to another version or another model.

@@ -72,7 +72,7 @@ def _misfit(code: str, text: str, remedy: str, keys: str = "strategy") -> Proble
 def _of_layers(
     method: Method[Any, Any], known: Known, parts: Parts
 ) -> Iterator[Problem]:
-    """Yield a problem for each need of a method that the model's BN does not meet."""
+    """Yield a problem for each part of BN that a method needs and the model lacks."""
     # Ignore the choice of personal entries: a layer with personal entries is still a
     # layer of the model.
     parts = dataclasses.replace(parts, personal=())

@@ -104,7 +104,7 @@ class Node:
 
     @property
     def order(self) -> tuple[bool, int, int]:
-        """Sorting key: partition ids first, then nodes without one by node id."""
+        """Sorting key by partition id. Nodes without one come last, by node id."""
         return self.partition_id is None, self.partition_id or 0, self.node_id
 
     def __str__(self) -> str:

@@ -64,7 +64,7 @@ class MomentumBuffers(ClientHook):
         self._optimizers: list[torch.optim.Optimizer] = []
 
     def receive(self, sent: Extras, kept: Entries) -> None:
-        """Store the buffers to load: an entry's kept buffer, or else the server's."""
+        """Store the kept buffers, and the server's buffers for all other entries."""
         self._start = {**sent.get(MOMENTUM, {}), **kept}
 
     def start(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

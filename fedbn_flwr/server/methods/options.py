@@ -179,7 +179,7 @@ class Recalibrate(Option):
         return bool(params.recalibrate)
 
     def travels(self, num_rounds: int | None = None) -> tuple[Travels, ...]:
-        """Return a phase whose statistics are re-estimated before tests."""
+        """Return a phase that re-estimates the statistics before tests."""
         return (Travels(reestimates=True),)
 
 

@@ -70,7 +70,7 @@ def sample_for_training(run: Run, number: int, grid: Grid) -> list[Node]:
 
 
 def _drawn(run: Run, able: list[Node], number: int) -> list[Node]:
-    """Return the drawn nodes: a new draw, or a cohort that stays for some rounds."""
+    """Return a new draw of nodes, or the cohort that stays for several rounds."""
     fraction, least = run.options.fraction_train, run.options.min_train_nodes
     rounds = run.methods.params.cohort_rounds
     if rounds == 1:
@@ -84,7 +84,7 @@ def _drawn(run: Run, able: list[Node], number: int) -> list[Node]:
 
 
 def _able_to_train(run: Run, present: Sequence[Node]) -> list[Node]:
-    """Return the nodes that have data and whose replies can be used; report others.
+    """Return the nodes with data and without a mod that refuses, and report others.
 
     If parts stay with the clients, replies lack the entries of these parts. A mod
     before ``bn_mod`` that expects the whole model would refuse every such reply.

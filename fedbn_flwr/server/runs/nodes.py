@@ -223,7 +223,7 @@ class NodeRegistry:
             )
 
     def cohort(self, nodes: list[Node], count: int, number: int) -> list[Node]:
-        """Return cohort ``number``: ``count`` of the nodes, in the given order.
+        """Return the ``count`` nodes of cohort ``number``, in the given order.
 
         Each cohort ranks the nodes anew, and its first ``count`` nodes train. The rank
         of a node does not depend on other nodes: if a node is lost, the others stay.
