@@ -79,7 +79,7 @@ class SizedApp(RepeatableApp):
         """
         if config:
             raise NotImplementedError(
-                "only the client itself can check what the method needs"
+                "the client itself must answer a query with a config"
             )
         return NodeProperties(
             int(context.node_config[PARTITION_ID]),
@@ -227,7 +227,11 @@ class _ClientMessages:
 
     @NamedConfigErrors()
     def statistics(self, message: Message, context: Context) -> Message:
-        """Return the re-estimated BN statistics of a ``TorchClient``."""
+        """Return the re-estimated BN statistics of a ``TorchClient``.
+
+        Raises:
+            TypeError: the client is not a ``TorchClient``.
+        """
         client = self._client(context)
         if not isinstance(client, TorchClient):
             raise TypeError(

@@ -76,7 +76,8 @@ def apply_mod(
     trains = message.metadata.message_type.partition(".")[0] == MessageType.TRAIN
     if config.fine_tune and not trains:
         raise ConfigError(
-            "fine-tune needs a TorchClient: train in your own test",
+            "fine-tune needs a TorchClient. Leave fine-tune out, and train in your"
+            " app's own function for tests.",
             code="fine-tune-in-a-loop",
         )
     # Before the app: put the whole model, and nothing else, into the message.
@@ -160,7 +161,11 @@ def _call(
 def _completed(
     received: ArrayRecord, context: Context, config: TrainConfig
 ) -> tuple[ArrayRecord, KeptState]:
-    """Return the whole model in the server's order, and the local state."""
+    """Return the whole model in the server's order, and the local state.
+
+    Raises:
+        StateError: entries are missing, or are not in the model of the run's start.
+    """
     location = StateLocation.of(context, config.continuity)
     # The mod has no model. Names, order and shapes come from the first message of the
     # run, which contains the whole model, and are saved for later messages.

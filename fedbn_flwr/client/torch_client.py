@@ -385,7 +385,11 @@ class TorchClient(NumPyClient):
     def _open_kept(
         self, cached: CachedModel, config: Config, sent: MessageConfig
     ) -> KeptState:
-        """Return the client's local state, restored to the state the server expects."""
+        """Return the client's local state, restored to the state the server expects.
+
+        Raises:
+            StateError: the app has ``bn_mod`` as well, or the state is lost.
+        """
         if MOD in config:
             raise StateError(
                 f"the app has the mod {config[MOD]}, but its client is a TorchClient,"

@@ -259,6 +259,9 @@ class InProcessGrid(ImmediateGrid):
         """Start work on the messages and return their ids.
 
         When a reply is ready, the id of its message is put into the queue ``arrived``.
+
+        Raises:
+            EngineError: a message is for an unknown node.
         """
         # Check all nodes first, so that either all messages are sent or none.
         messages = list(messages)

@@ -5,8 +5,8 @@ values with ``read`` and ``write``.
 
 Each record name and key that more than one module uses is declared here. The keys of a
 single method are declared in the method's file. No other file may contain such a name
-(``tests/messages/test_protocol.py``). ``make generate`` writes the table of all keys,
-``docs/reference/python.md``, from the declarations.
+(``tests/messages/test_protocol.py``). ``make generate`` writes the table of the keys
+without ``PREFIX`` in ``docs/reference/python.md`` from the declarations.
 
 Keys begin with ``PREFIX`` if the server or the codec adds them to a config that also
 has keys of users. The exceptions are Flower's own ``server-round``, and ``test-sets``,
@@ -65,7 +65,7 @@ class Key(str):
     """The name of a record or of an entry.
 
     Attributes:
-        kind: type and content. All attributes are columns in the table of all keys.
+        kind: type and content. All attributes are columns in the table of keys.
         writer: the part of the system that writes it.
         reader: the part of the system that reads it.
     """
@@ -75,7 +75,7 @@ class Key(str):
     reader: str
 
     def __new__(cls, name: str, kind: str, writer: str, reader: str) -> Self:
-        """Make the key ``name``, with its row in the table."""
+        """Make the key ``name``, with the columns of its row in the table."""
         key = super().__new__(cls, name)
         key.kind, key.writer, key.reader = kind, writer, reader
         return key
@@ -128,7 +128,7 @@ SEED = Key.down(
 HOOKS = Key.down("fedbn-flwr.hooks", "str, comma list: client hooks to apply")
 EXTRAS = Key.down("fedbn-flwr.extras", "str, comma list: the method's further records")
 LOCAL_ENTRIES = Key.down(
-    "fedbn-flwr.local-entries", "str, JSON list: names of the entries that stay"
+    "fedbn-flwr.local-entries", "str, JSON list: entries that stay with the client"
 )
 LAYERS = Key.down(
     "fedbn-flwr.layers",
@@ -137,13 +137,13 @@ LAYERS = Key.down(
 )
 PERSONAL = Key.down(
     "fedbn-flwr.personal",
-    "str, JSON list: the entries among them that the user has named; a client may have"
-    " them in another shape",
+    "str, JSON list: the local entries that the user has named; a client may have them"
+    " in another shape",
 )
 HEAD = Key.down(
     "fedbn-flwr.head",
     "str, JSON list: the personal entries that a server without the model takes for the"
-    " head; a client with the model compares",
+    " head; the client compares them with its model's head",
 )
 FINE_TUNE = Key.down(
     "fedbn-flwr.fine-tune", "int: steps by which a client trains before its test"
@@ -164,7 +164,7 @@ START_ID = Key.down(
     "fedbn-flwr.start", "str: id of a second or further start in one run"
 )
 SERIES = Key.down("fedbn-flwr.series", "str: experiment id")
-RUN = Key.down("fedbn-flwr.run", "str: this run and its resumptions")
+RUN = Key.down("fedbn-flwr.run", "str: id of the run and its resumptions")
 COMMITTED = Key.down(
     "fedbn-flwr.committed", "str, comma list: rounds of the checkpoints"
 )
@@ -199,7 +199,7 @@ FIRST_BATCH = Key.down(
 MASK_STAGE = Key.down(
     "fedbn-flwr.mask-stage", "str, in a query: keys, shares or reveal"
 )
-MASK_REPLY = Key.up("masks", "ConfigRecord of the answer to such a query")
+MASK_REPLY = Key.up("masks", "ConfigRecord of the answer to a query about masks")
 MASK_NUMBER = Key.down(
     "fedbn-flwr.mask-number", "int: this client's number in the round"
 )
@@ -211,21 +211,23 @@ MASK_NUMBERS = Key(
 )
 MASK_KEYS = Key(
     "fedbn-flwr.mask-keys",
-    "list of bytes: two public keys of each",
+    "list of bytes: two public keys of each client",
     "server, client",
     "client, server",
 )
 MASK_SHARES = Key(
     "fedbn-flwr.mask-shares",
-    "list of bytes: a share for or of each",
+    "list of bytes: a secret share for, or from, each client in mask-numbers",
     "server, client",
     "client, server",
 )
-MASK_THRESHOLD = Key.down("fedbn-flwr.mask-threshold", "int: t")
+MASK_THRESHOLD = Key.down(
+    "fedbn-flwr.mask-threshold", "int: t, the number of shares that give a secret"
+)
 MASK_ANSWERED = Key.down(
     "fedbn-flwr.mask-answered", "list of int: clients whose model has arrived"
 )
-MASK_LOST = Key.down("fedbn-flwr.mask-lost", "list of int: clients whose model has not")
+MASK_LOST = Key.down("fedbn-flwr.mask-lost", "list of int: clients without a model")
 MASK_PRESENT = Key.down(
     "fedbn-flwr.mask-present", "list of int: the other clients of the round"
 )

@@ -299,7 +299,11 @@ def _rank(kind: type[Kind]) -> tuple[int, int, str]:
 # Cache the combination, so that combined(A, B) is combined(B, A).
 @functools.cache
 def _combined(kinds: tuple[type[Kind], ...]) -> Combination:
-    """Return the combination of sorted methods."""
+    """Return the combination of sorted methods.
+
+    Raises:
+        ConfigError: two of the methods cannot be combined.
+    """
     problems = []
     for first, second in itertools.combinations(kinds, 2):
         why = why_not_combined(first, second)

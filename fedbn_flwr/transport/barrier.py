@@ -222,7 +222,12 @@ class Barrier:
                     then({i: self._outcome(i, exchange) for i in waiting})
 
     def _take(self, node_id: int, attempt: int, tag: str, tensor: Tensor) -> _Exchange:
-        """Take a member's tensor and return its exchange."""
+        """Take a member's tensor and return its exchange.
+
+        Raises:
+            RetryStep: the tensor belongs to an earlier attempt.
+            Dropped: the member is out of the round.
+        """
         # Refuse a tensor whose exchange cannot be answered. A member that has closed
         # would get no answer, because the others do not wait for it.
         self._refuse_dropped(node_id)

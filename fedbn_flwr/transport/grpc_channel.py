@@ -68,7 +68,11 @@ class ChannelReducer:
         return reply.union
 
     def reduce(self, tag: str, tensor: Tensor) -> Tensor:
-        """See ``Reducer.reduce``."""
+        """See ``Reducer.reduce``.
+
+        Raises:
+            EngineError: the channel cannot be reached, or its reply has no tensor.
+        """
         _, answer = self._ask(
             Call(op="reduce", attempt=self._attempt, tag=tag), tensor.cpu()
         )

@@ -221,7 +221,12 @@ def in_parallel(methods: Iterable[Sequence[Travels]]) -> list[Travels]:
 def _merged_phases(
     first: Sequence[Travels], second: Sequence[Travels]
 ) -> Iterator[Travels]:
-    """Yield the phases of two lists. Each lasts until a phase of either list ends."""
+    """Yield the phases of two lists. Each lasts until a phase of either list ends.
+
+    Raises:
+        ConfigError: both lists change their phase in a round that only the run
+            determines.
+    """
     left, right = list(first), list(second)
     while left and right:
         a, b = left[0], right[0]

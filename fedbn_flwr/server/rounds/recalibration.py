@@ -71,7 +71,8 @@ def _ask(
 ) -> dict[str, Any]:
     """Return the running statistics of ``arrays`` on the nodes' data.
 
-    The result is empty with fewer than ``min_replies`` usable answers.
+    The result is empty with fewer than ``min_replies`` usable answers, or if no layer
+    has finite statistics.
     """
     report, before = run.report, views(arrays)
     # Statistics for the method count as training traffic, others as test traffic.
@@ -107,7 +108,8 @@ def _ask(
     )
     if not statistics:
         logger.warning(
-            "round %d: no statistics are re-estimated (usable replies: %d,"
+            "round %d: no statistics are re-estimated, because too few replies are"
+            " usable or no layer has finite statistics (usable replies: %d,"
             " min-replies=%d)",
             report.server_round,
             len(good),

@@ -287,7 +287,7 @@ class NodeRegistry:
         for nodes in by_name.values():
             if len(nodes) > 1 and any(node in new for node in nodes.values()):
                 logger.warning(
-                    "%s have one name. Give each node its own site-name in"
+                    "%s have the same name. Give each node its own site-name in"
                     " --node-config; until then only the numbers tell them apart.",
                     " and ".join(map(str, nodes.values())),
                 )
@@ -306,7 +306,11 @@ class NodeRegistry:
             logger.info("%s is connected again.", self._nodes[node_id])
 
     def _wait(self, grid: Grid, at_least: int) -> list[int]:
-        """Return the ids of the connected nodes as soon as there are enough."""
+        """Return the ids of the connected nodes as soon as there are enough.
+
+        Raises:
+            EngineError: there are too few nodes after the timeout.
+        """
         deadline = time.monotonic() + self._timeout
         said = False
         node_ids = list(grid.get_node_ids())
