@@ -151,7 +151,7 @@ def empty_run(run_id: int) -> Run:
 
 
 def later_mods(call_next: ClientAppCallable) -> tuple[list[Mod], ClientAppCallable]:
-    """Return the mods between a mod and the app's function, and that function."""
+    """Return the mods between a mod and the app's function, and the function itself."""
     # Flower wraps the app's function in one mod after the other, and the first mod is
     # the outermost. All wrappers are closures of the same function, so their code
     # identifies them. The variables of a closure are the mod and the wrapped function.
@@ -206,7 +206,7 @@ def on_network_node() -> bool:
 
 @contextmanager
 def as_network_node() -> Iterator[None]:
-    """Let the block refuse the same things as a process of a SuperNode."""
+    """Run the block with the refusals of a SuperNode's process."""
     identify_process(1)
     before = TaskIdentity.node_id
     if before == SUPERLINK_NODE_ID:

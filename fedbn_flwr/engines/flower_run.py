@@ -215,7 +215,7 @@ def free_port() -> int:
 
 
 def running(pid: int) -> bool:
-    """Return whether a process exists and has not ended. For 0 it is always False."""
+    """Return whether a process exists and has not ended; always False for pid 0."""
     # For ``kill``, 0 and negative numbers are process groups.
     if pid <= 0:
         return False

@@ -463,7 +463,7 @@ def _order_of_magnitude(seconds: float) -> int:
 
 
 class _Arriving(Sequence[Message]):
-    """Replies that may not have arrived. Reading a reply waits until it is here."""
+    """Replies that may not have arrived. Reading a reply waits until it arrives."""
 
     def __init__(self, replies: Iterator[Message]) -> None:
         self._replies = replies

@@ -181,7 +181,7 @@ class _Memory:
 
 @dataclass
 class WorkerPipe:
-    """One end of a pipe. Any thread may send, but only one receives."""
+    """One end of a pipe. Any thread may send, but only one thread receives."""
 
     pipe: Connection
     pid: int = 0  # id of the process at the other end

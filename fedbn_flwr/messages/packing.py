@@ -202,7 +202,7 @@ def _refuse_name(what: str, name: object, taken: Collection[str]) -> None:
 
 
 def _counts(numbers: Sequence[object]) -> bool:
-    """Return whether all are whole numbers >= 0, and none is a JSON bool."""
+    """Return whether all numbers are whole and >= 0, and none is a JSON bool."""
     return all(type(number) is int and number >= 0 for number in numbers)
 
 

@@ -316,11 +316,11 @@ class Traffic:
         )
 
     def count_down(self, size: tuple[int, int]) -> None:
-        """Count one broadcast, given (bytes of floats, bytes of others)."""
+        """Count one broadcast, given (bytes of floats, bytes of other entries)."""
         self.down += size[0]
         self.counters_down += size[1]
 
     def count_up(self, size: tuple[int, int]) -> None:
-        """Count one client's arrays, given (bytes of floats, bytes of others)."""
+        """Count a client's arrays, given (bytes of floats, bytes of other entries)."""
         self.up += size[0]
         self.counters_up += size[1]

@@ -102,7 +102,7 @@ class Combination:
 
     @property
     def own_defaults(self) -> dict[str, Any]:
-        """The defaults of common settings that differ from ``Strategy``'s."""
+        """The common settings whose defaults are not the defaults of ``Strategy``."""
         own = self.Params.model_fields
         differing = {}
         for name, field in Params.model_fields.items():
@@ -116,7 +116,7 @@ class Combination:
 
 
 def _aggregation_note(aggregate: object) -> str:
-    """Return a note that metrics are averages, or nothing for the user's function."""
+    """Return a note that metrics are averages, or "" for a user's own function."""
     return f" ({AVERAGED})" if aggregate is average_metrics else ""
 
 

@@ -117,7 +117,7 @@ class SynchroniseFirstStep(ClientHook):
         self._backward: Backward = backward
 
     def synchronises(self, step: int) -> bool:
-        """Return True for the first step, because it uses the union of the batches."""
+        """Return True for the first step, which uses the union of the batches."""
         return step == 0
 
     @contextmanager

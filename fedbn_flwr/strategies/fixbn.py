@@ -202,7 +202,7 @@ class FixBNMethod(Method[Any, Frozen]):
 
     @property
     def parts(self) -> frozenset[Any]:
-        """The parts that are frozen."""
+        """The parts of BN that the method freezes."""
         return BATCHNORM if self.params.freeze_affine else TRACKED
 
     def first_phase(self) -> Travels:
@@ -233,7 +233,7 @@ class FixBNMethod(Method[Any, Frozen]):
         return replace(first, last=last), frozen
 
     def begin(self, facts: Facts) -> Frozen:
-        """Set T* if it is known."""
+        """Return the first state, with T* if it is known."""
         rounds = 0
         # Ask for R only if it is needed, because Flower's own loops do not report it.
         at = self.params.freeze_at

@@ -208,7 +208,7 @@ class Barrier:
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        """Hold the lock in the block, then answer the exchanges that ended there."""
+        """Hold the lock in the block, then answer exchanges that ended in the block."""
         self._lock.acquire()
         try:
             yield
@@ -476,7 +476,7 @@ class BarrierGrid(Protocol):
     """A grid whose clients run in this process and can wait at a barrier."""
 
     def open_barrier(self, barrier_id: str, barrier: Barrier) -> None:
-        """Let the members of the barrier run at the same time and find it by its id."""
+        """Let the members run at the same time, and find the barrier by its id."""
 
     def close_barrier(self, barrier_id: str) -> None:
         """Remove the barrier."""

@@ -79,7 +79,7 @@ def _of_tests(methods: Any, known: Known) -> Iterator[Problem]:
 
 
 def _of_settings(methods: Any, known: Known) -> Iterator[Problem]:
-    """Yield the problems of settings that every method has."""
+    """Yield the problems of the settings that all methods share."""
     chosen = methods.params.layers or (known.parts and known.parts.averaged)
     for method in methods:
         if chosen and needs_all_layers(together(declared(method))):

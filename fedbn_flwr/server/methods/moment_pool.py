@@ -82,4 +82,4 @@ UNMEASURED = Problem(
     stage="replies",
     effect="warn",
 )
-"""The row of methods that measure statistics; each sets its ``when``."""
+"""The row of methods that measure statistics; each method sets the row's ``when``."""

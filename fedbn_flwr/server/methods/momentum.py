@@ -90,7 +90,7 @@ class MomentumBuffers(ClientHook):
         return {MOMENTUM: self._buffers(shared=True)}
 
     def keep(self) -> Entries:
-        """Return the buffers that stay here, either all or only local ones."""
+        """Return the buffers that stay here, all or only the buffers of local parts."""
         kept = self._buffers(shared=False)
         if self._scope == "local":
             kept |= self._buffers(shared=True)

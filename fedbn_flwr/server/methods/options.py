@@ -152,7 +152,7 @@ class AveragedBN(Option):
 
 
 class PersonalEntries(Option):
-    """Entries that the user names stay with the clients."""
+    """Option that keeps the entries named by the user on the clients."""
 
     name = "personal"
     instead = "no personal entries"
@@ -191,7 +191,7 @@ class TestRecalibrated(Recalibrate):
 
     @staticmethod
     def chosen(params: Any) -> bool:
-        """Return whether there is such a test."""
+        """Return whether the run has a test with re-estimated statistics."""
         return RECALIBRATED in tests_in(params.eval_on)
 
 

@@ -58,7 +58,7 @@ def tests_in(eval_on: str) -> tuple[str, ...]:
 
 
 SET = "any value but the default"
-"""Stands for such a value of a key in ``only_if``."""
+"""The value in ``only_if`` for any value of a key but the default."""
 
 
 def setting(

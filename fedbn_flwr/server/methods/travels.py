@@ -174,7 +174,7 @@ class Travels:
 
     @property
     def needs_all_at_once(self) -> bool:
-        """Whether the clients of a round run at the same time, each in its process."""
+        """Whether a round's clients must run together, each in its own process."""
         if self.exchanges is None:
             return False
         return TRANSPORTS[self.exchanges.link.transport].all_at_once

@@ -167,7 +167,11 @@ class Run:
 
     @property
     def parts(self) -> Parts:
-        """The split of the model's state, or ConfigError if it is still unknown."""
+        """The split of the model's state.
+
+        Raises:
+            ConfigError: the split is still unknown.
+        """
         if self.parts_or_none is None:
             raise ConfigError(
                 "the split of the state is unknown before the first arrays: pass"
@@ -376,7 +380,10 @@ class Run:
 
     @property
     def parts_with_ties(self) -> Parts:
-        """The split; if it follows from names, equal numbers reveal tied entries."""
+        """The split, with its tied entries.
+
+        If the split follows from names, entries with equal numbers count as tied.
+        """
         if not self.parts.by_names or not self.local_entries:
             return self.parts
         return replace(self.parts, tied=equal_entries(self.before))
