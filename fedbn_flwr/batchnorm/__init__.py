@@ -2,12 +2,14 @@
 
 In reading order:
 
-- ``parts``: a state by layer type: affine, statistics, counters and the rest.
+- ``parts``: the split of a model's state: affine, statistics, counters, the rest, and
+  personal entries.
 - ``averaging``: the average of clients' states. ``check_state`` refuses a state with
   wrong shapes, values that are not finite, or negative variances.
 - ``reestimation``: statistics from data, of a batch and of a pass ("precise BN").
-- ``replaced_forward``: a method's forward pass in place of a layer's; normalisation.
+- ``replaced_forward``: a method's forward pass instead of a layer's own, and
+  normalisation with given statistics.
 - ``adaptation``: test-time BatchNorm, with statistics of the test inputs.
-- ``sync``: one BatchNorm over all clients of a round, FedTAN's first step.
-- ``outer_affine``: gamma and beta that a layer's owner applies, for ``parts``.
+- ``sync``: BatchNorm over the batches of all clients of a round, as in FedTAN.
+- ``outer_affine``: finds gamma and beta that the module around a layer applies.
 """

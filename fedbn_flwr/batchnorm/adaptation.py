@@ -27,14 +27,14 @@ of test batch $b$ with $n$ examples; the variance is biased. A layer normalises 
   2020, arXiv:2006.16971): the running statistics have the weight of 16 examples.
 
 All other layers are in eval mode, so dropout is off. Every layer with running
-statistics is adapted, even if training keeps it in eval mode (`frozen-bn=eval`). If one
-value per channel gives no variance, `batch` refuses the test and names the layer.
+statistics is adapted, even if training keeps it in eval mode (`frozen-bn=eval`). A batch
+with one value per channel has no variance, so `batch` refuses it and names the layer.
 
 ## Differs from the papers
 
 $v_b$ is biased, so that N = 0 is equal to `batch`; Schneider's code mixes the unbiased
-variance. Every kind of BatchNorm is adapted, in that code only BatchNorm2d. As in that
-code, $n$ counts examples, even in convolutions.
+variance. Every kind of BatchNorm is adapted; Schneider's code adapts only BatchNorm2d.
+As in that code, $n$ counts examples, even in convolutions.
 
 ## Laws
 
@@ -74,7 +74,7 @@ __all__ = [
 ]
 
 TestBNMode = Literal["", "batch", "mix"]
-"""The statistics of a test; "" means the running statistics."""
+"""The statistics that a test uses; "" means the running statistics."""
 TEST_BN_MODES = tuple(filter(None, get_args(TestBNMode)))
 
 PRIOR = 16
@@ -83,20 +83,20 @@ PRIOR = 16
 
 @contextmanager
 def adapted(model: nn.Module, mode: TestBNMode) -> Iterator[None]:
-    """Let the BatchNorm layers use each batch's statistics in the block.
+    """Let BatchNorm layers in eval mode use each batch's statistics in the block.
 
-    They do it in eval mode. Layers without running statistics always use the statistics
-    of the batch.
+    In mode ``mix``, they are mixed with the running statistics. Layers without running
+    statistics always use the statistics of the batch.
 
     Args:
         model: the model. After the block it has its running statistics again, bit for
             bit. A compiled model is compiled again in the block, so pass the module
             inside it.
-        mode: selects the statistics.
+        mode: selects the statistics; "" changes nothing.
 
     Raises:
-        NormLayerError: in mode ``batch``, a layer in the block gets one value per
-            channel from a batch; or a layer is in TorchScript.
+        NormLayerError: in mode ``batch``, a layer gets a batch with one value per
+            channel; or a layer is in TorchScript.
     """
     if not mode:
         yield
@@ -121,10 +121,10 @@ def adapted(model: nn.Module, mode: TestBNMode) -> Iterator[None]:
 
 
 class _Mixture:
-    """Gives a layer w S + (1 - w) (mu_b, v_b) for each batch.
+    """Loads w S + (1 - w) (mu_b, v_b) into a layer, before the layer gets a batch.
 
-    ``closing`` restores S. The mixture is loaded before the batch. The layer then uses
-    it in eval mode.
+    The layer is in eval mode, so it normalises the batch with this mixture. ``closing``
+    restores the running statistics S.
     """
 
     def __init__(self, layer: _BatchNorm, closing: ExitStack) -> None:

@@ -46,7 +46,7 @@ _BLOCK = 1 << 18
 def to_shares(weights: Sequence[float]) -> list[float]:
     """Return p_i = w_i / sum(w).
 
-    Weights whose sum overflows are first divided by the largest.
+    If the sum of the weights overflows, the weights are first divided by the largest.
 
     Raises:
         ReplyError: a weight is negative or not finite, or all weights are zero.
@@ -71,12 +71,12 @@ def weighted_sum(arrays: Sequence[Array], p: Sequence[float]) -> Array:
 
 
 def wide_type(array: Array) -> type[np.complex128 | np.float64]:
-    """Return the type for adding the array's values."""
+    """Return the type in which an array's values are added, float64 or complex128."""
     return np.complex128 if array.dtype.kind == "c" else np.float64
 
 
 def fits(array: Array, dtype: np.dtype[Any]) -> bool:
-    """Return whether the values are finite, even in a narrower type."""
+    """Return whether all values are finite after conversion to ``dtype``."""
     with np.errstate(over="ignore"):
         return bool(np.isfinite(array.astype(dtype)).all())
 
@@ -128,11 +128,11 @@ def _write(block: _Block, total: Array, arrays: Sequence[Array]) -> None:
 
 
 class SumAhead:
-    """The sums of ``average``, to the bit, computed while the states arrive.
+    """Computes the sums of ``average`` while the states arrive, equal to the bit.
 
-    It needs memory for the model in float64, and passes over it for each state, while
-    ``average`` stays in the cache. It is useful if the program has to wait for the last
-    states anyway.
+    The object needs memory for the model in float64, and passes over this memory once
+    per state. ``average`` is faster, because it stays in the cache. The object saves
+    time if the program has to wait for the last states anyway.
 
     Args:
         weights: one weight >= 0 for each expected state; they are normalised to p_i.
@@ -191,9 +191,9 @@ def _flat(arrays: Iterable[Array]) -> list[Array]:
 
 
 def _blocks(sizes: Sequence[int]) -> Iterator[_Block]:
-    """Yield blocks of at most ``_BLOCK`` elements of arrays of these sizes.
+    """Yield blocks of at most ``_BLOCK`` elements, for arrays of these sizes.
 
-    A block is a list of pieces: the number of an array, and a slice of it.
+    A block is a list of pieces. A piece is the index of an array and a slice of it.
     """
     block: _Block = []
     room = _BLOCK
@@ -229,8 +229,8 @@ def average(
         parts: the split of the entries; unknown entries count as REST.
         variance: "mean" averages running variances (FedAvg of the papers). "pooled"
             adds the spread of the client means, var = sum p_i (var_i + (mean_i -
-            mean)^2), the variance of the mixture. The spread is not added to a layer
-            if the result is above the largest number of its type.
+            mean)^2), the variance of the mixture. A layer's spread is left out if the
+            sum exceeds the largest number of the entry's dtype.
         ahead: sums that were begun while the states arrived. They are used if they
             belong to these states and weights.
 
@@ -310,8 +310,8 @@ def check_state(state: State, like: State, parts: Parts) -> None:
 
     Raises:
         ReplyError: an entry is missing or extra, has another shape or dtype, is not
-            finite, or is a negative running variance. The message names the first two
-            problems with the value, and the number of the others.
+            finite, or is a negative running variance. The message has the first two
+            problems, with their values, and the number of further problems.
     """
     problems = [f"entry '{name}' is missing" for name in like if name not in state]
     problems += [
@@ -343,7 +343,7 @@ def check_state(state: State, like: State, parts: Parts) -> None:
 def check_finite(state: State, subject: str = "") -> None:
     """Raise ReplyError for an array with NaN or infinity.
 
-    The message is ``subject``, then the first such entry.
+    The message is ``subject``, followed by the name of the first such entry.
     """
     for name, array in state.items():
         if problem := _not_finite(name, array):

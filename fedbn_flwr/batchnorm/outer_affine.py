@@ -1,7 +1,7 @@
 """Gamma and beta that the owner of a BatchNorm layer applies, found by a trial.
 
-The layer is, for example, a ``BatchNorm2d(affine=False)``, and the owner scales its
-output.
+The owner is the module that contains the layer. For example, the layer is a
+``BatchNorm2d(affine=False)``, and the owner scales the output of the layer.
 
 A forward pass of the whole model would need an example, but the server has no data. The
 owner takes the same inputs as BatchNorm, so it can be tried separately. It owns gamma
@@ -28,9 +28,10 @@ _MOST = 4
 
 
 def outer_affine(owner: nn.Module, name: str) -> dict[str, str]:
-    """Return the owner's parameters that are gamma ("weight") and beta ("bias").
+    """Return the names of the owner's parameters that act as gamma and beta.
 
-    The result is empty if the owner has no such parameters.
+    The key of gamma is "weight", and the key of beta is "bias". The result is empty if
+    the owner has no such parameters.
 
     Args:
         owner: the module that owns the layer; it does not change. Its forward pass must
@@ -62,7 +63,7 @@ def outer_affine(owner: nn.Module, name: str) -> dict[str, str]:
 
 @torch.no_grad()
 def _tried(trial: nn.Module, name: str, near: list[str]) -> dict[str, str]:
-    """Return the first choice of gamma and beta that gives equal outputs."""
+    """Return the first choice of gamma and beta that gives equal outputs, or {}."""
     layer: Any = trial.get_submodule(name)
     x = random_input(layer, torch.float64)
     output = trial(x)
@@ -84,7 +85,7 @@ def _tried(trial: nn.Module, name: str, near: list[str]) -> dict[str, str]:
 
 
 def _choices(near: list[str]) -> Iterator[dict[str, str]]:
-    """Yield the names that may be gamma and beta, by leaf."""
+    """Yield every choice of gamma ("weight") and beta ("bias") from these names."""
     for weight, bias in permutations(near, 2):
         yield {"weight": weight, "bias": bias}
     for name in near:

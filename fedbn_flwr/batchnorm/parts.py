@@ -143,9 +143,9 @@ class Parts:
         types: the paths of the modules of each class, by the name of the class; empty
             in a split by names.
         tied: entries that share a tensor with an earlier entry, each with the name of
-            the first; empty in a split by names.
-        find_head: returns the layers that make the outputs. For a model it runs one
-            forward pass, once.
+            the first entry with this tensor; empty in a split by names.
+        find_head: returns the layers that make the outputs. For a model, the first call
+            runs a forward pass.
     """
 
     names: tuple[str, ...]
@@ -191,7 +191,7 @@ class Parts:
         return parts
 
     def with_personal(self, patterns: str | Sequence[str]) -> Parts:
-        """Return the split with these entries as PERSONAL, or none for "".
+        """Return the split with only these entries as PERSONAL; "" means none.
 
         A pattern is a path or glob: "classifier.*", "features". "type:LayerNorm" means
         all entries below modules of this class or its subclasses. "last-layer" means
@@ -370,13 +370,13 @@ def _moves_buffers(module: nn.Module, buffers: Collection[str]) -> bool:
 def _is_running(leaf: str) -> bool:
     """Return whether a buffer's name means running statistics.
 
-    Layers from TensorFlow have other names for them; these are included.
+    Layers from TensorFlow have names such as ``moving_mean``; they are included.
     """
     return leaf.startswith(("running_", "moving_"))
 
 
 def tied_entries(model: nn.Module) -> dict[str, str]:
-    """Return the entries that share a tensor with an earlier entry, with its name."""
+    """Return, for each entry that shares an earlier entry's tensor, that entry."""
     # keep_vars=True returns the tensors of the model. Without it, each entry would be a
     # new tensor with an id of its own.
     state = model.state_dict(keep_vars=True)
@@ -384,10 +384,10 @@ def tied_entries(model: nn.Module) -> dict[str, str]:
 
 
 def equal_entries(state: Mapping[str, np.ndarray[Any, Any]]) -> dict[str, str]:
-    """Return the entries that are equal to an earlier entry, as tied weights are.
+    """Return, for each entry that is equal to an earlier entry, that entry.
 
-    Only the numbers reveal a tie if the model is not available. Constant entries are
-    left out, because many entries start as all 0 or all 1.
+    Tied weights are equal. Without the model, only the numbers reveal a tie. Constant
+    entries are left out, because many entries start as all 0 or all 1.
     """
     varied = {name: a for name, a in state.items() if (a != a.flat[:1]).any()}
     return _repeated(
@@ -397,7 +397,7 @@ def equal_entries(state: Mapping[str, np.ndarray[Any, Any]]) -> dict[str, str]:
 
 
 def _repeated(values: Iterable[tuple[str, Hashable]]) -> dict[str, str]:
-    """Return the names that repeat a value, with the earlier name of that value."""
+    """Return, for each name that repeats a value, the first name with this value."""
     first: dict[Hashable, str] = {}
     repeated = {}
     for name, value in values:
@@ -410,12 +410,14 @@ def _repeated(values: Iterable[tuple[str, Hashable]]) -> dict[str, str]:
 def tied_apart(
     tied: Mapping[str, str], local: Collection[str], unless: str = ""
 ) -> Iterator[Problem]:
-    """Yield the first tied tensor that stays with the client under only one name.
+    """Yield a problem if a tied tensor stays with the client under only one name.
+
+    Only the first such tensor is reported.
 
     Args:
         tied: see ``Parts.tied``.
         local: the entries that stay with the client.
-        unless: another sentence for the message.
+        unless: a further sentence that is appended to the message.
     """
     for pair in tied.items():
         stays, shared = sorted(pair, key=lambda name: name not in local)
@@ -465,10 +467,10 @@ def learning_parts(
     personal: str | Sequence[str] = "",
     inputs: Callable[[], Any] | None = None,
 ) -> Parts:
-    """Return the split in which BatchNorm has only the entries that training changes.
+    """Return ``split_state`` with the fixed entries of BatchNorm layers in REST.
 
-    The ``fixed_entries`` are in REST (see ``train_only``). The other arguments are
-    explained in ``split_state``.
+    Local training does not change the ``fixed_entries``. All arguments are explained in
+    ``split_state``.
     """
     parts = split_state(model, layers, personal, inputs)
     fixed = fixed_entries(model)
@@ -504,8 +506,9 @@ def split_state(
     InstanceNorm with running statistics from a BatchNorm, or a BatchNorm without
     running statistics from another affine layer. If that matters, pass the model.
 
-    Gamma and beta of a layer's owner are AFFINE if the layer lacks its own and the
-    owner applies them right after it, see ``outer_affine``.
+    Parameters of the module around a layer are AFFINE if the layer has no gamma and
+    beta, and this module applies the parameters as gamma and beta right after the
+    layer; see ``outer_affine``.
 
     The entries of a parametrization of gamma or beta (``torch.nn.utils.parametrize``)
     are AFFINE. Additional entries of a subclass are REST.
@@ -529,8 +532,9 @@ def split_state(
         (('2.weight', '2.bias'), ('0.weight', '0.bias'))
 
     Raises:
-        ConfigError: no layer is chosen, or ``layers`` is a function and the model is
-            missing; or ``personal`` chooses no entry.
+        ConfigError: a path or glob of ``layers`` matches no BatchNorm layer; the
+            function ``layers`` chooses no layer, or is given without the model; a
+            pattern of ``personal`` has no entry; or the last layer is unknown.
     """
     # Find the paths of the layers: by type in a model, by running_mean in a state dict.
     paths, modules = [], {}
@@ -608,13 +612,15 @@ def batchnorm_layers(
 
     Args:
         model: the model.
-        paths: the paths. They may have a wrapper's prefix, or lack the prefix of
-            ``model``, even if ``model`` is a user's module around the network.
-        changed: a phrase for the caller's change of the layers; "" if nothing changes.
+        paths: the paths, with or without a wrapper's prefix. If ``model`` is a user's
+            module around the network, paths inside the network are accepted.
+        changed: names the caller's change of the layers, for an error; "" if the caller
+            changes nothing.
 
     Raises:
-        NormLayerError: a layer is in TorchScript, so the change would have no effect;
-            or the model has none of the paths, or has them in two places.
+        NormLayerError: the caller changes a layer in TorchScript, so the change would
+            have no effect; or the model has none of the paths, or has them in two
+            places.
     """
     if changed:
         refuse_scripted(model, changed)
@@ -651,7 +657,10 @@ def _listed(patterns: str | Sequence[str]) -> list[str]:
 
 
 def _near(pattern: str, paths: Sequence[str]) -> str:
-    """Return a sentence with the most similar paths, or paths of modules above."""
+    """Return a sentence with the most similar paths, or the first paths if none is.
+
+    The paths of the modules above are candidates as well.
+    """
     known = dict.fromkeys(
         path.rsplit(".", count)[0] for path in paths for count in range(3)
     )
@@ -660,9 +669,10 @@ def _near(pattern: str, paths: Sequence[str]) -> str:
 
 
 def _owned_outside(modules: Mapping[str, nn.Module], path: str) -> dict[str, str]:
-    """Return gamma and beta that a subclass or the layer's owner applies, by leaf.
+    """Return the names of gamma and beta that a layer's class or owner applies.
 
-    The result is empty if the layer has its own.
+    The keys are "weight" and "bias". The result is empty if the layer has its own gamma
+    and beta, or if a trial finds none.
     """
     layer = modules[path]
     # Skip a layer in TorchScript: it is not a ``_BatchNorm``, and no trial pass can be
@@ -678,10 +688,10 @@ def _owned_outside(modules: Mapping[str, nn.Module], path: str) -> dict[str, str
 
 
 def other_layers(model: nn.Module) -> list[str]:
-    """Return the paths of layers with running statistics that are not from torch.
+    """Return the paths of layers with running statistics other than torch's BatchNorm.
 
-    No method treats them as BatchNorm. Frozen layers (their weight is a buffer) are
-    left out.
+    No method treats these layers as BatchNorm. Frozen layers (their weight is a buffer)
+    are left out.
     """
     paths = []
     for path, module in model.named_modules():
@@ -696,7 +706,7 @@ def other_layers(model: nn.Module) -> list[str]:
 
 
 def name_layers(paths: Sequence[str], what: str) -> None:
-    """Warn about ``other_layers`` at these paths, and report their treatment."""
+    """Warn about ``other_layers`` at these paths; ``what`` describes their treatment."""
     note("named", *paths)
     shown = ", ".join(repr(path or "the model itself") for path in paths[:3])
     more = f" and {len(paths) - 3} more" if len(paths) > 3 else ""
@@ -723,7 +733,7 @@ def affine_elsewhere(
 
     The layer has no gamma and beta of its own. The entries have one dimension and the
     layer's channels, and belong to the layer or to the module that owns it. Names do
-    not reveal whether they are applied to its output.
+    not reveal whether the entries are applied to the layer's output.
     """
     found = {}
     for layer in parts.layers:
@@ -745,7 +755,8 @@ def affine_elsewhere(
 def _parametrized(names: Iterable[str]) -> dict[str, list[str]]:
     """Return the parametrized leaves of BatchNorm, by the path of their module.
 
-    "bn.parametrizations.weight.original" has "parametrizations.weight.original".
+    For "bn.parametrizations.weight.original", the path is "bn", and the leaf is
+    "parametrizations.weight.original".
     """
     leaves: dict[str, list[str]] = {}
     for name in names:

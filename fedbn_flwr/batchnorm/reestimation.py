@@ -166,7 +166,7 @@ class MomentSums:
         Args:
             layer: the layer that was called.
             x: its input.
-            statistics: its ``batch_statistics`` if they are known.
+            statistics: the ``batch_statistics`` of ``x`` if they are known.
         """
         if is_recomputed():
             return
@@ -229,12 +229,12 @@ def _wide(x: Tensor) -> Tensor:
 
 
 def pool(moments: Sequence[Moments], weights: Sequence[float] | None = None) -> Moments:
-    """Return the moments of one or more clients together.
+    """Return the pooled moments of one or more clients.
 
-    Both weightings are exact. Use the counts if they come from one pass over each
-    client's data. Use the shares p_i if they come from local steps: clients with the
-    same number of steps and batch size have equal counts, which do not reveal their
-    sizes.
+    Weighting by counts and weighting by shares are exact. Use the counts if the moments
+    come from one pass over each client's data. Use the shares p_i if the moments come
+    from local steps: clients with the same number of steps and batch size have equal
+    counts, even if the sizes of their data differ.
 
     Args:
         moments: one entry per client, in an order that does not depend on arrival.
@@ -331,8 +331,8 @@ def reestimate_statistics(
     Args:
         model: the model, with the weights to use, on the device to use.
         data: every example is used once, in order and as returned by ``batch`` without
-            a generator; the last batch may be smaller. If it has one example and
-            BatchNorm cannot use it, the last two batches are joined.
+            a generator. The last batch may be smaller. If BatchNorm cannot use a last
+            batch of one example, the last two batches are joined.
         batch_size: examples per batch; 0 means one batch of all examples.
         seed: for dropout and other random layers.
         layers: only these layers use the batch's statistics. All other layers are in
@@ -340,8 +340,8 @@ def reestimate_statistics(
         measured: paths of the BatchNorm layers to measure. The others are in eval mode
             like in a test. () means all.
         forward: called with the inputs of each batch instead of ``model``, if the
-            training uses layers that the model's own forward does not use. It calls
-            this model's layers.
+            training uses layers that the model's own forward does not use. The function
+            calls the layers of ``model``.
 
     Returns:
         The moments by layer path. A layer called several times counts all its inputs; a
@@ -350,7 +350,9 @@ def reestimate_statistics(
         BatchNorm cannot compute statistics from them.
 
     Raises:
-        NormLayerError: a layer is in TorchScript.
+        NormLayerError: a layer is in TorchScript, the model does not have the paths in
+            ``measured``, or a BatchNorm layer raises a ValueError; the message names
+            the layer.
     """
     chosen = batchnorm_layers(model, measured, "re-estimated statistics")
     in_eval = [one for one in batchnorm_layers(model) if one not in chosen]
@@ -407,10 +409,10 @@ def _positions(
     batch_size: int,
     prepared: Callable[[Any], Any],
 ) -> list[Tensor]:
-    """Return the positions of each batch.
+    """Return the positions of the examples of each batch.
 
-    ``model`` is used to find out whether it takes a batch of one example. With None, no
-    batch of one example is returned.
+    If the last batch has one example, ``model`` is tried on this batch. If the model
+    refuses it, or is None, the last two batches are joined.
     """
     if not len(data):
         return []

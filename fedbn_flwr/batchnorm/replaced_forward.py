@@ -34,7 +34,7 @@ def layers_in_training(model: nn.Module) -> dict[str, _BatchNorm]:
     """Return the BatchNorm layers that track statistics in training, by path.
 
     Layers that the model keeps in eval mode, or that are in eval mode while the model
-    is in train mode, are left out. A layer registered at several paths has the first.
+    is in train mode, are left out. A layer at several paths is listed under the first.
 
     Raises:
         NormLayerError: a layer is in TorchScript.
@@ -48,13 +48,13 @@ def layers_in_training(model: nn.Module) -> dict[str, _BatchNorm]:
 
 
 def replaceable_layers(model: nn.Module) -> dict[_BatchNorm, list[nn.Module]]:
-    """Return ``layers_in_training`` with the modules that each applies after BN.
+    """Return ``layers_in_training``, each with the modules that it applies after BN.
 
-    A method can replace the rest of their forward pass.
+    A method replaces a layer's BatchNorm and keeps these modules.
 
     Raises:
-        NormLayerError: the forward pass of a layer does more, so a part would be lost;
-            or the layer is in TorchScript.
+        NormLayerError: the forward pass of a layer does more than that, so a part would
+            be lost; or a layer is in TorchScript.
     """
     layers = {}
     for path, layer in layers_in_training(model).items():
@@ -73,9 +73,9 @@ def replaceable_layers(model: nn.Module) -> dict[_BatchNorm, list[nn.Module]]:
 class _Forward:
     """A replacement of a layer's forward pass.
 
-    A copy of the layer, deep or pickled, has the original forward pass. The copy may be
-    an average of the weights, made during training. If the copy had the replacement, it
-    would use the original layer.
+    A copy of the layer, deep or pickled, gets the original forward pass, because the
+    replacement would use the layer that was copied. Copies are made during training,
+    for example for an average of the weights.
     """
 
     def __init__(
@@ -106,8 +106,8 @@ def replace_forward(
     """Let ``compute`` be the layers' forward pass, and return the undo function.
 
     ``layers`` come from ``replaceable_layers``. Modules that a subclass applies after
-    BatchNorm, such as an activation, are applied after ``compute``. A layer uses its
-    own forward pass if it does not track when it is called (in eval mode, or during
+    BatchNorm, such as an activation, are applied after ``compute``. A layer that does
+    not track statistics in a call uses its own forward pass (in eval mode, or during
     ``reestimate_statistics``). Running statistics and counters change only if
     ``compute`` changes them. A compiled model runs ``compute`` between its compiled
     parts.
@@ -127,7 +127,7 @@ def _forward(
     after: Iterable[nn.Module],
     input: Tensor,
 ) -> Tensor:
-    """Return the output of ``compute``, or in tests of the layer's own forward."""
+    """Return the output of ``compute``; in tests, of the layer's own forward pass."""
     if not (layer.training and layer.track_running_stats):
         return original(input)
     # torch's forward runs the same check, so the user sees the usual message
@@ -143,8 +143,9 @@ def watch_inputs(
 ) -> Callable[[], None]:
     """Call ``note(layer, x)`` before each forward pass, and return the undo function.
 
-    It is not a hook of torch, because a compiled model ignores hooks that were added
-    after its compilation. The model runs ``note`` between its compiled parts.
+    The function does not use torch's hooks, because a compiled model ignores hooks that
+    were added after its compilation. Such a model runs ``note`` between its compiled
+    parts.
     """
     original, noted = layer.forward, not_compiled(note)
 
@@ -162,7 +163,7 @@ def normalise(layer: _BatchNorm, x: Tensor, mean: Tensor, var: Tensor) -> Tensor
         layer: provides eps, and gamma and beta if it has them.
         x: its input (N, C, *).
         mean: (C,), in float32, or in float64 with a float64 input.
-        var: biased (C,), in the same dtype; it is at least 0.
+        var: the biased variance (C,), in the dtype of ``mean``; it is at least 0.
     """
     # torch's kernel returns no gradient for the given statistics, m and v. So mean and
     # var enter a second time, as a factor of gamma that is 1 and a term of beta that is

@@ -1,8 +1,8 @@
 """Convolutions with filters derived from their weight.
 
-They are made of plain convolutions. The change is in place: only the class of the layer
-changes, like in torch's lazy layers. Its parameters and their ties, its mode, hooks and
-paths do not change.
+A plain convolution is converted in place: only the class of the layer changes, as in
+torch's lazy layers. The layer's parameters and their ties, its mode, hooks and paths do
+not change.
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ def plain_convolutions(model: nn.Module) -> dict[str, _ConvNd]:
 def refuse_unusual(layers: Mapping[str, _ConvNd | nn.Linear], why: str) -> None:
     """Raise NormLayerError, with their names, for layers that cannot be changed.
 
-    They are lazy, parametrized, or have their own arithmetic.
+    Such layers are lazy, parametrized, or have their own arithmetic. ``why`` names the
+    change in the message.
     """
     bad = [named(path, layer) for path, layer in layers.items() if _is_unusual(layer)]
     if bad:

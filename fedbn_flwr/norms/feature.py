@@ -20,9 +20,9 @@ $$\sqrt{d} \, \frac{x}{\max(\lVert x \rVert, 10^{-12})}$$
 with ``feature-norm=sqrt-d``. With ``1`` the factor is 1 instead of the root. Training
 and evaluation are equal. No parameter and no state exist, and nothing additional is
 sent. The classifier is the layer that makes the model's outputs, or the last linear
-layer if a pass does not reveal it; a run logs its path. Refused are models without a
-linear classifier, models whose last linear layer has another number of outputs than the
-model (register the classifier last), and segmentation.
+layer if a pass does not reveal it; a run logs its path. The option refuses models
+without a linear classifier, models whose last linear layer has another number of
+outputs than the model (register the classifier last), and segmentation.
 
 ## Differs from the papers
 
@@ -90,15 +90,14 @@ def use_feature_norm(
     Args:
         model: changed in place.
         scale: "sqrt-d" for features of length sqrt(d), "1" for length 1.
-        num_classes: number of the model's logits and of the classifier's outputs; 0
-            means unknown.
+        num_classes: number of outputs that the classifier must have; 0 means unknown.
 
     Returns:
-        The model, and a report with the path of that layer.
+        The model, and a report with the path of the classifier.
 
     Raises:
-        NormLayerError: the model has no linear classifier, or its classifier has
-            already been changed, or the classifier has another number of outputs.
+        NormLayerError: the model has no linear layer, its classifier is not a plain
+            ``nn.Linear``, or the classifier has another number of outputs.
     """
     paths = [at for at, one in model.named_modules() if isinstance(one, nn.Linear)]
     name = type(model).__name__

@@ -169,7 +169,7 @@ def _scalar(value: float, like: Tensor) -> nn.Parameter:
 
 @torch.no_grad()
 def _start(branch: tuple[nn.Conv2d, ...], num_branches: int) -> None:
-    """Scale a branch's convolutions to He's times L^(-1/(2m-2)), the last to zero."""
+    """Scale a branch's filters to He's scale times L^(-1/(2m-2)), the last to zero."""
     factor = num_branches ** (-1 / (2 * len(branch) - 2))
     for conv in branch[:-1]:
         root_mean_square = conv.weight.square().mean().sqrt()

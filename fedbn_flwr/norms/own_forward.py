@@ -1,9 +1,9 @@
 """The modules that a BatchNorm subclass applies after BatchNorm.
 
 They are found by a trial. A replacement of such a layer, or of its forward pass, also
-applies the layer's own modules, such as an activation or a dropout. A scale or a slope
-in the layer's code would be lost without a warning. A mere cast of the input and back
-loses nothing.
+applies these modules, such as an activation or a dropout. A replacement would lose a
+scale or a slope in the layer's code, so the trial finds such code, and callers refuse
+the layer. A cast of the input and back is accepted, because nothing is lost.
 """
 
 from __future__ import annotations

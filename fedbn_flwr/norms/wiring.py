@@ -7,11 +7,10 @@ The forward pass runs on proxies, see ``training.recorded_pass``. Each convoluti
 norm layer and each submodule with neither of them counts as one operation.
 
 If the forward of a module cannot run on proxies (it branches on values), each of its
-children is traced separately. Links between the children then follow from their order
-of
-registration: a convolution, then a norm layer with as many channels. The same rule
-applies to layers that the forward pass does not reach. ``nn.Identity`` in between is
-ignored.
+children is traced separately. Links between the children are then taken from their
+order of registration: a convolution, followed by a norm layer with as many channels.
+The same rule applies to layers that the forward pass does not reach. ``nn.Identity``
+between two layers is ignored.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ class Wiring:
 
     Attributes:
         norms_after: the norm layers that get the output of a convolution, or of a
-            linear layer without a bias; () if another layer gets it as well.
+            linear layer without a bias; () if anything else uses the output as well.
         added: norm layers whose output is a term of a sum, in at least one of its uses.
     """
 
@@ -85,7 +84,10 @@ def wiring(model: nn.Module) -> Wiring:
 def _follow(
     module: nn.Module, result: Wiring, original_of: dict[int, nn.Module]
 ) -> None:
-    """Add the links in a module's forward pass, or else in the children's passes."""
+    """Add the links in a module's forward pass to the result.
+
+    If the pass cannot run on proxies, the links in the children's passes are added.
+    """
     try:
         graph, layers = record(module, _is_layer)
     except Exception:
@@ -123,9 +125,10 @@ def _follow(
 def _users(
     node: fx.Node, layers: dict[str, nn.Module], *, moves: bool
 ) -> Iterator[fx.Node]:
-    """Yield the operations that use a result's values, even through ``nn.Identity``.
+    """Yield the operations that use the values of a node's result.
 
-    With ``moves``, operations that move the axes are followed as well.
+    ``nn.Identity`` does not count as a use; the operations after it are yielded. With
+    ``moves``, the same applies to operations that move the axes.
     """
     for user in node.users:
         target = user.target

@@ -1,4 +1,4 @@
-"""Batches of a client's data, and their way to the model.
+"""Batches of a client's data, and their preparation for the model.
 
 The module defines the data interface of training and evaluation. It also moves the
 inputs of a batch to the device, dtype and memory format of the model. Torch only.
@@ -194,17 +194,18 @@ def map_inputs(function: Callable[[Any], Any], inputs: Any) -> Any:
 def device_of(model: Entries) -> torch.device:
     """Return the device of the model's first parameter.
 
-    Its first buffer decides if the model lacks parameters (BatchNorm without affine).
+    If the model has no parameters (BatchNorm without affine), its first buffer decides.
+    Without buffers, the result is torch's default device.
     """
     first = next(_entries(model), None)
     return torch.get_default_device() if first is None else first.device
 
 
 def _dtype_of(model: Entries) -> torch.dtype:
-    """Return the dtype of the model's first real entry.
+    """Return the dtype of the model's first real floating-point entry.
 
-    If all entries are complex or integers, the first trained complex entry decides.
-    Otherwise the default dtype is returned.
+    If there is no such entry, the first trained complex entry decides. If there is
+    neither, the result is torch's default dtype.
     """
     first_complex = None
     for entry in _entries(model):

@@ -56,9 +56,9 @@ class ClientHook:
     ``around``, ``penalty`` and ``gradients``; then ``end``, ``reply``, ``keep``.
 
     Attributes:
-        compares_with_start: whether ``end`` compares the model with the state found by
-            ``begin``, without wrapping the optimizer. Such a hook would mistake a state
-            loaded by a user's loop for training.
+        compares_with_start: whether ``end`` compares the model with its state at
+            ``begin``, and the hook does not wrap the optimizer. Such a hook would
+            mistake a state loaded by a user's loop for training.
         of_all_steps: "" if the sent or kept values fit any weights that a user's loop
             returns. Otherwise the values depend on all steps, and this text is the
             advice if the loop loads other weights after a step, such as the weights of
@@ -171,7 +171,7 @@ class ClientHook:
 def begun(hooks: Iterable[ClientHook], model: nn.Module) -> Iterator[None]:
     """Begin the hooks, and end them if the block raises.
 
-    The model may be used again in another round.
+    Ending the hooks restores the model, because a later round may use it again.
     """
     done: list[ClientHook] = []
     try:

@@ -40,6 +40,8 @@ __all__ = ["EvalResult", "evaluate", "without_running_statistics"]
 class EvalResult:
     """The result of one evaluation.
 
+    A target counts if it is known and is not ignored by the task.
+
     Attributes:
         loss: mean loss of the targets that count.
         num_examples: number of examples with a target that counts.
@@ -86,10 +88,12 @@ def evaluate(
             if the last has one example that a BatchNorm layer without running
             statistics cannot use.
         task: defines the loss, the counted targets and the score.
-        batch_size: examples per batch; 0 means the default of the task. That default is
-            smaller or larger if BatchNorm layers use the statistics of the batch.
+        batch_size: examples per batch. 0 means the default of the task. A task has a
+            separate default for models whose BatchNorm layers use the batch's
+            statistics.
         tries_last: whether a last batch of one example is tried in an extra forward
-            pass. Choose False if hooks of the model count its passes.
+            pass. False leaves this batch as it is: choose it if hooks of the model
+            count the passes.
         on_batch: called with the outputs (B, ...) and the targets (B, ...) of each
             batch, in order.
 
@@ -208,9 +212,13 @@ def _joined(
     order: Sequence[Tensor],
     prepared: Callable[[Any], Any],
 ) -> Sequence[Tensor]:
-    """Return the positions of each batch.
+    """Return the positions of each batch, for a last batch of one example.
 
-    The last two batches are joined if a layer has no variance for the last example.
+    The last two batches are joined if a BatchNorm layer without running statistics
+    cannot compute a variance from the last example.
+
+    Raises:
+        NormLayerError: they should be joined, but all batches have one example.
     """
     layers = layers_of(model).values()
     if all(layer.running_mean is not None for layer in layers):

@@ -1,4 +1,4 @@
-"""Faults of a model that trial passes of a copy reveal before the training.
+"""Search for faults of a model before the training, by trial passes of a copy.
 
 The passes find entries that are created in a forward pass, and a sigmoid or softmax
 before a loss of logits. Torch only.
@@ -28,7 +28,7 @@ _DRAWS = 8
 
 
 def was_looked_at(model: nn.Module, task: Task) -> bool:
-    """Return whether this run has already checked such a model for the task."""
+    """Return whether this run has checked a model of the same layer types for a task."""
     return is_noted(*_key(model, task))
 
 
@@ -41,7 +41,8 @@ def first_look(model: nn.Module, inputs: Callable[[], Any], task: Task) -> str:
         task: the task of the model.
 
     Returns:
-        A warning about its outputs that continues "model ...", or "".
+        A warning about the outputs, as the rest of a sentence that begins with "model".
+        "" means no warning.
 
     Raises:
         ConfigError: the passes create entries or change their shape. The server and
@@ -81,7 +82,7 @@ def makes_no_entries(model: nn.Module) -> Iterator[None]:
     A process checks each kind of model once in a run.
 
     Raises:
-        ConfigError: the block has created entries; raised at its end.
+        ConfigError: at the end of the block, if the block has created entries.
     """
     key = _key(model)
     if is_noted(*key):
@@ -111,12 +112,12 @@ def _key(model: nn.Module, task: Task | None = None) -> tuple[Hashable, ...]:
 
 
 def _end_of(trial: nn.Module, inputs: Any, task: Task) -> str:
-    """Return the function at the end of the model, or "".
+    """Return the name of the function at the end of the model, or "".
 
-    It is the function whose outputs the model has in train or eval mode for any
-    weights, if the task takes logits. Outputs may be between 0 and 1 by chance. A
-    sigmoid may be hidden in a clamp, or exist only in eval mode. Therefore the search
-    draws many weights and looks only at outputs.
+    The name is "softmax", "sigmoid" or "log-sigmoid", and "" if the task takes no
+    logits. The search looks only at outputs, because a sigmoid may be hidden in a
+    clamp, or exist only in eval mode. It draws the weights many times, because outputs
+    may be between 0 and 1 by chance.
     """
     ends: dict[bool, set[str]] = {}
     for mode in (True, False):

@@ -1,6 +1,6 @@
 """Train and eval modes of layers, and training of a part of a model.
 
-``train_only`` freezes the parameters without a given name, usually of a pretrained
+``train_only`` freezes all parameters that are not named, usually of a pretrained
 network. For a BatchNorm layer without named entries, the option ``frozen_bn`` answers
 two further questions: which statistics does the layer use, and does it update the
 running statistics?
@@ -14,8 +14,9 @@ statistics. A client's frozen part then adapts to its inputs, with fixed weights
 Li et al. 2016, arXiv:1603.04779; fastai and Lightning train BatchNorm in frozen parts).
 
 BatchNorm layers that were built in eval mode stay in eval mode, even though
-``model.train()`` would change it. As in torch, ``requires_grad`` does not affect the
-statistics. Only the mode of a BatchNorm layer in TorchScript can be changed.
+``model.train()`` would change their mode. As in torch, ``requires_grad`` does not
+affect the statistics. If a BatchNorm layer is in TorchScript, its forward pass cannot
+be changed; its mode can.
 """
 
 from __future__ import annotations
@@ -74,8 +75,8 @@ _SCRIPTED = ("BatchNorm1d", "BatchNorm2d", "BatchNorm3d", "SyncBatchNorm")
 def layers_of(model: nn.Module, *, every_path: bool = False) -> dict[str, _BatchNorm]:
     """Return the BatchNorm layers by path, found by type.
 
-    A shared layer has one path. If ``every_path`` is set, it has all its paths, like
-    the state.
+    A shared layer is listed under its first path. With ``every_path``, it is listed
+    under all its paths, as in the state.
     """
     modules = model.named_modules(remove_duplicate=not every_path)
     return {path: module for path, module in modules if isinstance(module, _BatchNorm)}
@@ -96,7 +97,7 @@ def restored_modes(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def unchanged(model: nn.Module) -> Iterator[None]:
-    """Undo the changes of a model by forward passes when the block ends.
+    """Restore the model at the end of the block, after forward passes changed it.
 
     The block may change modes, parameters and buffers. It may also change tensors,
     plain values, containers, arrays, generators and dataclasses among the attributes of
@@ -193,13 +194,13 @@ def train_only(
 
     Args:
         model: the model, with its final layers.
-        names: paths of modules or names of parameters; a prefix ends at a dot. If
-            empty, all parameters train.
-        frozen_bn: mode of the BatchNorm layers without a named entry; "eval" is kept
-            through ``model.train()``.
+        names: paths of modules or names of parameters. "layer4" includes all parameters
+            whose names begin with "layer4.". If empty, all parameters train.
+        frozen_bn: mode of the BatchNorm layers without a named entry. "eval" remains
+            the mode even after ``model.train()``.
 
     Raises:
-        ConfigError: a name has no parameter; the message gives the nearest one.
+        ConfigError: a name has no parameter; the message suggests a similar name.
     """
     if not names:
         return
@@ -256,8 +257,9 @@ def is_forced_eval(layer: nn.Module) -> bool:
 def left_in_eval(model: nn.Module) -> dict[str, _BatchNorm]:
     """Return the BatchNorm layers in eval mode of a model in train mode, by path.
 
-    A shared layer has each of its paths. A model in eval mode, as returned by loaders
-    of pretrained weights, does not reveal the intended modes: the result is empty.
+    A shared layer is listed under each of its paths. The result is empty for a model in
+    eval mode: loaders of pretrained weights return such models, and their modes do not
+    reveal the user's intention.
     """
     if not model.training:
         return {}

@@ -81,7 +81,7 @@ def clip_in_steps(
     *,
     exclude: Iterable[nn.Parameter] = (),
 ) -> torch.optim.Optimizer:
-    """Let ``optimizer`` call ``clip_gradients`` before each step, and return it.
+    """Make the optimizer clip gradients before each step, and return the optimizer.
 
     Raises:
         ConfigError: as in ``clip_gradients``, at the first step.

@@ -40,7 +40,7 @@ class Head(NamedTuple):
     Attributes:
         paths: the paths of the layers, and the names of parameters outside layers. ""
             means that the model itself is the layer.
-        known: whether they are the head; if not, each is a candidate.
+        known: whether ``paths`` are the head. If not, each path is only a candidate.
     """
 
     paths: tuple[str, ...]
@@ -82,8 +82,8 @@ def head_in_shapes(shapes: Mapping[str, Any]) -> Head:
 
     The head is known if the last layer is the only layer whose outputs do not fit into
     any other layer. After a linear layer, a layer with as many inputs fits. After a
-    convolution, a layer with as many inputs or more fits. The order of the layers is
-    not sufficient.
+    convolution, a layer with as many inputs or more fits, because its outputs may be
+    flattened. The order of the layers does not suffice to find the head.
     """
     sizes: dict[str, tuple[int, ...]] = {}
     for name, value in shapes.items():
@@ -115,7 +115,7 @@ def _layer_path(name: str) -> str:
 
 
 def _layers(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Yield the layers with a matrix and their paths, each path of a shared layer."""
+    """Yield (path, layer) for each layer with a matrix; a shared layer at each path."""
     inner = {name: one for name, one in module._modules.items() if _has_matrix(one)}
     of_torch = type(module).__module__.startswith("torch.nn.")
     # a module of torch, such as attention, may use the weights of modules inside it
@@ -134,9 +134,10 @@ def _has_matrix(module: nn.Module | None) -> bool:
 
 
 def _ends_of_pass(model: nn.Module, inputs: Callable[[], Any]) -> set[str]:
-    """Return the ends of a pass of a copy in eval mode.
+    """Return the layers that make the outputs, found in a real pass of a copy.
 
-    Each path back from the outputs ends at a layer or parameter.
+    The pass is in eval mode. Each way back from the outputs ends at the first layer, or
+    at a parameter outside layers. The result has their paths and names.
     """
     trial = copied(model).eval().requires_grad_(True)
     made: dict[Any, list[str]] = {}
@@ -173,7 +174,10 @@ def _nodes(outputs: Any) -> list[Any]:
 
 
 def _ends_of_record(model: nn.Module) -> set[str]:
-    """Return the ends of a recorded pass."""
+    """Return the layers that make the outputs, found in a recorded pass.
+
+    The result is as in ``_ends_of_pass``.
+    """
     skeleton = skeleton_of(model)
     paths: dict[nn.Module, list[str]] = {}
     for path, layer in _layers(skeleton):
@@ -195,7 +199,11 @@ def _followed(
     ends_at: Callable[[Any], list[str]],
     before: Callable[[Any], Iterable[Any]],
 ) -> set[str]:
-    """Return the ends of the paths back from some operations."""
+    """Return the ends of all ways back from the operations ``starts``.
+
+    A way ends at an operation if ``ends_at`` returns names for it. Otherwise the way
+    continues with the operations that ``before`` returns.
+    """
     found: set[str] = set()
     left, seen = list(starts), set()
     while left:

@@ -35,15 +35,15 @@ class LoadedBatches:
             read if no generator is given. None means the data set of the loader.
 
     If the loader has a ``SubsetRandomSampler`` or a ``DistributedSampler``, the data
-    are the examples chosen by the sampler, in their order.
+    are the examples chosen by the sampler, in the order of the data set.
 
     Attributes:
         batch_size: the batch size of the loader or of its batch sampler. If neither has
             a batch size, it is the number of examples.
 
     Raises:
-        DataError: the data set has no length, ``plain`` has another length, or the
-            sampler chooses examples in another way.
+        DataError: a data set has no length or no indices, ``plain`` has another length,
+            or the sampler does not choose examples by a fixed list.
     """
 
     def __init__(self, loader: Any, plain: Any = None) -> None:
@@ -142,8 +142,7 @@ def batches_of(loader: Any, plain: Dataset[Any] | None = None) -> Batches:
             the data set of the loader.
 
     Raises:
-        DataError: the data set has no length, ``plain`` has another length, or the
-            sampler does not choose examples by a fixed list.
+        DataError: as in ``LoadedBatches``.
     """
     return LoadedBatches(loader, plain)
 
@@ -152,7 +151,8 @@ def num_examples(loader: Any) -> int:
     """Return the number of examples in an epoch of a loader.
 
     Raises:
-        DataError: as in ``LoadedBatches``.
+        DataError: the data set has no length, or the sampler does not choose examples
+            by a fixed list.
     """
     chosen = _chosen(loader)
     if chosen is not None:
@@ -172,7 +172,7 @@ def first_batch(loader: Any) -> int:
 
 
 def _chosen(loader: Any) -> list[int] | None:
-    """Return the positions chosen by the loader's sampler, in order, or None for all.
+    """Return the ascending positions chosen by a loader's sampler, or None for all.
 
     Raises:
         DataError: a pass in a fixed order cannot reproduce the choice.

@@ -50,9 +50,9 @@ class TrainResult:
     """The result of one round of local training.
 
     Attributes:
-        loss: mean of the batch losses before each step over the processed examples,
-            without penalties. The loss of a batch without counted targets is 0. The
-            mean is NaN if all batches are empty.
+        loss: mean loss over the processed examples, without penalties. The loss of a
+            batch is computed before its step. A batch without counted targets has loss
+            0.
         accuracy: the share of counted targets that are predicted correctly, before each
             step. It is None for a task without accuracy.
         num_processed: processed examples; an example counts in each step that uses it.
@@ -98,12 +98,14 @@ def train(
             momentum). None creates a new optimizer.
         layout: the known layout of the model without wrappers. None means that the
             layout is computed.
-        surveys: whether the hooks survey the data, for a server that uses their
-            moments.
+        surveys: whether the hooks survey the data. False saves this pass if the server
+            does not use its result.
 
     Raises:
-        DataError: the data are empty or have no counted target, or every batch had one
-            example and was dropped, or outputs or targets do not fit the task.
+        ConfigError: the model has no trainable parameter.
+        DataError: the data are empty or have no counted target; every batch had one
+            example and was dropped; outputs or targets do not fit the task; or the loss
+            is not finite, because an input is NaN or infinite.
         NormLayerError: the forward pass of a BatchNorm layer raises a ValueError; the
             message names the layer. Or a compiler fails at an in-place operation
             between layers that a hook computes.

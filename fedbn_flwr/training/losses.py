@@ -47,7 +47,7 @@ def label_cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
 
     Args:
         outputs: logits (B, labels), or (B,) for one label.
-        targets: 0, 1 or NaN, of as many numbers.
+        targets: 0, 1 or NaN, with as many numbers as ``outputs``.
     """
     outputs, targets, known = _known(outputs, targets)
     # the weight of an unknown label is 0
@@ -62,7 +62,7 @@ def squared_error(outputs: Tensor, targets: Tensor) -> Tensor:
 
     Args:
         outputs: (B, columns), or (B,) for one column.
-        targets: of as many numbers.
+        targets: numbers or NaN, with as many numbers as ``outputs``.
     """
     outputs, targets, known = _known(outputs, targets)
     total = F.mse_loss(outputs * known, targets, reduction="sum")

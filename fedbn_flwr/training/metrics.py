@@ -54,7 +54,7 @@ def mean_iou(counts: Tensor) -> float:
 
 
 def dice(counts: Tensor) -> float:
-    """Return the mean Dice score over classes, from the same confusion matrix.
+    """Return the mean Dice score over classes, from the confusion matrix of a test set.
 
     Dice is 2 intersection / (targets + predictions). The classes are chosen as in
     ``mean_iou``, and a background class counts like the others.
@@ -88,11 +88,12 @@ def of_labels(
 ) -> dict[str, float]:
     """Return metrics of labels, decided at logit 0.
 
-    With several labels, a metric is the mean over the labels that define it.
+    With several labels, a metric is the mean over the labels for which it is defined.
 
     Args:
-        names: ``balanced-accuracy``: mean of the recalls of yes and no, without a class
-            that is absent. ``f1``, ``macro-f1``, ``auroc``, ``auprc``: of yes.
+        names: ``balanced-accuracy``: mean of the recalls of yes and no; if one of them
+            does not occur, the recall of the other. ``f1``, ``macro-f1``, ``auroc``,
+            ``auprc``: the metric of the class yes.
         logits: float64 (N, labels).
         targets: float64 (N, labels), 0, 1 or NaN (unknown).
     """
@@ -155,7 +156,7 @@ def _over_columns(
     y_pred: Tensor,
     y_true: Tensor,
 ) -> dict[str, float]:
-    """Return the mean of each metric over the columns that define it.
+    """Return the mean of each metric over the columns for which it is defined.
 
     All values are NaN if a score is NaN.
     """

@@ -35,7 +35,7 @@ _Place = tuple[MutableMapping[str, Tensor | None], str]
 
 
 class Layout:
-    """The facts of a model's architecture that each of its trainings uses.
+    """Facts about a model's architecture, found once and used in each training.
 
     Attributes:
         model: the module, without wrappers such as ``torch.compile``.
@@ -216,7 +216,7 @@ def no_tensors(model: nn.Module) -> str:
 def loads_by_copy(model: nn.Module) -> bool:
     """Return whether copies of all entries are equivalent to ``load_state_dict``.
 
-    They are not if a layer loads its entries in its own way.
+    The copies are not equivalent if a layer loads its entries in its own way.
     """
     return all(map(_loads_by_copy, model.modules()))
 

@@ -19,10 +19,10 @@ _USUAL = 1000
 def refuse_first_pass(
     model: nn.Module, data: Batches, task: Task, batch_size: int
 ) -> None:
-    """Search for the cause in passes over the data with the received weights.
+    """Search for the cause of a non-finite loss in passes with the received weights.
 
     The model has these weights and does not change. Nothing is checked if a weight is
-    unusually large, because it may be the cause.
+    unusually large, because the weight may be the cause.
 
     Raises:
         DataError: the loss of a batch, or a gradient, is not finite.

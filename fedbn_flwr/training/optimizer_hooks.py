@@ -1,8 +1,8 @@
 """Hooks that change gradients right before an optimizer's step.
 
 They work even if a closure computes the gradients inside the step. Some optimizers
-prepare a step for an inner optimizer, such as the optimizers of Opacus and of
-sharpness-aware minimisation.
+contain an inner optimizer that takes the steps, such as the optimizers of Opacus and of
+sharpness-aware minimisation. Then the hooks belong to the inner optimizer.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> set[Tensor]:
 
 
 def facts_of(optimizer: torch.optim.Optimizer) -> Known:
-    """Return the facts of an optimizer that the rows of methods read."""
+    """Return the facts about an optimizer that the checks of methods read."""
     if not isinstance(optimizer, torch.optim.SGD):
         return Known(optimizer=type(optimizer).__name__)
     momentum = max(float(group["momentum"]) for group in optimizer.param_groups)

@@ -107,10 +107,10 @@ class NumpyGenerator(NamedTuple):
 
 
 def _take_kept(bits: bytes) -> float | None:
-    """Return the kept normal number, or None if there is no such number.
+    """Return NumPy's kept normal number, or None if NumPy keeps no number.
 
-    The generator had these bits before. Afterwards it keeps no number, and its bits may
-    have changed.
+    ``bits`` is the memory of the generator before the call. After the call NumPy keeps
+    no number, and the memory may have changed.
     """
     number = np.random.standard_normal()
     if _bits() == bits:
@@ -211,9 +211,9 @@ def seed_secretly() -> None:
 
 @contextmanager
 def seeded(seed: int) -> Iterator[Generators]:
-    """Seed the default generators in the block.
+    """Seed the default generators in the block, and restore them afterwards.
 
-    The value of the block is the state before it. This state is restored afterwards.
+    The ``with`` statement gives the state before the block.
     """
     before = Generators.now()
     seed_generators(seed)
@@ -238,7 +238,9 @@ def seeded_on_cpu(seed: int) -> Iterator[None]:
 def drawing_from(generator: torch.Generator) -> Iterator[None]:
     """Let the default generators draw from ``generator`` in the block.
 
-    On the CPU, torch uses the whole state of ``generator``. The draws advance it.
+    Torch's CPU generator starts with the state of ``generator``. The other generators
+    are seeded by a draw. Afterwards ``generator`` has the state of torch's generator at
+    the end of the block.
     """
     before = Generators.now()
     # Seed NumPy and Python by a draw, because their generators differ in kind from

@@ -1,6 +1,7 @@
 """Reading the examples of a torch ``Dataset`` as batches.
 
-Examples are read by one index, by one call, or one by one.
+The examples of a batch are taken by one index from tensors, read by one call of
+``__getitems__``, or read one by one.
 """
 
 from __future__ import annotations

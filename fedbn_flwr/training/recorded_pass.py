@@ -103,7 +103,7 @@ def _noting(recorder: _Recorder, path: str) -> Any:
 
 
 def _num_inputs(module: nn.Module) -> int:
-    """Return the number of inputs of a forward pass, at least one."""
+    """Return the number of required inputs of a forward pass, at least one."""
     positional = (
         inspect.Parameter.POSITIONAL_ONLY,
         inspect.Parameter.POSITIONAL_OR_KEYWORD,

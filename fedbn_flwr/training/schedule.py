@@ -44,7 +44,10 @@ class LearningRate:
             )
 
     def at(self, server_round: int, frozen: bool = False) -> float:
-        """Return the learning rate of a round (counted from 1)."""
+        """Return the learning rate of a round (counted from 1).
+
+        ``frozen`` means that the method has frozen BN before this round.
+        """
         rate = self.initial
         for after, factor in zip(self.decay_after, self.factors, strict=True):
             if isinstance(after, str):

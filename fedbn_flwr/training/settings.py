@@ -28,10 +28,10 @@ def share_of(fraction: float | str, count: int) -> int:
 
 
 def round_of(at: float | str, num_rounds: int) -> int | None:
-    """Return the round for a setting.
+    """Return the round that a setting selects, or None if the setting is a word.
 
-    An integer is the round. A fraction (float) f of R rounds is floor(f R). The result
-    for a word is None.
+    An integer is the round itself. A float f is a fraction of all R rounds and selects
+    round floor(f R).
     """
     if isinstance(at, str):
         return None

@@ -25,7 +25,7 @@ __all__ = ["SingleExamples", "named_error", "refusing_layers", "takes_one_exampl
 
 @dataclass
 class SingleExamples:
-    """The batches of one example in a round.
+    """Decides whether the batches of one example in a round are dropped.
 
     They are dropped if a BatchNorm layer would get one value per channel.
     """
@@ -36,7 +36,7 @@ class SingleExamples:
     fit: bool | None = None
 
     def drop(self, step: int, inputs: Any) -> bool:
-        """Return whether step ``step`` (from 0) drops its batch, and count it."""
+        """Return whether step ``step`` (from 0) drops its batch, and count the drop."""
         if any(hook.synchronises(step) for hook in self.hooks):
             return False
         if self.fit is None:  # only once a round, because it takes a forward pass
@@ -78,10 +78,10 @@ def _raised_in(error: ValueError, model: nn.Module) -> str | None:
 def takes_one_example(
     model: nn.Module, inputs: Any, hooks: Sequence[ClientHook] = ()
 ) -> bool:
-    """Return whether a batch of one example can be trained on.
+    """Return whether a model can be trained on a batch of one example.
 
-    The reason may be that each training BatchNorm layer gets more than one value per
-    channel, or that a hook accepts one value.
+    It can if each BatchNorm layer that uses the batch's statistics gets more than one
+    value per channel, or if a hook accepts one value for the layer.
     """
     return not refusing_layers(model, inputs, hooks)
 

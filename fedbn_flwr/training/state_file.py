@@ -57,7 +57,7 @@ class Opened(NamedTuple):
 
     Attributes:
         entries: the tensors by name; empty if there are several states.
-        at: the keys that lead to the state.
+        at: the keys that lead to the state, joined by dots; "" for the whole file.
         several: the keys of the states if there are several.
         left: the keys of other states that were not opened.
     """
@@ -74,9 +74,10 @@ def tensors_by_name(content: Any) -> dict[str, Tensor]:
 
 
 def open_state(content: Any) -> Opened:
-    """Return the tensors of a state.
+    """Return the tensors of the state in the content of a file.
 
-    The state is the mapping, the value of a usual key, or the only mapping of tensors.
+    The state is the content itself, the value of a usual key such as "state_dict", or
+    the only mapping of tensors inside. The search repeats this inside the state.
     """
     steps: list[str] = []
     left: list[str] = []
@@ -105,9 +106,9 @@ def open_state(content: Any) -> Opened:
 
 
 def all_tensors(content: Any) -> dict[str, Tensor]:
-    """Return the tensors of nested mappings, except of optimizers.
+    """Return the tensors of nested mappings, without the states of optimizers.
 
-    The keys are joined by dots.
+    A name consists of the keys, joined by dots.
     """
     found: dict[str, Tensor] = {}
     if not isinstance(content, Mapping):
@@ -124,7 +125,7 @@ def all_tensors(content: Any) -> dict[str, Tensor]:
 def _is_state(value: Any) -> bool:
     """Return whether a value contains named tensors, at any depth.
 
-    States of optimizers do not count; they have numbers.
+    The state of an optimizer does not count; it contains numbers as keys.
     """
     if not isinstance(value, Mapping) or "param_groups" in value:
         return False

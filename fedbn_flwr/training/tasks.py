@@ -53,9 +53,10 @@ class Task:
 
     Attributes:
         name: the name in messages.
-        loss: mean loss of a batch of (outputs (B, classes, ...), targets (B, ...)). If
-            there are class weights, the loss of a test depends on the distribution of
-            its examples over batches, because each batch is divided by its own weights.
+        loss: returns the mean loss of a batch, from outputs (B, classes, ...) and
+            targets (B, ...). If there are class weights, the loss of a test depends on
+            the distribution of its examples over batches, because the sum over each
+            batch is divided by the weights of this batch.
         ignore: targets with this value neither train nor count.
         score: the main metric of a run: one of ``metrics``, or the loss.
         test_batch: examples per test batch. It limits the memory, and it changes the
@@ -152,7 +153,7 @@ class Task:
         return nn.Softmax(1)
 
     def counting(self, targets: Tensor) -> Tensor:
-        """Return which targets count."""
+        """Return a mask of the targets that count."""
         return targets != self.ignore
 
     def counted(self, targets: Tensor) -> Tensor:
@@ -188,7 +189,7 @@ class Task:
 
     @staticmethod
     def on_device(targets: Any, device: torch.device) -> Tensor:
-        """Return a batch's targets on the device, classes as int64.
+        """Return a batch's targets on the device, integers as int64.
 
         Raises:
             DataError: the targets are not a tensor.
@@ -252,7 +253,7 @@ class _ColumnTask(Task):
     """
 
     def counting(self, targets: Tensor) -> Tensor:
-        """Return which targets are known."""
+        """Return a mask of the known targets."""
         return ~targets.isnan()
 
     @staticmethod
@@ -299,7 +300,7 @@ class LabelTask(_ColumnTask):
     Each label has one logit. Targets are 0, 1 or NaN (unknown), of any dtype.
 
     Attributes:
-        single: there is one label (binary).
+        single: whether there is only one label (binary).
     """
 
     single: bool = False
@@ -429,7 +430,7 @@ METRICS = tuple(dict.fromkeys(name for task in TASKS.values() for name in task.a
 
 
 def quantity_of(metric: str) -> str:
-    """Return the quantity that a metric measures, without the data.
+    """Return the quantity that a metric measures, without the name of the data.
 
     For example, "test-recalibrated-accuracy" measures "accuracy".
     """
@@ -451,7 +452,7 @@ def in_percent(metric: str) -> bool:
 def higher_is_better(metric: str) -> bool:
     """Return whether a higher value of a metric is better.
 
-    Metrics are given with their data, such as ``test-accuracy``. Losses and errors are
-    better if they are lower.
+    The name of a metric may begin with its data, such as ``test-accuracy``. Losses and
+    errors are better if they are lower.
     """
     return not {*metric.split("-")}.intersection(_LOWER_IS_BETTER)
