@@ -59,7 +59,7 @@ STATISTICS_NOT_FINITE = "statistics-not-finite"
 NOT_ALLOWED = "not-allowed"
 """The code of a path or a module of a run's config that a node does not allow."""
 ABOUT_THE_RUN = "about-the-run"
-"""The code of an error of a node's data whose text reveals nothing about the data."""
+"""The code of an error about a node's data whose text does not reveal the data."""
 TOO_FEW_LEFT = "too-few-left"
 """The code of a synchronised step that has lost too many clients."""
 MOD_RAISED = "mod-raised"
@@ -171,7 +171,7 @@ class ReplyError(FedBNError, ValueError):
 
 
 class ClientPartError(ReplyError):
-    """A client's app lacks the method's client code. If all apps do, the run ends."""
+    """A client's app lacks the method's client code. If all apps lack it, the run ends."""
 
     code = "client-part"
 
@@ -311,7 +311,9 @@ def install_extra(extra: str) -> str:
 
 @contextmanager
 def needs_package(package: str, what: str) -> Iterator[None]:
-    """Name the package and its user if an import in the block fails.
+    """Name the missing package in an error if an import in the block fails.
+
+    ``what`` names the features that need the package.
 
     Raises:
         ConfigError: the package is not installed.

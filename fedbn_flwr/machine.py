@@ -87,10 +87,10 @@ def forking() -> Iterator[None]:
 
 
 def begin_fork() -> None:
-    """Collect garbage in this process, a fork, but no inherited garbage.
+    """Collect garbage in this process, a fork, but never inherited objects.
 
-    Ending a native object (a channel, a session) may need threads of its library that
-    exist only in the parent. Otherwise a collection could end a worker by SIGSEGV.
+    The deletion of a native object (a channel, a session) may need threads of its
+    library that exist only in the parent, and could end this process by SIGSEGV.
     """
     gc.freeze()
     gc.enable()
@@ -100,10 +100,11 @@ def keep_freed_memory() -> None:
     """Let this process keep freed memory for its next tensors.
 
     Use it only in processes of this package. A training step frees some hundred
-    megabytes, and the next step needs them again. glibc returns them to the system in
-    between, most of all in threads, because these have their own pools. Getting memory
-    page by page takes up to a tenth of a step's time. With this setting the process
-    keeps the maximum that it has needed so far. The setting has no effect with another
+    megabytes, and the next step needs them again. By default, glibc returns this memory
+    to the system in between, most of all in threads, because threads have their own
+    pools. Getting memory page by page takes up to a tenth of a step's time. With this
+    setting the process keeps all memory that it has needed so far. The setting has no
+    effect with another
     C library, or if the environment has such settings (``MALLOC_ARENA_MAX``,
     ``GLIBC_TUNABLES``, ...).
     """

@@ -1,8 +1,9 @@
 """The problems of a run's declared values: rows, the facts that they read, messages.
 
-A decision about declared values is a row. It is next to its subject: a method has its
-rows at the end of its file, a setting has its conditions in ``only_if``, and a
-protection has its rows at its settings. The modules ``check_*`` decide the rest:
+A row is an object of the class ``Problem`` and decides about declared values. It is next
+to its subject: a method has its rows at the end of its file, a setting has its
+conditions in ``only_if``, and a protection has its rows at its settings. The modules
+``check_*`` decide the rest:
 
 - ``server.methods``: what follows from the declarations of methods, in
   ``check_models``, ``check_settings``, ``check_combinations`` and ``check_protections``.
@@ -47,14 +48,14 @@ class Known:
         local_steps: the clients' steps in a round; None if clients differ.
         tests: the tests of ``eval-on`` (``tests_in``), or their default.
         recorded: whether the laboratory's recorder does the tests.
-        weighted_by_key: the metric that weighs the replies.
+        weighted_by_key: the metric by which replies are weighted.
         reads_each: whether the server can read single replies, unlike masked sums.
         parts: the split of the model's state (``Parts``).
         shapes: the shapes of the model's entries.
-        model: the model in messages.
-        has: the model's normalisation in messages, if it has no BatchNorm.
-        untrained: its BatchNorm in messages, if that does not train.
-        number: the round.
+        model: a text for the model in messages.
+        has: a text for the model's normalisation in messages, if it has no BatchNorm.
+        untrained: a text for the model's BatchNorm in messages, if it is not trained.
+        number: the number of the round.
         state: the method's state before the round; after it for "diverged".
         facts: the facts of the round; None if it has diverged.
         replies: the usable replies.
@@ -97,10 +98,10 @@ class Problem:
         stage: when it is checked: with the settings, the run, the model or the start;
             before a round's messages are sent or its replies are used; after a loss
             that is not finite.
-        effect: "refuse" refuses the run, "no-effect" refuses a setting that is set
-            (with this code, whichever the reason is),
-            "warn" is a warning, "end" ends the run, "cause" is the likely cause of a
-            loss that is not finite, "remedy" a further remedy.
+        effect: "refuse" refuses the run. "no-effect" refuses a setting that was set but
+            has no effect; the code of the problem is then "no-effect". "warn" is a
+            warning, "end" ends the run, "cause" is the likely cause of a loss that is
+            not finite, and "remedy" is a further remedy.
         remedy: the value, model or method to use instead.
         error: the class of the error.
         needs: the facts that must be known, separated by spaces; otherwise the row is
@@ -125,11 +126,11 @@ class Problem:
 
     @property
     def key(self) -> str:
-        """The subject; empty if it is the whole run."""
+        """The key that is the subject; "" if the subject is the whole run."""
         return self.keys.partition(" ")[0]
 
     def spelled(self, mark: str) -> Problem:
-        """Return the problem with "-" or "_" in its keys and their names in texts."""
+        """Return the problem with ``mark``, "-" or "_", in all names of its keys."""
         text, remedy = self.text, self.remedy
         for key in self.keys.replace("_", "-").split():
             text = text.replace(key, key.replace("-", mark))
@@ -144,7 +145,10 @@ def check(
     known: Known,
     stages: Collection[str] = BEFORE_A_RUN,
 ) -> Iterator[Problem]:
-    """Yield the problems of the rows that the subject has, with their texts."""
+    """Yield the rows whose problem the subject has, with their texts filled in.
+
+    Rows of other stages, and rows that need an unknown fact, are skipped.
+    """
     for row in rows:
         unknown = any(getattr(known, need) is None for need in row.needs.split())
         if row.when is None or row.stage not in stages or unknown:
@@ -163,7 +167,9 @@ def check(
 
 
 def tell(problems: Iterable[Problem], mark: str = "_", hint: str = "") -> None:
-    """Raise the refusals as one error, those of the model first; log the warnings.
+    """Raise the refusals as one error, or log the warnings if there is no refusal.
+
+    If the model does not fit, the error has only the problems of stage "model".
 
     Args:
         problems: the problems.
@@ -171,7 +177,7 @@ def tell(problems: Iterable[Problem], mark: str = "_", hint: str = "") -> None:
         hint: a further line of the error.
 
     Raises:
-        FedBNError: the problems; its ``problems`` has each.
+        FedBNError: there is a refusal; the error has all refusals in ``problems``.
     """
     told = list(problems)
     if mark:

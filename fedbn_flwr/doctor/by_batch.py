@@ -85,9 +85,9 @@ BatchMoments = Mapping[str, Sequence[Moments]]
 def eval_layers(model: nn.Module) -> list[str]:
     """Return the paths of the BatchNorm layers that stay in eval mode in training.
 
-    These layers are not in train mode after ``train``, because ``force_eval`` or the
-    model's own ``train`` freezes them, or they are in eval mode in a model that is in
-    train mode. A shared layer has all of its paths.
+    ``force_eval`` or the model's own ``train`` keeps such a layer in eval mode, or the
+    layer is in eval mode in a model that is in train mode. A shared layer is listed
+    under all of its paths.
     """
     in_eval = stays_in_eval(model)
     layers = layers_of(model, every_path=True)
@@ -109,10 +109,10 @@ def normalising_by_batch(model: nn.Module) -> nn.Module:
 
 
 def batch_moments(model: nn.Module, data: ClientExamples) -> BatchMoments:
-    """Return the moments of the client's batches, of the loader's batch size.
+    """Return the moments of a client's examples, in batches of the client's batch size.
 
-    If the loader has batches of 1, these batches have 2 examples. A last batch of one
-    example joins another batch. Several calls of a layer in a pass count as one batch.
+    If the batch size is 1, batches have 2 examples. A last batch of one example joins
+    the batch before it. Several calls of a layer in a pass count as one batch.
     A layer that is not called has no moments. The result is empty if the client has
     only one example and BatchNorm cannot use it.
     """

@@ -70,7 +70,7 @@ class ClientExamples:
 
 
 def classes_of(clients: Sequence[ClientExamples]) -> Tensor | None:
-    """Return the classes of all examples, or None if a client's are not classes."""
+    """Return the classes of all examples, or None if a client's targets are others."""
     known = []
     for client in clients:
         classes = client.classes

@@ -27,7 +27,7 @@ from fedbn_flwr.norms.replaced_layers import shown_path
 
 
 def small_batch(m: Measurements) -> Finding | None:
-    """Batches of up to four examples, so that their statistics are mostly noise."""
+    """Report batches of up to four examples, whose statistics are mostly noise."""
     # A batch size of 0 is unknown.
     given = m.batch_sizes or [m.training.batch_size]
     sizes = [size for size in given if size]
@@ -69,7 +69,7 @@ def small_batch(m: Measurements) -> Finding | None:
 
 
 def client_inputs(m: Measurements) -> Finding | None:
-    """A client whose inputs look different to BatchNorm."""
+    """Report clients whose inputs of BatchNorm differ from the other clients' inputs."""
     return _about_clients(
         m,
         m.each.inputs,
@@ -83,7 +83,7 @@ def client_inputs(m: Measurements) -> Finding | None:
 
 
 def client_classes(m: Measurements) -> Finding | None:
-    """A client whose classes differ from the classes of the others."""
+    """Report clients whose class mix differs from the mix of the other clients."""
     return _about_clients(
         m,
         m.each.mix,
@@ -97,7 +97,7 @@ def client_classes(m: Measurements) -> Finding | None:
 
 
 def client_repeats(m: Measurements) -> Finding | None:
-    """A client that has examples several times."""
+    """Report clients that have examples several times."""
     return _about_clients(
         m,
         m.each.repeated,
@@ -110,7 +110,7 @@ def client_repeats(m: Measurements) -> Finding | None:
 
 
 def client_below(m: Measurements) -> Finding | None:
-    """A client far below the others, unexplained by its classes or inputs."""
+    """Report clients with far lower accuracy, unexplained by classes or inputs."""
     return _about_clients(
         m,
         m.each.below,
@@ -133,10 +133,10 @@ def _about_clients(
     evidence: str,
     tries: Sequence[Remedy],
 ) -> Finding | None:
-    """Return a finding about the odd clients in one measure.
+    """Return a finding about the clients ``odd`` in one measure, or None without them.
 
-    ``evidence`` is a sentence with two placeholders, for the client's value and the
-    median.
+    ``evidence`` is a sentence with one or two placeholders, for the client's value and
+    the median.
     """
     if measure is None or not odd:
         return None
@@ -159,7 +159,7 @@ def clients_named(names: Sequence[str]) -> str:
 
 
 def label_skew(m: Measurements) -> Finding | None:
-    """Classes that differ between clients beyond chance, as do BatchNorm's inputs."""
+    """Report classes and inputs of BatchNorm that differ between clients beyond chance."""
     skew, shift = m.skew, m.shift
     if skew is None or shift is None:
         return None
@@ -195,7 +195,7 @@ def label_skew(m: Measurements) -> Finding | None:
 
 
 def feature_shift(m: Measurements) -> Finding | None:
-    """Examples that look different at different clients with equal classes."""
+    """Report inputs of BatchNorm that differ between clients with similar classes."""
     skew, shift = m.skew, m.shift
     if skew is None or shift is None:
         return None
@@ -219,7 +219,7 @@ def feature_shift(m: Measurements) -> Finding | None:
 
 
 def clients_differ(m: Measurements) -> Finding | None:
-    """Inputs of BatchNorm that differ between clients for an unknown reason."""
+    """Report inputs of BatchNorm that differ between clients, if classes are unknown."""
     shift = m.shift
     if shift is None or m.skew is not None or not shift.counts:
         return None
@@ -269,7 +269,7 @@ def _far(m: Measurements, distances: Sequence[float]) -> list[str]:
 
 
 def _furthest(m: Measurements, distances: Sequence[float]) -> list[str]:
-    """Return the lines about clients that differ most or were left out."""
+    """Return evidence about the clients that differ most, and about those left out."""
     lines = []
     far = _far(m, distances)
     if far:
@@ -282,7 +282,7 @@ def _furthest(m: Measurements, distances: Sequence[float]) -> list[str]:
 
 
 def train_test_mismatch(m: Measurements) -> Finding | None:
-    """Running statistics that do worse than the test batch's on the same examples."""
+    """Report running statistics that test worse than the statistics of test batches."""
     gap = m.gap
     if gap is None or not _harms(gap):
         return None
@@ -329,7 +329,7 @@ def train_test_mismatch(m: Measurements) -> Finding | None:
 
 
 def _harms(gap: Mismatch) -> bool:
-    """Return whether running statistics certainly lose enough to matter."""
+    """Return whether running statistics make tests certainly and considerably worse."""
     if gap.z < Z_OF_A_GAP:
         return False
     lost, share = gap.running_loss - gap.batch_loss, abs(gap.batch_loss)
@@ -344,8 +344,8 @@ def _harms(gap: Mismatch) -> bool:
 def _never_moved(m: Measurements) -> list[str]:
     """Return the layers whose running statistics never moved.
 
-    They have their initial values or momentum 0. Momentum 0 counts only if tests lose
-    by it; otherwise it is a choice.
+    The statistics have their initial values, or the layer has momentum 0. Momentum 0
+    counts only if running statistics make tests worse; otherwise it is a choice.
     """
     layers = [*m.unmoved]
     if m.gap is not None and _harms(m.gap):
@@ -354,7 +354,7 @@ def _never_moved(m: Measurements) -> list[str]:
 
 
 def unmoved_statistics(m: Measurements) -> Finding | None:
-    """Running statistics that no training batch ever moved."""
+    """Report running statistics that no training batch ever moved."""
     layers = _never_moved(m)
     if not layers:
         return None

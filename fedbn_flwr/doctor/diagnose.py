@@ -47,7 +47,7 @@ def diagnose(
     max_examples: int = 1024,
     seed: int = 0,
 ) -> Diagnosis:
-    """Return the faults in the BatchNorm of a federation, as text with ``print``.
+    """Return a diagnosis of a federation's BatchNorm; ``print`` shows it as text.
 
     Example::
 
@@ -77,8 +77,8 @@ def diagnose(
             cross-entropy for classes.
         training: the number of local steps E, the batch size and the method, if you
             know them, because the remedies depend on them.
-        state: a saved state dict, because loading may hide faults such as float
-            counters. None means the model's own state.
+        state: a saved state dict to check. Pass it if you have one, because loading may
+            hide faults such as float counters. None means the model's own state.
         local_keys: names of the entries that stay with the client in your own FedBN.
         max_examples: the most examples to use of each client. If a client has more, a
             random sample is drawn, provided that the loader is a ``DataLoader`` of a
@@ -86,9 +86,11 @@ def diagnose(
         seed: seed of the random groups of examples.
 
     Raises:
-        DataError: a loader does not yield pairs of tensors.
-        ConfigError: no client has examples, or ``max_examples`` is below 1.
-        StateError: the state does not fit the model.
+        DataError: a loader does not yield pairs of tensors, or its batches cannot be
+            joined.
+        ConfigError: no client has examples, ``max_examples`` is below 1, or a name in
+            ``local_keys`` is not an entry of the model.
+        StateError: the state does not fit the model, or a layer has no shape yet.
     """
     if max_examples < 1:
         raise ConfigError(f"max_examples={max_examples} is not allowed: use 1 or more.")
@@ -233,9 +235,9 @@ def diagnose_state(
     local_keys: Collection[str] | None = None,
     training: Training = Training(),  # noqa: B008  it is frozen
 ) -> Diagnosis:
-    """Return the faults that a state dict shows without data.
+    """Return a diagnosis of a state dict, without data.
 
-    It checks counters, statistics and a split by names.
+    The function checks counters, running statistics and a split by names.
 
     Args:
         state: the state dict.
@@ -245,7 +247,8 @@ def diagnose_state(
         training: see ``diagnose``.
 
     Raises:
-        StateError: the state does not fit the model.
+        ConfigError: a name in ``local_keys`` is not an entry of the model.
+        StateError: the state does not fit the model, or a layer has no shape yet.
     """
     model = None if model is None else unwrap(model)
     state = tensors_by_name(state) if model is None else _as_of(model, state)

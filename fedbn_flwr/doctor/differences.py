@@ -2,8 +2,8 @@
 
 A model in eval mode processes small groups of each client's examples, drawn at random.
 In each group, the inputs of every BatchNorm layer have a mean and a variance. An
-analysis of variance compares how these differ between the clients with how they differ
-within them, so the noise of few examples is in both. The channels are not independent.
+analysis of variance compares their differences between clients with their differences
+within clients. The noise of few examples is in both. The channels are not independent.
 Therefore both sums of squares count only the number of independent channels (Box 1954),
 tr(S)^2 / tr(S^2) with the covariance S within the clients.
 
@@ -102,10 +102,11 @@ class Shift:
     """Differences between clients in the inputs of BatchNorm.
 
     Attributes:
-        layers: by path, the root mean square over clients and channels of the deviation
-            of a client's statistics from the statistics of all clients. The mean is in
-            standard deviations, the variance is relative to itself.
-        by_chance: the deviations of clients that differ only by chance.
+        layers: by path, the deviation of a client's statistics from the statistics of
+            all clients, as root mean square over clients and channels. Deviations of
+            means are in standard deviations. Deviations of variances are relative to
+            the variance of all clients.
+        by_chance: the values of ``layers`` if clients differ only by chance.
         excess: the deviation above chance over all layers, sqrt(mean square - mean
             square by chance).
         p_value: p value of the analysis of variance over all layers.
@@ -136,10 +137,11 @@ class Shift:
 def groups_of(
     model: nn.Module, clients: Sequence[ClientExamples], generator: torch.Generator
 ) -> Groups:
-    """Return the inputs of BatchNorm in groups of examples, with the model unchanged.
+    """Return the moments of BatchNorm's inputs in groups of examples.
 
-    All groups have nearly the same size of at least two examples, because layers
-    without running statistics need two.
+    The model does not change. All groups have nearly the same size. A group has at
+    least two examples if its client has two, because layers without running statistics
+    need two.
     """
     working = copied(model).eval()
     layers, prepared = layers_of(working), inputs_for(working)
@@ -198,6 +200,7 @@ def shift(groups: Groups, eps: Mapping[str, float]) -> Shift:
     Raises:
         DataError: inputs are not finite, or there are too few groups to estimate the
             differences within the clients.
+        ConfigError: scipy is not installed.
     """
     rows, owner = {}, groups.owner
     for path, moments in groups.layers.items():

@@ -53,11 +53,12 @@ _POWER = 8
 
 @dataclass(frozen=True)
 class Compared:
-    """One measure of all clients, (K,) each.
+    """One measure of all clients.
 
     Attributes:
-        values: the measure of each client.
-        scores: distance from the median in units of the spread; positive is worse.
+        values: the measure of each client, (K,).
+        scores: each client's distance from the median in units of the spread, (K,);
+            positive is worse.
         odd: indices of the clients that stand out, even if the difference is small.
     """
 
@@ -71,11 +72,13 @@ class EachClient:
     """The measures of each client against the others. None means not measured.
 
     Attributes:
-        mix: total variation distance of a client's class mix from the usual one.
-        inputs: distance of the inputs of BatchNorm from the usual inputs: root mean
-            square over layers and channels, in standard deviations.
-        repeated: the median share of distinct examples minus the client's.
-        below: the median accuracy minus the client's.
+        mix: total variation distance of a client's class mix from the mix of all
+            others.
+        inputs: distance of the inputs of BatchNorm and of the model from the usual
+            inputs, in standard deviations: a power mean over layers and channels, in
+            which the largest deviations dominate.
+        repeated: the median share of distinct examples minus the client's share.
+        below: the median accuracy minus the client's accuracy.
     """
 
     mix: Compared | None = None
@@ -106,9 +109,9 @@ class EachClient:
 
     @property
     def apart(self) -> list[int]:
-        """The clients that differ for a reason of their own.
+        """The clients that stand out in their inputs, classes or repeated examples.
 
-        Findings about all clients leave them out.
+        Findings about all clients leave these clients out.
         """
         return sorted({*self.other_inputs, *self.other_mix, *self.repeating})
 
@@ -133,9 +136,10 @@ def stand_out(values: Tensor, errors: Tensor) -> Tensor:
 
 
 def _bound(clients: int, share: float) -> float:
-    """Return the score that chance exceeds rarely for any of this many clients.
+    """Return the score above which a client stands out in a measure.
 
-    ``share`` is the part of ``LEVEL`` that the measure gets, by Bonferroni.
+    Chance makes any of the clients exceed this score in at most the share ``LEVEL *
+    share`` of all federations (Bonferroni).
     """
     return NormalDist().inv_cdf(1 - LEVEL * share / clients)
 
@@ -152,7 +156,8 @@ def class_mixes(counts: Tensor) -> Compared:
     A client stands out by two tests: the chi-square test of its counts against the
     counts of all others, and the test of its distance among the distances of the
     others. The skew is by design if more than a fifth of the clients stand out (in
-    small federations more than two), or if the others differ as well.
+    small federations more than two), or if the others differ as well. Then no client is
+    odd.
     """
     distances, tails = [], []
     for own in counts:
@@ -182,7 +187,10 @@ def class_mixes(counts: Tensor) -> Compared:
 
 
 def _among_designed(distances: Tensor) -> Tensor:
-    """Return scores for distances that differ by design and vary by a quarter."""
+    """Return scores of distances, in a federation with differences by design.
+
+    The error of a distance is a quarter of the median distance.
+    """
     return stand_out(distances, distances.median().expand_as(distances) / 4)
 
 
@@ -205,7 +213,7 @@ def statistics(groups: Groups, eps: Mapping[str, float]) -> Compared:
 
 
 def _distances(rows: Tensor, owner: Tensor) -> Compared:
-    """Return the clients compared by the distance of their mean row from the usual."""
+    """Compare the clients by the distance of their mean row from the usual row."""
     with needs_package("scipy", "comparisons of the clients' inputs"):
         from scipy.stats import rankdata
     sizes = torch.bincount(owner)

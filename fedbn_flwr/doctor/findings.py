@@ -1,4 +1,4 @@
-"""The doctor's results, findings with evidence and remedies, and their figures."""
+"""The results of the doctor: findings with evidence and remedies, and the figures."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Remedy:
     Attributes:
         setting: the text to write: config keys of this package, or a call in a program.
         why: the effect of the remedy.
-        expected: its gain, if it was measured, and its cost.
+        expected: the gain of the remedy, if it was measured, and the cost.
     """
 
     setting: str
@@ -166,7 +166,7 @@ def listed(names: Collection[str]) -> str:
 
 
 def number_of(count: int, what: str, several: str = "") -> str:
-    """Return a text such as "2 clients", where ``several`` is an irregular plural."""
+    """Return a text such as "2 clients"; ``several`` is the plural if irregular."""
     if count == 1:
         return f"1 {what}"
     return f"{count:,} {several or what + 's'}"

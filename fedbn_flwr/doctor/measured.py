@@ -14,7 +14,7 @@ from fedbn_flwr.doctor.state import Missed
 
 @dataclass(frozen=True)
 class Training:
-    """How the model is trained and tested, as far as this is known.
+    """Facts about the training and the tests of the model.
 
     Attributes:
         local_steps: the number E of local steps in a round; 0 means unknown.
@@ -22,7 +22,8 @@ class Training:
         method: name of the method, for texts.
         handled: ids of the findings that the method already remedies. They become
             notes.
-        tested_by_batch: whether the headline test uses batch statistics.
+        tested_by_batch: whether the first test of a run uses statistics of the test
+            batch.
     """
 
     local_steps: int = 0

@@ -1,4 +1,4 @@
-"""All measurements of a model on the clients' data, by batch, client and test."""
+"""The class that takes all measurements of a model on the clients' data."""
 
 from __future__ import annotations
 
@@ -77,8 +77,8 @@ class Measuring:
     def everything(self) -> None:
         """Take all measurements.
 
-        Differences between clients precede accuracies, because accuracies are compared
-        only if the classes are similar.
+        Differences between clients are measured before accuracies, because accuracies
+        are compared only if the classes are similar.
         """
         self._tried("statistics of the batches", self._batches)
         if len(self._clients) > 1:

@@ -46,11 +46,11 @@ class Mismatch:
         running_accuracy: accuracy under running statistics; None if the targets are not
             classes.
         batch_accuracy: accuracy under batch statistics, or None.
-        z: mean of the examples' differences in loss, divided by its standard error. It
-            is positive if running statistics do worse. If z of the differences in
-            correctness is larger, it is used instead. There, one example without a
-            difference is added, because a difference that is equal for all examples
-            would seem certain after two of them.
+        z: mean of the examples' differences in loss, divided by the standard error of
+            the mean; positive if running statistics do worse. The z of the differences
+            in correctness is used instead if it is larger. For this second z, one
+            example without a difference is added, because a difference that is equal
+            for all examples would seem certain after two examples.
     """
 
     examples: int

@@ -15,7 +15,7 @@ from fedbn_flwr.norms.replaced_layers import shown_path
 
 
 def unusable_statistics(m: Measurements) -> Finding | None:
-    """Values that make every test meaningless, such as a negative variance or NaN."""
+    """Report values that make every test meaningless: NaN or a negative variance."""
     if not m.unusable:
         return None
     evidence = [f"{name}: {what}." for name, what in [*m.unusable.items()][:3]]
@@ -34,7 +34,7 @@ def unusable_statistics(m: Measurements) -> Finding | None:
 
 
 def averaged_counters(m: Measurements) -> Finding | None:
-    """Counters ``num_batches_tracked`` that were averaged with the weights."""
+    """Report counters ``num_batches_tracked`` that were averaged with the weights."""
     if not m.counters:
         return None
     evidence = [
@@ -56,7 +56,7 @@ def averaged_counters(m: Measurements) -> Finding | None:
 
 
 def name_filter(m: Measurements) -> Finding | None:
-    """A split that keeps some BatchNorm layers local and misses others."""
+    """Report a split that keeps some BatchNorm layers local and misses others."""
     missed = m.missed
     if missed is None or not missed.entries:
         return None
@@ -86,7 +86,7 @@ def name_filter(m: Measurements) -> Finding | None:
 
 
 def tested_by_batch(m: Measurements) -> Finding | None:
-    """Tests that normalise by the test batch, for one of three reasons."""
+    """Report tests that normalise by the test batch, with one of three reasons."""
     # Report layers in train mode first, because they also change the running
     # statistics.
     layers = m.training_layers or m.untracked
@@ -132,7 +132,7 @@ def tested_by_batch(m: Measurements) -> Finding | None:
 
 
 def extreme_variance(m: Measurements) -> Finding | None:
-    """Running variances near zero in half of a layer, or above 1e8 in any channel."""
+    """Report running variances near zero in half of a layer, or above 1e8 anywhere."""
     extreme = {}
     for path, counts in m.extremes.items():
         low, high, channels = counts

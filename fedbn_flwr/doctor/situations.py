@@ -29,7 +29,7 @@ __all__ = [
     "label_skew",
 ]
 
-_MANY = 50  # from this number, local steps E are many; between the measured 20 and 100
+_MANY = 50  # E from which local steps are many; it lies between the measured 20 and 100
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class StudyGain:
     accuracy: str
 
     def __str__(self) -> str:
-        """Return "36.39 -> 89.73 (CIFAR-10, ...)"."""
+        """Return a text such as "36.39 -> 89.73 (CIFAR-10, ...)"."""
         return f"{self.fedavg} -> {self.accuracy} ({self.setting})"
 
 
@@ -238,7 +238,7 @@ SITUATIONS = (
 
 
 def label_skew(local_steps: int) -> Situation:
-    """Return the situation of label skew with E local steps, where 0 means unknown."""
+    """Return the situation of label skew with E local steps; 0 means unknown."""
     if local_steps == 1:
         return ONE_STEP
     if 1 < local_steps < _MANY:

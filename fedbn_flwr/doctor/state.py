@@ -31,8 +31,8 @@ def read_state_file(path: Path) -> dict[str, Tensor]:
     """Return the tensors of a file by name.
 
     Raises:
-        StateError: the file is missing, has another format, or contains more than
-            tensors.
+        StateError: the file is missing or has another format; or the file contains
+            objects of other classes, several states, or no tensors.
     """
     if path.suffix not in STATE_FILES or not path.is_file():
         raise StateError(
@@ -107,8 +107,8 @@ def unusable_statistics(
 ) -> dict[str, str]:
     """Return the faults of entries that make a test meaningless, by name.
 
-    Such entries are the given ones with NaN or infinity, and all negative running
-    variances.
+    The faults are NaN or infinity in the entries ``names``, and negative values in any
+    running variance.
     """
     seen = {}
     for name in names:
@@ -158,10 +158,10 @@ def variance_extremes(
 
 
 def unmoved(parts: Parts, state: TensorState) -> dict[str, int]:
-    """Return the counted batches of layers that have mean 0 and variance 1, by path.
+    """Return the number of batches counted by layers with initial statistics, by path.
 
-    These are the initial running statistics. Layers that have not counted a batch, or
-    have no counter, are left out.
+    The initial running statistics are mean 0 and variance 1. Layers that have not
+    counted a batch, or have no counter, are left out.
     """
     by_layer = {}
     for layer in parts.layers:
@@ -178,15 +178,15 @@ def unmoved(parts: Parts, state: TensorState) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class Missed:
-    """BatchNorm entries that a split shares although it keeps others of the kind.
+    """BatchNorm entries that a split shares by mistake, see ``missed_entries``.
 
     Attributes:
         entries: the missed entries.
         layers: paths of the layers with a missed entry.
         num_layers: number of BatchNorm layers in the model.
         kept_layers: number of layers of which the split keeps an entry.
-        by_letters: letters ("bn", "norm") such that a filter on names with them keeps
-            exactly the kept layers; empty if there are none.
+        by_letters: "bn" or "norm" if a filter for paths with these letters keeps
+            exactly the kept layers; otherwise "".
     """
 
     entries: list[str]
@@ -200,8 +200,9 @@ def missed_entries(parts: Parts, local: Collection[str]) -> Missed:
     """Return the BatchNorm entries that should also be local.
 
     Gamma and beta form one pair, mean and variance another: FedBN keeps both pairs,
-    SiloBN the statistics, MTFL gamma and beta. A pair is meant to be shared if the
-    split keeps none of its entries, unless the split keeps nothing at all.
+    SiloBN the statistics, MTFL gamma and beta. If the split keeps no entry of a pair,
+    the pair is shared on purpose. If the split keeps nothing at all, both pairs should
+    be local.
 
     Args:
         parts: the split by layer type.

@@ -73,8 +73,8 @@ Larger values of eps are normal, such as 1e-3 in MobileNetV3.
 """
 
 EXTREME_SHARE = 0.5
-"""Share of a layer's channels with a variance near zero from which it is a finding. A
-few such channels are normal.
+"""Share of channels with a variance near zero from which a layer is reported. A few such
+channels are normal.
 """
 
 EXPLODING_VARIANCE = 1e8
@@ -98,8 +98,8 @@ as above, and in units of the loss (nats of cross-entropy).
 """
 
 Z_OF_A_GAP = 4.0
-"""Smallest increase of the loss, or decrease of the accuracy, in standard errors over
-the test examples.
+"""Smallest z of a mismatch that is reported: the increase of the loss, or the decrease
+of the accuracy, in standard errors over the test examples.
 """
 
 LEVEL = 1 / 500
@@ -113,16 +113,18 @@ it is further from the usual inputs than all clients of all re-splits (see ``LEV
 """
 
 MIN_CLIENTS = 4
-"""Fewest clients for comparisons, because of three, two agree by chance too often."""
+"""Fewest clients for a comparison of one client with the others. Two of three clients
+would agree by chance too often.
+"""
 
 MIN_MIX = 0.25
-"""Total variation of a client's class mix from the usual mix, from which it is odd: a
-quarter of its examples would have another class.
+"""Total variation of a client's class mix from the mix of the others, from which the
+client is odd: a quarter of its examples would have another class.
 """
 
 MIN_REPEATED = 0.2
 """Share of distinct examples below the median from which a client's examples count as
-repeated: a fifth of them would equal another example.
+repeated: a fifth of the examples would equal another example.
 """
 
 MIN_BELOW = 0.2

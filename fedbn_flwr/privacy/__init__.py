@@ -8,12 +8,12 @@ In reading order:
 - ``coordinates``: the units in which updates are clipped and get noise or masks.
 - ``noise``: Gaussian noise from the operating system, and ChaCha20's stream.
 - ``accounting``: the privacy loss epsilon of the releases of a run.
-- ``masked_sums``: the protection. ``server.methods.check_protections`` refuses the
-  methods that it does not cover.
-- ``masked_round``: the server's half of one round, with three queries and the mean.
+- ``masked_sums``: the protection by masked sums. ``server.methods.check_protections``
+  refuses the methods that it does not cover.
+- ``masked_round``: the server's code for one round, with three queries and the mean.
 - ``masks``: the masks and secrets of a client in one round, with the paper's formula.
 - ``ring``: fixed-point numbers modulo 2^64, in which sums of masks cancel.
-- ``counters``: a check against BatchNorm with ``momentum=None``, for both.
+- ``counters``: the refusal of BatchNorm with ``momentum=None``, for both protections.
 
 The mods of a client that clips or masks are in ``client``.
 """

@@ -35,9 +35,9 @@ class PrivacyAccountant:
 
     Attributes:
         delta: the probability delta of the guarantee.
-        file: file in which each release is noted before its result exists. A run that
-            is killed and repeats rounds therefore counts them twice, as it must. None
-            means that releases are only in memory.
+        file: file in which each release is noted before its result exists. If a run is
+            killed and repeats rounds, the repeated releases therefore count as well.
+            None means that releases are only in memory.
         releases: the noise multiplier z of each release so far; 0 for noise that
             somebody can repeat.
     """
@@ -58,9 +58,10 @@ class PrivacyAccountant:
         self.releases.append(noise_multiplier)
 
     def restore(self, releases: Sequence[float]) -> None:
-        """Restore the releases of a run, from the argument, from memory or the file.
+        """Restore the releases of a run: the argument, those in memory or the file.
 
-        The longest list counts, because a release missing elsewhere still happened.
+        The longest of the three lists is used, because each release in it happened. The
+        file gets this list.
         """
         self.releases = max(self.releases, list(releases), self._in_file(), key=len)
         if self.file and self.releases:
@@ -78,7 +79,10 @@ class PrivacyAccountant:
         return [json.loads(line)[_KEY] for line in complete.splitlines()]
 
     def epsilon(self, more: Sequence[float] = ()) -> float:
-        """Return epsilon of all releases and ``more``, or infinity without noise."""
+        """Return epsilon of the releases so far and ``more``, or infinity without noise.
+
+        ``more`` has the noise multipliers of further releases.
+        """
         gaussian: Any = require_dp_accounting().get_epsilon_gaussian
         releases = [*self.releases, *more]
         if not releases:
@@ -88,9 +92,10 @@ class PrivacyAccountant:
         return float(gaussian(1 / math.sqrt(self._precision(releases)), self.delta))
 
     def noise_for(self, epsilon: float, num_releases: int) -> float:
-        """Return the smallest noise multiplier for which ``epsilon`` is enough.
+        """Return the smallest noise multiplier that meets ``epsilon``.
 
-        With it, the given number of releases and those so far cost at most epsilon.
+        With this multiplier, ``num_releases`` further releases and the releases so far
+        cost at most ``epsilon``.
 
         Raises:
             ConfigError: no noise multiplier up to 10,000 is enough.

@@ -12,9 +12,10 @@ averaged state. Counters and other integers are not coordinates.
 
 The inverse transformation keeps every variance above zero. With ``t`` the deviation of
 the noise in a variance, a noisy variance ``r`` below ``t`` becomes
-``t exp(r / t - 1)``. Others do not change. Relative noise can increase or decrease a
-variance without limit over many rounds. Therefore a variance within [1e-12, 1e12] stays
-within these limits. Both rules use no data of clients, so they cost no privacy.
+``t exp(r / t - 1)``. Other variances do not change. Relative noise can increase or
+decrease a variance without limit over many rounds. Therefore a variance within [1e-12,
+1e12] stays within these limits. Both rules use no data of clients, so they cost no
+privacy.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ Update = Mapping[str, Array]  # float64, by entry
 CLIP = Key("fedbn-flwr.dp-clipping-norm", "float: C", "server", "client")
 
 STATISTICS_SCALE = 0.1
-"""s, where a larger one means less noise in BN's running statistics, more elsewhere."""
+"""s: a larger s means less noise in BN's running statistics, and more in other entries."""
 E = 1e-5  # torch's default eps of a normalisation layer
 
 
@@ -91,7 +92,7 @@ class Coordinates:
         return update
 
     def rounding(self) -> float:
-        """Return the largest length of an update that is only rounding."""
+        """Return the largest length of an update that only rounding can cause."""
         lengths = []
         for name, unit in self._units.items():
             before = self._before[name]
@@ -100,7 +101,10 @@ class Coordinates:
         return math.hypot(*lengths)
 
     def state(self, update: Update, deviation: float) -> dict[str, Array]:
-        """Return the state of an update in the earlier dtypes, with integers unchanged.
+        """Return the state before the round plus an update.
+
+        Entries keep their dtypes, and integers do not change. Variances are kept above
+        0 and within limits, as explained at the top of the module.
 
         Args:
             update: the update by entry.
@@ -130,7 +134,7 @@ def _above_zero(variance: Array, deviation: Array) -> Array:
 
 
 def _bounded(variance: Array, before: Array) -> Array:
-    """Return the variances, where those within the limits stay within them."""
+    """Return variances; a variance that was within the limits before stays there."""
     limits = np.finfo(before.dtype)
     low, high = max(1e-12, float(limits.tiny)), min(1e12, float(limits.max))
     within = (before >= low) & (before <= high)
@@ -138,7 +142,7 @@ def _bounded(variance: Array, before: Array) -> Array:
 
 
 def clipped(update: Update, clipping_norm: float) -> tuple[dict[str, Array], bool]:
-    """Return an update of at most ``clipping_norm``, and whether it was short enough.
+    """Return the update, shortened to ``clipping_norm``, and whether it was short enough.
 
     An update of non-finite length is replaced by zero.
     """

@@ -1,6 +1,6 @@
 """The refusal of BatchNorm with ``momentum=None``.
 
-It needs the number of batches, but a protection hides this number.
+Such a layer needs the number of batches, but a protection hides this number.
 """
 
 from __future__ import annotations

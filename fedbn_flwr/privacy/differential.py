@@ -157,7 +157,12 @@ class ClientLevelDP(Protection):
         return {CLIP: self.clipping_norm}
 
     def check(self, facts: Facts, reply: Reply) -> None:
-        """Refuse an update that is too long or that changed a fixed entry."""
+        """Refuse an update that is too long or that changed a fixed entry.
+
+        Raises:
+            ReplyError: a fixed entry changed.
+            ClientPartError: with ``dp="client"``, the update exceeds the clipping norm.
+        """
         for name in self._fixed & reply.state.keys():
             if not np.array_equal(reply.state[name], facts.before[name]):
                 raise ReplyError(
@@ -250,14 +255,14 @@ class ClientLevelDP(Protection):
         return of_bits, noise_multiplier / math.sqrt(left)
 
     def admits(self, facts: Facts, asked: int) -> bool:
-        """Choose the round's noise, and return whether it meets a target epsilon."""
+        """Choose the round's noise; return whether a target epsilon allows the round."""
         self._choose_noise(facts)
         if not self.accountant.releases:
             self._warn(facts, asked)
         return not self._spends(self.noise_multiplier or 0.0)
 
     def _spends(self, noise_multiplier: float) -> bool:
-        """Return whether nothing is left for another release, and log this once."""
+        """Return whether another release would exceed the target; log it once."""
         if not self._spent and self._exceeds(noise_multiplier):
             self._spent = True
             logger.warning(

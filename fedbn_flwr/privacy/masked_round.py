@@ -1,4 +1,4 @@
-"""The server's half of a round of masked sums, with three queries and the mean.
+"""The server's code for a round of masked sums, with three queries and the mean.
 
 The queries ask for public keys (step 1 of ``privacy.masked_sums``), for encrypted
 shares (step 2) and for unencrypted shares (step 4). ``privacy.masks`` has the
@@ -91,11 +91,11 @@ class MaskedRound:
             examples.
         config_key: name of a message's config.
         present: the clients that have sent their shares, so they train.
-        threshold: t; 0 before the keys.
+        threshold: t, the number of shares that give a secret; 0 before ``prepare``.
         all_must_answer: whether all clients must have answered, because exchanges of
             this round have revealed sums over all clients.
-        revealing: whether clients were asked for shares. Afterwards the sum may be
-            known.
+        revealing: whether clients were asked for unencrypted shares. Afterwards the sum
+            may be known.
     """
 
     report: RoundOutcome
@@ -118,7 +118,7 @@ class MaskedRound:
 
         Args:
             asked: the clients to ask.
-            share: ``masked-threshold``.
+            share: the setting ``masked-threshold``, a share of the asked clients.
 
         Raises:
             ClientPartError: no client has the mod.
@@ -187,7 +187,8 @@ class MaskedRound:
         Raises:
             MaskingError: the sum has too few clients, or fewer than t shares of a
                 secret have arrived. Or a client was lost after a synchronised step:
-                then the difference to the exchanges could be the client's gradient.
+                then the difference between the sum of an exchange and this sum could be
+                the client's gradient.
         """
         lost = self.present - answered
         if self.all_must_answer and lost:
@@ -226,8 +227,8 @@ class MaskedRound:
     def _reveal(self, answered: frozenset[int]) -> Mapping[int, Sequence[bytes]]:
         """Ask for one share of each present client, and return the shares by owner.
 
-        If the owner has answered, it is a share of its seed b. If the owner is lost, it
-        is a share of its key s.
+        For a client that has answered, its seed b is revealed. For a lost client, its
+        key s is revealed.
         """
         common: Entries = {
             MASK_ANSWERED: sorted(answered),
@@ -278,7 +279,7 @@ class MaskedRound:
         return {number_of[reply.node.node_id]: reply.state[MASKED] for reply in replies}
 
     def mean(self, vectors: Mapping[int, Array]) -> Array:
-        """Return the weighted mean of the vectors masked by these clients (step 4).
+        """Return the weighted mean of these clients' vectors without masks (step 4).
 
         Raises:
             MaskingError: the masks cannot be removed.
@@ -290,7 +291,7 @@ class MaskedRound:
         return self.point.mean(unmasked, self.weight(answered))
 
     def of_exchange(self, tag: str, tensors: Sequence[Tensor]) -> Array:
-        """Return the int64 sum of an exchange's tensors, where all masks cancel.
+        """Return the int64 sum of an exchange's tensors, in which all masks cancel.
 
         Raises:
             ReplyError: a client's tensor is missing, or has no masks.

@@ -2,8 +2,8 @@ r"""Masked sums (secure aggregation) that show the server only sums of updates.
 
 Bonawitz et al. 2017, "Practical Secure Aggregation for Privacy-Preserving Machine
 Learning", Figure 4, against a server that follows the protocol but is curious. This
-file and ``privacy.masked_round`` are the server's half, and ``client.masking`` is the
-client's half. ``privacy.masks`` has the masks, ``privacy.ring`` the numbers.
+file and ``privacy.masked_round`` have the server's code, and ``client.masking`` has the
+client's code. ``privacy.masks`` has the masks, ``privacy.ring`` the numbers.
 
 ## Algorithm
 
@@ -102,10 +102,10 @@ class MaskedSums(Protection):
     Args:
         settings: the threshold.
         dp: differential privacy with updates that the clients clip. Then all weights
-            are 1, and it adds its noise to the sum.
+            are 1, and ``dp`` adds its noise to the sum.
 
     Raises:
-        ConfigError: ``dp`` needs single updates.
+        ConfigError: the server clips in ``dp`` (dp=server), so it needs single updates.
     """
 
     reads_each = False
@@ -145,11 +145,14 @@ class MaskedSums(Protection):
         self._cohort_rounds = 1
 
     def admits(self, facts: Facts, asked: int) -> bool:
-        """Return whether differential privacy allows the round. Masks always do."""
+        """Return whether differential privacy allows the round; masks always allow it."""
         return self._inner.admits(facts, asked)
 
     def config(self) -> Mapping[str, Any]:
-        """Return the config of differential privacy, and the number for new batches."""
+        """Return the config of differential privacy, and the number for new batches.
+
+        Clients of a resumed run draw new batches from this number.
+        """
         config = {**self._inner.config()}
         if self._fresh:
             config[FRESH_BATCHES] = self._fresh
@@ -163,7 +166,9 @@ class MaskedSums(Protection):
         grid: Grid,
         timeout: float,
     ) -> list[Message]:
-        """Let the clients agree on masks (steps 1, 2), and return messages for them.
+        """Let the clients agree on masks (steps 1, 2), and return messages for step 3.
+
+        Only present clients get a message. If too few are present, nobody gets one.
 
         Raises:
             ClientPartError: no client has the mod.
@@ -210,9 +215,13 @@ class MaskedSums(Protection):
         )
 
     def limits(self, limits: Limits, members: Mapping[int, Member]) -> Limits:
-        """Return the limits of a step with masked exchanges that all must finish.
+        """Return the limits of a synchronised step with masked exchanges.
 
-        No shares are revealed for an exchange, so the masks of a lost client remain.
+        All members must finish the step: no shares are revealed for an exchange, so the
+        masks of a lost client would remain.
+
+        Raises:
+            ConfigError: a client with masks takes no part in the step.
         """
         masks = self._masks
         present = {masks.nodes[number].node_id for number in masks.present}
@@ -308,9 +317,10 @@ class MaskedSums(Protection):
         return self._inner.stops_after(server_round)
 
     def outcome(self) -> dict[str, Any]:
-        """Return the outcome of differential privacy, with a limit of masks.
+        """Return the outcome of differential privacy.
 
-        Masks do not hide whether a client answers.
+        A guarantee then has the additional sentence that masks do not hide whether a
+        client answers.
         """
         found = self._inner.outcome()
         if self._dp and self._dp.guarantees:
@@ -333,16 +343,17 @@ class MaskedSums(Protection):
 
 
 def _like(facts: Facts) -> dict[str, Array]:
-    """Return arrays like the values of a client."""
+    """Return arrays with the names and shapes of a client's unmasked values."""
     shared = facts.shared
     return Coordinates(shared, facts.parts, scale=1.0).update(shared)
 
 
 def _weights_sha256(facts: Facts) -> str:
-    """Return a hash of the weights that determine the clients' numbers.
+    """Return a hash of the weights that determine the clients' updates.
 
-    It assumes equal batches. In train mode, BatchNorm's running statistics have no
-    effect.
+    With equal weights and equal batches, a client sends the same update again.
+    BatchNorm's running statistics are left out, because they have no effect in train
+    mode.
     """
     parts = facts.parts.whole
     measured = {*parts.statistics, *parts.counters}
@@ -353,7 +364,7 @@ def _weights_sha256(facts: Facts) -> str:
 
 
 def _able(masks: MaskedRound, repeats: bool) -> list[int]:
-    """Return the clients to ask. The others take no part.
+    """Return the numbers of the clients to ask, and report the others as lost.
 
     Args:
         masks: the round.

@@ -204,13 +204,14 @@ class Party:
     ) -> dict[int, bytes]:
         """Return this client's share of each member's secret.
 
-        It is a share of b for a client that answered, and of s for a lost client.
+        For a member that answered, it is the share of the seed b. For a lost member, it
+        is the share of the key s.
 
         Args:
             answered: numbers of the clients whose vector has arrived, including this
                 client.
             lost: numbers of the other clients.
-            encrypted: the shares that each other client has encrypted for this one.
+            encrypted: the shares that each other client has encrypted for this client.
         """
         self._go("masked", "revealed")
         # Reveal one share of each client: both shares of one client would unmask it.
@@ -310,8 +311,8 @@ def add_pair_mask(
         total: int64 vector, changed in place.
         number: the client that adds the mask.
         other: the client that shares the mask.
-        secret: the secret key of one of the two.
-        public: the public key of the other.
+        secret: the secret key of one of the two clients.
+        public: the public key of the other client.
         server_round: the round.
         about: the information about the sum for the clients.
     """

@@ -50,7 +50,7 @@ class SystemNoise:
     def normal(self, shape: Sequence[int]) -> Array:
         """Return standard normal values in float64 (Box and Muller 1958).
 
-        No value is above 8.6 in size.
+        No absolute value is above 8.6.
         """
         values = np.empty(int(np.prod(shape)))
         # Compute blocks, because they need less memory.

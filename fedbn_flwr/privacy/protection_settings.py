@@ -59,8 +59,8 @@ class DPSettings(Settings):
     )
     dp_noise_multiplier: float = setting(
         0.0,
-        "z: the noise in the sum of updates has deviation z C. With 0 updates are only"
-        " clipped, which guarantees nothing",
+        "z: the noise in the sum of updates has deviation z C. With 0, updates are only"
+        " clipped, and no privacy is guaranteed",
         only_if=_WITH_DP,
         ge=0,
     )
@@ -97,7 +97,7 @@ class MaskSettings(Settings):
 
     masked_sums: bool = setting(
         False,
-        "secure aggregation: clients mask what they send, and the server sees only sums"
+        "secure aggregation: clients mask their updates, and the server sees only sums"
         " over the clients",
     )
     masked_threshold: float = setting(

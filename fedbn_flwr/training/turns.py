@@ -25,8 +25,8 @@ logger = logging.getLogger("flwr")
 class _Turns:
     """The turns of one process.
 
-    A place in the queue is a held lock. Releasing it gives the turn to the thread that
-    waits there.
+    A place in the queue is a held lock. The release of this lock gives the turn to the
+    thread that waits for the lock.
     """
 
     def __init__(self) -> None:
@@ -37,7 +37,7 @@ class _Turns:
         self._outside: Generators | None = None
 
     def ask(self, place: threading.Lock) -> None:
-        """Queue up. The lock ``place`` is released when its turn comes."""
+        """Queue for a turn. A release of the lock ``place`` gives the turn."""
         with self._lock:
             if self._taken:
                 self._queue.append(place)
@@ -54,7 +54,7 @@ class _Turns:
         place.acquire()
 
     def pass_on(self) -> None:
-        """Let all clients in the queue have their turns first."""
+        """Give the turn to the clients in the queue, and wait for the next turn."""
         place = _held_lock()
         with self._lock:
             if not self._queue:
@@ -114,8 +114,8 @@ _HAS_TURN: ContextVar[bool] = ContextVar("has_turn", default=False)
 def turn(seed: int | None) -> Iterator[None]:
     """Wait for a turn and seed the default generators for the block.
 
-    Meanwhile no other client of this process computes. With ``seed=None`` the block
-    seeds the generators.
+    During the block no other client of this process computes. With ``seed=None`` the
+    generators are not seeded here, because the block itself seeds them.
     """
     # Do not take a second turn in a thread that has one.
     has_turn = _HAS_TURN.get()
@@ -129,8 +129,9 @@ def turn(seed: int | None) -> Iterator[None]:
 def one_after_the_other() -> Iterator[Callable[[], None]]:
     """Take one turn for a block that computes several clients.
 
-    Call the value of the block between two clients, so that waiting clients of other
-    threads get their turns. The generators of the process are saved and restored once.
+    The ``with`` statement gives a function. Call it between two clients, so that waiting
+    clients of other threads get their turns. The generators of the process are saved
+    and restored once.
     """
     _TURNS.take()
     token = _HAS_TURN.set(True)
@@ -152,10 +153,10 @@ def interrupted() -> Iterator[None]:
 
 
 class Wait:
-    """A client's wait, as a ``with`` block without its turn.
+    """A ``with`` block in which a client waits and gives its turn back.
 
     After ``end``, the client is in the queue for a turn again. The end of the block
-    also ends the wait. Outside a turn, no turn is given back.
+    also ends the wait. If the client has no turn, the block only waits.
     """
 
     def __init__(self) -> None:
