@@ -1,6 +1,6 @@
 """One BatchNorm over all clients of a round, for FedTAN's first local step.
 
-It works for any ``nn.Module``. Clients run one forward and backward pass inside
+The step works for any ``nn.Module``. Clients run one forward and backward pass inside
 ``synchronised``; the server answers each exchange with ``combine``. Source: FedTAN,
 Algorithms 1-3, eq. (39)-(41). Law: with one plain SGD step (weight decay allowed) the
 p-weighted average of the clients' models equals one centralised step on the loss
@@ -12,7 +12,7 @@ In reading order:
 - ``mode``: replaces every batch_norm call in the block, and numbers the exchanges.
 - ``layer``: the arithmetic of one call, with the sent tensors and the answers.
 - ``reduction``: the tensors of an exchange, and the server's answer to them.
-- ``trial``: tries at one client, before a step, whether a model can be synchronised.
+- ``trial``: checks at one client, before a step, that a model can be synchronised.
 """
 
 from fedbn_flwr.batchnorm.sync.mode import SynchronisedStep

@@ -24,7 +24,7 @@ def elements_per_channel(y: Tensor) -> int:
 
 
 def local_mean(y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return y - centre, centre (C,), and the mean of the first (C,), of this client.
+    """Return y - centre, the centre (C,), and the mean of y - centre (C,).
 
     ``centre`` is a mean with the rounding error of a long sum; the mean of y - centre
     corrects it. On a CPU, this and the mean square are several times faster than
@@ -69,7 +69,7 @@ class BatchNormCall:
         call: k/path, the number of the call in the forward pass and the path of its
             layer.
         batch_size: b_i, the number of examples in this client's batch.
-        layer: the layer, for errors.
+        layer: a text for the layer in errors.
         fused: whether mean and variance are sent in one exchange.
         keeps_gradients: whether the client keeps its gradients instead of exchanging
             them.
@@ -132,7 +132,11 @@ class BatchNormCall:
         return centred, self.mean, rest, self.var
 
     def gradients(self, local: Tensor) -> Tensor:
-        """Return dF/dvar and dF/dmean, (2, C), eq. (41), from this client's values."""
+        """Return dF/dvar and dF/dmean, (2, C), eq. (41), from this client's values.
+
+        Raises:
+            NormLayerError: the gradients of this call have already been exchanged.
+        """
         # FedDNA does not exchange gradients: it uses this client's own values.
         if self._keeps_gradients:
             return local

@@ -42,9 +42,9 @@ class SynchronisedStep(TorchFunctionMode):
 
     Attributes:
         num_layers: BatchNorm calls synchronised so far; L after the forward pass.
-        num_exchanges: Exchanges answered so far, without the model's. A layer whose
-            input needs no gradient (directly on the data, or after a frozen backbone)
-            has no exchange in the backward pass.
+        num_exchanges: Exchanges answered so far, without the exchange of the model. A
+            layer whose input needs no gradient (directly on the data, or after a frozen
+            backbone) has no exchange in the backward pass.
     """
 
     def __init__(
@@ -106,7 +106,10 @@ class SynchronisedStep(TorchFunctionMode):
     def watch(
         self, path: str, module: nn.Module
     ) -> tuple[RemovableHandle, RemovableHandle]:
-        """Name ``module`` in errors, and refuse it if it does not call batch_norm."""
+        """Add hooks that name a layer in errors and check that it calls batch_norm.
+
+        A layer that does not call it is refused. The handles of the hooks are returned.
+        """
         # ``before`` is a stack, because the module may be called within itself.
         before: list[int] = []
 
@@ -194,10 +197,12 @@ class SynchronisedStep(TorchFunctionMode):
         return x
 
     def exchange(self, tag: str, local: Tensor) -> Tensor:
-        """Return the server's answer to ``local``, as a tensor like it.
+        """Return the server's answer to ``local``, in its shape, dtype and device.
 
         Raises:
             DataError: ``local`` and the model's inputs are not finite.
+            NormLayerError: the synchronised block has ended.
+            ReplyError: the answer has another shape.
         """
         if self._closed:
             raise NormLayerError(

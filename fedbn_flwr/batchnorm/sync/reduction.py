@@ -7,9 +7,9 @@ different layers thus send different tags. C is the number of channels of the la
 | kind | sent by client i | shape | answer |
 |---|---|---|---|
 | ``mean`` | mean_i, eq. (39) | (C,) | mean = sum p_i mean_i |
-| ``variance`` | E_i[(y - mean)^2], eq. (40) | (C + 1,) | var = sum p_i of it |
+| ``variance`` | E_i[(y - mean)^2], eq. (40) | (C + 1,) | var = sum p_i E_i[(y - mean)^2] |
 | ``moments`` | mean_i; rest_i; var_i = E_i[(y - m_i)^2] | (3, C + 1) | mean; rest; sum p_i (var_i + (m_i - m)^2) |
-| ``gradients`` | dF_i/dvar; dF_i/dmean, eq. (41) | (2, C) | sum p_i of both |
+| ``gradients`` | dF_i/dvar; dF_i/dmean, eq. (41) | (2, C) | sum p_i dF_i/dvar; sum p_i dF_i/dmean |
 
 The last column of ``variance`` and ``moments`` has b_i / n_i, the client's examples per
 element of a channel, in the first row. The answer is sum p_i b_i / n_i. With it, all
@@ -51,7 +51,8 @@ layer.
 Backward = Literal["global", "own"]
 """Whether gradients with respect to the statistics are exchanged.
 
-``global`` (FedTAN): they are exchanged. ``own`` (FedDNA): each client uses its own.
+``global`` (FedTAN): they are exchanged. ``own`` (FedDNA): each client uses its own
+gradients.
 """
 
 EXCHANGES: tuple[str, ...] = get_args(ExchangeScheme)

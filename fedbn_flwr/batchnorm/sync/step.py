@@ -56,17 +56,19 @@ def synchronised(
     ``reduce(tag, tensor)`` is called once per exchange (``reduction`` lists tags and
     shapes), in the thread that calls the model and ``backward``, even on an
     accelerator. So clients in threads of one process may wait for one another. If they
-    take turns (``training.turns``), a waiting ``reduce`` gives its turn back. Its
-    exceptions pass through the block and leave the model half done: some layers have
-    new running statistics and counters, some parameters a new ``.grad``. Restore the
-    state dict, the gradients and the random state before you repeat the step.
+    take turns (``training.turns``), a waiting ``reduce`` gives its turn back.
+    Exceptions of ``reduce`` pass through the block and leave the model half done: some
+    layers have new running statistics and counters, some parameters a new ``.grad``.
+    Restore the state dict, the gradients and the random state before you repeat the
+    step.
 
     Every client must run the same model from the same state, so that the k-th BatchNorm
     call is the same layer on all clients. The tag contains the path of the layer. With
-    it, the server detects a client whose k-th call is another layer. A compiled model
-    runs uncompiled in the block. Calls without gradient (``torch.no_grad``) are
-    synchronised as well, because a centralised step would use the union there. A loss
-    scale must be equal on all clients, because gradients are averaged unchanged.
+    this path, the server detects a client whose k-th call is another layer. A compiled
+    model runs uncompiled in the block. Calls without gradient (``torch.no_grad``) are
+    synchronised as well, because a centralised step would use the union of the batches
+    in these calls. A loss scale must be equal on all clients, because gradients are
+    averaged unchanged.
 
     Args:
         model: The model; its BatchNorm layers are named in tags and errors. The block
@@ -130,6 +132,9 @@ def _watched_layers(model: nn.Module, step: SynchronisedStep) -> Iterator[None]:
     """Let the step watch every BatchNorm layer in the block.
 
     Each layer is marked as used by one client, because two steps would mix their hooks.
+
+    Raises:
+        NormLayerError: a layer is in the step of another client.
     """
     with ExitStack() as stack:
         # Use paths without wrappers, so that they are equal at all clients.

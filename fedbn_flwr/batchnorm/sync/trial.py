@@ -1,4 +1,4 @@
-"""A trial at one client whether the layers of a model can be synchronised."""
+"""A check at one client that the layers of a model can be synchronised."""
 
 from __future__ import annotations
 
@@ -22,16 +22,17 @@ _PASSES = 8
 
 
 def try_synchronised_step(model: nn.Module, inputs: Any, batch_size: int) -> None:
-    """Run the passes of a synchronised step at one client, without an effect.
+    """Check at one client that a model can take part in a synchronised step.
 
-    If the passes draw random numbers, more forward passes with other numbers follow.
-    They find layers that are skipped at random, with high probability.
+    The passes of such a step run without other clients. If the passes draw random
+    numbers, more forward passes with other numbers follow. They find layers that are
+    skipped at random, with high probability.
 
     Args:
-        model: its state, modes and random numbers do not change; its gradients are
-            removed.
+        model: the model. Its state and modes do not change, nor do the random
+            generators. The gradients of the model are removed.
         inputs: a batch on the model's device.
-        batch_size: its number of examples.
+        batch_size: the number of examples in the batch.
 
     Raises:
         NormLayerError: a layer cannot be synchronised, none is called in train mode, or
