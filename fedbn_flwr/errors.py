@@ -171,7 +171,10 @@ class ReplyError(FedBNError, ValueError):
 
 
 class ClientPartError(ReplyError):
-    """A client's app lacks the method's client code. If all apps lack it, the run ends."""
+    """A client's app lacks the method's client code.
+
+    If all apps lack the client code, the run ends.
+    """
 
     code = "client-part"
 

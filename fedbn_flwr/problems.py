@@ -1,4 +1,4 @@
-"""The problems of a run's declared values: rows, the facts that they read, messages.
+"""The problems of a run's declared values, as rows, and the facts that rows read.
 
 A row is an object of the class ``Problem`` and decides about declared values. It is next
 to its subject: a method has its rows at the end of its file, a setting has its
@@ -126,7 +126,7 @@ class Problem:
 
     @property
     def key(self) -> str:
-        """The key that is the subject; "" if the subject is the whole run."""
+        """The key that is the subject, or "" if the subject is the whole run."""
         return self.keys.partition(" ")[0]
 
     def spelled(self, mark: str) -> Problem:

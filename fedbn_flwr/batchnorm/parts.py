@@ -191,7 +191,9 @@ class Parts:
         return parts
 
     def with_personal(self, patterns: str | Sequence[str]) -> Parts:
-        """Return the split with only these entries as PERSONAL; "" means none.
+        """Return the split with these entries, and no others, as PERSONAL.
+
+        "" means that no entry is PERSONAL.
 
         A pattern is a path or glob: "classifier.*", "features". "type:LayerNorm" means
         all entries below modules of this class or its subclasses. "last-layer" means
@@ -688,10 +690,10 @@ def _owned_outside(modules: Mapping[str, nn.Module], path: str) -> dict[str, str
 
 
 def other_layers(model: nn.Module) -> list[str]:
-    """Return the paths of layers with running statistics other than torch's BatchNorm.
+    """Return the paths of layers with running statistics that are not BatchNorm.
 
-    No method treats these layers as BatchNorm. Frozen layers (their weight is a buffer)
-    are left out.
+    Such a layer is neither torch's BatchNorm nor a subclass, so no method treats it as
+    BatchNorm. Frozen layers (their weight is a buffer) are left out.
     """
     paths = []
     for path, module in model.named_modules():
@@ -706,7 +708,10 @@ def other_layers(model: nn.Module) -> list[str]:
 
 
 def name_layers(paths: Sequence[str], what: str) -> None:
-    """Warn about ``other_layers`` at these paths; ``what`` describes their treatment."""
+    """Warn about the ``other_layers`` at these paths.
+
+    ``what`` is a sentence about their treatment.
+    """
     note("named", *paths)
     shown = ", ".join(repr(path or "the model itself") for path in paths[:3])
     more = f" and {len(paths) - 3} more" if len(paths) > 3 else ""

@@ -127,7 +127,7 @@ def _forward(
     after: Iterable[nn.Module],
     input: Tensor,
 ) -> Tensor:
-    """Return the output of ``compute``; in tests, of the layer's own forward pass."""
+    """Return the output of ``compute``, or of the layer's own forward pass in tests."""
     if not (layer.training and layer.track_running_stats):
         return original(input)
     # torch's forward runs the same check, so the user sees the usual message

@@ -109,10 +109,11 @@ def normalising_by_batch(model: nn.Module) -> nn.Module:
 
 
 def batch_moments(model: nn.Module, data: ClientExamples) -> BatchMoments:
-    """Return the moments of a client's examples, in batches of the client's batch size.
+    """Return the moments of each batch of a client's examples.
 
-    If the batch size is 1, batches have 2 examples. A last batch of one example joins
-    the batch before it. Several calls of a layer in a pass count as one batch.
+    Batches have the client's batch size, but at least 2 examples. A last batch of one
+    example joins the batch before it. Several calls of a layer in a pass count as one
+    batch.
     A layer that is not called has no moments. The result is empty if the client has
     only one example and BatchNorm cannot use it.
     """

@@ -27,7 +27,7 @@ from fedbn_flwr.norms.replaced_layers import shown_path
 
 
 def small_batch(m: Measurements) -> Finding | None:
-    """Report batches of up to four examples, whose statistics are mostly noise."""
+    """Report batches of up to four examples, because their statistics are noisy."""
     # A batch size of 0 is unknown.
     given = m.batch_sizes or [m.training.batch_size]
     sizes = [size for size in given if size]
@@ -116,8 +116,8 @@ def client_below(m: Measurements) -> Finding | None:
         m.each.below,
         m.each.worse,
         id_="client-below",
-        what="the accuracy is far below the others. The inputs or the labels differ;"
-        " these measures cannot tell which.",
+        what="the accuracy is far below the others. The inputs or the labels differ, but"
+        " these measures do not show which of the two.",
         evidence="its accuracy is {:.3f} below the median.",
         tries=remedies.CLIENT_BELOW,
     )
@@ -133,7 +133,7 @@ def _about_clients(
     evidence: str,
     tries: Sequence[Remedy],
 ) -> Finding | None:
-    """Return a finding about the clients ``odd`` in one measure, or None without them.
+    """Return a finding about the clients ``odd`` in one measure, or None.
 
     ``evidence`` is a sentence with one or two placeholders, for the client's value and
     the median.
@@ -159,7 +159,7 @@ def clients_named(names: Sequence[str]) -> str:
 
 
 def label_skew(m: Measurements) -> Finding | None:
-    """Report classes and inputs of BatchNorm that differ between clients beyond chance."""
+    """Report classes and BatchNorm inputs that differ between clients beyond chance."""
     skew, shift = m.skew, m.shift
     if skew is None or shift is None:
         return None

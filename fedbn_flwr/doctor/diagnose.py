@@ -47,7 +47,9 @@ def diagnose(
     max_examples: int = 1024,
     seed: int = 0,
 ) -> Diagnosis:
-    """Return a diagnosis of a federation's BatchNorm; ``print`` shows it as text.
+    """Return a diagnosis of the BatchNorm in a federation.
+
+    ``print`` shows the diagnosis as text.
 
     Example::
 

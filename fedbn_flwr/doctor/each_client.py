@@ -75,8 +75,8 @@ class EachClient:
         mix: total variation distance of a client's class mix from the mix of all
             others.
         inputs: distance of the inputs of BatchNorm and of the model from the usual
-            inputs, in standard deviations: a power mean over layers and channels, in
-            which the largest deviations dominate.
+            inputs, in standard deviations. It is a power mean over layers and channels,
+            so the largest deviations dominate.
         repeated: the median share of distinct examples minus the client's share.
         below: the median accuracy minus the client's accuracy.
     """

@@ -1,4 +1,4 @@
-"""The results of the doctor: findings with evidence and remedies, and the figures."""
+"""The results of the doctor, such as findings with their evidence and remedies."""
 
 from __future__ import annotations
 
@@ -166,7 +166,10 @@ def listed(names: Collection[str]) -> str:
 
 
 def number_of(count: int, what: str, several: str = "") -> str:
-    """Return a text such as "2 clients"; ``several`` is the plural if irregular."""
+    """Return a text such as "2 clients".
+
+    ``several`` is the plural of ``what`` if the plural is irregular.
+    """
     if count == 1:
         return f"1 {what}"
     return f"{count:,} {several or what + 's'}"

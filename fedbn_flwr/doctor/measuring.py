@@ -85,7 +85,7 @@ class Measuring:
             self._tried("differences between clients", self._between_clients)
         else:
             self.lacking.append(
-                "differences between clients, because there is only one."
+                "differences between clients, because there is only one client."
             )
         self._tried("mismatch of training and test", self._mismatch)
         self._tried("accuracy of each client", self._accuracy)
@@ -161,7 +161,7 @@ class Measuring:
         if len(self._clients) < MIN_CLIENTS:
             raise DataError(
                 f"{number_of(len(self._clients), 'client')}, fewer than the"
-                f" {MIN_CLIENTS} that it needs."
+                f" {MIN_CLIENTS} that this comparison needs."
             )
         inputs = each_client.statistics(seen, self._eps) if seen.layers else None
         mix = None if counts is None else each_client.class_mixes(counts)

@@ -15,7 +15,7 @@ from fedbn_flwr.norms.replaced_layers import shown_path
 
 
 def unusable_statistics(m: Measurements) -> Finding | None:
-    """Report values that make every test meaningless: NaN or a negative variance."""
+    """Report values that make every test meaningless, such as negative variances."""
     if not m.unusable:
         return None
     evidence = [f"{name}: {what}." for name, what in [*m.unusable.items()][:3]]

@@ -238,7 +238,7 @@ SITUATIONS = (
 
 
 def label_skew(local_steps: int) -> Situation:
-    """Return the situation of label skew with E local steps; 0 means unknown."""
+    """Return the situation of label skew with E local steps (0 if E is unknown)."""
     if local_steps == 1:
         return ONE_STEP
     if 1 < local_steps < _MANY:

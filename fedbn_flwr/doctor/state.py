@@ -158,7 +158,7 @@ def variance_extremes(
 
 
 def unmoved(parts: Parts, state: TensorState) -> dict[str, int]:
-    """Return the number of batches counted by layers with initial statistics, by path.
+    """Return the counters of layers with initial running statistics, by path.
 
     The initial running statistics are mean 0 and variance 1. Layers that have not
     counted a batch, or have no counter, are left out.

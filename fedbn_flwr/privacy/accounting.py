@@ -58,10 +58,11 @@ class PrivacyAccountant:
         self.releases.append(noise_multiplier)
 
     def restore(self, releases: Sequence[float]) -> None:
-        """Restore the releases of a run: the argument, those in memory or the file.
+        """Restore the releases of a run.
 
-        The longest of the three lists is used, because each release in it happened. The
-        file gets this list.
+        The function compares three lists: the argument, the releases in memory and the
+        releases in the file. It uses the longest list, because each release in it
+        happened, and writes this list to the file.
         """
         self.releases = max(self.releases, list(releases), self._in_file(), key=len)
         if self.file and self.releases:

@@ -134,7 +134,7 @@ def _above_zero(variance: Array, deviation: Array) -> Array:
 
 
 def _bounded(variance: Array, before: Array) -> Array:
-    """Return variances; a variance that was within the limits before stays there."""
+    """Return variances that stay within the limits if they were there before."""
     limits = np.finfo(before.dtype)
     low, high = max(1e-12, float(limits.tiny)), min(1e12, float(limits.max))
     within = (before >= low) & (before <= high)
@@ -142,7 +142,9 @@ def _bounded(variance: Array, before: Array) -> Array:
 
 
 def clipped(update: Update, clipping_norm: float) -> tuple[dict[str, Array], bool]:
-    """Return the update, shortened to ``clipping_norm``, and whether it was short enough.
+    """Return the clipped update, and whether it was already short enough.
+
+    The clipped update has at most the length ``clipping_norm``.
 
     An update of non-finite length is replaced by zero.
     """

@@ -255,14 +255,14 @@ class ClientLevelDP(Protection):
         return of_bits, noise_multiplier / math.sqrt(left)
 
     def admits(self, facts: Facts, asked: int) -> bool:
-        """Choose the round's noise; return whether a target epsilon allows the round."""
+        """Choose the round's noise, and return whether a target epsilon allows it."""
         self._choose_noise(facts)
         if not self.accountant.releases:
             self._warn(facts, asked)
         return not self._spends(self.noise_multiplier or 0.0)
 
     def _spends(self, noise_multiplier: float) -> bool:
-        """Return whether another release would exceed the target; log it once."""
+        """Return whether another release would exceed the target, and log it once."""
         if not self._spent and self._exceeds(noise_multiplier):
             self._spent = True
             logger.warning(
@@ -315,8 +315,8 @@ class ClientLevelDP(Protection):
         if size > _NOISY and Part.STATISTICS not in self._local:
             logger.warning(
                 "in each round, the noise in BN's running variances is %.2g times as"
-                " large as the variances (z C / (m s)), which makes them useless. Use a"
-                " smaller dp-clipping-norm, more clients, or a method that does not"
+                " large as the variances (z C / (m s)), so the variances are useless. Use"
+                " a smaller dp-clipping-norm, more clients, or a method that does not"
                 " send statistics (fedbn, silobn, or fixbn with an early freeze-at).",
                 size,
             )

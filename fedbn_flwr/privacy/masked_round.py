@@ -291,7 +291,7 @@ class MaskedRound:
         return self.point.mean(unmasked, self.weight(answered))
 
     def of_exchange(self, tag: str, tensors: Sequence[Tensor]) -> Array:
-        """Return the int64 sum of an exchange's tensors, in which all masks cancel.
+        """Return the int64 sum of an exchange's tensors. All masks cancel in this sum.
 
         Raises:
             ReplyError: a client's tensor is missing, or has no masks.

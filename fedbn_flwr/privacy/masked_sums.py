@@ -145,7 +145,10 @@ class MaskedSums(Protection):
         self._cohort_rounds = 1
 
     def admits(self, facts: Facts, asked: int) -> bool:
-        """Return whether differential privacy allows the round; masks always allow it."""
+        """Return whether differential privacy allows the round.
+
+        Masks allow every round.
+        """
         return self._inner.admits(facts, asked)
 
     def config(self) -> Mapping[str, Any]:

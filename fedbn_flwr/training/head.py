@@ -115,7 +115,10 @@ def _layer_path(name: str) -> str:
 
 
 def _layers(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Yield (path, layer) for each layer with a matrix; a shared layer at each path."""
+    """Yield (path, layer) for each layer with a matrix.
+
+    A shared layer is yielded with each of its paths.
+    """
     inner = {name: one for name, one in module._modules.items() if _has_matrix(one)}
     of_torch = type(module).__module__.startswith("torch.nn.")
     # a module of torch, such as attention, may use the weights of modules inside it

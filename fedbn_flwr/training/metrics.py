@@ -54,7 +54,7 @@ def mean_iou(counts: Tensor) -> float:
 
 
 def dice(counts: Tensor) -> float:
-    """Return the mean Dice score over classes, from the confusion matrix of a test set.
+    """Return the mean Dice score over classes, from a test set's confusion matrix.
 
     Dice is 2 intersection / (targets + predictions). The classes are chosen as in
     ``mean_iou``, and a background class counts like the others.
@@ -177,7 +177,7 @@ def _over_columns(
 
 def _sklearn() -> Any:
     with needs_package(
-        "scikit-learn", "metrics other than loss, accuracy and mean IoU"
+        "scikit-learn", "metrics other than loss, accuracy, mean IoU and Dice"
     ):
         import sklearn.metrics
     return sklearn.metrics

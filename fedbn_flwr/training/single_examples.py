@@ -58,9 +58,9 @@ def named_error(
         return None
     return NormLayerError(
         f"BatchNorm layer '{path}' raised in a batch of {batch_size} examples: {error}."
-        " If it normalises virtual batches (ghost BatchNorm), the last of them has only"
-        " one row. Choose batch-size and the numbers of examples so that no single"
-        " row is left."
+        " If the layer normalises virtual batches (ghost BatchNorm), the last virtual"
+        " batch has only one row. Choose batch-size and the numbers of examples so that"
+        " no single row is left."
     )
 
 

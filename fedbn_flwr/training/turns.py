@@ -153,7 +153,7 @@ def interrupted() -> Iterator[None]:
 
 
 class Wait:
-    """A ``with`` block in which a client waits and gives its turn back.
+    """A ``with`` block that gives the client's turn back while the client waits.
 
     After ``end``, the client is in the queue for a turn again. The end of the block
     also ends the wait. If the client has no turn, the block only waits.
