@@ -27,7 +27,10 @@ from fedbn_flwr.training.freezing import force_eval
 from tests.support.trained import trained_network
 
 NUM_CLIENTS = 4
-TWO_CLIENTS = "one client against the others: 2 clients, fewer than the 4 that this comparison needs."
+TWO_CLIENTS = (
+    "one client against the others: 2 clients, fewer than the 4 that this comparison"
+    " needs."
+)
 
 
 @dataclass
