@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import math
 import shlex
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from statistics import NormalDist
 from typing import Any
+
+import pandas as pd
 
 from fedbn_flwr.errors import FedBNError
 from fedbn_flwr.lab.config import Config, read_overrides
@@ -39,14 +40,6 @@ class Fact:
     value: str
     more: str
     tone: str = ""
-
-
-@dataclass(frozen=True)
-class Step:
-    """One thing to try next: the reason and the command."""
-
-    why: str
-    command: str
 
 
 def facts_of(
@@ -83,7 +76,7 @@ def facts_of(
             more += f"; best {peak} after round {at}"
         facts.append(Fact(about, value + unit, more))
     if run.has_model and len(known) > 1:
-        facts += [_worst_site(known, metric, unit), *_odd_site(known, metric)]
+        facts.append(_worst_site(known, metric, unit))
     for one in comparisons:
         tone = ""
         if one.established:
@@ -110,74 +103,57 @@ def _worst_site(known: Sequence[Mapping[str, Any]], metric: str, unit: str) -> F
     worst = min if higher_is_better(metric) else max
     value = worst(row["value"] for row in known)
     rows = [row for row in known if row["value"] == value]
-    row = rows[0]
+    row, sizes = rows[0], [one["examples"] for one in rows]
+    more = site_label(row)
     if len(rows) > 1:
-        sizes = [one["examples"] for one in rows]
-        about, more = "Worst sites", f"{len(rows)} of {len(known)} sites"
-        more += f", {min(sizes)} to {max(sizes)} test examples each"
-    else:
-        about, more = "Worst site", site_label(row)
-        if row.get("low") is not None:
-            low, high = shown(row["low"], metric), shown(row["high"], metric)
-            more += f", 95 % interval {low} to {high}"
-    if row.get("groups", 0) > 1 and row["low"] is None and value in (0, 1):
+        more = f"{len(rows)} of {len(known)} sites, {min(sizes)} to {max(sizes)} test"
+        more += " examples each"
+    elif row.get("low") is not None:
+        low, high = shown(row["low"], metric), shown(row["high"], metric)
+        more += f", 95 % interval {low} to {high}"
+    if "low" in row and row["low"] is None and value in (0, 1):
         more += "; no interval, because all examples are alike"
-    return Fact(about, shown(value, metric) + unit, more)
+    return Fact("Worst site", shown(value, metric) + unit, more)
 
 
-def _odd_site(known: Sequence[Mapping[str, Any]], metric: str) -> list[Fact]:
-    """Return the fact about the site furthest from the mean of the others.
+def odd_site(sites: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the row of the site furthest from the mean of the others.
 
-    The furthest of n sites is often far by chance, so the interval of its distance has
-    the level 1 - 0.05 / n (Bonferroni). Without intervals there is no fact.
+    The row has in addition this ``mean``, ``half`` of the interval of the difference,
+    and the number of ``sites`` with an interval. The furthest of n sites is often far
+    by chance, so the interval has the level 1 - 0.05 / n (Bonferroni). Fewer than three
+    intervals give no row.
     """
-    halves = {
-        row["site"]: (row["high"] - row["low"]) / 2
-        for row in known
-        if row.get("low") is not None
-    }
-    rows = [row for row in known if row["site"] in halves]
-    n = len(rows)
+    frame = pd.DataFrame([row for row in sites if row.get("low") is not None])
+    n = len(frame)
     if n < 3:
-        return []
-    total = math.fsum(row["value"] for row in rows)
-    spread = math.fsum(half**2 for half in halves.values())
+        return {}
     wider = NormalDist().inv_cdf(1 - 0.025 / n) / NormalDist().inv_cdf(0.975)
-    found = []
-    for row in rows:
-        mean, own = (total - row["value"]) / (n - 1), halves[row["site"]]
-        others = max(spread - own**2, 0)
-        half = wider * math.sqrt(own**2 + others / (n - 1) ** 2)
-        found.append((abs(row["value"] - mean) - half, half, mean, row))
-    excess, half, mean, row = max(found, key=lambda one: one[0])
-    if excess <= 0:
-        more = f"no site stands out: the intervals of {n} sites allow equal values"
-        return [Fact("Site that differs", "none", more)]
-    low, high = (shown(row["value"] - mean + end, metric, "+") for end in (-half, half))
-    more = (
-        f"{shown(row['value'], metric)}, the mean of the others is"
-        f" {shown(mean, metric)}; 95 % interval of the difference {low} to {high},"
-        f" widened for {n} sites"
-    )
-    return [Fact("Site that differs", site_label(row), more)]
+    squares = (wider * (frame["high"] - frame["low"]) / 2) ** 2
+    frame["mean"] = (frame["value"].sum() - frame["value"]) / (n - 1)
+    # The sites are independent, so the squares of half their intervals add up.
+    others = (squares.sum() - squares) / (n - 1) ** 2
+    frame["half"] = (squares + others) ** 0.5
+    excess = (frame["value"] - frame["mean"]).abs() - frame["half"]
+    return {**frame.loc[excess.idxmax()].dropna(), "sites": n}
 
 
 def _by_site(one: Comparison) -> str:
     """Return the numbers of sites on both sides of the reference, with names of few."""
-    sides = [one.sites(one.sign), one.sites(-one.sign)]
-    words, other = ("clearly better", "clearly worse"), "unclear"
-    if not one.has_intervals:
-        sides = [one.sites(1), one.sites(-1)]
-        words, other = ("higher", "lower"), "equal"
-    every = len(one.by_site)
-    texts = []
-    for word, names in zip(words, sides, strict=True):
-        named = (
-            f" ({', '.join(names)})" if one.has_intervals and 0 < len(names) < 4 else ""
-        )
-        texts.append(f"{word} at {len(names)}{named}")
-    texts.insert(1, f"{other} at {every - len(sides[0]) - len(sides[1])}")
-    return f"{', '.join(texts)} of {every} sites"
+    side, words = 1, ("higher", "equal", "lower")
+    if one.half is not None:
+        side, words = one.sign, ("clearly better", "unclear", "clearly worse")
+    above, below = one.sites(side), one.sites(-side)
+    rest = len(one.by_site) - len(above) - len(below)
+    return (
+        f"{words[0]} at {_named(above)}, {words[1]} at {rest}, {words[2]} at"
+        f" {_named(below)} of {len(one.by_site)} sites"
+    )
+
+
+def _named(sites: Sequence[str]) -> str:
+    few = f" ({', '.join(sites)})" if 0 < len(sites) < 4 else ""
+    return f"{len(sites)}{few}"
 
 
 def ask_alone(run: RunFiles) -> str:
@@ -191,7 +167,7 @@ def next_step(
     run: RunFiles,
     comparisons: Sequence[Comparison],
     findings: Sequence[Mapping[str, Any]],
-) -> Step | None:
+) -> Fact | None:
     """Return the one thing to try next, or None while the run is running.
 
     Args:
@@ -203,9 +179,9 @@ def next_step(
     if not run.has_model:
         rate = run.config.learning_rate
         why = f"Use a lower learning rate: it was {rate:g}. Try {rate / 10:g}."
-        return Step(why, changed_command(run, {"learning-rate": f"{rate / 10:g}"}))
+        return _step(why, changed_command(run, {"learning-rate": f"{rate / 10:g}"}))
     if not run.summary:
-        return None if run.running else Step("Continue the run.", resume)
+        return None if run.running else _step("Continue the run.", resume)
     for finding in findings:
         for remedy in finding["remedies"]:
             # a remedy in words, or one that does not fit the run
@@ -213,15 +189,17 @@ def next_step(
                 changes = read_overrides(remedy["setting"].split())
                 Config.make(changes)
                 why = f"{finding['what']} Use {remedy['setting']}: {remedy['why']}."
-                return Step(why, changed_command(run, changes))
+                return _step(why, changed_command(run, changes))
     alone = [one for one in comparisons if one.reference.config.strategy == ALONE]
     command = ask_alone(run)
     if command and not alone:
-        return Step("Train each site alone, to see the use of the federation.", command)
+        return _step(
+            "Train each site alone, to see the use of the federation.", command
+        )
     rounds = run.config.num_server_rounds
     if run.summary["rounds"] == rounds and _still_improves(run):
         why = f"The test {quantity_of(run.headline)} still improves. Train more rounds."
-        return Step(why, f"{resume} --set num-server-rounds={2 * rounds}")
+        return _step(why, f"{resume} --set num-server-rounds={2 * rounds}")
     for one in alone:
         if one.established and one.gain < 0 and run.config.strategy != "fedbn":
             rows = one.by_site.values()
@@ -230,20 +208,22 @@ def next_step(
                 f"Look at {site_label(row)}, the site that loses most against training"
                 " alone. Keep BatchNorm at the sites."
             )
-            return Step(why, changed_command(run, {"strategy": "fedbn"}))
+            return _step(why, changed_command(run, {"strategy": "fedbn"}))
     again = changed_command(run, {"seed": run.config.seed + 1})
-    return Step("Repeat the run with other seeds, because seeds differ.", again)
+    return _step("Repeat the run with other seeds, because seeds differ.", again)
+
+
+def _step(why: str, command: str) -> Fact:
+    return Fact("Try next", command, why)
 
 
 def _still_improves(run: RunFiles) -> bool:
     """Return whether the last fifth of the rounds has a twentieth of the whole gain."""
-    curve = run.curve(run.headline)
-    sign = 1 if higher_is_better(run.headline) else -1
-    first = [sign * curve[at] for at in curve if at <= 0.8 * max(curve)]
-    last = [sign * curve[at] for at in curve if at > 0.8 * max(curve)]
-    if not first or not last:
-        return False
-    return max(last) - max(first) > 0.05 * (max(last) - min(first))
+    curve = pd.Series(run.curve(run.headline))
+    if not higher_is_better(run.headline):
+        curve = -curve
+    early = curve[curve.index <= 0.8 * curve.index.max()].max()
+    return bool(curve.max() - early > 0.05 * (curve.max() - curve.min()))
 
 
 def shown(value: float | None, key: str, sign: str = "") -> str:

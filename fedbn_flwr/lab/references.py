@@ -147,20 +147,13 @@ class Comparison:
         """Whether the interval excludes 0."""
         return self.half is not None and abs(self.difference) > self.half
 
-    @property
-    def has_intervals(self) -> bool:
-        """Whether a site has an interval."""
-        return any(
-            row.get("difference-low") is not None for row in self.by_site.values()
-        )
-
     def sites(self, side: int) -> list[str]:
         """Return the sites at which the value is higher (1) or lower (-1).
 
-        If there are intervals, these are the sites whose interval excludes 0.
+        If all sites have intervals, these are the sites whose interval excludes 0.
         """
         end = "difference"
-        if self.has_intervals:
+        if self.half is not None:
             end += "-low" if side > 0 else "-high"
         rows = self.by_site.items()
         return [name for name, row in rows if side * (row.get(end) or 0) > 0]

@@ -23,7 +23,14 @@ from markupsafe import Markup
 from fedbn_flwr.checked_file import write_atomically
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.lab import report_pictures as pictures
-from fedbn_flwr.lab.answer import Step, ask_alone, directed, facts_of, next_step, shown
+from fedbn_flwr.lab.answer import (
+    ask_alone,
+    directed,
+    facts_of,
+    next_step,
+    odd_site,
+    shown,
+)
 from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.files import (
     CONFIG_FILE,
@@ -106,8 +113,10 @@ def write_report(
         lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
     )
+    environment.tests["percent"] = in_percent
     environment.filters |= {"shown": shown, "key": pictures.label_of}
     environment.filters |= {"named": name_of, "label": site_label, "quoted": quote}
+    environment.filters["directed"] = directed
     text = environment.get_template("report.html").render(page)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -140,7 +149,7 @@ def _run_page(run: RunFiles, against: Sequence[Path]) -> dict[str, Any]:
         "title": f"{run.title} on {run.config.dataset}",
         "run": run,
         "metric": quantity_of(run.headline),
-        "percent": in_percent(quantity_of(run.headline)),
+        "odd": odd_site(sites),
         "num_sites": len(run.sites()),
         "tests": TESTS,
         "sites": sites,
@@ -293,24 +302,38 @@ def _study_page(folder: Path) -> dict[str, Any]:
         if not is_done(cell, folder):
             states["failed" if failure else "not finished"].append(cell.name)
         elif DIVERGED_AT in summary_of(out):
+            # A diverged run has no place in a mean.
             states["diverged"].append(cell.name)
+            continue
         if (out / CONFIG_FILE).is_file() and of_study(cell, folder):
             runs[cell.split].setdefault(cell.method, []).append(RunFiles.read(out))
     drawn: list[str] = []
-    verdicts = []
+    verdicts = {}
     numbers = {pictures.short(name): at for at, name in enumerate(study.methods)}
+    alone = [
+        name for name, own in study.methods.items() if own.get("strategy") == ALONE
+    ]
     for split, of_split in runs.items():
         where = f", {split}" if len(runs) > 1 else ""
-        drawn += _study_pictures(of_split, where, numbers)
-        verdicts.append(_verdict(of_split, f"{split}: " if len(runs) > 1 else ""))
+        found = [*itertools.chain(*of_split.values())]
+        if not found:
+            continue
+        # Other metrics have other axes.
+        metric = quantity_of(found[0].headline)
+        same = {
+            method: [run for run in own if quantity_of(run.headline) == metric]
+            for method, own in of_split.items()
+        }
+        finals = _finals(same)
+        drawn += _study_pictures(same, finals, metric, where, numbers)
+        if finals.count().any():
+            verdicts[split] = _verdict(finals, metric, alone)
     results = table(rows)
-    same = []
-    for name in results.columns.difference(["method", "final", "p"], sort=False):
-        if len(results) > 1 and results[name].nunique() == 1:
-            same.append(f"{name} {results.pop(name).iloc[0]}")
-    why = f"Add seeds to {STUDY_FILE}, now {len(study.seeds)}. Finished runs are kept."
-    if states["failed"] or states["not finished"]:
-        why = "Do the runs that have no result."
+    constant = [
+        name
+        for name in results.columns.difference(["method", "final", "p"], sort=False)
+        if len(results) > 1 and results[name].nunique() == 1
+    ]
     tuning = folder / "tuning.md"
     return {
         "title": study.name,
@@ -319,73 +342,21 @@ def _study_page(folder: Path) -> dict[str, Any]:
         "failures": failures,
         "pictures": drawn,
         "verdicts": verdicts,
-        "step": Step(
-            why,
-            f"fedbn-flwr sweep {quote(str(folder / STUDY_FILE))} --out {quote(str(folder))}",
-        ),
-        "same": ", ".join(same),
-        "results": results.to_dict("split"),
+        "folder": folder,
+        "constant": results[constant].head(1).to_dict("list"),
+        "results": results.drop(columns=constant).to_dict("split"),
         "tuning": tuning.read_text(encoding="utf-8") if tuning.is_file() else "",
         "study": (folder / STUDY_FILE).read_text(encoding="utf-8"),
     }
 
 
-def _sound(runs: Mapping[str, Sequence[RunFiles]]) -> dict[str, list[RunFiles]]:
-    """Return the runs of each method that did not diverge and have the same metric."""
-    # A diverged run has no place in a mean. Other metrics have other axes.
-    metrics = (
-        quantity_of(run.headline)
-        for run in itertools.chain(*runs.values())
-        if not run.diverged_at
-    )
-    metric = next(metrics, "")
-    return {
-        method: [
-            run
-            for run in of_seeds
-            if not run.diverged_at and quantity_of(run.headline) == metric
-        ]
-        for method, of_seeds in runs.items()
-    }
-
-
-def _verdict(runs: Mapping[str, Sequence[RunFiles]], where: str) -> str:
-    """Return the best method in words, compared with the second and training alone."""
-    sound = {method: own for method, own in _sound(runs).items() if own}
-    finals = pd.DataFrame(
-        {
-            method: pd.Series(
-                {
-                    run.config.seed: run.final.get(run.headline)
-                    for run in own
-                    if run.summary
-                },
-                dtype=float,
-            )
-            for method, own in sound.items()
-        }
-    ).dropna(axis="columns", how="all")
-    if finals.empty:
-        return ""
-    headline = next(iter(sound.values()))[0].headline
-    metric, rising = quantity_of(headline), higher_is_better(headline)
-    unit = " %" if in_percent(metric) else ""
-    best, *others = finals.mean().sort_values(ascending=not rising).index
-    alone = [name for name in others[1:] if sound[name][0].config.strategy == ALONE]
-    text = f"{where}{best} has the best {directed(metric)}, {shown(finals[best].mean(), metric)}{unit} on average."
-    for other in others[:1] + alone:
-        gaps = (finals[best] - finals[other]).dropna()
-        mean, half = gaps.mean(), _half(gaps)
-        text += f" The difference from {other} is {shown(mean, metric, '+')}"
-        if half == half:
-            low, high = shown(mean - half, metric, "+"), shown(mean + half, metric, "+")
-            is_known = "established" if abs(mean) > half else "not established"
-            text += (
-                f" (95 % interval {low} to {high}): {is_known} over {len(gaps)} seeds."
-            )
-        else:
-            text += ": not established, because one seed has no interval."
-    return text
+def _finals(runs: Mapping[str, Sequence[RunFiles]]) -> pd.DataFrame:
+    """Return the final main metric of the finished runs, by seed and method."""
+    found = {}
+    for method, of_seeds in runs.items():
+        ended = [run for run in of_seeds if run.summary]
+        found[method] = {run.config.seed: run.final.get(run.headline) for run in ended}
+    return pd.DataFrame(found, dtype=float)
 
 
 def _half(values: pd.Series) -> float:
@@ -393,35 +364,43 @@ def _half(values: pd.Series) -> float:
     # SciPy takes long to import, and only studies need it here.
     from scipy import stats
 
-    return float(stats.t.ppf(0.975, len(values) - 1)) * float(values.sem())
+    return float(stats.t.ppf(0.975, values.count() - 1) * values.sem())
+
+
+def _verdict(finals: pd.DataFrame, metric: str, alone: Sequence[str]) -> dict[str, Any]:
+    """Return the best method, and its gaps to the second and to training alone."""
+    rising = higher_is_better(metric)
+    means = finals.mean().dropna().sort_values(ascending=not rising)
+    best, *others = means.index
+    gaps = {}
+    for other in others:
+        if other in (others[0], *alone):
+            gap = (finals[best] - finals[other]).dropna()
+            gaps[other] = (gap.mean(), _half(gap), len(gap))
+    return {"best": best, "mean": means[best], "metric": metric, "gaps": gaps}
 
 
 def _study_pictures(
-    runs: Mapping[str, Sequence[RunFiles]], where: str, numbers: Mapping[str, int]
+    runs: Mapping[str, Sequence[RunFiles]],
+    finals: pd.DataFrame,
+    metric: str,
+    where: str,
+    numbers: Mapping[str, int],
 ) -> Iterator[str]:
     """Yield the final main metric of each method, and the curves of the best three."""
-    points: dict[str, dict[str, float]] = {}
-    curves: dict[str, Any] = {}
-    metric = ""
-    for method, sound in _sound(runs).items():
-        metric = metric or (quantity_of(sound[0].headline) if sound else "")
-        frame = pd.DataFrame([run.curve(run.headline) for run in sound])
+    mean, half = finals.mean(), finals.apply(_half)
+    points = pd.DataFrame({"mean": mean, "low": mean - half, "high": mean + half})
+    points = points.dropna(subset="mean").rename(index=pictures.short)
+    if in_percent(metric):
+        points = points.clip(0, 1)
+    if len(points):
+        caption = f"Final {directed(metric)}{where}: mean and 95 % interval over seeds."
+        yield pictures.rows(points, metric, caption, numbers)
+    curves = {}
+    for method, of_seeds in runs.items():
+        frame = pd.DataFrame([run.curve(run.headline) for run in of_seeds])
         if not frame.empty:
             curves[method] = frame.sort_index(axis="columns")
-        ended = [run.final.get(run.headline) for run in sound if run.summary]
-        finals = pd.Series(ended, dtype=float).dropna()
-        if len(finals):
-            mean, half = finals.mean(), _half(finals)
-            ends = pd.Series({"low": mean - half, "high": mean + half})
-            if in_percent(metric):
-                ends = ends.clip(0, 1)
-            points[pictures.short(method)] = {"mean": mean, **ends}
-    if points:
-        caption = (
-            f"Final {directed(metric)}{where}: mean and 95 % interval over the seeds."
-        )
-        frame = pd.DataFrame.from_dict(points, orient="index")
-        yield pictures.rows(frame, metric, caption, numbers)
     means = {method: frame.mean() for method, frame in curves.items()}
     rising = higher_is_better(metric)
     best = sorted(means, key=lambda name: means[name].iloc[-1], reverse=rising)[:3]

@@ -165,24 +165,16 @@ def _write_metric(axis: Axis, metric: str) -> None:
 
 def _name_ends(axes: Axes, named: Mapping[str, Curve]) -> None:
     """Write the names of curves beside their ends, each with a line to its end."""
-    bottom, top = axes.get_ylim()
-    step = (top - bottom) / 15
-    ends = sorted(
-        (list(curve.items())[-1][::-1], name) for name, curve in named.items() if curve
-    )
-    # The names are one above the other: first upwards, then down from the top.
-    places = [bottom]
-    for (value, _), _ in ends:
-        places.append(max(places[-1] + step, value))
-    ceiling = top + step
-    for at in reversed(range(1, len(places))):
-        ceiling = places[at] = min(places[at], ceiling - step)
-    for place, (end, name) in zip(places[1:], ends, strict=True):
+    ends = [(*list(curve.items())[-1], name) for name, curve in named.items() if curve]
+    ends.sort(key=lambda end: end[1])
+    # The names are at equal distances, so that none covers another.
+    for place, (at, value, name) in enumerate(ends):
+        height = (place + 0.5) / len(ends)
         axes.annotate(
             short(name),
-            end[::-1],
-            (1.07, place),
-            textcoords=("axes fraction", "data"),
+            (at, value),
+            (1.07, height),
+            textcoords="axes fraction",
             va="center",
             annotation_clip=False,
             arrowprops={"arrowstyle": "-", "color": "#888888", "linewidth": 0.6},
