@@ -167,17 +167,26 @@ def _name_ends(axes: Axes, named: Mapping[str, Curve]) -> None:
     """Write the names of curves beside their ends, each with a line to its end."""
     ends = [(*list(curve.items())[-1], name) for name, curve in named.items() if curve]
     ends.sort(key=lambda end: end[1])
-    # The names are at equal distances, so that none covers another.
-    for place, (at, value, name) in enumerate(ends):
-        height = (place + 0.5) / len(ends)
+    # No name covers another, and the highest name is at most at the top.
+    bottom, top = axes.get_ylim()
+    heights = [bottom]
+    for _, value, _ in ends:
+        heights.append(max(heights[-1] + (top - bottom) / 15, value))
+    above = max(heights[-1] - top, 0)
+    for (at, value, name), height in zip(ends, heights[1:], strict=True):
         axes.annotate(
             short(name),
             (at, value),
-            (1.07, height),
-            textcoords="axes fraction",
+            (1.07, height - above),
+            textcoords=("axes fraction", "data"),
             va="center",
             annotation_clip=False,
-            arrowprops={"arrowstyle": "-", "color": "#888888", "linewidth": 0.6},
+            arrowprops={
+                "arrowstyle": "-",
+                "relpos": (0, 0.5),
+                "color": "#888888",
+                "linewidth": 0.6,
+            },
         )
 
 
