@@ -39,8 +39,8 @@ from fedbn_flwr.training.model_state import (
 def answer_query(message: Message, context: Context, loader: Any) -> Message:
     """Return the answer to the strategies' ``query``.
 
-    It has the partition id, the ``site-name`` of the node's config, the training
-    examples, and the size of the first batch.
+    The answer has the partition id, the ``site-name`` of the node's config, the number
+    of training examples, and the size of the first batch.
 
     ::
 
@@ -101,7 +101,7 @@ def answer_statistics(
         context: Flower's context.
         model: the model on its device; the received state is loaded into it.
         loader: a ``DataLoader`` whose batches are (inputs, targets), without random
-            transforms; there is one pass, in the order of its data set.
+            transforms. There is one pass, in the order of the loader's data set.
         forward: called with the inputs of each batch instead of ``model``. Pass it if
             the training calls BatchNorm layers that the model's own forward does not
             reach: ``lambda x: net.decoder(net.encoder(x))`` with ``net`` as the model.

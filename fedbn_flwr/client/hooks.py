@@ -197,7 +197,7 @@ def _whole(
 ) -> Mapping[str, Any] | None:
     """Return the whole model under the server's names.
 
-    It comes from the message, or from a NumPyClient's loaded model.
+    The model comes from the message, or from a NumPyClient's loaded model.
 
     Raises:
         StateError: the names do not fit the model.
@@ -290,7 +290,7 @@ class Hooks:
 
         Args:
             batches: a ``DataLoader`` whose batches are (inputs, targets). There is one
-                pass, in the order of its data set and including the last batch. The
+                pass, in the order of the data set and including the last batch. The
                 statistics depend on the examples as the loader returns them: use a
                 loader without random transforms.
             forward: called with the inputs of each batch instead of the model. Pass it
@@ -387,9 +387,9 @@ class Hooks:
     def begin_step(self, batch_size: int) -> None:
         """Begin ``step`` before a forward pass that a framework controls.
 
-        It is for the framework's callbacks, together with ``end_step``. An exception
-        that leaves the block of ``bn_rules`` ends the step. The next step also ends it
-        if there was no backward pass, as in an epoch that measures BatchNorm's
+        Call it in the framework's callbacks, together with ``end_step``. An exception
+        that leaves the block of ``bn_rules`` ends the step. If a step had no backward
+        pass, the next step ends it, as in an epoch that measures BatchNorm's
         statistics.
 
         Raises:

@@ -235,7 +235,7 @@ class KeptState:
     def _before_last_round(self, used: str) -> dict[str, Any] | None:
         """Return the local state with the hash ``used``, or None if it is lost.
 
-        It comes from the state folder, or from the copy that was set aside.
+        The state comes from the state folder, or from the copy that was set aside.
         """
         if self._files is not None:
             content = self._files.find(used)  # also removes the files of undone rounds

@@ -71,10 +71,11 @@ def masked_update(
 ) -> Message:
     """Return the app's reply with its update masked, if the server asks for it.
 
-    It is a Flower mod. It must be the first mod, so that it masks everything that
-    leaves the client: ``ClientApp(mods=[masked_update, bn_mod])``. Only ``packed`` may
-    precede it, because it changes no value. Without ``masked-sums=true`` nothing changes. The
-    number of examples, the names of the client hooks and hashes are sent unmasked.
+    This function is a Flower mod. It must be the first mod, so that it masks everything
+    that leaves the client: ``ClientApp(mods=[masked_update, bn_mod])``. Only the mod
+    ``packed`` may come before, because ``packed`` changes no value. Without
+    ``masked-sums=true`` nothing changes. The number of examples, the names of the
+    client hooks and the hashes are sent unmasked.
 
     Raises:
         MaskingError: the server's request would reveal more than a sum.

@@ -99,11 +99,11 @@ def client_app(
 ) -> ClientApp:
     """Return a ``ClientApp`` for the Message API, made from ``NumPyClient`` objects.
 
-    It answers ``train`` and ``evaluate`` with the client's ``fit`` and ``evaluate``,
-    and ``query.statistics`` with the ``statistics`` of a ``TorchClient``. It answers
-    the strategies' ``query`` with the partition id (from ``get_properties`` or the
-    node's config), the ``num-partitions`` of the node's config, and the number of
-    training examples. ``messages.numpy_client`` describes how arrays and their names
+    The app answers ``train`` and ``evaluate`` with the client's ``fit`` and
+    ``evaluate``, and ``query.statistics`` with the ``statistics`` of a ``TorchClient``.
+    It answers the strategies' ``query`` with the partition id (from ``get_properties``
+    or the node's config), the ``num-partitions`` of the node's config, and the number
+    of training examples. ``messages.numpy_client`` describes how arrays and their names
     are sent. In a SuperNode's process they are sent in one piece (``mods.packed``).
 
     Example, with ``client_fn`` as in the example of ``InProcessGrid``::

@@ -17,7 +17,7 @@ logger = logging.getLogger("flwr")
 def packed(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
     """Return the app's reply, with arrays in one piece if the message has this form.
 
-    It is a Flower mod. Over a network, each array of a message costs the server as much
+    This function is a Flower mod. Over a network, each array costs the server as much
     time as two megabytes of data, even if the array is small (docs/performance.md).
     With this mod the server sends and receives all arrays of a message as one array.
     The app and its other mods see ordinary records, with the same bits.

@@ -108,7 +108,7 @@ def replay(context: Context | None, config: Mapping[str, Any]) -> Replay | None:
 def log_sent(context: Context, exchange: NextExchange) -> None:
     """Add the sent tensor to the log.
 
-    It is used to check that a user's training repeats itself exactly.
+    A later message compares it, to check that a user's training repeats itself exactly.
     """
     sent = of_kind(context.state, ArrayRecord).get(STEP_SENT, ArrayRecord())
     context.state[STEP_SENT] = ArrayRecord({**sent, **to_record(exchange.tensors)})

@@ -17,11 +17,11 @@ def clipped_update(
 ) -> Message:
     """Return the app's reply with its update clipped to the server's bound.
 
-    It is a Flower mod. It must be the first mod, so that it clips everything that
-    leaves the client: ``ClientApp(mods=[clipped_update, bn_mod])``. Only ``packed`` may
-    precede it, because it changes no value. Counters return as they came, since they
-    would reveal the number of batches. Metrics are unchanged, and without ``dp=client``
-    nothing changes.
+    This function is a Flower mod. It must be the first mod, so that it clips everything
+    that leaves the client: ``ClientApp(mods=[clipped_update, bn_mod])``. Only the mod
+    ``packed`` may come before, because ``packed`` changes no value. Counters return as
+    they came, because changed counters would reveal the number of batches. Metrics are
+    unchanged, and without ``dp=client`` nothing changes.
 
     Raises:
         StateError: the reply does not contain the received model; nothing is sent.

@@ -487,9 +487,9 @@ def own_node_id(context: Context) -> int:
 def message_seed(message: Message, context: Context) -> int:
     """Return the seed of the default generators in a client's work on a message.
 
-    It depends on the strategy's seed, the round, the partition id and the kind of work,
-    but not on the engine. The exchanges of a synchronised step have the seed of the
-    training that repeats the step.
+    The seed depends on the strategy's seed, the round, the partition id and the kind of
+    work, but not on the engine. The exchanges of a synchronised step have the seed of
+    the training that repeats the step.
     """
     config = merged_config(message)
     node = context.node_config.get(PARTITION_ID)

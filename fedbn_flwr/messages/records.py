@@ -250,7 +250,7 @@ def _item(dtype: str) -> tuple[int, bool]:
 def state_sha256(state: State, local: Mapping[str, str] | None = None) -> str:
     """Return the SHA-256 of a state and of the clients' local states.
 
-    It depends on names, dtypes, shapes, bytes and their order.
+    The hash depends on names, dtypes, shapes, bytes and their order.
 
     Args:
         state: the global state.

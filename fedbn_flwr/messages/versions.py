@@ -34,10 +34,10 @@ def differences(here: Mapping[str, str], there: str) -> list[tuple[str, bool]]:
     """Return how another machine's versions, as text, differ from the versions here.
 
     Returns:
-        A sentence for each package, and whether the difference is serious. It is
-        serious for another version of this package, because the messages may differ,
-        and for another minor version of Flower, because Flower refuses it. Another
-        torch may change the last bits. A package that is missing in the text is left
+        A sentence for each package, and whether the difference is serious. Another
+        version of this package is serious, because the messages may differ. Another
+        minor version of Flower is serious, because Flower refuses it. Another torch may
+        only change the last bits. A package that is missing in the text is left
         out.
     """
     theirs = dict(_ENTRY.findall(there[:_LONGEST]))

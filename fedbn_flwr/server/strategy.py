@@ -205,7 +205,7 @@ class Strategy(FlowerFedAvg):
             ended there, and the round's metrics by the names of Flower's ``Result``
             (``train_metrics_clientapp``, ...). An exception raised by it ends the run.
         on_replies: called with the used replies of a round, and the global state before
-            and after it. It must not change them.
+            and after it. The function must not change these arguments.
         completes_tests: whether ``evaluate_fn`` receives averaged BN parts, and
             warnings report BN parts that are not averaged. Set it to False if you
             complete the global model yourself with ``server.rounds.testing``.
@@ -481,7 +481,8 @@ class Strategy(FlowerFedAvg):
 
         With ``eval_on="averaged-bn"``, ``evaluate_fn`` and the result's arrays contain
         the average of the clients' values for entries that stay with the clients.
-        Otherwise they contain the initial values, and a warning is logged.
+        Without this setting, both contain the initial values of these entries, and a
+        warning is logged.
 
         Raises:
             EngineError: not enough nodes connect within the timeout.

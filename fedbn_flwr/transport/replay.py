@@ -30,8 +30,8 @@ class Replay:
     Args:
         answers: the recorded answers by tag.
         union_batch_size: number of examples in all clients' batches together.
-        sent: the tensors that this client sent before, by tag. It is given for a user's
-            training, which may not repeat itself exactly.
+        sent: the tensors that this client sent before, by tag. Pass them for a user's
+            training, because it may not repeat itself exactly.
         step_only: whether the training ends with the step.
     """
 

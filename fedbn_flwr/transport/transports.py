@@ -25,8 +25,8 @@ TRANSPORTS: Mapping[str, type[Transport]] = {
 def connect(config: Mapping[str, Any]) -> Reducer:
     """Return this client's reducer for a training message.
 
-    It belongs to the transport of the message's config, or else to a barrier in this
-    process.
+    The reducer belongs to the transport of the message's config, or else to a barrier
+    in this process.
 
     Raises:
         EngineError: there is no such barrier, or masks are required but no mod makes

@@ -295,8 +295,8 @@ def _refusals(reports: Sequence[RoundOutcome]) -> str:
 def account(reports: Sequence[RoundOutcome]) -> str:
     """Return a summary of the rounds for messages.
 
-    It has the numbers of asked clients and of replies, and the most frequent reasons
-    for refusal.
+    The summary has the numbers of asked clients and of replies, and the most frequent
+    reasons for refusal.
     """
     asked = sum(report.asked for report in reports)
     replied = sum(report.replied for report in reports)

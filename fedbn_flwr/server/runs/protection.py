@@ -78,7 +78,7 @@ class Protection:
     def limits(self, limits: Limits, members: Mapping[int, Member]) -> Limits:
         """Return the limits of a synchronised step of these members, by node id.
 
-        They determine when the step is given up, and how it is computed.
+        The limits determine when the step is given up, and how it is computed.
         """
         return limits
 
