@@ -1,9 +1,10 @@
 """The laboratory for experiments with the methods.
 
-It may import every module, but the rest of the package never imports it.
+The laboratory may import every module of the package. The rest of the package never
+imports the laboratory.
 
-- ``config``: the settings of a run and their refusals. ``setup.py``: its model, local
-  training and strategy.
+- ``config``: the settings of a run, and the checks of settings. ``setup.py``: the model,
+  the local training and the strategy of a run.
 - ``data`` with ``models`` and ``export``: data sets, networks, and files of models to
   take away.
 - ``partitioned``: the data of a run, its split over the clients and the report on it.
@@ -47,14 +48,14 @@ _NEEDS = (
 
 
 class _Door:
-    """Finder that stops an import of the laboratory if only the core is installed.
+    """Import finder that refuses the laboratory if only the core is installed.
 
-    ``make certs`` needs only ``cryptography``, so ``deployment`` is open.
+    It accepts ``deployment``, because ``make certs`` needs only ``cryptography``.
     """
 
     @staticmethod
     def find_spec(name: str, *_: object) -> None:
-        """Raise the error with the command that installs the packages.
+        """Refuse the import, with the command that installs the absent packages.
 
         Raises:
             MissingExtraError: a package of the extra ``lab`` is absent.

@@ -104,7 +104,10 @@ def inspect(
 
 
 def _layers(inspection: Inspection) -> Table:
-    """Return a table of the treatment and size of each BN layer and of the rest."""
+    """Return a table with a row for each BN layer and for the rest of the model.
+
+    A row has the treatment and the number of the floats.
+    """
     from fedbn_flwr.batchnorm.parts import Part
 
     floats, counters = inspection.floats, inspection.counters
@@ -157,7 +160,7 @@ def _layers(inspection: Inspection) -> Table:
 
 
 def _use(inspection: Inspection, part: Part) -> str:
-    """Return the treatment of the entries of a part in words."""
+    """Return in words how the method treats a part, such as "shared"."""
     words = ["stays with the client" if part in inspection.local else "shared"]
     if inspection.synchronised and part == "statistics":
         words.append("synchronised in each step")
@@ -169,7 +172,7 @@ def _use(inspection: Inspection, part: Part) -> str:
 
 
 def _costs(inspection: Inspection) -> Iterator[str]:
-    """Yield the cost of a round of each phase, and of the whole run."""
+    """Yield a text on the traffic of a round in each phase, and of all rounds."""
     for phase in (*inspection.phases, inspection.reestimation):
         if phase is None:
             continue

@@ -1,4 +1,4 @@
-"""What the commands share: the app, the consoles, exit codes and the progress bar."""
+"""The app, the consoles, the exit codes and the progress bar of all commands."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class _Command(TyperCommand):
             parameter.help = told.help
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse the arguments, with the user's home for ``~`` in paths."""
+        """Return the remaining arguments, after expanding ``~`` in paths."""
         for word in REMOVED.keys() & {*args}:
             ctx.fail(f"no such option: {word}.{REMOVED[word]}")
         # Expand ``~`` only in arguments that are paths: in another text, ``~`` is an
@@ -188,7 +188,7 @@ def exit_codes(*bad_input: type[FedBNError]) -> Iterator[None]:
 
 
 class _Terminated(KeyboardInterrupt):
-    """SIGTERM, the signal of batch systems, systemd and Docker before they kill."""
+    """SIGTERM arrived. Batch systems, systemd and Docker send it before they kill."""
 
 
 def _terminate(*_: object) -> None:
@@ -197,7 +197,7 @@ def _terminate(*_: object) -> None:
 
 @contextmanager
 def interrupt(what_is_saved: Callable[[], str]) -> Iterator[None]:
-    """Let SIGTERM end a command like Ctrl-C, with a list of the saved files."""
+    """Let SIGTERM end a command like Ctrl-C, with a text on the saved results."""
     # The handler raises an exception in the main thread, like KeyboardInterrupt, so
     # every ``finally`` runs.
     before = signal.signal(signal.SIGTERM, _terminate)
@@ -210,7 +210,7 @@ def interrupt(what_is_saved: Callable[[], str]) -> Iterator[None]:
 
 
 def report_own_data(settings: Any) -> None:
-    """Print the counts of own data."""
+    """Print the counts of own data, if the run has own data on this machine."""
     from fedbn_flwr.lab.config.data import data_of
     from fedbn_flwr.lab.partitioned.counts import data_text
     from fedbn_flwr.lab.partitioned.partitioned_data import (
@@ -226,7 +226,7 @@ def report_own_data(settings: Any) -> None:
 
 
 class Scores:
-    """The last loss and scores of a run."""
+    """The latest training loss and test scores of a run, as text."""
 
     def __init__(self, score: str) -> None:
         # Shorten the label, because the progress bar is narrow.
@@ -239,7 +239,10 @@ class Scores:
         self._last: dict[str, str] = {}
 
     def after(self, line: Any) -> str:
-        """Return the loss and scores after a line of metrics, or an empty text."""
+        """Take the values of a line of metrics, and return the latest values as text.
+
+        The text is empty if no line had a value so far.
+        """
         for key, label in self._labels.items():
             if line.get(key) is not None:
                 self._last[label] = f"{label} {line[key]:.4f}"
@@ -267,7 +270,10 @@ def bars() -> Progress:
 def progress(
     total: int, name: str, score: str = "accuracy"
 ) -> Iterator[Callable[[Any], None]]:
-    """Show each line of metrics in a progress bar, or as a line without a terminal."""
+    """Yield the function that shows the progress of a run, given a line of metrics.
+
+    On a terminal it moves a progress bar. Otherwise it prints a line for each round.
+    """
     scores = Scores(score)
     # A file or a pipe gets one line per round.
     if not complaints.is_terminal:

@@ -141,9 +141,9 @@ def _show(table: pd.DataFrame, title: str) -> None:
 
 
 class Display:
-    """A progress bar over the runs of a study, and a line for each finished run.
+    """A progress bar over the runs of a study, and a line for each run that ended.
 
-    The lines also record the runs in a log file.
+    If the output goes to a log file, the lines are the record of the runs.
     """
 
     def __init__(self, progress: Progress, name: str) -> None:
@@ -152,7 +152,7 @@ class Display:
         self._started: dict[str, float] = {}
 
     def plan(self, cells: Sequence[Cell], left: Sequence[Cell]) -> None:
-        """Show the bar over these runs."""
+        """Show the bar over the runs that are left to do."""
         what = self._name
         if cells and cells[0].trial:
             what = f"tuning {what}"
@@ -175,7 +175,7 @@ class Display:
         return on_round
 
     def end(self, cell: Cell, error: str) -> None:
-        """Print the end of a run."""
+        """Print the scores or the error of a run that ended, and move the bar."""
         self._ended += 1
         self._progress.advance(self._bar)
         seconds = time.monotonic() - self._started[cell.name]

@@ -1,6 +1,6 @@
 """Checks of a config that need no torch.
 
-They check each key, the names, the keys together, and keys without effect.
+They check the value of each key, names, conflicts between keys, and keys without effect.
 ``check_run.py`` has the checks that need the registries, the user's data or the methods.
 """
 
@@ -22,12 +22,12 @@ from fedbn_flwr.server.methods.params_by_method import PARAMS
 
 
 def of_error(error: FedBNError, key: str = "") -> Problem:
-    """Return an error of something that was read from the config."""
+    """Return an error about a value of the config as a problem of its key."""
     return Problem(error.code, str(error), key)
 
 
 def of_name(key: str, name: str, allowed: Collection[str]) -> list[Problem]:
-    """Return the problem of a name if the name is not allowed."""
+    """Return the problem of a name that is not allowed, or [] if it is allowed."""
     if name in allowed:
         return []
     return [of_error(unknown_name(key, name, allowed), key)]
@@ -90,13 +90,13 @@ def defaults_of(kind: type[Fields]) -> dict[str, Any]:
 
 
 def problems_together(config: Fields) -> list[Problem]:
-    """Return the conflicts between keys."""
+    """Return the problems of names, and of keys that do not fit each other."""
     checks = (_of_names, _of_rounds, _of_tests, _of_privacy)
     return [problem for check_of in checks for problem in check_of(config)]
 
 
 def _of_names(config: Fields) -> Iterator[Problem]:
-    """Yield the problems of names."""
+    """Yield a problem for each unknown name and each method that is named twice."""
     yield from of_name("strategy", config.strategy, allowed("strategy"))
     for role in ROLES:
         for name in split(getattr(config, role.replace("-", "_"))):
@@ -153,7 +153,7 @@ def _of_rounds(config: Fields) -> Iterator[Problem]:
 
 
 def _of_tests(config: Fields) -> Iterator[Problem]:
-    """Yield the problems of the tests."""
+    """Yield the problems of the tests in ``eval-on``."""
     tests = split(config.eval_on)
     if tests[:1] == ["personal-domains"]:
         yield Problem(
@@ -216,7 +216,7 @@ def _of_privacy(config: Fields) -> Iterator[Problem]:
 
 # --- keys without effect --------------------------------------------------------------
 def has_no_effect(config: Fields) -> dict[str, str]:
-    """Return the keys that are set without effect in this run, with their needs."""
+    """Return the keys that are set without effect in this run, with the reason."""
     unused: dict[str, str] = {}
     values, defaults = values_of(config), defaults_of(type(config))
 

@@ -37,7 +37,7 @@ def problems_of_run(config: Fields) -> list[Problem]:
 
 
 def _of_reading(key: str, read: Callable[[], object]) -> Iterator[Problem]:
-    """Yield the error of ``read`` as a problem of a key."""
+    """Call ``read``, and yield its error, if any, as a problem of a key."""
     try:
         read()
     except FedBNError as error:
@@ -99,7 +99,7 @@ def _of_data(config: Fields, data: RunData) -> Iterator[Problem]:
 
 
 def _check_task(config: Fields, data: RunData) -> None:
-    """Check that the labels, the metrics and the model are for the task."""
+    """Raise ConfigError if labels, metrics, model or feature-norm do not fit the task."""
     info = data.info
     # ``shape`` raises an error if the model does not accept an example of these data.
     _ = data.shape
@@ -153,7 +153,7 @@ def _of_methods(config: Fields, method: MethodOfConfig) -> list[Problem]:
 
 
 def _of_dp(config: Fields, method: MethodOfConfig) -> Iterator[Problem]:
-    """Yield the parts of this run that bypass the noise or conflict with it."""
+    """Yield a problem for each value or setting that the noise does not cover."""
     yield from uncovered(method.methods, "dp", config.dp)
     yield from _uncovered(config, method, "dp", "epsilon does")
     # If the data determine the number of classes, one example with a new class adds an
@@ -172,7 +172,16 @@ def _of_dp(config: Fields, method: MethodOfConfig) -> Iterator[Problem]:
 def _uncovered(
     config: Fields, method: MethodOfConfig, key: str, protects: str
 ) -> Iterator[Problem]:
-    """Yield the settings, other than updates, that reveal the clients' data."""
+    """Yield a problem for each setting that reports results on the clients' data.
+
+    The protection covers only the updates of the clients, not these results.
+
+    Args:
+        config: the settings.
+        method: the method of the run.
+        key: the key of the protection.
+        protects: subject and verb of the message, such as "epsilon does".
+    """
     tests = [
         name
         for name in method.tests
@@ -195,7 +204,10 @@ def _uncovered(
 
 # --- keys without effect --------------------------------------------------------------
 def has_no_effect_in_run(config: Fields) -> dict[str, str]:
-    """Return the keys that this run cannot use, set or not, each with the reason."""
+    """Return the keys that have no effect in this run, each with the reason.
+
+    The keys that are not set are included.
+    """
     method = method_of(config)
     unused = _unused_of_data(config, data_of(config))
     unused |= _unused_of_tests(config, method)

@@ -104,7 +104,10 @@ class Config(Fields):
     def _first_half(
         cls, values: Mapping[str, Any], complete: bool = False
     ) -> tuple[Config, list[Problem]]:
-        """Return the valid settings, and the problems that are found without torch."""
+        """Return the config of the valid settings, and the problems of all settings.
+
+        The checks need no torch.
+        """
         settings, problems = new_names(values)
         steps, epochs = settings.get("local-steps"), settings.get("local-epochs")
         # Flower's run config always has local-epochs: if the user has not set the key,
@@ -123,7 +126,11 @@ class Config(Fields):
         return config, [*problems, *invalid, *problems_together(config)]
 
     def _resolved(self) -> Config:
-        """Return the config with the values for which "not set" stands."""
+        """Return the config in which actual values replace "not set".
+
+        These are the split and the settings of the method. With ``local-steps``,
+        ``local-epochs`` is 0.
+        """
         from fedbn_flwr.lab.config.data import data_of
         from fedbn_flwr.lab.config.method_of_config import method_of
 
@@ -140,9 +147,9 @@ class Config(Fields):
     def make_of_shared(
         cls, shared: Mapping[str, Any], own: Mapping[str, Any]
     ) -> tuple[Config, dict[str, str]]:
-        """Return the config of settings that runs share, and of a run's own settings.
+        """Return the config of a run from settings that runs share and its own settings.
 
-        The run's own settings take precedence.
+        The run's own settings override the shared settings.
 
         Returns:
             The config, and the shared keys that were left out because they have no
@@ -202,13 +209,13 @@ class Config(Fields):
     def to_mapping(self) -> dict[str, Scalar]:
         """Return every key with its value, in the form of Flower's run config.
 
-        ``make`` gives the same config back.
+        ``make`` of this mapping returns an equal config.
         """
         values: dict[str, Scalar] = values_of(self)
         return {key: values[key] for key in _KEYS}
 
     def late_decays(self) -> list[str]:
-        """Return a warning for each decay that is later than the run's end."""
+        """Return a warning for each decay at a round that the run does not reach."""
         rounds = self.num_server_rounds
         warnings = []
         for text in split(self.lr_decay_at):
@@ -221,7 +228,7 @@ class Config(Fields):
         return warnings
 
     def warnings(self) -> list[str]:
-        """Return the effects of these settings that may surprise, one line each."""
+        """Return a line for each effect of these settings that may surprise a user."""
         if self.strategy == CENTRALIZED:
             return self.late_decays()
         from fedbn_flwr.lab.config.method_of_config import method_of
@@ -263,13 +270,16 @@ def _no_effect(
 
 
 def _defaults_for(kind: type[Config], keys: Iterable[str]) -> dict[str, Any]:
-    """Return the fields of keys with their defaults."""
+    """Return the default of each key, by the name of its field."""
     defaults = defaults_of(kind)
     return {key.replace("-", "_"): defaults[key] for key in keys}
 
 
 def _with_nobody_held_out(config: Config) -> Config:
-    """Read ``held-out-clients=0`` as no client, unless a client is called 0."""
+    """Return the config with no held-out client if ``held-out-clients`` is 0.
+
+    If a client has the name 0, the config does not change.
+    """
     if config.held_out_clients.strip() != "0":
         return config
     from fedbn_flwr.lab.config.data import data_of
@@ -281,5 +291,5 @@ def _with_nobody_held_out(config: Config) -> Config:
 
 
 def state_in_out(config: Config) -> Path:
-    """Return the state folder of ``state-dir=out``."""
+    """Return the folder for the clients' local state if ``state-dir`` is "out"."""
     return Path(config.out) / "checkpoint" / "clients"

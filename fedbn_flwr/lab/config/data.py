@@ -36,8 +36,8 @@ def data_of(config: Fields) -> RunData:
 class RunData:
     """The data of a run.
 
-    Own data are read once, because their reader caches them until the files change.
-    This class therefore caches nothing.
+    This class caches nothing, because the reader of own data caches them until their
+    files change.
     """
 
     config: Fields
@@ -54,12 +54,12 @@ class RunData:
 
     @property
     def on_nodes(self) -> bool:
-        """Whether only the nodes have the data, so that the path is empty."""
+        """Whether only the nodes have the data, as an empty path in ``dataset`` says."""
         return self.is_own and self.config.dataset.endswith(":")
 
     @property
     def own(self) -> OwnData:
-        """The config's settings of own data."""
+        """The settings of own data in the config, in the form for their readers."""
         config = self.config
         kind, path = OwnData.parse(config.dataset)
         sites: tuple[int, ...] = ()
@@ -77,7 +77,7 @@ class RunData:
 
     @property
     def info(self) -> DatasetInfo:
-        """The description of the data, after reading own data.
+        """The description of the data. This reads own data.
 
         Raises:
             ConfigError: the data set is unknown, or keys do not fit own data.

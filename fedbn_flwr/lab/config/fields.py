@@ -68,9 +68,9 @@ def key(
 # --- the settings of the methods ------------------------------------------------------
 @functools.cache  # called in every check of a config, for every method
 def config_fields(kind: type[Settings]) -> dict[str, str]:
-    """Return the names of the settings that are config keys, by field of the config.
+    """Return the name of each setting that is a config key, by the config's field.
 
-    A setting without a group is not a key: the engine provides its value.
+    A setting without a group is not a key, because the engine provides its value.
     """
     fields = {}
     for name, field in kind.model_fields.items():
@@ -84,17 +84,17 @@ def config_fields(kind: type[Settings]) -> dict[str, str]:
 
 
 def methods_with(field: str, params: Mapping[str, type[Params]] = PARAMS) -> list[str]:
-    """Return the methods with a field, or nothing if every method has it."""
+    """Return the methods that have a setting, or [] if every method has it."""
     if field in Params.model_fields:
         return []
     return [name for name, kind in params.items() if field in config_fields(kind)]
 
 
 def own_defaults(params: Mapping[str, type[Params]] = PARAMS) -> dict[str, Any]:
-    """Return the config's default of each setting whose default differs by method.
+    """Return the config's default of each setting that has several defaults.
 
-    This value selects the method's own default. It is 0, or -1 for a setting that may
-    be 0.
+    Methods declare different defaults for such a setting. The config's default then
+    selects the default of the run's method. It is 0, or -1 for a setting that may be 0.
     """
     defaults: dict[str, Any] = {}
     for name, declared in _declared(params).items():
@@ -336,7 +336,7 @@ class Model(Group):
 
 
 class Rounds(Group):
-    """The rounds. ``Params`` has more keys about them."""
+    """The rounds. ``Params`` declares more keys of this group."""
 
     group = "rounds"
 
@@ -360,7 +360,7 @@ class Rounds(Group):
 
 
 class TrainingKeys(Group):
-    """The training of a client in a round. ``Params`` has more keys about it."""
+    """The training of a client in a round. ``Params`` declares more of its keys."""
 
     group = "local training"
 
@@ -407,7 +407,7 @@ class TrainingKeys(Group):
 
 
 class Tests(Group):
-    """The tests. ``Params`` has more keys about them."""
+    """The tests. ``Params`` declares more keys of this group."""
 
     group = "tests"
 
@@ -537,7 +537,7 @@ class Fields(
 
     @property
     def protected(self) -> bool:
-        """Whether single clients stay hidden, so that no shared page has their counts."""
+        """Whether dp or masks hide single clients. Reports then omit their counts."""
         return self.dp != "off" or self.masked_sums
 
     @classmethod
@@ -583,7 +583,7 @@ class Fields(
 
 
 def only_if_of(kind: type[BaseModel], key: str) -> dict[str, Any]:
-    """Return the values of other keys that a key needs for an effect."""
+    """Return the values of other keys without which a key has no effect."""
     field = kind.model_fields[key.replace("-", "_")]
     conditions: dict[str, Any] = extra_of(field).get("only_if", {})
     return conditions

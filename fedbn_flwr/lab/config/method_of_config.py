@@ -1,6 +1,6 @@
-"""The method of a run by its config.
+"""The method of a run, as its config sets it.
 
-It has the strategy, settings, tests, protections and learning rate.
+This includes the strategy, its settings, tests, protections and learning rate.
 """
 
 from __future__ import annotations
@@ -76,11 +76,16 @@ class MethodOfConfig:
 
     @cached_property
     def methods(self) -> Methods:
-        """The options and methods of the run, with their settings."""
+        """The methods and the options that the run combines, with their settings."""
         return self.strategy.combination.methods(self.params)
 
     def parts(self, model: nn.Module, learning: bool = False) -> Parts:
-        """Return ``split_state`` or ``learning_parts`` by the settings."""
+        """Return the split of the model's entries into parts, by the settings.
+
+        Args:
+            model: the model.
+            learning: use ``learning_parts`` instead of ``split_state``.
+        """
         split = learning_parts if learning else split_state
         if self.centralized:
             return split(model)
@@ -95,7 +100,7 @@ class MethodOfConfig:
 
     @property
     def known(self) -> Known:
-        """The facts of the run that the rows read, without those of its model."""
+        """The facts of the run for the checks of the method, except the model."""
         config = self.config
         return Known(
             num_rounds=config.num_server_rounds,
@@ -110,7 +115,7 @@ class MethodOfConfig:
         )
 
     def problems(self, effect: str) -> list[Problem]:
-        """Return the problems of the method that have an effect of ``Problem``."""
+        """Return the problems of the method that have this ``Problem.effect``."""
         found = self.methods.problems(self.known)
         return [problem for problem in found if problem.effect == effect]
 
@@ -131,7 +136,7 @@ class MethodOfConfig:
 
     @property
     def tests_own_models(self) -> bool:
-        """Whether the main test is the test of each client's own model."""
+        """Whether the main test tests each client's own model."""
         if self.centralized or not self.tests[0].startswith("personal"):
             return False
         return self.methods.own_models or self.params.fine_tune > 0
@@ -184,7 +189,9 @@ def learning_rate_of(config: Fields) -> LearningRate:
 
 
 def schedule_changes(config: Fields, begun_with: int) -> list[str]:
-    """Return a warning for each decay at a share of R if the run's R has changed.
+    """Return a warning for each decay that moves because a run is longer or shorter.
+
+    These are the decays at a share of the number of rounds.
 
     Args:
         config: the settings of the resumed run.

@@ -1,8 +1,8 @@
-"""Reading of settings, and the names that keys take.
+"""Reading of settings, and the allowed names of keys such as ``strategy``.
 
-Settings come from files, have old names, and may be texts. ``fedbn-flwr list`` shows
-the names that keys take. The registries need torch, so ``make generate`` writes their
-names into ``names.json``.
+Settings may come from files or the command line, and may have old names.
+``fedbn-flwr list`` shows the allowed names. The registries of these names need torch,
+so ``make generate`` writes the names into ``names.json``.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ def read_settings(path: Path | None, overrides: Sequence[str]) -> list[dict[str,
 def merged(sources: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the settings of several sources under their new names.
 
-    The last source takes precedence.
+    A later source overrides an earlier source.
 
     Raises:
-        ConfigError: a source has a setting under both of its names.
+        ConfigError: a source has a setting under its old name and its new name.
     """
     settings: dict[str, Any] = {}
     problems: list[Problem] = []
@@ -66,9 +66,10 @@ def merged(sources: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def new_names(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
-    """Return the settings under their new names, and a problem for both names of a key.
+    """Return the settings under their new names, and the problems of double names.
 
-    Old names cause a warning.
+    A setting under its old name and its new name is a problem. An old name causes a
+    warning.
     """
     twice = []
     for old, new in RENAMED.items():
@@ -89,7 +90,7 @@ def new_names(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]
 def refuse_bool(key: str, value: Any, wanted: str) -> Any:
     """Return the value of a key, but refuse true and false for a number or a text.
 
-    Pydantic would read them as 1 and 0.
+    Pydantic would read true as 1 and false as 0.
 
     Args:
         key: the key or the field's name; ``dp`` reads YAML's ``off``.
@@ -111,7 +112,10 @@ def refuse_bool(key: str, value: Any, wanted: str) -> Any:
 
 # --- values that are texts ------------------------------------------------------------
 def split(text: str) -> list[str]:
-    """Return the entries of a comma string, stripped, without empty entries."""
+    """Return the texts between commas, stripped, without empty texts.
+
+    Quotes have no meaning here. ``listed`` reads quotes.
+    """
     return [entry.strip() for entry in text.split(",") if entry.strip()]
 
 
@@ -127,7 +131,7 @@ def listed(text: str) -> list[str]:
 
 
 def number(text: str) -> int | float | None:
-    """Return the whole or decimal number of a text, or None for another text."""
+    """Return the int or float that a text spells, or None if it spells no number."""
     for kind in (int, float):
         with suppress(ValueError):
             return kind(text)
@@ -135,7 +139,7 @@ def number(text: str) -> int | float | None:
 
 
 def read_decays(at: str, factor: str) -> list[tuple[str, float]]:
-    """Return the texts of the times of decays, each with its factor.
+    """Return (time, factor) of each decay of the learning rate, with time as text.
 
     Args:
         at: ``lr-decay-at``.
@@ -201,7 +205,7 @@ def rows(registry: str) -> list[tuple[str, str, str]]:
 
 
 def allowed(key: str) -> Collection[str]:
-    """Return the names that a key takes.
+    """Return the allowed names of a key.
 
     Args:
         key: strategy, norm, dataset, partition, task, or a role of methods.

@@ -17,9 +17,9 @@ _INT = "tag:yaml.org,2002:int"
 # PyYAML's parser in C is ten times as fast as the parser in Python, but some builds of
 # PyYAML lack it.
 class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
-    """Reads ``01`` and ``1:30`` as texts, such as the name of a client.
+    """YAML loader that reads ``01`` and ``1:30`` as texts, such as a client's name.
 
-    In YAML 1.1 they are 1 (in octal) and 90.
+    In YAML 1.1, ``01`` is the octal number 1, and ``1:30`` is 90.
     """
 
 
@@ -69,12 +69,12 @@ def read_yaml(path: Path, what: str) -> Any:
 
 
 def read_value(text: str) -> Any:
-    """Return the value of a YAML text, or raise one of ``UNREADABLE``."""
+    """Return the value of a YAML text, or raise an exception of ``UNREADABLE``."""
     return yaml.load(text, _Loader)  # safe, because _Loader extends a safe loader
 
 
 def _repeated(node: yaml.Node | None, seen: set[int]) -> Iterator[str]:
-    """Yield each key that occurs again in its mapping, with both lines.
+    """Yield a text for each key that is repeated in its mapping, with both lines.
 
     Args:
         node: a part of the document; None for an empty document.

@@ -1,17 +1,17 @@
 """Data sets, their partitions over the clients, and the clients' subsets.
 
-What every other file uses:
+The other modules use these three:
 
-- ``samples``: labelled examples, in memory or read batch by batch; their shape; a data
-  set of them.
+- ``samples``: labelled examples, in memory or read batch by batch; their shape; data
+  sets.
 - ``subset``: some of these examples, as the normalised batches that a client uses.
 - ``augment``: random changes of the images of a training batch.
 
-Data sets by name. A new data set is a reader, in one of these files or in its own file,
-and an entry of ``datasets``:
+Data sets by name. To add a data set, write a reader, in a file of this list or in a new
+file, and add an entry to ``datasets``:
 
 - ``datasets``: every data set by name, with its description before it is loaded.
-- ``loading``: loads one in the shape that a model needs, once in a process.
+- ``loading``: loads a data set in the shape that a model needs, once in a process.
 - ``readers``: public data sets in torchvision's files, and the embedded digits.
 - ``folders``: folders of image files (ImageNet); ``image_files`` decodes the files.
 - ``domains``: data sets of several domains, with a group for each.
@@ -22,13 +22,13 @@ Data of a user:
 - ``own``: a folder, an npz file or a function of the user, ``dataset=KIND:PATH``.
 - ``local_dataset``: files of one node, its ``data-path``, instead of its partition.
 
-Which client has which examples. A new split is a function of a ``PartitionRequest`` and
-an entry of ``partitioning``:
+The split of the examples over the clients. To add a split, write a function of a
+``PartitionRequest``, and add an entry to ``partitioning``:
 
-- ``partitioning``: every split by name; divides training examples, and the test
-  examples by them.
+- ``partitioning``: every split by name. It splits the training examples, and then the
+  test examples in the same proportions.
 - ``splits``, ``shards``, ``group_splits``: the splits by class, shard and group.
-- ``validation``: a seeded part of some examples, put aside.
+- ``validation``: sets a seeded part of some examples apart.
 - ``picture``: a split as a picture and a table.
 
 ``server.rounds.testing`` determines the clients that a round tests.

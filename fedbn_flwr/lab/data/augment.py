@@ -36,7 +36,7 @@ _GEOMETRIC = (RESIZED_CROP,)
 class Draw(NamedTuple):
     """The random draws for a batch of B images.
 
-    A field is None if the augmentation does not need it.
+    A field is None if the augmentation does not use these draws.
 
     Attributes:
         seeds: a seed for the transforms of each image, (B,).
@@ -66,11 +66,11 @@ class Augment:
 
     @classmethod
     def parse(cls, text: str) -> Augment:
-        """Return the augmentation of a config's ``augment`` that is not empty.
+        """Return the augmentation that a text of ``augment`` describes.
 
-        The text is a comma list of ``cropN`` (N >= 1 pixels), ``flip`` and names of
-        ``EACH``. The order in the list does not matter: transforms of single
-        images come first, then crops, then flips.
+        The text is not empty. It is a comma list of ``cropN`` (N >= 1 pixels), ``flip``
+        and names of ``EACH``. The order in the list does not matter: transforms of
+        single images come first, then crops, then flips.
 
         Raises:
             ConfigError: an entry is unknown, occurs twice, or crops by 0.
@@ -142,7 +142,7 @@ class Augment:
     def apply_each(
         self, inputs: Tensor, targets: Tensor, draw: Draw
     ) -> tuple[Tensor, Tensor]:
-        """Return images (uint8 (B, C, H, W)) and targets after ``each`` transform."""
+        """Return images (uint8 (B, C, H, W)) and targets after the transforms ``each``."""
         if draw.seeds is None:
             return inputs, targets
         by_pixel = targets.ndim == 3

@@ -30,7 +30,7 @@ TRAIN_IDS = (7, 8, 11, 12, 13, 17, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28, 31, 3
 def read_cityscapes(folder: Path, shape: Shape) -> Loaded:
     """Return the images of ``leftImg8bit`` with the classes of pixels of ``gtFine``.
 
-    These are ``leftImg8bit/{train,val}/CITY/*_leftImg8bit.png`` and
+    The files are ``leftImg8bit/{train,val}/CITY/*_leftImg8bit.png`` and
     ``gtFine/{train,val}/CITY/*_gtFine_labelIds.png``.
 
     Raises:
@@ -59,7 +59,7 @@ def read_cityscapes(folder: Path, shape: Shape) -> Loaded:
 
 
 def _cities(folder: Path) -> dict[str, list[Path]]:
-    """Return the images of each city, both sorted by name."""
+    """Return the image files of each city. Cities and files are sorted by name."""
     if not folder.is_dir():
         raise DataError(f"folder {folder} is absent.")
     cities = {

@@ -34,12 +34,12 @@ class DatasetInfo:
             usual height.
         summary: one line.
         source: the publication.
-        loader: reads (train, test) from the data folder.
+        loader: function that reads (train, test) from the data folder.
         files: the files that the loader needs in the data folder; "" for an embedded
             data set.
-        mean: mean of the training pixels per channel, pixels scaled to [0, 1]. If the
-            mean depends on the files or the size, it is the value of the papers'
-            authors (DomainNet, ImageNet, Cityscapes: ImageNet's).
+        mean: mean of the training pixels per channel, pixels scaled to [0, 1]. If this
+            mean depends on the files or the size, the field has the value that the
+            papers' authors use (ImageNet's mean for DomainNet, ImageNet, Cityscapes).
         std: standard deviation, in the same way.
         aspect: width of the images divided by their height.
         grouped: the samples have groups (domains, cities), for the splits that need

@@ -1,6 +1,6 @@
 """Five domains without a download, made from scikit-learn's digits.
 
-Ours, for tests of feature shift: every domain changes the digits in another way, in
+Ours, for tests of feature shift: each domain changes the digits in its own way, in
 integer arithmetic and with fixed seeds, so the bytes are the same on every machine and
 in every run. Each training digit is in one domain, and every domain has digits of every
 class. The test digits are in all domains.
@@ -94,7 +94,10 @@ def read_digits_domains(folder: Path, shape: Shape) -> Loaded:
 
 
 def _split_over_domains(targets: Tensor) -> list[Tensor]:
-    """Return the indices of each domain, with sizes that differ by at most one."""
+    """Return the indices of the digits in each domain.
+
+    The sizes of the domains differ by at most one.
+    """
     labels = targets.numpy()
     rng = numpy_generator(_SEED, "digits-domains")
     order = np.concatenate(

@@ -1,6 +1,6 @@
-"""Data sets of several domains, with the same classes in other kinds of images.
+"""Data sets of several domains, with the same classes in different kinds of images.
 
-The domains are the groups.
+The groups of such a data set are its domains.
 Each domain is an npz file (x_train, y_train, x_test, y_test; uint8 (N, H, W) or (N, H,
 W, 3)) or a folder with a folder of images per class. In a folder, every 5th file of a
 class, by name, is a test image (ours: no split is published).
@@ -83,8 +83,9 @@ def read_domains(
 ) -> Reader:
     """Return the reader of ``ROOT/DOMAIN.npz`` or ``ROOT/DOMAIN/CLASS/*``.
 
-    ROOT is a named subfolder, or the folder. All domains are archives, or all are
-    folders. All domains and classes must be there; other folders are ignored.
+    ROOT is the first subfolder of the data folder with a name of ``names``, or else the
+    data folder. Either all domains are archives, or all are folders. All domains and
+    classes must exist. Other folders are ignored.
     """
 
     def read(folder: Path, shape: Shape) -> Loaded:
@@ -103,10 +104,10 @@ def read_domains(
 
 
 def read_digits_five(folder: Path, shape: Shape) -> Loaded:
-    """Return the domains of ``DIGITS_FIVE`` that are there.
+    """Return the domains of ``DIGITS_FIVE`` whose files exist.
 
-    A domain is there as published, or as the only npz file in ``FOLDER/NAME/``; NAME
-    has ``_`` instead of ``-``. Nothing is downloaded. Images of all domains get the
+    A domain exists in its published files, or as the only npz file in ``FOLDER/NAME/``.
+    NAME has ``_`` instead of ``-``. Nothing is downloaded. Images of all domains get the
     requested shape, so that one tensor contains them all. If the two parts of USPS have
     the published sizes, they are pooled and split again, see ``_split_usps``.
 
@@ -168,7 +169,7 @@ def merged(parts: Mapping[str, tuple[Samples, Samples]], shape: Shape) -> Loaded
 
 
 def _joined(parts: Sequence[Samples], shape: Shape) -> Samples:
-    """Return the samples of all domains together, with each domain as a group."""
+    """Return the samples of all domains in one set. Each domain is a group."""
     pieces = [reshaped(samples, shape) for samples in parts]
     sizes = torch.tensor([len(piece) for piece in pieces])
     return Samples(
@@ -179,7 +180,7 @@ def _joined(parts: Sequence[Samples], shape: Shape) -> Samples:
 
 
 def _of_files(files: Mapping[str, Files], shape: Shape) -> Loaded:
-    """Return domains that are all folders of files, with each domain as a group."""
+    """Return the data set of domains that are folders of files, a group for each."""
     train, test = Files(), Files()
     train_groups, test_groups = list[int](), list[int]()
     for number, of_domain in enumerate(files.values()):
@@ -199,7 +200,7 @@ def _of_files(files: Mapping[str, Files], shape: Shape) -> Loaded:
 
 
 def read_class_folders(files: Files, shape: Shape) -> tuple[Samples, Samples]:
-    """Return the (train, test) files, where every 5th file of a class is for tests."""
+    """Return the (train, test) images. Every 5th file of a class is a test image."""
     train, test = open_image_files(_train_and_test(files), shape)
     return train, test
 

@@ -22,9 +22,9 @@ from fedbn_flwr.training.settings import share_of
 
 
 def split_domain(request: PartitionRequest) -> list[Indices]:
-    """Split a share of each domain evenly over its clients.
+    """Split a share of each domain evenly over the clients of the domain.
 
-    The sizes of its clients differ by at most 1.
+    The sizes of these clients differ by at most 1.
 
     ``domain_share`` up to 1 is the fraction of each domain's examples (rounded down)
     that is used; a whole number above 1 is the number of examples of each domain.
@@ -78,7 +78,7 @@ def split_natural(request: PartitionRequest) -> list[Indices]:
 
 
 def _members(name: str, request: PartitionRequest) -> dict[int, Indices]:
-    """Return the examples of each group that has examples."""
+    """Return the examples of each group with examples, by number of the group."""
     if request.groups is None:
         raise ConfigError(
             f"partition {name!r} needs a data set with groups (domains, cities,"
@@ -91,14 +91,24 @@ def _members(name: str, request: PartitionRequest) -> dict[int, Indices]:
 
 
 def _named(request: PartitionRequest, members: Iterable[int]) -> str:
-    """Return the names of the groups, or their numbers without names."""
+    """Return a text with the names of the groups, or with numbers without names."""
     if not request.group_names:
         return ", ".join(map(str, members))
     return ", ".join(request.group_names[group] for group in members)
 
 
 def _used(share: float, count: int, domain: str) -> int:
-    """Return the number of used examples among a domain's ``count`` examples."""
+    """Return how many of a domain's ``count`` examples the split uses.
+
+    Args:
+        share: ``domain-share``.
+        count: number of training examples of the domain.
+        domain: name of the domain, for messages.
+
+    Raises:
+        ConfigError: the share is neither a fraction in (0, 1] nor a whole number.
+        DataError: the domain has fewer examples than the share.
+    """
     if 0 < share <= 1:
         return share_of(share, count)
     if not 1 < share < float("inf") or share != int(share):

@@ -46,8 +46,8 @@ def load_dataset(
             antialiasing, and rounded to bytes; mean and std belong to the published
             size.
         device: device of the samples.
-        originals: image files stay on the disk, for augmentation of the images as
-            stored (``resized-crop``).
+        originals: keep image files on the disk, for an augmentation that needs images
+            in their stored size (``resized-crop``).
 
     Raises:
         ConfigError: the name is unknown, or channels or size are not possible.

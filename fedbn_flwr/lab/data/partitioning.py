@@ -1,7 +1,8 @@
 """The registry of splits of the training examples over the clients.
 
 Every split depends only on its arguments: the same seed gives the same indices on every
-machine. A partition is a list of sorted, disjoint int64 index vectors, by partition id.
+machine. The result is a list with a sorted int64 vector of indices for each partition
+id. No index is in two vectors.
 """
 
 from __future__ import annotations
@@ -36,10 +37,10 @@ class PartitionInfo:
         name: name in the registry.
         summary: one line.
         source: the paper or library.
-        split: the function that makes it.
-        by_class: it needs one class per image, so it cannot split images with a class
-            for each pixel.
-        by_group: it needs a data set with groups.
+        split: the function that makes the split.
+        by_class: whether the split needs one class per example. It then refuses images
+            with a class for each pixel.
+        by_group: whether the split needs a data set with groups.
     """
 
     name: str
@@ -135,8 +136,8 @@ def split_dataset(
 ) -> tuple[list[Indices], list[Indices]]:
     """Return the training and the test examples of each client.
 
-    These are ``make_partition`` and ``partition_test_set``. Under ``natural``, a client
-    has all test examples of its group.
+    ``make_partition`` splits the training examples, and ``partition_test_set`` the test
+    examples. Under ``natural``, a client has all test examples of its group.
 
     Args:
         dataset: the data to split.
@@ -144,12 +145,12 @@ def split_dataset(
         num_clients: number of parts.
         seed: the run's seed.
         settings: other keyword arguments of ``make_partition``; classes and groups come
-            from the data set. All examples of one unit go to the client of its first
-            example.
+            from the data set. All examples of a unit go to the client that gets the
+            unit's first example.
 
     Raises:
-        ConfigError: as ``make_partition``, or the split is by class and the images have
-            a class for each pixel.
+        ConfigError: as ``make_partition``, or the split is by class and the examples
+            have no single class.
         DataError: as ``make_partition``.
     """
     if name in PARTITIONS and PARTITIONS[name].by_class and not dataset.train.by_class:
@@ -202,7 +203,7 @@ def _array(values: Tensor | None) -> Indices | None:
 
 
 def _examples_of_units(units: Indices) -> list[Indices]:
-    """Return the examples of each unit in their order, by the units' numbers."""
+    """Return the sorted indices of each unit's examples, in the order of the units."""
     order = np.argsort(units, kind="stable")
     starts = np.flatnonzero(np.diff(units[order], prepend=-1))
     # Cut the order at the start of each unit. The first part is empty, because the
@@ -283,7 +284,7 @@ def partition_test_set(
     train_groups: Indices | None = None,
     test_groups: Indices | None = None,
 ) -> list[Indices]:
-    """Return each client's test examples, a share of each class as in training.
+    """Return each client's test examples, with the client's training share by class.
 
     The rule does not depend on the kind of split. If the data set has groups, each
     class in each group counts as a class, so clients of one domain get test examples of

@@ -55,10 +55,8 @@ def partition_picture(
 def partition_table(counts: Indices, names: Sequence[str] = ()) -> str:
     """Return a text table with a line for each client and a line of the totals.
 
-    The columns are the classes.
-
-    With more than 20 classes, the columns are instead a client's number of classes and
-    its largest class.
+    The columns are the classes and the total. With more than 20 classes, the columns
+    are a client's number of classes, its largest class and the total.
 
     Args:
         counts: examples, int64 (clients, classes) from ``partition_counts``; or

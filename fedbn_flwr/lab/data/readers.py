@@ -26,7 +26,7 @@ from fedbn_flwr.training.randomness import numpy_generator
 
 
 class Loaded(NamedTuple):
-    """Training and test set of a reader, and the names of the groups, if any."""
+    """The training set and the test set from a reader, and the group names, if any."""
 
     train: Samples
     test: Samples
@@ -93,11 +93,11 @@ def read_digits(folder: Path, shape: Shape) -> Loaded:
 
 
 def read_idx(class_name: str) -> Reader:
-    """Return the reader of ``FOLDER/CLASS_NAME/raw``, for MNIST and its format.
+    """Return the reader of ``FOLDER/CLASS_NAME/raw``, for data sets in MNIST's format.
 
-    If the unpacked files are absent, the .gz files are read directly. Nothing is
-    written, so read-only folders work. torchvision's class only downloads missing
-    files.
+    If the unpacked files are absent, the .gz files are read directly. The reader writes
+    nothing, so read-only folders work. It uses torchvision's class only to download
+    missing files.
     """
 
     def read(folder: Path, shape: Shape) -> Loaded:
@@ -117,7 +117,7 @@ def read_idx(class_name: str) -> Reader:
 
 
 def is_there(path: Path) -> bool:
-    """Return whether a file is there, unpacked or with .gz."""
+    """Return whether a file exists, unpacked or with the suffix .gz."""
     return path.exists() or path.with_name(path.name + ".gz").exists()
 
 
@@ -149,7 +149,7 @@ def read_torchvision(class_name: str) -> Reader:
 def _present_or_downloaded(
     source: Callable[..., Any], folder: str, **split: Any
 ) -> Any:
-    """Return torchvision's data set, after a download if its files fail."""
+    """Return torchvision's data set. If its files cannot be read, download them."""
     # Try without a download first, because torchvision writes into the folder if
     # download=True, but the folder may be read-only.
     try:

@@ -28,8 +28,8 @@ class Shape:
         channels: 1 or 3.
         height: in pixels.
         width: in pixels.
-        originals: image files stay on the disk, for augmentation of the images as
-            stored.
+        originals: keep image files on the disk, for an augmentation that needs images
+            in their stored size.
     """
 
     channels: int
@@ -102,14 +102,12 @@ _TARGETS = (torch.int64, torch.uint8, torch.float32)
 
 
 class LazyInputs(ABC):
-    """Inputs that are not in memory, see ``Samples``.
-
-    Each batch reads its own inputs.
+    """Inputs of ``Samples`` that are not in memory. Each batch reads its own inputs.
 
     Attributes:
         shape: (N, ...), of all inputs.
         dtype: uint8 for images, otherwise float32.
-        by_pixel: whether they are read with a class for each pixel or voxel.
+        by_pixel: whether ``read`` also returns a class for each pixel or voxel.
         device: the device of the results of ``read``.
     """
 
@@ -135,7 +133,9 @@ class LazyInputs(ABC):
         each: Sequence[str] = (),
         seeds: Sequence[int] = (),
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the inputs with these numbers, and the targets that come with them.
+        """Return the inputs with these numbers, and their targets.
+
+        The targets are None if they are not read with the inputs.
 
         Args:
             numbers: numbers of the inputs, 0..N-1.
@@ -149,11 +149,11 @@ Block = tuple[Tensor, Tensor, list[int]]
 
 
 class LastTest:
-    """The positions of the last test, and its batches if it was repeated.
+    """The positions of the last test, and the batches of a test that was repeated.
 
-    Clients are often tested on the same examples. If the model is small, converting
-    their bytes to floats takes as long as the test. A process that receives the samples
-    makes its own batches.
+    Clients are often tested on the same examples. If the model is small, the conversion
+    of bytes to floats takes as long as the test, so the batches are kept. They are not
+    pickled: another process makes its own batches.
     """
 
     def __init__(self, about: Sequence[Tensor] = ()) -> None:
@@ -162,16 +162,24 @@ class LastTest:
         self._versions: list[int] = []
 
     def __reduce__(self) -> tuple[type[LastTest], tuple[()]]:
-        """Pickle the value without batches."""
+        """Pickle this object without its positions and batches."""
         return LastTest, ()
 
     def is_of(self, about: Sequence[Tensor]) -> bool:
-        """Return whether the test had these positions and the other given tensors."""
+        """Return whether the last test had exactly these tensors.
+
+        Args:
+            about: positions, batch sizes and normalisation of a test.
+        """
         same = len(about) == len(self._about)
         return same and all(map(torch.equal, about, self._about))
 
     def blocks(self, made: Callable[[], Iterable[Block]]) -> Iterable[Block]:
-        """Return the batches, made again if somebody has written to them."""
+        """Return the kept batches, or call ``made`` if there are none.
+
+        The batches are also made again if somebody has written to them, and in
+        inference mode.
+        """
         # The stored batches are used again only if torch's version counters show no
         # write to them. In inference mode, torch does not count writes.
         if torch.is_inference_mode_enabled():
@@ -316,7 +324,7 @@ class Samples:
 
     @property
     def labels(self) -> Tensor:
-        """The class of each example for splits, int64 (N,), or 0 without classes."""
+        """The class of each example for splits, int64 (N,). Without classes, all 0."""
         if self.by_class:
             return self.targets
         return torch.zeros(len(self), dtype=torch.int64, device=self.device)
@@ -324,7 +332,13 @@ class Samples:
     def take(
         self, chosen: Tensor, augment: Augment | None = None, draw: Draw | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Return these examples (int64 (B,)) and their targets, augmented as drawn."""
+        """Return the inputs and targets of the ``chosen`` examples, maybe augmented.
+
+        Args:
+            chosen: indices of the examples, int64 (B,).
+            augment: the augmentation; None for unchanged examples.
+            draw: the random draws of ``augment`` for this batch.
+        """
         # Transforms of single images come before transforms of the whole batch. For
         # files, ``read`` applies them, because they act on images in the stored size.
         if isinstance(self.source, LazyInputs):

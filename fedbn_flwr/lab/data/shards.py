@@ -80,7 +80,13 @@ def _drawn_sizes(
 def _split_shards(
     request: PartitionRequest, sizes: list[int], purpose: str
 ) -> list[Indices]:
-    """Return each client's examples, from its number of random shards in ``sizes``."""
+    """Return each client's examples, from as many random shards as ``sizes`` has.
+
+    Args:
+        request: the request.
+        sizes: number of shards of each client.
+        purpose: name of the random stream.
+    """
     count = sum(sizes)
     if count > len(request.labels):
         raise ConfigError(

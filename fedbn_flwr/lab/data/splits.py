@@ -9,8 +9,8 @@ same as in ``dirichlet``. Hsu draws q ~ Dir(alpha p) with p the class shares: Hs
 alpha is ours times the number of (equally large) classes.
 
 ``dirichlet`` is flwr-datasets' partitioner on a table of labels. Its import takes
-seconds, so it is in the function. ``iid`` gives the same parts as the IidPartitioner
-there, but does not make a table for every client. ``classes``: Wang, Shi & Chang 2023
+seconds, so it is in the function. ``iid`` gives the same parts as flwr-datasets'
+IidPartitioner, without a table for each client. ``classes``: Wang, Shi & Chang 2023
 (FedTAN), Appendix D.
 
 Differs from the paper: its five tables cover all classes. If classes-per-client is
@@ -94,10 +94,10 @@ def split_dirichlet(request: PartitionRequest) -> list[Indices]:
 
 
 def _drawn(request: PartitionRequest, attempt: int, min_size: int) -> list[Indices]:
-    """Return the split of one seed.
+    """Return the Dirichlet split of one attempt; each attempt has its own seed.
 
     Raises:
-        ValueError: no draw of flwr-datasets gives every client ``min_size``.
+        ValueError: flwr-datasets found no draw with ``min_size`` for every client.
     """
     # Import here, because the import takes seconds, and other splits do not need it.
     from flwr_datasets.partitioner import DirichletPartitioner
@@ -144,7 +144,14 @@ def split_dirichlet_equal(request: PartitionRequest) -> list[Indices]:
 
 
 def _filled(size: int, mix: Floats, left: Indices, rng: np.random.Generator) -> Indices:
-    """Return how many examples of each class a client with ``size`` draws takes."""
+    """Return the number of examples of each class that a client takes.
+
+    Args:
+        size: number of examples of the client.
+        mix: the client's class proportions q.
+        left: number of remaining examples of each class.
+        rng: generator of the draws.
+    """
     taken = np.zeros_like(left)
     missing = size
     while missing > 0:
@@ -170,7 +177,7 @@ def _check_alpha(alpha: float) -> None:
 
 
 def _shuffled(request: PartitionRequest, purpose: str) -> tuple[Indices, Indices]:
-    """Return a seeded order of the examples, and their labels in it."""
+    """Return a seeded order of the examples, and the labels in this order."""
     rng = numpy_generator(request.seed, "partition", purpose)
     order = rng.permutation(len(request.labels)).astype(np.int64)
     return order, request.labels[order]
@@ -179,7 +186,10 @@ def _shuffled(request: PartitionRequest, purpose: str) -> tuple[Indices, Indices
 def _partitioned(
     partitioner: Partitioner, order: Indices, labels: Indices
 ) -> list[Indices]:
-    """Return the parts of a flwr-datasets partitioner on the table (index, label)."""
+    """Return the indices in each part of a flwr-datasets partitioner.
+
+    The partitioner gets a table with the columns index (``order``) and label.
+    """
     import datasets
 
     partitioner.dataset = datasets.Dataset.from_dict({"index": order, "label": labels})

@@ -1,4 +1,4 @@
-"""Subsets of shared examples that make normalised batches without a copy."""
+"""Subsets of shared examples, with normalised batches and no copy of the examples."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ _ALIGNED = 64
 
 
 class Subset:
-    """The examples of one client or test, at positions 0..len-1.
+    """The examples of one client or one test, at positions 0..len-1.
 
-    The examples are shared with other subsets.
+    Several subsets share one ``Samples``.
     """
 
     __slots__ = ("_augment", "_indices", "_mean", "_samples", "_std")
@@ -135,8 +135,9 @@ class Subset:
         """Yield ``batch`` of each of the ``positions``, in order.
 
         Images in memory become floating point several batches at a time, as long as
-        these take at most ``_BLOCK`` bytes. The bits are equal, in fewer calls. A small
-        test set that is read again, for example for another client, is kept converted.
+        these take at most ``_BLOCK`` bytes. This needs fewer calls, and the bits are
+        equal. If a small test set is read again, for example for another client, its
+        batches are kept.
         """
         # Convert batch by batch if the examples are augmented, because each batch has
         # its own random draws, or if the examples are in files, because files are read
@@ -159,7 +160,7 @@ class Subset:
             yield *self.batch(together), [len(batch) for batch in block]
 
     def _of_test(self, order: Sequence[Tensor]) -> Iterable[Block]:
-        """Return the blocks of a test, reused if the last test was equal."""
+        """Return the batches of a test, in blocks. An equal last test is reused."""
         sizes = torch.tensor([len(batch) for batch in order])
         positions = torch.cat([sizes[:0], *order])
         same_as = (positions, sizes, self.indices, self._mean, self._std)
@@ -185,10 +186,10 @@ class Subset:
 
 
 def _blocks(positions: Iterable[Tensor], size: int) -> Iterator[list[Tensor]]:
-    """Yield lists of batches with at most ``_BLOCK`` bytes, or single batches.
+    """Yield lists of batches. A list with several has at most ``_BLOCK`` bytes.
 
     Args:
-        positions: the batches.
+        positions: the positions of the examples of each batch.
         size: bytes of one example.
     """
     # Combine batches only if each example's size is a multiple of the alignment: matrix

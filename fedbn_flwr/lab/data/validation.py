@@ -1,4 +1,4 @@
-"""A seeded part of some examples, for example a client's validation examples."""
+"""Sets a seeded part of some examples apart, such as validation examples."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ def split_off(
     seed: int,
     units: Indices | None = None,
 ) -> tuple[Indices, Indices]:
-    """Return (rest, part), where ``part`` has ``share`` of all and of each class.
+    """Return (rest, part): ``part`` has ``share`` of the examples and of each class.
 
-    The size of the part is ``share`` of the examples, rounded half up, and at least one
-    example or unit stays in the rest. If there are units, each moves as a whole. They
-    are visited in a random order, and a unit moves if the part's numbers by class then
-    come nearer to the wanted numbers (by the sum of the differences). Without units,
-    the numbers are exact; with units, they are only this near.
+    The size of the part is ``share`` of the examples, rounded half up. At least one
+    example or unit stays in the rest. If there are units, each unit stays whole. The
+    units are visited in a random order. A unit moves to the part if the part's numbers
+    by class then come nearer to the wanted numbers (by the sum of the differences).
+    Without units, the part has exactly the wanted numbers.
 
     Args:
         indices: the examples to split, int64 (n,), each once, in any order.
@@ -74,7 +74,10 @@ def split_off(
 
 
 def _shares(counts: Indices, share: Fraction, rng: np.random.Generator) -> Indices:
-    """Return the number of examples of each class in the part, by remainder."""
+    """Return the number of examples of each class for the part.
+
+    The largest remainders are rounded up. Ties are random.
+    """
     # Compute with fractions, because floats do not represent a share such as 0.1
     # exactly, so equal remainders would become unequal.
     total = int(counts.sum())

@@ -1,8 +1,8 @@
 """Image files as examples, in memory or on the disk.
 
-``open_images`` decides: a set that fits into ``MAX_BYTES`` is decoded once, into
-memory; a larger set stays on the disk, and each batch decodes its own images. Both give
-the same bits.
+``open_images`` decodes a set that fits into ``MAX_BYTES`` once, into memory. A larger
+set stays on the disk, and each batch decodes its own images. Both ways give the same
+bits.
 
 - ``decoding``: the pixels of one file, and many files in several threads.
 - ``image_inputs``: files as the inputs of samples.
@@ -43,9 +43,10 @@ def open_images(
     Args:
         paths: image files. Every colour mode becomes RGB first; grey is computed from
             RGB.
-        labels: the class of each image, or its group if there are ``masks``.
-        parts: lengths of the parts, for example of training and test files; together
-            the parts are all files.
+        labels: the class of each image, or the group of each image if there are
+            ``masks``.
+        parts: number of files in each part, for example in training and in test. The
+            first part has the first files. The numbers add up to all files.
         shape: shape of the images.
         centre: cut out the central square before resizing; otherwise the whole image
             is resized to the shape.

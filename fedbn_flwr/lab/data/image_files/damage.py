@@ -13,7 +13,7 @@ _ENDS = {"JPEG": b"\xff\xd9", "MPO": b"\xff\xd9", "PNG": b"IEND"}
 
 
 def refuse_damaged_files(paths: Sequence[Path]) -> None:
-    """Raise DataError if files look damaged, by headers and by ends of JPEG and PNG."""
+    """Raise DataError if files look damaged by their header, or the end of JPEG, PNG."""
     looks = for_all(len(paths), lambda number: _look(paths[number]))
     refuse_damaged({number: problem for number, problem in enumerate(looks) if problem})
 
@@ -47,7 +47,12 @@ def _end(path: Path) -> bytes:
 
 
 def refuse_damaged(damaged: Mapping[int, str]) -> None:
-    """Raise DataError with the first ten problems, in the order of their numbers."""
+    """Raise DataError with the first ten problems, if there are problems.
+
+    Args:
+        damaged: the problem of each damaged file, by the file's number. The message
+            has the order of the numbers.
+    """
     if damaged:
         problems = [damaged[number] for number in sorted(damaged)]
         raise DataError(

@@ -43,8 +43,11 @@ def pixels(path: str, mode: str = "RGB") -> Tensor:
 
     Args:
         path: the file.
-        mode: Pillow's mode of the result; with "", the values as stored, for example
+        mode: Pillow's mode of the result; "" returns the values as stored, for example
             the numbers of a palette.
+
+    Raises:
+        DataError: the file cannot be read as an image with 8-bit channels.
     """
     from PIL import Image
 
@@ -74,7 +77,7 @@ def pixels(path: str, mode: str = "RGB") -> Tensor:
 
 
 def size_of(path: Path) -> tuple[int, int] | None:
-    """Return an image's width and height by its header, or None if that fails."""
+    """Return an image's width and height from its header, or None if unreadable."""
     from PIL import Image
 
     try:
@@ -116,7 +119,7 @@ def check_mode(image: Any) -> None:
 
 
 def for_all(count: int, act: Callable[[int], Result]) -> list[Result]:
-    """Return ``act`` of the numbers below ``count``, in several threads."""
+    """Return the results of ``act`` for 0..count - 1, computed in several threads."""
     # Use threads, because Pillow releases Python's lock while it decodes.
     results = list[Result]()
     with ThreadPoolExecutor(min(8, num_cores())) as pool:

@@ -1,4 +1,4 @@
-"""Image files that are decoded at each use, or all together into memory."""
+"""Image files as inputs, decoded at each use or once for all."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""npz files with arrays ``x``, ``y``, and maybe ``client``, ``group``, ``split``."""
+"""Own data from an npz file with ``x``, ``y``, and maybe other arrays."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _SPLIT = {
 
 
 def read_arrays(request: OwnData) -> Records:
-    """Return the arrays of an npz file.
+    """Return the records of an npz file, from its arrays.
 
     ``x``: uint8 images (N, H, W) or (N, H, W, C) with 1 or 3 channels; or numbers:
     features (N, F), signals (N, C, L) of C channels and L steps, images (N, C, H, W).
@@ -223,7 +223,7 @@ def _classes(request: OwnData, y: Any) -> _Targets:
 
 
 def _several(request: OwnData, y: Any) -> _Targets:
-    """Return labels or numbers, several for each example."""
+    """Return the targets if each example has several labels or several numbers."""
     are_labels = bool(np.isin(y, (0, 1)).all())
     # One-hot classes look like several labels for each example, but the loss for labels
     # would train another model.
@@ -241,7 +241,7 @@ def _several(request: OwnData, y: Any) -> _Targets:
 
 
 def _of_pixels(request: OwnData, y: Any, inputs: Tensor) -> _Targets:
-    """Return the class of each pixel, and 255 for ignored pixels."""
+    """Return the targets of a segmentation: classes of pixels, 255 for ignored."""
     if inputs.dtype != torch.uint8 or inputs.shape[2:] != y.shape[1:]:
         raise request.problem(
             f"y has classes of pixels, {y.shape}, but x is not uint8 images of this"
@@ -264,7 +264,7 @@ def _of_pixels(request: OwnData, y: Any, inputs: Tensor) -> _Targets:
 
 
 def _tests(request: OwnData, values: Any) -> Any:
-    """Return which examples are test examples, bool (N,)."""
+    """Return whether each example is a test example, bool (N,)."""
     # An unknown value of ``split`` becomes None, so the array has the type object
     # instead of bool.
     tests = np.array([_SPLIT.get(str(value)) for value in values.tolist()])

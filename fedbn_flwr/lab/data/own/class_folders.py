@@ -1,4 +1,4 @@
-"""Folders of image files with client, part and class in their paths.
+"""Own data from folders of images, with client, part and class in their paths.
 
 The layouts are ``class/file``, ``client/class/file``, ``{train,test}/class/file`` and
 ``client/{train,test}/class/file``. The names of the class folders, in the order of the
@@ -32,7 +32,10 @@ _MOST_HEADERS = 1000
 
 
 class FolderPlace(NamedTuple):
-    """Client, part and class of a folder's images, "" if its path lacks them."""
+    """Client, part and class of the images in a folder.
+
+    The client or the part is "" if the path of the folder has none.
+    """
 
     client: str
     part: str
@@ -91,7 +94,9 @@ def read_folder(request: OwnData) -> Records:
 
 
 def _sizes(paths: Sequence[Path]) -> list[tuple[int, int]]:
-    """Return width and height of the images, or of an even sample if many.
+    """Return width and height of each image, or of every n-th image if many.
+
+    Images without a readable header are left out.
 
     Raises:
         DataError: none of the chosen images can be read.
@@ -115,10 +120,10 @@ def _sizes(paths: Sequence[Path]) -> list[tuple[int, int]]:
 
 
 def _image_folders(root: Path) -> dict[Path, list[str]]:
-    """Return the innermost folders with the sorted names of their image files.
+    """Return the innermost folders, each with the sorted names of its image files.
 
-    A folder without images counts as well, since its class is known. Hidden files and
-    folders are left out.
+    An innermost folder without images is included, because it still names a class.
+    Hidden files and folders are left out.
     """
     folders, others = {}, list[str]()
     for name, below, files in os.walk(root, followlinks=True):
@@ -202,7 +207,12 @@ def _check_classes(
 
 
 def _tests(request: OwnData, parts: Sequence[str]) -> NDArray[np.bool_] | None:
-    """Return which images are tests, or None without train and test folders."""
+    """Return whether each image is a test image, or None without such folders.
+
+    Args:
+        request: the request, for messages.
+        parts: the part of each image, "" if no folder train or test is in its path.
+    """
     if not any(parts):
         return None
     tests = np.array([_PARTS[part] for part in parts])

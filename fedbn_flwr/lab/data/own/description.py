@@ -23,9 +23,9 @@ _LARGEST = 224
 
 
 def own_info(request: OwnData) -> DatasetInfo:
-    """Return the description of own data, after reading them.
+    """Return the description of own data, read from the data if they are here.
 
-    Image files are read by their names and headers.
+    Of image files, only names and headers are read.
 
     Raises:
         ConfigError: keys do not fit the data.
@@ -105,5 +105,8 @@ def _info_of_nodes(request: OwnData) -> DatasetInfo:
 
 
 def _nothing(folder: Path, shape: Shape) -> Loaded:
-    """Refuse to load, since ``load_local_dataset`` loads the data of nodes."""
+    """Raise ValueError, because this process has no data.
+
+    Each node loads its own data by ``load_local_dataset``.
+    """
     raise ValueError("the data are on the nodes only")

@@ -88,7 +88,7 @@ def site_names(request: OwnData) -> tuple[str, ...]:
 
 
 def _given_names(request: OwnData) -> tuple[str, ...]:
-    """Return the function's ``site_names``, () without them."""
+    """Return the function's ``site_names``, or () if it has none."""
     # Only the server uses the function's names. A node has only its own site, and the
     # node's config has its name.
     if request.of_node:
@@ -123,7 +123,7 @@ def _sites(request: OwnData) -> dict[str, list[Site]]:
 def sites_of(
     name: str, sites: tuple[int | str, ...], names: tuple[str, ...] = ()
 ) -> dict[str, list[Site]]:
-    """Return the parts of each site, by part.
+    """Return the data of all sites, by part ("train" and "test").
 
     Args:
         name: ``module:function``.
@@ -167,7 +167,11 @@ def _site(what: str, data: Any) -> Site:
 
 
 def _values(what: str, data: Any, attribute: str) -> tuple[Any, ...] | None:
-    """Return an attribute with a value for each example, or None if it is absent."""
+    """Return the values of a data set's attribute, or None if it is absent.
+
+    Raises:
+        DataError: the attribute does not have one value for each example.
+    """
     given = getattr(data, attribute, None)
     if given is None:
         return None
@@ -197,7 +201,7 @@ def _example(
 
     Args:
         site: the part of a site.
-        at: number of the example there.
+        at: number of the example in this part.
         task: the learning task; None returns the target unchanged.
         shape: the shape of all inputs; () accepts any shape.
         classes: number of the classes or columns; 0 accepts any number.
@@ -296,7 +300,8 @@ def function_info(request: OwnData) -> DatasetInfo:
     """Return the description of the data, reading as few examples as possible.
 
     Raises:
-        ConfigError: the config does not name the kind of the targets.
+        ConfigError: the config must set ``task`` or ``num-classes``, no site is known,
+            or there is no such function.
         DataError: the function fails for a site, or its data do not fit the config or
             the other sites.
     """
@@ -337,7 +342,11 @@ def function_info(request: OwnData) -> DatasetInfo:
 
 
 def _task_of(request: OwnData, target: Tensor) -> Task:
-    """Return the task of a target, where other targets than classes are refused."""
+    """Return the task "classification" if a target is a class.
+
+    Raises:
+        ConfigError: it is another target, so the config must set ``task``.
+    """
     if target.numel() == 1 and not target.is_floating_point():
         return CLASSIFICATION
     raise ConfigError(
@@ -348,7 +357,11 @@ def _task_of(request: OwnData, target: Tensor) -> Task:
 
 
 def _count(request: OwnData, task: Task, target: Tensor) -> int:
-    """Return the number of classes or target columns that the targets show."""
+    """Return the number of classes, or of the numbers in a target.
+
+    Raises:
+        ConfigError: targets are classes of pixels, so ``num-classes`` must be set.
+    """
     if task.by_pixel:
         raise ConfigError(
             f"dataset={request.name!r}: set num-classes, the number of classes of the"
@@ -366,7 +379,7 @@ def _count(request: OwnData, task: Task, target: Tensor) -> int:
 
 
 def _classes_of(site: Site, classes: int) -> Sequence[int]:
-    """Return the class of each example, by reading examples without ``targets``."""
+    """Return the class of each example. This reads the examples without ``targets``."""
     if site.classes is None:
         found = []
         for at in range(len(site)):
@@ -421,7 +434,10 @@ def _examples(
     classes: int,
     unit_numbers: dict[Any, int],
 ) -> Samples:
-    """Return one part of all sites, each a group, with the groups of a site as units."""
+    """Return the examples of one part of all sites.
+
+    Each site is a group of the samples. The ``groups`` of a site (patients) are units.
+    """
     # List the site of each example, its position there, and its unit. An example
     # without a group is its own unit, numbered after the groups.
     places: list[tuple[Site, int]] = []
@@ -460,8 +476,12 @@ def _examples(
 def function_sha256(request: OwnData) -> str:
     """Return the SHA-256 of the function's file and of its data sets' attributes.
 
-    Sizes, groups and classes count. Examples are not read, so other changes of them
-    do not change the digest.
+    The attributes are the number of examples, the groups and the classes. Examples are
+    not read, so other changes of the examples do not change the digest.
+
+    Raises:
+        ConfigError: no site is known, or there is no such function.
+        DataError: the function fails for a site, or returns no data set.
     """
     module = own_module("dataset", request.path, KINDS)
     digest = hashlib.sha256(sha256_of_code(module).encode())

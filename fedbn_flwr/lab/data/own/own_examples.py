@@ -38,7 +38,7 @@ _TEST_SEED = 0
 
 @functools.lru_cache(maxsize=8)
 def read(request: OwnData, stamp: tuple[int, ...]) -> Records:
-    """Return the records of own data, read once for each ``stamp_of``.
+    """Return the records of own data, read again only if the stamp differs.
 
     Raises:
         ConfigError: keys do not fit the data.
@@ -54,9 +54,10 @@ def read(request: OwnData, stamp: tuple[int, ...]) -> Records:
 
 
 def stamp_of(request: OwnData) -> tuple[int, ...]:
-    """Return times and sizes of a file, or of a folder and its direct entries.
+    """Return the stamp of own data: times and sizes of a file, or of a folder.
 
-    If the stamp differs, a process reads the data again.
+    The stamp of a folder includes the direct entries of the folder. If the stamp
+    differs, a process reads the data again. The stamp is empty if a file is absent.
     """
     path = Path(request.path)
     stamp = list[int]()
@@ -93,7 +94,7 @@ def load(
 def _warn_of_sizes(
     request: OwnData, sizes: Sequence[tuple[int, int]], shape: Shape
 ) -> None:
-    """Warn of images of several sizes, since all are resized to one."""
+    """Warn if images have several sizes, because all are resized to one size."""
     by_area = sorted(sizes, key=math.prod)
     (least_wide, least_high), (most_wide, most_high) = by_area[0], by_area[-1]
     logger.warning(
@@ -133,7 +134,7 @@ def parts_of(request: OwnData, records: Records) -> tuple[Indices, Indices]:
     """Return the numbers of the training and of the test examples.
 
     Raises:
-        ConfigError: the data's own split has the units of one patient on both sides.
+        ConfigError: the data's own split has examples of one unit on both sides.
     """
     everything, tests = np.arange(len(records), dtype=np.int64), records.tests
     # Use the data's own split into training and test, if there is one.
@@ -168,7 +169,7 @@ def is_divided(request: OwnData) -> bool:
 
 
 def own_tests(request: OwnData) -> dict[str, list[int | str]]:
-    """Return the file or row, the client and the group of each test example.
+    """Return the file or row of each test example, and its client and group, if any.
 
     Raises:
         ConfigError: keys do not fit the data.
@@ -193,11 +194,11 @@ def _relative(request: OwnData, paths: Sequence[Path]) -> list[str]:
 
 
 def own_sha256(request: OwnData) -> str:
-    """Return the SHA-256 of the examples in their order, their split and clients.
+    """Return the SHA-256 of own data, to notice changes.
 
-    The division into training and test examples counts, and so do the clients that the
-    data name. Image files count by their paths and sizes. The data of a function count
-    by its file and by the attributes of the data sets; no example is read.
+    It depends on the examples and their order, their division into training and test
+    examples, and the clients that the data name. Of image files, only paths and sizes
+    are used. For a function, see ``function_sha256``.
 
     Raises:
         ConfigError: keys do not fit the data.

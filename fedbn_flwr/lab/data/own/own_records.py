@@ -1,4 +1,4 @@
-"""Own data as a reader returns them."""
+"""Own data in the form that every reader of files returns."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fedbn_flwr.training.tasks import Task
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Records:
-    """Own data as a reader returns them, N examples.
+    """N examples of own data, in the form that every reader of files returns.
 
     Attributes:
         inputs: paths of N image files; or uint8 images (N, C, H, W) or float32 (N,

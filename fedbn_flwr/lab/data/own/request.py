@@ -50,8 +50,8 @@ class OwnData:
         kind: a key of ``KINDS``, or ``FUNCTION``.
         path: an absolute path (``FUNCTION``: module:function); "" if only the nodes
             have the data.
-        task: name of the task; with "", the targets show the task.
-        num_classes: number of classes; with 0, the classes found are counted.
+        task: name of the task; with "", the form of the targets determines the task.
+        num_classes: number of classes; with 0, the number of classes in the data.
         image_size: height and width of the images; with 0, their median height
             (``npz``: their common height).
         test_share: share of the examples that are test examples, if the data have no
@@ -83,7 +83,7 @@ class OwnData:
 
     @staticmethod
     def parse(dataset: str) -> tuple[str, str]:
-        """Return kind and path.
+        """Return kind and path of a config's ``dataset``.
 
         Raises:
             ConfigError: the kind is unknown, or the path is relative.
@@ -105,10 +105,10 @@ class OwnData:
         return kind, path
 
     def existing(self) -> Path:
-        """Return the path.
+        """Return the path, if it exists.
 
         Raises:
-            DataError: nothing is there.
+            DataError: the path does not exist.
         """
         path = Path(self.path)
         if self.kind == "folder":
@@ -121,9 +121,10 @@ class OwnData:
 
 
 def numbered(values: Sequence[object]) -> tuple[npt.NDArray[np.int64], tuple[str, ...]]:
-    """Return the number of each value, and the names by number.
+    """Return a number 0, 1, ... for each value, and the values as names by number.
 
-    Numbers come first, in their order, then text by the alphabet.
+    The order is numbers by size, then texts by the alphabet. Equal values get the same
+    number.
     """
     unique = sorted(set(values), key=lambda value: (isinstance(value, str), value))
     index = {value: at for at, value in enumerate(unique)}
@@ -132,7 +133,7 @@ def numbered(values: Sequence[object]) -> tuple[npt.NDArray[np.int64], tuple[str
 
 
 def shown(names: Sequence[str], most: int = 8) -> str:
-    """Return the first names, for messages."""
+    """Return the first ``most`` names as one text, for messages."""
     listed = list(names[:most])
     if len(names) > most:
         listed.append("...")
@@ -142,7 +143,7 @@ def shown(names: Sequence[str], most: int = 8) -> str:
 def chosen_task(
     request: OwnData, shown_by_targets: str, allowed: Sequence[str]
 ) -> Task:
-    """Return the task of the config, or else the task that the targets show.
+    """Return the config's task, or else the task that fits the form of the targets.
 
     Raises:
         ConfigError: the targets are not for this task.
