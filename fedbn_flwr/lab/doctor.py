@@ -69,8 +69,8 @@ def diagnose_run(run: Path, max_examples: int = 1024) -> Diagnosis:
         max_examples: examples of each client to use, drawn at random.
 
     Raises:
-        ConfigError: the folder has no run; or its data are not here and its state shows
-            nothing; or they have changed since the run.
+        ConfigError: the folder has no run; or the run's data are not here and its state
+            shows no fault; or the data have changed since the run.
         StateError: the run is not finished.
     """
     config = run_config(run)
@@ -128,17 +128,21 @@ def diagnose_run(run: Path, max_examples: int = 1024) -> Diagnosis:
 
 
 def _local_parts(config: Config) -> Collection[Part]:
-    """Return the parts that stay with the clients, none in a centralised run."""
+    """Return the parts of the model that stay with the clients.
+
+    A centralised run has no such part.
+    """
     if config.strategy == CENTRALIZED:
         return ()
     return method_of(config).methods.local
 
 
 def examine(folder: Path) -> None:
-    """Write ``doctor.json`` of a finished run for the report.
+    """Write the diagnosis of a finished run as ``doctor.json``, for the report.
 
-    If the file is newer than the run, it stays. If the doctor cannot check the run, the
-    file has the reason. Folders of studies do not change.
+    A file that is newer than the run's summary stays. If the doctor cannot check the
+    run, the file contains the reason. In other folders, such as folders of studies,
+    nothing is written.
     """
     run, file = folder / "summary.json", folder / "doctor.json"
     if not run.is_file():
@@ -157,9 +161,9 @@ def examine(folder: Path) -> None:
 def _of_clients(
     model: nn.Module, kept: Mapping[str, TensorState], known: Sequence[Finding]
 ) -> list[Finding]:
-    """Return the faults of the clients' local entries, without the known faults.
+    """Return the faults in the clients' local entries, without the known faults.
 
-    An equal fault of several clients is one finding.
+    If several clients have an equal fault, it is one finding that names the clients.
     """
     # A fault in a shared entry belongs to the model, not to a client. Replace these
     # entries by 1, so that only the client's own entries can cause a finding.
@@ -194,10 +198,10 @@ def _mismatch_of_clients(
     tests: Sequence[ClientExamples],
     config: Config,
 ) -> list[Finding]:
-    """Return the mismatch of the clients' own models, on their own test examples.
+    """Return the train-test mismatch of the clients' own models, as one finding or [].
 
-    If statistics stay with the clients, these models are used, and the average of their
-    BatchNorm is not.
+    Each model is tested on its client's own test examples. If statistics stay with the
+    clients, the clients use these models, and not a model with averaged BatchNorm.
     """
     evidence, tries = {}, MISMATCH
     loss = data_of(config).task.loss
@@ -248,7 +252,12 @@ def diagnose_model(
         settings: further config keys: the split, E, the batch size, the method.
         state: a saved state of the model; None for its initial weights.
         max_examples: examples of each client to use, drawn at random.
-        split: ``local_keys`` of ``diagnose``.
+        split: the argument ``local_keys`` of ``diagnose``, if any.
+
+    Raises:
+        ConfigError: the settings do not fit the model or the data.
+        DataError: the data cannot be used.
+        StateError: the state cannot be read.
     """
     config = Config.make({**settings, "model": model, "dataset": dataset})
     built = make_model(config).eval()
@@ -280,9 +289,11 @@ def diagnose_saved_state(
 ) -> Diagnosis:
     """Return the diagnosis of a saved state without data.
 
-    With a model's name, its layers are found by type, and otherwise by names.
+    If a model's name is given, BatchNorm layers are found by their type. Otherwise they
+    are found by the names of the entries.
 
     Raises:
+        ConfigError: the settings do not fit the model.
         StateError: the file cannot be read.
     """
     entries, options = read_state_file(state), dict(split or {})
@@ -295,10 +306,11 @@ def diagnose_saved_state(
 
 
 def read_names(path: Path) -> list[str]:
-    """Return the names in a file with lines, a JSON list, or a saved state.
+    """Return the names in a text file, a JSON list, or a saved state.
 
     Raises:
-        ConfigError: the file is absent or contains no names.
+        ConfigError: the file cannot be read, or contains no names.
+        StateError: the saved state cannot be read.
     """
     if path.suffix in STATE_FILES:
         return [*read_state_file(path)]
@@ -317,10 +329,11 @@ def read_names(path: Path) -> list[str]:
 
 
 def fitting(findings: Sequence[Finding], config: Config) -> list[Finding]:
-    """Return the findings with the remedies that fit a run with these settings.
+    """Return the findings, each with only the remedies that fit a run's settings.
 
-    A remedy fits if the run can take it and has not taken it yet. If a remedy has two
-    settings and the second does not fit, only the first is left.
+    A remedy fits if the run can use its settings and does not have them yet. If a
+    remedy has two settings and they do not fit together, it keeps only the first
+    setting. If the run's settings cannot be checked, all remedies stay.
     """
     try:
         settings = config.to_mapping()
@@ -346,7 +359,10 @@ def fitting(findings: Sequence[Finding], config: Config) -> list[Finding]:
 def _first_that_fits(
     setting: str, settings: Mapping[str, Any], config: Config
 ) -> str | None:
-    """Return a remedy's setting in the form that fits the run, or None."""
+    """Return the first form of a remedy's setting that fits the run, or None.
+
+    The forms are the whole setting, its first word, and ``norm`` with FedAvg.
+    """
     ways = [setting, setting.split()[0]]
     if setting.startswith("norm="):
         # The run's method may need BatchNorm, but FedAvg accepts every norm.
@@ -358,7 +374,10 @@ def _first_that_fits(
 
 
 def _fits(setting: str, settings: Mapping[str, Any], config: Config) -> bool:
-    """Return whether a run can take a setting and would change by it."""
+    """Return whether a run can use a remedy's setting, and does not have it yet.
+
+    A remedy that is a call or a sentence always fits.
+    """
     words = setting.split()
     if not all(word.partition("=")[0] in settings for word in words):
         # The remedy is a call or a sentence, not settings, so nothing can be checked.
@@ -407,17 +426,20 @@ def _with_data(
 def _named(
     kept: Mapping[str, TensorState], names: Mapping[str, str]
 ) -> dict[str, TensorState]:
-    """Return local entries by the client's number with its name."""
+    """Return each client's local entries, by its number and name as one text."""
     return {with_name(client, names.get(client)): kept[client] for client in kept}
 
 
 def _examples_of(
     config: Config, max_examples: int, notes: list[str], names: dict[str, str]
 ) -> tuple[list[ClientExamples], list[ClientExamples]]:
-    """Return training and test examples of each client.
+    """Return training and test examples of each client, without augmentation.
 
-    Their differences from the training examples are added to ``notes``, and the names
-    that the data have for clients to ``names``, if it lacks them.
+    Args:
+        config: the settings.
+        max_examples: examples of each client to use, drawn at random.
+        notes: receives a sentence if the training augments its examples.
+        names: receives the clients' names in the data, if it lacks a client.
 
     Raises:
         DataError: the data are not here.
@@ -470,9 +492,11 @@ def _drawn(
 
 
 def training_of(config: Config, run: Path | None = None) -> Training:
-    """Return the training of these settings for the doctor.
+    """Return a description of the training with these settings, for the doctor.
 
-    A run's folder shows whether its statistics are frozen by now.
+    Args:
+        config: the settings.
+        run: the folder of a run; it shows whether the run has frozen its statistics.
     """
     method = method_of(config)
     tested = method.tests[0] == "global-batch-statistics"

@@ -1,9 +1,9 @@
 """Early stopping by the best validation score of a run.
 
-The scores are read from ``metrics.jsonl``, so a resumed run decides as an uninterrupted
-run. The result of the run is the state after the best round, even if the run is not
-stopped. That round's checkpoint is kept for this purpose, together with the clients'
-local state of that round.
+The scores are read from ``metrics.jsonl``, so a resumed run decides like an
+uninterrupted run. The result of the run is the state after the best round, even if the
+run is not stopped early. For this purpose, the checkpoint of the best round is kept,
+together with the clients' local state of this round.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class EarlyStopping:
             self.add(line)
 
     def add(self, line: Mapping[str, Any]) -> None:
-        """Note the score in the line of the next round."""
+        """Record the score of the next round from its line, if the line has a score."""
         if self.metric not in line:
             return
         self._since += 1
@@ -71,7 +71,10 @@ class EarlyStopping:
             self._better.append(line["round"])
 
     def best(self, upto: float = math.inf) -> int | None:
-        """Return the first round with the best score up to ``upto``, or None."""
+        """Return the round with the best score among the rounds up to ``upto``.
+
+        Of equal rounds, it is the first. It is None if no round has a score.
+        """
         at = bisect_right(self._better, upto)
         if at == 0:
             return None

@@ -1,4 +1,4 @@
-"""Names and reading of the files of runs and studies, for several modules."""
+"""Names of the files of runs and studies, and functions that read these files."""
 
 from __future__ import annotations
 
@@ -29,7 +29,10 @@ _REPEAT = "Restore the file, or remove the run's folder and repeat the run."
 
 
 def site_label(row: Mapping[str, Any]) -> str:
-    """Return the name of a site in a table, with a mark if its model is not its own."""
+    """Return the text for a site in a table: its name, and a remark if there is one.
+
+    The remark is that the site never trained, or why it lacks a model of its own.
+    """
     mark = "never trained" if row.get("held-out") else row.get("note", "")
     return f"{row['site']} ({mark})" if mark else str(row["site"])
 
@@ -74,13 +77,16 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     """Return the lines of a ``metrics.jsonl``, without an incomplete last line.
 
     Raises:
-        StateError: another line is damaged.
+        StateError: a complete line is damaged.
     """
     return NewLines(path).read()
 
 
 def ledger_of(lines: Iterable[Mapping[str, Any]]) -> dict[str, int]:
-    """Return the sums of traffic and examples, of training and of tests."""
+    """Return the sums over rounds of traffic and examples, by key of the lines.
+
+    Training and tests have separate keys.
+    """
     totals: Counter[str] = Counter()
     for line in lines:
         for key, value in line.items():
@@ -90,7 +96,7 @@ def ledger_of(lines: Iterable[Mapping[str, Any]]) -> dict[str, int]:
 
 
 def site_names_in(lines: Iterable[Mapping[str, Any]]) -> dict[str, str]:
-    """Return the names of the sites by client; a run without names has none."""
+    """Return the name of each site by client number, or {} if sites have no names."""
     names: dict[str, str] = {}
     for line in lines:
         names |= line.get("sites", {})
@@ -98,7 +104,10 @@ def site_names_in(lines: Iterable[Mapping[str, Any]]) -> dict[str, str]:
 
 
 def site_names_of(run: Path) -> dict[str, str]:
-    """Return the names of the sites of a run, as far as its folder has them."""
+    """Return the name of each site of a run by client number.
+
+    The result is {} if the run's folder has no names, or its metrics are damaged.
+    """
     # Without names, the sites still have their numbers, so a damaged file is not an
     # error here.
     with suppress(StateError):
@@ -107,7 +116,7 @@ def site_names_of(run: Path) -> dict[str, str]:
 
 
 def numbers_of(line: Mapping[str, Any]) -> dict[str, float]:
-    """Return the numbers of a line, with a domain's numbers as ``metric/domain``."""
+    """Return the numbers in a line of metrics. A domain's key is ``metric/domain``."""
     values = {**line}
     for metric, of_domains in line.get("domains", {}).items():
         for domain, value in of_domains.items():
@@ -121,7 +130,7 @@ def _is_number(value: Any) -> bool:
 
 
 def lost_lines(summary: Mapping[str, Any], lines: Sequence[Mapping[str, Any]]) -> str:
-    """Return a text on the results that a run with lost lines lacks, or ""."""
+    """Return a text on the missing results if ``metrics.jsonl`` lost lines, or ""."""
     if len(lines) == summary["rounds"]:
         return ""
     return (

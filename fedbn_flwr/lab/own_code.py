@@ -33,12 +33,12 @@ def is_function(name: str, prefixes: Collection[str] = ()) -> bool:
 def own_function(
     kind: str, name: str, prefixes: Collection[str] = ()
 ) -> Callable[..., Any]:
-    """Return the function of a name.
+    """Return the user's function that a name ``module:function`` means.
 
     Args:
         kind: the purpose of the function: the config key.
         name: ``module:function``.
-        prefixes: other words before the colon, for the suggestion.
+        prefixes: known words before the colon, for the suggestion in the error.
 
     Raises:
         ConfigError: the module cannot be imported, or has no such function.
@@ -57,7 +57,9 @@ def own_function(
 
 
 def own_module(kind: str, name: str, prefixes: Collection[str] = ()) -> ModuleType:
-    """Return the module of a name, with the arguments of ``own_function``.
+    """Return the user's module in a name ``module:function``.
+
+    The arguments are the same as for ``own_function``.
 
     Raises:
         ConfigError: the module cannot be imported.
@@ -110,7 +112,8 @@ def own_module(kind: str, name: str, prefixes: Collection[str] = ()) -> ModuleTy
 def sha256_of_code(module: ModuleType) -> str:
     """Return the SHA-256 of a module's file, without the files that it imports.
 
-    It is "" without a file: in a console, a notebook, or read from standard input.
+    The result is "" if the module has no file: code in a console, in a notebook, or
+    from standard input.
     """
     file = getattr(module, "__file__", None)
     if not file or not Path(file).is_file():

@@ -1,4 +1,4 @@
-"""Device, model, local training and strategy of a config, the same on every node."""
+"""Make the device, model, local training and strategy of a config, for all nodes."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def refuse_named_gpu(config: Config) -> None:
     """Refuse ``device=cuda:N`` if Ray chooses the GPUs.
 
     Raises:
-        ConfigError: the device is named.
+        ConfigError: ``device`` names one GPU.
     """
     if config.device.startswith("cuda:"):
         raise ConfigError(
@@ -91,14 +91,14 @@ def refuse_named_gpu(config: Config) -> None:
 def gpu_share(at_once: int, gpus: int) -> float:
     """Return the part of a GPU for each of ``at_once`` runs or clients.
 
-    They share all GPUs evenly.
+    The runs or clients share all GPUs evenly.
     """
     on_each = -(-at_once // gpus)  # rounded up
     return 1 / max(1, on_each)
 
 
 def on_device(model: nn.Module, config: Config) -> nn.Module:
-    """Return the model on the device of a config, in its best memory format."""
+    """Return the model on the device of a config, in the model's best memory format."""
     return in_memory_format(model.to(pick_device(config.device)), config)
 
 
@@ -113,7 +113,7 @@ def training_model(config: Config) -> nn.Module:
 
 
 def build_options(config: Config) -> dict[str, Any]:
-    """Return the arguments of ``build_model`` of a config, in the types of JSON."""
+    """Return the arguments with which a config calls ``build_model``, as JSON values."""
     options: dict[str, Any] = {
         "name": config.model,
         "num_classes": data_of(config).num_outputs,
@@ -174,7 +174,7 @@ def model_and_warnings(config: Config) -> tuple[nn.Module, list[str]]:
 
 
 def partly_without_effect(parts: Parts, methods: Methods) -> list[str]:
-    """Return texts on BatchNorm layers that lack entries that the method needs."""
+    """Return warnings about BatchNorm layers without gamma and beta, or statistics."""
     lines = []
     affine = frozenset(parts.affine)
     no_affine, no_statistics = [], []
@@ -199,8 +199,8 @@ def partly_without_effect(parts: Parts, methods: Methods) -> list[str]:
 def initialise(model: nn.Module, config: Config) -> InitReport | None:
     """Load the initial weights of a config into the model, in place.
 
-    Only the server loads them, and then sends them: the nodes need no such file, and a
-    resumed run has its checkpoint.
+    Only the server loads the weights, and then sends them. The nodes need no file of
+    weights, and a resumed run has its checkpoint.
 
     Returns:
         The report; None without ``init``.
@@ -270,7 +270,7 @@ def make_strategy(config: Config, model: nn.Module, num_nodes: int) -> Strategy:
 
 
 def client_tests(config: Config) -> list[str]:
-    """Return the tests of ``eval-on`` that clients do, without their "personal-"."""
+    """Return the tests of ``eval-on`` that clients do, without the prefix "personal-"."""
     prefix = "personal-"
     names = method_of(config).tests
     return [name.removeprefix(prefix) for name in names if name.startswith(prefix)]

@@ -10,9 +10,9 @@
   ``superexec.secret``.
 - ``clientapp-N/``: ``superexec.secret``.
 
-Each folder except ``ca/`` also has ``ca.crt``. It verifies the certificates of the
-others. A SuperExec and its SuperLink or SuperNode have the same secret. All keys are
-elliptic-curve keys on P-384, as Flower requires for nodes.
+Each folder except ``ca/`` also has ``ca.crt``. With ``ca.crt``, a role verifies the
+certificates of other roles. A SuperExec and its SuperLink or SuperNode have the same
+secret. All keys are elliptic-curve keys on P-384, as Flower requires for nodes.
 """
 
 from __future__ import annotations
@@ -91,8 +91,8 @@ def add_node(folder: Path, number: int, days: int = 365) -> None:
     """Write the keys of one more node without changing another file.
 
     Raises:
-        ConfigError: the node has keys, the folder has no authority, or a number is out
-            of range.
+        ConfigError: the node already has keys, the folder has no ``ca/ca.key``, or a
+            number is out of range.
     """
     if number < 1:
         raise ConfigError(f"node {number}: nodes are counted from 1")
@@ -110,10 +110,10 @@ def add_node(folder: Path, number: int, days: int = 365) -> None:
 
 
 def renew(folder: Path, hosts: Sequence[str] = (), days: int = 365) -> list[Path]:
-    """Write new certificates for the same keys, and return their paths.
+    """Write new certificates for the same keys, and return the paths of these files.
 
-    Machines may get them one after the other. The authority keeps its key and its name,
-    so old and new certificates verify each other.
+    The machines may get the certificates one after the other. The authority keeps its
+    key and its name, so old and new certificates verify each other.
 
     Args:
         folder: the folder of ``make_certificates``.
@@ -121,7 +121,7 @@ def renew(folder: Path, hosts: Sequence[str] = (), days: int = 365) -> list[Path
         days: number of days until the certificates expire.
 
     Raises:
-        ConfigError: the folder has no authority, or a number is out of range.
+        ConfigError: the folder has no ``ca/ca.key``, or a number is out of range.
     """
     authority = _authority_of(folder, days)
     renewed = []
@@ -204,7 +204,7 @@ class _Authority:
 
 
 def _authority_of(folder: Path, days: int) -> _Authority:
-    """Return the authority of a folder, with a new certificate."""
+    """Return the authority with the key in a folder, and with a new certificate."""
     path = folder / "ca/ca.key"
     if days < 1:
         raise ConfigError(f"days={days} must be at least 1")
@@ -236,7 +236,14 @@ def _node(folder: Path, authority: _Authority, number: int) -> None:
 def _role(
     folder: Path, authority: _Authority, secret: bytes | None, names: Sequence[str] = ()
 ) -> None:
-    """Write the CA's certificate and the other files of a role."""
+    """Write the files of a role: ``ca.crt``, and a secret or server files if needed.
+
+    Args:
+        folder: the folder of the role.
+        authority: signs the server's certificate.
+        secret: the SuperExec secret; None for a role without a secret.
+        names: names of a server, for its key and certificate; empty for no server.
+    """
     _write(folder / "ca.crt", authority.certificate)
     if secret is not None:
         _write(folder / "superexec.secret", secret)
@@ -263,7 +270,7 @@ def _name(text: str) -> x509.Name:
 
 
 def _names_of(certificate: x509.Certificate) -> list[str]:
-    """Return the names of a server's certificate, without local names."""
+    """Return the names in a server's certificate, except names such as localhost."""
     extension = certificate.extensions.get_extension_for_class(
         x509.SubjectAlternativeName
     )
@@ -279,7 +286,7 @@ def _alternative(name: str) -> x509.GeneralName:
 
 
 def _write(path: Path, content: bytes) -> None:
-    """Write a new file, secret unless it is a certificate or a public key."""
+    """Write a new file. Only its owner can read it, unless it ends in .crt or .pub."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     mode = 0o644 if path.suffix in (".crt", ".pub") else 0o600
     # Open the file with its final mode, so that a secret is never readable by others,

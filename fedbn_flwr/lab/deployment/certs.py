@@ -21,7 +21,8 @@ _ORDINARY = 1000  # user id of the containers if root makes the keys; needs no a
 def main(arguments: Sequence[str] | None = None) -> None:
     """Make the keys and certificates, and write ``.env``.
 
-    Later calls make the keys of one more node, or new certificates.
+    With ``--add``, make the keys of one more node. With ``--renew``, make new
+    certificates.
 
     Raises:
         SystemExit: the folder is not empty, or lacks necessary files, or a number is
@@ -109,7 +110,10 @@ def add_variables(path: Path, variables: dict[str, str]) -> list[str]:
 
 
 def _give_to_containers(folder: Path) -> tuple[int, int]:
-    """Return the user and the group of the keys and of the containers."""
+    """Return the user and the group that own the keys and run the containers.
+
+    If root made the keys, give all keys except the CA's to an ordinary user.
+    """
     user, group = os.getuid(), os.getgid()
     if user:
         return user, group

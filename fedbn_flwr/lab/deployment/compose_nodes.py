@@ -1,6 +1,6 @@
 """``docker-compose.yml`` and its overrides for more nodes (``make compose NODES=5``).
 
-The part of node 1 in the files is repeated.
+The new files repeat the part of node 1 for each node.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ _ELSEWHERE = "".join(
 def files_for_nodes(root: Path, num_nodes: int) -> dict[Path, str]:
     """Return the compose file and its overrides for ``num_nodes`` nodes, by path.
 
-    Each node has an override for its own machine; the server's override has no node.
+    Each node has an override for its own machine. The override of the server's machine
+    leaves out all nodes.
 
     Args:
         root: the folder of ``docker-compose.yml`` and ``docker``.
@@ -80,8 +81,8 @@ def files_for_nodes(root: Path, num_nodes: int) -> dict[Path, str]:
 def write_for_nodes(root: Path, num_nodes: int) -> list[str]:
     """Write ``files_for_nodes``, and return a line for each changed file.
 
-    Overrides of further nodes are removed. Manual changes in the parts of nodes 2 and
-    up are lost; manual changes in the part of node 1 go to all nodes.
+    Overrides of nodes above ``num_nodes`` are removed. Manual changes in the parts of
+    nodes 2 and up are lost; manual changes in the part of node 1 go to all nodes.
 
     Raises:
         ConfigError: as ``files_for_nodes``; nothing is written then.
@@ -107,18 +108,22 @@ def _of_node(text: str, number: int, num_nodes: int) -> str:
 
 
 def _renumbered(text: str, number: int) -> str:
-    """Return text of node 1's part with the names of another node."""
+    """Return a text about node 1 with the names of another node instead."""
     text = re.sub(r"(supernode|clientapp|node)-1\b", rf"\1-{number}", text)
     return text.replace("NODE_1_", f"NODE_{number}_")
 
 
 def _elsewhere(numbers: Iterable[int]) -> str:
-    """Return the lines that leave out the services of these nodes."""
+    """Return the lines of an override that leave out the services of these nodes."""
     return "".join(_renumbered(_ELSEWHERE, n) for n in numbers)
 
 
 def _split(path: Path, mark: str, text: str | None = None) -> tuple[str, str]:
-    """Return the text before and after a line in a file, or in ``text``."""
+    """Return the text before and after ``mark``, in ``text`` or else in the file.
+
+    Raises:
+        ConfigError: the file cannot be read, or the text has no ``mark``.
+    """
     if text is None:
         try:
             text = path.read_text()

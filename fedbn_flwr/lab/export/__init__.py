@@ -1,4 +1,4 @@
-"""Models to take away, in formats that need no part of this package.
+"""Files of models, in formats that need no part of this package.
 
 - ``normalise``: the layer before a model that normalises its inputs.
 - ``formats``: torch.export and ONNX, written, loaded and run.

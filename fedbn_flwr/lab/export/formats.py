@@ -1,6 +1,6 @@
-"""Two formats with the graph of a model (torch.export, ONNX), and their use.
+"""Two formats with the graph of a model, torch.export and ONNX: write and run.
 
-The number of examples of a batch is free. TorchScript is not offered: torch has
+A batch may have any number of examples. TorchScript is not offered, because torch has
 deprecated it.
 """
 
@@ -59,7 +59,7 @@ def check_onnx_is_installed() -> None:
 
 
 def encode_onnx(model: nn.Module, example: Tensor, about: Mapping[str, str]) -> bytes:
-    """Return the ``.onnx`` file of a model, from "input" to "output".
+    """Return the ``.onnx`` file of a model, with the names "input" and "output".
 
     The arguments are as for ``encode_torch_export``.
     """
@@ -96,7 +96,7 @@ def run_onnx(path: Path) -> Run:
 
 @contextmanager
 def _quiet(*names: str) -> Iterator[None]:
-    """Hide the messages of these loggers below an error."""
+    """Hide messages of these loggers, except errors."""
     levels = {name: logging.getLogger(name).level for name in names}
     try:
         for name in names:

@@ -12,9 +12,9 @@ class Normalise(nn.Module):
     """(x / scale - mean) / std in float32, with the bits of the tests of a run.
 
     Args:
-        mean: per channel of images (N, C, H, W), or per feature of rows (N, C); 0
-            if it is ().
-        std: in the same way, above 0; () means 1.
+        mean: mean per channel of images (N, C, H, W), or per feature of rows (N, C);
+            () means 0.
+        std: standard deviation in the same way, above 0; () means 1.
         scale: 255 for pixels 0..255, 1 for other numbers.
         dims: dimensions of an input after its channels: 2 for images, 0 for rows.
     """

@@ -87,8 +87,8 @@ def evaluate_run(
     """Evaluate the model of a run on any data.
 
     The run determines the model, the normalisation of the inputs and the shape of the
-    images. The test examples of the data are used. But if own data have no split and
-    are not the data of the run, all examples are used.
+    images. The test examples of the data are used. There is one exception: own data
+    that are not the run's data and have no split are used as a whole.
 
     Args:
         run: the run's folder.
@@ -96,12 +96,13 @@ def evaluate_run(
             ``task``, ``metrics`` and ``test-share`` are the defaults, and for own data
             its number of classes. Its values of ``data-dir``, ``image-size`` and
             ``device`` are not used.
-        bn: "" for the global model, "averaged" or "own:CLIENT" for that BN, ``ADAPT``
-            for statistics that are re-estimated on these inputs.
+        bn: "" for the global model, "averaged" for the average of the clients' BN,
+            "own:CLIENT" for the own model of a client, ``ADAPT`` for the global model
+            with statistics that are re-estimated on these inputs.
         out: a new folder for ``predictions.csv`` and ``metrics.json``; None writes
             nothing.
-        state_dir: the state folder of a site, for its own model; "own:CLIENT" chooses
-            if it has several.
+        state_dir: the state folder of a site, for the site's own model. If the folder
+            has several clients, ``bn`` "own:CLIENT" chooses the client.
 
     Raises:
         ConfigError: the data do not fit the model, a setting is bad, or the run's own
@@ -150,7 +151,10 @@ def evaluate_run(
 
 
 def _choice(bn: str, state_dir: Path | None) -> Choice:
-    """Return the model that ``bn`` names; ``ADAPT`` starts from the global model."""
+    """Return the choice of the model that ``bn`` names.
+
+    For ``ADAPT``, it is the model that is adapted afterwards.
+    """
     if bn in ("", ADAPT):
         return Choice(state_dir=state_dir)
     if bn == "averaged":
@@ -165,7 +169,7 @@ def _choice(bn: str, state_dir: Path | None) -> Choice:
 
 
 def _adapt(model: nn.Module, data: Subset, task: Task, saved: SavedModel) -> None:
-    """Give the model the BN statistics of these inputs.
+    """Replace the model's BN statistics by statistics of these inputs.
 
     Raises:
         ConfigError: re-estimation is impossible without BatchNorm, or with one example.
@@ -184,7 +188,7 @@ def _config(saved: SavedModel, data: Mapping[str, Any]) -> Config:
     """Return the settings of the run's model and of the new data.
 
     Raises:
-        ConfigError: a setting does not describe data, or is bad.
+        ConfigError: a setting does not describe data, or its value is wrong.
     """
     of_run = saved.config.to_mapping()
     others = [key for key in data if key in of_run and key not in _OF_DATA]
@@ -218,9 +222,10 @@ class _Examples(NamedTuple):
     Attributes:
         all: all examples.
         groups: the examples of each group (domain) by name; empty without groups.
-        where: the first columns of ``predictions.csv``, for the place of each example
-            in the user's data.
-        which: whether they are all examples of the data, or the test examples.
+        where: the first columns of ``predictions.csv``. They show the place of each
+            example in the user's data.
+        which: text that says whether ``all`` are all examples of the data, or only the
+            test examples.
     """
 
     all: Subset
@@ -277,13 +282,21 @@ def _examples(saved: SavedModel, config: Config) -> _Examples:
 
 
 def _place(config: Config) -> tuple[str, Path | str]:
-    """Return the kind of a config's data and their place, in one spelling."""
+    """Return the kind and the place of a config's data, with a resolved path.
+
+    Two configs with the same data have equal results.
+    """
     kind, _, path = config.dataset.partition(":")
     return kind, Path(path).resolve() if path else path
 
 
 def _overlap(ran: Config, config: Config) -> str:
-    """Return a sentence if the data are in the folder of a run's data or around it."""
+    """Return a sentence if one of two folders of data contains the other, or "".
+
+    Args:
+        ran: the config of the run.
+        config: the config of the new data.
+    """
     (kind, here), (other, there) = _place(config), _place(ran)
     # If both have the same place, they are the run's own data, and only their test
     # examples are used.
@@ -301,7 +314,7 @@ def _overlap(ran: Config, config: Config) -> str:
 
 
 def _refuse_other_task(taken: ModelDescription, config: Config) -> None:
-    """Raise ConfigError if the model is for another task or number of classes."""
+    """Raise ConfigError if the data have another task or number of classes."""
     task, num_classes = data_of(config).task.name, data_of(config).info.num_classes
     if task != taken.task:
         raise ConfigError(
@@ -316,7 +329,7 @@ def _refuse_other_task(taken: ModelDescription, config: Config) -> None:
 
 
 def _refuse_unfit(taken: ModelDescription, data: Dataset, dataset: str) -> None:
-    """Raise ConfigError if inputs have another shape, or classes other names."""
+    """Raise ConfigError if the data have another shape or other names of classes."""
     if data.test.shape != taken.shape:
         raise ConfigError(
             f"the model takes inputs {taken.shape}, but the inputs of"
@@ -332,7 +345,7 @@ def _refuse_unfit(taken: ModelDescription, data: Dataset, dataset: str) -> None:
 
 
 def _names(classes: Sequence[str]) -> tuple[str, ...]:
-    """Return the names of classes, or () if the names are only numbers."""
+    """Return the names of classes, or () if each name is only the class's number."""
     if list(classes) == [str(number) for number in range(len(classes))]:
         return ()
     return tuple(classes)
@@ -341,7 +354,7 @@ def _names(classes: Sequence[str]) -> tuple[str, ...]:
 def predictions(
     outputs: Tensor, targets: Tensor, task: Task, classes: Sequence[str]
 ) -> dict[str, list[float]]:
-    """Return the columns of ``predictions.csv`` with target, prediction, probability.
+    """Return the columns target, prediction and probability of ``predictions.csv``.
 
     Args:
         outputs: the model's outputs (N, ...).

@@ -109,10 +109,11 @@ def export(
     format: Format,
     choice: Choice | None = None,
 ) -> Exported:
-    """Write a model of a run as a new file for inputs in the form of the data.
+    """Write a model of a run as a new file that takes inputs in the form of the data.
 
     The file is loaded again, and its outputs are compared with the evaluated model's
-    outputs, on test data of the run if these are here, and otherwise on random inputs.
+    outputs. The inputs of this check are test data of the run. If these are not here,
+    the inputs are random.
 
     Args:
         run: the run's folder.
@@ -162,10 +163,12 @@ def export(
 def load_exported(path: str | Path) -> nn.Module:
     """Return the model of a file that ``export`` wrote with format "torch".
 
-    It is in eval mode on the CPU, and takes inputs as in the data (pixels 0..255).
+    The model is in eval mode on the CPU. It takes inputs in the form of the data (pixels
+    0..255).
 
     Raises:
-        ConfigError: the file is not one of these.
+        ConfigError: ``export`` did not write this file in the format "torch", or the
+            file has folded BatchNorm layers.
         StateError: the file cannot be read.
     """
     state, about = read_state(Path(path))
@@ -216,7 +219,10 @@ def _check_place(out: Path, format: str) -> None:
 
 
 def _inputs(saved: SavedModel) -> tuple[Tensor, str]:
-    """Return inputs of the check as in the data, float32, with a description."""
+    """Return the inputs for the check of a file, and their description.
+
+    The inputs are float32, in the form of the data.
+    """
     count, taken = sum(_BATCHES), saved.description
     # Use test examples of the run, evenly spread over the test part.
     why = "the data of the run are not here"
@@ -272,7 +278,12 @@ def _check(
     inputs: Tensor,
     what: str,
 ) -> Check:
-    """Compare the outputs batch by batch, with EngineError above the bound."""
+    """Return the comparison of an exported model with the evaluated model.
+
+    Raises:
+        EngineError: the outputs differ by more than ``BOUND`` or in shape.
+        StateError: the evaluated model's own outputs are not finite.
+    """
     error = largest = 0.0
     prepared = inputs_for(model)
     for batch in torch.split(inputs, _BATCHES):

@@ -1,4 +1,4 @@
-"""The model of a finished run, global, with averaged BN, or a client's own."""
+"""Load a model of a finished run: global, with averaged BN, or a client's own."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ class Choice:
     Attributes:
         client: the own model of the client with this partition id.
         averaged: the global model with the average of the clients' BN entries.
-        state_dir: the own model of a site, with the local state that its node kept in
-            this state folder.
+        state_dir: the own model of a site. The site's node kept its local state in this
+            state folder.
     """
 
     client: int | None = None
@@ -57,7 +57,7 @@ class SavedModel:
         model: the model in eval mode, on the CPU, in the run's memory format.
         description: the construction, the inputs and the outputs of the model.
         about: the metadata of ``model.safetensors``.
-        what: a description of the model and of the origin of its BN entries.
+        what: a text on the model and on the origin of its BN entries.
     """
 
     run: Path

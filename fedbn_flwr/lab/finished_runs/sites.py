@@ -62,7 +62,10 @@ class SiteTest:
     note: str = ""
 
     def metric(self, groups: Indices) -> float:
-        """Return the main metric of these groups together; a group may be repeated."""
+        """Return the main metric over all examples of the groups with these numbers.
+
+        A number may be repeated.
+        """
         score = self.task.score
         if score == "accuracy":
             correct, counted = self._correct[groups].sum(0)
@@ -84,7 +87,7 @@ class SiteTest:
 
     @functools.cached_property
     def _correct(self) -> Indices:
-        """For each group, its correct and its counted predictions, shape (groups, 2)."""
+        """The numbers of correct and of counted predictions by group, (groups, 2)."""
         rows = []
         for group in self.groups:
             outputs, targets = self.outputs[group], self.targets[group]
@@ -94,7 +97,7 @@ class SiteTest:
 
     @property
     def words(self) -> dict[str, str]:
-        """The error and the note of a row about the site, by key."""
+        """The error and the note, by their keys in the site's row."""
         return {"error": self.error, "note": self.note}
 
     def has_examples_of(self, other: SiteTest) -> bool:
@@ -154,7 +157,10 @@ test_site.__test__ = False  # type: ignore[attr-defined]  # pytest must not coll
 
 
 class Interval(NamedTuple):
-    """A metric or difference and the ends of its interval, None if undefined."""
+    """A metric or a difference, and the ends of its interval.
+
+    A number is None if it is undefined.
+    """
 
     value: float | None = None
     low: float | None = None
@@ -162,7 +168,10 @@ class Interval(NamedTuple):
 
 
 def interval(site: SiteTest) -> Interval:
-    """Return the main metric of a site."""
+    """Return the main metric of a site, with its interval.
+
+    The interval is left out if all draws give the same metric.
+    """
     found = _bootstrap(site.metric, len(site.groups))
     # If all examples are alike, such as all wrong, so are all draws, and their interval
     # would promise a certainty that a few examples do not give.
@@ -170,7 +179,10 @@ def interval(site: SiteTest) -> Interval:
 
 
 def difference(one: SiteTest, other: SiteTest) -> Interval:
-    """Return one model's metric minus another model's on the same examples."""
+    """Return the metric of ``one`` minus the metric of ``other``, with its interval.
+
+    Both tests have the same examples.
+    """
     # Use each draw for both models, so that the difference does not depend on how hard
     # the drawn examples are.
     return _bootstrap(
@@ -263,7 +275,9 @@ def sites_of_run(run: Path, against: Path | None = None) -> list[dict[str, Any]]
 
 
 def _tests(run: Path, metric: str) -> dict[int | str, SiteTest]:
-    """Return the tests of a run's models by client, or by name of a held-out client.
+    """Return the test of a run's model at each site.
+
+    The key is the client's number, or the name of a held-out client.
 
     Args:
         run: the run's folder.

@@ -1,11 +1,11 @@
-"""Models by name, the seeded build, and initial weights. Torch and torchvision.
+"""Models by name, the seeded build, and initial weights, with torch and torchvision.
 
-A new model is a file like ``lenet`` and an entry of ``models_by_name``.
+To add a model, write a file like ``lenet`` and add an entry to ``models_by_name``.
 
 - ``models_by_name``: every model by name; builds one for the inputs of a data set.
 - ``info``: the entry of a model with its construction, inputs and outputs.
 - ``mlp``, ``lenet``, ``resnet``, ``digits``, ``alexnet``, ``fedbs_nets``, ``signal_cnn``:
-  the papers' networks, one a file.
+  the papers' networks, each in its own file.
 - ``zoo``: torchvision's networks, ``torchvision:NAME`` and ``torchvision-seg:NAME``.
 - ``extras``: networks of optional packages, ``timm:NAME`` and ``smp:NAME/ENCODER``.
 - ``own``: a user's model, ``module:function``.

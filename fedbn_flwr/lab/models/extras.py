@@ -1,10 +1,13 @@
 """Networks of optional packages, ``timm:NAME`` and ``smp:ARCHITECTURE/ENCODER``.
 
-They have no pretrained weights. timm's classifiers take any number of channels.
-Classifiers for one size of images (position tables, windows) keep it. smp's networks
-(segmentation-models-pytorch) give logits (N, classes, H, W), as FixBN's DeepLabv3+ with
-MobileNetV2 (``smp:DeepLabV3Plus/mobilenet_v2``) and ResNet-50. Most of them need
-heights and widths that are multiples of 32, so images are scaled to the next multiple.
+These networks have no pretrained weights. timm's classifiers take any number of
+channels. A classifier that works for only one size of images (position tables, windows)
+takes images of this size.
+
+smp's networks (segmentation-models-pytorch) return logits (N, classes, H, W). Among
+them are FixBN's DeepLabv3+ with MobileNetV2 (``smp:DeepLabV3Plus/mobilenet_v2``) and
+with ResNet-50. Most of smp's networks need heights and widths that are multiples of 32,
+so images are scaled to the next multiple.
 
 The functions import the packages, so the packages may be absent.
 """
@@ -69,7 +72,7 @@ def published_timm(name: str, channels: int) -> dict[str, Tensor]:
 
 
 def published_smp(name: str, channels: int) -> dict[str, Tensor]:
-    """Download an encoder's weights from ImageNet, adapted by smp to the channels."""
+    """Download an encoder's ImageNet weights. smp adapts them to the channels."""
     smp = _imported("segmentation_models_pytorch", "smp")
     with torch.random.fork_rng(devices=[]):
         model = smp.encoders.get_encoder(

@@ -20,12 +20,12 @@ Rule = Callable[[int, int], tuple[int, int]]
 
 
 def always(channels: int, size: int) -> Rule:
-    """Return the rule of a model with one input shape for all data sets."""
+    """Return the rule of a model that takes only inputs of (channels, size)."""
     return lambda _, __: (channels, size)
 
 
 def at_least(smallest: int, channels: int = 0) -> Rule:
-    """Return the rule of a model for images of this size or more.
+    """Return the rule of a model that takes images of size ``smallest`` or larger.
 
     With ``channels`` 0, the model takes any number of channels.
     """
@@ -46,10 +46,10 @@ class ModelInfo:
             if it takes no images.
         shape: ``shape(channels, size)`` returns the (channels, size) of its input for
             images of a data set.
-        per_pixel: whether there is a vector of outputs per pixel, not per example; None
-            if this is unknown (a user's model).
-        smallest: a size below the size of ``shape`` for which the network also works,
-            if a config sets it (``image-size``); 0 without such a size.
+        per_pixel: whether the model has a vector of outputs per pixel, not per example;
+            None if this is unknown (a user's model).
+        smallest: the smallest size that a config may set by ``image-size``, below the
+            size of ``shape``; 0 without such a size.
         rows: ``rows(num_classes, features)`` returns the model for rows of numbers;
             None if it takes no rows.
         signals: ``signals(num_classes, channels, length)`` returns the model for

@@ -1,10 +1,10 @@
 """Initial weights from a file or a publisher, loaded by name and shape.
 
-Torch only. A file is ``.safetensors``, or a state dict that torch saved (``.pt``,
-``.pth``). It is read without running code. Prefixes of wrappers (``module.``,
-``_orig_mod.``, ``model.``) are removed if that gives more matching names.
+A file is ``.safetensors``, or a state dict that torch saved (``.pt``, ``.pth``). The
+reader runs no code of the file. Prefixes of wrappers (``module.``, ``_orig_mod.``,
+``model.``) are removed if then more names match.
 
-A BatchNorm layer of the file is loaded into a BatchNorm layer only: the gamma and beta
+Entries of a BatchNorm layer are loaded only into a BatchNorm layer. The gamma and beta
 of another norm have the same names and shapes, but they scale other values.
 """
 
@@ -56,14 +56,15 @@ class InitReport:
     Attributes:
         source: the value of ``init``.
         loaded: the model's entries that were loaded.
-        other_shape: entries of another shape; they keep their seeded initial values (a
-            head of other classes).
-        missing: the model's other entries; they keep their seeded initial values.
-        unused: entries of the source that the model lacks, by their names there.
+        other_shape: the model's entries that have another shape in the source, such as
+            a head for other classes; they keep their seeded initial values.
+        missing: the model's entries that the source lacks or has only in a layer of
+            ``batchnorm``; they keep their seeded initial values.
+        unused: entries of the source that the model lacks, by the source's names.
         batchnorm: paths of layers that are BatchNorm only in the source or only in the
             model; their entries are unused.
-        at: the place of the entries in the file, as ``model.state_dict``; "" if they
-            are the whole file.
+        at: the place of the entries in the file, such as ``model.state_dict``; "" if
+            the file has nothing else.
     """
 
     source: str
@@ -187,7 +188,7 @@ def _chosen(init: str, content: Any) -> tuple[dict[str, Tensor], str]:
 def _refuse_values(
     init: str, loaded: Mapping[str, Tensor], state: Mapping[str, Tensor]
 ) -> None:
-    """Raise ConfigError if values do not fit the entries of the model."""
+    """Raise ConfigError if a value is not finite, or no float for a float entry."""
     for name, value in loaded.items():
         if state[name].is_floating_point() and not value.is_floating_point():
             raise ConfigError(
@@ -204,10 +205,11 @@ def _layer_of(entry: str) -> str:
 
 
 def _renamed(given: Mapping[str, Tensor], state: Mapping[str, Any]) -> dict[str, str]:
-    """Return the model's name for each given name, by the way that fits best.
+    """Return the model's name for each given name.
 
-    The ways are unchanged names, names with ``model.`` before them, and names after
-    removing one wrapper's prefix after the other.
+    The function tries unchanged names, names with ``model.`` before them, and names
+    without one, two or more prefixes of wrappers. It uses the way with the most names
+    that the model has.
     """
     ways = [{name: name for name in given}, {name: f"model.{name}" for name in given}]
     while True:
@@ -246,7 +248,7 @@ def _batchnorm_on_one_side(model: nn.Module, names: Mapping[str, str]) -> list[s
 
 
 def _read(init: str, name: str, channels: int) -> Any:
-    """Return the content of a file, or the tensors of a publisher."""
+    """Return the content of the file ``init``, or the weights that a publisher has."""
     if init.endswith(FILES):
         return _read_file(Path(init))
     # ``init`` names a publisher of weights for the model's own network. For

@@ -1,6 +1,6 @@
 """The registry of models and the seeded build.
 
-A new model is one file and one line of ``MODELS``.
+To add a model, write a file and add a line to ``MODELS``.
 """
 
 from __future__ import annotations
@@ -208,8 +208,8 @@ def build_model(
             width) for images, or (channels, depth, height, width) for volumes.
         norm: a key of ``NORMS``.
         norm_groups: number of groups, for the norms that have groups.
-        norm_options: other options of norms by name, see ``replace_norm``; options of
-            other norms are ignored.
+        norm_options: further options of norms by name, see ``replace_norm``; options
+            that belong to other norms than ``norm`` are ignored.
         feature_norm: the scale of the normalised features before the classifier; None
             for unchanged features.
         seed: seed of the run.

@@ -51,7 +51,8 @@ def own_info(name: str) -> ModelInfo:
 def code_sha256(name: str) -> str:
     """Return the SHA-256 of the file of a user's model, or "" for other models.
 
-    Files that it imports do not count. A module without a file has "".
+    Files that this file imports do not change the digest. The result is also "" if the
+    module has no file.
 
     Raises:
         ConfigError: the module cannot be imported.
@@ -76,7 +77,16 @@ def code_changed(name: str, sha256: str) -> str:
 
 
 def _call(name: str, sizes: Sequence[str], *values: int) -> nn.Module:
-    """Return the model for a number of classes and the sizes of an example."""
+    """Call the user's function and return its model.
+
+    Args:
+        name: the model's name.
+        sizes: names of the sizes of an example, such as "channels".
+        values: the number of classes, and a value for each of ``sizes``.
+
+    Raises:
+        ConfigError: the function fails, or returns no model with fixed shapes.
+    """
     function = own_code.own_function("model", name, PUBLISHERS)
     known = dict(zip(("num_classes", *sizes), values, strict=True))
     # Pass only the arguments that the function has. For a class, these are the
@@ -113,6 +123,6 @@ def own_module(name: str) -> ModuleType:
     """Return the module of a user's model.
 
     Raises:
-        ConfigError: it cannot be imported.
+        ConfigError: the module cannot be imported.
     """
     return own_code.own_module("model", name, PUBLISHERS)

@@ -31,7 +31,7 @@ class BasicBlock(nn.Module):
     """
 
     def __init__(self, channels_in: int, channels_out: int, stride: int) -> None:
-        """Build the branch, since a shortcut has no parameters."""
+        """Build the branch. The shortcut needs no layers."""
         super().__init__()
         self.conv1 = nn.Conv2d(
             channels_in,

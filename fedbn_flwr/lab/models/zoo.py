@@ -3,14 +3,15 @@
 The functions import torchvision themselves, because the import takes longer than
 torch's, and over a network a client starts a process for every message.
 
-``torchvision:<name>``: input is (3, S) with S at least 64, or 32 if asked for (some
-need more, see below). Differs from torchvision's defaults: googlenet and inception_v3
-have no auxiliary classifiers, so training also returns plain logits, and use torch's
-default initialisation, because their own truncated-normal initialisation is slow.
+``torchvision:<name>``: inputs are (3, S, S) images with S at least 64, or at least 32 if
+the config sets the size (some networks need more, see below). Differs from
+torchvision's defaults: googlenet and inception_v3 have no auxiliary classifiers, so
+training also returns plain logits. They use torch's default initialisation, because
+their own truncated-normal initialisation is slow.
 
-``torchvision-seg:<name>``: logits are (N, classes, H, W) for images (N, 3, H, W), the
-entry "out" of torchvision's dictionary. The auxiliary classifier is left out. FixBN
-trains DeepLabv3+, but torchvision has only DeepLabv3; ``smp:`` models have DeepLabv3+.
+``torchvision-seg:<name>``: logits are (N, classes, H, W) for images (N, 3, H, W). They
+are the entry "out" of torchvision's dictionary. The auxiliary classifier is left out.
+FixBN trains DeepLabv3+, but torchvision has only DeepLabv3; ``smp:`` has DeepLabv3+.
 """
 
 from __future__ import annotations

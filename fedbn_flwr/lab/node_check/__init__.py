@@ -1,6 +1,6 @@
 """The command ``fedbn-flwr check-node``, for a site before it joins.
 
-Nothing is sent.
+The command sends none of the site's data. It sends one activation of the node's key.
 
 - ``check``: the steps: config, data, a short round, the connection to the server.
 - ``trial_rounds``: the short round, in a federation of only this node.

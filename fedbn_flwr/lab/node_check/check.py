@@ -1,4 +1,4 @@
-"""The check of a node's config, data, a short round, and its connection."""
+"""The check of a node: its config, its data, two short rounds, its connection."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from fedbn_flwr.lab.runs.node_guard import check_run
 def check_node(
     settings: Mapping[str, Any], node_config: str, connection: Connection
 ) -> Page:
-    """Return the page of a node.
+    """Check a node, and return the findings as a page.
 
-    Nothing of its data, its model or its counts leaves the process.
+    The node's data, model and counts do not leave the process.
 
     Args:
         settings: the settings of the run.
@@ -37,7 +37,7 @@ def check_node(
 
 
 def _of_node(settings: Mapping[str, Any], node_config: str) -> Iterator[StepFinding]:
-    """Yield the findings about the settings, the data and a round."""
+    """Yield the findings about the settings, the data and short rounds."""
     # Stop at the first fault, because each step needs the result of the step before.
     try:
         config = Config.make(settings)
@@ -79,7 +79,7 @@ def _of_node(settings: Mapping[str, Any], node_config: str) -> Iterator[StepFind
 
 @contextmanager
 def _warnings() -> Iterator[list[str]]:
-    """Collect warnings of the log in the block instead of printing them."""
+    """Yield a list that receives the log's warnings. They are not printed."""
     lines = []
 
     class Gather(logging.Handler):
@@ -96,7 +96,7 @@ def _warnings() -> Iterator[list[str]]:
 
 
 def _of_examples(client: TorchClient, config: Config) -> Iterator[StepFinding]:
-    """Yield the faults if there are no training or no test examples."""
+    """Yield a finding for each absent kind of examples: training, test."""
     if not len(client.data.train):
         text = "there is no training example. Give this node data, or leave it out."
         yield StepFinding("fault", "data", text)
@@ -110,7 +110,7 @@ def _of_examples(client: TorchClient, config: Config) -> Iterator[StepFinding]:
 
 
 def _of_round(config: Config, node: Mapping[str, Any]) -> StepFinding:
-    """Return the finding of two short rounds."""
+    """Do two short rounds with only this node, and return the finding."""
     try:
         with _warnings():  # hides the server's warnings
             try_rounds(config, node)
@@ -131,6 +131,9 @@ def _of_round(config: Config, node: Mapping[str, Any]) -> StepFinding:
 
 
 def _plain(error: Exception) -> str:
-    """Return the text of an error without the code for messages."""
+    """Return the text of an error without its code in brackets.
+
+    The text of an error of another package begins with the error's type.
+    """
     name = "" if isinstance(error, FedBNError) else f"{type(error).__name__}: "
     return name + split_code(str(error))[1]

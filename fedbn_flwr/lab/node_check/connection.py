@@ -1,6 +1,6 @@
-"""The connection to the server, with its address, certificate and the node's key.
+"""The check of the connection to the server: address, certificate, the node's key.
 
-Only one activation of the key is sent.
+The check sends the server only an activation of the key, and then its deactivation.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ _SECONDS = 10.0
 
 @dataclass(frozen=True)
 class Connection:
-    """A node's connection to the server, by the options of ``flower-supernode``.
+    """A node's connection to the server, as the options of ``flower-supernode`` set it.
 
     Attributes:
         address: ``host:port`` of the SuperLink; "" skips the check.
         root_certificates: file of ``--root-certificates``.
-        key: file of ``--auth-supernode-private-key``; None if the SuperLink needs none.
-        insecure: without TLS.
+        key: file of ``--auth-supernode-private-key``; None without a key.
+        insecure: whether the connection has no TLS.
     """
 
     address: str = ""
@@ -70,7 +70,7 @@ def check_connection(connection: Connection) -> Iterator[StepFinding]:
 
 
 def _certificate(connection: Connection, place: tuple[str, int]) -> StepFinding:
-    """Return whether the node's CA has signed the server's certificate."""
+    """Return the finding whether the node's CA has signed the server's certificate."""
     # Load the certificates that the node trusts.
     path = connection.root_certificates
     if connection.insecure:
@@ -105,7 +105,7 @@ def _certificate(connection: Connection, place: tuple[str, int]) -> StepFinding:
 
 
 def _key(connection: Connection) -> StepFinding:
-    """Return the finding of one activation of the key."""
+    """Activate the node's key once at the server, and return the finding."""
     # Read the file.
     if connection.key is None:
         text = "no key was named. Add --key FILE if the server requires one."

@@ -14,9 +14,9 @@ class StepFinding:
     """The finding of one step of the check.
 
     Attributes:
-        level: "fault" if the node cannot take part in this state; "warning" if it can,
-            but its operator should read the text; "not tried" with the reason in the
-            text.
+        level: "ok"; "fault" if the node cannot take part in this state; "warning" if it
+            can, but its operator should read the text; "not tried" if the step was left
+            out, with the reason in the text.
         code: the subject of the check: ``config``, ``node-config``, ``data``,
             ``test-part``, ``training``, ``address``, ``certificate``, ``key``.
         text: the finding, and the remedy of a fault.

@@ -1,4 +1,4 @@
-"""One step of each part of a round, in a federation of only this node."""
+"""Two short rounds in a federation of only this node, to try each part of a round."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ _ALONE: dict[str, Scalar] = {
 def try_rounds(config: Config, node: Mapping[str, Any]) -> None:
     """Do two rounds of one local step with only this node.
 
-    Its local state goes to a folder in its ``state-dir``. Masks and the server's noise
-    are left out, because they need other clients.
+    The node's local state goes to a temporary folder in its ``state-dir``. Masks and
+    the server's noise are left out, because they need other clients.
 
     Raises:
         FedBNError: a round failed.
@@ -71,7 +71,7 @@ def try_rounds(config: Config, node: Mapping[str, Any]) -> None:
 
 
 def _alone(config: Config) -> Config:
-    """Return the settings of the short rounds, from the run without other clients."""
+    """Return the run's settings, changed for short rounds without other clients."""
     # Give each phase of a method with two phases one round.
     changes = dict(_ALONE)
     if config.strategy != CENTRALIZED:

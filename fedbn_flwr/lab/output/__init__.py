@@ -6,7 +6,6 @@ In reading order:
 - ``result_writer``: the results of a run, written round by round and at its end.
 - ``checkpoint``: the server's checkpoints, and the starting point of a run.
 - ``run_tests``, ``site_tests``: the tests of the run, and the tests of each site.
-- ``summary``: contents of the last files in addition to numbers, such as the
-  description of the model.
-- ``statistics_log``, ``curves``, ``tensorboard_log``: a file each.
+- ``summary``: texts in the files at the end, such as the description of the model.
+- ``statistics_log``, ``curves``, ``tensorboard_log``: one file of the folder each.
 """

@@ -1,7 +1,8 @@
 """Checkpoints of the server.
 
-The last two are in ``OUT/checkpoint``; each has all data for an exact resume. With
-early stopping, the checkpoints of rounds that may become the run's result stay as well.
+The last two checkpoints are in ``OUT/checkpoint``. Each has all data for an exact
+resume. With early stopping, the checkpoints of rounds that may become the run's result
+stay as well.
 
 A checkpoint contains the global model, the strategy's ``state_dict()``, and the id of
 the run. Clients find their local state in the state folder by this id. Every random
@@ -44,7 +45,7 @@ _FREE = PLACES | {"num-server-rounds", "on-divergence"}
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A run after a round.
+    """The state of a run after a round.
 
     Attributes:
         server_round: the last finished round; 0 before the first.
@@ -85,10 +86,11 @@ class Checkpoints:
     def due(
         self, server_round: int, last: bool, stopping: EarlyStopping | None = None
     ) -> bool:
-        """Return whether a checkpoint is due.
+        """Return whether a checkpoint is due after a round.
 
         It is due before round 1, every ``checkpoint-every`` rounds, 20 seconds after
-        the previous checkpoint, and after the last and the best round.
+        the previous checkpoint, and after the last and the best round. With
+        ``checkpoint-every=0``, it is never due.
         """
         every = self._config.checkpoint_every
         if every == 0:
@@ -104,7 +106,8 @@ class Checkpoints:
     ) -> None:
         """Write a checkpoint, and remove old checkpoints.
 
-        The last two stay, and for each of them the best round at its time.
+        The last two checkpoints stay. With early stopping, the checkpoint of the best
+        round up to each of these two also stays.
 
         Raises:
             EngineError: the folder cannot be written; earlier checkpoints stay.
@@ -167,7 +170,7 @@ class Checkpoints:
     def to_resume(self) -> Checkpoint | None:
         """Return the checkpoint from which the folder's run continues.
 
-        None: the run was stopped before its first checkpoint.
+        It is None if the run was stopped before its first checkpoint.
 
         Raises:
             ConfigError: the config asks for fewer rounds than the run has.
@@ -209,8 +212,10 @@ class Checkpoints:
         """Return the checkpoint of a round.
 
         Raises:
-            StateError: it is missing or damaged, or belongs to another model.
-            ConfigError: it belongs to a run with other settings.
+            StateError: the checkpoint is missing or damaged, or it belongs to another
+                model, other code of the model, or another version of fedbn-flwr.
+            ConfigError: it belongs to a run with other settings, or its round is after
+                the run's last round.
         """
         path = self._path(server_round)
         content = read_checked(path)
@@ -263,7 +268,10 @@ class Checkpoints:
         return Checkpoint(**entries)
 
     def set_aside_after(self, server_round: int) -> None:
-        """Rename checkpoints after the round of a resume."""
+        """Rename the checkpoints of rounds after ``server_round``.
+
+        The resume starts from this round, because later checkpoints were refused.
+        """
         # These later checkpoints were refused, so they must not count among the two
         # that are kept.
         for later in self.rounds:
@@ -326,7 +334,9 @@ class StartingPoint:
 
 
 def starting_point(out: Path, config: Config, model: nn.Module) -> StartingPoint:
-    """Return the starting point of the run in a folder, a checkpoint if it resumes.
+    """Return the starting point of the run in a folder.
+
+    It is a checkpoint if the config resumes the run and there is a checkpoint.
 
     Raises:
         ConfigError: the config asks for fewer rounds than the run has.

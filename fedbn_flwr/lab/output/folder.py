@@ -72,7 +72,10 @@ PLACES = frozenset(
 def changed_settings(
     saved: Mapping[str, Any], now: Mapping[str, Any], free: Collection[str]
 ) -> str:
-    """Return the keys with other values except ``free``, as ``KEY=1, now 2; ...``."""
+    """Return the keys with different values as text, ``KEY=1, now 2; ...``.
+
+    The keys in ``free`` may differ and are left out.
+    """
     changed = []
     for key in sorted({*saved, *now} - {*free}):
         if saved.get(key) != now.get(key):
@@ -82,7 +85,7 @@ def changed_settings(
 
 @contextmanager
 def lock_folder(path: Path, what: str = "run") -> Iterator[None]:
-    """Make and lock the folder of a run or a study, against any other process.
+    """Make the folder of a run or a study, and lock it against other processes.
 
     Raises:
         ConfigError: another process has the lock, or the folder cannot be made.
@@ -122,11 +125,11 @@ def is_locked(path: Path) -> bool:
 
 @contextmanager
 def writing(path: Path, then: str) -> Iterator[None]:
-    """Raise EngineError if a file of a folder cannot be written, as on a full disk.
+    """Raise EngineError if the block cannot write a file, as on a full disk.
 
     Args:
         path: the folder.
-        then: the end of the message, about continuing after space was freed.
+        then: the end of the message: how to continue after disk space was freed.
     """
     try:
         yield
@@ -139,7 +142,9 @@ def writing(path: Path, then: str) -> Iterator[None]:
 
 @contextmanager
 def extra(name: str, again: str) -> Iterator[None]:
-    """Log the failure of an extra in addition to a run's results, and continue.
+    """Log an exception in the block, and continue.
+
+    The block makes an extra file or table in addition to the run's results.
 
     Args:
         name: the name of the extra.
@@ -162,11 +167,10 @@ def extra(name: str, again: str) -> Iterator[None]:
 class RunFolder:
     """A run's folder, with ``config.yaml``, ``metrics.jsonl`` and ``summary.json``.
 
-    ``model.safetensors`` and ``curves.png`` are written at the end. ``clients/`` has
-    the entries of the model that each client kept, if the clients share the disk.
-    ``statistics.jsonl`` exists if the server sees statistics, and ``privacy.jsonl`` if
-    there is ``dp``. With the config's ``tensorboard``, the rounds are also written for
-    TensorBoard.
+    ``model.safetensors`` and ``curves.png`` are written at the end. If the clients
+    share the disk, ``clients/`` has each client's local entries. ``statistics.jsonl``
+    exists if the server sees statistics, and ``privacy.jsonl`` if the run has ``dp``.
+    If ``tensorboard`` is set, the rounds are also written for TensorBoard.
 
     Use the folder in a ``with`` statement; it closes the event file of TensorBoard.
 
@@ -224,12 +228,10 @@ class RunFolder:
 
     @staticmethod
     def begun(path: Path) -> bool:
-        """Return whether a run began in the folder, after removing leftovers.
-
-        Leftovers are partly written files of a killed run.
+        """Remove partly written files of a killed run, and return whether a run began.
 
         Raises:
-            ConfigError: the folder contains other files.
+            ConfigError: the folder is not empty, but has no run.
         """
         remove_leftovers(path)
         names = {entry.name for entry in path.iterdir()} if path.is_dir() else set()
@@ -256,7 +258,11 @@ class RunFolder:
             )
 
     def _cut_back(self, after: int) -> None:
-        """Remove the rounds after ``after`` from the files of lines."""
+        """Remove the lines of rounds later than ``after`` from the files of lines.
+
+        Raises:
+            NotResumableError: ``metrics.jsonl`` lacks a round up to ``after``.
+        """
         # The resumed run repeats the rounds after ``after``.
         metrics = self.path / "metrics.jsonl"
         lines = read_metrics(metrics)[:after]
@@ -286,7 +292,11 @@ class RunFolder:
                 self._tensorboard.add_round(line)
 
     def append(self, name: str, line: Mapping[str, Any]) -> None:
-        """Append a line to a file of the folder, with the errors of ``add_round``."""
+        """Append a line to a file of the folder.
+
+        Raises:
+            EngineError: as ``add_round``.
+        """
         # Write the line in one call, so that a kill never splits it, and call fsync, so
         # that a loss of power never removes a round that a checkpoint already has.
         data = (json.dumps(line) + "\n").encode()
@@ -301,7 +311,7 @@ class RunFolder:
                 os.close(handle)
 
     def save_clients(self, kept: Iterable[tuple[str, State]]) -> list[str]:
-        """Write the entries of the model that clients kept, and return the clients."""
+        """Write the local entries of clients, and return the names of these clients."""
         # Make the files readable for their owner only, because they may reveal a
         # client's data.
         clients = []
@@ -347,7 +357,7 @@ class RunFolder:
 
 
 def _clean(value: Any) -> Any:
-    """Return the value with None for NaN and infinity, since JSON lacks these."""
+    """Return the value with None instead of NaN and infinity, which JSON lacks."""
     if isinstance(value, Mapping):
         return {key: _clean(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):

@@ -1,7 +1,8 @@
 """The fine-tuned models of the clients at the end of a run.
 
-With ``fine-tune``, a client's own model is the model after the steps before its test.
-The run repeats these steps once for its folder, so all readers use the tested model.
+With ``fine-tune``, a client trains some steps before its test, and its own model is the
+model after these steps. At its end, the run repeats the steps once and saves the models
+in its folder, so that other commands use the tested models.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ def fine_tuned(
 ) -> Iterator[tuple[str, State]]:
     """Yield each client and the entries of its fine-tuned model.
 
-    The steps repeat the steps before the tests of the round, with the same seeds, code
-    and data. Clients are left out if their data or local state are not on this disk.
+    The steps have the same seeds, code and data as the steps before the tests of the
+    round. Clients are left out if their data or local state are not on this disk.
 
     Args:
         config: the settings.

@@ -1,7 +1,7 @@
 """The result writer tests the global model and writes all results of a run.
 
-In each round, call ``test`` while its model is there, and ``write`` at its end. After
-the last round, ``finish`` writes model, curves and summary.
+In each round, call ``test`` with the round's model, and ``write`` at the end of the
+round. After the last round, ``finish`` writes model, curves and summary.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ class ResultWriter:
         return read_metrics(self._folder.path / "metrics.jsonl")
 
     def start_clock(self) -> None:
-        """Count the seconds of a round from now."""
+        """Start to measure the seconds of a round."""
         self._clock = time.monotonic()
 
     def test(
@@ -178,9 +178,9 @@ class ResultWriter:
     def test_at_clients(
         self, server_round: int, tests: Sequence[str]
     ) -> dict[str, Any]:
-        """Return the tests of the writer's model at each client, as clients reply.
+        """Return the metrics of the writer's model by client, as clients reply them.
 
-        The result is empty in a round without a test.
+        The result is empty in a round without a test, and without data or tests.
         """
         if self._data is None or not tests or not self._due(server_round):
             return {}
@@ -229,7 +229,7 @@ class ResultWriter:
         return line
 
     def _missing(self, report: RoundOutcome) -> dict[str, str]:
-        """Return the reason, by client, why a round has no usable reply of it."""
+        """Return by client the reason why the round has no usable reply of the client."""
         reasons = dict.fromkeys(report.missing, "not connected")
         for node_id, reason in report.reasons.items():
             if self._strategy:
@@ -244,7 +244,7 @@ class ResultWriter:
         return names_of(self._data) if self._data else {}
 
     def _counted(self, report: RoundOutcome) -> dict[str, Any]:
-        """Return a round's examples, clients, traffic and spent privacy."""
+        """Return the numbers of a round: examples, clients, traffic, spent privacy."""
         counted: dict[str, Any] = {}
         # The centralized reference has no clients; its counts are in the metrics of the
         # round.
@@ -262,7 +262,12 @@ class ResultWriter:
         return counted
 
     def _add(self, line: dict[str, Any], absences: str) -> None:
-        """Write the line of a round, and pass it to early stopping, log and ``on_round``."""
+        """Write and log the line of a round. Pass it to early stopping and ``on_round``.
+
+        Args:
+            line: the line.
+            absences: a text on clients without a usable reply, for the log, or "".
+        """
         # Write the line first, because ``on_round`` may read the file.
         self._folder.add_round(line)
         if self.stopping:
@@ -296,10 +301,10 @@ class ResultWriter:
     def finish(
         self, state: State, strategy: Strategy | None, resumed_after: Sequence[int] = ()
     ) -> dict[str, Any]:
-        """Write local states, model and summary, then the extras.
+        """Write local states, model, summary and extras, and return the summary.
 
-        The extras can be made again: fine-tuned models, curves and the table of sites.
-        Return the summary.
+        The extras are fine-tuned models, curves and the table of sites. They can be made
+        again, so their failure does not end the run.
 
         With early stopping, ``state`` and the strategy belong to the best round.
         """
@@ -429,7 +434,7 @@ class ResultWriter:
     def _warn_of_result(
         self, final: Mapping[str, Any], headline: str, of_model: int
     ) -> None:
-        """Warn if the result has no value or another round than the model."""
+        """Warn if the result has no value, or is from another round than the model."""
         tested = final["round"]
         if final[headline] is None:
             why = "no reply with it arrived, or it is not defined"
@@ -452,14 +457,14 @@ class ResultWriter:
         self._model.cpu()
 
     def _due(self, server_round: int) -> bool:
-        """Return whether the round has a test, as the last round always has."""
+        """Return whether the round has a test. The last round always has one."""
         if server_round == self._config.num_server_rounds:
             return True
         return server_round % self._config.eval_every == 0
 
 
 def _moved(traffic: Traffic, prefix: str = "") -> dict[str, int]:
-    """Return the traffic by the keys of a line."""
+    """Return the traffic of a round by the keys of a line of metrics."""
     values = (
         traffic.exchanges,
         traffic.down,

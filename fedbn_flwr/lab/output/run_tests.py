@@ -46,7 +46,7 @@ GLOBAL_TESTS |= {name: f"test-{name}" for name in _OTHERS}
 
 
 def headlines(config: Config) -> list[str]:
-    """Return the key of each test's main score, with the run's metric first."""
+    """Return the key of each test's main score. The first is the run's main metric."""
     score = data_of(config).task.score
     tests = method_of(config).tests
     return [f"{GLOBAL_TESTS.get(name, name)}-{score}" for name in tests]
@@ -179,7 +179,7 @@ class GlobalTests:
         return tested, domains
 
     def _mode(self, test: str) -> TestBNMode:
-        """Return the BatchNorm statistics of a test, "" for running statistics."""
+        """Return the kind of BatchNorm statistics in a test, "" for running statistics."""
         if test == "global-batch-statistics":
             return "batch"
         return self._config.test_bn if test.endswith(TEST_BN) else ""
@@ -188,9 +188,9 @@ class GlobalTests:
 def client_means(report: RoundOutcome, task: Task) -> dict[str, float]:
     """Return each metric of the clients' tests as two means over the clients.
 
-    ``NAME`` is the plain mean (arXiv:2301.02982, 6.2.1), ``NAME-weighted`` the mean
+    ``NAME`` is the plain mean (arXiv:2301.02982, 6.2.1). ``NAME-weighted`` is the mean
     weighted by the clients' test examples. A client whose test set does not define the
-    metric is left out. In that case, ``NAME-clients`` is the number of the others.
+    metric is left out. Then ``NAME-clients`` is the number of clients in the mean.
     """
     line: dict[str, float] = {}
     tests = ("own", "global", VALIDATION)
@@ -233,7 +233,7 @@ def _mean(values: Sequence[float]) -> float:
 def client_means_by_domain(
     report: RoundOutcome, domain_of: Callable[[int], str | None], task: Task
 ) -> dict[str, dict[str, float]]:
-    """Return each metric of the clients' own tests, as a plain mean by domain."""
+    """Return each metric of the clients' own tests, as a plain mean for each domain."""
     tests: dict[str, list[Mapping[str, Any]]] = {}
     for client, metrics in report.evaluations.items():
         domain = domain_of(int(client))
@@ -254,7 +254,7 @@ def client_means_by_domain(
 def tested_at_clients(
     model: nn.Module, data: PartitionedData, tests: Sequence[str], task: Task
 ) -> dict[str, dict[str, Any]]:
-    """Return the tests of one model at each client, as a client replies them.
+    """Return the metrics of one model by client, as clients reply their tests.
 
     Args:
         model: the model. It does not change.
@@ -292,15 +292,15 @@ class HeldOut:
 
     - ``global``: with the global BN. If the clients keep their BN parts, the test is
       ``averaged`` instead, with the average of these parts.
-    - ``adapted``: with statistics re-estimated on its own training inputs, without
-      their targets.
-    - ``test-bn``: if the config has ``test-bn``, with statistics of its own test inputs
-      (see ``batchnorm.adaptation``).
+    - ``adapted``: with statistics re-estimated on the client's own training inputs,
+      without their targets.
+    - ``test-bn``: if the config has ``test-bn``, with statistics of the client's own
+      test inputs (see ``batchnorm.adaptation``).
 
     Args:
         data: the run's data, with held-out clients.
         task: the learning task.
-        mode: ``test-bn`` of one more test; "" for no such test.
+        mode: the setting ``test-bn``, for one more test; "" for no such test.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""The table of sites at the end of a run, with tests of each client's own model."""
+"""The table of sites at the end of a run, with a test of each client's model."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _MOST_SITES = 50
 def site_names(data: PartitionedData, names: Mapping[str, str]) -> list[str]:
     """Return a different text for each client: its name, or else "client N".
 
-    ``names`` are names by number; they replace the names that the data have.
+    ``names`` are the clients' names by number. They replace the names in the data.
     """
     texts = texts_of({**names_of(data), **names})
     clients = range(len(data.train))
@@ -59,8 +59,8 @@ def table_of_run(
 ) -> list[dict[str, Any]]:
     """Return a row for each site of a finished run.
 
-    A row has the number of the client and the site's main metric, or the error of its
-    data. Held-out clients are the last rows, without a number.
+    A row has the number of the client and the site's main metric, or the reason why the
+    site's data cannot be read. Held-out clients are the last rows, without a number.
 
     There are no rows if the data are not here, if there are more than 50 clients, if
     single clients are protected, if clients' own models are not on this disk, or if the
@@ -73,7 +73,7 @@ def table_of_run(
         strategy: None for the centralized reference.
         state: the final global state.
         run: the run's folder.
-        clients: the clients with their own model in the folder.
+        clients: the clients whose own model is in the folder.
     """
     # Stop if nothing can be measured or published, or if the work would be too much.
     test = method_of(config).tests[0]

@@ -9,11 +9,11 @@ round, if it sees the statistics of each client. ::
         "clients": {"l1": [9.2, 8.7], "mean": [0.31, 0.28], "variance": [0.4, 0.38]}}}}
 
 ``clients``
-    partition ids of the used replies, the first 64. The lists below have a value for
-    each, in this order.
+    partition ids of the first 64 used replies. Each list below has a value for each of
+    these clients, in this order.
 ``layers``
-    every BatchNorm layer that sends its running statistics, by its path. The path "" is
-    a model that is itself a layer.
+    every BatchNorm layer that sends its running statistics, by its path. The path is ""
+    if the whole model is one layer.
 ``change``
     distance between the global statistics after and before the round (Fig. 3 a,
     "global").
@@ -53,7 +53,7 @@ Tensors = Mapping[str, Tensor]
 
 
 def rounds_with_statistics(rounds: int) -> frozenset[int]:
-    """Return the rounds that have a line, for a run of this length."""
+    """Return the rounds with a line in ``statistics.jsonl``, given the run's rounds."""
     # Write lines often in the first rounds, when the statistics change most. In total,
     # the lines cost 1 % of a run.
     due = {1, rounds}
@@ -77,7 +77,7 @@ class StatisticsLog:
     def line(
         self, server_round: int, replies: Sequence[Reply], before: State, after: State
     ) -> dict[str, Any]:
-        """Return the line of a round from its replies and the states around it.
+        """Return the line of a round from its replies and the global states around it.
 
         The line is empty if the model has no BatchNorm or the method sends no
         statistics.
@@ -112,7 +112,7 @@ def _distances(
     after: Tensors,
     states: Sequence[Tensors],
 ) -> Any:
-    """Return the values of a layer in a line, with keys "change" and "clients"."""
+    """Return a layer's entry in a line, with the keys "change" and "clients"."""
 
     def statistics(state: Tensors) -> Statistics:
         mean = state[entry_name(path, "running_mean")]
@@ -147,9 +147,9 @@ def weight(
 ) -> float:
     """Return w, the share of a round's batches in the running statistics after it.
 
-    It is 1 if the layer does not count. A step does S <- (1 - rho) S + rho S_batch, so
-    after E steps w = 1 - (1 - rho)^E. If there is no momentum, S is the average of all
-    n + E batches, and w = E / (n + E).
+    w is 1 if the layer does not count its batches. A step does
+    S <- (1 - rho) S + rho S_batch, so after E steps w = 1 - (1 - rho)^E. If there is no
+    momentum, S is the average of all n + E batches, and w = E / (n + E).
 
     Args:
         momentum: rho, or None for a cumulative average.

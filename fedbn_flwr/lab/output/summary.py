@@ -1,4 +1,4 @@
-"""Descriptions in a run's files, of the saved model and of versions.
+"""Texts in a run's files that describe the saved model and the versions.
 
 The metadata of ``model.safetensors`` contain the description of the model, so that the
 model can be used without the data of the run.
@@ -41,7 +41,10 @@ CLIENTS = "-clients"  # end of the key for the number of clients that define a m
 
 
 def contents_of_model(strategy: Strategy | None) -> dict[str, str]:
-    """Return the content of each part of ``model.safetensors``, for its metadata."""
+    """Return the origin of each part of the entries in ``model.safetensors``.
+
+    The texts are for the metadata of the file, such as "global".
+    """
     about = {part.value: "global" for part in Part}
     if strategy is None:
         return about
@@ -62,7 +65,7 @@ def contents_of_model(strategy: Strategy | None) -> dict[str, str]:
 def kept_by_clients(
     config: Config, strategy: Strategy, model: State
 ) -> Iterator[tuple[str, State]]:
-    """Yield (client, entries) of each client with local entries on this disk."""
+    """Yield (client, local entries) of each client whose entries are on this disk."""
     for client, content in kept_contents(config, strategy, model):
         own = own_entries(content["kept"])
         if own:
@@ -72,7 +75,7 @@ def kept_by_clients(
 def kept_contents(
     config: Config, strategy: Strategy, model: State
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield (client, content of its file) of each client whose file is on this disk."""
+    """Yield (client, content of its state file) if the file is on this disk."""
     if strategy.continuity is None or not config.state_dir:
         return
     shapes = {name: array.shape for name, array in model.items()}
@@ -92,7 +95,7 @@ def kept_contents(
 def versions(*more: str) -> dict[str, str]:
     """Return the versions of the packages that a result depends on, and of ``more``.
 
-    If fedbn-flwr runs from a checkout, its version names the commit, as
+    If fedbn-flwr runs from a checkout, its version also names the commit, such as
     0.1.0+g1a2b3c4 or 0.1.0+g1a2b3c4.changed.
     """
     names = (
@@ -121,9 +124,9 @@ def _version_of(package: str) -> str:
 
 @functools.cache
 def commit_of(package: Path) -> str:
-    """Return "+g" and the commit of a package that git tracks, or "" elsewhere.
+    """Return "+g" and the commit of a package's checkout, or "" without a checkout.
 
-    ".changed" is added if its files differ from the commit.
+    ".changed" is added if the package's files differ from the commit.
     """
 
     def git(*arguments: str) -> str:
@@ -228,11 +231,11 @@ class ModelDescription:
         return self.scale == _BYTES
 
     def code_changed(self) -> str:
-        """Return a sentence if the file of the user's model has changed, or ""."""
+        """Return a sentence if the file of a user's model changed since the run, or ""."""
         return code_changed(str(self.build["name"]), self.code)
 
     def to_json(self) -> str:
-        """Return the text for the metadata."""
+        """Return this description as JSON, for the metadata of a file."""
         return json.dumps(asdict(self))
 
     def model(self) -> nn.Module:

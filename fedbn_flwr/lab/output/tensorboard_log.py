@@ -13,9 +13,10 @@ class TensorBoardLog:
     """Writes the numbers of each round to a file for ``tensorboard --logdir``.
 
     Args:
-        folder: the run's folder; the file is in its folder ``tensorboard``.
-        lines: the rounds that a resumed run already has. Its file is written again,
-            because a killed process leaves out some rounds, and others are repeated.
+        folder: the run's folder; the event file is in its folder ``tensorboard``.
+        lines: the lines of the rounds that a resumed run already has. The event file is
+            written again, because the file of a killed process may lack some of these
+            rounds, and may have rounds that the resumed run repeats.
     """
 
     def __init__(self, folder: Path, lines: Iterable[Mapping[str, Any]] = ()) -> None:

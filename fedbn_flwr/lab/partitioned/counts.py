@@ -63,7 +63,7 @@ def data_text(split: PartitionedData, config: Config, of_node: bool = False) -> 
 
 
 def data_warnings(split: PartitionedData, config: Config) -> list[str]:
-    """Return warnings about a split, a sentence each."""
+    """Return the warnings about a split of the data, one text each."""
     warnings = _unused_classes(split)
     # Return here for a registered data set, because its split refuses clients without
     # examples.
@@ -100,7 +100,7 @@ def data_warnings(split: PartitionedData, config: Config) -> list[str]:
 
 
 def _unused_classes(split: PartitionedData) -> list[str]:
-    """Return a line if the split leaves out classes that the data have."""
+    """Return a warning if no client has the training examples of some classes."""
     train = split.dataset.train
     if not train.by_class:
         return []
@@ -124,7 +124,10 @@ def _unused_classes(split: PartitionedData) -> list[str]:
 
 
 def _untrained_classes(split: PartitionedData) -> list[str]:
-    """Return a line for each part with classes that no training example has."""
+    """Return a warning for each part that has classes without a training example.
+
+    The parts are the validation examples and the test examples.
+    """
     train, test = split.dataset.train, split.dataset.test
     if not train.by_class:
         return []
@@ -167,9 +170,10 @@ def sha256_of_data(config: Config) -> str | None:
 
 
 def has_other_data(run: Path, config: Config) -> bool:
-    """Return whether own data have changed, or are divided otherwise, since a run.
+    """Return whether own data, or their division into parts, have changed since a run.
 
-    The answer is False if the run's folder has no digest of the data.
+    The result is False if the run's folder has no digest of the data, or if the data
+    are not here.
     """
     if not is_own(config.dataset) or data_of(config).on_nodes:
         return False
@@ -205,7 +209,10 @@ def refuse_no_tests(split: PartitionedData, config: Config) -> None:
 
 
 def names_of(split: PartitionedData) -> dict[str, str]:
-    """Return the name of each client whose group has one, by number as a text."""
+    """Return the clients' names from their groups, by client number as a text.
+
+    A client without a name is left out.
+    """
     groups, known = split.dataset.train.groups, split.dataset.group_names
     if groups is None:
         return {}
@@ -222,6 +229,6 @@ def names_of(split: PartitionedData) -> dict[str, str]:
 
 
 def shown_clients(split: PartitionedData) -> list[str]:
-    """Return each client's number, with its name if it has one."""
+    """Return a text for each client: its number, and its name if it has one."""
     names = names_of(split)
     return [with_name(at, names.get(str(at))) for at in range(len(split.train))]

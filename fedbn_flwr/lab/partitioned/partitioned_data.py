@@ -34,7 +34,7 @@ DEFAULT_CLIENTS = 5
 
 @dataclass(frozen=True)
 class _SplitKeys:
-    """The config keys that determine a split; runs with the same values share it."""
+    """The values of the keys that determine a split. Equal values share one split."""
 
     partition: str
     partition_alpha: float
@@ -52,12 +52,13 @@ class PartitionedData:
 
     Attributes:
         dataset: all training and test examples.
-        train: training examples by partition id.
-        test: test examples by partition id.
+        train: indices of the training examples by partition id.
+        test: indices of the test examples by partition id.
         augment: the changes of training images, or None without changes.
-        validation: validation examples by partition id; () without them.
+        validation: indices of the validation examples by partition id; () if there are
+            none.
         held_out_names: names of the clients that take no part in the training.
-        held_out: training and test examples of each held-out client.
+        held_out: indices of the training and test examples of each held-out client.
     """
 
     dataset: Dataset
@@ -69,7 +70,10 @@ class PartitionedData:
     held_out: tuple[tuple[Indices, Indices], ...] = ()
 
     def held_out_views(self, at: int) -> tuple[Subset, Subset]:
-        """Return the inputs (no target is used) and the tests of a held-out client."""
+        """Return the training and test data of a held-out client.
+
+        Of the training data, only the inputs are used.
+        """
         train, test = self.held_out[at]
         inputs = self._view(self.dataset.train, train)
         return inputs, self._view(self.dataset.test, test)
@@ -105,7 +109,7 @@ class PartitionedData:
         )
 
     def _tests(self) -> Indices | None:
-        """Return the test examples without held-out clients, or None for all."""
+        """Return the test examples except those of held-out clients, or None for all."""
         if not self.held_out:
             return None
         apart = np.concatenate([test for _, test in self.held_out])
@@ -114,8 +118,8 @@ class PartitionedData:
     def validation_view(self, partition_id: int | None = None) -> Subset:
         """Return a client's validation data, or by default the data of all clients.
 
-        They are a part of the training examples that no client trains on, and are not
-        augmented. They are empty if ``validation-share`` is 0.
+        They are a part of the training examples. No client trains on them, and they are
+        not augmented. They are empty if ``validation-share`` is 0.
         """
         parts = self.validation
         if partition_id is not None:
@@ -145,7 +149,10 @@ class PartitionedData:
         return views
 
     def domain_of(self, partition_id: int) -> str | None:
-        """Return the domain of a client's test data, or None without a single one."""
+        """Return the one domain of a client's test data.
+
+        It is None if the test data have several domains or none.
+        """
         # A node's number may be higher than the number of clients of the split.
         if partition_id >= len(self.test):
             return None
@@ -157,7 +164,7 @@ class PartitionedData:
 
 
 def domain_test(domain: str) -> str:
-    """Return the name of a client's test on a domain."""
+    """Return the name of the test on a domain, for messages to clients."""
     # Replace commas, because commas separate the names of tests in a message.
     return f"domain-{domain.replace(',', ';')}"
 
@@ -165,10 +172,11 @@ def domain_test(domain: str) -> str:
 def count_clients(config: Config) -> int:
     """Return the number of clients of a run in process.
 
-    Without ``num_clients``, a split by group has a client for each group that is not
-    held out. Other splits have ``DEFAULT_CLIENTS``.
+    If ``num_clients`` is not set, a split by group has a client for each group that is
+    not held out. Other splits have ``DEFAULT_CLIENTS``.
 
     Raises:
+        ConfigError: ``held-out-clients`` does not fit the data.
         DataError: the data is missing.
     """
     if config.num_clients:
@@ -233,7 +241,11 @@ def _whole(
 
 
 def load_data(config: Config, shape: tuple[int, ...] = ()) -> Dataset:
-    """Return the data of a run, with images in a shape (C, H, W) or the model's.
+    """Return the training and test data of a run.
+
+    Args:
+        config: the settings of the run.
+        shape: shape of images, (C, H, W); by default, the shape of the model.
 
     Raises:
         DataError: the data is missing, or only the nodes have it.
@@ -343,10 +355,11 @@ def sites_of_tests(data: Dataset) -> dict[str, Indices]:
 def _held_out(
     text: str, partition: str, data: Dataset
 ) -> tuple[dict[str, int], dict[str, Indices]]:
-    """Return held-out clients with their places, and test sites with their examples.
+    """Return the held-out clients with a place, and the held-out sites without one.
 
-    A place of -1 among all clients means the last client. A held-out site without
-    training examples does not count as a client of the split.
+    A place is the position in the split over all clients; -1 means the last client. A
+    held-out site without training examples has no place, because it is no client of the
+    split. It has the indices of its test examples instead.
 
     Raises:
         ConfigError: a name is unknown, or the split does not give each client a group,
@@ -397,6 +410,13 @@ def _held_out(
 def put_aside(
     samples: Samples, indices: Indices, share: float, seed: int
 ) -> tuple[Indices, Indices]:
-    """Return a client's training and validation examples, given all of its examples."""
+    """Divide a client's examples into training and validation examples.
+
+    Args:
+        samples: the training samples of all clients.
+        indices: the client's examples.
+        share: the share of the validation examples.
+        seed: seed of the draw.
+    """
     units = None if samples.units is None else samples.units.cpu().numpy()
     return split_off(indices, samples.labels.cpu().numpy(), share, seed, units)

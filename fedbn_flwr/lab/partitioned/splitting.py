@@ -1,4 +1,4 @@
-"""The tables and the picture of a split by client and class, or group."""
+"""The tables and the picture of a split: examples by client, and by class or group."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from fedbn_flwr.lab.partitioned.partitioned_data import count_clients, partition
 
 @dataclass(frozen=True)
 class Counts:
-    """The examples of each client, by class or group.
+    """A table with the numbers of examples by client, and by class or group.
 
     Attributes:
-        what: the kind of the columns.
-        counts: int64 (clients, columns).
+        what: the kind of the columns: class, group or example.
+        counts: numbers of examples, int64 (clients, columns).
         names: names of the columns.
-        of: the counted examples, training or validation.
+        of: the kind of the counted examples: training or validation.
     """
 
     what: str

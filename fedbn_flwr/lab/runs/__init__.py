@@ -1,11 +1,12 @@
 """Runs in each engine.
 
-- ``run.py`` checks a run and starts it in its engine: in process or in workers,
-  ``simulation.py`` and ``cluster.py`` on Ray; ``centralized.py`` is the reference.
-- ``serve.py`` is a federated run from top to bottom: the wait for nodes, the clients,
-  the data, the strategy, the rounds. ``folder_listener.py`` records the rounds and
-  writes the results.
-- ``node.py`` makes a node's client. ``node_guard.py`` guards it over a network;
+- ``run.py`` checks a run and starts it in its engine, in process or in workers.
+  ``simulation.py`` and ``cluster.py`` run it on Ray. ``centralized.py`` is the
+  reference on all data.
+- ``serve.py`` is the server's side of a federated run from top to bottom: the wait for
+  nodes, the data, the strategy, the rounds. ``folder_listener.py`` records the rounds
+  and writes the results.
+- ``node.py`` makes a node's client. Over a network, ``node_guard.py`` guards the node.
   ``default_app.py`` is both sides as a Flower app.
 - ``check_start.py`` refuses paths, packages, devices and models that a run cannot use.
 - ``inspection.py`` predicts the effect of a method on a model.

@@ -50,8 +50,8 @@ def centralized(
 ) -> dict[str, Any]:
     """Run the reference over the union of the clients' data, and write its folder.
 
-    A "round" is E steps or epochs. One optimizer is used for all rounds; everything
-    else is done as for a client. ``serve`` describes arguments and errors.
+    A "round" is E steps or epochs. All rounds use one optimizer. Otherwise the training
+    is the same as a client's training. ``serve`` describes arguments and errors.
     """
     for line in checked.warnings:
         logger.warning("%s", line)
@@ -90,7 +90,10 @@ def centralized(
 
 
 def reference_config(config: Config) -> Config:
-    """Return the config with only the tests of a single model."""
+    """Return the config without tests that only federated methods have.
+
+    If no test is left, the test is "global".
+    """
     tests = []
     for name in method_of(config).tests:
         if name.startswith(("global", "personal")):
@@ -104,7 +107,7 @@ def _resume(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
 ) -> None:
-    """Restore the saved model and optimizer, so that its momentum continues."""
+    """Restore the saved model and optimizer, so that the momentum continues."""
     logger.info(
         "resumed after round %d from %s", saved.server_round, start.checkpoints.folder
     )
@@ -116,7 +119,8 @@ def _resume(
 class _Reference:
     """The rounds of the reference.
 
-    It has the model and its one optimizer, the checkpoints of both, and the best state.
+    The object has the model, the optimizer, the checkpoints of both, and the state
+    after the best round.
     """
 
     def __init__(
@@ -191,17 +195,17 @@ class _Reference:
         return line
 
     def result(self) -> State:
-        """Return the state of the best round with early stopping, or of the last."""
+        """Return the state of the best round, or of the last without early stopping."""
         return self._best or self._state()
 
     def on_signal(self) -> None:
-        """Save the last whole round of a run that a signal ends in mid-round."""
+        """Save the last complete round, if a signal ends the run within a round."""
         checkpoints = self._start.checkpoints
         if self._whole and self._whole.server_round not in checkpoints.rounds:
             checkpoints.save(self._whole, self._stopping)
 
     def _save(self, server_round: int, last: bool) -> None:
-        """Keep the round in memory for a signal, and in a file if that is due."""
+        """Copy the state after a round for ``on_signal``, and save it if it is due."""
         if not self._config.checkpoint_every:
             return
         checkpoints = self._start.checkpoints
@@ -245,7 +249,7 @@ def _ends(
 
 
 def _state_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return the optimizer's state between steps, by number of the parameter.
+    """Return a copy of the optimizer's state, such as momentum, by parameter number.
 
     Tensors become arrays, because a checkpoint stores arrays. Other values stay.
     """

@@ -1,7 +1,8 @@
-"""The checks before a run: the machine, and whether the model fits.
+"""The checks before a run: does the run fit this machine, and the model the run?
 
-``check`` returns the config as a ``CheckedConfig``, with the model that was built for the
-checks: what takes a ``CheckedConfig`` neither checks the config nor builds the model again.
+``check`` returns a ``CheckedConfig``: the config, and the model that was built for the
+checks. A function that takes a ``CheckedConfig`` neither checks the config nor builds
+the model again.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class CheckedConfig:
     Attributes:
         config: the settings.
         model: the initial model, on the CPU; the run takes it over.
-        warnings: what a user may not expect, one line each; the run logs them when it
+        warnings: warnings about this run, one line each; the run logs them when it
             begins.
     """
 
@@ -53,10 +54,10 @@ class CheckedConfig:
 
 
 def check(config: Config) -> CheckedConfig:
-    """Check that a run can start here: device, folders, and layers for the method.
+    """Check that a run can start here: device, folders, and the layers of the model.
 
-    Forward passes of the model on two examples, in eval mode and in train mode, find
-    errors that would occur in every client.
+    The model does forward passes on two examples, in eval mode and in train mode. They
+    find errors that would occur in every client.
 
     Raises:
         ConfigError: all problems, one per line; an augmentation that does not fit the
@@ -173,8 +174,8 @@ def refuse_too_few_clients(config: Config, num_clients: int) -> None:
     """Check that a round can have as many replies as it needs.
 
     Raises:
-        ConfigError: it cannot, so that every round would keep the model of the one
-            before.
+        ConfigError: a round has fewer clients than ``min-replies``, so no round would
+            change the model.
     """
     asked = max(1, share_of(config.fraction_train, num_clients))
     if config.strategy != CENTRALIZED and config.min_replies > asked:
@@ -187,7 +188,7 @@ def refuse_too_few_clients(config: Config, num_clients: int) -> None:
 
 
 def _replaces_nothing(config: Config) -> bool:
-    """Return whether a norm finds no BatchNorm to replace."""
+    """Return whether ``norm`` has no effect, because it finds no BatchNorm."""
     # The norms wsconv and fixup are not in this list, because they also act on models
     # without BatchNorm, or refuse the model themselves.
     if config.norm not in ("group", "layer", "instance", "group+ws"):
@@ -197,7 +198,7 @@ def _replaces_nothing(config: Config) -> bool:
 
 
 def misfits(config: Config, model: nn.Module) -> list[Problem]:
-    """Return why the model does not fit the method of a config."""
+    """Return the problems of a model that does not fit the method of a config."""
     if config.strategy == CENTRALIZED:
         return []
     # Check the layers of the model.
@@ -229,7 +230,14 @@ def misfits(config: Config, model: nn.Module) -> list[Problem]:
 
 
 def _try_model(config: Config, model: nn.Module) -> list[str]:
-    """Return what looks wrong in the model's outputs; its statistics move."""
+    """Try forward passes, and return a warning if the outputs look wrong.
+
+    The passes change the running statistics of the model.
+
+    Raises:
+        ConfigError: the model fails, its outputs do not fit the task, or it has no
+            parameter to train.
+    """
     # Apply the augmentation, because it may not fit the images.
     examples = torch.zeros(2, *data_of(config).shape, dtype=torch.uint8)
     augment = data_of(config).augmentation
@@ -251,9 +259,9 @@ def _try_model(config: Config, model: nn.Module) -> list[str]:
 
 
 def moved_buffers(model: nn.Module, config: Config) -> frozenset[str]:
-    """Return the buffers that a step of training changes.
+    """Return the names of the buffers that a forward pass in train mode changes.
 
-    Running statistics, or an average of a user's own.
+    Examples are running statistics, and an average in a user's own layer.
     """
     trial = copied(model).to("cpu").train()
     buffers = dict(trial.named_buffers(remove_duplicate=False))

@@ -40,7 +40,7 @@ _PACKAGE = Path(__file__).parents[2]
 def cluster(
     configs: Sequence[Config], address: str, *, log_to_driver: bool = False
 ) -> Iterator[None]:
-    """Connect this process to Ray for runs of these configs.
+    """Connect this process to a Ray cluster in the block, for runs of these configs.
 
     Args:
         configs: the settings. The user's modules in them go to the machines of the
@@ -70,7 +70,11 @@ def cluster(
 
 
 def user_modules(configs: Sequence[Config]) -> list[Path]:
-    """Return the paths of the user's modules, with their own imports next to them."""
+    """Return the paths of the user's modules that the configs need.
+
+    These are the modules in ``model`` and ``dataset``, and imported modules in the same
+    folders.
+    """
     # Find the modules that the configs name.
     named = []
     for config in configs:
@@ -104,7 +108,10 @@ def user_modules(configs: Sequence[Config]) -> list[Path]:
 
 
 def _location(module: str) -> Path | None:
-    """Return the file of an imported module, the folder of a package, or None."""
+    """Return the file of an imported module or the folder of an imported package.
+
+    It is None if the module is not imported, or has no file.
+    """
     imported = sys.modules.get(module)
     paths = [*getattr(imported, "__path__", []), getattr(imported, "__file__", None)]
     if not paths[0]:
@@ -127,7 +134,9 @@ def check_cluster(config: Config, out: Path, address: str) -> None:
 
 
 def check_room(config: Config, machines: Sequence[tuple[str, float]]) -> None:
-    """Check that clients that wait for one another have room, and reach the server.
+    """Check that a cluster can run clients that wait for one another at the same time.
+
+    All these clients must have room at once, and must reach the server's channel.
 
     Args:
         config: the settings.
@@ -153,7 +162,7 @@ def check_room(config: Config, machines: Sequence[tuple[str, float]]) -> None:
 
 
 def check_shared(setting: str, folder: Path) -> None:
-    """Check that all machines of the cluster see this machine's files in a folder.
+    """Check that all machines of the cluster share a folder with this machine.
 
     The folder is made if it is absent.
     """
@@ -192,9 +201,9 @@ def check_shared(setting: str, folder: Path) -> None:
 
 
 def join_cluster(address: str, pyproject: Path) -> None:
-    """Connect this process to a cluster until it ends.
+    """Connect this process to a cluster until the process ends.
 
-    Flower's simulation uses the Ray that it finds connected.
+    Flower's simulation uses this connection instead of its own Ray.
     """
     values = tomllib.loads(pyproject.read_text())["tool"]["flwr"]["app"]["config"]
     config = Config.make(values, complete=True)

@@ -1,6 +1,6 @@
 """The recording of a federated run, with its checkpoints and results.
 
-It works while the strategy does the rounds.
+The strategy calls the listener while it does the rounds.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ logger = logging.getLogger("flwr")
 class FolderListener(RunListener):
     """Tests the global model, and writes lines, statistics, checkpoints and results.
 
-    It is the ``recording`` of ``Strategy.start``, and its ``test`` the ``evaluate_fn``.
+    ``Strategy.start`` gets the listener as ``recording``, and the method ``test`` as
+    ``evaluate_fn``.
     """
 
     def __init__(
@@ -71,7 +72,7 @@ class FolderListener(RunListener):
 
     @contextmanager
     def open(self) -> Iterator[None]:
-        """Record the rounds that are done within, however they end."""
+        """Record the rounds in the block, even if an error or a signal ends them."""
         try:
             yield
             self._checkpoints.after_run(self._writer.stopping)
@@ -85,7 +86,7 @@ class FolderListener(RunListener):
 
     @property
     def continuity(self) -> Continuity:  # type: ignore[override]
-        """The facts about the checkpoints that clients with a state folder need."""
+        """The run's id and saved rounds, for clients with a state folder."""
         return self._checkpoints.continuity
 
     @property
@@ -113,7 +114,7 @@ class FolderListener(RunListener):
     def replies(
         self, server_round: int, replies: Sequence[Reply], before: State, after: State
     ) -> None:
-        """Compare the statistics in the replies with the global statistics."""
+        """Compare the clients' statistics with the global ones, for the line."""
         if server_round not in self._with_statistics:
             return
         name = f"Round {server_round} of {STATISTICS_FILE}"
@@ -170,9 +171,9 @@ class FolderListener(RunListener):
         return summary
 
     def _back_to_best(self) -> ArrayRecord | None:
-        """Return the best round's model, and return the strategy to that round.
+        """Restore the strategy after the best round, and return the model of this round.
 
-        None without early stopping, or before any score.
+        Without early stopping, or without any score, do nothing and return None.
         """
         if self._writer.stopping is None:
             return None
@@ -207,7 +208,13 @@ def ends_diverged(config: Config, line: Mapping[str, Any]) -> bool:
 def divergence_of(
     line: Mapping[str, Any], advice: str, result: Result | None = None
 ) -> DivergedError:
-    """Return the error of a run whose last round, with this line, diverged."""
+    """Return the error of a run that diverged.
+
+    Args:
+        line: the line of the run's last round.
+        advice: the remedy for the message.
+        result: the result of the run, if the strategy has one.
+    """
     report = RoundOutcome(
         line["round"],
         line["phase"],
@@ -283,7 +290,7 @@ class CheckpointManager:
             self._save(self._whole, stopping)
 
     def on_signal(self, stopping: EarlyStopping | None = None) -> None:
-        """Save the last whole round of a run that a signal ends in mid-round."""
+        """Save the last complete round, if a signal ends the run within a round."""
         if self._whole and self._whole.server_round not in self.checkpoints.rounds:
             self._save(self._whole, stopping)
 
@@ -312,7 +319,11 @@ class CheckpointManager:
         self._warn_of_volatile("this run cannot be resumed")
 
     def _warn_of_volatile(self, what: str) -> None:
-        """Warn once about the consequence if clients keep state in memory only."""
+        """Warn about clients that keep local state in memory only, if there are any.
+
+        Args:
+            what: the consequence; each consequence is reported once.
+        """
         volatile = self._strategy.run.kept.volatile
         if volatile and what not in self._warned:
             self._warned.add(what)

@@ -32,7 +32,7 @@ class Phase:
 
     Attributes:
         name: the name of the phase.
-        rounds: number of rounds; None if only the run determines it.
+        rounds: number of rounds; None if it is unknown before the run.
         traffic: traffic of each round.
         frozen: the parts that do not change, although they are sent.
     """
@@ -62,8 +62,8 @@ class Inspection:
         warnings: reasons why the method has no effect, or only part of its effect.
         frozen: the parameters that do not train (``train-only``), although they are
             sent.
-        fixed: the BN layers with fixed running statistics (``frozen-bn=eval``, or the
-            model's own function leaves them in eval mode).
+        fixed: the BN layers with fixed running statistics, because of
+            ``frozen-bn=eval``, or because a user's model has them in eval mode.
     """
 
     parts: Parts
@@ -93,7 +93,7 @@ class Inspection:
         """Return the traffic of the whole run.
 
         Raises:
-            ConfigError: only the run determines the length of a phase.
+            ConfigError: the length of a phase is unknown before the run.
         """
         phases = list(self.phases)
         if self.reestimation:
@@ -172,7 +172,7 @@ Sizes = tuple[int, int]  # numbers of floats and of counters
 
 
 class _Costs:
-    """The traffic of a method on a model in a round with this number of clients.
+    """Computes the traffic of a method on a model with a given number of clients.
 
     Attributes:
         parts: the split of the model's state.
@@ -221,14 +221,14 @@ class _Costs:
         return numbers
 
     def one_round(self, down: Sizes, up: Sizes) -> Traffic:
-        """Return the traffic of a broadcast and of a reply from each client."""
+        """Return the traffic of one message to each client and one reply from each."""
         clients = self._num_clients
         return Traffic(1, down[0], clients * up[0], down[1], clients * up[1])
 
     def rounds(self) -> tuple[Traffic, Traffic]:
-        """Return the traffic of round 1 and of each later round.
+        """Return the traffic of round 1, and the traffic of a later round.
 
-        A synchronised step is not included.
+        Synchronised steps are not included.
         """
         # The first round also sends the parts that stay with the clients.
         start = self.one_round(self.everything, self.shared)
@@ -358,8 +358,9 @@ def _phases(
 def batchnorm_calls(model: nn.Module, config: Config) -> tuple[tuple[int, bool], ...]:
     """Return the BatchNorm calls of a forward pass, in their order.
 
-    Each call has the number of channels, and whether its input needs a gradient. A
-    layer called twice counts twice; layers that are kept in eval mode are left out.
+    For each call, return the number of channels, and whether the input needs a
+    gradient. A layer that is called twice has two calls. Layers that stay in eval mode
+    are left out.
     """
     parameter = next(model.parameters())
     calls: list[tuple[int, bool]] = []

@@ -66,8 +66,8 @@ def client_fn(context: Context) -> TorchClient:
 
     Raises:
         ConfigError: the node config has neither ``partition-id`` and ``num-partitions``
-            nor ``data-path``; or it has an impossible value, or a key that is nearly
-            one of ours.
+            nor ``data-path``; or it has an impossible value, or a key that looks like a
+            misspelt key.
         DataError: the node's own data cannot be used, or they lack a test set in
             ``eval-on``.
     """
@@ -85,7 +85,10 @@ def client_fn(context: Context) -> TorchClient:
 # Cached, because Flower calls client_fn for every message.
 @functools.lru_cache(maxsize=4)
 def _run_clients(items: tuple[tuple[str, Any], ...]) -> RunClients:
-    """Return the maker of a run's clients, identified only by the run config."""
+    """Return the ``RunClients`` of a run config, given as (key, value) pairs.
+
+    Calls with an equal run config return the same object.
+    """
     config = Config.make(dict(items), complete=True)
     return RunClients(config, functools.partial(training_model, config))
 
@@ -114,7 +117,7 @@ class RunClients:
 
     @classmethod
     def of(cls, checked: CheckedConfig) -> RunClients:
-        """Return the maker of clients for a run that this process has checked."""
+        """Return the ``RunClients`` of a run that this process has checked."""
         # Copy the model here and for each client, because the server uses the model
         # itself.
         model, config = copied(checked.model), checked.config
@@ -202,8 +205,8 @@ def _part(context: Context) -> tuple[int, int]:
     Raises:
         ConfigError: the node's config lacks one of the numbers, or the partition does
             not exist. The text does not name the node, so that all nodes with this
-            fault raise an equal error. Such an error ends the run. The server names
-            the node.
+            fault raise an equal error. An equal error of all nodes ends the run. The
+            server adds the names of the nodes.
     """
     node = context.node_config
     for key in (PARTITION_ID, NUM_PARTITIONS):
@@ -228,7 +231,7 @@ def _part(context: Context) -> tuple[int, int]:
 def _data_of_site(config: Config, context: Context) -> PartitionedData:
     """Return the data that the run's function gives for a node.
 
-    Its argument is the node's ``data-path``, or else its partition id.
+    The function is called with the node's ``data-path``, or else its partition id.
 
     Raises:
         DataError: the function fails, or its data do not fit the run's model.
@@ -255,7 +258,7 @@ def _data_of_site(config: Config, context: Context) -> PartitionedData:
 
 
 def _own_data(config: Config, context: Context) -> tuple[PartitionedData, Config]:
-    """Return the node's own data and the config that describes them.
+    """Return the node's own data, and the config with the node's own ``dataset``.
 
     Raises:
         DataError: the data cannot be used, or do not fit the run's model.
@@ -295,7 +298,7 @@ def _own_data(config: Config, context: Context) -> tuple[PartitionedData, Config
 
 
 def describe_data(config: Config, context: Context) -> str:
-    """Return the counts of a node's data, its own data or its partition.
+    """Return a text with the counts of a node's data: its own data or its partition.
 
     Raises:
         DataError: the data cannot be used, or do not fit the run's model.
@@ -320,7 +323,12 @@ def describe_data(config: Config, context: Context) -> str:
 
 
 def _check_fit(config: Config, here: Config) -> None:
-    """Raise DataError unless a node's data (in ``here``) fit the run's model."""
+    """Raise DataError if a node's own data do not fit the run's model.
+
+    Args:
+        config: the settings of the run.
+        here: the settings with the node's data.
+    """
     info, wanted = data_of(here).info, data_of(config).info
     if info.input_shape != wanted.input_shape:
         raise DataError(

@@ -1,4 +1,4 @@
-"""The guard of a node, for paths in a run's config and texts of its errors."""
+"""The guard of a node. It refuses paths of a run's config, and withholds errors."""
 
 from __future__ import annotations
 
@@ -62,7 +62,10 @@ def guarded(
 
 
 def reason(error: Exception, context: Context) -> str:
-    """Return the text of an error for the server, or only its type if withheld."""
+    """Return the text of an error for the server.
+
+    If the node withholds this text, return only the type of the error.
+    """
     if not _is_withheld(error, context):
         return str(error)
     logger.error("withheld from the server: %s: %s", type(error).__name__, error)
@@ -74,7 +77,7 @@ def reason(error: Exception, context: Context) -> str:
 
 
 def _paths(context: Context) -> Iterator[tuple[str, str]]:
-    """Yield each path that a node would open for this run, with its key."""
+    """Yield (key, path) of each path in the run's config that the node would open."""
     dataset, data_dir, out, state_dir = (
         str(context.run_config.get(key, ""))
         for key in ("dataset", "data-dir", "out", STATE_DIR)
@@ -103,9 +106,9 @@ def _path_of_data(dataset: str) -> str:
 def _is_withheld(error: Exception, context: Context) -> bool:
     """Return whether the text of an error stays on this node of a network.
 
-    Errors of this package name settings and entries of the model, but errors of data
-    may name more. If the run's config names data by their path or by a function, errors
-    of the config may quote these data.
+    Most errors of this package name only settings and entries of the model. But a
+    DataError may quote data. If the run's config names data by their path or by a
+    function, a ConfigError may quote these data as well.
     """
     allowed = str(context.node_config.get(REPORT_DATA, "")).lower() == "true"
     if allowed or not on_network_node():

@@ -1,4 +1,4 @@
-"""Starting a run from the command line or Python, in either engine."""
+"""Start a run from the command line or from Python, in the engine of choice."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ _WORTH_PROCESSES = 1e8
 def preflight(config: Config, out: Path) -> CheckedConfig:
     """Check a run before anything is written.
 
-    The returned config names the absolute folder and the clients. The data and their
-    split are in memory afterwards.
+    The returned config has the absolute path of the folder and the number of clients.
+    The data and their split are in memory afterwards.
 
     Raises:
         FedBNError: settings are bad, data is missing, the split is impossible, or the
@@ -78,7 +78,10 @@ def preflight(config: Config, out: Path) -> CheckedConfig:
 
 
 def _keeps_files(config: Config) -> bool:
-    """Return whether clients keep a part of the model, or must be able to resume."""
+    """Return whether clients need a state folder.
+
+    They need it if they keep a part of the model, or if the run saves checkpoints.
+    """
     if config.strategy == CENTRALIZED:
         return False
     method = method_of(config)
@@ -87,9 +90,10 @@ def _keeps_files(config: Config) -> bool:
 
 
 def default_workers(checked: CheckedConfig) -> int:
-    """Return the number of worker processes that makes the run faster.
+    """Return the number of worker processes that makes the run fastest.
 
-    It is the number of cores, but at most one for each client of a round.
+    It is the number of cores divided by ``torch-threads``, but at most one for each
+    client of a round. It is 0 on a GPU, for a small run, and if it would be 1.
     """
     config = checked.config
     cores = num_cores() // config.torch_threads
@@ -106,7 +110,10 @@ def default_workers(checked: CheckedConfig) -> int:
 
 
 def work_of(config: Config, model: nn.Module) -> float:
-    """Return the work of a run, as examples of all steps times parameters."""
+    """Return an estimate of the work of a run.
+
+    It is the number of training examples in all steps, times the number of parameters.
+    """
     num_clients = count_clients(config)
     split = partitioned_data(config, num_clients)
     # the mean number of examples of a client

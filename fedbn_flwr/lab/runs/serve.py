@@ -1,6 +1,7 @@
 """The server's side of a run, the same in every engine.
 
-``serve`` is the run from top to bottom. Its steps follow in their order.
+``serve`` is the run from top to bottom. The functions below are its steps, in their
+order.
 """
 
 from __future__ import annotations
@@ -83,8 +84,8 @@ def serve(
         on_round: called with each line of ``metrics.jsonl``.
 
     Raises:
-        ConfigError: the settings cannot run here, the federation has another size, the
-            folder is in use, or all clients raise this error.
+        ConfigError: the settings cannot run here, the federation has another number of
+            nodes than the config, the folder is in use, or all clients raise this error.
         EngineError: no nodes are connected.
         NothingTrainedError: no round had enough usable replies.
         DivergedError: a loss is not finite, and ``on_divergence`` is "stop". The folder
@@ -160,14 +161,15 @@ def _with_clients(config: Config, grid: ImmediateGrid, out: Path) -> Config:
 def count_nodes(grid: ImmediateGrid, config: Config, begun_with: int) -> int:
     """Wait for the config's number of nodes, and return the number of clients.
 
-    Over a network, nodes come one after another. If ``num_clients`` is 0, the number of
-    clients is then the number of partitions that the nodes report. Over a network, a
-    resumed run may also continue with fewer nodes, and with more nodes if
-    ``num_clients`` is 0. In other engines this would change the split.
+    Over a network, nodes connect one after another. If ``num_clients`` is 0, the number
+    of clients is the number of partitions that the nodes report, but at least the number
+    of nodes. A resumed run over a network may continue with fewer nodes, and with more
+    nodes if ``num_clients`` is 0. In other engines, another number of nodes would change
+    the split, so it is refused.
 
     Raises:
         EngineError: no nodes are connected.
-        ConfigError: the federation has another size.
+        ConfigError: the federation has another number of nodes than the config.
     """
     wanted = config.num_clients or begun_with
     network = over_network(grid)
@@ -221,7 +223,7 @@ def _wait_for_nodes(grid: Grid, at_least: int, grace: float) -> int:
     Args:
         grid: the federation.
         at_least: the number of nodes that is enough.
-        grace: the most seconds to wait for them.
+        grace: the largest number of seconds to wait for these nodes.
     """
     deadline = time.monotonic() + grace
     connected = len(list(grid.get_node_ids()))
@@ -232,9 +234,9 @@ def _wait_for_nodes(grid: Grid, at_least: int, grace: float) -> int:
 
 
 def _all_nodes(grid: ImmediateGrid, config: Config) -> int:
-    """Return the number of nodes, at least the number of partitions.
+    """Return the number of nodes or the number of partitions, whichever is larger.
 
-    Each node with a partition has the number of partitions, so one answer is enough.
+    Each node with a partition knows the number of partitions, so one answer is enough.
     """
     # Ask all nodes, and continue with the first answer.
     messages = []
@@ -267,18 +269,22 @@ def _all_nodes(grid: ImmediateGrid, config: Config) -> int:
 def _only_on_nodes(config: Config, grid: Grid) -> bool:
     """Return whether only the nodes have the data.
 
-    A user's function gives each node its own site's data, unless all nodes are here.
+    Over a network, this includes data from a user's function, because each node calls
+    the function for its own site.
     """
     data = data_of(config)
     return data.on_nodes or (data.by_function and over_network(grid))
 
 
 def _server_data(config: Config, on_nodes: bool) -> PartitionedData | None:
-    """Return the data of the server.
+    """Return the data of the server, or None if the server has none.
 
-    None if only the nodes have the data and no test of the server needs them. If only
-    the nodes have the data of a protected run, there are no tests, since results on
-    their data would not be sums.
+    It has none if only the nodes have the data and no test of the server needs them, or
+    if the files are missing here. It also has none if only the nodes have the data of a
+    protected run without held-out clients, because test results are not protected sums.
+
+    Raises:
+        DataError: a test of the server needs the data, but they cannot be used.
     """
     if on_nodes and config.protected and not config.held_out_clients:
         return None
@@ -302,7 +308,7 @@ def _server_data(config: Config, on_nodes: bool) -> PartitionedData | None:
 def beginning(
     config: Config, model: nn.Module, out: Path
 ) -> tuple[StartingPoint, ArrayRecord]:
-    """Return the starting point of a run and the global model there.
+    """Return the starting point of a run, and the global model at this point.
 
     The model of a new run gets its initial weights.
     """
@@ -329,7 +335,7 @@ def beginning(
 def report_data(
     folder: RunFolder, config: Config, data: PartitionedData | None
 ) -> None:
-    """Log faults of the data, and log and write the counts of own data."""
+    """Log the warnings about the data. Of own data, log and save the counts."""
     if data is None:
         return
     warnings = data_warnings(data, config)
@@ -370,7 +376,10 @@ def _protection(config: Config, out: Path, model: nn.Module) -> Protection | Non
 
 
 def tests_of_clients(config: Config, data: PartitionedData | None) -> list[str]:
-    """Return the test sets of the clients' tests, with domains as in ``data``.
+    """Return the names of the test sets that clients test on.
+
+    Each domain of ``data`` has a name, and so have validation examples if they are
+    necessary.
 
     Raises:
         ConfigError: the tests need domains, but the server has no data with domains.

@@ -40,9 +40,9 @@ _OF_EVERY_RUN = (
 
 
 def echo(line: str) -> None:
-    """Log a line of a Flower run's log that begins a warning or an error.
+    """Log a line again if it begins a warning or an error in the log of ``flwr run``.
 
-    The whole log is in its file.
+    The whole log is in the file ``flower.log``.
     """
     source, found = "", _RECORD.match(line)
     # Ray puts the name of the process before a client's line, such as "(ClientAppActor
@@ -100,7 +100,7 @@ def simulate(
 ) -> dict[str, Any]:
     """Run a config in Flower's Ray simulation and return its summary.
 
-    Warnings and errors in its log are also logged here.
+    Warnings and errors in Flower's log are also logged here.
 
     Args:
         config: the settings, with ``num_clients`` and an absolute ``out``.
@@ -159,12 +159,12 @@ def simulate(
 def _failure(
     error: EngineError, out: Path, before: Mapping[str, Any]
 ) -> EngineError | DivergedError:
-    """Return the error of a run that did not complete.
+    """Return the error of a run that did not complete, DivergedError if it diverged.
 
     Args:
         error: the error of ``flwr run``.
         out: the run's folder.
-        before: the summary that the folder had.
+        before: the summary in the folder before the run started.
     """
     summary = read_json(out / "summary.json")
     whole = str(error)
@@ -192,7 +192,12 @@ def _write_app(folder: Path, config: Config, ray_address: str | None) -> None:
 
 
 def _resources(config: Config, private: bool) -> dict[str, Scalar]:
-    """Return the federation config with the nodes and the Ray resources of each."""
+    """Return Flower's federation config: the number of nodes and their Ray resources.
+
+    Args:
+        config: the settings.
+        private: whether Ray runs only for this run, and not in a cluster.
+    """
     clients, threads = config.num_clients, config.torch_threads
     resources: dict[str, Scalar] = {
         "num-supernodes": clients,

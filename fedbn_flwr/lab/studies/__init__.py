@@ -3,10 +3,10 @@
 In reading order:
 
 - ``study``: the file, and the runs of the grid (``Cell``).
-- ``check_study``: the refusals of a study, and the part that a sweep does now.
+- ``check_study``: the checks of a study, and the selection of runs for a sweep.
 - ``sweep``: all remaining runs, then the results.
-- ``one_run``: the state of a run, and doing it from the start or its checkpoint.
+- ``one_run``: the state of one run, and its start or continuation.
 - ``parallel``: several runs at a time, each in a process.
 - ``tuning``: the settings that a study's trials choose.
-- ``results``: tidy rows, and the table.
+- ``results``: tidy rows (one value each), and the table.
 """

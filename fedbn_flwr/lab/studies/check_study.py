@@ -1,4 +1,4 @@
-"""A study, checked before any work, and the part of it that a sweep does now."""
+"""The checks of a study before any work, and the selection of runs for a sweep."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ __all__ = ["EVERYTHING", "Selection", "load_study"]
 
 @dataclass(frozen=True)
 class Selection:
-    """The methods, splits and seeds to run. An empty list selects all.
+    """The methods, splits and seeds to run. An empty list selects all of its kind.
 
-    ``seeds`` does not limit the trials of ``tune``, because they have their own seeds.
+    ``seeds`` does not limit the trials of ``tune``, because trials have other seeds.
     """
 
     methods: Sequence[str] = ()
@@ -37,7 +37,7 @@ class Selection:
         return not self.seeds or bool(cell.trial) or cell.seed in self.seeds
 
     def check(self, study: Study) -> None:
-        """Raise ConfigError if something selected is not in the study, or skipped."""
+        """Raise ConfigError if a selected name is not in the study, or no run is left."""
         kinds: tuple[tuple[str, Sequence[object], Iterable[object]], ...] = (
             ("method", self.methods, study.methods),
             ("split", self.splits, study.splits),
@@ -150,7 +150,11 @@ def _wrong_names(study: Study) -> Iterator[Problem]:
 
 
 def _problems_of_runs(study: Study) -> Iterator[Problem]:
-    """Yield shared folders, wrong settings, and runs that are tied together."""
+    """Yield the problems of runs and trials.
+
+    These are two runs with one folder, wrong settings, trials that cannot be compared,
+    and runs that depend on other runs by ``series``.
+    """
     folders: dict[Path, tuple[str, str, str, int]] = {}
     tied: dict[str, str] = {}
     shares: dict[str, float] = {}  # runs fill it first, because they come before trials
@@ -216,7 +220,7 @@ def _problems_of_runs(study: Study) -> Iterator[Problem]:
 
 
 def _places(study: Study) -> Iterator[tuple[str, Collection[str]]]:
-    """Yield each place in the file that has settings, and their keys."""
+    """Yield (place, keys) of each mapping of settings in the study file."""
     yield "base", study.base
     for kind in ("methods", "splits", "overrides"):
         for name, settings in getattr(study, kind).items():
@@ -227,7 +231,7 @@ def _places(study: Study) -> Iterator[tuple[str, Collection[str]]]:
 
 
 def _lists(study: Study) -> Iterator[tuple[str, Sequence[Any]]]:
-    """Yield each list of the file whose entries must differ."""
+    """Yield (place, entries) of each list in the study file without repetitions."""
     yield "seeds", study.seeds
     yield "metrics", study.metrics
     if study.tune:

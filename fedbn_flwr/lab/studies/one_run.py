@@ -1,4 +1,4 @@
-"""One run of a study, with its state, start and continuation."""
+"""One run of a study: its state, and its start or continuation."""
 
 from __future__ import annotations
 
@@ -51,9 +51,10 @@ def of_study(cell: Cell, out: Path) -> bool:
 
 
 def changed(config: Config, folder: Path) -> str:
-    """Return the settings of the folder's run that differ from the config.
+    """Return a text with the settings of the folder's run that differ from the config.
 
-    A ``config.yaml`` that cannot be read also differs; the text is then its error.
+    The text is "" if none differs. If ``config.yaml`` cannot be read, the text is the
+    error.
     """
     # The centralised reference runs with another config. It is derived from the given
     # config.
@@ -93,9 +94,9 @@ def do_cell(
 ) -> str:
     """Do or continue a run of a study, and return its error or "".
 
-    A run that diverged with the study's permission has no error. An exception is
-    written to ``failed.json`` in the run's folder, because other runs do not depend on
-    it.
+    If the study allows divergence, a diverged run has no error. An exception of the run
+    is not raised, because the other runs continue. It is written to ``failed.json`` in
+    the run's folder.
     """
     folder = cell.folder(out)
     threads = torch.get_num_threads()
@@ -116,7 +117,7 @@ def do_cell(
 
 
 def note_failure(folder: Path, error: str, kind: str, trace: str = "") -> None:
-    """Write the error that ended a run."""
+    """Write the error that ended a run to ``failed.json``."""
     content = {"error": error, "type": kind, "traceback": trace}
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -155,7 +156,7 @@ def _do(
 
 
 def _set_aside(folder: Path, why: str) -> None:
-    """Rename a folder that is not empty to FOLDER.WHY-N."""
+    """Rename a folder to FOLDER.WHY-N, unless it is absent or empty."""
     if folder.exists() and any(folder.iterdir()):
         for number in itertools.count(1):
             kept = folder.with_name(f"{folder.name}.{why}-{number}")

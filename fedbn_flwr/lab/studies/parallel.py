@@ -40,8 +40,8 @@ _WORTH_PROCESSES = 1e10
 def default_parallel(cells: Sequence[Cell]) -> int:
     """Return the number of runs at a time that is fastest on this machine.
 
-    It is one run for each core or GPU, as far as memory allows. A small study is done
-    one run after another.
+    It is one run for each core or GPU, or fewer if the memory is too small. For a small
+    study, it is 1.
     """
     work = sum(work_of(cell.config, make_model(cell.config)) for cell in cells)
     if work < _WORTH_PROCESSES:
@@ -69,7 +69,7 @@ def _memory_need(config: Config) -> float:
 
 @dataclass(frozen=True)
 class _Running:
-    """A run at work, its process, and its place among the parallel runs."""
+    """A run in progress, its process, and its place among the parallel runs."""
 
     cell: Cell
     process: Any
@@ -77,7 +77,7 @@ class _Running:
 
 
 def in_parallel(parallel: int) -> Runner:
-    """Return a runner that does this number of runs at a time on evenly shared GPUs."""
+    """Return a runner that does ``parallel`` runs at a time. They share GPUs evenly."""
     # Start new processes instead of forks, because CUDA and torch's threads do not
     # survive a fork.
     spawn = multiprocessing.get_context("spawn")
@@ -134,7 +134,10 @@ def in_parallel(parallel: int) -> Runner:
 
 
 def _outcome(receiver: Any, process: Any, folder: Path) -> tuple[str, list[str]]:
-    """Return the error and the warnings of a run with an answer or an ended process."""
+    """Return the error and the warnings of a run in another process.
+
+    The process has sent its answer, or it ended without an answer.
+    """
     try:
         error, warnings = receiver.recv()
     except EOFError:  # it was killed, such as for lack of memory

@@ -1,7 +1,7 @@
 """The results of a study, as tidy rows in ``results.csv`` and as a table.
 
-A row has no times, so a study that was killed and continued has the same rows as an
-uninterrupted study.
+A row contains no durations, so a study that was killed and continued has the same rows
+as an uninterrupted study.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _NAN = float("nan")
 
 
 def rows_of(study: Study, out: Path) -> list[dict[str, Any]]:
-    """Return the rows of all ended runs, in the order of the study.
+    """Return the rows of all runs that ended, in the order of the study.
 
     The keys are ``FIELDS``.
     """
@@ -59,7 +59,7 @@ def rows_of(study: Study, out: Path) -> list[dict[str, Any]]:
 
 
 def _rows_of_run(study: Study, cell: Cell, out: Path) -> Iterator[dict[str, Any]]:
-    """Yield a row for each metric of a finished run, and for each domain of it."""
+    """Yield a row for each metric of a finished run, and for each of its domains."""
     summary = summary_of(cell.folder(out))
     final, ledger = summary["final"], summary["ledger"]
     of_run = {
@@ -96,7 +96,7 @@ def _rows_of_run(study: Study, cell: Cell, out: Path) -> Iterator[dict[str, Any]
 
 
 def _domains(final: Mapping[str, Any], metric: str) -> dict[str, float | None]:
-    """Return the results by domain, and their plain average."""
+    """Return the results of a metric by domain, and their plain average."""
     by_domain: dict[str, float | None] = dict(final.get("domains", {}).get(metric, {}))
     known = [value for value in by_domain.values() if value is not None]
     if known:
@@ -108,14 +108,14 @@ def _domains(final: Mapping[str, Any], metric: str) -> dict[str, float | None]:
 
 
 def _scale(metric: str) -> int:
-    """Return the factor of a metric in tables, 100 for shares in percent."""
+    """Return the factor of a metric in tables: 100 if it is shown in percent, or 1."""
     return 100 if in_percent(metric) else 1
 
 
 def _until_target(
     target: float | None, metric: str, run: Path, summary: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the costs up to the first test that reached the target."""
+    """Return the target, and the costs up to the first test that reached it."""
     if target is None:
         return {}
     lines = read_metrics(run / "metrics.jsonl")
@@ -151,10 +151,10 @@ def write_results(study: Study, out: Path) -> pd.DataFrame:
 def table(rows: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
     """Return the table of the tidy rows, as text.
 
-    It has a line for each split, method and metric. A domain has a line if the paper
-    has a number for it, while the rows have all domains. Mean and sample standard
-    deviation are over the finished runs with a value; costs are means of all ended
-    runs. Columns without content are left out.
+    It has a line for each split, method and metric. A domain has a line only if the
+    paper has a number for the domain. Mean and sample standard deviation are over the
+    finished runs with a value. Costs are means over all runs that ended. Columns without
+    content are left out.
     """
     frame = pd.DataFrame(rows, columns=[*FIELDS], dtype=object)
     if frame.empty:
@@ -194,7 +194,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
 
 
 def _line(runs: pd.DataFrame, statuses: Mapping[Any, int], form: str) -> dict[str, str]:
-    """Return the numbers of one line of the table as text, or "" without a number."""
+    """Return the numbers of one line of the table as texts. A missing number is ""."""
     # Costs are means over all runs. Scores are means over the finished runs.
     texts = ["method", "split", "metric", "domain", "status", "sha256"]
     numbers = runs.drop(columns=texts).apply(pd.to_numeric)
@@ -239,13 +239,13 @@ def _number(value: float, form: str, std: float = _NAN) -> str:
 def paired_tests(
     rows: Sequence[Mapping[str, Any]],
 ) -> dict[tuple[str, str], tuple[float, float]]:
-    """Return by split and method the mean difference to the first method, and p.
+    """Return (difference, p) of each split and method, compared with the first method.
 
-    p is the p value of the paired t test. Runs of two methods with one seed have the
-    same data split and the same initial weights, so they are paired by seed. Main
-    metrics of one quantity are compared, even if their tests differ: FedBN's accuracy
-    belongs to the clients' models, and FedAvg's to the global model. p is NaN with one
-    seed, or if all differences are alike.
+    The difference is the mean over the seeds; p is the p value of the paired t test. Two
+    runs with the same seed have the same data split and the same initial weights, so
+    runs are paired by seed. Main metrics of one quantity are compared, even if their
+    tests differ: FedBN's accuracy belongs to the clients' models, and FedAvg's accuracy
+    to the global model. p is NaN with one seed, or if all differences are equal.
     """
     # Import here, because scipy's statistics take half a second to import, and the plan
     # of a sweep does not need them.

@@ -12,19 +12,19 @@ A study file::
 
 The table shows the main metric of each run, from the first test of ``eval-on``.
 ``metrics`` names other metrics, by their keys in ``summary.json``:
-``metrics: [personal-own-auroc, held-out-adapted-auroc]``. If a run lacks a metric, it
-is left out there.
+``metrics: [personal-own-auroc, held-out-adapted-auroc]``. If a run lacks a metric, the
+run has no row for this metric.
 
-The paper's number, with its ± or without, may also be given by domain,
-``{amazon: 61.3, average: 66.3 ± 0.7}``. The table then shows it next to the result of
-that domain, or next to the plain average of the domains.
+The paper's numbers, with or without ±, may also be given by domain,
+``{amazon: 61.3, average: 66.3 ± 0.7}``. The table then shows each number next to the
+result of its domain, or next to the plain average of the domains.
 
-``methods`` and ``splits`` override ``base``, a method's settings override the split's
-settings, and ``overrides``, by METHOD/SPLIT, override all. A key of ``base`` that has
-no effect in a run is left out there, with a line in the log. Each run has the folder
-``OUT/METHOD/SPLIT/seed-N``.
+``methods`` and ``splits`` override ``base``. A method's settings override the split's
+settings. ``overrides`` has settings by METHOD/SPLIT that override all others. If a key
+of ``base`` has no effect in a run, this run leaves the key out, with a line in the log.
+Each run has the folder ``OUT/METHOD/SPLIT/seed-N``.
 
-``target: 60`` adds the rounds, exchanges and bytes until the main metric was first at
+``target: 60`` adds the rounds, exchanges and bytes until the main metric first reached
 60, in the unit of the table.
 
 ``tune`` chooses settings before the runs, separately for each METHOD/SPLIT, by the
@@ -35,10 +35,10 @@ score on validation examples::
       base: {validation-share: 0.2, num-server-rounds: 30}
       seeds: [0]
 
-Every combination of the grid is run with the settings of ``tune.base``. The combination
-with the highest mean score of the last round (of the best, with ``early-stopping``)
-over ``tune.seeds`` is used. The test set is not used to choose. Trials are in
-``OUT/tune/METHOD/SPLIT/``.
+Every combination of the grid is run with the settings of ``tune.base``. The score of a
+combination is the mean over ``tune.seeds`` of the score in the last round, or in the
+best round with ``early-stopping``. The combination with the best score is used. The
+test set is not used to choose. Trials are in ``OUT/tune/METHOD/SPLIT/``.
 """
 
 from __future__ import annotations
@@ -88,8 +88,8 @@ class PaperNumber(NamedTuple):
     """A number of a paper, in the unit of the table.
 
     Attributes:
-        mean: the number; None if the paper has none.
-        std: the number behind its ±; None without it.
+        mean: the number; None if the paper has no number.
+        std: the number after ±; None without ±.
     """
 
     mean: float | None = None
@@ -100,7 +100,7 @@ class PaperNumber(NamedTuple):
         """Read a number of a study file, such as 53.97 or "53.97 ± 4.18".
 
         Raises:
-            ValueError: the value is neither.
+            ValueError: the value has another form.
         """
         # Convert the text of the value, because Python would accept a bool as a number.
         parts = []
@@ -122,9 +122,9 @@ class Cell:
         method: name of the method.
         split: name of the split.
         seed: seed of the run.
-        settings: the run's own settings.
-        base: the settings of all runs.
-        trial: the point of ``tune``; "" if the run is not a trial.
+        settings: the run's own settings. They override ``base``.
+        base: the settings that all runs share.
+        trial: name of the combination of ``tune``; "" if the run is not a trial.
     """
 
     method: str
@@ -153,7 +153,7 @@ class Cell:
 
     @property
     def dropped(self) -> dict[str, str]:
-        """The keys of ``base`` that have no effect in this run, with the reason."""
+        """The keys of ``base`` that this run leaves out as without effect, and why."""
         return Config.make_of_shared(self.base, self.settings)[1]
 
     def folder(self, out: Path) -> Path:
@@ -170,7 +170,7 @@ class Cell:
 
 
 def trial_name(point: Mapping[str, Scalar]) -> str:
-    """Return the name of a point of ``tune``, such as "learning-rate=0.1"."""
+    """Return the name of a combination of ``tune``, such as "learning-rate=0.1"."""
     return ",".join(f"{key}={value}" for key, value in point.items())
 
 
@@ -199,7 +199,7 @@ class Tuning(BaseModel):
     @field_validator("grid")
     @classmethod
     def _as_numbers(cls, grid: dict[str, list[Scalar]]) -> dict[str, list[Scalar]]:
-        """Take ``1e-3`` as a number, because YAML reads it as a text."""
+        """Replace texts such as ``1e-3`` by numbers, because YAML reads them as texts."""
         found: dict[str, list[Scalar]] = {}
         for key, values in grid.items():
             found[key] = []
@@ -209,7 +209,7 @@ class Tuning(BaseModel):
         return found
 
     def points(self) -> list[StudySettings]:
-        """Return every combination of the grid, the last key changing first."""
+        """Return every combination of the grid. The last key changes fastest."""
         combinations = itertools.product(*self.grid.values())
         return [dict(zip(self.grid, values, strict=True)) for values in combinations]
 
@@ -275,12 +275,12 @@ class Study(BaseModel):
             raise ConfigError("\n".join(lines)) from error
 
     def paper_numbers(self, name: str) -> dict[str, PaperNumber]:
-        """Return the paper's numbers of METHOD/SPLIT by domain, or ``WHOLE``."""
+        """Return the paper's numbers of METHOD/SPLIT, by domain or under ``WHOLE``."""
         stated = _by_domain(self.paper.get(name, {}))
         return {domain: PaperNumber.read(value) for domain, value in stated.items()}
 
     def to_mapping(self) -> dict[str, Any]:
-        """Return the content of a study file that ``read`` reads as this study."""
+        """Return the content of a study file from which ``read`` makes this study."""
         return self.model_dump(exclude_defaults=True)
 
     def names(self) -> list[str]:
@@ -319,7 +319,7 @@ class Study(BaseModel):
                     yield Cell(method, split, seed, settings, self.base, trial)
 
     def with_chosen(self, chosen: Mapping[str, StudySettings]) -> Study:
-        """Return the study with the chosen settings instead of ``tune``."""
+        """Return the study without ``tune``, with the settings that ``tune`` chose."""
         overrides = dict(self.overrides)
         for name, settings in chosen.items():
             overrides[name] = {**overrides.get(name, {}), **settings}

@@ -1,9 +1,9 @@
-"""Doing the runs of a study, one after another or several at a time.
+"""Do the runs of a study, one after another or several at a time.
 
-A finished run (with ``summary.json``) is skipped, and an unfinished or failed run is
-resumed from its last checkpoint. A run is repeated if its folder has other settings
-than the study, or if it is unfinished without a usable checkpoint. The former folder is
-renamed, never removed. A run has the same bits by itself, in series and in parallel.
+A finished run (with ``summary.json``) is skipped. An unfinished or failed run is resumed
+from its last checkpoint. A run starts again if its folder has other settings than the
+study, or if it is unfinished without a usable checkpoint. Its old folder is renamed,
+never removed. A run has the same bits by itself, in series and in parallel.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ class Follower(Protocol):
     """An observer of the events in a sweep."""
 
     def plan(self, cells: Sequence[Cell], left: Sequence[Cell]) -> None:
-        """Note all runs of a phase, and the runs that are left to do."""
+        """Note all trials, or all runs, of a study, and which of them are left to do."""
 
     def begin(self, cell: Cell) -> OnRound | None:
-        """Note that a run begins, and return a function for its new lines, or None."""
+        """Note that a run begins. Return a function for its lines of metrics, or None."""
 
     def end(self, cell: Cell, error: str) -> None:
-        """Note that a run ended, with ``error`` "" if it is finished."""
+        """Note that a run ended. ``error`` is "" if the run has no error."""
 
 
 class LogFollower:
@@ -89,8 +89,8 @@ def sweep(
     """Do the unfinished runs of a study, write its table and return it.
 
     Args:
-        study: the grid. Its trials, if it has ``tune``, are done first; ``tuning.md``
-            shows them.
+        study: the grid. If it has ``tune``, its trials are done first; ``tuning.md``
+            shows their scores.
         out: folder of all runs; ``write_results`` names the files of results.
             ``study.yaml`` is the study with the settings of the command and the tuned
             settings.
@@ -172,7 +172,7 @@ def _check_before(study: Study, out: Path, selection: Selection) -> None:
 def _tune(
     study: Study, trials: Sequence[Cell], out: Path, runner: Runner, follower: Follower
 ) -> Study:
-    """Do the trials, write ``tuning.md``, and return the study with their choice.
+    """Do the trials, write ``tuning.md``, and return the study with chosen settings.
 
     Raises:
         RunFailedError: trials failed.
@@ -200,7 +200,7 @@ def in_series(
 def _do_all(
     cells: Sequence[Cell], out: Path, runner: Runner, follower: Follower
 ) -> None:
-    """Do the remaining runs."""
+    """Do the runs that are not done yet, and tell the follower."""
     left = [cell for cell in cells if not is_done(cell, out)]
     for cell in left:
         folder = cell.folder(out)
@@ -265,7 +265,7 @@ def _refuse_lost(trials: Sequence[Cell], out: Path) -> None:
 
 
 def _check_data(cells: Sequence[Cell]) -> None:
-    """Raise ConfigError with all problems of the data and their splits."""
+    """Raise ConfigError if runs cannot start, with all problems of config and data."""
     # Check the first run of each pair of method and split, because all seeds have the
     # same data. If several runs have the same problem, name the first of them.
     first = {(cell.method, cell.split): cell for cell in reversed(cells)}
@@ -282,7 +282,7 @@ def _check_data(cells: Sequence[Cell]) -> None:
 
 
 def _refuse_results_of_other_data(done: Sequence[Cell], out: Path) -> None:
-    """Raise ConfigError if own data have changed since runs of the study."""
+    """Raise ConfigError if own data have changed since finished runs of the study."""
     # Refuse changed data, because a table would compare results of different data.
     other = [
         cell.name for cell in done if has_other_data(cell.folder(out), cell.config)
@@ -299,7 +299,7 @@ def _refuse_results_of_other_data(done: Sequence[Cell], out: Path) -> None:
 
 
 def _failed(cell: Cell, out: Path) -> bool:
-    """Return whether a run is not done, or diverged although the study forbids it."""
+    """Return whether a run is not done, or diverged with ``on-divergence=stop``."""
     if not is_done(cell, out):
         return True
     diverged = DIVERGED_AT in summary_of(cell.folder(out))

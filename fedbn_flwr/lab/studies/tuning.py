@@ -1,4 +1,4 @@
-"""Choosing the settings of a study by its trials."""
+"""Choose settings of a study by the scores of its trials."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class Tuned:
     Attributes:
         name: METHOD/SPLIT.
         metric: the name of the score.
-        scores: the mean over the seeds by point, such as "learning-rate=0.1"; None if
-            a run failed or diverged.
+        scores: the mean score over the seeds by point, such as "learning-rate=0.1";
+            None if a trial diverged or has no score.
         best: the point with the best score, the first of equal points; None if no point
             has a score.
     """
@@ -42,11 +42,11 @@ class Tuned:
 
 
 def tuned(study: Study, out: Path) -> tuple[list[Tuned], dict[str, StudySettings]]:
-    """Return the scores of the trials, and by METHOD/SPLIT the best settings.
+    """Return the scores of the trials, and the best settings by METHOD/SPLIT.
 
     A METHOD/SPLIT with an unfinished trial is left out. If all its trials diverged, it
     keeps the study's own settings, with a warning. There is also a warning if the best
-    point is at the end of a grid, because a larger grid may have a better point.
+    point is at an end of the grid, because a larger grid may have a better point.
     """
     if not study.tune:
         return [], {}
@@ -93,7 +93,7 @@ def tuned(study: Study, out: Path) -> tuple[list[Tuned], dict[str, StudySettings
 
 
 def tuning_markdown(name: str, results: Sequence[Tuned]) -> str:
-    """Return the scores as a table."""
+    """Return the scores of all points as a Markdown table."""
     rows = []
     for tried in results:
         scores = {trial: _shown(tried, trial) for trial in tried.scores}
@@ -105,7 +105,7 @@ def tuning_markdown(name: str, results: Sequence[Tuned]) -> str:
 def _grouped(
     cells: Iterable[Cell], key: Callable[[Cell], str]
 ) -> dict[str, list[Cell]]:
-    """Return the cells by key, ordered by the first cell of each key."""
+    """Return the cells in groups by key, in the order of each key's first cell."""
     groups: dict[str, list[Cell]] = {}
     for cell in cells:
         groups.setdefault(key(cell), []).append(cell)
@@ -113,7 +113,10 @@ def _grouped(
 
 
 def _score(cells: Sequence[Cell], out: Path) -> float | None:
-    """Return the mean over the seeds of the last validation score, or None."""
+    """Return the mean of the runs' final validation scores.
+
+    It is None if a run diverged or has no score.
+    """
     # Return None if a seed has no score, because the mean over the other seeds would
     # favour this point.
     values = []

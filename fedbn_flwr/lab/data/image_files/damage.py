@@ -13,7 +13,7 @@ _ENDS = {"JPEG": b"\xff\xd9", "MPO": b"\xff\xd9", "PNG": b"IEND"}
 
 
 def refuse_damaged_files(paths: Sequence[Path]) -> None:
-    """Raise DataError if files look damaged by their header, or the end of JPEG, PNG."""
+    """Raise DataError if a header, or the end of a JPEG or PNG file, looks damaged."""
     looks = for_all(len(paths), lambda number: _look(paths[number]))
     refuse_damaged({number: problem for number, problem in enumerate(looks) if problem})
 
