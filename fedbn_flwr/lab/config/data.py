@@ -54,7 +54,7 @@ class RunData:
 
     @property
     def on_nodes(self) -> bool:
-        """Whether only the nodes have the data, as an empty path in ``dataset`` says."""
+        """Whether only the nodes have the data. The path in ``dataset`` is then empty."""
         return self.is_own and self.config.dataset.endswith(":")
 
     @property

@@ -236,7 +236,7 @@ def _node(folder: Path, authority: _Authority, number: int) -> None:
 def _role(
     folder: Path, authority: _Authority, secret: bytes | None, names: Sequence[str] = ()
 ) -> None:
-    """Write the files of a role: ``ca.crt``, and a secret or server files if needed.
+    """Write the files of a role: ``ca.crt``, its secret, its server's key files.
 
     Args:
         folder: the folder of the role.

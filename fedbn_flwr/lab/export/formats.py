@@ -1,4 +1,4 @@
-"""Two formats with the graph of a model, torch.export and ONNX: write and run.
+"""Write and run files with the graph of a model, in torch.export or ONNX.
 
 A batch may have any number of examples. TorchScript is not offered, because torch has
 deprecated it.

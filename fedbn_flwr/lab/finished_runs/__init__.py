@@ -1,4 +1,4 @@
-"""Uses of a finished run: test its models on any data or by site, or export them.
+"""Commands on a finished run that test its models on data or by site, or export them.
 
 - ``saved_model``: the model of a run, global or a client's own.
 - ``evaluate``: a model on any data, with metrics and predictions.

@@ -224,8 +224,8 @@ class _Examples(NamedTuple):
         groups: the examples of each group (domain) by name; empty without groups.
         where: the first columns of ``predictions.csv``. They show the place of each
             example in the user's data.
-        which: text that says whether ``all`` are all examples of the data, or only the
-            test examples.
+        which: a text for messages: the examples are all examples of the data, or only
+            its test examples.
     """
 
     all: Subset

@@ -1,4 +1,4 @@
-"""Load a model of a finished run: global, with averaged BN, or a client's own."""
+"""Load the global model of a finished run, or the own model of a client."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models by name, the seeded build, and initial weights, with torch and torchvision.
+"""The models by name, their seeded build and their initial weights.
 
 To add a model, write a file like ``lenet`` and add an entry to ``models_by_name``.
 

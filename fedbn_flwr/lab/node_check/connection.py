@@ -21,7 +21,7 @@ _SECONDS = 10.0
 
 @dataclass(frozen=True)
 class Connection:
-    """A node's connection to the server, as the options of ``flower-supernode`` set it.
+    """The options of ``flower-supernode`` for the connection to the server.
 
     Attributes:
         address: ``host:port`` of the SuperLink; "" skips the check.

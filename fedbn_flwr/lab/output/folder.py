@@ -357,7 +357,7 @@ class RunFolder:
 
 
 def _clean(value: Any) -> Any:
-    """Return the value with None instead of NaN and infinity, which JSON lacks."""
+    """Return the value with None for NaN and infinity, because JSON lacks these."""
     if isinstance(value, Mapping):
         return {key: _clean(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):

@@ -109,7 +109,10 @@ class PartitionedData:
         )
 
     def _tests(self) -> Indices | None:
-        """Return the test examples except those of held-out clients, or None for all."""
+        """Return the test examples of the clients that train, or None for all examples.
+
+        The test examples of held-out clients are left out.
+        """
         if not self.held_out:
             return None
         apart = np.concatenate([test for _, test in self.held_out])

@@ -1,4 +1,4 @@
-"""The checks before a run: does the run fit this machine, and the model the run?
+"""The checks of this machine and of the model before a run.
 
 ``check`` returns a ``CheckedConfig``: the config, and the model that was built for the
 checks. A function that takes a ``CheckedConfig`` neither checks the config nor builds

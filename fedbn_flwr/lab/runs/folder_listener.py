@@ -114,7 +114,7 @@ class FolderListener(RunListener):
     def replies(
         self, server_round: int, replies: Sequence[Reply], before: State, after: State
     ) -> None:
-        """Compare the clients' statistics with the global ones, for the line."""
+        """Compute the line on the clients' statistics, if the round has such a line."""
         if server_round not in self._with_statistics:
             return
         name = f"Round {server_round} of {STATISTICS_FILE}"

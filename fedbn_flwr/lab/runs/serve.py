@@ -236,7 +236,8 @@ def _wait_for_nodes(grid: Grid, at_least: int, grace: float) -> int:
 def _all_nodes(grid: ImmediateGrid, config: Config) -> int:
     """Return the number of nodes or the number of partitions, whichever is larger.
 
-    Each node with a partition knows the number of partitions, so one answer is enough.
+    The config of each node with a partition has the number of partitions, so one answer
+    is enough.
     """
     # Ask all nodes, and continue with the first answer.
     messages = []

@@ -200,7 +200,7 @@ def in_series(
 def _do_all(
     cells: Sequence[Cell], out: Path, runner: Runner, follower: Follower
 ) -> None:
-    """Do the runs that are not done yet, and tell the follower."""
+    """Do the runs that are not done yet, and report each to the follower."""
     left = [cell for cell in cells if not is_done(cell, out)]
     for cell in left:
         folder = cell.folder(out)
