@@ -57,12 +57,12 @@ because stale variates make gradients too large.
 
 ## Law
 
-Round 1 equals SCAFFOLD, bit for bit. So does every round in which $u_i = u$ and
-$s_i = s$ for all clients and no variance is at the floor. With fixed weights and full
-batches of any sizes, the corrected statistics of BN layer $l$ equal the statistics of
-the union from round $l + 1$ on. The mean gradient is **not** the centralized gradient,
-because each client still uses its own gradients with respect to the statistics, as in
-FedDNA.
+Round 1 equals SCAFFOLD, bit for bit. A later round also equals SCAFFOLD if $u_i = u$
+and $s_i = s$ for all clients and no variance is at the floor. With fixed weights and
+full batches of any sizes, the corrected statistics of BN layer $l$ equal the statistics
+of the union from round $l + 1$ on. The mean gradient is **not** the centralized
+gradient, because each client still uses its own gradients with respect to the
+statistics, as in FedDNA.
 """
 
 from __future__ import annotations

@@ -29,10 +29,11 @@ $w^t$ that the client receives and stays with the client. The client's tests
 ## Differs from the paper
 
 The weights are $p_i$; the authors' code (litian96/ditto) gives the drawn clients equal
-weights. There $v_k$ starts as the first model of the run; here it starts as the model of
-the client's first round. The paper has no momentum; here it restarts in each round. Both
-trainings of a round see the same batches, as in the authors' code. `agc` clips in both
-trainings. Other methods, such as FixBN, change only the training of $w$.
+weights. In their code, $v_k$ starts as the first model of the run; here $v_k$ starts as
+the model of the client's first round. The paper has no momentum; here the momentum
+restarts in each round. Both trainings of a round see the same batches, as in the
+authors' code. `agc` clips in both trainings. Other methods, such as FixBN, change only
+the training of $w$.
 
 ## Law
 

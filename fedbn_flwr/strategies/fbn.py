@@ -16,7 +16,8 @@ ResNet-20 diverged.
 ## Problem
 
 The statistics of a client's batch differ between clients. FixBN uses global statistics
-but freezes them, so they fit an ever older model. In FBN, they follow the model.
+but freezes them, so they fit an ever older model. In FBN, the statistics follow the
+model.
 
 ## Algorithm
 

@@ -7,7 +7,7 @@ using Batch Normalization", ICTAI 2021, Algorithm 1.
 
 Use when: some of many clients fall behind, and weights by size do not help them.
 
-Not when: a loss may not leave a client.
+Not when: clients must not send their losses.
 
 ## Problem
 
@@ -24,11 +24,12 @@ Phase 2 begins for good when the population standard deviation of the round's $F
 most $\epsilon$ in $r$ consecutive rounds. It is FedProx with $\mu$ and equal weights.
 Rounds with fewer than two replies do not count.
 
-$F_k$ is the metric `loss_key` of the reply. By default, it is the mean, over all
-examples of the round, of the batch losses before each step, without the proximal term.
-If clients have validation data (`validation-share`, or `loss_key="validation-loss"`),
-$F_k$ is the mean loss on the validation data of the model that the client sends, in eval
-mode. $\epsilon$ is `fedbs_eps`, $r$ is `fedbs_rounds`, $\mu$ is `proximal_mu`.
+$F_k$ is the metric `loss_key` of the reply. By default, $F_k$ is the mean of the
+round's batch losses, weighted by the examples. Each loss is measured before the step
+and without the proximal term. If clients have validation data (`validation-share`, or
+`loss_key="validation-loss"`), $F_k$ is the mean loss of the model that the client
+sends, in eval mode on the validation data. $\epsilon$ is `fedbs_eps`, $r$ is
+`fedbs_rounds`, $\mu$ is `proximal_mu`.
 
 ## Differs from the paper
 

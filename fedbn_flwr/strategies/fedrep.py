@@ -26,10 +26,10 @@ the optimizer steps after it. With `head_steps=0 fine_tune=STEPS`, the method is
 ## Differs from the paper
 
 Steps are counted instead of epochs. The weights are $p_i$, as in the authors' code
-(lgcollins/FedRep); Algorithm 1 has equal weights. At its end, that code tests after ten
-more epochs of every client's head, and a client that has not trained gets the average
-of the last heads. Here a test follows its round, and such a client has the initial
-head.
+(lgcollins/FedRep); Algorithm 1 has equal weights. At the end of a run, that code trains
+every client's head for ten more epochs before the test, and a client that has not
+trained gets the average of the last heads. Here a test follows its round, and such a
+client has the initial head.
 
 ## Law
 

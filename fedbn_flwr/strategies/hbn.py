@@ -48,8 +48,8 @@ These parts are ours: the warm-up, the momentum of 0.1, no weight decay on $\alp
 tests with the unchanged global statistics (`recalibrate=true` re-estimates them before
 each test). The public code differs from the figure and the abstract:
 
-1. Its $a$ is sigmoid(+$\alpha$). Both start at 1/2, but saved values cannot be
-   exchanged.
+1. Its $a$ is sigmoid(+$\alpha$). Both forms of $a$ start at 1/2, but saved values of
+   $\alpha$ cannot be exchanged.
 2. Its pass records the mixed statistics. At their fixed point, the variance between
    clients is too small by the factor $a$.
 3. Its pass reads one batch: the first 64 examples in index order, which are the lowest
