@@ -378,7 +378,7 @@ def _is_running(leaf: str) -> bool:
 
 
 def tied_entries(model: nn.Module) -> dict[str, str]:
-    """Return, for each entry that shares an earlier entry's tensor, that entry."""
+    """Map each entry that shares an earlier entry's tensor to the earlier entry."""
     # keep_vars=True returns the tensors of the model. Without it, each entry would be a
     # new tensor with an id of its own.
     state = model.state_dict(keep_vars=True)
@@ -386,7 +386,7 @@ def tied_entries(model: nn.Module) -> dict[str, str]:
 
 
 def equal_entries(state: Mapping[str, np.ndarray[Any, Any]]) -> dict[str, str]:
-    """Return, for each entry that is equal to an earlier entry, that entry.
+    """Map each entry that is equal to an earlier entry to the earlier entry.
 
     Tied weights are equal. Without the model, only the numbers reveal a tie. Constant
     entries are left out, because many entries start as all 0 or all 1.
@@ -399,7 +399,7 @@ def equal_entries(state: Mapping[str, np.ndarray[Any, Any]]) -> dict[str, str]:
 
 
 def _repeated(values: Iterable[tuple[str, Hashable]]) -> dict[str, str]:
-    """Return, for each name that repeats a value, the first name with this value."""
+    """Map each name that repeats a value to the first name with this value."""
     first: dict[Hashable, str] = {}
     repeated = {}
     for name, value in values:
@@ -659,9 +659,10 @@ def _listed(patterns: str | Sequence[str]) -> list[str]:
 
 
 def _near(pattern: str, paths: Sequence[str]) -> str:
-    """Return a sentence with the most similar paths, or the first paths if none is.
+    """Return a sentence with known paths that are similar to the pattern.
 
-    The paths of the modules above are candidates as well.
+    If no path is similar, the sentence has the first paths. The paths of the modules
+    above are also candidates.
     """
     known = dict.fromkeys(
         path.rsplit(".", count)[0] for path in paths for count in range(3)

@@ -269,7 +269,7 @@ def _far(m: Measurements, distances: Sequence[float]) -> list[str]:
 
 
 def _furthest(m: Measurements, distances: Sequence[float]) -> list[str]:
-    """Return evidence about the clients that differ most, and about those left out."""
+    """Return evidence about the clients that differ most or were left out."""
     lines = []
     far = _far(m, distances)
     if far:

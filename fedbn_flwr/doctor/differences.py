@@ -88,7 +88,7 @@ class ClassSkew:
 
     @property
     def mean(self) -> float:
-        """The average over the clients."""
+        """The average of ``distances`` over the clients."""
         return sum(self.distances) / len(self.distances)
 
     @property

@@ -34,7 +34,7 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Mismatch:
-    """The same test examples under running statistics and under batch statistics.
+    """Results of the same test examples under running and under batch statistics.
 
     The batches mix the clients' examples at random. All layers except BatchNorm are in
     eval mode.

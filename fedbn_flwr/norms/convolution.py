@@ -41,7 +41,7 @@ def fan_in(conv: _ConvNd) -> int:
 
 
 def plain_convolutions(model: nn.Module) -> dict[str, _ConvNd]:
-    """Return the Conv1d/2d/3d layers (and subclasses) under all paths.
+    """Return the Conv1d/2d/3d layers (and subclasses) by path, at every path.
 
     Transposed convolutions are left out, because their out channels are in the second
     dimension.
@@ -52,7 +52,7 @@ def plain_convolutions(model: nn.Module) -> dict[str, _ConvNd]:
 
 
 def refuse_unusual(layers: Mapping[str, _ConvNd | nn.Linear], why: str) -> None:
-    """Raise NormLayerError, with their names, for layers that cannot be changed.
+    """Raise NormLayerError if layers cannot be changed, and name these layers.
 
     Such layers are lazy, parametrized, or have their own arithmetic. ``why`` names the
     change in the message.

@@ -99,9 +99,10 @@ class _Block:
 
 
 def use_fixup(model: nn.Module) -> tuple[nn.Module, tuple[Replacement, ...]]:
-    """Replace every BatchNorm of a residual network, and start it as Fixup, in place.
+    """Replace every BatchNorm of a residual network by Fixup's scalars, in place.
 
-    New parameters have the dtype, device and ``requires_grad`` of their layer.
+    The weights get Fixup's start. New parameters have the dtype, device and
+    ``requires_grad`` of their layer.
 
     Raises:
         NormLayerError: the model is not a network of this form; the message names the

@@ -140,7 +140,7 @@ def replace_norm(
 
 
 def _refuse_uninitialised(model: nn.Module) -> None:
-    """Raise NormLayerError, with their names, for lazy layers without channels."""
+    """Raise NormLayerError for layers without channels, and name these layers."""
     lazy = []
     for path, layer in layers_of(model, every_path=True).items():
         if isinstance(layer, LazyModuleMixin) or not layer.num_features:

@@ -145,7 +145,7 @@ def _users(
 
 
 def _neighbours(model: nn.Module) -> Iterator[tuple[nn.Module, _BatchNorm]]:
-    """Yield layers registered right before a norm layer that fits, with the norm."""
+    """Yield (layer, norm) for each layer registered right before a norm that fits."""
     for module in model.modules():
         children = [
             child for child in module.children() if not isinstance(child, nn.Identity)

@@ -132,7 +132,7 @@ class ClientLevelDP(Protection):
         self._begin()
 
     def begin(self, methods: Methods) -> None:
-        """Start with the first clipping norm, and check for values without noise.
+        """Set the first clipping norm, and refuse methods that send more than updates.
 
         Raises:
             ConfigError: the method sends or uses more of a client than its update.
@@ -246,7 +246,10 @@ class ClientLevelDP(Protection):
         return Coordinates(shared, facts.parts, self._fixed)
 
     def _split(self, noise_multiplier: float, asked: int) -> tuple[float, float]:
-        """Return sigma_b and z_u with the cost of z, or 0 and z if C is fixed."""
+        """Return sigma_b and z_u that together cost as much as z.
+
+        If C is fixed, the result is 0 and z.
+        """
         if self.settings.dp_clipping == "fixed":
             return 0.0, noise_multiplier
         of_bits = max(asked / 20, noise_multiplier)
@@ -282,7 +285,7 @@ class ClientLevelDP(Protection):
         return self.accountant.epsilon([noise_multiplier]) > target * (1 + 1e-9)
 
     def _choose_noise(self, facts: Facts) -> None:
-        """Choose z for an unspent target epsilon, for all rounds that are left."""
+        """Choose z for the rounds that are left, if a target epsilon is not yet spent."""
         target = self.settings.dp_target_epsilon
         if self.noise_multiplier is None and self.accountant.epsilon() < target:
             num_rounds = facts.total_rounds(

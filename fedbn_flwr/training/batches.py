@@ -104,7 +104,7 @@ def join_last(batches: Sequence[Tensor]) -> list[Tensor]:
 
 
 class Entries(Protocol):
-    """A model, or its ``Layout``."""
+    """The parameters and buffers of a model, or of its ``Layout``."""
 
     def parameters(self) -> Iterable[nn.Parameter]:
         """Return the parameters."""

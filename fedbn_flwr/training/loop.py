@@ -207,7 +207,7 @@ class _Steps:
     def _passes_in_hooks(
         self, step: int, inputs: Any, targets: Tensor, size: int
     ) -> LossAndOutputs:
-        """Run the forward and backward pass inside the hooks.
+        """Run the forward and backward pass inside the contexts of the hooks.
 
         A synchronised step is repeated until it succeeds.
         """

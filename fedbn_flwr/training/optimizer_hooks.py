@@ -48,7 +48,7 @@ def stepping_optimizers(optimizer: Any) -> list[torch.optim.Optimizer]:
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> set[Tensor]:
-    """Return the parameters of all groups."""
+    """Return the parameters in all groups of an optimizer."""
     return {
         parameter for group in optimizer.param_groups for parameter in group["params"]
     }

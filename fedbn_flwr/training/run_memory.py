@@ -18,7 +18,7 @@ _KEPT: dict[str, Any] = {}
 
 @contextmanager
 def memory_of_run() -> Iterator[None]:
-    """Forget all values at the end of the block, which is a run."""
+    """Forget all kept values at the end of the block. The block is one run."""
     try:
         yield
     finally:

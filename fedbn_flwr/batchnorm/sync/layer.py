@@ -54,7 +54,7 @@ def mean_square(centred: Tensor) -> Tensor:
 
 
 def _with_share(rows: Tensor, share: float) -> Tensor:
-    """Return ``rows``, (C,) or (3, C), with a column of ``share``, then zeros."""
+    """Return ``rows``, (C,) or (3, C), with a further column of ``share`` and zeros."""
     column = rows.new_zeros(*rows.shape[:-1], 1)
     column.view(-1)[0] = share
     return torch.cat([rows, column], -1)
