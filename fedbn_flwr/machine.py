@@ -104,9 +104,8 @@ def keep_freed_memory() -> None:
     to the system in between, most of all in threads, because threads have their own
     pools. Getting memory page by page takes up to a tenth of a step's time. With this
     setting the process keeps all memory that it has needed so far. The setting has no
-    effect with another
-    C library, or if the environment has such settings (``MALLOC_ARENA_MAX``,
-    ``GLIBC_TUNABLES``, ...).
+    effect with another C library, or if the environment has such settings
+    (``MALLOC_ARENA_MAX``, ``GLIBC_TUNABLES``, ...).
     """
     if any(name.startswith(("MALLOC_", "GLIBC_TUNABLES")) for name in os.environ):
         return

@@ -113,9 +113,8 @@ def batch_moments(model: nn.Module, data: ClientExamples) -> BatchMoments:
 
     Batches have the client's batch size, but at least 2 examples. A last batch of one
     example joins the batch before it. Several calls of a layer in a pass count as one
-    batch.
-    A layer that is not called has no moments. The result is empty if the client has
-    only one example and BatchNorm cannot use it.
+    batch. A layer that is not called has no moments. The result is empty if the client
+    has only one example and BatchNorm cannot use it.
     """
     working = normalising_by_batch(model)
     layers = layers_of(working)

@@ -144,9 +144,8 @@ def _bounded(variance: Array, before: Array) -> Array:
 def clipped(update: Update, clipping_norm: float) -> tuple[dict[str, Array], bool]:
     """Return the clipped update, and whether it was already short enough.
 
-    The clipped update has at most the length ``clipping_norm``.
-
-    An update of non-finite length is replaced by zero.
+    The clipped update has at most the length ``clipping_norm``. An update of non-finite
+    length is replaced by zero.
     """
     length = norm(update)
     if not math.isfinite(length):

@@ -36,7 +36,7 @@ __all__ = [
 ]
 
 
-# Number of examples per batch when the inputs are searched for non-finite values.
+# Number of examples per batch in the search of the inputs for non-finite values.
 _LOOKED_AT = 256
 
 
