@@ -163,8 +163,8 @@ class Methods:
     def tuning(self, states: States, facts: Facts) -> list[Ask]:
         """Return the client hooks of the training before a test of a round.
 
-        If clients have a second model, the test uses it, and no method changes its
-        layers: then only the hooks of options act.
+        If clients have a second model, this model is trained and tested. Then only the
+        hooks of options act, because methods do not change its layers.
         """
         asks: list[Ask] = []
         for method in self._methods:

@@ -220,11 +220,9 @@ def raise_if_failed(run: Run, result: Result) -> None:
 
 
 def raise_if_nothing_trains(run: Run) -> None:
-    """Raise NothingTrainedError if no round used a reply, for other loops.
+    """Raise NothingTrainedError if no round used a reply, in loops except ``start``.
 
-    Our ``start`` checks this at its end.
-
-    Other loops do not report when they end, so the check runs after the last round if
+    Such loops do not report when they end, so the check runs after the last round if
     the number of rounds is known, and after the second round otherwise.
     """
     over = len(run.reports) >= (run.num_rounds or _PATIENCE)

@@ -225,7 +225,7 @@ class Run:
         return stops and bool(self.reports) and bool(self.report.diverged)
 
     def facts(self, number: int, travels: Travels | None = None) -> Facts:
-        """Return a round's facts for the methods. Round 0 means before the first."""
+        """Return a round's facts for the methods. Round 0 is the time before round 1."""
         return Facts(
             number,
             self.num_rounds,
