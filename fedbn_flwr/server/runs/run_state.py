@@ -225,7 +225,7 @@ class Run:
         return stops and bool(self.reports) and bool(self.report.diverged)
 
     def facts(self, number: int, travels: Travels | None = None) -> Facts:
-        """Return a round's facts for the methods. Round 0 is the time before round 1."""
+        """Return a round's facts for the methods. Round 0 is before the first round."""
         return Facts(
             number,
             self.num_rounds,
