@@ -261,8 +261,8 @@ def test_partition_shows_the_warnings_of_a_run(tmp_path: Path) -> None:
         "\n" in result.output
     )
     assert (
-        "warning: no test examples: client 1. No mean counts their own tests\n"
-        in result.output
+        "warning: no test examples at client 1. Means over the clients' own tests leave"
+        " such clients out\n" in result.output
     )
 
 
@@ -277,7 +277,7 @@ def test_partition_draws_a_png_and_never_overwrites_it(tmp_path: Path) -> None:
     again = call(*arguments, "--set", "seed=1")
     assert again.exit_code == 2
     assert (
-        f"out='{picture}' is there, and results are never overwritten. Choose another file."
+        f"out='{picture}' already exists, and is not overwritten. Choose another file."
         in again.stderr
     )
     assert picture.read_bytes() == drawn

@@ -323,8 +323,8 @@ def _refuse_other_task(taken: ModelDescription, config: Config) -> None:
     if num_classes != taken.num_classes:
         raise ConfigError(
             f"the data of the run have {taken.num_classes} classes, but"
-            f" dataset={config.dataset} has {num_classes}. Bring these data to the"
-            " classes of the run, in the same order."
+            f" dataset={config.dataset} has {num_classes}. Give these data the classes"
+            " of the run, in the same order."
         )
 
 

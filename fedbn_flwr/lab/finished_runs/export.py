@@ -206,7 +206,7 @@ def _check_place(out: Path, format: str) -> None:
     problems = []
     if out.exists():
         problems.append(
-            f"{out} is there, and existing files are kept. Choose another file."
+            f"{out} already exists, and is not overwritten. Choose another file."
         )
     if out.suffix != SUFFIXES[format]:
         problems.append(

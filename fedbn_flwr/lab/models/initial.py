@@ -94,14 +94,13 @@ class InitReport:
         )
         kinds = {
             "another shape, so left at their initial values": [
-                f"{name} {there} there, {here} here"
+                f"{name} {there} in the source, {here} in the model"
                 for name, there, here in self.other_shape
             ],
-            "not there, so left at their initial values": self.missing,
-            "there, without a place here": self.unused,
-            "BatchNorm on one side only, so left at their initial values": (
-                self.batchnorm
-            ),
+            "not in the source, so left at their initial values": self.missing,
+            "only in the source, so not used": self.unused,
+            "BatchNorm only in the source or only in the model, so left at their"
+            " initial values": self.batchnorm,
         }
         for what, names in kinds.items():
             if names:
@@ -148,8 +147,8 @@ def load_initial(model: nn.Module, init: str, name: str, channels: int) -> InitR
     if parameters.keys().isdisjoint(loaded):
         raise ConfigError(
             f"init={init}: no parameter of model {name!r} has an entry of the same name"
-            f" and shape. The first names there: {', '.join(list(given)[:3])}; here:"
-            f" {', '.join(list(state)[:3])}."
+            f" and shape. The first names in the source: {', '.join(list(given)[:3])};"
+            f" in the model: {', '.join(list(state)[:3])}."
         )
     _refuse_values(init, loaded, state)
     load_state(model, {**state, **loaded})

@@ -110,7 +110,7 @@ def _shape(name: str, channels: int, size: int) -> tuple[int, int]:
     family = torchvision.models.get_model_builder(name).__module__.split(".")[2]
     raise ConfigError(
         f"torchvision model {name!r} is from torchvision.models.{family}, but only image"
-        " classifiers can be built so. Use a model of torchvision.models itself, e.g."
+        " classifiers have this prefix. Use a model of torchvision.models itself, e.g."
         " 'torchvision:resnet18' (for segmentation, 'torchvision-seg:' and the name)."
     )
 

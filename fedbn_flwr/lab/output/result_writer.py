@@ -437,7 +437,7 @@ class ResultWriter:
         """Warn if the result has no value, or is from another round than the model."""
         tested = final["round"]
         if final[headline] is None:
-            why = "no reply with it arrived, or it is not defined"
+            why = "no reply with this metric arrived, or the metric is not defined"
             logger.warning(
                 "the result is from round %d, but this round has no %s: %s",
                 tested,

@@ -93,8 +93,8 @@ def data_warnings(split: PartitionedData, config: Config) -> list[str]:
             without.append(name)
     if without:
         warnings.append(
-            f"no test examples: client {', '.join(without[:_MOST])}. No mean counts"
-            " their own tests"
+            f"no test examples at client {', '.join(without[:_MOST])}. Means over the"
+            " clients' own tests leave such clients out"
         )
     return warnings
 

@@ -71,7 +71,7 @@ def draw_split(config: Config, table: Counts, path: Path) -> None:
     """
     if path.exists():
         raise ConfigError(
-            f"out={str(path)!r} is there, and results are never overwritten. Choose"
+            f"out={str(path)!r} already exists, and is not overwritten. Choose"
             " another file."
         )
     title = (

@@ -293,7 +293,7 @@ def _refuse_results_of_other_data(done: Sequence[Cell], out: Path) -> None:
             shown += ", ..."
         raise ConfigError(
             f"{len(other)} finished runs of the study in {out} ({shown}) have other"
-            " data: the data of dataset have changed since, or are divided in another"
+            " data: their dataset has changed since these runs, or is divided in another"
             " way. Restore the data, or choose another --out."
         )
 

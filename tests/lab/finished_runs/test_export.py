@@ -257,7 +257,7 @@ def test_bad_input_is_refused_before_anything_is_written(
     )
     new = tmp_path / "a"
     for source, out, format, named in (
-        (run, there, "torch", r"is there(?s:.*)ends in \.safetensors"),
+        (run, there, "torch", r"already exists(?s:.*)ends in \.safetensors"),
         (run, new / "model.onnx", "onnx", r"\[onnx\]"),
         (tmp_path, new / "m.pt2", "torch-export", "not the folder of a run"),
         (run, new / "m.pt", "torchscript", "torchscript"),

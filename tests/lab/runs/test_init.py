@@ -107,4 +107,6 @@ def test_inspect_prints_all_names(
         f"init={tmp_path}/a.pt: 17 entries loaded, 2 of another shape, 1 missing, 0"
         " unused" in shown.output
     )
-    assert "not there, so left at their initial values: conv1.bias" in shown.output
+    assert (
+        "not in the source, so left at their initial values: conv1.bias" in shown.output
+    )

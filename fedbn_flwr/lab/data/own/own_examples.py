@@ -144,8 +144,8 @@ def parts_of(request: OwnData, records: Records) -> tuple[Indices, Indices]:
             if len(both):
                 raise ConfigError(
                     f"dataset={request.name!r}: {len(both)} of the values of group are"
-                    " on both sides of the data's own split. Correct the split, or"
-                    " remove it; then a split by group is made."
+                    " on both sides of the data's own split, training and test. Correct"
+                    " the split, or remove it; then a split by group is made."
                 )
         return everything[~tests], everything[tests]
     if request.test_share == 1:
