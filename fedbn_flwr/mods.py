@@ -41,8 +41,8 @@ def bn_mod(message: Message, context: Context, call_next: ClientAppCallable) -> 
     node's or the run's config names a ``state-dir`` and the server sends its run
     (``strategy.continuity``). If the strategy needs no client code, the arrays are
     unchanged. During the app's function, the default generators of torch, NumPy and
-    Python are seeded for each message, so that its draws repeat; the draws of other
-    mods do not (``repeatable``).
+    Python are seeded for each message, so that the draws of the function repeat. The
+    draws of other mods do not repeat (``repeatable``).
 
     The mod also works on the messages of ``to_legacy``:
     ``ClientApp(client_fn, mods=[bn_mod])``.

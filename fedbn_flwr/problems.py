@@ -40,7 +40,7 @@ class Known:
     The server of a Flower project has no information on the clients' training.
 
     Attributes:
-        num_rounds: R.
+        num_rounds: R, the number of rounds.
         fraction_train: the share of the clients that train in a round.
         norm: the normalisation of the model.
         optimizer: the clients' optimizer.

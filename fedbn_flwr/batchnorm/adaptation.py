@@ -85,8 +85,8 @@ PRIOR = 16
 def adapted(model: nn.Module, mode: TestBNMode) -> Iterator[None]:
     """Let BatchNorm layers in eval mode use each batch's statistics in the block.
 
-    In mode ``mix``, they are mixed with the running statistics. Layers without running
-    statistics always use the statistics of the batch.
+    In mode ``mix``, these statistics are mixed with the running statistics. Layers
+    without running statistics always use the statistics of the batch.
 
     Args:
         model: the model. After the block it has its running statistics again, bit for

@@ -167,7 +167,7 @@ class Parts:
         return replace(self, layers=layers, averaged=(), personal=())
 
     def only(self, layers: str | Sequence[str]) -> Parts:
-        """Return the split with only these layers, or unchanged for "".
+        """Return the split with only these layers ("" keeps all layers).
 
         Raises:
             ConfigError: a path or glob matches no BatchNorm layer, or the split was
@@ -192,8 +192,6 @@ class Parts:
 
     def with_personal(self, patterns: str | Sequence[str]) -> Parts:
         """Return the split with these entries, and no others, as PERSONAL.
-
-        "" means that no entry is PERSONAL.
 
         A pattern is a path or glob: "classifier.*", "features". "type:LayerNorm" means
         all entries below modules of this class or its subclasses. "last-layer" means

@@ -238,9 +238,9 @@ def pool(moments: Sequence[Moments], weights: Sequence[float] | None = None) -> 
 
     Args:
         moments: one entry per client, in an order that does not depend on arrival.
-        weights: p_i, or in proportion to them, in the same order; mean = sum p_i mean_i
-            and biased variance sum p_i (var_i + (mean_i - mean)^2). None selects the
-            counts.
+        weights: p_i, or numbers in proportion to them, in the same order; mean = sum
+            p_i mean_i and biased variance sum p_i (var_i + (mean_i - mean)^2). None
+            selects the counts.
     """
     if weights is None:
         return merge(moments)
@@ -258,7 +258,7 @@ def mixture(
 
     Args:
         moments: one entry per client.
-        weights: p_i, or in proportion to them, in the same order.
+        weights: p_i, or numbers in proportion to them, in the same order.
         spread: whether the variance includes its second term.
     """
     total = sum(weights)
@@ -286,8 +286,8 @@ def tracking_layers(model: nn.Module) -> list[_BatchNorm]:
 def stop_tracking(layers: Collection[_BatchNorm]) -> Callable[[], None]:
     """Let layers in train mode update no buffer, and return the undo function.
 
-    They use the batch's statistics. A custom forward pass may update buffers in any
-    case; these changes are undone as well.
+    The layers then use the batch's statistics. A custom forward pass may update buffers
+    in any case. The undo function undoes these changes as well.
     """
     kept = []
     for layer in layers:

@@ -144,7 +144,7 @@ def _run(
     batches: Sequence[Tensor],
     loss: Loss,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return each example's loss, float64 (N,), and whether the answer is right.
+    """Return each example's loss, and 1 for a right and 0 for a wrong answer, (N,).
 
     The second value is None if the targets are not classes.
     """

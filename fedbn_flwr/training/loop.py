@@ -88,7 +88,7 @@ def train(
     Args:
         model: the model, on the device for training.
         data: the client's training data.
-        settings: steps, batch size, optimizer.
+        settings: the number of steps, the batch size and the optimizer.
         learning_rate: rate of this round.
         stream: returns a CPU generator for a purpose ("survey", "batches", "augment",
             "dropout").

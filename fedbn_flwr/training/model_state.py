@@ -91,7 +91,7 @@ class Layout:
 def _structure(model: nn.Module) -> list[tuple[Any, ...]]:
     """Return the modules, their parameters and the names and types of their buffers.
 
-    Parameters are given by identity. One pass finds all.
+    Parameters are given by ``id``. One pass over the modules collects everything.
     """
     found: list[tuple[Any, ...]] = []
     left = [model]
@@ -141,7 +141,7 @@ def _places(model: nn.Module) -> dict[str, _Place] | None:
 def _is_usual(module: nn.Module) -> bool:
     """Return whether torch's defaults create the module's part of the state dict.
 
-    It then consists of the module's dicts of parameters and buffers.
+    This part then consists of the module's dicts of parameters and buffers.
     """
     kind = type(module)
     return (
@@ -314,9 +314,9 @@ def not_compiled(function: Callable[P, R]) -> Callable[P, R]:
 
     A compiled model runs the function uncompiled, between its compiled parts. Values
     that change in every step or round (sums, new parameters) would cause a new
-    compilation each time, and torch gives up after some. The function is returned
-    unchanged if this process has no compiled model, because the import of the compiler
-    takes seconds.
+    compilation each time, and torch gives up after some compilations. The function is
+    returned unchanged if this process has no compiled model, because the import of the
+    compiler takes seconds.
     """
     if "torch._dynamo" not in sys.modules:
         return function

@@ -68,7 +68,7 @@ def before_steps(
 ) -> RemovableHandle:
     """Call ``act`` before every step of ``optimizer``, by a hook of torch.
 
-    The gradients have been computed by then.
+    The gradients of the step have already been computed at this point.
 
     Args:
         optimizer: an optimizer that takes its own steps. If steps use closures, as

@@ -75,8 +75,9 @@ def record(
 ) -> tuple[fx.Graph, dict[str, nn.Module]]:
     """Return the operations of a forward pass of ``root``, and its layers by name.
 
-    The layers keep the replaced forward, so afterwards ``root`` and its children can
-    only be recorded. Exceptions of the model's code on proxies are passed on.
+    The function replaces the forward passes of the layers and does not restore them, so
+    afterwards ``root`` and its children can only be recorded. Exceptions of the model's
+    code on proxies are passed on.
     """
     graph = fx.Graph()
     recorder = _Recorder(graph)

@@ -43,8 +43,8 @@ class LocalTraining:
     """Settings of one client's training in one round.
 
     Args:
-        learning_rate: rate over rounds.
-        local_steps: steps per round; 0 selects epochs.
+        learning_rate: the learning rate of each round.
+        local_steps: steps per round; 0 selects ``local_epochs``.
         sampling: how the batch of a step is drawn: with replacement (arXiv:2301.02982,
             6.1) or without. Without replacement, the steps make passes over the data,
             each in a new order; the last batch of a pass may be smaller. If the batch

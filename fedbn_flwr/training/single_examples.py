@@ -91,10 +91,10 @@ def refusing_layers(
 ) -> list[str]:
     """Return the paths of the BatchNorm layers that cannot use one example.
 
-    The path "" means an unknown layer. A forward pass in eval mode counts the
-    values without changing the model, because late BN2d layers may get 1x1 maps. For
-    layers that are not called in eval mode or are in TorchScript, a forward pass of a
-    copy in train mode decides.
+    The path "" means an unknown layer. The values per channel are counted in a forward
+    pass, because late BN2d layers may get 1x1 maps. This pass is in eval mode and does
+    not change the model. For layers that are not called in eval mode or are in
+    TorchScript, a forward pass of a copy in train mode decides.
     """
     layers = {}
     for path, module in layers_of(model).items():
