@@ -12,7 +12,6 @@ from typing import Any
 import pandas as pd
 
 from fedbn_flwr.errors import FedBNError
-from fedbn_flwr.lab.config import Config, read_overrides
 from fedbn_flwr.lab.files import ledger_of, site_label
 from fedbn_flwr.lab.references import (
     ALONE,
@@ -179,17 +178,16 @@ def next_step(
     if not run.has_model:
         rate = run.config.learning_rate
         why = f"Use a lower learning rate: it was {rate:g}. Try {rate / 10:g}."
-        return _step(why, changed_command(run, {"learning-rate": f"{rate / 10:g}"}))
+        return _step(why, changed_command(run, f"learning-rate={rate / 10:g}"))
     if not run.summary:
         return None if run.running else _step("Continue the run.", resume)
     for finding in findings:
         for remedy in finding["remedies"]:
             # a remedy in words, or one that does not fit the run
             with suppress(FedBNError):
-                changes = read_overrides(remedy["setting"].split())
-                Config.make(changes)
+                command = changed_command(run, *remedy["setting"].split())
                 why = f"{finding['what']} Use {remedy['setting']}: {remedy['why']}."
-                return _step(why, changed_command(run, changes))
+                return _step(why, command)
     alone = [one for one in comparisons if one.reference.config.strategy == ALONE]
     command = ask_alone(run)
     if command and not alone:
@@ -208,8 +206,10 @@ def next_step(
                 f"Look at {site_label(row)}, the site that loses most against training"
                 " alone. Keep BatchNorm at the sites."
             )
-            return _step(why, changed_command(run, {"strategy": "fedbn"}))
-    again = changed_command(run, {"seed": run.config.seed + 1})
+            # settings of the run's method may not fit FedBN
+            with suppress(FedBNError):
+                return _step(why, changed_command(run, "strategy=fedbn"))
+    again = changed_command(run, f"seed={run.config.seed + 1}")
     return _step("Repeat the run with other seeds, because seeds differ.", again)
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from fedbn_flwr.errors import ConfigError, FedBNError
-from fedbn_flwr.lab.config import Config
+from fedbn_flwr.lab.config import Config, read_overrides
 from fedbn_flwr.lab.files import CONFIG_FILE, refuse_no_run
 from fedbn_flwr.lab.output.folder import RunFolder
 from fedbn_flwr.lab.run_files import RunFiles
@@ -54,44 +54,30 @@ def name_of(run: RunFiles) -> str:
 
 def alone_command(config: Config, out: Path) -> str:
     """Return the command that trains each site on its own data, with the same test."""
-    changes = {"strategy": ALONE, "eval-on": "personal-own"}
-    return f"fedbn-flwr run {_method_options(config, changes)} --out {_quoted(out)}"
-
-
-def changed_command(run: RunFiles, changes: Mapping[str, Any]) -> str:
-    """Return the command of a run with some other settings and the same test."""
-    (key, value), *_ = changes.items()
-    folder = run.folder if run.folder.name else run.folder.resolve()
-    out = folder.with_name(f"{folder.name}-{key}-{value}")
-    if "strategy" not in changes:
-        settings = f"{_quoted(folder / CONFIG_FILE)} {_options(changes)}"
-    else:
-        if run.headline.startswith("personal-own"):
-            changes = {**changes, "eval-on": "personal-own"}
-        settings = _method_options(run.config, changes)
-    return f"fedbn-flwr run {settings} --out {_quoted(out)}"
-
-
-def _method_options(config: Config, changes: Mapping[str, Any]) -> str:
-    """Return the options of a run with another method."""
     values = config.to_mapping()
     defaults = {field.alias: field.default for field in Config.model_fields.values()}
-    kept = {}
+    options = [f"--set strategy={ALONE}", "--set eval-on=personal-own"]
     for group in ("data", "clients", "model", "rounds", "local training", "tests"):
         for key in Config.keys(group):
             # a decay at the freeze belongs to the method of the run
             decays = key.startswith("lr-decay") and values["lr-decay-at"] == "freeze"
-            if values[key] != defaults[key] and not decays:
-                kept[key] = values[key]
-    return _options({**kept, **changes})
+            if values[key] != defaults[key] and key != "eval-on" and not decays:
+                options.append(f"--set {key}={shlex.quote(str(values[key]))}")
+    return f"fedbn-flwr run {' '.join(options)} --out {shlex.quote(str(out))}"
 
 
-def _options(settings: Mapping[str, Any]) -> str:
-    return " ".join(f"--set {key}={_quoted(value)}" for key, value in settings.items())
+def changed_command(run: RunFiles, *settings: str) -> str:
+    """Return the command of the run with other settings, such as "seed=1".
 
-
-def _quoted(value: object) -> str:
-    return shlex.quote(str(value))
+    Raises:
+        ConfigError: these are not settings, or they do not fit the run.
+    """
+    Config.make({**run.config.to_mapping(), **read_overrides(settings)})
+    folder = run.folder if run.folder.name else run.folder.resolve()
+    out = folder.with_name(f"{folder.name}-{settings[0].replace('=', '-')}")
+    options = " --set ".join(map(shlex.quote, settings))
+    config = shlex.quote(str(folder / CONFIG_FILE))
+    return f"fedbn-flwr run {config} --set {options} --out {shlex.quote(str(out))}"
 
 
 def _comparable(run: RunFiles, folder: Path) -> RunFiles:

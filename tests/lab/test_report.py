@@ -23,7 +23,7 @@ from fedbn_flwr.errors import ConfigError, FedBNError
 from fedbn_flwr.lab import report, report_pictures
 from fedbn_flwr.lab.answer import next_step, odd_site
 from fedbn_flwr.lab.cli import app
-from fedbn_flwr.lab.config import Config, read_overrides
+from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.output.folder import lock_folder
 from fedbn_flwr.lab.references import Comparison, alone_command, references_of
 from fedbn_flwr.lab.report import write_report
@@ -357,15 +357,16 @@ def test_the_next_step_is_one_command_that_can_run(compared: Path) -> None:
     remedies = [{"setting": "a lower rate", "why": ""}]
     remedies += [{"setting": "strategy=fixbn lr-decay-at=freeze", "why": "freezes"}]
     findings = [{"what": "Skew.", "remedies": remedies}]
-    for found, keys in ((findings, ["strategy", "lr-decay-at"]), ([], ["strategy"])):
-        step = next_step(run_files, [], found)
-        assert step
-        words = shlex.split(step.value)
-        set_ = [words[at + 1] for at, word in enumerate(words) if word == "--set"]
-        settings = read_overrides(set_)
-        Config.make(settings)
-        assert {*keys, "eval-on", "num-clients"} <= settings.keys()
-        assert settings["eval-on"] == "personal-own"
+    step = next_step(run_files, [], findings)
+    assert step
+    words = shlex.split(step.value)
+    assert words[-1] == str(compared / "fedbn-strategy-fixbn")
+    settings = [words[at + 1] for at, word in enumerate(words) if word == "--set"]
+    assert settings == ["strategy=fixbn", "lr-decay-at=freeze"]
+    Config.load(Path(words[2]), settings)
+    step = next_step(run_files, [], [])
+    assert step
+    assert step.value == alone_command(run_files.config, compared / "standalone")
 
 
 @pytest.mark.parametrize("low", [-3.0, 0.5, -4.0])
