@@ -3,17 +3,18 @@
 The sources are YAML, ``--set``, ``--run-config`` and ``[tool.flwr.app.config]``.
 
 ``fields.py`` has the keys; keys of the methods come from
-``server/methods/params_by_method.py``. ``config.py`` reads and writes them. Two modules
-refuse a config:
+``server/methods/params_by_method.py``. ``config.py`` reads and writes configs. Two
+modules check a config:
 
-- ``check_keys.py``: unknown keys and names, values out of range, keys that exclude each
-  other, and keys without effect. It needs no torch, so it reports them immediately.
-- ``check_run.py``: the task, the model and the classes of the data, the methods, keys
-  without effect on these data and tests, and the results that a protection does not
-  cover.
+- ``check_keys.py`` refuses unknown keys and names, values out of range, keys that
+  exclude each other, and keys without effect. This module needs no torch, so these
+  problems are reported immediately.
+- ``check_run.py`` checks the task, the model and the classes of the data, and the
+  methods. It refuses keys without effect on these data and tests, and results that a
+  protection does not cover.
 
 ``data.py`` and ``method_of_config.py`` resolve the settings: ``data_of(config)``,
-``method_of(config)``. A name here imports its module when it is used.
+``method_of(config)``. A name of this package imports its module when it is used.
 """
 
 from __future__ import annotations

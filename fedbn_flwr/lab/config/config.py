@@ -175,7 +175,8 @@ class Config(Fields):
     def _unused(cls, settings: Mapping[str, Any]) -> dict[str, str]:
         """Return the keys that are set but have no effect, with the reason.
 
-        The result is empty if the settings have other problems. ``make`` reports those.
+        The result is empty if the settings have other problems, because ``make``
+        reports these problems.
         """
         config, problems = cls._first_half(settings)
         if problems:
@@ -215,7 +216,7 @@ class Config(Fields):
         return {key: values[key] for key in _KEYS}
 
     def late_decays(self) -> list[str]:
-        """Return a warning for each decay at a round that the run does not reach."""
+        """Return a warning for each decay at the run's last round or later."""
         rounds = self.num_server_rounds
         warnings = []
         for text in split(self.lr_decay_at):

@@ -1,6 +1,6 @@
 """The data of a run by its config.
 
-They are the data set, the shape of an example, the task and the split.
+These are the data set, the shape of an example, the task and the split.
 """
 
 from __future__ import annotations
@@ -146,10 +146,11 @@ class RunData:
 
     @property
     def test_task(self) -> Task:
-        """The learning task with the examples per batch of its tests.
+        """The learning task with the number of examples in a batch of a test.
 
-        Many forms of an example are in memory together, so the number of examples falls
-        with their size. A training batch fits into memory, and needs more than a test.
+        Larger examples get smaller test batches, to limit the memory. But a test batch
+        may have as many examples as a training batch, because training needs more
+        memory than a test.
         """
         task = self.task
         fits = _TEST_VALUES // math.prod(self.shape)

@@ -163,7 +163,7 @@ OWN_DEFAULTS = own_defaults()
 
 # --- the other keys, by group ---------------------------------------------------------
 class Group(BaseModel):
-    """Keys of one group."""
+    """Base class of a group of config keys."""
 
     # Only ``Config`` is used for validation, so pydantic need not build a validator for
     # each group.
@@ -173,7 +173,7 @@ class Group(BaseModel):
 
 
 class MethodKeys(Group):
-    """The method, and the parts of other methods that are added to it."""
+    """The keys that select the method and combine it with other methods."""
 
     group = "method"
 

@@ -38,8 +38,8 @@ class PartitionInfo:
         summary: one line.
         source: the paper or library.
         split: the function that makes the split.
-        by_class: whether the split needs one class per example. It then refuses images
-            with a class for each pixel.
+        by_class: whether the split needs one class per example, so that it refuses
+            images with a class for each pixel.
         by_group: whether the split needs a data set with groups.
     """
 
@@ -284,7 +284,7 @@ def partition_test_set(
     train_groups: Indices | None = None,
     test_groups: Indices | None = None,
 ) -> list[Indices]:
-    """Return each client's test examples, with the client's training share by class.
+    """Return each client's test examples, a share of each class as in its training.
 
     The rule does not depend on the kind of split. If the data set has groups, each
     class in each group counts as a class, so clients of one domain get test examples of

@@ -94,7 +94,7 @@ def split_dirichlet(request: PartitionRequest) -> list[Indices]:
 
 
 def _drawn(request: PartitionRequest, attempt: int, min_size: int) -> list[Indices]:
-    """Return the Dirichlet split of one attempt; each attempt has its own seed.
+    """Return the Dirichlet split with the seed of one attempt.
 
     Raises:
         ValueError: flwr-datasets found no draw with ``min_size`` for every client.

@@ -56,8 +56,8 @@ def make_certificates(
         folder: new or empty; existing files are never overwritten.
         num_nodes: number of nodes; they are numbered from 1.
         hosts: names and addresses of the server, in addition to the names of its
-            services. No node's certificate has them, because a node could then claim to
-            be the server.
+            services. No node's certificate has these names, because the node could then
+            claim to be the server.
         days: number of days until the certificates expire.
 
     Raises:

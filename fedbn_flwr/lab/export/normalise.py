@@ -1,4 +1,4 @@
-"""The layer before an exported model that normalises inputs as in the data."""
+"""A layer that normalises inputs in the form of the data, for exported models."""
 
 from __future__ import annotations
 

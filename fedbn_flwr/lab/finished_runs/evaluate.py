@@ -59,7 +59,7 @@ _OF_DATA = ("dataset", "data-dir", "image-size", "num-classes", "device", *_OF_R
 
 @dataclass(frozen=True)
 class Row:
-    """The result on all of the data or on one group."""
+    """The result on all examples or on the examples of one group."""
 
     data: str
     result: EvalResult

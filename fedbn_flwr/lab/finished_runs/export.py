@@ -1,6 +1,6 @@
-"""A model of a run as one file that needs no run.
+"""Write a model of a run as one file that works without the run.
 
-The file's outputs are checked against the evaluated model.
+The file's outputs are compared with the outputs of the evaluated model.
 """
 
 from __future__ import annotations

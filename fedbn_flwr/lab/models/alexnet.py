@@ -9,9 +9,9 @@ FedWon use it too. Torch's default initialisation, no dropout.
 
 Ours: ``alexnet-bn-small`` has the same order of layers with half the channels in the
 convolutions, 512 in the linear layers, a 5x5 stem of stride 2, and 3x3 instead of 6x6
-positions before the classifier: 1,475,626 parameters. At 64 pixels the full network's
-last convolutions see 3x3 positions, and its 6x6 positions are copies of one value a
-channel.
+positions before the classifier: 1,475,626 parameters. At 64 pixels, the last
+convolutions of the full network get 3x3 positions, and its 6x6 positions before the
+classifier are copies of one value per channel.
 """
 
 from __future__ import annotations

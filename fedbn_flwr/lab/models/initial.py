@@ -85,7 +85,10 @@ class InitReport:
         return "\n".join(self.lines(_SHOWN))
 
     def lines(self, shown: int = 10**9) -> Iterator[str]:
-        """Yield the counts, and up to ``shown`` names of each kind, one kind a line."""
+        """Yield a line with the counts, and a line with names for each kind of entry.
+
+        A line has up to ``shown`` names.
+        """
         where = f" ({self.at})" if self.at else ""
         yield (
             f"init={self.source}{where}: {len(self.loaded)} entries loaded,"

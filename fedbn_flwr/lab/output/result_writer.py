@@ -81,7 +81,7 @@ class ResultWriter:
         folder: the run's folder.
         config: the resolved config.
         model: receives the entries of each test.
-        data: the data of the run, or None if they are not here.
+        data: the data of the run, or None if the data are not on this machine.
         strategy: None for the centralized reference.
         on_round: called with each line.
 

@@ -1,7 +1,7 @@
 """The tests of a run.
 
-They are the tests of the global model in ``eval-on``, means over the clients that
-train, and the tests of held-out clients.
+These are the tests of the global model in ``eval-on``, the means over the tests of
+clients that train, and the tests of held-out clients.
 """
 
 from __future__ import annotations

@@ -239,7 +239,7 @@ class CheckpointManager:
         resumed_after: the rounds after which the run was resumed so far.
 
     Raises:
-        ConfigError: clients kept state in memory only, so it is lost.
+        ConfigError: clients kept their local state in memory only, so the state is lost.
     """
 
     def __init__(

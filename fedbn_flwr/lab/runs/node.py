@@ -170,7 +170,7 @@ class RunClients:
     def _node_data(self, context: Context) -> tuple[Subset, dict[str, Subset]]:
         """Return a node's training data and its test sets.
 
-        Its validation data, if any, are one of the test sets.
+        The node's validation data, if any, are also in a test set.
         """
         config = self._config
         of_site = self._by_function and on_network_node()

@@ -379,8 +379,8 @@ def _protection(config: Config, out: Path, model: nn.Module) -> Protection | Non
 def tests_of_clients(config: Config, data: PartitionedData | None) -> list[str]:
     """Return the names of the test sets that clients test on.
 
-    Each domain of ``data`` has a name, and so have validation examples if they are
-    necessary.
+    Each domain of ``data`` is a test set. If clients do the first test of ``eval-on``,
+    their validation examples are also a test set.
 
     Raises:
         ConfigError: the tests need domains, but the server has no data with domains.

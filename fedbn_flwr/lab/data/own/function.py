@@ -2,8 +2,8 @@
 
 ``function(site, part)`` returns a torch ``Dataset`` for the part ``"train"`` or
 ``"test"``: ``len(d)`` examples, each ``d[i]`` a pair of an input and a target. ``site``
-is the number of the client (its partition id), or the ``data-path`` of a node that has
-one. The inputs are used unchanged, as float32: (features,), (channels, length),
+is the ``data-path`` of the node, or else the number of the client (its partition id).
+The inputs are used unchanged, as float32: (features,), (channels, length),
 (channels, height, width) or (channels, depth, height, width). A target is a class, a
 number, several numbers, or a class for each pixel or voxel.
 
@@ -58,8 +58,8 @@ class Site:
     Attributes:
         name: the name in messages.
         data: the data set.
-        groups: its ``groups``, a value for each example; None without them.
-        classes: its ``targets`` if these are classes; None without them.
+        groups: the data set's ``groups``, a value for each example, or None.
+        classes: the data set's ``targets`` if they are classes, or None.
     """
 
     name: str
@@ -345,7 +345,7 @@ def _task_of(request: OwnData, target: Tensor) -> Task:
     """Return the task "classification" if a target is a class.
 
     Raises:
-        ConfigError: it is another target, so the config must set ``task``.
+        ConfigError: the target is no class, so the config must set ``task``.
     """
     if target.numel() == 1 and not target.is_floating_point():
         return CLASSIFICATION
