@@ -12,12 +12,14 @@ imports the laboratory.
   ``early_stopping.py`` ends a run.
 - ``runs``: a run in each engine, the checks before it, its server and its clients, and
   the default Flower app.
-- ``finished_runs``: evaluate and export the model of a run.
+- ``finished_runs``: evaluate and export the model of a run. ``files.py`` reads the files
+  of runs and studies.
 - ``studies``: grids of runs, their results and tables. ``report`` with
   ``report_pictures``, ``answer``, ``references`` and ``run_files``: the HTML page of a
   run or a study.
 - ``doctor.py``: the faults of BatchNorm in a run.
-- ``deployment``: a federation over a network. ``cli``: the command line.
+- ``deployment``: a federation over a network. ``node_check``: the check of a node.
+- ``own_code.py``: functions and modules of a user. ``cli``: the command line.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 The sources are YAML, ``--set``, ``--run-config`` and ``[tool.flwr.app.config]``.
 
 ``fields.py`` has the keys; keys of the methods come from
-``server/methods/params_by_method.py``. ``config.py`` reads and writes configs. Two
-modules check a config:
+``server/methods/params_by_method.py``. ``config.py`` reads and writes configs, with
+``values.py`` and ``yaml_text.py``. Two modules check a config:
 
 - ``check_keys.py`` refuses unknown keys and names, values out of range, keys that
   exclude each other, and keys without effect. This module needs no torch, so these
