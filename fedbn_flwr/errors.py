@@ -314,12 +314,13 @@ def install_extra(extra: str) -> str:
 
 @contextmanager
 def needs_package(package: str, what: str) -> Iterator[None]:
-    """Name the missing package in an error if an import in the block fails.
+    """Raise an error with the package's name if the block does not find a module.
 
+    The error has this name even if the missing module is a dependency of the package.
     ``what`` names the features that need the package.
 
     Raises:
-        ConfigError: the package is not installed.
+        ConfigError: the package, or a dependency of it, is not installed.
     """
     try:
         yield

@@ -48,7 +48,7 @@ from fedbn_flwr.privacy.coordinates import CLIP
 class RepeatableApp(ClientApp):
     """A ClientApp whose function draws from seeded generators.
 
-    Its mod ``seeded_client`` seeds them.
+    ``client_app`` gives it the mod ``seeded_client``. This mod seeds the generators.
     """
 
     seeds_itself = True

@@ -60,8 +60,8 @@ from fedbn_flwr.transport import NextExchange, RetryStep, StopStep
 __all__ = ["apply_mod"]
 
 _LOST = (
-    "entries were neither sent nor kept by this client; the server will send the whole"
-    " state again"
+    "were neither sent nor kept by this client; the server will send the whole state"
+    " again"
 )
 
 
@@ -178,14 +178,14 @@ def _completed(
     else:
         spec = ModelSpec.load(context, location)
     if spec is None:
-        raise StateError(_LOST)
+        raise StateError(f"entries {_LOST}")
     store = spec.store(context, location, config.start_id)
     store.restore(config.local_sha256, config.used_sha256)
     entries = {**received, **to_record(store.load(config.local_entries))}
     missing = [name for name in spec.shapes if name not in entries]
     if missing:
         raise StateError(
-            f"{_LOST} ({len(missing)} of the model's entries, '{missing[0]}', ...)"
+            f"entries ({len(missing)} of the model's, '{missing[0]}', ...) {_LOST}"
         )
     extra = [name for name in received if name not in spec.shapes]
     if extra:

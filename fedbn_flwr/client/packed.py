@@ -23,9 +23,10 @@ def packed(message: Message, context: Context, call_next: ClientAppCallable) -> 
     The app and its other mods see ordinary records, with the same bits.
 
     It must be the first mod of the app: ``ClientApp(mods=[packed, bn_mod])``.
-    ``client_app`` already includes it. In its answer to the strategies' query
-    (``answer_query``), the app reports that it reads such messages. Arrays are sent one
-    by one without this answer, in simulation, in process, and in Flower's own loops.
+    On a SuperNode, ``client_app`` already includes it. In its answer to the strategies'
+    query (``answer_query``), the app reports that it reads such messages. Arrays are
+    sent one by one without this answer, in simulation, in process, and in Flower's own
+    loops.
 
     Raises:
         PackingError: the arrays of the message do not fit their manifest.

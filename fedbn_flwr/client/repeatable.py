@@ -64,9 +64,10 @@ def repeatable(mod: Mod) -> Mod:
 
 
 def _named(mod: Mod, of_function: Sequence[Exception]) -> Mod:
-    """Return a mod whose exceptions on queries name the mod and the remedy.
+    """Return the mod, but replace its exceptions by an error about the mod.
 
-    Exceptions in ``of_function``, and exceptions of this package, are unchanged.
+    The error names the mod and the remedy. Exceptions of this package, and exceptions
+    that the app's function raised (``of_function``), stay as they are.
     """
 
     @functools.wraps(mod)

@@ -34,7 +34,10 @@ def unusable_statistics(m: Measurements) -> Finding | None:
 
 
 def averaged_counters(m: Measurements) -> Finding | None:
-    """Report counters ``num_batches_tracked`` that were averaged with the weights."""
+    """Report counters ``num_batches_tracked`` that are floats or negative.
+
+    A counter is a float if it was averaged with the weights.
+    """
     if not m.counters:
         return None
     evidence = [

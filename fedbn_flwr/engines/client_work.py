@@ -102,8 +102,8 @@ class OwnProcess:
     Args:
         app: the app of every node.
         torch_threads: CPU threads of torch.
-        threads: number of clients that may start at the same time, outside synchronised
-            steps.
+        threads: number of threads for clients outside synchronised steps. They still
+            work one after the other. Each synchronised step has its own threads.
     """
 
     def __init__(self, app: ClientApp, torch_threads: int, threads: int = 1) -> None:

@@ -401,7 +401,8 @@ class InProcessGrid(ImmediateGrid):
                 else:
                     self._contexts[node_id] = context
 
-            # The reply answers this message, even if the app has addressed another.
+            # Address the reply to this message, even if the app answered a different
+            # message.
             set_message_id(reply, reply_id)
             if set_reply_address(reply, message):
                 logger.warning(

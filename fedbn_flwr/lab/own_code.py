@@ -101,8 +101,9 @@ def own_module(kind: str, name: str, prefixes: Collection[str] = ()) -> ModuleTy
         hint = f" Did you mean {near[0] + ':' + name.partition(':')[2]!r}?"
     raise ConfigError(
         f"unknown {kind} {name!r}: module {module!r} is neither in the working"
-        f" directory {os.getcwd()} nor on Python's path.{hint} Under `flwr run`, put"
-        f" it into the app's bundle: here in apps, as 'apps.{module}:...'."
+        f" directory {os.getcwd()} nor on Python's path.{hint} Under `flwr run`, the"
+        " module must be in the app's bundle: put it into the folder apps and write"
+        f" 'apps.{module}:...'."
     )
 
 

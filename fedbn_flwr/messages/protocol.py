@@ -169,8 +169,9 @@ COMMITTED = Key.down(
     "fedbn-flwr.committed", "str, comma list: rounds of the checkpoints"
 )
 TEST_SETS = Key.down("test-sets", "str, comma list")
-VALIDATION = "validation"  # in TEST_SETS: the client's validation data
-OWN = "own"  # in TEST_SETS: the client's own test data
+# an element of TEST_SETS that means the client's validation data
+VALIDATION = "validation"
+OWN = "own"  # an element of TEST_SETS that means the client's own test data
 FROZEN = Key.down("fedbn-flwr.frozen", "bool: BN is frozen in this round")
 BARRIER = Key.down(
     "fedbn-flwr.fedtan-barrier", "str: id of the barrier in this process"

@@ -151,7 +151,10 @@ class ClientLevelDP(Protection):
         return None if self.settings.dp_target_epsilon else noise_multiplier
 
     def config(self) -> Mapping[str, Any]:
-        """Return C for the mod of a client that clips."""
+        """Return the config entries for the clients.
+
+        They are the clipping norm C if the clients clip, otherwise nothing.
+        """
         if self.settings.dp == "server":
             return {}
         return {CLIP: self.clipping_norm}

@@ -309,7 +309,8 @@ class MaskedSums(Protection):
         state = coordinates.state(split(mean, _like(facts)), 0.0)
         average = Reply(Node(0), masks.weight(vectors.keys()), state, {})
         check(average)
-        # Integers are not masked, so the counters count rounds.
+        # The masked sum has no integers, so no counter arrives. Add 1 to each counter
+        # per round instead.
         for name in facts.parts.whole.counters:
             if name in state:
                 state[name] = state[name] + 1

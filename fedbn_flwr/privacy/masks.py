@@ -111,9 +111,9 @@ class Party:
         size = len(keys)
         if not 2 <= threshold <= size < 2 * threshold:
             raise MaskingError(
-                f"{threshold} of {size} shares would give the server a secret of this"
-                " client. The threshold must be at least 2, and more than half of all"
-                " shares"
+                f"a threshold of {threshold} of {size} shares is not allowed: it must be"
+                " at least 2, more than half of all shares, and at most all of them. A"
+                " lower threshold would give the server a secret of this client"
             )
         # Refuse a key that occurs twice, because two pairs of clients would then have
         # the same masks.

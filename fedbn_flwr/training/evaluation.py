@@ -230,8 +230,8 @@ def _joined(
     if refusing and len(order[0]) == 1:
         raise NormLayerError(
             f"BatchNorm layer '{refusing[0]}' has no running statistics and gets one"
-            " value per channel, so it cannot compute a variance. Test batches of two"
-            " or more examples, or give the layer running statistics"
+            " value per channel, so it cannot compute a variance. Use test batches of"
+            " two or more examples, or give the layer running statistics"
             " (track_running_stats=True)."
         )
     return join_last(order) if refusing else order

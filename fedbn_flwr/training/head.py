@@ -90,8 +90,8 @@ def head_in_shapes(shapes: Mapping[str, Any]) -> Head:
         shape = tuple(getattr(value, "shape", value) or ())
         if len(shape) > 1:
             path = _layer_path(name)
-            # Keep the largest size, because weight_norm has a matrix of one column in
-            # addition to the weight.
+            # A layer with weight_norm has two arrays: the weight and a scale. Keep the
+            # larger shape, because it is the weight's.
             sizes[path] = max(shape, sizes.get(path, ()))
     free = []
     for path, size in sizes.items():

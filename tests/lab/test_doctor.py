@@ -479,7 +479,7 @@ def test_a_saved_state_and_a_split_by_names(tmp_path: Path) -> None:
         (
             ["saved.pt", "--set", "seed=3"],
             2,
-            "saved.pt is a saved state. To use data or settings, name the model",
+            "saved.pt is a file, so it is read as a saved state. It takes no --dataset",
         ),
         (
             ["mlp", "--dataset", "digits", "--local-keys", "absent.txt"],

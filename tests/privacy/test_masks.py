@@ -188,9 +188,14 @@ def test_a_share_of_another_key_is_noticed() -> None:
 
 
 REFUSED = {
-    "a threshold of half": (4, 2, {}, "2 of 4 shares would give the server a secret"),
-    "a threshold of one": (1, 1, {}, "1 of 1 shares would give the server a secret"),
-    "fewer clients than shares needed": (3, 4, {}, "4 of 3 shares would give"),
+    "a threshold of half": (4, 2, {}, "a threshold of 2 of 4 shares is not allowed"),
+    "a threshold of one": (1, 1, {}, "a threshold of 1 of 1 shares is not allowed"),
+    "fewer clients than shares needed": (
+        3,
+        4,
+        {},
+        "a threshold of 4 of 3 shares is not allowed",
+    ),
     "its own key is another one": (
         4,
         3,

@@ -141,8 +141,10 @@ def doctor(
         elif path.is_file():
             if dataset or state or set_:
                 raise ConfigError(
-                    f"{target} is a saved state. To use data or settings, name the"
-                    " model and give the file with --state."
+                    f"{target} is a file, so it is read as a saved state. It takes no"
+                    " --dataset, --set or --state. To use --dataset or --set, give the"
+                    " model's name instead of the file, and the file as --state"
+                    f" {target}."
                 )
         elif not dataset and not state:
             raise ConfigError(

@@ -131,7 +131,8 @@ def settings_of_methods(params: Mapping[str, type[Params]] = PARAMS) -> dict[str
         field.description = "; ".join(dict.fromkeys(meanings))
 
         # If the methods have different defaults, the key's default means "use the
-        # method's own default". It may be outside the limits, so remove the limits.
+        # method's own default". The key's default may be outside the limits of the
+        # setting, so the key has no limits.
         if name in differing:
             field.default, field.metadata = differing[name], []
             field.description += (

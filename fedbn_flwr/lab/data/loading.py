@@ -78,7 +78,8 @@ def _load(info: DatasetInfo, folder: Path, shape: Shape, device: str) -> Dataset
     try:
         loaded = info.loader(folder, shape)
     except READ_ERRORS as error:
-        # Own data are not in the data folder, and the messages about them are complete.
+        # Errors about own data need no addition: these data are not in the data folder,
+        # so there are no expected files to name.
         if isinstance(error, FedBNError) and not info.files:
             raise
         reason = " ".join(str(error).split()).rstrip(".") or type(error).__name__

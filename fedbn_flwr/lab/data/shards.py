@@ -93,8 +93,8 @@ def _split_shards(
             f"shards-per-client={sizes[0]} needs {count} shards, but there are only"
             f" {len(request.labels)} training examples."
         )
-    # Shuffle before the stable sort by class, so that each shard is a random part of
-    # its class.
+    # Shuffle before the stable sort by class, so that each shard has random examples of
+    # its class. A shard may also reach into the next classes.
     rng = numpy_generator(request.seed, "partition", purpose)
     shuffled = rng.permutation(len(request.labels)).astype(np.int64)
     by_class = shuffled[np.argsort(request.labels[shuffled], kind="stable")]

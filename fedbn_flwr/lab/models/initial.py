@@ -253,8 +253,8 @@ def _read(init: str, name: str, channels: int) -> Any:
     """Return the content of the file ``init``, or the weights that a publisher has."""
     if init.endswith(FILES):
         return _read_file(Path(init))
-    # ``init`` names a publisher of weights for the model's own network. For
-    # torchvision, it may also name another network.
+    # ``init`` is a publisher (torchvision, timm, smp) and means its weights for the
+    # model's own network. ``torchvision:NAME`` means the weights of another network.
     publisher, _, network = init.partition(":")
     of_model = ""
     for prefix in _PUBLISHERS.get(publisher, ()):

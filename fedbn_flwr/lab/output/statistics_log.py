@@ -53,7 +53,10 @@ Tensors = Mapping[str, Tensor]
 
 
 def rounds_with_statistics(rounds: int) -> frozenset[int]:
-    """Return the rounds with a line in ``statistics.jsonl``, given the run's rounds."""
+    """Return the rounds that get a line in ``statistics.jsonl``.
+
+    ``rounds`` is the number of rounds of the run.
+    """
     # Write lines often in the first rounds, when the statistics change most. In total,
     # the lines cost 1 % of a run.
     due = {1, rounds}

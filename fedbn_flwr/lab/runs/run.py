@@ -68,8 +68,8 @@ def preflight(config: Config, out: Path) -> CheckedConfig:
             " all runs of the series share."
         )
 
-    # Check the model first and then the data, because the split may determine the
-    # number of clients.
+    # Check the model before the data are split. The split may determine the number of
+    # clients, so count the clients before the checks of the data.
     checked = check(config)
     config = config.model_copy(update={"num_clients": count_clients(config)})
     refuse_too_few_clients(config, config.num_clients)

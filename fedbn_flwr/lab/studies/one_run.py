@@ -40,8 +40,8 @@ def is_done(cell: Cell, out: Path) -> bool:
 def of_study(cell: Cell, out: Path) -> bool:
     """Return whether the run in a cell's folder has the study's current settings.
 
-    If the cell's config cannot be made because its data are elsewhere, the run counts
-    as the study's.
+    If making the cell's config raises a FedBNError, the run counts as the study's. The
+    cell's data may be elsewhere, for example.
     """
     try:
         config = cell.config

@@ -208,7 +208,8 @@ class Settings(BaseModel):
         ``known``: the facts of the run.
         """
         known = known or Known()
-        # fraction-train is the only condition on an argument of Flower's constructor.
+        # fraction-train is the only argument of Flower's constructor that occurs in
+        # conditions (``only_if``).
         values: dict[str, Any] = {}
         defaults: dict[str, Any] = {"fraction-train": 1.0}
         if known.fraction_train is not None:

@@ -72,7 +72,8 @@ def read_tests(run: Run, sent: Sent, replies: Iterable[Message]) -> list[Message
         if not tested_nothing(message, count_key)
     ]
     usable, refused = read_replies(received, read, run.report, "evaluation")
-    # A client that lost its local state needs the whole state again.
+    # A client that replied with an error may have lost its local state: send it the
+    # whole state again.
     for failed in refused:
         if failed.message.has_error():
             run.nodes.initialised.discard(failed.node.node_id)
