@@ -17,7 +17,7 @@ from tests.reference.draws import Case, cases
 from tests.reference.methods import REFERENCES
 from tests.reference.package import SETTINGS
 
-DRAWS = 360
+DRAWS = 250
 """Draws of each half, all different; ``make laws`` has any number of others."""
 fixed = settings(
     max_examples=DRAWS,

@@ -156,7 +156,7 @@ def test_another_head_stays_as_it_was_and_is_named(
     )
     assert (report.missing, report.unused) == (("norm2.running_var",), ("aux.weight",))
     assert equal(model, fresh) == ["norm2.running_var", "fc3.weight", "fc3.bias"]
-    assert "fc3.weight (10, 84) there, (3, 84) here" in str(report)
+    assert "fc3.weight (10, 84) in the source, (3, 84) in the model" in str(report)
 
 
 def test_batchnorm_on_one_side_has_no_place_in_another_norm(

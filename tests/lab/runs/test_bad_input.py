@@ -219,15 +219,16 @@ def test_results_of_flwr_run_go_to_the_flower_home_by_default(
     "settings",
     [
         ["learning-rate=1e30"],  # diverges
-        ["num-clients=3"],  # but there are two nodes
+        ["num-clients=4"],  # but there are three nodes
     ],
 )
 def test_no_resume_is_advised_after_a_failure_caused_by_the_settings(
-    quick_config, tmp_path: Path, caplog, settings: list[str]
+    quick_config, tmp_path: Path, caplog, monkeypatch, settings: list[str]
 ) -> None:
+    monkeypatch.setattr("fedbn_flwr.lab.runs.serve.NODE_GRACE", 0.1)
     values = quick_config(out=str(tmp_path / "run")).to_mapping()
     values |= read_overrides(settings)
-    with InProcessGrid(client_app, 2, run_config=values) as grid:
+    with InProcessGrid(client_app, 3, run_config=values) as grid:
         context = grid.context(0)
         with caplog.at_level("INFO", "flwr"), pytest.raises(FedBNError):
             main(grid, context)
