@@ -136,7 +136,12 @@ def refusal(case: Case) -> str:
     of_clients = case.way == "command" or case.eval_on != "averaged-bn"
     if case.fine_tune and not of_clients:
         return "fine-tuning is for tests of the clients"
-    if case.layers and case.model == "no-affine" and "mtfl" in local:
+    freezes_affine = case.has("fixbn") and case.freeze_affine
+    if (
+        case.layers
+        and case.model == "no-affine"
+        and ("mtfl" in local or freezes_affine)
+    ):
         return "the layer has no gamma and beta"
     if (
         case.layers

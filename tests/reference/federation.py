@@ -466,13 +466,22 @@ class Federation:
         self.used = len(usable) >= case.min_replies
         if any(method.undo for method in self.methods):
             for client in trained:
-                if client not in usable or not self.used:
+                if (client not in usable or not self.used) and self.reaches(client, t):
                     client.own, client.kept, client.begun = undone[client.number]
         if self.used or not any(method.undo for method in self.methods):
             for client in usable:
                 self.latest[client.number] = (client.own, len(client))
         if self.used:
             self.aggregate(usable)
+
+    def reaches(self, client: Client, t: int) -> bool:
+        """Return whether a message after the training of a round reaches the client.
+
+        Only such a message can undo the round.
+        """
+        later = range(t + 1, self.case.rounds + 1)
+        absent = {r for r, i in self.case.hidden if i == client.number}
+        return self.case.tests_after(t) or not later or not absent.issuperset(later)
 
     def keeps_floats(self) -> bool:
         return any(self.state[name].is_floating_point() for name in self.local)
