@@ -223,7 +223,8 @@ class KeptState:
         """
         if expected and expected == self.sha256():
             return
-        content, lacks = None, "no state folder (state-dir)"
+        # A resumed run may start before a round that the server has not used.
+        content, lacks = self._set_aside_with(expected), "no state folder (state-dir)"
         if self._files is not None:
             content = self._files.find(expected)
             lacks = f"no good file with it in {self._files.path}"
@@ -244,8 +245,12 @@ class KeptState:
             if content and not used:
                 content["kept"].pop(KEPT_BY_HOOKS, None)
             return content
+        return self._set_aside_with(used)
+
+    def _set_aside_with(self, sha256: str) -> dict[str, Any] | None:
+        """Return the copy that was set aside, or None if it has another hash."""
         about = dict(self._records.get(_ASIDE[KEPT_ABOUT], {}))
-        if not used or about.get(LOCAL_SHA256) != used:
+        if not sha256 or about.get(LOCAL_SHA256) != sha256:
             return None
         kept = {
             key: from_record(self._records[_ASIDE[key]])

@@ -56,6 +56,15 @@ def test_the_package_equals_the_reference_in_other_draws(case: Case) -> None:
 
 
 RARE = (
+    Case(
+        methods=("scaffold",),
+        rounds=4,
+        hidden=((3, 0),),
+        min_replies=3,
+        eval_every=2,
+        again="resume",
+        resumed_after=3,
+    ),
     Case(rounds=3, eval_every=2, steps=0, batch_size=4),
     Case(steps=4, batch_size=4, sampling="without-replacement"),
     Case(
