@@ -28,7 +28,7 @@ class OldNames(Loader):
         return ModuleSpec(name, self)
 
     def exec_module(self, module: ModuleType) -> None:
-        """Replace the old module by the new one."""
+        """Replace the old module by the new module, with a warning."""
         old = module.__name__
         new = f"{_PACKAGE}.{MOVED[old.removeprefix(f'{_PACKAGE}.')]}"
         warnings.warn(

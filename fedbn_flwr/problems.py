@@ -70,7 +70,7 @@ class Known:
     tests: tuple[str, ...] | None = None
     recorded: bool | None = None
     weighted_by_key: str | None = None
-    reads_each: bool = True
+    reads_each: bool | None = None
     parts: Any = None
     shapes: Mapping[str, tuple[int, ...]] | None = None
     model: str = "the model"

@@ -152,9 +152,9 @@ class _Memory:
         self._free: dict[int, list[int]] = {}  # keys by length
 
     def write(self, packed: Packed) -> tuple[int, list[int]]:
-        """Write the buffers, and return the key of their memory.
+        """Write the buffers, and return the key of the memory that contains them.
 
-        Also return its descriptor if the other end does not have it.
+        If the other end does not have this memory, return its descriptor as well.
         """
         sizes = [len(buffer) for buffer in packed.buffers]
         # Round up to a power of two, so that later messages of similar size can use the

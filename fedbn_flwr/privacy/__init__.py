@@ -12,7 +12,7 @@ In reading order:
   refuses the methods that it does not cover.
 - ``masked_round``: the server's code for one round, with three queries and the mean.
 - ``masks``: the masks and secrets of a client in one round, with the paper's formula.
-- ``ring``: fixed-point numbers modulo 2^64, in which sums of masks cancel.
+- ``ring``: fixed-point numbers modulo 2^64. Sums of masks cancel in them.
 - ``counters``: the refusal of BatchNorm with ``momentum=None``, for both protections.
 
 The mods of a client that clips or masks are in ``client``.

@@ -6,7 +6,7 @@ Non-IID Data".
 
 ## When
 
-Use when: you want to know how much of FedTAN's gain comes from the forward half.
+Use when: you measure the part of FedTAN's gain that the forward half gives.
 
 Not when: you need accuracy under label skew, because FedTAN was better in every setting.
 
@@ -17,8 +17,8 @@ saves the exchanges of the backward pass.
 
 ## Algorithm
 
-In the first local step of each round, the forward pass is the forward pass of FedTAN:
-every BN layer normalises with
+The first local step of each round has the forward pass of FedTAN: every BN layer
+normalises with
 
 $$\mu = \sum_i p_i \mu_i, \qquad \sigma^2 = \sum_i p_i \, E_i[(y - \mu)^2]$$
 

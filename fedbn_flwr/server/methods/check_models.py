@@ -41,8 +41,7 @@ def problems_of_model(methods: Any, known: Known) -> Iterator[Problem]:
     parts = known.parts
     if parts is None:
         return
-    # This is no problem for Standalone, because it never shares any entry and its
-    # documentation says so.
+    # Standalone never shares an entry, as its documentation states, so it is allowed.
     kept = parts.select(methods.local)
     if kept and kept == parts.names and methods.local != ALL:
         yield _misfit(

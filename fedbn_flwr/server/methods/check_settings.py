@@ -90,7 +90,7 @@ def _of_settings(methods: Any, known: Known) -> Iterator[Problem]:
                 "layers",
                 stage="settings",
             )
-    early = methods.whole.exchanges or not known.reads_each
+    early = methods.whole.exchanges or known.reads_each is False
     if early and known.weighted_by_key not in (None, NUM_EXAMPLES):
         yield Problem(
             "unknown-weights",

@@ -5,8 +5,8 @@ arXiv:2303.06530, section 7.
 
 ## Algorithm
 
-With `momentum_scope="none"` each round starts with a new optimizer. With "local" the
-client keeps its buffers. With "global" the server averages the buffers $b_i$ and sends
+With `momentum_scope="none"`, each round starts with a new optimizer. With "local", the
+client keeps its buffers. With "global", the server averages the buffers $b_i$ and sends
 the result to the clients for the next round:
 
 $$b = \sum_i p_i b_i$$
