@@ -33,6 +33,7 @@ from fedbn_flwr.lab.answer import (
 )
 from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.files import (
+    ADVICE_FILE,
     CONFIG_FILE,
     STUDY_FILE,
     read_json,
@@ -51,7 +52,7 @@ from fedbn_flwr.lab.references import (
 )
 from fedbn_flwr.lab.run_files import TESTS, RunFiles, run_warnings
 from fedbn_flwr.lab.studies.one_run import failure_of, is_done, of_study, summary_of
-from fedbn_flwr.lab.studies.results import rows_of, table
+from fedbn_flwr.lab.studies.results import half_interval, rows_of, table
 from fedbn_flwr.lab.studies.study import Study
 from fedbn_flwr.training.tasks import higher_is_better, in_percent, quantity_of
 
@@ -342,6 +343,7 @@ def _study_page(folder: Path) -> dict[str, Any]:
         "failures": failures,
         "pictures": drawn,
         "verdicts": verdicts,
+        "advice": read_json(folder / ADVICE_FILE),
         "folder": folder,
         "constant": results[constant].head(1).to_dict("list"),
         "results": results.drop(columns=constant).to_dict("split"),
@@ -359,14 +361,6 @@ def _finals(runs: Mapping[str, Sequence[RunFiles]]) -> pd.DataFrame:
     return pd.DataFrame(found, dtype=float)
 
 
-def _half(values: pd.Series) -> float:
-    """Return half of the 95 % interval of the mean over the seeds, NaN with one seed."""
-    # SciPy takes long to import, and only studies need it here.
-    from scipy import stats
-
-    return float(stats.t.ppf(0.975, values.count() - 1) * values.sem())
-
-
 def _verdict(finals: pd.DataFrame, metric: str, alone: Sequence[str]) -> dict[str, Any]:
     """Return the best method, and its gaps to the second and to training alone."""
     rising = higher_is_better(metric)
@@ -376,7 +370,7 @@ def _verdict(finals: pd.DataFrame, metric: str, alone: Sequence[str]) -> dict[st
     for other in others:
         if other in (others[0], *alone):
             gap = (finals[best] - finals[other]).dropna()
-            gaps[other] = (gap.mean(), _half(gap), len(gap))
+            gaps[other] = (gap.mean(), half_interval(gap), len(gap))
     return {"best": best, "mean": means[best], "metric": metric, "gaps": gaps}
 
 
@@ -388,7 +382,7 @@ def _study_pictures(
     numbers: Mapping[str, int],
 ) -> Iterator[str]:
     """Yield the final main metric of each method, and the curves of the best three."""
-    mean, half = finals.mean(), finals.apply(_half)
+    mean, half = finals.mean(), finals.apply(half_interval)
     points = pd.DataFrame({"mean": mean, "low": mean - half, "high": mean + half})
     points = points.dropna(subset="mean").rename(index=pictures.short)
     if in_percent(metric):

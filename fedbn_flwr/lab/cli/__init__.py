@@ -1,6 +1,6 @@
 """The command line.
 
-``fedbn-flwr run | sweep | report | doctor | list | inspect | partition | check-node | evaluate | export``
+``fedbn-flwr run | sweep | advise | report | doctor | list | inspect | partition | check-node | evaluate | export``
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from fedbn_flwr.lab.cli import (  # noqa: F401
     node_command,
     run_command,
     sweep_command,
+    advise_command,
     report_command,
     finished,
 )

@@ -279,6 +279,13 @@ def paired_tests(
     return tests
 
 
+def half_interval(values: pd.Series) -> float:
+    """Return half of the 95 % interval of the mean over the seeds, NaN with one seed."""
+    from scipy import stats
+
+    return float(stats.t.ppf(0.975, values.count() - 1) * values.sem())
+
+
 def markdown(shown: pd.DataFrame) -> str:
     """Return a table of text as Markdown."""
     # Escape bars, so that they do not end a cell, and asterisks, so that they do not

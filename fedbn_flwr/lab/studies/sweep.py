@@ -130,7 +130,7 @@ def sweep(
         cells = [cell for cell in study.cells() if cell in selection]
         with writing(out, _AGAIN):
             write_results(study, out)
-        _do_all(cells, out, runner, follower)
+        do_all(cells, out, runner, follower)
         with writing(out, _AGAIN):
             table = write_results(study, out)
 
@@ -164,7 +164,7 @@ def _check_before(study: Study, out: Path, selection: Selection) -> None:
     cells = [*study.trials(), *study.cells()]
     done = [cell for cell in cells if is_done(cell, out)]
     left = [cell for cell in cells if cell in selection and cell not in done]
-    _check_data(left)
+    check_data(left)
     if left:
         _refuse_results_of_other_data(done, out)
 
@@ -181,7 +181,7 @@ def _tune(
     # folder.
     if not (out / STUDY_FILE).exists():
         _write(study, out)
-    _do_all(trials, out, runner, follower)
+    do_all(trials, out, runner, follower)
     _refuse_lost(trials, out)
     results, chosen = tuned(study, out)
     with writing(out, _AGAIN):
@@ -197,7 +197,7 @@ def in_series(
         yield cell, do_cell(cell, out, follower.begin(cell))
 
 
-def _do_all(
+def do_all(
     cells: Sequence[Cell], out: Path, runner: Runner, follower: Follower
 ) -> None:
     """Do the runs that are not done yet, and report each to the follower."""
@@ -264,7 +264,7 @@ def _refuse_lost(trials: Sequence[Cell], out: Path) -> None:
         )
 
 
-def _check_data(cells: Sequence[Cell]) -> None:
+def check_data(cells: Sequence[Cell]) -> None:
     """Raise ConfigError if runs cannot start, with all problems of config and data."""
     # Check the first run of each pair of method and split, because all seeds have the
     # same data. If several runs have the same problem, name the first of them.
