@@ -19,7 +19,7 @@ import pandas as pd
 import typer
 from measure import write_block
 
-from fedbn_flwr.lab.advice.advise import advise
+from fedbn_flwr.lab.advice import advise
 from fedbn_flwr.lab.advice.halving import of_length
 from fedbn_flwr.lab.files import ADVICE_FILE, read_json
 from fedbn_flwr.lab.studies.one_run import is_done, summary_of

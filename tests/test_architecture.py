@@ -54,6 +54,7 @@ LEVELS = (
     ("lab/answer", "lab/references", "lab/run_files"),
     ("lab/report", "lab/report_pictures"),
     ("lab/doctor",),
+    ("lab/advice",),
     ("lab/cli",),
     ("app", "__main__"),
 )

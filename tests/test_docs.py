@@ -67,6 +67,8 @@ NOT_RUN = {
         "lines of an app, of which flower-projects.md has the tested diff",
     ),
     ("docs/reference/command-line.md", "does five runs of 60 rounds"),
+    ("docs/choose.md", "does 36 trials and whole runs, in a minute or two"),
+    ("docs/choose.md", "net and patients are the functions of your project"),
     (
         "docs/flower-projects.md",
         "lines of a server and of its clients, which"
@@ -113,6 +115,7 @@ PUBLIC = {
     "fedbn_flwr.batchnorm",
     "fedbn_flwr.doctor",
     "fedbn_flwr.errors",
+    "fedbn_flwr.lab.advice",
     "fedbn_flwr.lab.data",
     "fedbn_flwr.lab.export",
     "fedbn_flwr.lab.models",

@@ -17,7 +17,8 @@ imports the laboratory.
 - ``studies``: grids of runs, their results and tables. ``report`` with
   ``report_pictures``, ``answer``, ``references`` and ``run_files``: the HTML page of a
   run or a study.
-- ``doctor.py``: the faults of BatchNorm in a run.
+- ``doctor.py``: the faults of BatchNorm in a run. ``advice``: the method that suits the
+  sites, found by short runs.
 - ``deployment``: a federation over a network. ``node_check``: the check of a node.
 - ``own_code.py``: functions and modules of a user. ``cli``: the command line.
 """

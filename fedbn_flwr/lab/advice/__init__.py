@@ -1,6 +1,12 @@
-"""The command ``fedbn-flwr advise``: which method suits these sites.
+"""The command ``fedbn-flwr advise`` finds the method that suits the sites.
 
 - ``candidates``: the methods to try, with the reason for each.
-- ``halving``: short runs of all candidates, of which the better half continues.
-- ``advise``: the whole command, and its answer in ``advice.json``.
+- ``halving``: short runs of all candidates, then longer runs of the better half.
+- ``advisor``: the whole command, and its answer in ``advice.json``.
 """
+
+from __future__ import annotations
+
+from fedbn_flwr.lab.advice.advisor import advise
+
+__all__ = ["advise"]

@@ -14,7 +14,7 @@ from typing import Any
 from fedbn_flwr.doctor.findings import Finding
 from fedbn_flwr.doctor.situations import FEATURE_SHIFT, SITUATIONS, label_skew
 from fedbn_flwr.errors import ConfigError, FedBNError
-from fedbn_flwr.lab.config import Config, Scalar, read_overrides
+from fedbn_flwr.lab.config import Config, Scalar, method_of, read_overrides
 from fedbn_flwr.lab.early_stopping import validation_metric
 from fedbn_flwr.lab.runs.check_start import check
 from fedbn_flwr.strategies import STRATEGIES
@@ -100,6 +100,11 @@ def candidates(
         try:
             config = Config.make_of_shared(base, one.settings)[0]
             check(config)
+            if config.eval_on == "global" and method_of(config).methods.own_models:
+                raise ConfigError(
+                    "its sites keep a part of the model, so there is no single model for"
+                    " eval-on=global."
+                )
         except FedBNError as error:
             if one in wanted:
                 raise ConfigError(f"methods: {one.name}: {error}") from error
@@ -119,7 +124,7 @@ def _asked(text: str) -> Candidate:
     known = [remedy for one in SITUATIONS for remedy in one.tries]
     setting = first if "=" in first else f"strategy={first}"
     if not settings:
-        # the settings with which the pages recommend the method
+        # the settings of the method that the pages recommend
         recipes = {remedy.setting.split()[0]: remedy.setting for remedy in known}
         setting = recipes.get(setting, setting)
     values = read_overrides([*setting.split(), *settings])

@@ -1,4 +1,4 @@
-"""Successive halving: short runs of all candidates and rates, then longer runs of fewer.
+"""Do short runs of all candidates and rates, then longer runs of the better half.
 
 Each trial is a complete run. A method that changes during a run, such as FixBN at half
 of the rounds, also changes in a short trial, at the same share of the rounds. A trial
@@ -31,7 +31,9 @@ _PHASES = {"fixbn": ("freeze-at", 0.5), "fedtan2": ("fedtan-rounds", 0.1)}
 """The key with the end of a method's first phase, and its default."""
 
 SEEDS = 3
-_FINALISTS = 2  # the best methods that are run to the end, beside two references
+_FINALISTS = (
+    2  # the best methods that are run to the end, in addition to two references
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,7 +119,7 @@ def affordable(budget: int, num_points: int, wanted: int) -> int:
 def of_length(settings: Settings, rounds: int, full: int) -> dict[str, Scalar]:
     """Return the settings of a run of ``rounds`` instead of ``full`` rounds.
 
-    What happens after a number of rounds happens after the same share of the rounds.
+    A change after a number of rounds comes after the same share of the rounds.
     """
     changed = {**settings, "num-server-rounds": rounds}
     if "lr-decay-at" in settings:
@@ -126,7 +128,7 @@ def of_length(settings: Settings, rounds: int, full: int) -> dict[str, Scalar]:
     for key in ("freeze-at", "fedtan-rounds"):
         if key in settings:
             changed[key] = _share(str(settings[key]), full)
-    # A first phase has at least one round, also in a short trial.
+    # Even in a short trial, the first phase has at least one round.
     key, default = _PHASES.get(str(settings.get("strategy")), ("", "auto"))
     share = changed.get(key, default)
     if isinstance(share, float) and share * rounds < 1:
@@ -138,7 +140,7 @@ def of_length(settings: Settings, rounds: int, full: int) -> dict[str, Scalar]:
 
 
 def _rank(score: float | None, metric: str) -> float:
-    """Return the sort key of a score: the best score has the lowest key."""
+    """Return the sort key of a score. The best score has the lowest key."""
     if score is None:
         return math.inf
     return -score if higher_is_better(metric) else score
@@ -214,7 +216,7 @@ def halve(
 
 
 def score_of(cell: Cell, out: Path) -> float | None:
-    """Return the mean score of a run in its last quarter; None if it diverged."""
+    """Return the mean score of a run in its last quarter, or None if it diverged."""
     # The mean over several tests has less noise than the last test.
     folder = cell.folder(out)
     if DIVERGED_AT in summary_of(folder):

@@ -1,4 +1,4 @@
-"""``fedbn-flwr advise``: which method suits these sites."""
+"""``fedbn-flwr advise`` finds the method that suits the sites."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def advise(
     methods: Annotated[
         str,
         typer.Option(
-            help="Comma list of methods to try beside the references, such as"
-            " 'fedbn,fixbn'. Default: those that the data suggest."
+            help="Comma list of methods to try in addition to the references, such as"
+            " 'fedbn,fixbn'. Default: the methods that the data suggest."
         ),
     ] = "",
     rates: Annotated[
@@ -65,7 +65,8 @@ def advise(
     """Find the method that suits your sites, and whether the federation is worth it.
 
     Short runs compare training alone, FedAvg with BatchNorm, FedAvg with GroupNorm and
-    the methods that the data suggest. The best are run to the end with three seeds.
+    the methods that the data suggest. The best methods are run to the end with
+    three seeds.
     """
     from fedbn_flwr.lab.config.config import Config
     from fedbn_flwr.lab.config.values import listed, merged, number, read_settings
@@ -80,14 +81,14 @@ def advise(
             raise ConfigError(f"--rates={rates} is not a list of numbers.")
         if hours is not None and not hours > 0:
             raise ConfigError(f"--hours={hours} must be above 0.")
-    from fedbn_flwr.lab.advice import advise as module
+    from fedbn_flwr.lab.advice import advisor
     from fedbn_flwr.lab.cli.sweep_command import Display
 
     with exit_codes():
         quiet_flower()
         saved = f"Finished runs in {out} are kept. The same command continues."
         with interrupt(lambda: saved), bars() as progress:
-            advice = module.advise(
+            advice = advisor.advise(
                 settings,
                 out,
                 rounds=rounds,
@@ -103,5 +104,5 @@ def advise(
     for sentence in (*advice["answer"], *advice["conditions"]):
         say(sentence)
     folder = shlex.quote(str(out))
-    say(f"\nthe recommended config: {out.absolute() / module.RECOMMENDED_FILE}")
+    say(f"\nthe recommended config: {out.absolute() / advisor.RECOMMENDED_FILE}")
     say(f"next: fedbn-flwr report {folder}")

@@ -1,8 +1,8 @@
-"""``fedbn-flwr advise``: look at the sites, try the methods, and give an answer.
+"""``fedbn-flwr advise`` looks at the sites, tries methods, and gives an answer.
 
 1. Look: a few rounds of FedAvg with BatchNorm, and the doctor's findings about them.
 2. Try: short runs of all candidates with at least three learning rates each. The better
-   half continues with longer runs. The scores are those of validation examples.
+   half continues with longer runs. The scores come from validation examples.
 3. Answer: the best two methods, FedAvg and training alone as whole runs with three
    seeds.
 
@@ -48,6 +48,7 @@ from fedbn_flwr.lab.config import Config, Scalar
 from fedbn_flwr.lab.doctor import diagnose_run
 from fedbn_flwr.lab.files import ADVICE_FILE, STUDY_FILE, read_metrics, site_label
 from fedbn_flwr.lab.output.folder import lock_folder, writing
+from fedbn_flwr.lab.partitioned.partitioned_data import count_clients, partitioned_data
 from fedbn_flwr.lab.references import site_rows
 from fedbn_flwr.lab.run_files import RunFiles
 from fedbn_flwr.lab.studies.one_run import do_cell, is_done
@@ -97,17 +98,17 @@ def advise(
         rounds: the most rounds of all runs together; by default, what whole runs of
             ``num-server-rounds`` need.
         hours: the same as hours of this machine, estimated from the first rounds.
-        metric: the metric that compares the methods; by default that of the task.
-        methods: methods to try beside the references, such as "fixbn"; by default the
-            doctor and the situation suggest them.
+        metric: the metric that compares the methods; by default the metric of the task.
+        methods: methods to try in addition to the references, such as "fixbn". By default,
+            the doctor and the situation suggest them.
         rates: the learning rates to try; by default 0.3, 1 and 3 times the config's.
         parallel: runs at a time; by default, the fastest number.
         follower: observes the runs.
         say: receives the findings and the plan as text, before the trials.
 
     Returns:
-        The content of ``advice.json``. Scores are shares of 1, differences are those of
-        the best method minus another method.
+        The content of ``advice.json``. Scores are shares of 1. A difference is the
+        score of the best method minus the score of another method.
 
     Raises:
         ConfigError: a setting is wrong, the budget is too small for one halving, or
@@ -206,7 +207,7 @@ def advise(
 
 
 def _by_name(key: str, value: Scalar | Named) -> Scalar:
-    """Return a setting; a function is returned as ``module:function``.
+    """Return a setting. A function becomes the text ``module:function``.
 
     Raises:
         ConfigError: the function cannot be found by its name in its module.
@@ -226,6 +227,7 @@ def _look(base: Settings, config: Config, out: Path) -> Cell:
     """Do a few rounds of FedAvg with BatchNorm, unless they are done.
 
     Raises:
+        ConfigError: data cannot be used, or no site has validation examples.
         RunFailedError: the run failed.
     """
     rounds = min(_LOOK_ROUNDS, config.num_server_rounds)
@@ -233,6 +235,12 @@ def _look(base: Settings, config: Config, out: Path) -> Cell:
     settings: Settings = {"strategy": "fedavg", "seed": config.seed}
     cell = Cell(FEDAVG, "look", config.seed, settings, shared)
     check_data([cell])
+    split = partitioned_data(cell.config, count_clients(cell.config))
+    if not any(map(len, split.validation)):
+        raise ConfigError(
+            f"validation-share={base['validation-share']} gives no site a validation"
+            " example, and the method is chosen by them. Use a larger validation-share."
+        )
     if not is_done(cell, out):
         error = do_cell(cell, out)
         if error:
@@ -326,7 +334,7 @@ def _bytes(summary: Mapping[str, Any]) -> int:
 def _sites(
     federated: Sequence[RunFiles], alone: Sequence[RunFiles]
 ) -> tuple[list[dict[str, Any]], list[str]]:
-    """Return the difference from training alone at each site, and why it is unknown.
+    """Return the difference from training alone at each site, or why it is unknown.
 
     Difference and interval are means over the seeds. The interval covers other test
     examples of the site.

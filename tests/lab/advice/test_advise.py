@@ -1,0 +1,280 @@
+"""Advice has an answer, a config that runs, and continues after a kill."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.utils.data import TensorDataset
+from typer.testing import CliRunner
+
+from fedbn_flwr.errors import ConfigError, RunFailedError
+from fedbn_flwr.lab.advice.advisor import RECOMMENDED_FILE, _sentences, advise
+from fedbn_flwr.lab.advice.candidates import ALONE, FEDAVG, Candidate, candidates
+from fedbn_flwr.lab.advice.halving import (
+    SHORTEST,
+    Point,
+    Rung,
+    _better_half,
+    affordable,
+    cost,
+    finalists,
+    lengths,
+    of_length,
+)
+from fedbn_flwr.lab.cli import app
+from fedbn_flwr.lab.config import Config, learning_rate_of
+from fedbn_flwr.lab.files import ADVICE_FILE, read_metrics
+from fedbn_flwr.lab.report import write_report
+from fedbn_flwr.lab.studies.sweep import LogFollower
+
+
+def net(num_classes: int, features: int) -> nn.Module:
+    return nn.Sequential(
+        nn.Linear(features, 8),
+        nn.BatchNorm1d(8),
+        nn.ReLU(),
+        nn.Linear(8, num_classes),
+    )
+
+
+def sites(site: int, part: str) -> TensorDataset:
+    """Return rows of three classes. The sites differ in scale and offset."""
+    generator = torch.Generator().manual_seed(10 * site + (part == "test"))
+    targets = torch.arange(30) % 3
+    inputs = torch.randn(30, 4, generator=generator)
+    inputs[:, :3] += 2 * nn.functional.one_hot(targets, 3)
+    return TensorDataset((site + 1) * inputs + 3 * site, targets)
+
+
+sites.input_shape = (4,)  # type: ignore[attr-defined]
+sites.site_names = ["north", "south", "west"]  # type: ignore[attr-defined]
+
+GIVEN: Mapping[str, Any] = {
+    "dataset": sites,
+    "model": net,
+    "task": "classification",
+    "num-classes": 3,
+    "num-clients": 3,
+    "num-server-rounds": 8,
+    "local-steps": 2,
+    "batch-size": 8,
+    "strategy": "fedbn",
+    "seed": 2,
+}
+
+
+def advice_of(out: Path, **options: Any) -> dict[str, Any]:
+    return advise(GIVEN, out, methods=["fedbn"], parallel=1, **options)
+
+
+@pytest.fixture(scope="module")
+def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("advice")
+    advice_of(folder)
+    return folder
+
+
+@pytest.fixture
+def advice(out: Path) -> dict[str, Any]:
+    return json.loads((out / ADVICE_FILE).read_text())
+
+
+def test_the_best_validation_score_is_recommended_in_a_config_that_runs(
+    out: Path, advice: dict[str, Any]
+) -> None:
+    names = [one["name"] for one in advice["candidates"]]
+    assert names == [FEDAVG, ALONE, "FedAvg+GN", "FedBN"]
+    assert [len(trial["scores"]) for trial in advice["trials"]] == [12]
+    ranking = advice["ranking"]
+    assert {FEDAVG, ALONE} <= {row["method"] for row in ranking}
+    best = max(ranking, key=lambda row: row["score"])
+    assert (best, advice["best"]) == (ranking[0], best["method"])
+    assert [site["site"] for site in advice["sites"]] == ["north", "south", "west"]
+    assert advice["seeds"] == [2, 3, 4]
+    for row in ranking:
+        late = [
+            line["personal-validation-accuracy"]
+            for run in out.glob(f"{row['method'].replace(' ', '_')}/all/seed-*")
+            for line in read_metrics(run / "metrics.jsonl")[6:]
+        ]
+        assert len(late) == 6
+        assert row["score"] == pytest.approx(statistics.fmean(late))
+        if row is not best:
+            gap = best["score"] - row["score"]
+            assert row["difference"] == pytest.approx(gap)
+
+    (settings,) = (
+        one["settings"] for one in advice["candidates"] if one["name"] == best["method"]
+    )
+    config = Config.load(out / RECOMMENDED_FILE)
+    assert (config.strategy, config.norm, config.learning_rate) == (
+        settings["strategy"],
+        settings.get("norm", "batch"),
+        best["learning-rate"],
+    )
+    assert (config.num_server_rounds, config.validation_share) == (8, 0)
+    assert config.seed == 2
+    assert advice["answer"][0] in write_report(out).read_text()
+
+
+def test_an_advice_that_is_killed_gives_the_same_answer_when_it_continues(
+    out: Path, advice: dict[str, Any], tmp_path: Path
+) -> None:
+    class Killed(LogFollower):
+        def __init__(self, after: int) -> None:
+            self.left = after
+
+        def begin(self, cell: Any) -> Any:
+            def on_round(line: Any) -> None:
+                self.left -= 1
+                if not self.left:
+                    raise KeyboardInterrupt
+
+            return on_round
+
+    kills = 0
+    for after in (3, 20, 31, 47, 10_000):
+        try:
+            again = advice_of(tmp_path, follower=Killed(after))
+        except KeyboardInterrupt:
+            kills += 1
+    assert kills == 4
+    assert (tmp_path / RECOMMENDED_FILE).read_bytes() == (
+        out / RECOMMENDED_FILE
+    ).read_bytes()
+    for one in (advice, again):
+        for row in one["ranking"]:
+            del row["seconds"]
+    assert json.loads(json.dumps(again)) == advice
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"rounds": 60}, "too small for one halving of 12 trials. Give at least"),
+        ({"rounds": 60, "hours": 1.0}, "two budgets"),
+        ({"rates": [0.1, 0.2, 0.1]}, "three different"),
+        ({"metric": "acuracy"}, "acuracy"),
+        ({"methods": ["fedbm"]}, "fedbm"),
+        ({"methods": ["fedwon norm=wsconv"]}, "FedWon"),
+    ],
+)
+def test_bad_input_is_refused_before_the_trials(
+    tmp_path: Path, options: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(ConfigError, match=words):
+        advise(GIVEN, tmp_path, **{"methods": ["fedbn"], **options})
+    assert not (tmp_path / "tune").exists()
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"model": lambda: None}, "at the top of a module"),
+        ({"validation-share": 0.0}, "validation"),
+        ({"num-server-rounds": 4}, "num-server-rounds"),
+    ],
+)
+def test_settings_without_an_answer_are_refused(
+    tmp_path: Path, settings: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(ConfigError, match=words):
+        advise({**GIVEN, **settings}, tmp_path)
+    assert not (tmp_path / "tune").exists()
+
+
+def test_if_all_trials_diverge_there_is_no_advice(tmp_path: Path) -> None:
+    with pytest.raises(RunFailedError, match="all 12 trials diverged"):
+        advice_of(tmp_path, rates=[1e30, 2e30, 3e30])
+    assert not (tmp_path / ADVICE_FILE).exists()
+
+
+def test_one_model_for_all_sites_is_not_compared_with_training_alone() -> None:
+    base = {"num-clients": 3, "eval-on": "global"}
+    tried, left_out = candidates({}, base, [], most=9)
+    metrics = {one.name: one.metric for one in tried}
+    assert metrics[ALONE] == "personal-validation-accuracy"
+    assert metrics[FEDAVG] == metrics["FixBN"] == "validation-accuracy"
+    assert "FedBN" not in metrics
+    assert "eval-on" in left_out["FedBN"]
+
+
+@given(
+    scores=st.lists(st.none() | st.floats(0, 1), min_size=6, max_size=12),
+    budget=st.integers(1, 3000),
+)
+def test_the_better_half_and_the_references_continue(
+    scores: list[float | None], budget: int
+) -> None:
+    names = [FEDAVG, ALONE, "C", "D"]
+    people = [Candidate(name, {}, "", "validation-accuracy") for name in names]
+    points = [Point(people[i % 4], 0.1) for i in range(len(scores))]
+    by_point = dict(zip(points, scores, strict=True))
+    usable = sorted(
+        (point for point in points if by_point[point] is not None),
+        key=lambda point: -by_point[point],
+    )
+    rest = [point for point in points if by_point[point] is None]
+    rung = Rung(4, {point: by_point[point] for point in [*usable, *rest]})
+    kept = _better_half(rung, "validation-accuracy")
+    half = math.ceil(len(points) / 2)
+    assert kept[:half] == usable[:half]
+    assert len(kept) <= half + 2
+    last = finalists(rung, "validation-accuracy")
+    for found in (kept, last):
+        for name in (FEDAVG, ALONE):
+            best = rung.best_of(name)
+            assert best is None or best in found
+    assert usable[:1] == last[:1]
+
+    # the largest run within the budget
+    if cost(SHORTEST + 1, len(points)) <= budget:
+        rounds = affordable(budget, len(points), 100)
+        assert cost(rounds, len(points)) <= budget
+        assert rounds == 100 or cost(rounds + 1, len(points)) > budget
+        assert all(SHORTEST <= length < rounds for length in lengths(rounds))
+
+
+def test_what_happens_in_a_run_happens_at_the_same_share_of_a_short_run() -> None:
+    full = {"num-server-rounds": 80, "lr-decay-at": "20,0.5,freeze", "freeze-at": 60}
+    settings = {**full, "strategy": "fixbn", "num-clients": 3}
+    short = Config.make(of_length(settings, 8, 80))
+    assert (short.num_server_rounds, short.freeze_at) == (8, 0.75)
+    assert learning_rate_of(short).decay_after == (2, 4, "freeze")
+    assert of_length({"strategy": "fedtan2"}, 4, 80)["fedtan-rounds"] == 1
+    window = of_length({"freeze-at": "auto", "freeze-window": 40}, 8, 80)
+    assert window["freeze-window"] == 4
+
+
+def test_a_site_is_better_only_if_its_whole_interval_is(advice: dict[str, Any]) -> None:
+    ends = {"a": (0.1, 0.2), "b": (-0.1, 0.2), "c": (-0.2, -0.1), "d": (None, None)}
+    rows = [
+        {"site": site, "difference-low": low, "difference-high": high}
+        for site, (low, high) in ends.items()
+    ]
+    *_, sentence = _sentences({**advice, "sites": rows})
+    assert sentence.endswith(
+        "better at 1 (a), worse at 1 (c), not clearly different at 1 (b), not known at 1"
+        " (d) of 4 sites."
+    )
+
+
+def test_the_command_prints_the_answer(out: Path, advice: dict[str, Any]) -> None:
+    settings = {key: value for key, value in GIVEN.items() if key not in ("model",)}
+    settings |= {"model": f"{net.__module__}:net", "dataset": f"{net.__module__}:sites"}
+    options = [f"--set={key}={value}" for key, value in settings.items()]
+    command = ["advise", *options, "--out", str(out), "--methods", "fedbn"]
+    result = CliRunner().invoke(app, [*command, "--parallel", "1"])
+    assert result.exit_code == 0, result.output
+    for sentence in (*advice["answer"], *advice["conditions"]):
+        assert sentence in result.output
