@@ -98,9 +98,9 @@ def unpacked_reply(reply: Message) -> Message:
 
 
 def unpacked(content: RecordDict) -> RecordDict:
-    """Return the content of a message before ``in_one_piece``.
+    """Return the content that a message had before ``in_one_piece``.
 
-    Its array records come first.
+    In the returned content, the array records come first.
 
     Raises:
         PackingError: the manifest is missing or does not fit the bytes. For example, a
@@ -196,7 +196,9 @@ def _records(piece: np.ndarray[Any, Any]) -> dict[str, ArrayRecord]:
 def _refuse_name(what: str, name: object, taken: Collection[str]) -> None:
     """Refuse a name that is not a text or is repeated."""
     if not isinstance(name, str):
-        raise PackingError(f"packed arrays: {what} {name!r:.80} must have a name")
+        raise PackingError(
+            f"packed arrays: {what} {name!r:.80}: the name must be a text"
+        )
     if name in taken:
         raise PackingError(f"packed arrays: {what} '{name:.80}' exists twice")
 
