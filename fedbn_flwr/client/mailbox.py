@@ -1,7 +1,8 @@
 """Records that ``bn_mod`` and ``bn_rules`` exchange during a message.
 
-They are in ``Context.state``. The mod fills the inbox with the method's further records
-of the message, and ``bn_rules`` fills the outbox with additions to the reply.
+The records are in ``Context.state``. The mod moves the method's further records from
+the message to the inbox, and ``bn_rules`` reads them. ``bn_rules`` writes its additions
+to the reply to the outbox, and the mod adds them to the reply.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ def open_outbox(context: Context) -> None:
 
 
 def is_filled(context: Context) -> bool:
-    """Return whether a block has filled the outbox of this message."""
+    """Return whether ``bn_rules`` has filled the outbox of this message."""
     return bool(context.state.get(OUTBOX))
 
 

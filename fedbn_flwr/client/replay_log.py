@@ -40,10 +40,10 @@ def log_answer(
 
     Args:
         context: the context with the log.
-        parameters: the model in the round's first message, or the newest answer in a
-            later message.
-        config: has ``ARRAY_NAMES`` (JSON; answers are named ``fedtan/TAG``),
-            ``ATTEMPT`` and ``UNION``.
+        parameters: the arrays of the message: the model in the round's first message,
+            or the newest answer in a later message.
+        config: the config of the message. It has ``ARRAY_NAMES`` (JSON; an answer has
+            the name ``fedtan/TAG``), ``ATTEMPT`` and ``UNION``.
 
     Raises:
         StateError: the context is missing, or it has lost the round's model.
@@ -90,7 +90,7 @@ def log_answer(
 
 
 def replay(context: Context | None, config: Mapping[str, Any]) -> Replay | None:
-    """Return the reducer that answers from the log, or None for other messages."""
+    """Return the reducer that answers from the log; None outside such a step."""
     if context is None or ATTEMPT not in config:
         return None
     records = of_kind(context.state, ArrayRecord)
@@ -108,7 +108,8 @@ def replay(context: Context | None, config: Mapping[str, Any]) -> Replay | None:
 def log_sent(context: Context, exchange: NextExchange) -> None:
     """Add the sent tensor to the log.
 
-    A later message compares it, to check that a user's training repeats itself exactly.
+    At the next message, the training runs again, and its tensor must equal the logged
+    tensor.
     """
     sent = of_kind(context.state, ArrayRecord).get(STEP_SENT, ArrayRecord())
     context.state[STEP_SENT] = ArrayRecord({**sent, **to_record(exchange.tensors)})

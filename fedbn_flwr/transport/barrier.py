@@ -93,7 +93,8 @@ class Barrier:
         exchanges: number of answered exchanges in all attempts.
         bytes_down: bytes of the answers; each broadcast counts once.
         bytes_up: bytes of the members' tensors.
-        apart_down: bytes of additional columns of the answers, counted likewise.
+        apart_down: bytes of additional columns of the answers; each broadcast counts
+            once.
         apart_up: bytes of additional columns of the members' tensors.
     """
 
@@ -215,8 +216,9 @@ class Barrier:
         finally:
             ended, self._ended = self._ended, []
             self._lock.release()
-            # Give the answers even after an exception. A dropped member raises one, and
-            # the others must learn the end of the exchange that it aborted.
+            # Give the answers even after an exception. The call of a dropped member
+            # raises an exception, but the other members must learn that the exchange
+            # was aborted.
             for exchange in ended:
                 for then, waiting in exchange.then.items():
                     then({i: self._outcome(i, exchange) for i in waiting})
@@ -228,8 +230,9 @@ class Barrier:
             RetryStep: the tensor belongs to an earlier attempt.
             Dropped: the member is out of the round.
         """
-        # Refuse a tensor whose exchange cannot be answered. A member that has closed
-        # would get no answer, because the others do not wait for it.
+        # Refuse a tensor from a member that would get no answer. A dropped member is
+        # out of the round. A member that has closed has ended its step, and the others
+        # no longer wait for it.
         self._refuse_dropped(node_id)
         if node_id in self._closed:
             raise Dropped(
@@ -243,7 +246,7 @@ class Barrier:
             )
 
         # Drop a client that diverges. It loses its own round, but must not spoil the
-        # others'.
+        # round of the others.
         if not bool(torch.isfinite(tensor).all()):
             reason = f"sent a value that is not finite in exchange '{tag}'"
             self._drop({node_id: coded(NOT_FINITE, reason)})
@@ -280,7 +283,7 @@ class Barrier:
         """Return the outcome for a member of an exchange that is over."""
         if exchange.answer is not None:
             return exchange.answer
-        # The exchange was aborted, because this member or another one was lost.
+        # The exchange was aborted, because this member or another member was lost.
         try:
             with self._lock:
                 self._refuse_dropped(node_id)
@@ -377,8 +380,8 @@ class Barrier:
             if i not in exchange.sent and i not in self._closed:
                 return
 
-        # All members must be at the same place in the step. A member without a tensor
-        # has closed.
+        # All members must be at the same place in the step. A member that has sent no
+        # tensor has closed.
         odd = odd_ones({i: exchange.sent.get(i) for i in left})
         if odd:
             self._drop(odd)
@@ -394,7 +397,7 @@ class Barrier:
         except FedBNError as error:  # all members sent the same unusable tensor
             self._drop(dict.fromkeys(left, f"sent an unusable tensor: {error}"))
             return
-        # The error may happen only once. Drop the last sender, so that no call hangs.
+        # A later attempt may succeed. Drop the last sender, so that no call hangs.
         except Exception as error:
             last = next(reversed(exchange.sent))
             reason = f"completed exchange '{tag}', whose answer failed: {error}"
@@ -418,7 +421,7 @@ class Barrier:
 def odd_ones(sent: Mapping[int, TaggedTensor | None]) -> dict[int, str]:
     """Return a reason to drop each client that differs from the majority.
 
-    Of two groups of the same size, the first is the majority.
+    If two groups have the same size, the first is the majority.
 
     Args:
         sent: tensors sent by the clients, in the order of the members. None means that

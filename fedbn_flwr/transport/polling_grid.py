@@ -114,7 +114,7 @@ class ImmediateGrid(Grid):
         return None
 
     def name_nodes(self, names: Mapping[int, object]) -> None:
-        """Set objects by node id whose texts name the nodes in the log."""
+        """Set the objects whose texts name the nodes in the log, by node id."""
 
     def pack_for(self, node_ids: Iterable[int]) -> None:
         """Note that the apps of these nodes read arrays in one piece.
@@ -240,9 +240,9 @@ class PollingGrid(ImmediateGrid):
         """Send all messages, and return the replies within ``timeout`` seconds.
 
         The replies are unordered. The log names nodes that do not answer in time. Over
-        a network it also names them earlier, now and then, because a node with a
-        connection but without started apps never answers. The error reply for a lost
-        node has the id of that node.
+        a network, it also names the awaited nodes from time to time during the wait,
+        because a connected node whose apps are not started never answers. The error
+        reply for a lost node has the id of that node.
 
         Raises:
             EngineError: the messages could not be pushed.
@@ -280,8 +280,8 @@ class PollingGrid(ImmediateGrid):
         replies = []
         for arrived, waiting, seconds in polls(self, messages, pauses, limit):
             replies += arrived
-            # Leave out errors, because they come quickly and say nothing about the time
-            # for the work.
+            # Leave out error replies, because they arrive quickly and do not show how
+            # long the work takes.
             for reply in arrived:
                 if network and reply.has_content():
                     kind = reply.metadata.message_type
@@ -314,7 +314,8 @@ class PollingGrid(ImmediateGrid):
     def _pauses(self, messages: Sequence[Message]) -> Pauses:
         """Return the pauses over a network in a wait for replies to these messages."""
         kinds = {message.metadata.message_type for message in messages}
-        # Use 0 for a kind without a reply so far, because it may be the quickest.
+        # Use 0 for a type of message that has no reply so far, because it may be the
+        # quickest type.
         quickest = min((self._quickest.get(kind, 0.0) for kind in kinds), default=0.0)
         first = max(_PAUSES_OVER_NETWORK.first, _FIRST_POLL * quickest)
         return _PAUSES_OVER_NETWORK._replace(first=first)
@@ -371,8 +372,8 @@ def _push(grid: Grid, messages: Sequence[Message]) -> dict[str, int]:
     """
     node_ids = [message.metadata.dst_node_id for message in messages]
     message_ids = list(grid.push_messages(messages))
-    # If Flower refuses all messages, the list is shorter. If it refuses one of them,
-    # its id is empty.
+    # If Flower refuses all messages, it returns fewer ids than messages. If it refuses
+    # one message, the id of this message is empty.
     if len(message_ids) != len(messages):
         raise EngineError(
             f"only {len(message_ids)} of {len(messages)} messages could be sent."
