@@ -135,9 +135,10 @@ class MaskedSums(Protection):
         self._inner.begin(methods)
 
     def _begin(self) -> None:
-        # ``_weights`` is the SHA-256 of this round's weights, and ``_known`` of the
-        # last weights whose sum may be known. A second sum for the same weights would
-        # reveal a client that is only in one of the sums.
+        # ``_weights`` is the SHA-256 of this round's weights. ``_known`` is the SHA-256
+        # of the last weights for which the server may know a sum of updates. A second
+        # sum for the same weights would reveal a client that is only in one of the
+        # sums.
         self._weights = self._known = ""
         # Number from which clients of a resumed run draw new batches; 0 means none.
         self._fresh = 0
@@ -240,7 +241,8 @@ class MaskedSums(Protection):
             tag: str, tensors: Sequence[Tensor], weights: Sequence[float]
         ) -> Tensor:
             total = masks.of_exchange(tag, tensors)
-            # From now on, a sum for these weights is known.
+            # Note that the server now knows a sum for these weights. A second sum for
+            # the same weights could reveal a single client.
             self._known = self._weights
             return torch.from_numpy(masks.point.mean(total, math.fsum(weights)))
 
@@ -261,7 +263,8 @@ class MaskedSums(Protection):
     ) -> Sequence[Reply]:
         """Return one reply with the average (step 4), or none if masks remain.
 
-        With differential privacy, even such a round has a result, which is only noise.
+        With differential privacy, a round whose masks remain still has a result. This
+        result is only noise.
         """
         if not replies:
             return self._inner.pool(facts, report, replies, check)
@@ -323,8 +326,8 @@ class MaskedSums(Protection):
     def outcome(self) -> dict[str, Any]:
         """Return the outcome of differential privacy.
 
-        A guarantee then has the additional sentence that masks do not hide whether a
-        client answers.
+        If there is a guarantee, it also states that masks do not hide whether a client
+        answers.
         """
         found = self._inner.outcome()
         if self._dp and self._dp.guarantees:
@@ -372,8 +375,8 @@ def _able(masks: MaskedRound, repeats: bool) -> list[int]:
 
     Args:
         masks: the round.
-        repeats: whether a sum of this model may be known. Then clients with only one
-            batch would send the same numbers again.
+        repeats: whether the server may know a sum for this model. If so, clients with
+            only one batch would send the same numbers again.
 
     Raises:
         ConfigError: all clients would send the same numbers again.

@@ -116,8 +116,10 @@ class Travels:
         decides: decisions that only one method of a run may make: "gradients",
             "server step".
         needs: further parts of BN that the model must have, a set for each need.
-        kept: a description of other things that the clients keep.
-        second_model: whether a client has a model of its own next to the global one.
+        kept: a text that names the state that clients keep in addition to entries of
+            the model, e.g. "SGD's momentum".
+        second_model: whether a client has a personal model in addition to the global
+            model.
         after: the round after which the phase begins at the earliest; None if it is
             unknown, or if the run begins with the phase.
         after_setting: the setting that determines ``after``.
@@ -181,7 +183,7 @@ class Travels:
 
 
 def together(declarations: Iterable[Travels]) -> Travels:
-    """Return one declaration that merges all the given ones."""
+    """Return one declaration that merges all given declarations."""
     total = Travels()
     for one in declarations:
         # If only one method may decide, keep the later or the first value:

@@ -36,12 +36,14 @@ __all__ = ["OnReplies", "OnRoundEnd", "Options", "Run"]
 
 # This registry has the number of starts of a strategy on each grid. The clients'
 # Context.state outlasts a start, so a later start tells the clients to discard its
-# content (start_id). A grid may be Flower's and cannot store the number itself.
+# content (start_id). The number is not stored in the grid, because the grid may be an
+# object of Flower.
 _STARTS: WeakKeyDictionary[Grid, int] = WeakKeyDictionary()
 
 logger = logging.getLogger("flwr")
 
-# The endings of torch's names for the entries of observers.
+# In quantisation-aware training, torch's observers add entries to the state. The names
+# of these entries end in one of these texts.
 _OBSERVED = ("activation_post_process.min_val", "activation_post_process.max_val")
 
 Average = Callable[..., MetricRecord]
@@ -103,7 +105,7 @@ class Run:
         shapes: the shapes of the model's entries.
         trained: labels of the clients whose training was used since the start or the
             resumption.
-        tested: whether a client was tested since then.
+        tested: whether a client was tested since the start or the resumption.
         other_counts: ids of the nodes whose reply had another count of examples than
             their answer to the query.
         transport: the transport of synchronised steps; created in the first such round.
@@ -293,8 +295,9 @@ class Run:
             **vars(self.message_config(facts.number)),
             hooks=tuple(ask.hook for ask in asks),
             extras=extras,
-            # If statistics are frozen in every round, no freeze begins, so clients are
-            # not told of one.
+            # Tell the clients that statistics are frozen only if the freeze begins in
+            # some round. If statistics are frozen in every round, there is no such
+            # moment.
             frozen=self.methods.freezes_bn and bool(facts.travels.frozen),
         )
         entries = config.write()
@@ -305,7 +308,8 @@ class Run:
     def test_config(self, number: int) -> dict[str, Any]:
         """Return the config entries of a message for tests after a round.
 
-        With ``fine_tune`` clients train before the test as they did in the round.
+        With ``fine_tune``, the clients train before the test in the same way as in the
+        round.
         """
         if not self.methods.params.fine_tune:
             return self.message_config(number).write()
@@ -315,7 +319,7 @@ class Run:
     def tests_after(self, number: int) -> bool:
         """Return whether clients test after this round.
 
-        Statistics are then re-estimated as well.
+        If they do, statistics are re-estimated as well.
         """
         return number % self.methods.params.eval_every == 0 or number == self.num_rounds
 
@@ -446,7 +450,8 @@ class Run:
                 f" {', '.join(sorted(needed))}. Saved entries:"
                 f" {', '.join(sorted(saved))}."
             )
-        # The clients' present states are unknown, so send each the hash to restore.
+        # The clients' present local states are unknown. Send each client the hash of
+        # the local state that it must restore.
         self.after = after
         # Restore the methods first, because the error about another method must precede
         # the error about its entries.
