@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 _PREFIX = "fedbn-flwr-"
-_MARKER = "fedbn-flwr"  # file that marks a folder as ours
+_MARKER = "fedbn-flwr"  # file that marks the package's folders
 
 
 @contextmanager
@@ -30,8 +30,9 @@ def own_folder() -> Iterator[str]:
         new, marker = Path(folder, "new"), Path(folder, _MARKER)
         handle = os.open(new, os.O_WRONLY | os.O_CREAT)
         try:
-            # The lock lasts until the process ends in any way. Lock the file before it
-            # gets its name, because an unlocked file of this name would look abandoned.
+            # The lock lasts until the process ends, even if the process is killed. Lock
+            # the file before it gets its name, because an unlocked file of this name
+            # would look abandoned.
             fcntl.flock(handle, fcntl.LOCK_EX)
             new.rename(marker)
             yield folder
@@ -42,7 +43,7 @@ def own_folder() -> Iterator[str]:
 def remove_dead() -> None:
     """Remove the folders of killed processes, and end processes that still use them."""
     for marker in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*/{_MARKER}"):
-        with suppress(OSError):  # the folder is in use, another user's, or gone
+        with suppress(OSError):  # in use, of another user, or gone
             handle = os.open(marker, os.O_WRONLY)
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -54,10 +55,11 @@ def remove_dead() -> None:
 
 def _end_processes(folder: Path) -> None:
     """Kill this user's processes that use the folder, if the system has /proc."""
-    # Ray's processes have a path in the folder as argument, Flower's have it as home.
+    # A process of Ray has a path inside the folder as an argument. A process of Flower
+    # has the folder as its FLWR_HOME.
     path, home = f"{folder}/".encode(), f"FLWR_HOME={folder}".encode()
     for process in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):  # the process has ended, or is another user's
+        with suppress(OSError):  # it has ended, or has another user
             named = path in (process / "cmdline").read_bytes()
             if named or home in (process / "environ").read_bytes().split(b"\0"):
                 os.kill(int(process.name), signal.SIGKILL)

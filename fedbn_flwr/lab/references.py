@@ -37,7 +37,7 @@ def references_of(run: RunFiles, against: Sequence[Path] = ()) -> list[RunFiles]
     here = run.folder.resolve()
     for folder in sorted(here.parent.iterdir()):
         if folder != here and (folder / "summary.json").is_file():
-            # not comparable, or the folder of another version
+            # not comparable, or written by another version
             with suppress(FedBNError):
                 found.append(_comparable(run, folder))
     return sorted(found, key=lambda one: one.config.strategy != ALONE)[:3]
@@ -53,13 +53,18 @@ def name_of(run: RunFiles) -> str:
 
 
 def alone_command(config: Config, out: Path) -> str:
-    """Return the command that trains each site on its own data, with the same test."""
+    """Return the command of a run that trains each site only on its own data.
+
+    Its settings of data, clients, model, rounds, local training and tests are the
+    settings of ``config``, except that it tests each site's own model.
+    """
     values = config.to_mapping()
     defaults = {field.alias: field.default for field in Config.model_fields.values()}
     options = [f"--set strategy={ALONE}", "--set eval-on=personal-own"]
     for group in ("data", "clients", "model", "rounds", "local training", "tests"):
         for key in Config.keys(group):
-            # a decay at the freeze belongs to the method of the run
+            # A decay that starts at the freeze needs the method of the run, so leave it
+            # out.
             decays = key.startswith("lr-decay") and values["lr-decay-at"] == "freeze"
             if values[key] != defaults[key] and key != "eval-on" and not decays:
                 options.append(f"--set {key}={shlex.quote(str(values[key]))}")
@@ -83,7 +88,8 @@ def changed_command(run: RunFiles, *settings: str) -> str:
 def _comparable(run: RunFiles, folder: Path) -> RunFiles:
     """Return the run in a folder, or raise ConfigError if it cannot be compared."""
     refuse_no_run(folder)
-    # The files of settings are enough to skip most folders without reading a run.
+    # Compare the files of settings first, because they exclude most folders and a whole
+    # run takes longer to read.
     mine, theirs = RunFolder.settings(run.folder), RunFolder.settings(folder)
     reasons = []
     for key in ("seed", *Config.keys("data"), *Config.keys("clients")):
@@ -111,7 +117,7 @@ class Comparison:
     Attributes:
         reference: the other run.
         by_site: the row of each site with a difference, by its name.
-        sign: 1 if higher values are better, -1 if lower values are.
+        sign: 1 if higher values are better, -1 if lower values are better.
         difference: the mean over the sites, in the unit of the metric.
         half: half of its 95 % interval, from the sites' paired bootstraps; None if a
             site has no interval.
@@ -159,8 +165,8 @@ def compare(
     if not paired:
         return None
     mean = math.fsum(row["difference"] for row in paired.values()) / len(paired)
-    # The sites are independent, so the squares of half their intervals add up. A site
-    # without an interval leaves the mean without one.
+    # The sites are independent, so the squares of half their intervals add up. If a
+    # site has no interval, the mean has no interval.
     widths = [
         row["difference-high"] - row["difference-low"]
         for row in paired.values()

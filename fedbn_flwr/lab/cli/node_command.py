@@ -53,8 +53,8 @@ def check_node(
 
     with exit_codes():
         quiet_flower()
-        # Only read the settings here. ``check_node`` checks them, because its page also
-        # shows the faults of the settings.
+        # Only read the settings here. ``node_check.check_node`` checks them later and
+        # lists their faults on the page that is printed below.
         settings = merged(read_settings(config, set_ or []))
         from fedbn_flwr.lab.node_check import Connection, check_node
 

@@ -56,8 +56,8 @@ def make_certificates(
         folder: new or empty; existing files are never overwritten.
         num_nodes: number of nodes; they are numbered from 1.
         hosts: names and addresses of the server, in addition to the names of its
-            services. No node's certificate has these names, because the node could then
-            claim to be the server.
+            services. The certificate of a node must not have these names, because the
+            node could then claim to be the server.
         days: number of days until the certificates expire.
 
     Raises:
@@ -236,13 +236,14 @@ def _node(folder: Path, authority: _Authority, number: int) -> None:
 def _role(
     folder: Path, authority: _Authority, secret: bytes | None, names: Sequence[str] = ()
 ) -> None:
-    """Write the files of a role: ``ca.crt``, its secret, its server's key files.
+    """Write ``ca.crt``, and the secret and the server files that the role needs.
 
     Args:
-        folder: the folder of the role.
+        folder: the folder for this role's files, e.g. ``superlink``.
         authority: signs the server's certificate.
         secret: the SuperExec secret; None for a role without a secret.
-        names: names of a server, for its key and certificate; empty for no server.
+        names: the names in the certificate of the role's server; if empty, no key and
+            no certificate are written.
     """
     _write(folder / "ca.crt", authority.certificate)
     if secret is not None:

@@ -112,8 +112,8 @@ def export(
     """Write a model of a run as a new file that takes inputs in the form of the data.
 
     The file is loaded again, and its outputs are compared with the evaluated model's
-    outputs. The inputs of this check are test data of the run. If these are not here,
-    the inputs are random.
+    outputs. The inputs of this check are test data of the run. If these data are not on
+    this machine, the inputs are random.
 
     Args:
         run: the run's folder.
@@ -131,7 +131,8 @@ def export(
     _check_place(out, format)
     saved = load_model(run, choice or Choice())
     # Refuse changed code of the user's model: the file would contain another model, and
-    # the check at the end compares two models of today's code, so it would not notice.
+    # the check at the end compares two models of today's code, so it would not notice
+    # the change.
     changed = saved.description.code_changed()
     if changed:
         raise ConfigError(changed)
@@ -151,7 +152,8 @@ def export(
         write_atomically(out, content)
     except OSError as error:
         raise EngineError(f"out={str(out)!r} cannot be written: {error}.") from error
-    # Check the file as a user loads it, and remove it if the check fails.
+    # Load the file in the same way as a user, and check the loaded model. Remove the
+    # file if the check fails.
     try:
         check = _check(saved.model, _LOADERS[format](out), normalise, inputs, what)
     except BaseException:
@@ -302,7 +304,7 @@ def _check(
         difference = float((outputs - expected).abs().max())
         error = difference if math.isnan(difference) else max(error, difference)
         largest = max(largest, float(expected.abs().max()))
-    # Use ``not <=``, because a NaN is not above the bound but must be refused.
+    # Use ``not <=`` instead of ``>``, because ``>`` would accept NaN.
     check = Check(what, error, largest)
     if not check.relative <= BOUND:
         raise EngineError(

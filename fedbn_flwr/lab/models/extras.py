@@ -27,8 +27,8 @@ from fedbn_flwr.errors import ConfigError, install_extra
 from fedbn_flwr.lab.models.info import ModelInfo
 
 TIMM_PREFIX, SMP_PREFIX = "timm:", "smp:"
-# heights of images in pixels: smaller images are enlarged to SMALLEST, but a config may
-# set SMALLEST_ASKED
+# Heights of images in pixels. Smaller images are enlarged to SMALLEST. If a config sets
+# the height by ``image-size``, the smallest height is SMALLEST_ASKED.
 SMALLEST, SMALLEST_ASKED = 64, 32
 MULTIPLE = 32
 

@@ -36,7 +36,7 @@ FIXED_SIZE = {
     "vit_l_32": 224,
 }
 LARGER = {"inception_v3": 75}
-# smallest heights if a config sets the height
+# Smallest heights if a config sets the height by ``image-size``.
 SMALLEST_ASKED = 32
 LARGER_ASKED = {"alexnet": 63, **LARGER}
 WITH_AUXILIARY = ("googlenet", "inception_v3")

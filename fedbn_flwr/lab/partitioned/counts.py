@@ -24,8 +24,8 @@ def data_counts(split: PartitionedData, of_node: bool = False) -> dict[str, int]
 
     ``of_node``: the split has only the partition of one node.
     """
-    # Except for a node, count all test examples, because the server also tests on
-    # examples that no client has.
+    # For a node, count only its own test examples. Otherwise count all test examples,
+    # because the server also tests on examples that no client has.
     tests = sum(map(len, split.test)) if of_node else len(split.test_view())
     return {
         "training": sum(map(len, split.train)),
@@ -209,7 +209,7 @@ def refuse_no_tests(split: PartitionedData, config: Config) -> None:
 
 
 def names_of(split: PartitionedData) -> dict[str, str]:
-    """Return the clients' names from their groups, by client number as a text.
+    """Return the clients' names, taken from their groups, by client number.
 
     A client without a name is left out.
     """

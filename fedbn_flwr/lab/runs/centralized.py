@@ -42,7 +42,7 @@ from fedbn_flwr.training.randomness import torch_generator
 
 logger = logging.getLogger("flwr")
 
-_OPTIMIZER = "optimizer"  # key of a checkpoint, instead of a strategy's state
+_OPTIMIZER = "optimizer"  # key in a checkpoint's ``strategy``
 
 
 def centralized(
@@ -92,7 +92,7 @@ def centralized(
 def reference_config(config: Config) -> Config:
     """Return the config without tests that only federated methods have.
 
-    If no test is left, the test is "global".
+    If the config has only such tests, the returned config has the test "global".
     """
     tests = []
     for name in method_of(config).tests:
@@ -166,7 +166,7 @@ class _Reference:
         if self._start.after:
             line = self._writer.lines()[-1]
         settings, task = local_training(config), data_of(config).test_task
-        # Save the beginning as well, so that a run that is killed in round 1 can be
+        # Save the initial state as well, so that a run that is killed in round 1 can be
         # resumed.
         if not self._start.saved:
             self._save(0, False)
@@ -195,7 +195,7 @@ class _Reference:
         return line
 
     def result(self) -> State:
-        """Return the state of the best round, or of the last without early stopping."""
+        """Return the state of the best round (early stopping) or the last round."""
         return self._best or self._state()
 
     def on_signal(self) -> None:
