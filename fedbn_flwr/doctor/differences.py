@@ -53,7 +53,8 @@ class Groups(NamedTuple):
     Attributes:
         layers: moments by path, without layers that were not called in every group.
         owner: index of each group's client, (R,).
-        inputs: moments of the model's own inputs in each group.
+        inputs: moments of the inputs of the whole model, one entry for each group; ()
+            after ``of``.
     """
 
     layers: Layers
@@ -93,7 +94,7 @@ class ClassSkew:
 
     @property
     def counts(self) -> bool:
-        """Whether classes differ beyond chance, by at least a tenth of the labels."""
+        """Whether the skew is certain, and at least ``MIN_SKEW`` above chance."""
         return self.p_value <= CERTAIN and self.mean - self.by_chance >= MIN_SKEW
 
 
@@ -122,7 +123,7 @@ class Shift:
 
     @property
     def worst(self) -> str:
-        """The layer that is furthest above chance."""
+        """The layer whose deviation is furthest above the deviation by chance."""
         return max(
             self.layers,
             key=lambda path: self.layers[path] ** 2 - self.by_chance[path] ** 2,
@@ -162,7 +163,8 @@ def groups_of(
                 of_inputs.append(moments_of(client.inputs[places].unsqueeze(-1)))
                 for path, moments in moments_seen(working, layers, inputs).items():
                     seen[path].append(moments)
-    # The analysis needs a row from every group, so drop a layer that skipped one.
+    # The analysis needs a row from every group, so leave out layers that were not
+    # called in every group.
     called = {path: rows for path, rows in seen.items() if len(rows) == len(owner)}
     return Groups(called, torch.tensor(owner), of_inputs)
 

@@ -150,7 +150,7 @@ def use_wsconv(
     model, norms = swap_batchnorm(model, lambda layer, path: nn.Identity())
     biases = []
     for path, layer in shifted.items():
-        # The bias is created at the first of several paths.
+        # A layer with several paths gets its bias at the first path.
         if layer.bias is None:
             zeros = layer.weight.new_zeros(num_outputs(layer))
             layer.bias = nn.Parameter(zeros, requires_grad=layer.weight.requires_grad)
@@ -163,7 +163,8 @@ def use_wsconv(
             learns = conv.weight.requires_grad
             ones = nn.Parameter(conv.weight.new_ones(shape), requires_grad=learns)
         conv.register_parameter("gain", ones)
-        # torch's type of an attribute is tensor or module.
+        # torch declares every attribute of a module as a tensor or a module. This
+        # attribute is a number.
         conv.gamma = GAMMAS[activation]  # type: ignore[assignment]
 
     kinds = (ScaledConv1d, ScaledConv2d, ScaledConv3d)

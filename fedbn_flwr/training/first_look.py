@@ -28,7 +28,7 @@ _DRAWS = 8
 
 
 def was_looked_at(model: nn.Module, task: Task) -> bool:
-    """Return whether this run has checked a model of the same layer types for a task."""
+    """Return whether this run has checked these layer types for this task."""
     return is_noted(*_key(model, task))
 
 
@@ -49,7 +49,8 @@ def first_look(model: nn.Module, inputs: Callable[[], Any], task: Task) -> str:
             the other clients would not have these entries.
     """
     trial, end = model, ""
-    # The user's code may raise any exception; the training raises it again and reports.
+    # The user's code may raise any exception. The training will raise the exception
+    # again and report it.
     with suppress(Exception), seeded(0), torch.enable_grad():
         trial = copied(model)
         end = _end_of(trial, inputs_for(trial)(inputs()), task)
@@ -82,7 +83,8 @@ def makes_no_entries(model: nn.Module) -> Iterator[None]:
     A process checks each kind of model once in a run.
 
     Raises:
-        ConfigError: at the end of the block, if the block has created entries.
+        ConfigError: the block has created entries. The error is raised at the end of
+            the block.
     """
     key = _key(model)
     if is_noted(*key):
@@ -102,7 +104,8 @@ def _made(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
 def _shapes(model: nn.Module) -> dict[str, Any]:
     shapes = {}
     for name, entry in model.state_dict(keep_vars=True).items():
-        # A lazy entry raises if it is asked for its shape; other objects have none.
+        # The shape of a lazy entry raises an exception. Objects that are not tensors
+        # have no shape.
         shapes[name] = None if is_lazy(entry) else getattr(entry, "shape", None)
     return shapes
 
@@ -147,8 +150,8 @@ def _possible_ends(outputs: Any, task: Task) -> set[str]:
         several = values.dim() > 1 and values.shape[1] > 1
         if several and ((values.sum(1) - 1).abs() < 0.01).all():
             found.add("softmax")
-    # Look for log-probabilities only if the task has labels: these are decided at 0.
-    # Log-probabilities of classes are valid logits.
+    # Look for log-probabilities only if the task has labels, because a label is decided
+    # by the sign of its logit. For classes, log-probabilities are valid logits.
     if isinstance(task, LabelTask) and (values <= 0).all():
         found.add("log-sigmoid")
     return found
@@ -158,7 +161,7 @@ def _takes_logits(task: Task, outputs: Any) -> bool:
     """Return whether the task applies a sigmoid or softmax to the model's outputs."""
     if isinstance(task, RegressionTask) or not isinstance(outputs, Tensor):
         return False
-    # Tests of labels decide at logit 0, whatever the loss is.
+    # A label is decided by the sign of its logit, and the loss does not matter.
     if isinstance(task, LabelTask):
         return True
     # A softmax in the loss ignores a constant that is added to all logits.

@@ -152,7 +152,7 @@ _KNOWN_LAYOUT = _layout_is_known()
 
 
 class Generators(NamedTuple):
-    """The state of the default generators, on all devices in the case of CUDA."""
+    """The state of all default generators; on CUDA, of every device."""
 
     torch: torch.Tensor
     cuda: list[torch.Tensor]
@@ -171,8 +171,9 @@ class Generators(NamedTuple):
         if self.cuda:
             torch.cuda.set_rng_state_all(self.cuda)
         elif _has_gpu():
-            # The GPU was not used before, but may have been used since. Torch's first
-            # use of a GPU takes this seed.
+            # The saved state has no GPU state, because no GPU had been used. If a GPU
+            # was used since then, seed it as at its first use: torch then takes this
+            # seed.
             torch.cuda.manual_seed_all(torch.initial_seed())
         self.numpy.restore()
         random.setstate(self.python)
@@ -213,7 +214,7 @@ def seed_secretly() -> None:
 def seeded(seed: int) -> Iterator[Generators]:
     """Seed the default generators in the block, and restore them afterwards.
 
-    The ``with`` statement gives the state before the block.
+    The target of ``with ... as`` is the state before the block.
     """
     before = Generators.now()
     seed_generators(seed)
@@ -225,7 +226,7 @@ def seeded(seed: int) -> Iterator[Generators]:
 
 @contextmanager
 def seeded_on_cpu(seed: int) -> Iterator[None]:
-    """Seed as ``seeded``, without the generators of accelerators."""
+    """Seed like ``seeded``, but leave out the generators of accelerators."""
     before = Generators.now()
     _seed_on_cpu(seed)
     try:

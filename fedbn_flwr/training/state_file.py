@@ -1,4 +1,4 @@
-"""Reading a file of a saved state.
+"""Read a saved state from a file.
 
 The formats are ``.safetensors``, NumPy's ``.npz`` and torch's own. Code in the file
 does not run.
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 # Types of values that many files contain in addition to tensors: command-line options,
-# and best metrics as numbers of NumPy.
+# and the best metrics as NumPy numbers.
 _SCALARS = [type(np.dtype(kind)) for kind in ("f2", "f4", "f8", "i4", "i8", "?")]
 _SCALAR = np.float64(0).__reduce__()[0]
 _HARMLESS: list[Any] = [
@@ -57,8 +57,10 @@ class Opened(NamedTuple):
 
     Attributes:
         entries: the tensors by name; empty if there are several states.
-        at: the keys that lead to the state, joined by dots; "" for the whole file.
-        several: the keys of the states if there are several.
+        at: the keys of the mappings around the state, joined by dots; "" if the state
+            is the whole file.
+        several: the keys of the states if there are several and none has a usual name;
+            otherwise ().
         left: the keys of other states that were not opened.
     """
 
