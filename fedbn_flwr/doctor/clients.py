@@ -15,6 +15,8 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from fedbn_flwr.errors import DataError
 from fedbn_flwr.training.randomness import seeded
+from fedbn_flwr.training.read_ahead import read_ahead
+from fedbn_flwr.training.reading import reader
 
 Loaders = Mapping[Any, Iterable[Any]] | Sequence[Iterable[Any]]
 """A loader for each client, by name or in order. Each loader yields batches (inputs,
@@ -203,19 +205,17 @@ def _epoch(loader: Iterable[Any]) -> list[list[int]] | None:
 
 def _drawn(
     loader: Any, order: list[int], max_examples: int, size: int
-) -> DataLoader[Any]:
-    """Return a loader with each index once, or with a sample if there are too many."""
+) -> Iterator[Any]:
+    """Yield the loader's batches with each index once, or with a sample."""
     if len(order) > max_examples:
         places = torch.randperm(len(order))[:max_examples].tolist()
         order = [order[place] for place in places]
     batches = [order[start : start + size] for start in range(0, len(order), size)]
-    return DataLoader(
-        loader.dataset,
-        batch_sampler=batches,
-        collate_fn=loader.collate_fn,
-        num_workers=loader.num_workers,
-        worker_init_fn=loader.worker_init_fn,
-    )
+    # Draw a number as a pass of the loader does, because the next loaders draw after it.
+    torch.empty((), dtype=torch.int64).random_()
+    read = reader(loader.dataset, loader.collate_fn)
+    for _, batch in read_ahead(read, batches, None, loader):
+        yield batch
 
 
 def outputs_of(model: nn.Module, inputs: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ The source is a torch ``Dataset``, or the data set of a ``DataLoader``.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -22,8 +22,8 @@ from torch.utils.data import (
 
 from fedbn_flwr.errors import DataError
 from fedbn_flwr.training.batches import Batches, map_inputs
-from fedbn_flwr.training.randomness import drawing_from
-from fedbn_flwr.training.reading import draws_nothing, name_of, reader
+from fedbn_flwr.training.read_ahead import read_ahead
+from fedbn_flwr.training.reading import name_of, reader
 
 
 class LoadedBatches:
@@ -60,6 +60,7 @@ class LoadedBatches:
         chosen = _chosen(loader)
         if chosen is not None:
             self._data, plain = Subset(self._data, chosen), Subset(plain, chosen)
+        self._loader = loader
         self._read = reader(self._data, loader.collate_fn)
         self._read_plain = reader(plain, loader.collate_fn)
         self.batch_size: int = first_batch(loader) or len(self._data)
@@ -72,31 +73,43 @@ class LoadedBatches:
     ) -> tuple[Any, Tensor]:
         """Return a batch, see ``training.batches.Batches``.
 
-        If a generator is given, random transforms draw from it.
+        If a generator is given, it gives the seed of random transforms.
 
         Raises:
             DataError: the examples are not pairs, they cannot be stacked, or the batch
                 has another number of examples.
         """
-        # For an empty batch, read one example, which gives the shapes.
-        chosen = positions.tolist() or [0]
+        [batch] = self.batches([positions], generator)
+        return batch
+
+    def batches(
+        self, positions: Iterable[Tensor], generator: torch.Generator | None = None
+    ) -> Iterator[tuple[Any, Tensor]]:
+        """Yield ``batch`` of each of the positions.
+
+        The workers of the loader read in advance. Their number does not change a bit.
+
+        Raises:
+            DataError: as in ``batch``; or a worker dies.
+        """
         read = self._read_plain if generator is None else self._read
-        if generator is None or draws_nothing(read):
-            batch = read(chosen)
-        else:
-            # Users' transforms draw from the default generators of torch, NumPy,
-            # Python.
-            with drawing_from(generator):
-                batch = read(chosen)
+        order = (each.tolist() for each in positions)
+        for chosen, batch in read_ahead(read, order, generator, self._loader):
+            yield self._checked(batch, len(chosen))
+
+    def _checked(self, batch: Any, size: int) -> tuple[Any, Tensor]:
+        """Return the inputs and targets of ``size`` examples."""
         inputs, targets = _pair(batch)
-        if isinstance(targets, Tensor) and targets.shape[:1] != (len(chosen),):
+        # For an empty batch, one example was read, which gives the shapes.
+        count = size or 1
+        if isinstance(targets, Tensor) and targets.shape[:1] != (count,):
             raise DataError(
                 f"{name_of(self._data)}: the collate_fn returns targets of shape"
-                f" {tuple(targets.shape)} for {len(chosen)} examples. It must keep all"
+                f" {tuple(targets.shape)} for {count} examples. It must keep all"
                 " examples, in their order. To drop examples, remove them from the data"
                 " set."
             )
-        if not len(positions):
+        if not size:
             return map_inputs(lambda part: part[:0], inputs), targets[:0]
         return inputs, targets
 
@@ -133,7 +146,8 @@ def _pair(batch: Any) -> tuple[Any, Any]:
 def batches_of(loader: Any, plain: Dataset[Any] | None = None) -> Batches:
     """Return the data set of a ``DataLoader`` as ``Batches``.
 
-    The batches are assembled by its ``collate_fn``.
+    The batches are assembled by its ``collate_fn``. The workers of the loader
+    (``num_workers``) read in advance; their number does not change a bit.
 
     Args:
         loader: its batch size and order are ignored, because the client's settings

@@ -233,28 +233,3 @@ def seeded_on_cpu(seed: int) -> Iterator[None]:
         yield
     finally:
         before.restore()
-
-
-@contextmanager
-def drawing_from(generator: torch.Generator) -> Iterator[None]:
-    """Let the default generators draw from ``generator`` in the block.
-
-    Torch's CPU generator starts with the state of ``generator``. The other generators
-    are seeded by a draw. Afterwards ``generator`` has the state of torch's generator at
-    the end of the block.
-    """
-    before = Generators.now()
-    # Seed NumPy and Python by a draw, because their generators differ in kind from
-    # torch's.
-    words = torch.randint(2**32, (624,), generator=generator).numpy().astype(np.uint32)
-    np.random.seed(words)
-    random.seed(words.tobytes())
-    torch.set_rng_state(generator.get_state())
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        torch.cuda.manual_seed_all(int.from_bytes(words[:2].tobytes(), "little") >> 1)
-    try:
-        yield
-    finally:
-        # The next batch continues from this state instead of repeating the same draws.
-        generator.set_state(torch.get_rng_state())
-        before.restore()

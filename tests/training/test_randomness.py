@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
+from fedbn_flwr.training import batches_of, randomness
 from fedbn_flwr.training.randomness import (
     Generators,
     NumpyGenerator,
-    drawing_from,
     seed_secretly,
     seeded,
 )
@@ -190,6 +191,7 @@ def test_what_is_drawn_on_a_gpu_from_a_stream_moves_on_with_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     gpu, stream = torch.Generator().manual_seed(1), torch.Generator()
+    monkeypatch.setattr(randomness, "_has_gpu", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_rng_state_all", lambda: [gpu.get_state()])
     monkeypatch.setattr(
@@ -197,11 +199,16 @@ def test_what_is_drawn_on_a_gpu_from_a_stream_moves_on_with_it(
     )
     monkeypatch.setattr(torch.cuda, "manual_seed_all", gpu.manual_seed)
     before, drawn = gpu.get_state(), []
+
+    def draw(_: Any) -> tuple[Tensor, Tensor]:
+        drawn.append(float(torch.rand((), generator=gpu)))
+        return X[:1], X[:1]
+
+    data = batches_of(DataLoader(TensorDataset(X), collate_fn=draw))
     for _ in range(2):
         stream.manual_seed(3)
         for _ in range(3):
-            with drawing_from(stream):
-                drawn.append(float(torch.rand((), generator=gpu)))
+            data.batch(torch.tensor([0]), stream)
     assert torch.equal(gpu.get_state(), before)
     assert drawn[:3] == drawn[3:]
     assert len(set(drawn)) == 3

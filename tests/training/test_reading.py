@@ -14,10 +14,8 @@ from torch.utils.data import (
     ConcatDataset,
     DataLoader,
     Dataset,
-    IterableDataset,
     Subset,
     TensorDataset,
-    WeightedRandomSampler,
     default_collate,
 )
 
@@ -121,29 +119,9 @@ def test_several_examples_are_asked_for_in_one_call() -> None:
     assert targets.tolist() == [0, 1, 2, 3, 4]
 
 
-class Stream(IterableDataset[Any]):
-    """A stream without numbers for its examples."""
-
-    def __iter__(self) -> Any:
-        return iter(())
-
-
 @pytest.mark.parametrize("collate", [None, default_collate, lambda batch: batch])
 @pytest.mark.parametrize("extra", [-5, -1, 1])
 def test_a_wrong_number_of_examples_is_refused(extra: int, collate: Any) -> None:
     data = Subset(Called(extra), range(5))
     with pytest.raises(DataError, match="Subset of Called returned"):
         batches_of(DataLoader(data, collate_fn=collate)).batch(torch.arange(5))
-
-
-@pytest.mark.parametrize(
-    "loader",
-    [
-        DataLoader(Stream()),
-        DataLoader(Called(), sampler=WeightedRandomSampler([1.0] * 8, 8)),
-    ],
-    ids=["without numbers", "a sampler that draws"],
-)
-def test_an_order_that_cannot_be_followed_is_refused_by_name(loader: Any) -> None:
-    with pytest.raises(DataError, match=type(loader.dataset).__name__):
-        batches_of(loader)

@@ -1,0 +1,165 @@
+"""Batches of a data set, which the workers of its ``DataLoader`` read in advance.
+
+The random transforms of a batch draw from a seed of their own. Therefore a batch does
+not depend on the process that reads it, or on the batches before it.
+"""
+
+from __future__ import annotations
+
+import functools
+import multiprocessing
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain, islice
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+from torch.utils.data._utils import signal_handling
+
+from fedbn_flwr.errors import DataError
+from fedbn_flwr.machine import begin_fork, forking
+from fedbn_flwr.training.randomness import seeded
+from fedbn_flwr.training.reading import Read, draws_nothing, name_of
+
+_OPTIONS = (
+    "num_workers",
+    "prefetch_factor",
+    "pin_memory",
+    "timeout",
+    "multiprocessing_context",
+)
+
+Task = tuple[list[int], int]
+"""The numbers of a batch's examples, and the seed of its random transforms."""
+
+
+def read_ahead(
+    read: Read,
+    order: Iterable[list[int]],
+    generator: torch.Generator | None,
+    loader: DataLoader[Any],
+) -> Iterator[tuple[list[int], Any]]:
+    """Yield each list of numbers with the batch of these examples.
+
+    Args:
+        read: reads a batch.
+        order: the numbers of each batch. Workers take some in advance. For an empty
+            batch, example 0 is read.
+        generator: gives each batch a seed. If it is None, the seeds depend on the seed
+            of torch's default generator.
+        loader: its workers read. Rows of tensors are read by this process, because an
+            index is faster than sending them.
+
+    Raises:
+        DataError: a worker dies, or needs longer than the ``timeout`` of the loader.
+    """
+    if draws_nothing(read):
+        for chosen in order:
+            yield chosen, read(chosen or [0])
+        return
+    reading = _Reading(read)
+    tasks: Iterator[Task] = zip(order, _seeds(generator), strict=False)
+    # A daemon cannot start processes.
+    if loader.num_workers and not multiprocessing.current_process().daemon:
+        # For a single batch, processes would start in vain.
+        first = list(islice(tasks, 2))
+        tasks = chain(first, tasks)
+        if len(first) > 1:
+            yield from _from_workers(reading, tasks, loader)
+    for task in tasks:
+        yield task[0], reading.batch(task)
+
+
+def _seeds(generator: torch.Generator | None) -> Iterator[int]:
+    # Draw nothing from the default generator, because the model draws from it.
+    source = generator or torch.Generator().manual_seed(torch.initial_seed())
+    while True:
+        yield int(torch.randint(2**63 - 1, (), generator=source, device="cpu"))
+
+
+class _Reading(Dataset[Any]):
+    """A data set whose indices are tasks and whose examples are batches."""
+
+    def __init__(self, read: Read) -> None:
+        self._read = read
+
+    def batch(self, task: Task) -> Any:
+        """Return the batch of a task."""
+        chosen, seed = task
+        # Users' transforms draw from the default generators of torch, NumPy, Python.
+        with seeded(seed):
+            return self._read(chosen or [0])
+
+    def __getitem__(self, task: Task) -> list[Any]:
+        """Return a list with the batch. If reading fails, the list is empty."""
+        try:
+            return [self.batch(task)]
+        except Exception:  # the main process reads again, and raises the true error
+            return []
+
+
+def _from_workers(
+    reading: _Reading, tasks: Iterable[Task], loader: DataLoader[Any]
+) -> Iterator[tuple[list[int], Any]]:
+    sent: deque[Task] = deque()
+
+    def noted() -> Iterator[Task]:
+        for task in tasks:
+            sent.append(task)
+            yield task
+
+    workers: Any = DataLoader(
+        reading,
+        batch_size=None,
+        sampler=noted(),
+        collate_fn=_unchanged,
+        worker_init_fn=functools.partial(_begin, loader.worker_init_fn),
+        generator=torch.Generator(),  # a loader draws from it
+        **{name: getattr(loader, name) for name in _OPTIONS},
+    )
+    with forking():
+        answers: Any = iter(workers)
+    # From here on, ``_next`` watches the workers.
+    signal_handling._remove_worker_pids(id(answers))  # type: ignore[attr-defined,unused-ignore]
+    answers._worker_pids_set = False
+    name = name_of(loader.dataset)
+    try:
+        while (answer := _next(answers, name)) is not None:
+            task = sent.popleft()
+            yield task[0], answer[0] if answer else reading.batch(task)
+    finally:
+        answers._shutdown_workers()
+
+
+def _next(answers: Any, name: str) -> Any:
+    """Return the next answer of the workers, or None after the last answer."""
+    # Torch raises the death of a worker in the main thread at any time. Watch only
+    # during the wait, because an error elsewhere would break a step or the server.
+    watches = threading.current_thread() is threading.main_thread()
+    if watches:
+        pids = tuple(worker.pid for worker in answers._workers)
+        signal_handling._set_worker_pids(id(answers), pids)  # type: ignore[attr-defined,unused-ignore]
+    try:
+        signal_handling._error_if_any_worker_fails()  # type: ignore[attr-defined,unused-ignore]
+        return next(answers, None)
+    except (RuntimeError, OSError, EOFError) as error:
+        raise DataError(
+            f"the workers of the DataLoader of {name} returned no batch ({error}). The"
+            " machine may lack memory or shared memory (/dev/shm). Give the DataLoader"
+            " fewer workers, a smaller prefetch_factor, or num_workers=0."
+        ) from error
+    finally:
+        if watches:
+            signal_handling._remove_worker_pids(id(answers))  # type: ignore[attr-defined,unused-ignore]
+
+
+def _begin(init: Callable[[int], None] | None, worker: int) -> None:
+    begin_fork()
+    if init is not None:
+        init(worker)
+
+
+def _unchanged(batch: Any) -> Any:
+    return batch

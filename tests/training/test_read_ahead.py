@@ -1,0 +1,236 @@
+"""Workers of a loader read in advance, and never change a bit."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import random
+import signal
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    TensorDataset,
+    WeightedRandomSampler,
+    get_worker_info,
+)
+
+from fedbn_flwr.doctor.clients import read_clients
+from fedbn_flwr.errors import DataError
+from fedbn_flwr.strategies import FedAvg
+from fedbn_flwr.training import batches_of
+from fedbn_flwr.training.batches import with_positions
+from fedbn_flwr.training.evaluation import evaluate
+from fedbn_flwr.training.randomness import seeded
+
+pytestmark = pytest.mark.xdist_group("loader workers")
+
+ORDER = torch.split(torch.randperm(23, generator=torch.Generator().manual_seed(0)), 4)
+LATER = int(ORDER[3][0])  # an example of the fourth batch
+
+
+class Pictures(Dataset[Any]):
+    """Examples that a function augments."""
+
+    def __init__(self, augment: Callable[[int], Any]) -> None:
+        self.augment = augment
+
+    def __len__(self) -> int:
+        return 23
+
+    def __getitem__(self, number: int) -> tuple[Tensor, int]:
+        return torch.full((5,), float(number)) + self.augment(number), number % 2
+
+
+def crop(number: int) -> int:
+    """Draw until a number fits: the number of draws is not known before."""
+    while torch.rand(1) < 0.5:
+        number += 1
+    return number
+
+
+def of_worker(number: int) -> Tensor:
+    return torch.rand(1) + 1000 * (get_worker_info() is not None)
+
+
+AUGMENTS: dict[str, Callable[[int], Any]] = {
+    "no draws": lambda _: 0,
+    "draws until one fits": crop,
+    "normal numbers, kept in pairs": lambda _: np.random.standard_normal(),
+    "python": lambda _: random.random(),
+    "draws of some examples": lambda number: torch.rand(1) if number > 15 else 0,
+}
+
+
+def read(data: Dataset[Any], workers: int, seed: int | None) -> list[Any]:
+    """Return the batches of a pass, and what the generators draw after it."""
+    batches = batches_of(DataLoader(data, num_workers=workers))
+    generator = None if seed is None else torch.Generator().manual_seed(seed)
+    found: list[Any] = []
+    with seeded(5):
+        for positions, pair in with_positions(batches, ORDER, generator):
+            found += [positions.tolist(), *(part.tolist() for part in pair)]
+        after = torch.rand(1).item(), np.random.standard_normal(), random.random()
+        return [*found, after, generator and generator.get_state().tolist()]
+
+
+@pytest.mark.parametrize("kind", AUGMENTS)
+def test_the_number_of_workers_does_not_change_a_bit(kind: str) -> None:
+    data = Pictures(AUGMENTS[kind])
+    for seed in (7, None):
+        wanted, *others = (read(data, workers, seed) for workers in (0, 1, 2))
+        assert others == [wanted, wanted]
+
+
+@pytest.mark.parametrize("kind", AUGMENTS)
+def test_a_diagnosis_reads_the_same_examples_with_workers(kind: str) -> None:
+    data = Pictures(AUGMENTS[kind])
+    found = []
+    for workers in (0, 1, 2):
+        loaders = [DataLoader(data, 4, shuffle=True, num_workers=workers)] * 2
+        found.append([one.inputs.tolist() for one in read_clients(loaders, 15)])
+    assert found[1:] == [found[0], found[0]]
+
+
+def test_a_run_has_the_same_bits_with_workers_and_after_a_resume(
+    federate: Any, mlp: Any
+) -> None:
+    def clients(workers: int) -> list[Any]:
+        loader = DataLoader(Pictures(crop), num_workers=workers)
+        return [batches_of(loader)] * 2
+
+    whole = federate(FedAvg(), mlp, clients(0), rounds=2)
+    first, again = federate(FedAvg(), mlp, clients(2), rounds=1), FedAvg()
+    again.load_state_dict(first.strategy.state_dict(), 1)
+
+    def trained() -> nn.Module:
+        model: nn.Module = mlp()
+        model.load_state_dict(first.tensors)
+        return model
+
+    rest = federate(again, trained, clients(1), rounds=2)
+    assert all(
+        np.array_equal(whole.state[name], rest.state[name]) for name in rest.state
+    )
+    results = [run.result.evaluate_metrics_clientapp[2] for run in (whole, rest)]
+    assert dict(results[0]) == dict(results[1])
+
+
+def test_workers_read_all_batches_of_a_pass_unless_it_has_only_one() -> None:
+    data = batches_of(DataLoader(Pictures(of_worker), num_workers=2))
+    for order, by_worker in (ORDER, True), (ORDER[:1], False):
+        for _, (inputs, _) in with_positions(data, order, torch.Generator()):
+            assert bool((inputs > 900).all()) == by_worker
+
+
+class Noisy(nn.Module):
+    """A model that draws when it is tested."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x[:, :2] * torch.rand(2)
+
+
+def test_a_test_of_a_model_that_draws_has_the_same_bits() -> None:
+    """Reading does not move the generator of the model."""
+    data = Pictures(AUGMENTS["no draws"])
+    inputs, targets = zip(*(data[number] for number in range(23)), strict=True)
+    tensors = TensorDataset(torch.stack(inputs), torch.tensor(targets))
+    losses = []
+    for source, workers in (tensors, 0), (data, 0), (data, 2):
+        with seeded(1):
+            batches = batches_of(DataLoader(source, num_workers=workers))
+            losses.append(evaluate(Noisy(), batches, batch_size=4).loss)
+    assert losses == [losses[0]] * 3
+
+
+def fails(number: int) -> int:
+    if number == LATER:
+        raise KeyError(number)
+    return 0
+
+
+def dies(number: int) -> int:
+    if get_worker_info() is not None and number == LATER:
+        time.sleep(0.15)  # until a step is under way
+        os.kill(os.getpid(), signal.SIGKILL)
+    return 0
+
+
+def hangs(number: int) -> int:
+    if get_worker_info() is not None and number == LATER:
+        time.sleep(3)
+    return 0
+
+
+def with_workers(data: Dataset[Any]) -> DataLoader[Any]:
+    return DataLoader(data, num_workers=2, timeout=1)
+
+
+class Uneven(Pictures):
+    """Examples whose ``__getitems__`` omits one example."""
+
+    def __getitems__(self, numbers: list[int]) -> list[Any]:
+        return [self[number] for number in numbers if number != LATER]
+
+
+class Stream(IterableDataset[Any]):
+    """Examples without numbers."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(())
+
+
+FAULTS: dict[str, tuple[DataLoader[Any], type[Exception], str]] = {
+    "a stream": (DataLoader(Stream()), DataError, "Stream"),
+    "a sampler that draws": (
+        DataLoader(Pictures(fails), sampler=WeightedRandomSampler([1.0] * 23, 23)),
+        DataError,
+        "Pictures: the loader's sampler, WeightedRandomSampler",
+    ),
+    "an error of the data set": (with_workers(Pictures(fails)), KeyError, str(LATER)),
+    "an omitted example": (
+        with_workers(Uneven(fails)),
+        DataError,
+        "of Uneven returned",
+    ),
+    "a worker dies": (with_workers(Pictures(dies)), DataError, "of Pictures returned"),
+    "a worker hangs": (
+        with_workers(Pictures(hangs)),
+        DataError,
+        "of Pictures returned",
+    ),
+}
+
+
+def take_steps(loader: DataLoader[Any], seen: list[int]) -> None:
+    for positions, _ in with_positions(batches_of(loader), ORDER, torch.Generator()):
+        try:
+            end = time.monotonic() + 0.1
+            while time.monotonic() < end:  # a signal would end a sleep
+                pass
+        except RuntimeError as error:
+            raise AssertionError("a step was interrupted") from error
+        seen.append(len(positions))
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_is_an_error_between_steps_and_leaves_nothing_behind(
+    fault: str,
+) -> None:
+    """Torch would raise the death of a worker in the middle of a step."""
+    loader, error, text = FAULTS[fault]
+    seen, before = list[int](), torch.get_rng_state()
+    with pytest.raises(error, match=text) as raised:
+        take_steps(loader, seen)
+    if error is KeyError:
+        assert seen == [4, 4, 4]
+    assert torch.equal(torch.get_rng_state(), before)
+    assert not multiprocessing.active_children(), raised  # it keeps the frames
