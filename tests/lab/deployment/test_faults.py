@@ -250,7 +250,8 @@ def test_a_node_that_is_killed_and_restarted_still_has_its_part(
 
     The counters show that its BN layers come from the folder.
     """
-    run = begin(strategy="fedbn", num_server_rounds=6)
+    # The timeout is reached if the server never sees that the node was away.
+    run = begin(strategy="fedbn", num_server_rounds=6, round_timeout=120.0)
     run.wait_for_round(1)
     next_client_of(federation, 3)
     for name in ("superexec-clientapp-3", "supernode-3"):
