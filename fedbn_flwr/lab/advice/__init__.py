@@ -2,7 +2,8 @@
 
 - ``candidates``: the methods to try, with the reason for each.
 - ``halving``: short runs of all candidates, then longer runs of the better half.
-- ``advisor``: the whole command, and its answer in ``advice.json``.
+- ``verdict``: the ranking, the sites and the answer in sentences.
+- ``advisor``: the whole command. It writes ``advice.json`` and ``recommended.yaml``.
 """
 
 from __future__ import annotations

@@ -15,18 +15,16 @@ from __future__ import annotations
 import json
 import logging
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
 import yaml
 
 from fedbn_flwr.checked_file import write_atomically
 from fedbn_flwr.errors import ConfigError, RunFailedError
 from fedbn_flwr.lab.advice.candidates import (
-    ALONE,
     FEDAVG,
     Candidate,
     Settings,
@@ -41,19 +39,15 @@ from fedbn_flwr.lab.advice.halving import (
     finalists,
     halve,
     of_length,
-    score_of,
 )
-from fedbn_flwr.lab.answer import shown
+from fedbn_flwr.lab.advice.verdict import conditions, verdict
 from fedbn_flwr.lab.config import Config, Scalar
 from fedbn_flwr.lab.doctor import diagnose_run
-from fedbn_flwr.lab.files import ADVICE_FILE, STUDY_FILE, read_metrics, site_label
+from fedbn_flwr.lab.files import ADVICE_FILE, read_metrics
 from fedbn_flwr.lab.output.folder import lock_folder, writing
 from fedbn_flwr.lab.partitioned.partitioned_data import count_clients, partitioned_data
-from fedbn_flwr.lab.references import site_rows
-from fedbn_flwr.lab.run_files import RunFiles
 from fedbn_flwr.lab.studies.one_run import do_cell, is_done
 from fedbn_flwr.lab.studies.parallel import default_parallel, in_parallel
-from fedbn_flwr.lab.studies.results import half_interval
 from fedbn_flwr.lab.studies.study import Cell, Study
 from fedbn_flwr.lab.studies.sweep import (
     Follower,
@@ -63,7 +57,6 @@ from fedbn_flwr.lab.studies.sweep import (
     in_series,
     sweep,
 )
-from fedbn_flwr.training.tasks import higher_is_better, in_percent, quantity_of
 
 logger = logging.getLogger("flwr")
 
@@ -180,7 +173,7 @@ def advise(
     with suppress(RunFailedError):
         runner = in_parallel(at_once) if at_once > 1 else in_series
         sweep(study, out, runner, follower)
-    advice = _answer(study, last, points[0].candidate.metric, out)
+    advice = verdict(study, last, points[0].candidate.metric, out)
     advice |= {
         "found": found or ["The doctor found no fault in FedAvg with BatchNorm."],
         "candidates": [vars(one) for one in tried],
@@ -196,7 +189,7 @@ def advise(
             }
             for rung in rungs
         ],
-        "conditions": [*_conditions(advice, tried_rates, whole, base, config)],
+        "conditions": [*conditions(advice, tried_rates, (whole, full), base)],
     }
     chosen = next(p for p in last if p.candidate.name == advice["best"])
     with writing(out, _AGAIN):
@@ -265,195 +258,6 @@ def _plan(
         f" {cost(whole, points):,} rounds together."
     )
     return lines
-
-
-def _answer(
-    study: Study, last: Sequence[Point], metric: str, out: Path
-) -> dict[str, Any]:
-    """Return the ranking of the final runs, the sites and the answer in sentences.
-
-    Raises:
-        RunFailedError: no method has a score with every seed.
-    """
-    runs: dict[str, list[RunFiles]] = {point.candidate.name: [] for point in last}
-    scores: dict[str, dict[int, float | None]] = {}
-    for cell in study.cells():
-        if is_done(cell, out):
-            runs[cell.method].append(RunFiles.read(cell.folder(out)))
-            scores.setdefault(cell.method, {})[cell.seed] = score_of(cell, out)
-    frame = pd.DataFrame(scores, index=study.seeds, dtype=float).dropna(axis="columns")
-    points = {p.candidate.name: p for p in last if p.candidate.name in frame}
-    ranked = [name for name, p in points.items() if p.candidate.metric == metric]
-    if not ranked:
-        raise RunFailedError(
-            f"no method has a score with all of the seeds {study.seeds}, so there is no"
-            f" advice. The results so far are in {out}."
-        )
-
-    # Rank by the mean score over the seeds, with paired differences from the best.
-    means = frame[ranked].mean().sort_values(ascending=not higher_is_better(metric))
-    best = str(means.index[0])
-    ranking = []
-    for name in (*means.index, *(points.keys() - {*ranked})):
-        gap = frame[best] - frame[name]
-        tests = pd.Series([run.final.get(run.headline) for run in runs[name]])
-        compared = name in ranked and name != best
-        ranking.append(
-            {
-                "method": name,
-                "learning-rate": points[name].rate,
-                "score": frame[name].mean(),
-                "difference": gap.mean() if compared else None,
-                "half": half_interval(gap) if compared else None,
-                "test": None if tests.hasnans else tests.mean(),
-                "bytes": statistics.fmean(_bytes(run.summary) for run in runs[name]),
-                "seconds": statistics.fmean(
-                    sum(line["seconds"] for line in run.lines) for run in runs[name]
-                ),
-            }
-        )
-    federated = next((row["method"] for row in ranking if row["method"] != ALONE), "")
-    sites, unknown = _sites(runs[federated], runs.get(ALONE, ()))
-    advice = {
-        "metric": metric,
-        "best": best,
-        "federated": federated,
-        "seeds": study.seeds,
-        "ranking": ranking,
-        "sites": sites,
-    }
-    return {**advice, "answer": [*_sentences(advice), *unknown]}
-
-
-def _bytes(summary: Mapping[str, Any]) -> int:
-    """Return the bytes of floats of a run, down and up."""
-    ledger = summary["ledger"]
-    return int(ledger.get("bytes-down", 0) + ledger.get("bytes-up", 0))
-
-
-def _sites(
-    federated: Sequence[RunFiles], alone: Sequence[RunFiles]
-) -> tuple[list[dict[str, Any]], list[str]]:
-    """Return the difference from training alone at each site, or why it is unknown.
-
-    Difference and interval are means over the seeds. The interval covers other test
-    examples of the site.
-    """
-    found: dict[str, list[Mapping[str, Any]]] = {}
-    for run, other in zip(federated, alone, strict=False):
-        rows, unknown = site_rows(run, other)
-        if unknown:
-            return [], [unknown]
-        for row in rows:
-            found.setdefault(site_label(row), []).append(row)
-    keys = ("difference", "difference-low", "difference-high")
-    sites: list[dict[str, Any]] = []
-    for site, of_seeds in found.items():
-        # A metric may be undefined at a site: AUROC needs two classes.
-        frame = pd.DataFrame(of_seeds, columns=keys, dtype=float)
-        values = frame.mean(skipna=False)
-        known = {key: None if pd.isna(values[key]) else values[key] for key in keys}
-        sites.append({"site": site, **known})
-    return sites, []
-
-
-def _sentences(advice: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the answer in plain words."""
-    metric = advice["metric"]
-    quantity, sign = quantity_of(metric), 1 if higher_is_better(metric) else -1
-    unit = " %" if in_percent(metric) else ""
-    first, *others = advice["ranking"]
-    if advice["best"] == ALONE:
-        yield "Train each site alone: no federated method was better."
-    else:
-        yield f"Use {first['method']} with learning-rate={first['learning-rate']}."
-    text = (
-        f"Its {quantity} on the validation examples is"
-        f" {shown(first['score'], metric)}{unit}, the mean of"
-        f" {len(advice['seeds'])} seeds"
-    )
-    if first["test"] is not None:
-        text += f"; on the test examples it is {shown(first['test'], metric)}{unit}"
-    yield f"{text}."
-    for row in others:
-        if row["half"] is None:
-            continue
-        gap, half = row["difference"], row["half"]
-        interval = (
-            f"{shown(gap - half, metric, '+')} to {shown(gap + half, metric, '+')}"
-        )
-        if abs(gap) > half:
-            yield (
-                f"It is better than {row['method']} by {shown(abs(gap), metric)}"
-                f" (95 % interval of the difference {interval})."
-            )
-        else:
-            yield (
-                f"No difference from {row['method']} is established"
-                f" ({shown(gap, metric, '+')}, 95 % interval {interval})."
-            )
-    worth: dict[str, list[str]] = {
-        side: [] for side in ("better", "worse", "not clearly different", "not known")
-    }
-    for row in advice["sites"]:
-        side = "not known"
-        if row["difference-low"] is not None:
-            ends = (sign * row["difference-low"], sign * row["difference-high"])
-            side = "not clearly different"
-            if min(ends) > 0 or max(ends) < 0:
-                side = "better" if min(ends) > 0 else "worse"
-        worth[side].append(row["site"])
-    if advice["sites"]:
-        parts = []
-        for side, names in worth.items():
-            few = f" ({', '.join(names)})" if len(names) < 5 else ""
-            if names:
-                parts.append(f"{side} at {len(names)}{few}")
-        yield (
-            f"On the test examples of each site, {advice['federated']} compared with"
-            f" training alone is {', '.join(parts)} of {len(advice['sites'])} sites."
-        )
-
-
-def _conditions(
-    advice: Mapping[str, Any],
-    rates: Sequence[float],
-    whole: int,
-    base: Settings,
-    config: Config,
-) -> Iterator[str]:
-    """Yield the conditions that could change the answer."""
-    for row in advice["ranking"]:
-        if row["learning-rate"] in (min(rates), max(rates)):
-            yield (
-                f"The best rate of {row['method']}, {row['learning-rate']}, is at the end"
-                " of the tried rates. Try further --rates."
-            )
-    if whole < config.num_server_rounds:
-        yield (
-            f"The final runs had {whole} of {config.num_server_rounds} rounds, because of"
-            " the budget. Slow methods may gain from more rounds."
-        )
-    undecided = [
-        row["method"]
-        for row in advice["ranking"]
-        if row["half"] is not None and not abs(row["difference"]) > row["half"]
-    ]
-    if undecided:
-        yield (
-            f"More seeds may decide between {advice['best']} and {', '.join(undecided)}:"
-            f" add seeds to {STUDY_FILE} and sweep it into the same folder."
-        )
-    if str(base["eval-on"]).startswith("personal"):
-        yield (
-            "Each site was tested on its own examples. If you need one model for all"
-            " sites, set eval-on=global and ask again."
-        )
-    yield (
-        f"The sites kept {100 * float(base['validation-share']):g} % of their training"
-        " examples to choose the method. The recommended config trains as your config"
-        " says."
-    )
 
 
 def _recommended(settings: Settings, chosen: Point, answer: Sequence[str]) -> str:

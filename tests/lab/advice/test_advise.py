@@ -18,7 +18,7 @@ from torch.utils.data import TensorDataset
 from typer.testing import CliRunner
 
 from fedbn_flwr.errors import ConfigError, RunFailedError
-from fedbn_flwr.lab.advice.advisor import RECOMMENDED_FILE, _sentences, advise
+from fedbn_flwr.lab.advice.advisor import RECOMMENDED_FILE, advise
 from fedbn_flwr.lab.advice.candidates import ALONE, FEDAVG, Candidate, candidates
 from fedbn_flwr.lab.advice.halving import (
     SHORTEST,
@@ -31,6 +31,7 @@ from fedbn_flwr.lab.advice.halving import (
     lengths,
     of_length,
 )
+from fedbn_flwr.lab.advice.verdict import sentences
 from fedbn_flwr.lab.cli import app
 from fedbn_flwr.lab.config import Config, learning_rate_of
 from fedbn_flwr.lab.files import ADVICE_FILE, read_metrics
@@ -262,7 +263,7 @@ def test_a_site_is_better_only_if_its_whole_interval_is(advice: dict[str, Any]) 
         {"site": site, "difference-low": low, "difference-high": high}
         for site, (low, high) in ends.items()
     ]
-    *_, sentence = _sentences({**advice, "sites": rows})
+    *_, sentence = sentences({**advice, "sites": rows})
     assert sentence.endswith(
         "better at 1 (a), worse at 1 (c), not clearly different at 1 (b), not known at 1"
         " (d) of 4 sites."

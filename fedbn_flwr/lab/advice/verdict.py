@@ -1,0 +1,220 @@
+"""The answer of ``advise``: ranking, sites, sentences, and what could change them."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from fedbn_flwr.errors import RunFailedError
+from fedbn_flwr.lab.advice.candidates import ALONE, Settings
+from fedbn_flwr.lab.advice.halving import Point, score_of
+from fedbn_flwr.lab.answer import shown
+from fedbn_flwr.lab.files import STUDY_FILE, site_label
+from fedbn_flwr.lab.references import site_rows
+from fedbn_flwr.lab.run_files import RunFiles
+from fedbn_flwr.lab.studies.one_run import is_done
+from fedbn_flwr.lab.studies.results import half_interval
+from fedbn_flwr.lab.studies.study import Study
+from fedbn_flwr.training.tasks import higher_is_better, in_percent, quantity_of
+
+
+def verdict(
+    study: Study, points: Sequence[Point], metric: str, out: Path
+) -> dict[str, Any]:
+    """Return the ranking of the final runs, the sites and the answer in sentences.
+
+    Args:
+        study: the final runs.
+        points: the methods of the study with their rates.
+        metric: the score that ranks the methods. A method with another score has its
+            tests in the ranking, but no difference from the best method.
+        out: the folder of all runs.
+
+    Raises:
+        RunFailedError: no method has a score with every seed.
+    """
+    runs: dict[str, list[RunFiles]] = {}
+    scores: dict[str, dict[int, float | None]] = {}
+    for cell in study.cells():
+        if is_done(cell, out):
+            runs.setdefault(cell.method, []).append(RunFiles.read(cell.folder(out)))
+            scores.setdefault(cell.method, {})[cell.seed] = score_of(cell, out)
+    frame = pd.DataFrame(scores, index=study.seeds, dtype=float).dropna(axis="columns")
+    known = {p.candidate.name: p for p in points if p.candidate.name in frame}
+    ranked = [name for name, p in known.items() if p.candidate.metric == metric]
+    if not ranked:
+        raise RunFailedError(
+            f"no method has a score with all of the seeds {study.seeds}, so there is no"
+            f" advice. The results so far are in {out}."
+        )
+
+    # Rank by the mean score over the seeds, with paired differences from the best.
+    means = frame[ranked].mean().sort_values(ascending=not higher_is_better(metric))
+    best = str(means.index[0])
+    ranking = []
+    for name in dict.fromkeys([*means.index, *known]):
+        gap = frame[best] - frame[name]
+        tests = pd.Series([run.final.get(run.headline) for run in runs[name]])
+        compared = name in ranked and name != best
+        seconds = (sum(line["seconds"] for line in run.lines) for run in runs[name])
+        moved = (run.summary["ledger"] for run in runs[name])
+        ranking.append(
+            {
+                "method": name,
+                "learning-rate": known[name].rate,
+                "score": frame[name].mean(),
+                "difference": gap.mean() if compared else None,
+                "half": half_interval(gap) if compared else None,
+                "test": None if tests.hasnans else tests.mean(),
+                "bytes": statistics.fmean(
+                    one.get("bytes-down", 0) + one.get("bytes-up", 0) for one in moved
+                ),
+                "seconds": statistics.fmean(seconds),
+            }
+        )
+    federated = next((row["method"] for row in ranking if row["method"] != ALONE), "")
+    sites, unknown = _sites(runs.get(federated, ()), runs.get(ALONE, ()))
+    advice = {
+        "metric": metric,
+        "best": best,
+        "federated": federated,
+        "seeds": study.seeds,
+        "ranking": ranking,
+        "sites": sites,
+    }
+    return {**advice, "answer": [*sentences(advice), *unknown]}
+
+
+def _sites(
+    federated: Sequence[RunFiles], alone: Sequence[RunFiles]
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """Return the difference from training alone at each site, or why it is unknown.
+
+    Difference and interval are means over the seeds. The interval covers other test
+    examples of the site.
+    """
+    found = []
+    for run, other in zip(federated, alone, strict=False):
+        rows, unknown = site_rows(run, other)
+        if unknown:
+            return [], [unknown]
+        found += [{**row, "site": site_label(row)} for row in rows]
+    if not found:
+        return [], []
+    ends = ["difference", "difference-low", "difference-high"]
+    frame = pd.DataFrame(found, columns=["site", *ends])
+    # A difference is unknown if a seed lacks it: AUROC needs both classes at the site.
+    means = frame.groupby("site", sort=False)[ends].agg(
+        lambda values: values.astype(float).mean(skipna=False)
+    )
+    rows = means.astype(object).where(means.notna(), None).reset_index()
+    return rows.to_dict("records"), []
+
+
+def sentences(advice: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the answer in plain words."""
+    metric = advice["metric"]
+    unit = " %" if in_percent(metric) else ""
+    first, *others = advice["ranking"]
+    if advice["best"] == ALONE:
+        yield "Train each site alone: no federated method was better."
+    else:
+        yield f"Use {first['method']} with learning-rate={first['learning-rate']}."
+    text = (
+        f"Its {quantity_of(metric)} on the validation examples is"
+        f" {shown(first['score'], metric)}{unit}, the mean of"
+        f" {len(advice['seeds'])} seeds"
+    )
+    if first["test"] is not None:
+        text += f"; on the test examples it is {shown(first['test'], metric)}{unit}"
+    yield f"{text}."
+    better: list[str] = []
+    undecided: list[str] = []
+    for row in others:
+        if row["half"] is not None:
+            gap, half = row["difference"], row["half"]
+            low, high = (shown(end, metric, "+") for end in (gap - half, gap + half))
+            text = f"{row['method']} ({shown(gap, metric, '+')}, {low} to {high})"
+            (better if abs(gap) > half else undecided).append(text)
+    interval = "with the 95 % interval of the difference over the seeds"
+    if better:
+        yield f"It is better than {', '.join(better)}, {interval}."
+    if undecided:
+        yield f"No difference from {', '.join(undecided)} is established, {interval}."
+    if advice["sites"]:
+        yield (
+            f"On the test examples of each site, {advice['federated']} compared with"
+            f" training alone is {_worth(advice)} of {len(advice['sites'])} sites."
+        )
+
+
+def _worth(advice: Mapping[str, Any]) -> str:
+    """Return the sites at which the federation is better, worse, or neither."""
+    sign = 1 if higher_is_better(advice["metric"]) else -1
+    found: dict[str, list[str]] = {
+        side: [] for side in ("better", "worse", "not clearly different", "not known")
+    }
+    for row in advice["sites"]:
+        side = "not known"
+        if row["difference-low"] is not None:
+            ends = [sign * row["difference-low"], sign * row["difference-high"]]
+            side = "not clearly different"
+            if min(ends) > 0 or max(ends) < 0:
+                side = "better" if min(ends) > 0 else "worse"
+        found[side].append(row["site"])
+    return ", ".join(
+        f"{side} at {len(names)}" + f" ({', '.join(names)})" * (len(names) < 5)
+        for side, names in found.items()
+        if names
+    )
+
+
+def conditions(
+    advice: Mapping[str, Any],
+    rates: Sequence[float],
+    rounds: tuple[int, int],
+    base: Settings,
+) -> Iterator[str]:
+    """Yield the conditions that could change the answer.
+
+    Args:
+        advice: the result of ``verdict``.
+        rates: the tried rates.
+        rounds: the rounds of the final runs, and of the user's config.
+        base: the settings that all runs share.
+    """
+    ranking = advice["ranking"]
+    ends = [
+        f"{row['method']} ({row['learning-rate']})"
+        for row in ranking
+        if row["learning-rate"] in (min(rates), max(rates))
+    ]
+    if ends:
+        yield (
+            f"The best rate of {', '.join(ends)} is at the end of the tried rates"
+            f" {', '.join(map(str, rates))}. Try further --rates."
+        )
+    if rounds[0] < rounds[1]:
+        yield (
+            f"The final runs had {rounds[0]} of {rounds[1]} rounds, because of the"
+            " budget. Slow methods may gain from more rounds."
+        )
+    if any(row["half"] is not None for row in ranking):
+        yield (
+            f"More seeds make the intervals narrower: add seeds to {STUDY_FILE}, and"
+            " sweep it into the same folder."
+        )
+    if str(base["eval-on"]).startswith("personal"):
+        yield (
+            "Each site was tested on its own examples. If you need one model for all"
+            " sites, set eval-on=global and ask again."
+        )
+    yield (
+        f"The sites kept {100 * float(base['validation-share']):g} % of their training"
+        " examples to choose the method. The recommended config trains as your config"
+        " says."
+    )
