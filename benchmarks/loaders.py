@@ -30,9 +30,11 @@ import numpy as np
 import torch
 import typer
 from measure import facts, in_turns, number, table
+from peers import sources
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
+from torchvision import transforms
 
 from fedbn_flwr import TorchClient
 from fedbn_flwr.training import LearningRate, LocalTraining, batches_of
@@ -110,57 +112,28 @@ def reading(loader: DataLoader[Any]) -> Ways:
 @contextmanager
 def hugging_face() -> Iterator[Ways]:
     """Read a Hugging Face data set."""
-    import datasets
-    from torchvision.transforms import functional as images
-
-    pixels = np.random.default_rng(0).integers(256, size=(1000, 32, 32, 3))
-    table = datasets.Dataset.from_dict(
-        {
-            "image": [*pixels.astype(np.uint8)],
-            "label": [n % 10 for n in range(1000)],
-        },
-        datasets.Features(
-            {"image": datasets.Image(), "label": datasets.Value("int64")}
-        ),
-    )
-
-    def transform(batch: dict[str, Any]) -> dict[str, Any]:
-        return {
-            "image": [images.to_tensor(image) for image in batch["image"]],
-            "label": batch["label"],
-        }
-
-    def pairs(examples: list[dict[str, Any]]) -> tuple[Tensor, Tensor]:
-        inputs = torch.stack([example["image"] for example in examples])
-        return inputs, torch.tensor([example["label"] for example in examples])
-
-    data = table.with_transform(transform)
-    yield reading(DataLoader(data, BATCH, shuffle=True, collate_fn=pairs))
+    pixels = random_pixels(1000, 32)
+    labels = [n % 10 for n in range(len(pixels))]
+    data = sources.hugging_face(pixels, labels, transforms.ToTensor())
+    loader = DataLoader(data, BATCH, shuffle=True, collate_fn=sources.pairs)
+    yield reading(loader)
 
 
 @contextmanager
 def folder(workers: int) -> Iterator[Ways]:
     """Read image files in folders by worker processes."""
-    from PIL import Image
-    from torchvision import transforms
-    from torchvision.datasets import ImageFolder
-
-    draw = np.random.default_rng(0)
+    pixels = random_pixels(256, 224)
+    labels = [n % 4 for n in range(len(pixels))]
     with tempfile.TemporaryDirectory(prefix="loaders-benchmark-") as root:
-        for n in range(256):
-            place = Path(root) / str(n % 4)
-            place.mkdir(exist_ok=True)
-            pixels = draw.integers(256, size=(256, 256, 3)).astype(np.uint8)
-            Image.fromarray(pixels).save(place / f"{n}.jpg")
-        augment = transforms.Compose(
-            [
-                transforms.RandomCrop(224),
-                transforms.RandomHorizontalFlip(),
-                transforms.ToTensor(),
-            ]
-        )
-        data = ImageFolder(root, augment)
+        place, steps = Path(root) / "images", [transforms.ToTensor()]
+        data = sources.image_folder(place, pixels, labels, steps)
         yield reading(DataLoader(data, BATCH, shuffle=True, num_workers=workers))
+
+
+def random_pixels(count: int, size: int) -> Any:
+    """Return colour images, (count, size, size, 3)."""
+    draw = np.random.default_rng(0)
+    return draw.integers(256, size=(count, size, size, 3), dtype=np.uint8)
 
 
 SETTINGS: dict[str, Callable[[], Any]] = {

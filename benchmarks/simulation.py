@@ -147,12 +147,23 @@ CONTENDERS: dict[str, tuple[Contender, ...]] = {
     },
     **{
         name: (Contender(BARE, "bare"), ours(0))
-        for name in ("evaluation-mlp", "evaluation-lenet")
+        for name in (
+            *("evaluation-mlp", "evaluation-lenet"),
+            *("tensors", "hugging-face", "folder-0", "folder-2"),
+        )
     },
+    "fedtan": (
+        Contender(BARE, "bare"),
+        ours(0),
+        ours(0, "fedtan"),
+        ours(2),
+        ours(2, "fedtan"),
+    ),
 }
 
-IN_PROCESS, TWO_WORKERS, IN_RAY = (
-    contender.name for contender in (ours(0), ours(2), ours(2, "ray"))
+IN_PROCESS, TWO_WORKERS, IN_RAY, FEDTAN = (
+    contender.name
+    for contender in (ours(0), ours(2), ours(2, "ray"), ours(0, "fedtan"))
 )
 TARGETS: tuple[tuple[str, str, str, str], ...] = (
     ("cifar10", IN_PROCESS, BARE, "<= 1.05"),
@@ -175,6 +186,13 @@ TARGETS: tuple[tuple[str, str, str, str], ...] = (
     ("resnet20-128", IN_PROCESS, f"{BARE}, channels_last", "<= 0.99"),
     ("evaluation-mlp", IN_PROCESS, BARE, "<= 1.10"),
     ("evaluation-lenet", IN_PROCESS, BARE, "<= 1.10"),
+    ("tensors", IN_PROCESS, BARE, "<= 1.00"),
+    ("hugging-face", IN_PROCESS, BARE, ""),
+    ("folder-0", IN_PROCESS, BARE, ""),
+    ("folder-2", IN_PROCESS, BARE, ""),
+    ("fedtan", FEDTAN, IN_PROCESS, "<= 1.20"),
+    ("fedtan", f"{TWO_WORKERS}, fedtan", TWO_WORKERS, "<= 1.20"),
+    ("fedtan", FEDTAN, BARE, ""),
 )
 """Setting, this row, divided by that row, and the target."""
 

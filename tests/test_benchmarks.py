@@ -47,17 +47,18 @@ def test_make_bench_runs_programs_that_have_a_place_on_the_page() -> None:
         ), program
 
 
+@pytest.mark.parametrize("setting", ["mlp-128", "tensors", "hugging-face", "folder-2"])
 @pytest.mark.parametrize("module", ["bare", "ours"])
-def test_a_contender_does_its_rounds(tmp_path: Path, module: str) -> None:
+def test_a_contender_does_its_rounds(tmp_path: Path, module: str, setting: str) -> None:
     import importlib
 
     from peers.work import SETTINGS, Clock, Job
     from simulation import prepare
 
-    prepare(tmp_path, "", [SETTINGS["mlp-128"]])
+    prepare(tmp_path, "", [SETTINGS[setting]])
     clock = Clock(1)
     reached = importlib.import_module(f"peers.{module}").main(
-        Job("mlp-128", str(tmp_path), "", 1), clock
+        Job(setting, str(tmp_path), "", 1), clock
     )
     assert len(clock.seconds) == 1
     assert 0 < reached < 0.5  # random images

@@ -10,7 +10,7 @@ keep lie in shared memory; each process sums its own clients' states.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +29,7 @@ from peers.work import (
 from torch import Tensor, nn
 
 State = dict[str, Tensor]
+Batches = Iterable[tuple[Tensor, Tensor]]
 
 
 @dataclass
@@ -42,21 +43,27 @@ class Shared:
     kept: list[State]
 
 
-def train(model: nn.Module, inputs: Tensor, targets: Tensor, setting: Setting) -> None:
+def train(model: nn.Module, batches: Batches, setting: Setting) -> None:
     """Train as one client does in one round."""
     model.train()
     optimizer = torch.optim.SGD(model.parameters(), setting.learning_rate)
+    for inputs, targets in batches:
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(inputs), targets).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+
+
+def indexed(inputs: Tensor, targets: Tensor, setting: Setting) -> Batches:
+    """Yield the batches of a round."""
     if setting.local_steps:
-        batches: Sequence[Tensor] = [
+        order: Sequence[Tensor] = [
             torch.randint(len(inputs), (setting.batch,))
             for _ in range(setting.local_steps)
         ]
     else:
-        batches = torch.split(torch.randperm(len(inputs)), setting.batch)
-    for batch in batches:
-        optimizer.zero_grad()
-        nn.functional.cross_entropy(model(inputs[batch]), targets[batch]).backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
+        order = torch.split(torch.randperm(len(inputs)), setting.batch)
+    for batch in order:
+        yield inputs[batch], targets[batch]
 
 
 def work(
@@ -74,7 +81,12 @@ def work(
         inputs, targets = data.client(client, setting.examples)
         if job.variant == "channels-last":
             inputs = inputs.contiguous(memory_format=torch.channels_last)
-        train(model, inputs, targets, setting)
+        batches: Batches = indexed(inputs, targets, setting)
+        if setting.source:
+            from peers.sources import client_loader
+
+            batches = client_loader(job, client)
+        train(model, batches, setting)
         for name, entry in model.state_dict().items():
             if name in own:
                 shared.kept[client][name].copy_(entry)

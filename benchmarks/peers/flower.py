@@ -15,7 +15,7 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 from flwr.serverapp.strategy import FedAvg
 from flwr.simulation import run_simulation
-from peers.bare import train
+from peers.bare import indexed, train
 from peers.flower_rounds import ray_backend, strategy_arguments, timed
 from peers.work import Clock, Job, accuracy, contend, load_data, local_names, make_model
 from torch import nn
@@ -48,7 +48,7 @@ def make_client_app(job: Job) -> ClientApp:
         inputs, targets = load_data(job.data, job.work.dataset).client(
             client, job.work.examples
         )
-        train(model, inputs, targets, job.work)
+        train(model, indexed(inputs, targets, job.work), job.work)
         state = model.state_dict()
         if own:
             context.state["own"] = ArrayRecord(

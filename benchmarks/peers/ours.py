@@ -3,7 +3,8 @@ simulation (variant ``ray``).
 
 The clients have the images as bytes in one ``Samples``, as ``fedbn-flwr run`` has them;
 a batch becomes floating point when it is taken. Variant ``bf16``: training under
-bfloat16 autocast; ``compile``: the model is compiled in round 1.
+bfloat16 autocast; ``compile``: the model is compiled in round 1; ``fedtan``: FedTAN
+instead of FedAvg.
 """
 
 from __future__ import annotations
@@ -29,8 +30,9 @@ from fedbn_flwr import InProcessGrid, TorchClient, client_app
 from fedbn_flwr.lab.data import Samples, Subset
 from fedbn_flwr.machine import keep_freed_memory
 from fedbn_flwr.messages.records import to_record
-from fedbn_flwr.strategies import FedAvg, FedBN
-from fedbn_flwr.training import LearningRate, LocalTraining
+from fedbn_flwr.strategies import FedAvg, FedBN, FedTAN
+from fedbn_flwr.training import LearningRate, LocalTraining, batches_of
+from fedbn_flwr.training.batches import Batches
 
 
 @cache
@@ -69,12 +71,17 @@ def make_client_app(job: Job) -> ClientApp:
     )
 
     def client_fn(context: Context) -> TorchClient:
-        first = int(context.node_config["partition-id"]) * setting.examples
-        own = Subset(
+        client = int(context.node_config["partition-id"])
+        first = client * setting.examples
+        own: Batches = Subset(
             samples(folder, "train"),
             torch.arange(first, first + setting.examples),
             **norm,
         )
+        if setting.source:
+            from peers.sources import client_loader
+
+            own = batches_of(client_loader(job, client))
         tests = samples(folder, "test")
         test = Subset(tests, None if setting.evaluate else torch.arange(2000), **norm)
         return TorchClient(
@@ -92,7 +99,8 @@ def main(job: Job, clock: Clock) -> float:
     """Do the rounds and the last one's evaluation."""
     setting = job.work
     model = make_model(setting.model)
-    strategy = timed(FedBN if setting.personal else FedAvg, clock, setting)(
+    kind = FedTAN if job.variant == "fedtan" else FedAvg
+    strategy = timed(FedBN if setting.personal else kind, clock, setting)(
         **strategy_arguments(setting)
     )
     results = []

@@ -16,7 +16,7 @@ import sys
 import time
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
@@ -54,6 +54,9 @@ class Setting:
             images, not the training.
         times: how many times as many rounds are timed; more where a round takes some
             milliseconds, as the first rounds of a process are slower.
+        source: "tensors", "hugging-face" or "folder": the clients have a ``DataLoader``
+            of such a data set; "": arrays in memory.
+        loader_workers: worker processes of this loader.
     """
 
     title: str
@@ -68,6 +71,21 @@ class Setting:
     personal: bool = False
     evaluate: bool = False
     times: int = 1
+    source: str = ""
+    loader_workers: int = 0
+
+
+_FOLDERS = Setting(
+    "256 x 256 JPEG files in folders, crops and flips, CNN with dropout, 2 clients x 96"
+    " images, batch 16, one epoch",
+    dataset="cifar10",
+    model="cnn",
+    clients=2,
+    examples=96,
+    batch=16,
+    a_round=2,
+    source="folder",
+)
 
 
 SETTINGS = {
@@ -149,6 +167,46 @@ SETTINGS = {
         personal=True,
         evaluate=True,
         times=5,
+    ),
+    "tensors": Setting(
+        "TensorDataset, FedBN, MLP 784-100(BN)-10, 20 clients x 608 images, batch 32,"
+        " one epoch",
+        dataset="mnist",
+        model="mlp",
+        clients=20,
+        examples=608,
+        batch=32,
+        a_round=20,
+        personal=True,
+        times=5,
+        source="tensors",
+    ),
+    "hugging-face": Setting(
+        "Hugging Face data set with a transform, MLP 784-100(BN)-10, 5 clients x 200"
+        " images, batch 32, one epoch",
+        dataset="mnist",
+        model="mlp",
+        clients=5,
+        examples=200,
+        batch=32,
+        a_round=5,
+        times=2,
+        source="hugging-face",
+    ),
+    "folder-0": _FOLDERS,
+    "folder-2": replace(
+        _FOLDERS, title=f"{_FOLDERS.title}, 2 loader workers", loader_workers=2
+    ),
+    "fedtan": Setting(
+        "ResNet-20, batch 64, 5 clients x 1 step",
+        dataset="cifar10",
+        model="resnet20",
+        clients=5,
+        examples=640,
+        batch=64,
+        a_round=5,
+        local_steps=1,
+        times=2,
     ),
 }
 
