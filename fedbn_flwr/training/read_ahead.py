@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset
 from torch.utils.data._utils import signal_handling
 
 from fedbn_flwr.errors import DataError
-from fedbn_flwr.machine import begin_fork, forking
+from fedbn_flwr.machine import begin_fork, forking, threads
 from fedbn_flwr.training.randomness import seeded
 from fedbn_flwr.training.reading import Read, draws_nothing, name_of
 
@@ -39,7 +39,7 @@ def read_ahead(
     read: Read,
     order: Iterable[list[int]],
     generator: torch.Generator | None,
-    loader: DataLoader[Any],
+    loader: Any,
 ) -> Iterator[tuple[list[int], Any]]:
     """Yield each list of numbers with the batch of these examples.
 
@@ -61,8 +61,9 @@ def read_ahead(
         return
     reading = _Reading(read)
     tasks: Iterator[Task] = zip(order, _seeds(generator), strict=False)
-    # A daemon cannot start processes.
-    if loader.num_workers and not multiprocessing.current_process().daemon:
+    # A daemon cannot start processes. A user's own loader may have no workers.
+    workers = getattr(loader, "num_workers", 0)
+    if workers and not multiprocessing.current_process().daemon:
         # For a single batch, processes would start in vain.
         first = list(islice(tasks, 2))
         tasks = chain(first, tasks)
@@ -88,8 +89,9 @@ class _Reading(Dataset[Any]):
     def batch(self, task: Task) -> Any:
         """Return the batch of a task."""
         chosen, seed = task
-        # Users' transforms draw from the default generators of torch, NumPy, Python.
-        with seeded(seed):
+        # Users' transforms draw from the default generators of torch, NumPy, Python. A
+        # worker has one thread, and the last bits of a sum depend on this number.
+        with seeded(seed), threads(1):
             return self._read(chosen or [0])
 
     def __getitem__(self, task: Task) -> list[Any]:
@@ -101,7 +103,7 @@ class _Reading(Dataset[Any]):
 
 
 def _from_workers(
-    reading: _Reading, tasks: Iterable[Task], loader: DataLoader[Any]
+    reading: _Reading, tasks: Iterable[Task], loader: Any
 ) -> Iterator[tuple[list[int], Any]]:
     sent: deque[Task] = deque()
 

@@ -25,6 +25,7 @@ from torch.utils.data import (
 
 from fedbn_flwr.doctor.clients import read_clients
 from fedbn_flwr.errors import DataError
+from fedbn_flwr.machine import threads
 from fedbn_flwr.strategies import FedAvg
 from fedbn_flwr.training import batches_of
 from fedbn_flwr.training.batches import with_positions
@@ -66,6 +67,7 @@ AUGMENTS: dict[str, Callable[[int], Any]] = {
     "draws until one fits": crop,
     "normal numbers, kept in pairs": lambda _: np.random.standard_normal(),
     "python": lambda _: random.random(),
+    "a mean that several threads could compute": lambda _: torch.rand(100_000).mean(),
     "draws of some examples": lambda number: torch.rand(1) if number > 15 else 0,
 }
 
@@ -75,7 +77,7 @@ def read(data: Dataset[Any], workers: int, seed: int | None) -> list[Any]:
     batches = batches_of(DataLoader(data, num_workers=workers))
     generator = None if seed is None else torch.Generator().manual_seed(seed)
     found: list[Any] = []
-    with seeded(5):
+    with seeded(5), threads(2):
         for positions, pair in with_positions(batches, ORDER, generator):
             found += [positions.tolist(), *(part.tolist() for part in pair)]
         after = torch.rand(1).item(), np.random.standard_normal(), random.random()
