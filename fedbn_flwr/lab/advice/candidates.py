@@ -108,7 +108,8 @@ def candidates(
         except FedBNError as error:
             if one in wanted:
                 raise ConfigError(f"methods: {one.name}: {error}") from error
-            left_out.setdefault(one.name, str(error))
+            # the first line has the reason; the others name keys
+            left_out.setdefault(one.name, str(error).splitlines()[0])
             continue
         same = config.to_mapping()
         if same not in seen and one.name not in [other.name for other in tried]:
@@ -135,12 +136,16 @@ def _suggested(base: Settings, findings: Sequence[Finding]) -> Iterator[Candidat
     """Yield the methods that the findings and the situation suggest, in order."""
     for finding in findings:
         for remedy in finding.remedies:
-            yield from _of_setting(remedy.setting, f"{finding.id}: {remedy.why}")
+            yield from _of_setting(
+                remedy.setting, f"a remedy for {finding.id}: {remedy.why}"
+            )
     skew = label_skew(int(base.get("local-steps", 0)))
     personal = str(base["eval-on"]).startswith("personal")
     for one in (FEATURE_SHIFT, skew) if personal else (skew, FEATURE_SHIFT):
         for remedy in one.tries:
-            yield from _of_setting(remedy.setting, f"{one.seen}: {remedy.why}")
+            yield from _of_setting(
+                remedy.setting, f"a choice for {one.seen}: {remedy.why}"
+            )
 
 
 def _of_setting(setting: str, why: str) -> Iterator[Candidate]:
