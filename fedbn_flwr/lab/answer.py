@@ -177,8 +177,9 @@ def next_step(
     resume = f"fedbn-flwr run --out {shlex.quote(str(run.folder))} --resume"
     if not run.has_model:
         rate = run.config.learning_rate
-        why = f"Use a lower learning rate: it was {rate:g}. Try {rate / 10:g}."
-        return _step(why, changed_command(run, f"learning-rate={rate / 10:g}"))
+        lower = min(rate / 10, 0.1)  # a usual rate, however high the rate was
+        why = f"Use a lower learning rate: it was {rate:g}. Try {lower:g}."
+        return _step(why, changed_command(run, f"learning-rate={lower:g}"))
     if not run.summary:
         return None if run.running else _step("Continue the run.", resume)
     for finding in findings:
@@ -192,7 +193,7 @@ def next_step(
     command = ask_alone(run)
     if command and not alone:
         return _step(
-            "Train each site alone, to see the use of the federation.", command
+            "Train each site alone, to see whether the federation helps.", command
         )
     rounds = run.config.num_server_rounds
     if run.summary["rounds"] == rounds and _still_improves(run):

@@ -204,7 +204,10 @@ def site_rows(
         try:
             tested = sites_of_run(run.folder, reference.folder if reference else None)
         except FedBNError as error:
-            unknown = f"The sites have no intervals: {error}"
+            unknown = (
+                "The figures of this run remain valid, but the intervals of its sites"
+                f" cannot be computed: {error}"
+            )
         else:
             for row in tested:
                 known = rows.setdefault(row["site"], {"metrics": {}, "rounds": 0})

@@ -142,6 +142,7 @@ def _run_page(run: RunFiles, against: Sequence[Path]) -> dict[str, Any]:
         comparison = compare(run, reference, rows)
         if comparison:
             comparisons.append(comparison)
+    alone = any(one.reference.config.strategy == ALONE for one in comparisons)
     diagnosis = read_json(run.folder / "doctor.json")
     findings = diagnosis.get("findings", ()) if run.has_model else ()
     fields = {field.alias: field for field in Config.model_fields.values()}
@@ -159,7 +160,7 @@ def _run_page(run: RunFiles, against: Sequence[Path]) -> dict[str, Any]:
         "facts": facts_of(run, sites, comparisons),
         "warnings": [*run_warnings(run), unknown],
         "step": next_step(run, comparisons, findings),
-        "suggested": ask_alone(run) if not comparisons else "",
+        "suggested": "" if alone else ask_alone(run),
         "pictures": [*_main_pictures(run, sites, comparisons)],
         "cards": findings,
         "notes": [*diagnosis.get("not-measured", ()), *diagnosis.get("notes", ())],

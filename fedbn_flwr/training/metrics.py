@@ -208,10 +208,19 @@ def _f1(_: Tensor, y_pred: Tensor, y_true: Tensor) -> float:
 
 
 def _auroc(scores: Tensor, _: Tensor, y_true: Tensor) -> float:
+    positives = int(y_true.sum())
+    negatives = len(y_true) - positives
     # Both classes must occur, because the metric compares examples of both.
-    if not 0 < y_true.sum() < len(y_true):
+    if not positives or not negatives:
         return _NAN
-    return float(_sklearn().roc_auc_score(y_true, _ranks(scores)))
+    # AUROC is Mann and Whitney's U, the sum of the positives' mean ranks, as a share of
+    # all pairs. It is much faster than the area under a curve, and an interval needs a
+    # thousand of them.
+    _, place, counts = torch.unique(scores, return_inverse=True, return_counts=True)
+    ranks = counts.cumsum(0) - (counts - 1).double() / 2
+    of_positives = float(ranks[place[y_true.bool()]].sum())
+    u = of_positives - positives * (positives + 1) / 2
+    return u / (positives * negatives)
 
 
 def _auprc(scores: Tensor, _: Tensor, y_true: Tensor) -> float:

@@ -498,7 +498,7 @@ BAD = {
     "lost lines": (lambda run: (run / "metrics.jsonl").unlink(), "has 0 of 2 rounds"),
     "lost model": (
         lambda run: (run / "model.safetensors").unlink(),
-        "The sites have no intervals",
+        "the intervals of its sites cannot be computed",
     ),
     "damaged summary": (lambda run: (run / "summary.json").write_text("{"), None),
     "damaged config": (lambda run: (run / "config.yaml").write_text("[1"), None),

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -26,12 +27,12 @@ from fedbn_flwr.checked_file import write_atomically
 from fedbn_flwr.errors import ConfigError, RunFailedError
 from fedbn_flwr.lab.advice.candidates import (
     FEDAVG,
-    Candidate,
     Settings,
     candidates,
     shared_settings,
 )
 from fedbn_flwr.lab.advice.halving import (
+    LOOK,
     SEEDS,
     Point,
     affordable,
@@ -43,7 +44,7 @@ from fedbn_flwr.lab.advice.halving import (
 from fedbn_flwr.lab.advice.verdict import conditions, verdict
 from fedbn_flwr.lab.config import Config, Scalar
 from fedbn_flwr.lab.doctor import diagnose_run
-from fedbn_flwr.lab.files import ADVICE_FILE, read_metrics
+from fedbn_flwr.lab.files import ADVICE_FILE, read_json, read_metrics
 from fedbn_flwr.lab.output.folder import lock_folder, writing
 from fedbn_flwr.lab.partitioned.partitioned_data import count_clients, partitioned_data
 from fedbn_flwr.lab.studies.one_run import do_cell, is_done
@@ -61,7 +62,7 @@ from fedbn_flwr.lab.studies.sweep import (
 logger = logging.getLogger("flwr")
 
 RECOMMENDED_FILE = "recommended.yaml"
-_LOOK_ROUNDS = 5
+ASKED_FILE = "asked.json"  # the settings and options of the command
 _VALIDATION = 0.2  # share of the training examples, unless the config has one
 _AGAIN = "give the same command again"
 Named = Callable[..., Any]
@@ -125,30 +126,40 @@ def advise(
     tried_rates = [*rates] or [
         float(f"{factor * config.learning_rate:.2g}") for factor in (0.3, 1, 3)
     ]
-    if len({*tried_rates}) < 3:
+    if len({*tried_rates}) < 3 or not all(0 < rate < math.inf for rate in tried_rates):
         raise ConfigError(
-            f"rates={tried_rates}: give at least three different learning rates."
+            f"rates={tried_rates}: give at least three different learning rates above 0."
         )
+    if hours is not None and not 0 < hours < math.inf:
+        raise ConfigError(f"hours={hours} must be a finite number above 0.")
     follower = follower or LogFollower()
 
+    asked = {"settings": settings, "rounds": rounds, "hours": hours, "rates": [*rates]}
     with lock_folder(out, "study"):
-        if (out / "config.yaml").exists():
-            raise ConfigError(
-                f"out={str(out)!r} is the folder of a run. Choose another folder."
-            )
+        _refuse_other_use(out, {**asked, "methods": [*methods]})
         # Look: a few rounds of FedAvg, and the doctor.
         look = _look(base, config, out)
         findings = diagnose_run(look.folder(out)).findings
         tried, left_out = candidates(settings, base, findings, methods)
         points = [Point(one, rate) for one in tried for rate in tried_rates]
         budget = rounds or cost(full, len(points))
+        lines = read_metrics(look.folder(out) / "metrics.jsonl")[1:]
+        one_round = statistics.fmean(line["seconds"] for line in lines)
         if hours:
-            lines = read_metrics(look.folder(out) / "metrics.jsonl")[1:]
-            one_round = statistics.fmean(line["seconds"] for line in lines)
             budget = int(hours * 3600 * (parallel or 1) / one_round)
         whole = affordable(budget, len(points), full)
         found = [" ".join([one.what, *one.evidence[:1]]) for one in findings]
-        for text in (*found, *_plan(tried, left_out, tried_rates, whole, full)):
+        counts = _validation_counts(look.config)
+        hour = cost(whole, len(points)) * one_round / (parallel or 1) / 3600
+        for text in (
+            *found,
+            *(f"Try {one.name}: {one.why}" for one in tried),
+            *(f"Not tried: {name}: {why}" for name, why in left_out.items()),
+            f"{len(points)} trials with the rates {', '.join(map(str, tried_rates))}, then"
+            f" whole runs of {whole} of {full} rounds with {SEEDS} seeds: at most"
+            f" {cost(whole, len(points)):,} rounds together, about {hour:.1g} hours at the"
+            f" speed of FedAvg. {counts}",
+        ):
             say(text)
 
         # Try: trials on validation examples.
@@ -189,7 +200,10 @@ def advise(
             }
             for rung in rungs
         ],
-        "conditions": [*conditions(advice, tried_rates, (whole, full), base)],
+        "conditions": [
+            *conditions(advice, rungs[0], (whole, full), look.config, config),
+            counts,
+        ],
     }
     chosen = next(p for p in last if p.candidate.name == advice["best"])
     with writing(out, _AGAIN):
@@ -223,17 +237,12 @@ def _look(base: Settings, config: Config, out: Path) -> Cell:
         ConfigError: data cannot be used, or no site has validation examples.
         RunFailedError: the run failed.
     """
-    rounds = min(_LOOK_ROUNDS, config.num_server_rounds)
+    rounds = min(LOOK, config.num_server_rounds)
     shared = of_length(base, rounds, config.num_server_rounds)
     settings: Settings = {"strategy": "fedavg", "seed": config.seed}
     cell = Cell(FEDAVG, "look", config.seed, settings, shared)
     check_data([cell])
-    split = partitioned_data(cell.config, count_clients(cell.config))
-    if not any(map(len, split.validation)):
-        raise ConfigError(
-            f"validation-share={base['validation-share']} gives no site a validation"
-            " example, and the method is chosen by them. Use a larger validation-share."
-        )
+    _validation_counts(cell.config)
     if not is_done(cell, out):
         error = do_cell(cell, out)
         if error:
@@ -241,23 +250,47 @@ def _look(base: Settings, config: Config, out: Path) -> Cell:
     return cell
 
 
-def _plan(
-    tried: Sequence[Candidate],
-    left_out: Mapping[str, str],
-    rates: Sequence[float],
-    whole: int,
-    full: int,
-) -> list[str]:
-    """Return the candidates with their reasons, and the size of the plan, as text."""
-    lines = [f"Try {one.name}: {one.why}" for one in tried]
-    lines += [f"Not tried: {name}: {why}" for name, why in left_out.items()]
-    points = len(tried) * len(rates)
-    lines.append(
-        f"{points} trials with the rates {', '.join(map(str, rates))}, then whole runs of"
-        f" {whole} of {full} rounds with {SEEDS} seeds: at most"
-        f" {cost(whole, points):,} rounds together."
+def _validation_counts(config: Config) -> str:
+    """Return the numbers of validation examples as a sentence.
+
+    Raises:
+        ConfigError: no site has one.
+    """
+    split = partitioned_data(config, count_clients(config))
+    counts = [len(part) for part in split.validation]
+    if not sum(counts):
+        raise ConfigError(
+            f"validation-share={config.validation_share} gives no site a validation"
+            " example, and the method is chosen by them. Use a larger validation-share."
+        )
+    return (
+        f"{sum(counts):,} validation examples choose the method, {min(counts):,} at the"
+        " smallest site."
     )
-    return lines
+
+
+def _refuse_other_use(out: Path, asked: Mapping[str, Any]) -> None:
+    """Raise ConfigError if the folder has other files, or answers another question."""
+    file = out / ASKED_FILE
+    if not file.is_file():
+        if any(path.name != ".lock" for path in out.iterdir()):
+            raise ConfigError(
+                f"out={str(out)!r} has files that are not those of an advice. Choose a"
+                " new or empty folder."
+            )
+        write_atomically(file, json.dumps(asked, indent=2) + "\n")
+    before = read_json(file)
+    now = json.loads(json.dumps(asked))
+    if now != before:
+        changes = [
+            f"{key}: {before.get(key)} before, {now[key]} now"
+            for key in now
+            if now[key] != before.get(key)
+        ]
+        raise ConfigError(
+            f"out={str(out)!r} has the advice for other settings ({'; '.join(changes)})."
+            " Choose another folder."
+        )
 
 
 def _recommended(settings: Settings, chosen: Point, answer: Sequence[str]) -> str:

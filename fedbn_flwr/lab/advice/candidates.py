@@ -14,7 +14,13 @@ from typing import Any
 from fedbn_flwr.doctor.findings import Finding
 from fedbn_flwr.doctor.situations import FEATURE_SHIFT, SITUATIONS, label_skew
 from fedbn_flwr.errors import ConfigError, FedBNError
-from fedbn_flwr.lab.config import Config, Scalar, method_of, read_overrides
+from fedbn_flwr.lab.config import (
+    CENTRALIZED,
+    Config,
+    Scalar,
+    method_of,
+    read_overrides,
+)
 from fedbn_flwr.lab.early_stopping import validation_metric
 from fedbn_flwr.lab.runs.check_start import check
 from fedbn_flwr.strategies import STRATEGIES
@@ -129,6 +135,11 @@ def _asked(text: str) -> Candidate:
         recipes = {remedy.setting.split()[0]: remedy.setting for remedy in known}
         setting = recipes.get(setting, setting)
     values = read_overrides([*setting.split(), *settings])
+    if values.get("strategy") == CENTRALIZED:
+        raise ConfigError(
+            f"methods: {CENTRALIZED} trains on the data of all sites, so it cannot be"
+            " advice for sites. `fedbn-flwr run` trains it as a reference."
+        )
     return Candidate(_name(values), values, "you asked for it")
 
 

@@ -27,6 +27,9 @@ from fedbn_flwr.training.tasks import higher_is_better
 SHORTEST = 4
 """The fewest rounds of a trial: FixBN has two rounds before its freeze, and two after."""
 
+LOOK = 5
+"""The rounds of FedAvg before the trials."""
+
 _PHASES = {"fixbn": ("freeze-at", 0.5), "fedtan2": ("fedtan-rounds", 0.1)}
 """The key with the end of a method's first phase, and its default."""
 
@@ -91,8 +94,8 @@ def lengths(rounds: int) -> list[int]:
 
 
 def cost(rounds: int, num_points: int) -> int:
-    """Return the most rounds that all trials and the final runs need together."""
-    total, left = 0, num_points
+    """Return the most rounds that all runs need together."""
+    total, left = LOOK, num_points
     for length in lengths(rounds):
         total += length * left
         left = min(left, math.ceil(left / 2) + 2)
@@ -110,9 +113,9 @@ def affordable(budget: int, num_points: int, wanted: int) -> int:
             return rounds
     least = cost(SHORTEST + 1, num_points)
     raise ConfigError(
-        f"rounds={budget} is too small for one halving of {num_points} trials. Give at"
-        f" least {least} rounds in total, fewer methods, or a lower num-server-rounds"
-        f" (it is {wanted}; a halving needs at least {SHORTEST + 1})."
+        f"the budget of {budget} rounds is too small for one halving of {num_points}"
+        f" trials. Give at least {least} rounds in total, fewer methods, or a"
+        f" num-server-rounds above {SHORTEST} (it is {wanted})."
     )
 
 
@@ -241,13 +244,11 @@ def _better_half(rung: Rung, metric: str) -> list[Point]:
 
 
 def finalists(last: Rung, metric: str) -> list[Point]:
-    """Return the best two methods of the longest trials, FedAvg and training alone.
+    """Return the best two federated methods, FedAvg and training alone.
 
-    Each method has its best rate.
+    Each method has the best rate of the longest trials.
     """
-    best: dict[str, Point] = {}
-    for point in last.comparable(metric):
-        best.setdefault(point.candidate.name, point)
-    names = dict.fromkeys([*[*best][:_FINALISTS], FEDAVG, ALONE])
-    found = [best.get(name) or last.best_of(name) for name in names]
+    names = [point.candidate.name for point in last.comparable(metric)]
+    federated = [*dict.fromkeys(name for name in names if name != ALONE)]
+    found = map(last.best_of, dict.fromkeys([*federated[:_FINALISTS], FEDAVG, ALONE]))
     return [point for point in found if point]

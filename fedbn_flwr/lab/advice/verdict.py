@@ -10,9 +10,10 @@ from typing import Any
 import pandas as pd
 
 from fedbn_flwr.errors import RunFailedError
-from fedbn_flwr.lab.advice.candidates import ALONE, Settings
-from fedbn_flwr.lab.advice.halving import Point, score_of
+from fedbn_flwr.lab.advice.candidates import ALONE
+from fedbn_flwr.lab.advice.halving import Point, Rung, score_of
 from fedbn_flwr.lab.answer import shown
+from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.files import STUDY_FILE, site_label
 from fedbn_flwr.lab.references import site_rows
 from fedbn_flwr.lab.run_files import RunFiles
@@ -30,8 +31,8 @@ def verdict(
     Args:
         study: the final runs.
         points: the methods of the study with their rates.
-        metric: the score that ranks the methods. A method with another score has its
-            tests in the ranking, but no difference from the best method.
+        metric: the score that ranks the methods. A method with another score is not in
+            the ranking.
         out: the folder of all runs.
 
     Raises:
@@ -56,22 +57,24 @@ def verdict(
     means = frame[ranked].mean().sort_values(ascending=not higher_is_better(metric))
     best = str(means.index[0])
     ranking = []
-    for name in dict.fromkeys([*means.index, *known]):
+    for name in map(str, means.index):
         gap = frame[best] - frame[name]
         tests = pd.Series([run.final.get(run.headline) for run in runs[name]])
-        compared = name in ranked and name != best
         seconds = (sum(line["seconds"] for line in run.lines) for run in runs[name])
-        moved = (run.summary["ledger"] for run in runs[name])
+        ledgers = [run.summary["ledger"] for run in runs[name]]
         ranking.append(
             {
                 "method": name,
                 "learning-rate": known[name].rate,
                 "score": frame[name].mean(),
-                "difference": gap.mean() if compared else None,
-                "half": half_interval(gap) if compared else None,
+                "difference": None if name == best else gap.mean(),
+                "half": None if name == best else half_interval(gap),
                 "test": None if tests.hasnans else tests.mean(),
                 "bytes": statistics.fmean(
-                    one.get("bytes-down", 0) + one.get("bytes-up", 0) for one in moved
+                    one.get("bytes-down", 0) + one.get("bytes-up", 0) for one in ledgers
+                ),
+                "exchanges": statistics.fmean(
+                    one.get("exchanges", 0) for one in ledgers
                 ),
                 "seconds": statistics.fmean(seconds),
             }
@@ -121,7 +124,7 @@ def sentences(advice: Mapping[str, Any]) -> Iterator[str]:
     unit = " %" if in_percent(metric) else ""
     first, *others = advice["ranking"]
     if advice["best"] == ALONE:
-        yield "Train each site alone: no federated method was better."
+        yield "Train each site alone: this has the best score."
     else:
         yield f"Use {first['method']} with learning-rate={first['learning-rate']}."
     text = (
@@ -133,23 +136,35 @@ def sentences(advice: Mapping[str, Any]) -> Iterator[str]:
         text += f"; on the test examples it is {shown(first['test'], metric)}{unit}"
     yield f"{text}."
     better: list[str] = []
+    cheaper: list[str] = []
     undecided: list[str] = []
     for row in others:
         if row["half"] is not None:
             gap, half = row["difference"], row["half"]
             low, high = (shown(end, metric, "+") for end in (gap - half, gap + half))
-            text = f"{row['method']} ({shown(gap, metric, '+')}, {low} to {high})"
-            (better if abs(gap) > half else undecided).append(text)
-    interval = "with the 95 % interval of the difference over the seeds"
+            text = f"{row['method']} ({shown(gap, metric, '+')}, 95 % interval {low} to"
+            (better if abs(gap) > half else undecided).append(f"{text} {high})")
+            if abs(gap) <= half and row["exchanges"] < first["exchanges"]:
+                cheaper.append(f"{row['method']} {row['exchanges']:g}")
     if better:
-        yield f"It is better than {', '.join(better)}, {interval}."
+        yield f"It is better than {' and '.join(better)}."
     if undecided:
-        yield f"No difference from {', '.join(undecided)} is established, {interval}."
+        yield f"No difference from {' or from '.join(undecided)} is established."
+    if cheaper:
+        yield (
+            f"If the difference does not matter to you, take the cheaper method: it needs"
+            f" {first['exchanges']:g} exchanges, {', '.join(cheaper)}."
+        )
     if advice["sites"]:
         yield (
             f"On the test examples of each site, {advice['federated']} compared with"
             f" training alone is {_worth(advice)} of {len(advice['sites'])} sites."
         )
+        if not metric.startswith("personal"):
+            yield (
+                "The ranking is for one model for all sites; training alone gives a"
+                " model for each site, so it is not in the ranking."
+            )
 
 
 def _worth(advice: Mapping[str, Any]) -> str:
@@ -175,46 +190,59 @@ def _worth(advice: Mapping[str, Any]) -> str:
 
 def conditions(
     advice: Mapping[str, Any],
-    rates: Sequence[float],
+    first: Rung,
     rounds: tuple[int, int],
-    base: Settings,
+    tried: Config,
+    given: Config,
 ) -> Iterator[str]:
     """Yield the conditions that could change the answer.
 
     Args:
         advice: the result of ``verdict``.
-        rates: the tried rates.
+        first: the shortest trials. They have all rates.
         rounds: the rounds of the final runs, and of the user's config.
-        base: the settings that all runs share.
+        tried: the config of the first rounds of FedAvg.
+        given: the user's config.
     """
-    ranking = advice["ranking"]
-    ends = [
-        f"{row['method']} ({row['learning-rate']})"
-        for row in ranking
-        if row["learning-rate"] in (min(rates), max(rates))
-    ]
+    rates = sorted({point.rate for point in first.scores})
+    ends = []
+    for row in advice["ranking"]:
+        scores = {
+            point.rate: score
+            for point, score in first.scores.items()
+            if point.candidate.name == row["method"]
+        }
+        rate = row["learning-rate"]
+        # Equal scores of all rates do not show that another rate would be better.
+        if rate in (rates[0], rates[-1]) and len({*scores.values()}) > 1:
+            ends.append(f"{row['method']} at {rate}")
     if ends:
         yield (
-            f"The best rate of {', '.join(ends)} is at the end of the tried rates"
-            f" {', '.join(map(str, rates))}. Try further --rates."
+            f"A further rate may be better: {', '.join(ends)} is at the end of the tried"
+            f" rates {', '.join(map(str, rates))}. Try other --rates."
         )
     if rounds[0] < rounds[1]:
         yield (
             f"The final runs had {rounds[0]} of {rounds[1]} rounds, because of the"
             " budget. Slow methods may gain from more rounds."
         )
-    if any(row["half"] is not None for row in ranking):
+    if len(advice["ranking"]) > 1:
         yield (
             f"More seeds make the intervals narrower: add seeds to {STUDY_FILE}, and"
             " sweep it into the same folder."
         )
-    if str(base["eval-on"]).startswith("personal"):
+    if tried.eval_on.startswith("personal"):
         yield (
             "Each site was tested on its own examples. If you need one model for all"
             " sites, set eval-on=global and ask again."
         )
+    if given.early_stopping:
+        yield (
+            f"The compared runs had no early stopping, and the recommended config has"
+            f" early-stopping={given.early_stopping}."
+        )
     yield (
-        f"The sites kept {100 * float(base['validation-share']):g} % of their training"
-        " examples to choose the method. The recommended config trains as your config"
-        " says."
+        f"The sites kept {100 * tried.validation_share:g} % of their training examples to"
+        f" choose the method. The recommended config keeps"
+        f" {100 * given.validation_share:g} %."
     )

@@ -165,6 +165,10 @@ def test_an_advice_that_is_killed_gives_the_same_answer_when_it_continues(
         ({"rounds": 60}, "too small for one halving of 12 trials. Give at least"),
         ({"rounds": 60, "hours": 1.0}, "two budgets"),
         ({"rates": [0.1, 0.2, 0.1]}, "three different"),
+        ({"rates": [0.1, 0.2, -0.1]}, "above 0"),
+        ({"hours": math.inf}, "hours=inf"),
+        ({"hours": 1e-9}, "too small"),
+        ({"methods": ["centralized"]}, "data of all sites"),
         ({"metric": "acuracy"}, "acuracy"),
         ({"methods": ["fedbm"]}, "fedbm"),
         ({"methods": ["fedwon norm=wsconv"]}, "FedWon"),
@@ -192,6 +196,14 @@ def test_settings_without_an_answer_are_refused(
     with pytest.raises(ConfigError, match=words):
         advise({**GIVEN, **settings}, tmp_path)
     assert not (tmp_path / "tune").exists()
+
+
+def test_a_folder_with_another_use_is_refused(out: Path, tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").touch()
+    with pytest.raises(ConfigError, match="new or empty folder"):
+        advice_of(tmp_path)
+    with pytest.raises(ConfigError, match="metrics"):
+        advice_of(out, metric="auroc")
 
 
 def test_if_all_trials_diverge_there_is_no_advice(tmp_path: Path) -> None:
@@ -236,7 +248,9 @@ def test_the_better_half_and_the_references_continue(
         for name in (FEDAVG, ALONE):
             best = rung.best_of(name)
             assert best is None or best in found
-    assert usable[:1] == last[:1]
+    federated = [point for point in usable if point.candidate.name != ALONE]
+    others = [point for point in last if point.candidate.name != ALONE]
+    assert federated[:1] == others[:1]
 
     # the largest run within the budget
     if cost(SHORTEST + 1, len(points)) <= budget:
