@@ -441,14 +441,12 @@ class Federation:
             refusing += [c for c in begun if any(m.incomplete(c) for m in self.methods)]
         except Lost:  # one value in the batches of all clients
             trained, refusing = [], begun
-        # A resumed run has no record that nobody has trained.
-        known = case.again != "resume" or t <= case.resumed_after
         everybody = refusing and len(refusing) == len(self.drawn(t))
         # The error contains the number of planned steps, or of taken steps at the end.
         # Different numbers are different errors.
         numbers = {len(c.losses) or self.num_steps(c) for c in refusing}
         everybody = everybody and len(numbers) == 1
-        if everybody and known and not self.anybody:
+        if everybody and not self.anybody:
             raise AllRefuse
         self.anybody |= bool(trained)
         undone = {c.number: (c.own, c.kept, c.begun) for c in trained}

@@ -109,6 +109,8 @@ RARE = (
         share_alpha=True,
     ),
     Case(methods=("hbn",), statistics_warm_up=2),
+    Case(methods=("fedrep",), faults=((1, 0, "raise"),), head_steps=2, again="resume"),
+    Case(methods=("silobn",), fraction=0.5, recalibrate=True, way="command"),
     Case(methods=("fedbn",), hidden=((1, 0),), again="resume"),
     Case(methods=("ditto",), rounds=3, agc=0.05),
     Case(
