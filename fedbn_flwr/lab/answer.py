@@ -19,6 +19,7 @@ from fedbn_flwr.lab.references import (
     alone_command,
     changed_command,
     name_of,
+    with_alone,
 )
 from fedbn_flwr.lab.run_files import RunFiles
 from fedbn_flwr.training.tasks import higher_is_better, in_percent, quantity_of
@@ -189,7 +190,7 @@ def next_step(
                 command = changed_command(run, *remedy["setting"].split())
                 why = f"{finding['what']} Use {remedy['setting']}: {remedy['why']}."
                 return _step(why, command)
-    alone = [one for one in comparisons if one.reference.config.strategy == ALONE]
+    alone = with_alone(comparisons)
     command = ask_alone(run)
     if command and not alone:
         return _step(

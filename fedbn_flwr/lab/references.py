@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -177,6 +177,11 @@ def compare(
         half = math.hypot(*widths) / (2 * len(widths))
     sign = 1 if higher_is_better(run.headline) else -1
     return Comparison(reference, paired, sign, mean, half)
+
+
+def with_alone(comparisons: Iterable[Comparison]) -> list[Comparison]:
+    """Return the comparisons with training alone."""
+    return [one for one in comparisons if one.reference.config.strategy == ALONE]
 
 
 def site_rows(

@@ -49,6 +49,7 @@ from fedbn_flwr.lab.references import (
     name_of,
     references_of,
     site_rows,
+    with_alone,
 )
 from fedbn_flwr.lab.run_files import TESTS, RunFiles, run_warnings
 from fedbn_flwr.lab.studies.one_run import failure_of, is_done, of_study, summary_of
@@ -142,7 +143,6 @@ def _run_page(run: RunFiles, against: Sequence[Path]) -> dict[str, Any]:
         comparison = compare(run, reference, rows)
         if comparison:
             comparisons.append(comparison)
-    alone = any(one.reference.config.strategy == ALONE for one in comparisons)
     diagnosis = read_json(run.folder / "doctor.json")
     findings = diagnosis.get("findings", ()) if run.has_model else ()
     fields = {field.alias: field for field in Config.model_fields.values()}
@@ -160,7 +160,7 @@ def _run_page(run: RunFiles, against: Sequence[Path]) -> dict[str, Any]:
         "facts": facts_of(run, sites, comparisons),
         "warnings": [*run_warnings(run), unknown],
         "step": next_step(run, comparisons, findings),
-        "suggested": "" if alone else ask_alone(run),
+        "suggested": "" if with_alone(comparisons) else ask_alone(run),
         "pictures": [*_main_pictures(run, sites, comparisons)],
         "cards": findings,
         "notes": [*diagnosis.get("not-measured", ()), *diagnosis.get("notes", ())],

@@ -142,7 +142,12 @@ def _print_results(summary: Mapping[str, Any], folder: Path) -> None:
     from fedbn_flwr.lab.answer import ask_alone, facts_of
     from fedbn_flwr.lab.cli.site_table import print_sites
     from fedbn_flwr.lab.output.folder import FLOWER_LOG
-    from fedbn_flwr.lab.references import compare, references_of, site_rows
+    from fedbn_flwr.lab.references import (
+        compare,
+        references_of,
+        site_rows,
+        with_alone,
+    )
     from fedbn_flwr.lab.run_files import RunFiles
     from fedbn_flwr.training.tasks import quantity_of
 
@@ -162,6 +167,6 @@ def _print_results(summary: Mapping[str, Any], folder: Path) -> None:
     for fact in facts_of(found, found.sites(), list(filter(None, comparisons))):
         say(f"{fact.about}: {fact.value} ({fact.more})")
     command = ask_alone(found)
-    if command and not comparisons:
+    if command and not with_alone(filter(None, comparisons)):
         say(f"Is it better than each site alone? {command}")
     say(f"next: fedbn-flwr report {shlex.quote(str(folder))}")
