@@ -231,7 +231,11 @@ class Course:
             command, cwd=self.clone, capture_output=True, text=True, check=True
         )
         expected = {f"!! {FOLDER}/", "!! .venv"}
-        return [line for line in done.stdout.splitlines() if line not in expected]
+        lines = done.stdout.splitlines()
+        # Python's cache of compiled modules does not belong to a page.
+        return [
+            one for one in lines if one not in expected and "__pycache__" not in one
+        ]
 
 
 def faults_of(course: Course, block: Block, shown: str) -> list[str]:
