@@ -23,10 +23,10 @@ from fedbn_flwr.lab.advice import advise
 from fedbn_flwr.lab.advice.halving import of_length
 from fedbn_flwr.lab.files import ADVICE_FILE, read_json
 from fedbn_flwr.lab.studies.one_run import is_done, summary_of
-from fedbn_flwr.lab.studies.parallel import in_parallel
+from fedbn_flwr.lab.studies.parallel import runner_of
 from fedbn_flwr.lab.studies.results import half_interval, markdown
 from fedbn_flwr.lab.studies.study import Cell, Study, Tuning
-from fedbn_flwr.lab.studies.sweep import LogFollower, in_series, sweep
+from fedbn_flwr.lab.studies.sweep import LogFollower, sweep
 from fedbn_flwr.lab.studies.tuning import tuned
 from fedbn_flwr.training.tasks import higher_is_better
 
@@ -157,8 +157,9 @@ def main(
         given = {**SETTINGS[name], "data-dir": data_dir}
         advice = advise(given, out / name / "advised", parallel=parallel, say=print)
         print(*advice["answer"], sep="\n", flush=True)
-        runner = in_parallel(parallel) if parallel > 1 else in_series
-        sweep(grid_of(advice, given), out / name / "grid", runner, LogFollower())
+        study = grid_of(advice, given)
+        runner = runner_of([*study.cells()], parallel)
+        sweep(study, out / name / "grid", runner, LogFollower())
         print(row(name, out, data_dir), flush=True)
     shown = markdown(
         pd.DataFrame([row(name, out, data_dir) for name in names]).fillna("-")

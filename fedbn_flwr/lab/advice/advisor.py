@@ -48,14 +48,13 @@ from fedbn_flwr.lab.files import ADVICE_FILE, read_json, read_metrics
 from fedbn_flwr.lab.output.folder import lock_folder, writing
 from fedbn_flwr.lab.partitioned.partitioned_data import count_clients, partitioned_data
 from fedbn_flwr.lab.studies.one_run import do_cell, is_done
-from fedbn_flwr.lab.studies.parallel import default_parallel, in_parallel
+from fedbn_flwr.lab.studies.parallel import runner_of
 from fedbn_flwr.lab.studies.study import Cell, Study
 from fedbn_flwr.lab.studies.sweep import (
     Follower,
     LogFollower,
     check_data,
     do_all,
-    in_series,
     sweep,
 )
 
@@ -143,8 +142,9 @@ def advise(
         tried, left_out = candidates(settings, base, findings, methods)
         points = [Point(one, rate) for one in tried for rate in tried_rates]
         budget = rounds or cost(full, len(points))
-        lines = read_metrics(look.folder(out) / "metrics.jsonl")[1:]
-        one_round = statistics.fmean(line["seconds"] for line in lines)
+        # The first round also builds the models.
+        first, *later = read_metrics(look.folder(out) / "metrics.jsonl")
+        one_round = statistics.fmean(line["seconds"] for line in later or [first])
         if hours:
             budget = int(hours * 3600 * (parallel or 1) / one_round)
         whole = affordable(budget, len(points), full)
@@ -165,9 +165,7 @@ def advise(
         # Try: trials on validation examples.
         def do(cells: Sequence[Cell]) -> None:
             check_data(cells)
-            at_once = parallel or default_parallel(cells)
-            runner = in_parallel(at_once) if at_once > 1 else in_series
-            do_all(cells, out, runner, follower)
+            do_all(cells, out, runner_of(cells, parallel), follower)
 
         rungs = halve(points, base, whole, full, seed, out, do)
 
@@ -179,11 +177,9 @@ def advise(
         methods={p.candidate.name: of_length(p.settings, whole, full) for p in last},
         seeds=[seed + number for number in range(SEEDS)],
     )
-    at_once = parallel or default_parallel([*study.cells()])
     # A final run that diverged has no score, and the others still give an answer.
     with suppress(RunFailedError):
-        runner = in_parallel(at_once) if at_once > 1 else in_series
-        sweep(study, out, runner, follower)
+        sweep(study, out, runner_of([*study.cells()], parallel), follower)
     advice = verdict(study, last, points[0].candidate.metric, out)
     advice |= {
         "found": found or ["The doctor found no fault in FedAvg with BatchNorm."],
@@ -270,18 +266,17 @@ def _validation_counts(config: Config) -> str:
 
 
 def _refuse_other_use(out: Path, asked: Mapping[str, Any]) -> None:
-    """Raise ConfigError if the folder has other files, or answers another question."""
-    file = out / ASKED_FILE
-    if not file.is_file():
-        if any(path.name != ".lock" for path in out.iterdir()):
-            raise ConfigError(
-                f"out={str(out)!r} has files that are not those of an advice. Choose a"
-                " new or empty folder."
-            )
-        write_atomically(file, json.dumps(asked, indent=2) + "\n")
-    before = read_json(file)
-    now = json.loads(json.dumps(asked))
-    if now != before:
+    """Raise ConfigError if the folder has other files, or trials of other settings."""
+    before = read_json(out / ASKED_FILE)
+    if not before and any(path.name != ".lock" for path in out.iterdir()):
+        raise ConfigError(
+            f"out={str(out)!r} contains files of something else. Choose a new or empty"
+            " folder."
+        )
+    text = json.dumps(asked, indent=2) + "\n"
+    now = json.loads(text)
+    # Before the first trial, an error may ask for other settings.
+    if now != before and (out / "tune").exists():
         changes = [
             f"{key}: {before.get(key)} before, {now[key]} now"
             for key in now
@@ -291,6 +286,7 @@ def _refuse_other_use(out: Path, asked: Mapping[str, Any]) -> None:
             f"out={str(out)!r} has the advice for other settings ({'; '.join(changes)})."
             " Choose another folder."
         )
+    write_atomically(out / ASKED_FILE, text)
 
 
 def _recommended(settings: Settings, chosen: Point, answer: Sequence[str]) -> str:

@@ -34,9 +34,8 @@ _PHASES = {"fixbn": ("freeze-at", 0.5), "fedtan2": ("fedtan-rounds", 0.1)}
 """The key with the end of a method's first phase, and its default."""
 
 SEEDS = 3
-_FINALISTS = (
-    2  # the best methods that are run to the end, in addition to two references
-)
+# the best methods that are run to the end, in addition to FedAvg and training alone
+_FINALISTS = 2
 
 
 @dataclass(frozen=True, eq=False)

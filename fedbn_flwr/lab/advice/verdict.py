@@ -1,4 +1,4 @@
-"""The answer of ``advise``: ranking, sites, sentences, and what could change them."""
+"""Rank the final runs of ``advise``, and write the answer in sentences."""
 
 from __future__ import annotations
 
@@ -152,8 +152,8 @@ def sentences(advice: Mapping[str, Any]) -> Iterator[str]:
         yield f"No difference from {' or from '.join(undecided)} is established."
     if cheaper:
         yield (
-            f"If the difference does not matter to you, take the cheaper method: it needs"
-            f" {first['exchanges']:g} exchanges, {', '.join(cheaper)}."
+            f"If the difference does not matter to you, take a cheaper method. Exchanges:"
+            f" {first['method']} {first['exchanges']:g}, {', '.join(cheaper)}."
         )
     if advice["sites"]:
         yield (
@@ -162,13 +162,13 @@ def sentences(advice: Mapping[str, Any]) -> Iterator[str]:
         )
         if not metric.startswith("personal"):
             yield (
-                "The ranking is for one model for all sites; training alone gives a"
-                " model for each site, so it is not in the ranking."
+                "The ranking compares single models for all sites. Training alone makes a"
+                " model for each site and is not in the ranking."
             )
 
 
 def _worth(advice: Mapping[str, Any]) -> str:
-    """Return the sites at which the federation is better, worse, or neither."""
+    """Return the names of the sites with a better, a worse or an unclear result."""
     sign = 1 if higher_is_better(advice["metric"]) else -1
     found: dict[str, list[str]] = {
         side: [] for side in ("better", "worse", "not clearly different", "not known")

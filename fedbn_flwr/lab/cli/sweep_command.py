@@ -82,8 +82,7 @@ def sweep(
         read_overrides(set_ or [])
     from fedbn_flwr.lab.studies.check_study import Selection, load_study
     from fedbn_flwr.lab.studies.one_run import is_done
-    from fedbn_flwr.lab.studies.parallel import default_parallel, in_parallel
-    from fedbn_flwr.lab.studies.sweep import in_series
+    from fedbn_flwr.lab.studies.parallel import runner_of
     from fedbn_flwr.lab.studies.sweep import sweep as launch
 
     with exit_codes():
@@ -95,11 +94,8 @@ def sweep(
         selected = [
             cell for cell in (*grid.trials(), *grid.cells()) if cell in selection
         ]
-        if parallel is None:
-            parallel = default_parallel(
-                [cell for cell in selected if not is_done(cell, out)]
-            )
-        runner = in_parallel(parallel) if parallel > 1 else in_series
+        left = [cell for cell in selected if not is_done(cell, out)]
+        runner = runner_of(left, parallel)
 
         # A failed run does not stop the other runs. After the last run, the command
         # ends with an error.

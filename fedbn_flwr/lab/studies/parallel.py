@@ -24,7 +24,7 @@ from fedbn_flwr.lab.runs.run import work_of
 from fedbn_flwr.lab.setup import make_model, pick_device, refuse_named_gpu
 from fedbn_flwr.lab.studies.one_run import do_cell, finished, note_failure
 from fedbn_flwr.lab.studies.study import Cell
-from fedbn_flwr.lab.studies.sweep import Follower, Outcome, Runner
+from fedbn_flwr.lab.studies.sweep import Follower, Outcome, Runner, in_series
 from fedbn_flwr.machine import keep_freed_memory, memory_bytes, num_cores
 from fedbn_flwr.training.settings import share_of
 
@@ -51,6 +51,13 @@ def default_parallel(cells: Sequence[Cell]) -> int:
         places = torch.cuda.device_count()
     memory = 0.6 * memory_bytes() / max(_memory_need(cell.config) for cell in cells)
     return max(1, min(len(cells), places, int(memory)))
+
+
+def runner_of(cells: Sequence[Cell], parallel: int | None = None) -> Runner:
+    """Return a runner of ``parallel`` runs at a time, by default the fastest number."""
+    if parallel is None:
+        parallel = default_parallel(cells)
+    return in_parallel(parallel) if parallel > 1 else in_series
 
 
 def _memory_need(config: Config) -> float:

@@ -281,6 +281,8 @@ def paired_tests(
 
 def half_interval(values: pd.Series) -> float:
     """Return half of the 95 % interval of the mean over the seeds, NaN with one seed."""
+    # Import here, because SciPy takes long to import, and the plan of a sweep does not
+    # need it.
     from scipy import stats
 
     return float(stats.t.ppf(0.975, values.count() - 1) * values.sem())

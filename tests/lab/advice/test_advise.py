@@ -188,6 +188,7 @@ def test_bad_input_is_refused_before_the_trials(
         ({"model": lambda: None}, "at the top of a module"),
         ({"validation-share": 0.0}, "validation"),
         ({"num-server-rounds": 4}, "num-server-rounds"),
+        ({"num-server-rounds": 1}, "num-server-rounds"),
     ],
 )
 def test_settings_without_an_answer_are_refused(
@@ -202,6 +203,9 @@ def test_a_folder_with_another_use_is_refused(out: Path, tmp_path: Path) -> None
     (tmp_path / "notes.txt").touch()
     with pytest.raises(ConfigError, match="new or empty folder"):
         advice_of(tmp_path)
+    for rounds in (20, 30):  # no trial was done, so other settings are allowed
+        with pytest.raises(ConfigError, match=f"budget of {rounds} rounds"):
+            advice_of(tmp_path / "new", rounds=rounds)
     with pytest.raises(ConfigError, match="metrics"):
         advice_of(out, metric="auroc")
 
