@@ -90,7 +90,8 @@ def advise(
             ``fedbn-flwr report`` makes the page.
         rounds: the most rounds of all runs together; by default, what whole runs of
             ``num-server-rounds`` need.
-        hours: the same as hours of this machine, estimated from the first rounds.
+        hours: the most hours of all runs together on this machine, estimated from the
+            first rounds.
         metric: the metric that compares the methods; by default the metric of the task.
         methods: methods to try in addition to the references, such as "fixbn". By default,
             the doctor and the situation suggest them.
