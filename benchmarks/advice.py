@@ -19,7 +19,7 @@ import pandas as pd
 import typer
 from measure import write_block
 
-from fedbn_flwr.lab.advice import advise
+from fedbn_flwr.lab.advice import advise_config
 from fedbn_flwr.lab.advice.halving import of_length
 from fedbn_flwr.lab.files import ADVICE_FILE, read_json
 from fedbn_flwr.lab.studies.one_run import is_done, summary_of
@@ -155,7 +155,8 @@ def main(
     names = only or [*SETTINGS]
     for name in names if not table else ():
         given = {**SETTINGS[name], "data-dir": data_dir}
-        advice = advise(given, out / name / "advised", parallel=parallel, say=print)
+        folder = out / name / "advised"
+        advice = advise_config(given, folder, parallel=parallel, say=print)
         print(*advice["answer"], sep="\n", flush=True)
         study = grid_of(advice, given)
         runner = runner_of([*study.cells()], parallel)

@@ -68,7 +68,7 @@ NOT_RUN = {
     ),
     ("docs/reference/command-line.md", "does five runs of 60 rounds"),
     ("docs/choose.md", "does 36 trials and whole runs, in a minute or two"),
-    ("docs/choose.md", "net and patients are the functions of your project"),
+    ("docs/choose.md", "net, patients and train_site are functions of your project"),
     (
         "docs/flower-projects.md",
         "lines of a server and of its clients, which"

@@ -43,6 +43,7 @@ from fedbn_flwr.messages.records import from_record, of_kind, tensors
 from fedbn_flwr.problems import Known, tell
 from fedbn_flwr.server.methods.method import HookContext
 from fedbn_flwr.strategies import make_hooks, refuse_on_client
+from fedbn_flwr.training.batches import Batches
 from fedbn_flwr.training.client_hook import (
     ClientHook,
     around_step,
@@ -171,7 +172,7 @@ def bn_rules(
     refuse_other_head(model, sent.head)
     refuse = functools.partial(refuse_on_client, sent.hooks, config)
     rules = Hooks(model, hooks, refuse)
-    with rules._block():
+    with rules.block():
         yield rules
     # These lines run only if the block did not raise, because a round counts completely
     # or not at all. The mod moves the outbox into the reply, and saves the local state.
@@ -226,6 +227,7 @@ class Hooks:
         metrics: the hooks' metrics and ``fedbn-flwr.hooks-applied``, set at the end of
             the block. The mod adds them to the reply; a ``NumPyClient`` returns them
             with its own metrics.
+        surveyed: whether the hooks need no further survey of the data.
     """
 
     def __init__(
@@ -252,7 +254,7 @@ class Hooks:
         self._new_gradients = self._new_step = True
         # Whether the open pass of ``begin_step`` has made gradients.
         self._has_gradients = False
-        self._surveyed = False
+        self.surveyed = False
         self._trained = False
         self._exit = ExitStack()
         self._open_step = ExitStack()
@@ -308,14 +310,24 @@ class Hooks:
                 " in train mode. Call it first. To try the model before, use"
                 " torch.no_grad()"
             )
+        data = LoadedBatches(batches)
+        self.survey_data(data, data.batch_size, 0, forward)
+
+    def survey_data(
+        self,
+        data: Batches,
+        batch_size: int,
+        seed: int,
+        forward: Callable[[Any], Any] | None = None,
+    ) -> None:
+        """Let the hooks survey data without a loader."""
         # The passes of the survey are not passes of the training.
         self._watching.close()
-        self._surveyed = True
-        data = LoadedBatches(batches)
+        self.surveyed = True
         for hook in self._hooks.values():
             if overrides(hook, "survey"):
                 hook.passes = forward
-                hook.survey(self._model, data, data.batch_size, 0)
+                hook.survey(self._model, data, batch_size, seed)
 
     def wrap(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """Let the client hooks act before every step of ``optimizer``, and return it.
@@ -584,7 +596,7 @@ class Hooks:
                     f" {missing} inside `with bn_rules(...) as rules`. Write: optimizer"
                     " = rules.wrap(optimizer)."
                 )
-            if overrides(hook, "survey") and not self._surveyed:
+            if overrides(hook, "survey") and not self.surveyed:
                 raise ConfigError(
                     f"client hook '{name}' measures statistics of the training data"
                     " with the received weights. Write before the first step:"
@@ -597,7 +609,7 @@ class Hooks:
                 )
 
     @contextmanager
-    def _block(self) -> Iterator[None]:
+    def block(self) -> Iterator[None]:
         """Begin the hooks, and end them after the block.
 
         At the end, check that each hook took part, and collect the metrics.

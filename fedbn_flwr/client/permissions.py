@@ -58,7 +58,7 @@ def check_module(context: Context, key: str, module: str) -> None:
     raise ConfigError(
         f"{key}={module!r} is a module of this run's config, but a node imports only"
         " modules that its operator allows. On the node, add to --node-config"
-        f" {ALLOW_MODULES}='MODULE', a comma list; or use a model of the package.",
+        f" {ALLOW_MODULES}='MODULE', a comma list; or use a {key} of the package.",
         code=NOT_ALLOWED,
     )
 

@@ -31,6 +31,7 @@ from fedbn_flwr.client.model_cache import (
     model_cache,
     returned_entries,
 )
+from fedbn_flwr.client.own_loop import train_by
 from fedbn_flwr.client.replay_log import clear_log, log_answer, replay
 from fedbn_flwr.errors import ConfigError, StateError
 from fedbn_flwr.messages.moment_record import encode_moments
@@ -72,7 +73,7 @@ from fedbn_flwr.training.loop import TrainResult, train
 from fedbn_flwr.training.not_finite import refuse_first_pass
 from fedbn_flwr.training.settings import LocalTraining
 from fedbn_flwr.training.tasks import CLASSIFICATION, Task
-from fedbn_flwr.transport import StopStep
+from fedbn_flwr.transport import RetryStep, StopStep
 
 
 class TorchClient(NumPyClient):
@@ -204,7 +205,7 @@ class TorchClient(NumPyClient):
         """
         with self._cached_model() as cached:
             try:
-                returned, metrics = self._fit(cached, parameters, config)
+                returned, metrics = self._fit_until_whole(cached, parameters, config)
             except StopStep as stop:
                 # If a synchronised step exchanges by messages, it stops when it needs
                 # an exchange with the other clients. The answer in the next message
@@ -215,6 +216,19 @@ class TorchClient(NumPyClient):
                 }
                 metrics = {ARRAY_NAMES: json.dumps(list(returned))}
         return list(returned.values()), len(self.data.train), metrics
+
+    def _fit_until_whole(
+        self, cached: CachedModel, parameters: list[Array], config: Config
+    ) -> tuple[dict[str, Array], Config]:
+        """Train for one round, again from its start if a user's loop must repeat a step.
+
+        A step is repeated if another client was lost in it.
+        """
+        while True:
+            try:
+                return self._fit(cached, parameters, config)
+            except RetryStep:
+                continue
 
     def _fit(
         self, cached: CachedModel, parameters: list[Array], config: Config
@@ -232,13 +246,15 @@ class TorchClient(NumPyClient):
         if sent.attempt is not None:
             parameters, config = log_answer(self.context, parameters, config)
             reducer = replay(self.context, config)
-        trained = self._training(sent, self.settings)
+        trained = self._training(sent, self.settings, config)
         hooks: dict[str, ClientHook] = {}
         if sent.hooks:
             loss = functools.partial(self.data.validation_loss, task=self.task)
+            # A user's loop makes its optimizer itself.
+            momentum = None if self.settings.loop else self.settings.sgd_momentum
             known = Known(
                 optimizer=self.settings.optimizer,
-                sgd_momentum=self.settings.sgd_momentum,
+                sgd_momentum=momentum,
                 local_steps=self.settings.num_steps(len(self.data.train)) or None,
             )
             about = HookContext(config, frozenset(local), reducer, loss, trained, known)
@@ -278,11 +294,15 @@ class TorchClient(NumPyClient):
         return returned, metrics
 
     def _training(
-        self, sent: TrainConfig, settings: LocalTraining
+        self, sent: TrainConfig, settings: LocalTraining, config: Config
     ) -> Callable[..., TrainResult]:
         """Return a function that trains a model on the client's data in this round."""
+        by: Callable[..., TrainResult] = train
+        if settings.loop:
+            refuse = functools.partial(refuse_on_client, sent.hooks, config)
+            by = functools.partial(train_by, settings.loop, refuse)
         return functools.partial(
-            train,
+            by,
             data=self.data.train,
             settings=settings,
             learning_rate=settings.learning_rate.at(sent.server_round, sent.frozen),
@@ -308,7 +328,9 @@ class TorchClient(NumPyClient):
         for hook in hooks:
             hook.receive({}, kept.hook_state(hook))
         steps = replace(self.settings, local_steps=sent.fine_tune, local_epochs=0)
-        self._training(sent, steps)(cached.model, hooks=list(hooks), surveys=False)
+        self._training(sent, steps, config)(
+            cached.model, hooks=list(hooks), surveys=False
+        )
 
     def evaluate(
         self, parameters: list[Array], config: Config

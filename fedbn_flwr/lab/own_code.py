@@ -41,8 +41,11 @@ def own_function(
         prefixes: known words before the colon, for the suggestion in the error.
 
     Raises:
-        ConfigError: the module cannot be imported, or has no such function.
+        ConfigError: the name has another form, the module cannot be imported, or it has
+            no such function.
     """
+    if not is_function(name, prefixes):
+        raise ConfigError(f"{kind}={name!r} must have the form module:function.")
     module = own_module(kind, name, prefixes)
     attribute = name.partition(":")[2]
     function: Callable[..., Any] | None = getattr(module, attribute, None)

@@ -18,6 +18,7 @@ from fedbn_flwr.lab.config import (
     split,
 )
 from fedbn_flwr.lab.models import build_model
+from fedbn_flwr.lab.own_code import own_function
 from fedbn_flwr.messages.protocol import VALIDATION_LOSS
 from fedbn_flwr.server.methods.shared_bn import SHARED_BN
 from fedbn_flwr.server.methods.together import Methods
@@ -229,6 +230,7 @@ def local_training(config: Config) -> LocalTraining:
         sgd_momentum=config.sgd_momentum,
         weight_decay=config.weight_decay,
         amp=config.amp,
+        loop=own_function("loop", config.loop) if config.loop else None,
     )
 
 

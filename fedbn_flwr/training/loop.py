@@ -155,7 +155,7 @@ def train(
     for hook in hooks:
         metrics |= hook.end(bare)
     if not totals.steps:
-        raise _nothing_trained(singles.dropped, len(data), settings.batch_size)
+        raise nothing_trained(singles.dropped, len(data), settings.batch_size)
     result = totals.result(singles.dropped, metrics)
     if result.loss == 0:
         _refuse_without_targets(data, task)
@@ -318,7 +318,7 @@ def _refuse_without_targets(data: Batches, task: Task) -> None:
     )
 
 
-def _nothing_trained(dropped: int, num_examples: int, batch_size: int) -> DataError:
+def nothing_trained(dropped: int, num_examples: int, batch_size: int) -> DataError:
     # A single example is a batch of one for every batch size.
     remedy = f"use a batch-size above 1 (it is {batch_size})"
     if num_examples == 1:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -16,6 +16,8 @@ from fedbn_flwr.training.schedule import LearningRate
 
 OptimizerName = Literal["sgd", "adam", "adamw"]
 Sampling = Literal["with-replacement", "without-replacement"]
+# the settings that a training loop of the user replaces, with their defaults
+_OF_THE_LOOP = {"optimizer": "sgd", "sgd_momentum": 0, "weight_decay": 0, "amp": False}
 
 
 def share_of(fraction: float | str, count: int) -> int:
@@ -59,6 +61,10 @@ class LocalTraining:
         weight_decay: L2 coefficient on every trainable parameter.
         amp: bfloat16 autocast in forward passes; parameters and statistics keep their
             dtype.
+        loop: a training loop of your own, which takes the steps of a round instead of
+            the loop of this package; see ``client.own_loop``. It makes its optimizer
+            and its loss itself, so ``optimizer``, ``sgd_momentum``, ``weight_decay``
+            and ``amp`` are refused. A ``TorchClient`` calls it.
     """
 
     learning_rate: LearningRate
@@ -70,6 +76,7 @@ class LocalTraining:
     sgd_momentum: float = 0.0
     weight_decay: float = 0.0
     amp: bool = False
+    loop: Callable[..., Any] | None = None
 
     def __post_init__(self) -> None:
         """Check the numbers."""
@@ -91,6 +98,13 @@ class LocalTraining:
                 f" optimizer is {self.optimizer!r}",
                 code="no-effect",
             )
+        for key, default in _OF_THE_LOOP.items():
+            if self.loop and getattr(self, key) != default:
+                raise ConfigError(
+                    f"{key}={getattr(self, key)!r} has no effect, because the own loop"
+                    " makes the optimizer. Leave it out, and set it in the loop.",
+                    code="no-effect",
+                )
 
     def first_batch(self, num_examples: int) -> int:
         """Return the number of examples in the first step's batch."""

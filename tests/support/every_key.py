@@ -125,6 +125,7 @@ ELSEWHERE = {
     "strategy": "tests/strategies/test_combinations.py",
     "data-dir": "tests/lab/data/test_loading.py",
     "task": "tests/lab/runs/test_evaluations.py",
+    "loop": "tests/lab/runs/test_own_loop.py",
     "test-share": OWN_DATA,
     "held-out-clients": "tests/lab/output/test_held_out.py",
     "min-replies": "tests/server/test_failures.py",

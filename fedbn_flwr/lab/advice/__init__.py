@@ -1,5 +1,7 @@
 """The command ``fedbn-flwr advise`` finds the method that suits the sites.
 
+``advise`` does the same for a user's model, data and training loop.
+
 - ``candidates``: the methods to try, with the reason for each.
 - ``halving``: short runs of all candidates, then longer runs of the better half.
 - ``verdict``: the ranking, the sites and the answer in sentences.
@@ -8,6 +10,6 @@
 
 from __future__ import annotations
 
-from fedbn_flwr.lab.advice.advisor import advise
+from fedbn_flwr.lab.advice.advisor import advise, advise_config
 
-__all__ = ["advise"]
+__all__ = ["advise", "advise_config"]

@@ -64,11 +64,40 @@ RECOMMENDED_FILE = "recommended.yaml"
 ASKED_FILE = "asked.json"  # the settings and options of the command
 _VALIDATION = 0.2  # share of the training examples, unless the config has one
 _AGAIN = "give the same command again"
-Named = Callable[..., Any]
 
 
 def advise(
-    given: Mapping[str, Scalar | Named],
+    build_model: Callable[..., Any],
+    client_data: Callable[..., Any],
+    out: Path,
+    settings: Settings,
+    *,
+    loop: Callable[..., Any] | None = None,
+    **options: Any,
+) -> dict[str, Any]:
+    """Try methods on a user's own model, data and training loop, and return the advice.
+
+    Args:
+        build_model: makes the model, as ``model=module:function``.
+        client_data: returns the data of a client, as ``dataset=module:function``.
+        out: the folder of all runs, see ``advise_config``.
+        settings: the other settings of a run, such as ``num-clients``.
+        loop: takes the steps of a round, as ``loop=module:function``. None uses the
+            loop of the package.
+        options: the options of ``advise_config``, such as ``rounds`` and ``metric``.
+
+    Raises:
+        ConfigError: a function cannot be found by its name in its module, and as
+            ``advise_config``.
+        RunFailedError: as ``advise_config``.
+    """
+    own = {"model": build_model, "dataset": client_data, "loop": loop}
+    named = {key: _name_of(key, one) for key, one in own.items() if one}
+    return advise_config({**settings, **named}, out, **options)
+
+
+def advise_config(
+    given: Settings,
     out: Path,
     *,
     rounds: int | None = None,
@@ -80,11 +109,10 @@ def advise(
     follower: Follower | None = None,
     say: Callable[[str], None] = logger.info,
 ) -> dict[str, Any]:
-    """Try methods on the user's sites and return the advice.
+    """Try methods on the sites of a config and return the advice.
 
     Args:
-        given: settings of a run, as in a config file. ``model`` and ``dataset`` may be
-            functions of a module: ``advise({"model": net, "dataset": patients}, out)``.
+        given: settings of a run, as in a config file.
         out: the folder of all runs. ``advice.json`` has the returned content,
             ``recommended.yaml`` the config of the recommended method, and
             ``fedbn-flwr report`` makes the page.
@@ -111,7 +139,7 @@ def advise(
     """
     if rounds and hours:
         raise ConfigError("--rounds and --hours are two budgets. Give one of them.")
-    settings = {key: _by_name(key, value) for key, value in given.items()}
+    settings = {**given}
     if metric:
         others = str(settings.get("metrics", "")).split(",")
         settings["metrics"] = ",".join(dict.fromkeys([metric, *filter(None, others)]))
@@ -132,6 +160,9 @@ def advise(
         )
     if hours is not None and not 0 < hours < math.inf:
         raise ConfigError(f"hours={hours} must be a finite number above 0.")
+    # The three references are always tried.
+    least = 3 * len(tried_rates)
+    affordable(rounds or cost(full, least), least, full)
     follower = follower or LogFollower()
 
     asked = {"settings": settings, "rounds": rounds, "hours": hours, "rates": [*rates]}
@@ -168,7 +199,9 @@ def advise(
             check_data(cells)
             do_all(cells, out, runner_of(cells, parallel), follower)
 
-        rungs = halve(points, base, whole, full, seed, out, do)
+        rungs, failed = halve(points, base, whole, full, seed, out, do)
+        for name, why in failed.items():
+            say(f"Left out: {name}: {why}")
 
     # Answer: whole runs with three seeds.
     last = finalists(rungs[-1], points[0].candidate.metric)
@@ -186,7 +219,7 @@ def advise(
         "found": found or ["The doctor found no fault in FedAvg with BatchNorm."],
         "candidates": [vars(one) for one in tried],
         "rates": tried_rates,
-        "left-out": left_out,
+        "left-out": left_out | failed,
         "trials": [
             {
                 "rounds": rung.rounds,
@@ -210,14 +243,12 @@ def advise(
     return advice
 
 
-def _by_name(key: str, value: Scalar | Named) -> Scalar:
-    """Return a setting. A function becomes the text ``module:function``.
+def _name_of(key: str, value: Callable[..., Any]) -> str:
+    """Return the text ``module:function`` of a function.
 
     Raises:
         ConfigError: the function cannot be found by its name in its module.
     """
-    if not callable(value):
-        return value
     name = getattr(value, "__qualname__", "")
     if not name.isidentifier():
         raise ConfigError(

@@ -20,7 +20,7 @@ from fedbn_flwr.lab.config import Scalar, number, split
 from fedbn_flwr.lab.early_stopping import validation_metric
 from fedbn_flwr.lab.files import read_metrics
 from fedbn_flwr.lab.output.folder import DIVERGED_AT
-from fedbn_flwr.lab.studies.one_run import is_done, summary_of
+from fedbn_flwr.lab.studies.one_run import failure_of, is_done, summary_of
 from fedbn_flwr.lab.studies.study import Cell, trial_name
 from fedbn_flwr.training.tasks import higher_is_better
 
@@ -164,8 +164,12 @@ def halve(
     seed: int,
     out: Path,
     do: Callable[[Sequence[Cell]], None],
-) -> list[Rung]:
-    """Do the trials, and return the rungs from the shortest to the longest.
+) -> tuple[list[Rung], dict[str, str]]:
+    """Do the trials.
+
+    Returns:
+        The rungs from the shortest to the longest, and the error of each candidate that
+        failed with all its rates, such as a method whose call the user's loop lacks.
 
     The better half of the points continues, with the best rates of FedAvg and of training
     alone.
@@ -183,6 +187,7 @@ def halve(
         RunFailedError: trials failed, or all diverged.
     """
     rungs: list[Rung] = []
+    failed: dict[str, str] = {}
     metric = points[0].candidate.metric
     for length in lengths(rounds):
         shared = of_length(base, length, full)
@@ -199,12 +204,19 @@ def halve(
             for point in points
         }
         do([*cells.values()])
-        lost = [cell.name for cell in cells.values() if not is_done(cell, out)]
-        if lost:
+        lost = {p: cell for p, cell in cells.items() if not is_done(cell, out)}
+        names = {p.candidate.name for p in lost} - {
+            p.candidate.name for p in cells.keys() - lost.keys()
+        }
+        if names & {FEDAVG, ALONE} or names != {p.candidate.name for p in lost}:
             raise RunFailedError(
-                f"{len(lost)} of {len(cells)} trials failed: {', '.join(lost)}. The"
-                " same command tries them again."
+                f"{len(lost)} of {len(cells)} trials failed:"
+                f" {', '.join(cell.name for cell in lost.values())}. The same command"
+                " tries them again."
             )
+        for point, cell in lost.items():
+            failed[point.candidate.name] = failure_of(cell, out)["error"]
+            del cells[point]
         scores = {point: score_of(cell, out) for point, cell in cells.items()}
         ranked = sorted(scores, key=lambda point: _rank(scores[point], metric))
         rungs.append(Rung(length, {point: scores[point] for point in ranked}))
@@ -214,7 +226,7 @@ def halve(
                 f"all {len(cells)} trials diverged, so there is no advice. Their"
                 f" results are in {out / 'tune'}. Give lower --rates."
             )
-    return rungs
+    return rungs, failed
 
 
 def score_of(cell: Cell, out: Path) -> float | None:

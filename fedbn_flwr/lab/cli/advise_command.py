@@ -88,7 +88,7 @@ def advise(
         quiet_flower()
         saved = f"Finished runs in {out} are kept. The same command continues."
         with interrupt(lambda: saved), bars() as progress:
-            advice = advisor.advise(
+            advice = advisor.advise_config(
                 settings,
                 out,
                 rounds=rounds,

@@ -58,7 +58,7 @@ _OF_A_FEDERATION = (
         "variance",
     ),
     *("momentum-scope", "agc", "recalibrate", *ROLES, "state-dir", "series"),
-    *("layers", "personal", "fine-tune"),
+    *("layers", "personal", "fine-tune", "loop"),
 )
 
 

@@ -30,6 +30,7 @@ from fedbn_flwr.lab.config.values import refuse_bool, split
 from fedbn_flwr.privacy.protection_settings import DPSettings, MaskSettings
 from fedbn_flwr.server.methods.params import (
     SET,
+    UNSET,
     Params,
     Settings,
     extra_of,
@@ -39,6 +40,8 @@ from fedbn_flwr.server.methods.params_by_method import PARAMS
 # The value of state-dir that selects a folder in the run's folder, for clients on the
 # server's machine.
 STATE_IN_OUT = "out"
+# the condition of the keys that a training loop of the user replaces
+_WITHOUT_LOOP = {"loop": UNSET}
 GROUPS = (
     *("method", "data", "clients", "model", "rounds", "local training", "tests"),
     *("settings of methods", "privacy", "files"),
@@ -393,15 +396,29 @@ class TrainingKeys(Group):
         "sgd",
         "torch's SGD, Adam or AdamW, new in each round; scaffold and momentum-scope"
         " need sgd",
+        _WITHOUT_LOOP,
     )
     sgd_momentum: float = key(
-        0.0, "momentum of SGD; see momentum-scope", {"optimizer": ("sgd",)}, ge=0, lt=1
+        0.0,
+        "momentum of SGD; see momentum-scope",
+        {"optimizer": ("sgd",), **_WITHOUT_LOOP},
+        ge=0,
+        lt=1,
     )
-    weight_decay: float = key(0.0, "L2 coefficient on every trainable parameter", ge=0)
+    weight_decay: float = key(
+        0.0, "L2 coefficient on every trainable parameter", _WITHOUT_LOOP, ge=0
+    )
+    loop: str = key(
+        "",
+        "training loop of your own, module:function, for the steps of a round; empty uses"
+        " the loop of the package",
+    )
     device: str = key(
         "auto", "auto, cpu, cuda or cuda:N; auto selects cuda if available"
     )
-    amp: bool = key(False, "bfloat16 autocast in the forward passes of training")
+    amp: bool = key(
+        False, "bfloat16 autocast in the forward passes of training", _WITHOUT_LOOP
+    )
     torch_threads: int = key(
         1, "CPU threads of torch per client (changes the last bits)", ge=1
     )

@@ -105,7 +105,7 @@ class MethodOfConfig:
         return Known(
             num_rounds=config.num_server_rounds,
             norm=config.norm,
-            sgd_momentum=config.sgd_momentum,
+            sgd_momentum=None if config.loop else config.sgd_momentum,
             tests=self.tests,
             optimizer=config.optimizer,
             # With batch-size=0, an epoch is one step. Otherwise the number of steps

@@ -49,7 +49,7 @@ def own_info(name: str) -> ModelInfo:
 
 
 def code_sha256(name: str) -> str:
-    """Return the SHA-256 of the file of a user's model, or "" for other models.
+    """Return the SHA-256 of the file of a user's model or loop, or "" for other names.
 
     Files that this file imports do not change the digest. The result is also "" if the
     module has no file.
@@ -60,19 +60,20 @@ def code_sha256(name: str) -> str:
     return own_code.sha256_of_code(own_module(name)) if is_own(name) else ""
 
 
-def code_changed(name: str, sha256: str) -> str:
+def code_changed(name: str, sha256: str, kind: str = "model") -> str:
     """Return a sentence if the file of a user's model has changed since a run, or "".
 
     Args:
-        name: the model's name.
+        name: the name of the model or loop.
         sha256: the ``code_sha256`` of the run.
+        kind: "model" or "loop".
     """
     if code_sha256(name) == sha256:
         return ""
     return (
-        f"the file of model {name!r} ({own_module(name).__file__}) has changed since"
-        " the run, so it may be another model with the same names and shapes. Restore"
-        " the file of the run."
+        f"the file of {kind} {name!r} ({own_module(name).__file__}) has changed since"
+        f" the run, so it may be another {kind}, even with the same names and shapes."
+        " Restore the file of the run."
     )
 
 

@@ -115,6 +115,7 @@ class Checkpoints:
         content = {
             **self._owner,
             "code": code_sha256(self._config.model),
+            "loop-code": code_sha256(self._config.loop),
             "config": self._config.to_mapping(),
             "versions": versions(),
             **vars(checkpoint),
@@ -242,7 +243,9 @@ class Checkpoints:
                 f"{path} belongs to another model: its names, layer types or shapes"
                 " changed"
             )
-        changed = code_changed(self._config.model, content.get("code", ""))
+        changed = code_changed(
+            self._config.model, content.get("code", "")
+        ) or code_changed(self._config.loop, content.get("loop-code", ""), "loop")
         if changed:
             raise StateError(f"{path}: {changed}")
         if content["server_round"] != server_round:

@@ -21,6 +21,7 @@ from fedbn_flwr.lab.config import CENTRALIZED, STATE_IN_OUT, Config, data_of, me
 from fedbn_flwr.lab.config.check_keys import of_error
 from fedbn_flwr.lab.models import build_model
 from fedbn_flwr.lab.models.initial import FILES
+from fedbn_flwr.lab.own_code import own_function
 from fedbn_flwr.lab.setup import (
     build_options,
     initialise,
@@ -96,6 +97,11 @@ def _problems_here(config: Config) -> Iterator[Problem]:
         pick_device(config.device)
     except ConfigError as error:
         yield of_error(error, "device")
+    if config.loop:
+        try:
+            own_function("loop", config.loop)
+        except ConfigError as error:
+            yield of_error(error, "loop")
     if config.tensorboard and importlib.util.find_spec("tensorboard") is None:
         yield Problem(
             "tensorboard-missing",

@@ -72,7 +72,7 @@ def cluster(
 def user_modules(configs: Sequence[Config]) -> list[Path]:
     """Return the paths of the user's modules that the configs need.
 
-    These are the modules in ``model`` and ``dataset``, and imported modules in the same
+    These are the modules in ``model``, ``dataset`` and ``loop``, and imported modules in the same
     folders.
     """
     # Find the modules that the configs name.
@@ -82,6 +82,8 @@ def user_modules(configs: Sequence[Config]) -> list[Path]:
             named.append(own_module(config.model))
         if data_of(config).by_function:
             named.append(own_code.own_module("dataset", config.dataset, KINDS))
+        if config.loop:
+            named.append(own_code.own_module("loop", config.loop))
 
     # Find the folders of these modules. Leave out installed packages, because each
     # machine of a cluster has them.

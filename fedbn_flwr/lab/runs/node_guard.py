@@ -19,7 +19,7 @@ from fedbn_flwr.errors import (
 )
 from fedbn_flwr.lab.config import STATE_IN_OUT
 from fedbn_flwr.lab.data import KINDS
-from fedbn_flwr.lab.models.own import is_own
+from fedbn_flwr.lab.models.own import PUBLISHERS
 from fedbn_flwr.lab.own_code import is_function
 from fedbn_flwr.messages.protocol import REPORT_DATA, STATE_DIR
 
@@ -35,12 +35,10 @@ def check_run(context: Context) -> None:
     """
     for key, path in _paths(context):
         check_path(context, key, path)
-    model = str(context.run_config.get("model", ""))
-    if is_own(model):
-        check_module(context, "model", model.partition(":")[0])
-    dataset = str(context.run_config.get("dataset", ""))
-    if is_function(dataset, KINDS):
-        check_module(context, "dataset", dataset.partition(":")[0])
+    for key, prefixes in (("model", PUBLISHERS), ("dataset", KINDS), ("loop", ())):
+        name = str(context.run_config.get(key, ""))
+        if is_function(name, prefixes):
+            check_module(context, key, name.partition(":")[0])
 
 
 def guarded(

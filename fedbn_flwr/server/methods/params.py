@@ -60,6 +60,9 @@ def tests_in(eval_on: str) -> tuple[str, ...]:
 SET = "any value but the default"
 """The value in ``only_if`` for any value of a key but the default."""
 
+UNSET = "the default"
+"""The value in ``only_if`` for the default of a key."""
+
 
 def setting(
     default: Any,
@@ -78,7 +81,8 @@ def setting(
         group: its group of config keys; empty if it has no key.
         key: the key, if it differs from the name.
         only_if: the condition under which it has an effect. It maps other keys to their
-            values, or to ``SET`` for any value but the default. A value that ends with
+            values, to ``SET`` for any value but the default, or to ``UNSET`` for the
+            default. A value that ends with
             ":" is a prefix. A key that the run does not have is no condition.
         in_config: the key's default, if it differs from the default of Flower's class
             of the same name.
@@ -114,8 +118,8 @@ def unmet(
     known = {key: allowed for key, allowed in conditions.items() if key in values}
     for key, allowed in known.items():
         met = _is_one_of(values[key], allowed)
-        if allowed == SET:
-            met = values[key] != defaults[key]
+        if allowed in (SET, UNSET):
+            met = (values[key] != defaults[key]) == (allowed == SET)
         if not met:
             return f"it is for {in_words(known)}"
     return ""
@@ -134,8 +138,8 @@ def in_words(conditions: Mapping[str, Any]) -> str:
     """Return conditions as text: "train-only, with norm=group and layer"."""
     words = []
     for key, values in conditions.items():
-        if values == SET:
-            words.append(key)
+        if values in (SET, UNSET):
+            words.append(key if values == SET else f"no {key}")
             continue
         shown = []
         for value in values:

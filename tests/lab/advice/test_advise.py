@@ -60,9 +60,19 @@ def sites(site: int, part: str) -> TensorDataset:
 sites.input_shape = (4,)  # type: ignore[attr-defined]
 sites.site_names = ["north", "south", "west"]  # type: ignore[attr-defined]
 
+
+def own_loop(model: Any, batches: Any, rules: Any, learning_rate: float) -> float:
+    optimizer = rules.wrap(torch.optim.Adam(model.parameters(), learning_rate))
+    for inputs, targets in batches:
+        optimizer.zero_grad()
+        with rules.step(len(targets)):
+            loss = nn.functional.cross_entropy(model(inputs), targets)
+            loss.backward()
+        optimizer.step()
+    return loss.item()
+
+
 GIVEN: Mapping[str, Any] = {
-    "dataset": sites,
-    "model": net,
     "task": "classification",
     "num-classes": 3,
     "num-clients": 3,
@@ -75,7 +85,8 @@ GIVEN: Mapping[str, Any] = {
 
 
 def advice_of(out: Path, **options: Any) -> dict[str, Any]:
-    return advise(GIVEN, out, methods=["fedbn"], parallel=1, **options)
+    given = {"methods": ["fedbn"], "parallel": 1, **options}
+    return advise(net, sites, out, GIVEN, **given)
 
 
 @pytest.fixture(scope="module")
@@ -162,7 +173,8 @@ def test_an_advice_that_is_killed_gives_the_same_answer_when_it_continues(
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"rounds": 60}, "too small for one halving of 12 trials. Give at least"),
+        ({"rounds": 60}, "too small for one halving of 9 trials. Give at least 101 "),
+        ({"rounds": 101}, "too small for one halving of 12 trials. Give at least 113 "),
         ({"rounds": 60, "hours": 1.0}, "two budgets"),
         ({"rates": [0.1, 0.2, 0.1]}, "three different"),
         ({"rates": [0.1, 0.2, -0.1]}, "above 0"),
@@ -178,14 +190,13 @@ def test_bad_input_is_refused_before_the_trials(
     tmp_path: Path, options: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(ConfigError, match=words):
-        advise(GIVEN, tmp_path, **{"methods": ["fedbn"], **options})
+        advice_of(tmp_path, **options)
     assert not (tmp_path / "tune").exists()
 
 
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"model": lambda: None}, "at the top of a module"),
         ({"validation-share": 0.0}, "validation"),
         ({"num-server-rounds": 4}, "num-server-rounds"),
         ({"num-server-rounds": 1}, "num-server-rounds"),
@@ -195,7 +206,7 @@ def test_settings_without_an_answer_are_refused(
     tmp_path: Path, settings: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(ConfigError, match=words):
-        advise({**GIVEN, **settings}, tmp_path)
+        advise(net, sites, tmp_path, {**GIVEN, **settings})
     assert not (tmp_path / "tune").exists()
 
 
@@ -203,7 +214,7 @@ def test_a_folder_with_another_use_is_refused(out: Path, tmp_path: Path) -> None
     (tmp_path / "notes.txt").touch()
     with pytest.raises(ConfigError, match="new or empty folder"):
         advice_of(tmp_path)
-    for rounds in (20, 30):  # no trial was done, so other settings are allowed
+    for rounds in (101, 102):  # no trial was done, so other settings are allowed
         with pytest.raises(ConfigError, match=f"budget of {rounds} rounds"):
             advice_of(tmp_path / "new", rounds=rounds)
     with pytest.raises(ConfigError, match="metrics"):
@@ -289,11 +300,31 @@ def test_a_site_is_better_only_if_its_whole_interval_is(advice: dict[str, Any]) 
 
 
 def test_the_command_prints_the_answer(out: Path, advice: dict[str, Any]) -> None:
-    settings = {key: value for key, value in GIVEN.items() if key not in ("model",)}
-    settings |= {"model": f"{net.__module__}:net", "dataset": f"{net.__module__}:sites"}
+    own = {"model": f"{__name__}:net", "dataset": f"{__name__}:sites"}
+    settings = {**GIVEN, **own}
     options = [f"--set={key}={value}" for key, value in settings.items()]
     command = ["advise", *options, "--out", str(out), "--methods", "fedbn"]
     result = CliRunner().invoke(app, [*command, "--parallel", "1"])
     assert result.exit_code == 0, result.output
     for sentence in (*advice["answer"], *advice["conditions"]):
         assert sentence in result.output
+
+
+def test_a_function_without_a_module_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="at the top of a module"):
+        advise(lambda: None, sites, tmp_path, GIVEN)  # type: ignore[arg-type,return-value]
+
+
+def test_each_trial_trains_with_the_own_loop(tmp_path: Path) -> None:
+    lines: list[str] = []
+    advice = advice_of(
+        tmp_path, loop=own_loop, methods=["fedbn", "scaffold"], say=lines.append
+    )
+    # The loop uses Adam, so SCAFFOLD fails in all its trials, and the others continue.
+    assert "optimizer=Adam must be sgd" in advice["left-out"]["Scaffold"]
+    assert any("Left out: Scaffold" in line for line in lines)
+    assert "Scaffold" not in str(advice["trials"])
+    configs = [Config.load(path) for path in tmp_path.rglob("config.yaml")]
+    assert len(configs) >= 1 + 15 + 9
+    assert {config.loop for config in configs} == {f"{__name__}:own_loop"}
+    assert Config.load(tmp_path / RECOMMENDED_FILE).loop == f"{__name__}:own_loop"

@@ -35,8 +35,8 @@ def problems(
     return []
 
 
-def test_there_are_at_most_98_keys_each_in_one_group() -> None:
-    assert len(KEYS) == len(set(KEYS)) <= 98
+def test_there_are_at_most_99_keys_each_in_one_group() -> None:
+    assert len(KEYS) == len(set(KEYS)) <= 99
     assert set(KEYS) == set(defaults_of(Config))
 
 
@@ -314,7 +314,11 @@ def another(key: str) -> Any:
         "sampling": "without-replacement",
         "test-bn": "mix",
     }
-    choices |= {"dp-clipping": "adaptive", "lr-decay-factor": "0.5"}
+    choices |= {
+        "dp-clipping": "adaptive",
+        "lr-decay-factor": "0.5",
+        "optimizer": "adam",
+    }
     if key in choices:
         return choices[key]
     return default + 1 if isinstance(default, int) else 0.7
@@ -325,9 +329,12 @@ def test_a_key_whose_conditions_are_not_met_has_no_effect(key: str) -> None:
     unmet: dict[str, Any] = {}
     for other, values in only_if_of(Config, key).items():
         if values != SET and defaults_of(Config)[other] in values:
-            unmet[other] = {"norm": "group", "partition": "iid", "optimizer": "adam"}[
-                other
-            ]
+            unmet[other] = {
+                "norm": "group",
+                "partition": "iid",
+                "optimizer": "adam",
+                "loop": "my_module:my_loop",
+            }[other]
     assert ("no-effect", key) in problems(
         {**unmet, key: another(key)}, Config.check_keys
     )

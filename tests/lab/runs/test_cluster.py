@@ -67,13 +67,12 @@ def test_the_modules_of_a_users_model_go_to_the_machines_and_installed_ones_do_n
     monkeypatch.chdir(tmp_path)
     rows = write_rows(tmp_path / "rows.npz")
     configs = [
-        Config.make({**SMALL, "dataset": rows, "model": name})
-        for name in ("cluster_net:net", "mlp")
+        Config.make({**SMALL, "dataset": rows, **own})
+        for own in ({"model": "cluster_net:net"}, {"loop": "cluster_net:net"}, {})
     ]
-    assert sorted(user_modules(configs)) == [
-        tmp_path / "cluster_layers.py",
-        tmp_path / "cluster_net.py",
-    ]
+    found = [sorted(user_modules([config])) for config in configs]
+    files = [tmp_path / "cluster_layers.py", tmp_path / "cluster_net.py"]
+    assert found == [files, files, []]
 
 
 # Refusals.

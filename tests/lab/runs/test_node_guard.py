@@ -121,14 +121,16 @@ def test_a_path_of_the_run_is_not_opened_unless_the_node_allows_it(
         ask(asks_for(secret)[name], {**node, "allow-paths": f"/srv,{secret.parent}x"})
 
 
+@pytest.mark.parametrize("key", ["model", "loop"])
 def test_a_module_of_the_run_is_not_imported_unless_the_node_allows_it(
-    network, tmp_path, monkeypatch
+    network, tmp_path, monkeypatch, key
 ) -> None:
     (tmp_path / "sly_models.py").write_text(
         "from torch import nn\ndef net(num_classes): return nn.Linear(1, 1)\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
-    run = {"model": "sly_models:net"}
+    sys.modules.pop("sly_models", None)
+    run = {key: "sly_models:net"}
     for node in (SHARE, {**SHARE, "allow-modules": "sly,sly_models.inner"}):
         with pytest.raises(ConfigError, match="allow-modules"):
             ask(run, node)

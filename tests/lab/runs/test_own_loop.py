@@ -1,0 +1,171 @@
+"""A training loop of the user gives the results of the package's loop."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.nn.functional import cross_entropy
+
+from fedbn_flwr.errors import ConfigError, FedBNError
+from fedbn_flwr.lab.config import Config
+from fedbn_flwr.lab.files import read_metrics
+from fedbn_flwr.lab.runs.check_start import check
+from fedbn_flwr.lab.runs.run import run
+from fedbn_flwr.strategies import STRATEGIES
+from fedbn_flwr.training import LearningRate, LocalTraining
+from fedbn_flwr.training.client_hook import RetryStep
+from tests.support.every_key import BASE, OWN
+
+CASES: dict[str, dict[str, Any]] = {
+    **{name: {"strategy": name, **OWN.get(name, {})} for name in STRATEGIES},
+    "a model of each client, tuned": {"strategy": "fedbn", "fine-tune": 2},
+    "a head, tuned": {"strategy": "fedavg", "personal": "last-layer", "fine-tune": 2},
+    "FedTAN by messages": {"strategy": "fedtan", "fedtan-transport": "messages"},
+    "two methods": {"strategy": "fedbn", "client-hooks": "fedprox,scaffold"},
+    "a batch of one example": {"batch-size": 13, "local-steps": 0, "num-clients": 8},
+    "random images": {"model": "lenet", "augment": "crop2,flip"},
+    "momentum that stays": {"sgd-momentum": 0.9, "momentum-scope": "local"},
+}
+
+
+def sgd(
+    model: Any, batches: Any, rules: Any, learning_rate: float, momentum: float = 0
+) -> float:
+    """Train as the package does."""
+    optimizer = torch.optim.SGD(model.parameters(), learning_rate, momentum=momentum)
+    rules.wrap(optimizer)
+    total, count = 0.0, 0
+    for inputs, targets in batches:
+        optimizer.zero_grad()
+        with rules.step(len(targets)):
+            loss = cross_entropy(model(inputs), targets)
+            loss.backward()
+        optimizer.step()
+        total += loss.item() * len(targets)
+        count += len(targets)
+    return total / count
+
+
+def heavy(model: Any, batches: Any, rules: Any, learning_rate: float) -> float:
+    return sgd(model, batches, rules, learning_rate, 0.9)
+
+
+def nothing(model: Any, batches: Any, rules: Any, learning_rate: float) -> None:
+    list(batches)
+
+
+def idle(model: Any, batches: Any, rules: Any, learning_rate: float) -> float:
+    return 0.0
+
+
+OF_THE_PACKAGE = ("seconds", "train-accuracy")
+
+
+def measured(out: Path) -> Iterator[tuple[str, float]]:
+    """Yield each number of a run that does not depend on its loop."""
+    for line in read_metrics(out / "metrics.jsonl"):
+        for key, value in line.items():
+            if isinstance(value, (int, float)) and key not in OF_THE_PACKAGE:
+                yield f"{line['round']} {key}", value
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_each_method_computes_as_with_the_loop_of_the_package(
+    case: str, tmp_path: Path
+) -> None:
+    found = []
+    for loop in ("", "sgd"):
+        settings = {**BASE, "validation-share": 0.1, **CASES[case]}
+        if loop:
+            loop = "heavy" if settings.pop("sgd-momentum", 0) else loop
+            settings["loop"] = f"{__name__}:{loop}"
+        out = tmp_path / (loop and "own")
+        run(Config.make(settings), out, workers=0)
+        found.append((dict(measured(out)), load_file(out / "model.safetensors")))
+    (numbers, model), (own_numbers, own_model) = found
+    assert own_numbers == pytest.approx(numbers, rel=2e-4, abs=2e-5)
+    for name, value in model.items():
+        torch.testing.assert_close(own_model[name], value, rtol=2e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"loop": "sgd"}, "module:function"),
+        ({"loop": f"{__name__}:sdg"}, "sdg"),
+        ({"optimizer": "adam"}, "optimizer='adam' has no effect: it is for no loop"),
+        ({"amp": True}, "amp"),
+        ({"strategy": "centralized"}, "no clients"),
+    ],
+)
+def test_settings_that_do_not_fit_a_loop_are_refused(
+    settings: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(ConfigError, match=words):
+        check(Config.make({**BASE, "loop": f"{__name__}:sgd", **settings}))
+
+
+@pytest.mark.parametrize(
+    ("loop", "strategy", "words"),
+    [
+        ("nothing", "fedavg", "loop nothing returned None. Return the mean training"),
+        ("idle", "fedavg", "loop idle took no batch"),
+        ("idle", "fedprox", "acts in every step"),
+        ("heavy", "scaffold", "sgd-momentum=0.9 must be 0"),
+    ],
+)
+def test_a_loop_that_leaves_something_out_is_named(
+    loop: str, strategy: str, words: str, tmp_path: Path
+) -> None:
+    config = Config.make({**BASE, "strategy": strategy, "loop": f"{__name__}:{loop}"})
+    with pytest.raises(FedBNError, match=words):
+        run(config, tmp_path, workers=0)
+
+
+def test_in_python_a_loop_refuses_the_settings_that_it_replaces() -> None:
+    with pytest.raises(ConfigError, match=r"weight_decay=0\.1 has no effect"):
+        LocalTraining(learning_rate=LearningRate(0.1), weight_decay=0.1, loop=sgd)
+
+
+def test_a_changed_loop_does_not_resume(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    text = Path(__file__).read_text()
+    for rounds, more in ((2, ""), (4, "# changed\n")):
+        Path("my_loop.py").write_text(text + more)
+        sys.modules.pop("my_loop", None)
+        settings = {**BASE, "loop": "my_loop:sgd", "num-server-rounds": rounds}
+        config = Config.make({**settings, "resume": bool(more)})
+        if more:
+            with pytest.raises(FedBNError, match=r"file of loop 'my_loop:sgd'"):
+                run(config, tmp_path / "out", workers=0)
+        else:
+            run(config, tmp_path / "out", workers=0)
+
+
+def test_a_loop_whose_step_lost_a_client_begins_the_round_again(tmp_path: Path) -> None:
+    hashes = []
+    for loop in ("sgd", "interrupted"):
+        settings = {**BASE, "strategy": "scaffold", "loop": f"{__name__}:{loop}"}
+        run(Config.make(settings), tmp_path / loop, workers=0)
+        hashes.append((tmp_path / loop / "model.safetensors").read_bytes())
+    assert hashes[0] == hashes[1]
+    assert interruptions.count(True) == 1
+
+
+interruptions: list[bool] = []
+
+
+def interrupted(model: Any, batches: Any, rules: Any, learning_rate: float) -> float:
+    loss = sgd(model, batches, rules, learning_rate)
+    interruptions.append(len(interruptions) == 3)
+    if interruptions[-1]:
+        raise RetryStep
+    return loss
