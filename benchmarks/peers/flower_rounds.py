@@ -8,27 +8,20 @@ from peers.work import Clock, Setting
 
 
 def timed(kind: type[Any], clock: Clock, setting: Setting) -> type[Any]:
-    """Return a subclass of a strategy that notes the end of each round, and evaluates
-    in the last round alone.
+    """Return a subclass of a strategy that notes the end of each training, and
+    evaluates in the last round alone.
 
     With ``setting.evaluate`` it evaluates in each round, and that is what is noted.
+    The subclass leaves ``aggregate_train`` alone, as a user does: this package keeps
+    whole replies for a class that reads them.
     """
 
     class Timed(kind):  # type: ignore[misc]
-        def aggregate_train(self, server_round: int, replies: Any) -> Any:
-            replies = list(replies)
-            if failed := [reply.error for reply in replies if reply.has_error()]:
-                raise RuntimeError(
-                    f"{len(failed)} of {len(replies)} clients failed: {failed[0]}"
-                )
-            result = super().aggregate_train(server_round, replies)
-            if not setting.evaluate:
-                clock.lap()
-            return result
-
         def configure_evaluate(
             self, server_round: int, arrays: Any, config: Any, grid: Any
         ) -> Any:
+            if not setting.evaluate:
+                clock.lap()
             if not setting.evaluate and server_round <= clock.rounds:
                 return []
             clock.begin()

@@ -92,7 +92,7 @@ def make_client_app(job: Job) -> ClientApp:
             context=context,
         )
 
-    return client_app(client_fn)
+    return client_app(client_fn, num_examples=lambda context: setting.examples)
 
 
 def main(job: Job, clock: Clock) -> float:
@@ -128,6 +128,8 @@ def main(job: Job, clock: Clock) -> float:
         keep_freed_memory()
         with InProcessGrid(app, setting.clients, workers=job.workers) as grid:
             run(grid)
+    if any(report.rejected for report in strategy.reports):
+        raise RuntimeError("clients failed")
     if setting.personal:
         return float(results[0].evaluate_metrics_clientapp[job.rounds + 1]["accuracy"])
     model.load_state_dict(results[0].arrays.to_torch_state_dict())

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
@@ -82,11 +81,16 @@ def fits(array: Array, dtype: np.dtype[Any]) -> bool:
 
 
 def _add_up(
-    rows: Sequence[Sequence[Array]], p: Sequence[float], sums: Sequence[Array]
+    rows: Sequence[Sequence[Array]],
+    p: Sequence[float],
+    sums: Sequence[Array],
+    begun: Sequence[Array] = (),
+    share: float = 1.0,
 ) -> None:
-    """Write sum_i p_i rows[i][k] into sums[k].
+    """Write sum_i p_i rows[i][k] into sums[k], divided by ``share``.
 
-    The sums are contiguous, and all real or all complex.
+    The sums are contiguous, and all real or all complex. ``begun`` has the sums of
+    earlier rows, one array for each block.
 
     The sum is computed block by block: a block contains many small entries, or a part
     of a large entry. Multiplication and addition are two operations, because
@@ -98,11 +102,13 @@ def _add_up(
     buffers = np.empty(
         (2, min(_BLOCK, sum(sizes))), wide_type(sums[0]) if sums else np.float64
     )
-    for block in _blocks(sizes):
+    for i, block in enumerate(_blocks(sizes)):
         total, term = buffers[:, : _size(block)]
-        total[:] = 0
+        total[:] = begun[i] if begun else 0
         for weight, arrays in zip(p, flat, strict=True):
             _add(block, arrays, weight, total, term)
+        if share != 1.0:
+            total /= share
         _write(block, total, flat_sums)
 
 
@@ -128,54 +134,59 @@ def _write(block: _Block, total: Array, arrays: Sequence[Array]) -> None:
 
 
 class SumAhead:
-    """Computes the sums of ``average`` while the states arrive, equal to the bit.
+    """Computes the sums of ``average`` while the states arrive.
 
-    The object needs memory for the model in float64, and passes over this memory once
-    per state. ``average`` is faster, because it stays in the cache. The object saves
-    time if the program has to wait for the last states anyway.
+    The states are added in the order of the calls, with p_i of all senders that were
+    asked. If a sender is lost, the sum is divided by the sum of the other p_i. So the
+    sum needs no state any more once it is added, and its bits do not depend on when
+    states arrive.
 
     Args:
-        weights: one weight >= 0 for each expected state; they are normalised to p_i.
+        weights: the weight >= 0 of each sender that was asked.
+        together: number of states that are added at once. The sums of more states need
+            memory for the model in float64. Each addition passes over this memory.
     """
 
-    def __init__(self, weights: Sequence[float]) -> None:
-        self._weights, self._p = list(weights), to_shares(weights)
-        self._states: list[State] = []
+    def __init__(self, weights: Mapping[int, float], together: int) -> None:
+        self._p = dict(zip(weights, to_shares(list(weights.values())), strict=True))
+        self._used: list[float] = []
+        self._together = together
         self._names: list[str] = []
-        self._blocks: list[tuple[_Block, Array]] = []
-        self._term = np.empty(0)
+        self._waiting: list[list[Array]] = []
+        self._begun: list[Array] = []
 
-    def add(self, state: State) -> None:
+    @property
+    def is_empty(self) -> bool:
+        """Whether no state was added."""
+        return not self._used
+
+    def add(self, sender: int, state: State) -> None:
         """Add the real floating entries of the next state."""
-        # The first state defines the entries and their sizes.
-        if not self._states:
+        # The first state defines the entries and their order.
+        if self.is_empty:
             self._names = list(_floating(state))
-        arrays = _flat(_select(state, self._names))
-        if not self._states:
-            self._blocks = [
-                (block, np.zeros(_size(block)))
-                for block in _blocks([array.size for array in arrays])
-            ]
-            self._term = np.empty(
-                max((_size(block) for block, _ in self._blocks), default=0)
-            )
-        weight = self._p[len(self._states)]
-        for block, total in self._blocks:
-            _add(block, arrays, weight, total, self._term[: total.size])
-        self._states.append(state)
+        if len(self._waiting) == self._together:
+            self._begin()
+        self._waiting.append(_flat(_select(state, self._names)))
+        self._used.append(self._p[sender])
 
-    def fits(self, states: Sequence[State], weights: Sequence[float]) -> bool:
-        """Return whether exactly these states were added, with these weights."""
-        same = len(states) == len(self._states) and all(
-            map(operator.is_, states, self._states)
-        )
-        return same and list(weights) == self._weights
+    def _begin(self) -> None:
+        """Add the states that wait, so that their memory can be freed."""
+        blocks = list(_blocks([array.size for array in self._waiting[0]]))
+        self._begun = self._begun or [np.zeros(_size(block)) for block in blocks]
+        buffer = np.empty(max(map(_size, blocks), default=0))
+        p = self._used[-len(self._waiting) :]
+        for block, total in zip(blocks, self._begun, strict=True):
+            for weight, arrays in zip(p, self._waiting, strict=True):
+                _add(block, arrays, weight, total, buffer[: total.size])
+        self._waiting.clear()
 
     def write(self, sums: Sequence[Array]) -> None:
         """Write the sums to contiguous arrays, one for each real floating entry."""
-        arrays = _flat(sums)
-        for block, total in self._blocks:
-            _write(block, total, arrays)
+        # The sum of all p_i is 1. Do not divide by its rounded value.
+        share = 1.0 if len(self._used) == len(self._p) else sum(self._used)
+        p = self._used[-len(self._waiting) :]
+        _add_up(self._waiting, p, sums, self._begun, share)
 
 
 def _floating(state: State, kind: str = "f") -> State:
@@ -231,8 +242,8 @@ def average(
             adds the spread of the client means, var = sum p_i (var_i + (mean_i -
             mean)^2), the variance of the mixture. A layer's spread is left out if the
             sum exceeds the largest number of the entry's dtype.
-        ahead: sums that were begun while the states arrived. They are used if they
-            belong to these states and weights.
+        ahead: the sums of the real floating entries, begun while the states arrived.
+            Then only the first state must still have all entries.
 
     Returns:
         For floating entries sum_i p_i x_i, accumulated in float64 and returned in their
@@ -258,7 +269,7 @@ def average(
     for kind in "fc":
         names = list(_floating(first, kind))
         sums = _select(result, names)
-        if kind == "f" and ahead and ahead.fits(states, weights):
+        if kind == "f" and ahead:
             ahead.write(sums)
         else:
             _add_up([_select(state, names) for state in states], p, sums)

@@ -719,6 +719,21 @@ class Strategy(FlowerFedAvg):
             average_test_metrics=self.evaluate_metrics_aggr_fn,
             on_replies=recording.replies if recording else self.on_replies,
             on_round_end=recording.end_round if recording else self.on_round_end,
+            frees_replies=self._frees_replies,
+        )
+
+    @property
+    def _frees_replies(self) -> bool:
+        """Whether only the methods read the arrays of the replies in this run."""
+        reads = self.on_replies is not None
+        if self._recording is not None:
+            reads = self._recording.whole_replies
+        own = type(self).aggregate_train, type(self).send_training
+        return (
+            self._in_start
+            and not reads
+            and own == (Strategy.aggregate_train, Strategy.send_training)
+            and self.train_metrics_aggr_fn is average_metrics
         )
 
     def _begin(self) -> None:

@@ -24,6 +24,7 @@ from fedbn_flwr.batchnorm.parts import split_state
 from fedbn_flwr.batchnorm.reestimation import Moments, merge, pool
 from fedbn_flwr.errors import NOT_FINITE, STATISTICS_NOT_FINITE, ReplyError
 from fedbn_flwr.server.methods.moment_pool import pooled_statistics
+from fedbn_flwr.server.methods.travels import TRACKED
 from fedbn_flwr.strategies.fbn import trimmed
 
 NAMES = [
@@ -177,32 +178,42 @@ def test_sums_have_the_bits_of_one_client_after_the_other(
 
 @pytest.mark.parametrize("variance", ["mean", "pooled"])
 @pytest.mark.parametrize("block", [7, None])
-def test_sums_made_ahead_have_the_bits_of_the_average_and_are_used_for_these_states_alone(
-    monkeypatch, block: int | None, variance: str
+@pytest.mark.parametrize("together", [1, 2, 9])
+@pytest.mark.parametrize("lost", [(), (0,), (1, 4)])
+def test_sums_made_ahead_need_no_state_again_and_divide_by_the_shares_that_came(
+    monkeypatch, block: int | None, variance: str, together: int, lost: tuple[int, ...]
 ) -> None:
+    """The bits are those of one client after the other, and of the plain average."""
     monkeypatch.setattr(averaging, "_BLOCK", block or averaging._BLOCK)
     states = [{**client(seed), **mixed(seed, [1, 20])} for seed in range(5)]
     states[1:] = [dict(reversed(state.items())) for state in states[1:]]
-    weights = [3.0, 1.0, 0.0, 7.0, 2.0]
-    ahead, write, written = SumAhead(weights), SumAhead.write, []
-    for state in states:
-        ahead.add(state)
-    monkeypatch.setattr(
-        SumAhead, "write", lambda *args: written.append(True) or write(*args)
-    )
-    for others, weighed, used in [
-        (states, weights, True),
-        (states, [3.0, 1.0, 0.0, 7.0, 2.5], False),
-        (states[:-1], weights[:-1], False),
-        ([*states[:-1], dict(states[-1])], weights, False),
-    ]:
-        plain = average(others, weighed, PARTS, variance)
-        written.clear()
-        got = average(others, weighed, PARTS, variance, ahead)
-        assert written == [True] * used
-        assert {name: array.tobytes() for name, array in got.items()} == {
-            n: a.tobytes() for n, a in plain.items()
-        }
+    weights = {7: 3.0, 1: 1.0, 2: 0.0, 3: 7.0, 9: 2.0}
+    came = [i for i in range(5) if i not in lost]
+    ahead = SumAhead(weights, together)
+    for i in came:
+        ahead.add(list(weights)[i], states[i])
+    whole = [states[i] for i in came]
+    of_came = [list(weights.values())[i] for i in came]
+    kept = PARTS.select(TRACKED)
+    left = [
+        {n: a for n, a in state.items() if n in kept or a.dtype.kind != "f"}
+        for state in whole[1:]
+    ]
+    got = average([whole[0], *left], of_came, PARTS, variance, ahead)
+    plain = average(whole, of_came, PARTS, variance)
+    p = to_shares(list(weights.values()))
+    for name, array in got.items():
+        if lost and array.dtype.kind == "f" and name not in kept:
+            total = np.zeros(array.shape)
+            for i in came:
+                total += p[i] * states[i][name].astype(np.float64)
+            total /= sum(p[i] for i in came)
+            assert array.tobytes() == total.astype(array.dtype).tobytes(), name
+        if lost and array.dtype.kind == "f":
+            near = 4 * float(np.finfo(array.dtype).eps)
+            np.testing.assert_allclose(array, plain[name], rtol=near, err_msg=name)
+        else:
+            assert array.tobytes() == plain[name].tobytes(), name
 
 
 def test_pooled_variance_does_not_cancel() -> None:

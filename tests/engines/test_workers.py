@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import functools
 import gc
 import multiprocessing
 import multiprocessing.context
@@ -17,6 +18,7 @@ import sys
 import textwrap
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -38,17 +40,20 @@ from torch import nn
 from fedbn_flwr import TorchClient, client_app
 from fedbn_flwr.batchnorm.averaging import SumAhead
 from fedbn_flwr.batchnorm.sync import combine
-from fedbn_flwr.engines import InProcessGrid
+from fedbn_flwr.engines import InProcessGrid, in_process
 from fedbn_flwr.engines.link import Broadcasts, Packed
 from fedbn_flwr.engines.workers import _end
 from fedbn_flwr.messages.protocol import BARRIER
 from fedbn_flwr.messages.records import to_record, view
 from fedbn_flwr.norms import use_feature_norm
+from fedbn_flwr.server.rounds import replies, training
+from fedbn_flwr.server.rounds import round as rounds
 from fedbn_flwr.strategies import (
     HBN,
     FedAvg,
     FedBN,
     FedTAN,
+    Scaffold,
     Strategy,
 )
 from fedbn_flwr.training import LearningRate, LocalTraining
@@ -58,6 +63,7 @@ from fedbn_flwr.transport.step_by_barrier import step_by_barrier
 from fedbn_flwr.transport.step_transport import Limits, StepResult
 from tests.support.federation import Outcome
 from tests.support.many_layers import EveryType
+from tests.support.written_out import close
 
 SIZES = (6, 13, 9, 21, 8)
 
@@ -307,7 +313,7 @@ def in_fit(act: Callable[[int, int], None]) -> Callable[[Any], ClientApp]:
 
 
 def test_a_worker_that_dies_in_a_synchronised_step_costs_its_members_only(
-    federate, datasets, mlp, same_bits
+    federate, datasets, mlp
 ) -> None:
     """The other members repeat the step as if the dead members had not been asked."""
 
@@ -321,7 +327,7 @@ def test_a_worker_that_dies_in_a_synchronised_step_costs_its_members_only(
     )
     alone = federate(FedTAN(), mlp, datasets, hide={1: [1]}, **common)
     assert run.strategy.reports[0].participants == [0, 2, 3, 4]
-    same_bits(run.state, alone.state)
+    close(run.state, alone.state)
 
 
 @pytest.mark.parametrize("workers", [1, 2, 5])
@@ -671,18 +677,13 @@ def test_the_server_reads_and_adds_a_reply_while_the_next_clients_work(
     settings = LocalTraining(
         learning_rate=LearningRate(0.1), local_steps=1, batch_size=4
     )
-    add, fits, used = SumAhead.add, SumAhead.fits, list[bool]()
+    add = SumAhead.add
 
-    def noted_add(ahead: SumAhead, state: Any) -> None:
-        add(ahead, state)
+    def noted_add(ahead: SumAhead, *args: Any) -> None:
+        add(ahead, *args)
         added.touch()
 
-    def noted_fits(*args: Any) -> bool:
-        used.append(fits(*args))
-        return used[-1]
-
     monkeypatch.setattr(SumAhead, "add", noted_add)
-    monkeypatch.setattr(SumAhead, "fits", noted_fits)
 
     def wait_for_the_server() -> None:
         deadline = time.monotonic() + 20
@@ -714,11 +715,79 @@ def test_the_server_reads_and_adds_a_reply_while_the_next_clients_work(
 
     with_workers = trained(2)
     assert not given_up.exists()
-    assert used == [True]
     assert trained(0) == with_workers
-    assert used == [True], (
-        "in one process the clients and the server take turns: nothing is added ahead"
+
+
+class ReadsReplies(FedAvg):
+    def aggregate_train(self, server_round: int, replies: Any) -> Any:
+        return super().aggregate_train(server_round, replies)
+
+
+class Listens(FedAvg):
+    def __init__(self, **options: Any) -> None:
+        super().__init__(on_replies=lambda *_: None, **options)
+
+
+@pytest.mark.parametrize("failing", [(), (0, 4)])
+@pytest.mark.parametrize(
+    ("kind", "frees"),
+    [
+        (FedAvg, True),
+        (FedBN, True),
+        (functools.partial(FedAvg, variance="pooled"), True),
+        (Scaffold, False),
+        (ReadsReplies, False),
+        (Listens, False),
+    ],
+)
+def test_an_added_reply_is_freed_if_nobody_reads_it_and_bits_are_those_of_all_engines(
+    monkeypatch, points, mlp, kind: Any, frees: bool, failing: tuple[int, ...]
+) -> None:
+    datasets = [points(n, n) for n in (6, 9, 8, 7, 12, 5, 11)]
+    settings = LocalTraining(
+        learning_rate=LearningRate(0.1), local_steps=1, batch_size=4
     )
+    read, mean = replies.Terms.read, training.average_replies
+    arrays, alive = list[weakref.ref[Any]](), list[int]()
+
+    def noted_read(terms: Any, node: Any, message: Any) -> Any:
+        if message.has_content():
+            arrays.extend(map(weakref.ref, message.content["arrays"].values()))
+        return read(terms, node, message)
+
+    def noted_mean(*args: Any) -> Any:
+        alive.append(sum(array() is not None for array in arrays))
+        return mean(*args)
+
+    monkeypatch.setattr(replies.Terms, "read", noted_read)
+    monkeypatch.setattr(rounds, "average_replies", noted_mean)
+
+    def client_fn(context: Context) -> TorchClient:
+        partition = context.node_config["partition-id"]
+        if partition in failing:
+            raise OSError("disk full")
+        own = datasets[partition]
+        return TorchClient(mlp, own, own, settings, context=context)
+
+    app = client_app(
+        client_fn,
+        num_examples=lambda context: len(datasets[context.node_config["partition-id"]]),
+    )
+
+    def trained(workers: int, much: int) -> dict:
+        monkeypatch.setattr(in_process, "_MUCH", much)
+        arrays.clear()
+        with InProcessGrid(app, 7, workers=workers) as grid:
+            result = kind(fraction_evaluate=0.0).start(
+                grid, to_record(mlp().state_dict()), num_rounds=1
+            )
+        return {name: array.numpy().tobytes() for name, array in result.arrays.items()}
+
+    ways = [trained(0, 2**60), trained(0, 0), trained(2, 0)]
+    assert ways[0] == ways[1] == ways[2]
+    every = len(arrays)
+    of_one = every // (7 - len(failing))
+    assert alive == ([every, of_one, of_one] if frees else [every] * 3)
 
 
 def test_a_broadcast_that_is_forgotten_gives_its_memory_back() -> None:

@@ -29,6 +29,7 @@ from fedbn_flwr.strategies import FedAvg, FedBN, Scaffold
 from fedbn_flwr.strategies.scaffold import VARIATES
 from fedbn_flwr.training.turns import interrupted
 from tests.support.bad_replies import BAD, Spoil, spoil_state, spoiling
+from tests.support.written_out import close
 
 SIZES = (6, 13, 9)
 
@@ -149,7 +150,7 @@ WITHOUT: dict[int, Any] = {}
 
 @pytest.mark.parametrize("wrong", WRONG)
 def test_a_bad_reply_is_refused_by_name(
-    federate, datasets, mlp, same_bits, without_bad, wrong: str
+    federate, datasets, mlp, without_bad, wrong: str
 ) -> None:
     spoil, code, name = WRONG[wrong]
     run = federate(
@@ -164,7 +165,7 @@ def test_a_bad_reply_is_refused_by_name(
     assert report.codes.get(node_id) == ({code} if code else None)
     assert (report.participants, report.kept_previous) == ([0, 2], False)
     assert list(report.clients) == ["0", "2"]
-    same_bits(run.state, without_bad(1).state)
+    close(run.state, without_bad(1).state)
 
 
 @pytest.mark.parametrize(
@@ -281,7 +282,7 @@ def test_a_bad_test_is_reported_beside_a_bad_training(federate, datasets, mlp) -
 
 
 def test_a_client_that_does_not_answer_in_time_is_rejected(
-    federate, datasets, mlp, same_bits, without_bad
+    federate, datasets, mlp, without_bad
 ) -> None:
     # This comes first because a process's first step takes seconds.
     expected, over = without_bad(1).state, threading.Event()
@@ -298,7 +299,7 @@ def test_a_client_that_does_not_answer_in_time_is_rejected(
     run = federate(FedAvg(fraction_evaluate=0.0), mlp, datasets, rounds=1, **hanging)
     over.set()
     assert run.strategy.reports[0].participants == [0, 2]
-    same_bits(run.state, expected)
+    close(run.state, expected)
 
 
 @pytest.mark.parametrize("kind", [MessageType.TRAIN, MessageType.EVALUATE])

@@ -47,6 +47,8 @@ class FolderListener(RunListener):
     ``evaluate_fn``.
     """
 
+    whole_replies = False
+
     def __init__(
         self,
         folder: RunFolder,

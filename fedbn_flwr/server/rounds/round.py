@@ -27,6 +27,7 @@ from fedbn_flwr.server.rounds.testing import (
 from fedbn_flwr.server.rounds.training import (
     address_training,
     average_replies,
+    kept_in_replies,
     note_kept,
     read_training,
     release,
@@ -72,10 +73,11 @@ def play_training(
     # Read the replies in the order of the clients, each as soon as all replies before
     # it have arrived. Clients lost in a synchronised step are in the report, so do not
     # wait for them. If all weights are known in advance, add each reply to the sum
-    # while other clients still work.
+    # while other clients still work, and free its memory.
     received = in_order(run, sent, messages, run.report.rejected)
     ahead = sum_ahead(run, facts, sent, messages)
-    usable, refused = read_training(run, sent, received, terms, ahead)
+    keep = kept_in_replies(run, facts, messages)
+    usable, refused = read_training(run, sent, received, terms, ahead, keep)
     replies = release(run, terms, usable)
 
     # Frozen entries get the values that were sent. Do this before the methods fold, so

@@ -6,17 +6,28 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord
+from flwr.app import (
+    ArrayRecord,
+    ConfigRecord,
+    Message,
+    MessageType,
+    MetricRecord,
+    RecordDict,
+)
 from flwr.serverapp import Grid
 
 from fedbn_flwr.batchnorm.averaging import SumAhead, average
+from fedbn_flwr.batchnorm.parts import Part
+from fedbn_flwr.compat.flower import filled, values_of
 from fedbn_flwr.errors import MOD_ORDER, ClientPartError, ConfigError
 from fedbn_flwr.messages.protocol import NUM_EXAMPLES
 from fedbn_flwr.messages.records import to_record
 from fedbn_flwr.server.methods.method import Ask, Facts, Node, Replies, Reply
+from fedbn_flwr.server.methods.travels import TRACKED
 from fedbn_flwr.server.rounds.dispatch import NOTHING, Sent, address, raise_shared_error
 from fedbn_flwr.server.rounds.replies import (
     Refused,
@@ -36,6 +47,10 @@ from fedbn_flwr.server.runs.run_state import Run
 from fedbn_flwr.training.settings import share_of
 
 logger = logging.getLogger("flwr")
+
+# Number of replies that are added at once while others arrive. More replies take less
+# time for each reply, but more memory.
+_TOGETHER = 4
 
 
 def sample_for_training(run: Run, number: int, grid: Grid) -> list[Node]:
@@ -178,28 +193,41 @@ def address_training(
 def sum_ahead(
     run: Run, facts: Facts, sent: Sent, messages: Iterable[Message]
 ) -> SumAhead | None:
-    """Return the sum to which each reply is added on arrival, or None if useless.
+    """Return the sum to which each reply is added on arrival, or None if impossible.
 
     Such a sum requires that all weights are known before the replies, and that no
-    protection changes the replies. If a reply is lost or refused, ``average_replies``
-    starts again.
+    protection changes the replies.
     """
-    # If the messages are a list, all replies have arrived, and adding ahead saves no
-    # time.
-    if isinstance(messages, list) or type(run.protection) is not Protection:
+    if not sent.nodes or type(run.protection) is not Protection:
         return None
+    # If the messages are a list, all replies have arrived, and one pass over all of
+    # them is faster.
+    together = len(sent.nodes) if isinstance(messages, list) else _TOGETHER
+    nodes = sorted(sent.nodes, key=lambda node: node.order)
     if facts.travels.weights == "equal":
-        return SumAhead([1.0] * len(sent.nodes))
+        return SumAhead({node.node_id: 1.0 for node in nodes}, together)
     if facts.travels.weights != "examples":  # the weight is a metric of the replies
         return None
     if run.options.weighted_by_key != NUM_EXAMPLES:
         return None
-    counts = []
-    for node in sorted(sent.nodes, key=lambda node: node.order):
-        if not node.num_examples:  # only the node's reply contains the number
-            return None
-        counts.append(node.num_examples)
-    return SumAhead(counts)
+    counts = {node.node_id: node.num_examples or 0 for node in nodes}
+    # Without a number, only the node's reply contains the number.
+    return SumAhead(counts, together) if all(counts.values()) else None
+
+
+def kept_in_replies(
+    run: Run, facts: Facts, messages: Iterable[Message]
+) -> Collection[str] | None:
+    """Return the entries that replies keep after they are added, or None for all.
+
+    These are the entries that somebody reads in single replies. The other floating
+    entries are most of a model, and their memory is freed.
+    """
+    # A list of messages, and functions of the user, may still read whole replies.
+    if isinstance(messages, list) or not run.options.frees_replies:
+        return None
+    each = facts.travels.each
+    return None if Part.REST in each else facts.parts.select(each | TRACKED)
 
 
 def read_training(
@@ -208,10 +236,12 @@ def read_training(
     received: Iterable[tuple[Node, Message]],
     terms: Terms,
     ahead: SumAhead | None = None,
+    keep: Collection[str] | None = None,
 ) -> tuple[list[Usable[Reply]], list[Refused]]:
     """Return the usable replies and the refused replies, in order, and report both.
 
-    Each usable reply is added to ``ahead`` as soon as it is read.
+    Each usable reply is added to ``ahead`` as soon as it is read. After that, it has
+    only the entries ``keep``, unless that is None.
 
     Raises:
         ClientPartError: no app has the method's client code.
@@ -223,9 +253,14 @@ def read_training(
         if run.protection.reads_each:  # otherwise ``pool`` checks the sum
             terms.check(reply)
         run.protection.check(terms.facts, reply)
-        if ahead:
-            ahead.add(reply.state)
-        return reply
+        if ahead is None:
+            return reply
+        is_first = ahead.is_empty
+        ahead.add(node.node_id, reply.state)
+        # The first reply keeps its entries, because it defines the result's entries.
+        if keep is None or is_first:
+            return reply
+        return _without_arrays(reply, message, keep)
 
     usable, refused = read_replies(received, read, run.report)
     run.report.replied = len(usable) + len(refused)
@@ -240,6 +275,23 @@ def read_training(
     warn_of_other_counts(replies, run.options.weighted_by_key, run.other_counts)
     _refuse_useless_apps(run, sent, bool(usable), refused)
     return usable, refused
+
+
+def _without_arrays(reply: Reply, message: Message, keep: Collection[str]) -> Reply:
+    """Return the reply with only some entries, and remove the arrays of the message."""
+    # Copy the entries, because a view would keep the memory of the whole message.
+    state = {
+        name: array.copy()
+        for name, array in reply.state.items()
+        if name in keep or array.dtype.kind != "f"
+    }
+    # The app may keep the content of its reply, so do not change that object.
+    records = values_of(message.content)
+    others = {
+        key: one for key, one in records.items() if not isinstance(one, ArrayRecord)
+    }
+    message.content = filled(RecordDict, others)
+    return replace(reply, state=state)
 
 
 def _report_usable(run: Run, replies: Sequence[Reply]) -> None:

@@ -21,10 +21,13 @@ class RunListener:
             each message. None uses the continuity of the strategy.
         finished: whether the run ends before its last round; read before each round,
             including the first round of a resumed run.
+        whole_replies: whether ``replies`` reads more of a reply than its metrics and
+            its running statistics. If not, the run needs less memory.
     """
 
     continuity: Continuity | None = None
     finished: bool = False
+    whole_replies: bool = True
 
     def begin(self, after: int) -> None:
         """Receive the round after which the run begins, or 0 if it is not resumed."""

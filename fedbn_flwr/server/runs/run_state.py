@@ -56,6 +56,7 @@ class Options:
     """The arguments of a strategy that a user may change between rounds.
 
     They are the arguments of Flower's own FedAvg and the callbacks of this package.
+    ``frees_replies``: whether nobody but the methods reads a reply's arrays.
     """
 
     fraction_train: float
@@ -70,6 +71,7 @@ class Options:
     average_test_metrics: Average
     on_replies: OnReplies | None = None
     on_round_end: OnRoundEnd | None = None
+    frees_replies: bool = False
 
 
 @dataclass
