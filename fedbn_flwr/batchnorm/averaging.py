@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -37,9 +37,9 @@ State = Mapping[str, Array]
 Variance = Literal["mean", "pooled"]
 _Block = list[tuple[int, slice]]
 
-# Number of elements in a block. A block in float64 has 2 MiB and stays in the cache
+# Number of elements in a block. A block in float64 has 256 KiB and stays in the cache
 # while the clients' values are added.
-_BLOCK = 1 << 18
+_BLOCK = 1 << 15
 
 
 def to_shares(weights: Sequence[float]) -> list[float]:
@@ -136,19 +136,30 @@ def _write(block: _Block, total: Array, arrays: Sequence[Array]) -> None:
 class SumAhead:
     """Computes the sums of ``average`` while the states arrive.
 
-    The states are added in the order of the calls, with p_i of all senders that were
-    asked. If a sender is lost, the sum is divided by the sum of the other p_i. So the
-    sum needs no state any more once it is added, and its bits do not depend on when
+    The states are added in the order of the calls, with p_i of all expected senders. If
+    others have sent states in the end, the sum is divided by the sum of their p_i. So
+    the sum needs no state any more once it is added, and its bits do not depend on when
     states arrive.
 
     Args:
-        weights: the weight >= 0 of each sender that was asked.
+        weights: the weight > 0 of each sender that was asked.
         together: number of states that are added at once. The sums of more states need
             memory for the model in float64. Each addition passes over this memory.
+        lost: the senders that are not expected any more; at least one must remain.
     """
 
-    def __init__(self, weights: Mapping[int, float], together: int) -> None:
-        self._p = dict(zip(weights, to_shares(list(weights.values())), strict=True))
+    def __init__(
+        self,
+        weights: Mapping[int, float],
+        together: int,
+        lost: Collection[int] = (),
+    ) -> None:
+        self._expected = [sender for sender in weights if sender not in lost]
+        shares = to_shares([weights[sender] for sender in self._expected])
+        unit = shares[0] / weights[self._expected[0]]
+        self._p = {sender: unit * weight for sender, weight in weights.items()}
+        self._p.update(zip(self._expected, shares, strict=True))
+        self._senders: list[int] = []
         self._used: list[float] = []
         self._together = together
         self._names: list[str] = []
@@ -158,7 +169,7 @@ class SumAhead:
     @property
     def is_empty(self) -> bool:
         """Whether no state was added."""
-        return not self._used
+        return not self._senders
 
     def add(self, sender: int, state: State) -> None:
         """Add the real floating entries of the next state."""
@@ -168,6 +179,7 @@ class SumAhead:
         if len(self._waiting) == self._together:
             self._begin()
         self._waiting.append(_flat(_select(state, self._names)))
+        self._senders.append(sender)
         self._used.append(self._p[sender])
 
     def _begin(self) -> None:
@@ -184,7 +196,7 @@ class SumAhead:
     def write(self, sums: Sequence[Array]) -> None:
         """Write the sums to contiguous arrays, one for each real floating entry."""
         # The sum of all p_i is 1. Do not divide by its rounded value.
-        share = 1.0 if len(self._used) == len(self._p) else sum(self._used)
+        share = 1.0 if self._senders == self._expected else sum(self._used)
         p = self._used[-len(self._waiting) :]
         _add_up(self._waiting, p, sums, self._begun, share)
 

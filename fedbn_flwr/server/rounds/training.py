@@ -198,21 +198,23 @@ def sum_ahead(
     Such a sum requires that all weights are known before the replies, and that no
     protection changes the replies.
     """
-    if not sent.nodes or type(run.protection) is not Protection:
+    lost = run.report.rejected  # in a synchronised step
+    left = [node for node in sent.nodes if node.node_id not in lost]
+    if not left or type(run.protection) is not Protection:
         return None
     # If the messages are a list, all replies have arrived, and one pass over all of
     # them is faster.
     together = len(sent.nodes) if isinstance(messages, list) else _TOGETHER
     nodes = sorted(sent.nodes, key=lambda node: node.order)
     if facts.travels.weights == "equal":
-        return SumAhead({node.node_id: 1.0 for node in nodes}, together)
+        return SumAhead({node.node_id: 1.0 for node in nodes}, together, lost)
     if facts.travels.weights != "examples":  # the weight is a metric of the replies
         return None
     if run.options.weighted_by_key != NUM_EXAMPLES:
         return None
     counts = {node.node_id: node.num_examples or 0 for node in nodes}
     # Without a number, only the node's reply contains the number.
-    return SumAhead(counts, together) if all(counts.values()) else None
+    return SumAhead(counts, together, lost) if all(counts.values()) else None
 
 
 def kept_in_replies(
