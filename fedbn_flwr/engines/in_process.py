@@ -54,6 +54,7 @@ logger = logging.getLogger("flwr")
 
 _SHORTEST = 1e-4  # seconds, less than any client takes
 _MUCH = 2**26  # bytes of messages that are not kept in memory all at once
+_PAUSE = 0.1  # seconds between two polls without a reply
 
 
 class InProcessGrid(ImmediateGrid):
@@ -147,6 +148,7 @@ class InProcessGrid(ImmediateGrid):
         # For each message without a reply, the queue that receives its id on arrival.
         self._waiting: dict[str, SimpleQueue[str]] = {}
         self._ready: dict[str, Message] = {}
+        self._arrival = threading.Event()  # set when a reply arrives
         self._host: OwnProcess | WorkerProcesses = OwnProcess(
             client_app, torch_threads, threads
         )
@@ -357,6 +359,14 @@ class InProcessGrid(ImmediateGrid):
             for reply in self.pull_messages([message_id])
         )
 
+    def pause(self, seconds: float) -> None:
+        """See ``ImmediateGrid.pause``.
+
+        Each poll takes time from the clients, so the pause is long without a reply.
+        """
+        self._arrival.wait(max(seconds, _PAUSE))
+        self._arrival.clear()
+
     def _arrivals(
         self,
         message_ids: Sequence[str],
@@ -422,6 +432,7 @@ class InProcessGrid(ImmediateGrid):
                 if arrived:
                     self._ready[message_id] = reply
                     arrived.put(message_id)
+                    self._arrival.set()
                 queue = self._queues[node_id]
                 following = queue.popleft() if queue else None
                 if following is None:

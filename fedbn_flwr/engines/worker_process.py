@@ -26,11 +26,14 @@ from fedbn_flwr.compat.flower import app_error, identify_process
 from fedbn_flwr.engines.client_work import work
 from fedbn_flwr.engines.link import Packed, WorkerPipe
 from fedbn_flwr.machine import begin_fork, keep_freed_memory
-from fedbn_flwr.training.turns import interrupted
+from fedbn_flwr.training.turns import Wait
 from fedbn_flwr.transport import Reducer
 
 READY, WORK, DONE, CALL, ANSWER = "ready", "work", "done", "call", "answer"
 _MOST_MEMBERS = 2**20  # upper limit of threads; a thread starts only when there is work
+# Seconds that a member's call may wait for the calls of other members, and seconds
+# between two later looks.
+_FIRST_LOOK, _LOOK = 0.05, 1.0
 
 
 def serve(
@@ -77,7 +80,7 @@ def _serve(
     identify_process(run_id)
     client_app: ClientApp = app.recv() if isinstance(app, Connection) else app
     link = WorkerPipe(pipe)
-    members = _Members(torch_threads)
+    members = _Members(link, torch_threads)
     link.send((READY, 0))
 
     inbox = SimpleQueue[Any]()
@@ -90,7 +93,7 @@ def _serve(
         if detail is None:
             _reply(link, number, client_app, message, context, {})
         else:
-            members.begin(link, number, client_app, message, context, detail)
+            members.begin(number, client_app, message, context, detail)
 
 
 def _receive(link: WorkerPipe, members: _Members, inbox: SimpleQueue[Any]) -> None:
@@ -139,10 +142,17 @@ def _reply(
 
 
 class _Members:
-    """The members of a step in this process, in one thread each, working in turns."""
+    """The members of a step in this process, in one thread each, working in turns.
 
-    def __init__(self, torch_threads: int) -> None:
+    Their calls travel together: a call waits until no other member can compute. Each
+    message interrupts the command's process, and costs more than a small computation.
+    """
+
+    def __init__(self, link: WorkerPipe, torch_threads: int) -> None:
+        self._link = link
         self._reducers: dict[int, _RemoteReducer] = {}
+        self._lock = threading.Lock()  # guards ``_calls``
+        self._calls: list[Any] = []  # calls that are not sent yet
         set_threads = functools.partial(torch.set_num_threads, torch_threads)
         self._threads = ThreadPoolExecutor(
             _MOST_MEMBERS, "member", initializer=set_threads
@@ -150,19 +160,19 @@ class _Members:
 
     def begin(
         self,
-        link: WorkerPipe,
         number: int,
         app: ClientApp,
         message: Message,
         context: Context,
         barrier_id: str,
     ) -> None:
-        reducer = _RemoteReducer(link, number, context.node_id)
+        reducer = _RemoteReducer(self, number, context.node_id)
         self._reducers[context.node_id] = reducer
 
         def reply() -> None:
             try:
-                _reply(link, number, app, message, context, {barrier_id: reducer})
+                reducers = {barrier_id: reducer}
+                _reply(self._link, number, app, message, context, reducers)
             # End the process, as an error in the main thread does: the command notices
             # the end.
             except BaseException:
@@ -173,18 +183,33 @@ class _Members:
 
     def take(self, outcomes: Mapping[int, Any]) -> None:
         """Give the members the results of their calls, by node id."""
-        for node_id, outcome in outcomes.items():
-            self._reducers[node_id].outcomes.put(outcome)
+        # The last member computes first, because its tensors are still in the CPU's
+        # cache.
+        for node_id in reversed(list(outcomes)):
+            self._reducers[node_id].end(outcomes[node_id])
+
+    def call(self, call: Any) -> None:
+        """Take a member's call, to send it later."""
+        with self._lock:
+            self._calls.append(call)
+
+    def send(self) -> None:
+        """Send the calls so far."""
+        with self._lock:
+            calls, self._calls = self._calls, []
+        if calls:
+            self._link.send((CALL, 0, calls))
 
 
 class _RemoteReducer:
     """A member's reducer at a barrier in the command's process."""
 
-    def __init__(self, link: WorkerPipe, number: int, node_id: int) -> None:
-        self._link = link
+    def __init__(self, members: _Members, number: int, node_id: int) -> None:
+        self._members = members
         self._job = number, node_id
         self._attempt = 0
-        self.outcomes = SimpleQueue[Any]()
+        self._wait = Wait()  # of the latest call
+        self._outcome: Any = None
 
     def begin(self) -> int:
         self._attempt, union = self._call("begin")
@@ -200,13 +225,26 @@ class _RemoteReducer:
 
     def _call(self, method: str, *args: Any) -> Any:
         """Make a call at the barrier in the command's process, and return the result."""
-        self._link.send((CALL, *self._job, method, args))
-        # Pass on the turn, so that the other members can send their calls.
-        with interrupted():
-            outcome = self.outcomes.get()
+        wait = self._wait = Wait()
+        self._members.call((*self._job, method, args))
+        # Pass on the turn, so that the other members can make their calls. If no other
+        # member wants the turn, or if it computes for long, send the calls so far.
+        with wait:
+            if not wait.passed_on:
+                self._members.send()
+            look = _FIRST_LOOK
+            while not wait.is_over(look):
+                self._members.send()
+                look = _LOOK
+        outcome = self._outcome
         if isinstance(outcome, BaseException):
             raise outcome
         return outcome
+
+    def end(self, outcome: Any) -> None:
+        """End the wait of the latest call with its result, or with its exception."""
+        self._outcome = outcome
+        self._wait.end()
 
 
 def end_with_the_command() -> None:

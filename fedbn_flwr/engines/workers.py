@@ -292,7 +292,8 @@ class WorkerProcesses:
             if kind == READY:
                 worker.ready = True
             elif kind == CALL:
-                self._call(worker, number, *call)
+                for of_member in call[0]:
+                    self._call(worker, *of_member)
             else:
                 with self._lock:
                     job = worker.jobs.pop(number, None)

@@ -63,12 +63,15 @@ class _Turns:
             self._queue.popleft().release()
         place.acquire()
 
-    def give(self) -> None:
-        """Give the turn to the next client in the queue."""
+    def give(self) -> bool:
+        """Give the turn to the next client in the queue.
+
+        Return whether there was one.
+        """
         with self._lock:
             if self._queue:
                 self._queue.popleft().release()
-                return
+                return True
             # Nobody waits any more: restore the state that the random generators had
             # before the first turn.
             outside = self._outside
@@ -77,6 +80,7 @@ class _Turns:
             if outside is not None:
                 with _logged():
                     outside.restore()
+            return False
 
 
 @contextmanager
@@ -157,6 +161,9 @@ class Wait:
 
     After ``end``, the client is in the queue for a turn again. The end of the block
     also ends the wait. If the client has no turn, the block only waits.
+
+    Attributes:
+        passed_on: whether another client got the turn at the start of the block.
     """
 
     def __init__(self) -> None:
@@ -169,11 +176,12 @@ class Wait:
         self._place = _held_lock()
         self._open = threading.Lock()  # acquired when the wait has ended
         self._over = False
+        self.passed_on = False
 
     def __enter__(self) -> Wait:
         if self._has_turn:
             self._token = _HAS_TURN.set(False)
-            _TURNS.give()
+            self.passed_on = _TURNS.give()
         return self
 
     def end(self) -> None:

@@ -19,7 +19,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from fedbn_flwr.batchnorm.sync import Combine, combine, exchange_bytes
+from fedbn_flwr.batchnorm.sync import Combine, combine, exchange_bytes, is_finite
 from fedbn_flwr.errors import NOT_FINITE, TOO_FEW_LEFT, FedBNError, coded, split_code
 from fedbn_flwr.training.turns import Wait
 from fedbn_flwr.transport.through_user_code import Dropped, Reducer, RetryStep
@@ -247,7 +247,7 @@ class Barrier:
 
         # Drop a client that diverges. It loses its own round, but must not spoil the
         # round of the others.
-        if not bool(torch.isfinite(tensor).all()):
+        if not is_finite(tensor):
             reason = f"sent a value that is not finite in exchange '{tag}'"
             self._drop({node_id: coded(NOT_FINITE, reason)})
             self._refuse_dropped(node_id)

@@ -113,6 +113,10 @@ class ImmediateGrid(Grid):
         """Return whether the nodes' app answers queries, or None if this is unknown."""
         return None
 
+    def pause(self, seconds: float) -> None:
+        """Wait before the next poll. A grid may end the wait when a reply arrives."""
+        time.sleep(seconds)
+
     def name_nodes(self, names: Mapping[int, object]) -> None:
         """Set the objects whose texts name the nodes in the log, by node id."""
 
@@ -346,11 +350,12 @@ def polls(
     Raises:
         EngineError: the messages could not be pushed.
     """
+    sleep = grid.pause if isinstance(grid, ImmediateGrid) else time.sleep
     waiting = _push(grid, messages)
     begun = latest = time.monotonic()
     pause = pauses.first
     while waiting:
-        time.sleep(max(min(pause, begun + timeout - time.monotonic()), 0))
+        sleep(max(min(pause, begun + timeout - time.monotonic()), 0))
         # Take the time before the pull, because the pull is not part of the wait.
         now = time.monotonic()
         arrived = _pull(grid, waiting)

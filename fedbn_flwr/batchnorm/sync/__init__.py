@@ -25,6 +25,7 @@ from fedbn_flwr.batchnorm.sync.reduction import (
     Reduce,
     combine,
     exchange_bytes,
+    is_finite,
 )
 from fedbn_flwr.batchnorm.sync.step import synchronised
 from fedbn_flwr.batchnorm.sync.trial import try_synchronised_step
@@ -39,6 +40,7 @@ __all__ = [
     "SynchronisedStep",
     "combine",
     "exchange_bytes",
+    "is_finite",
     "synchronised",
     "try_synchronised_step",
 ]

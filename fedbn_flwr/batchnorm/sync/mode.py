@@ -17,7 +17,12 @@ from fedbn_flwr.batchnorm.sync.layer import (
     NormaliseTogether,
     elements_per_channel,
 )
-from fedbn_flwr.batchnorm.sync.reduction import Backward, ExchangeScheme, Reduce
+from fedbn_flwr.batchnorm.sync.reduction import (
+    Backward,
+    ExchangeScheme,
+    Reduce,
+    is_finite,
+)
 from fedbn_flwr.errors import NormLayerError, ReplyError
 from fedbn_flwr.training.batches import refuse_inputs
 from fedbn_flwr.training.checkpointing import in_checkpoint
@@ -211,7 +216,7 @@ class SynchronisedStep(TorchFunctionMode):
             )
         # Check the inputs here. The server sees only this tensor, and would blame the
         # learning rate.
-        if not bool(local.isfinite().all()):
+        if not is_finite(local):
             refuse_inputs(self._inputs, "in the batch of a synchronised step")
         answer = self._reduce(tag, local)
         if answer.shape != local.shape:

@@ -123,6 +123,12 @@ def combine(tag: str, tensors: Sequence[Tensor], weights: Sequence[float]) -> Te
     return result.to(tensors[0].dtype)
 
 
+def is_finite(tensor: Tensor) -> bool:
+    """Return whether all values of a tensor are finite."""
+    # A sum is four times faster than a look at each value. It may overflow.
+    return math.isfinite(tensor.sum()) or bool(tensor.isfinite().all())
+
+
 def exchange_bytes(tag: str, tensor: Tensor) -> tuple[int, int]:
     """Return the bytes of a tensor's channels, and of its column of shares."""
     apart = 0
