@@ -31,6 +31,7 @@ from fedbn_flwr.training import LearningRate, LocalTraining
 from fedbn_flwr.training.turns import interrupted
 from fedbn_flwr.transport import Barrier, Member
 from fedbn_flwr.transport.polling_grid import PollingGrid
+from fedbn_flwr.transport.step_transport import send_until
 from tests.support.federation import torch_clients
 
 Handler = Callable[[Message, Context], Message]
@@ -305,6 +306,25 @@ def test_a_call_ends_at_its_timeout_and_names_the_slow_clients(
     assert {i for i, at in enumerate(ends, 1) if at > timeout} <= named
     assert 0 not in named
     assert all("no reply within 0.5 s" in why for why in report.rejected.values())
+
+
+def test_a_step_is_polled_for_its_replies_and_not_in_between(monkeypatch) -> None:
+    polls = []
+    pull = InProcessGrid.pull_messages
+
+    def work(message: Message, context: Context) -> Message:
+        time.sleep(0.25 * (1 + context.node_config["partition-id"]))
+        return Message(RecordDict(), reply_to=message)
+
+    monkeypatch.setattr(
+        InProcessGrid,
+        "pull_messages",
+        lambda grid, ids: polls.append(1) or pull(grid, ids),
+    )
+    with InProcessGrid(app_of(work), 2) as grid:
+        replies = send_until(grid, to(grid, 0, 1), lambda replies, seconds: False)
+    assert len(replies) == 2
+    assert len(polls) < 15
 
 
 def test_closing_waits_for_the_members_of_a_step_that_is_over() -> None:

@@ -41,7 +41,8 @@ from fedbn_flwr import TorchClient, client_app
 from fedbn_flwr.batchnorm.averaging import SumAhead
 from fedbn_flwr.batchnorm.sync import combine
 from fedbn_flwr.engines import InProcessGrid, in_process
-from fedbn_flwr.engines.link import Broadcasts, Packed
+from fedbn_flwr.engines.link import Broadcasts, Packed, WorkerPipe
+from fedbn_flwr.engines.worker_process import CALL
 from fedbn_flwr.engines.workers import _end
 from fedbn_flwr.messages.protocol import BARRIER
 from fedbn_flwr.messages.records import to_record, view
@@ -58,7 +59,7 @@ from fedbn_flwr.strategies import (
 )
 from fedbn_flwr.training import LearningRate, LocalTraining
 from fedbn_flwr.training.turns import turn
-from fedbn_flwr.transport import Member, RetryStep, in_process_reducer
+from fedbn_flwr.transport import Barrier, Member, RetryStep, in_process_reducer
 from fedbn_flwr.transport.step_by_barrier import step_by_barrier
 from fedbn_flwr.transport.step_transport import Limits, StepResult
 from tests.support.federation import Outcome
@@ -599,6 +600,43 @@ def test_a_member_that_hangs_is_ended_with_its_process(caplog) -> None:
             time.sleep(0.05)
         assert len(step(grid, *range(1, 5), timeout=5).members) == 4
     assert "hangs in a synchronised step that is over" in caplog.text
+
+
+def test_calls_of_members_travel_together_but_do_not_wait_for_a_slow_member(
+    monkeypatch,
+) -> None:
+    """One message per exchange instead of four, and the first call goes out early."""
+    exchanges, slow = 20, 10
+    sent: list[float] = []
+    messages: list[Any] = []
+    receive, send = WorkerPipe.receive, Barrier.send
+
+    def work(message: Message, context: Context) -> Message:
+        reducer = in_process_reducer(str(message.content["config"][BARRIER]))
+        reducer.begin()
+        for k in range(exchanges):
+            if k == slow and context.node_config["partition-id"] == 3:
+                time.sleep(0.5)
+            reducer.reduce(f"mean/{k}", torch.ones(2))
+        reducer.close()
+        return Message(RecordDict(), reply_to=message)
+
+    def received(link: WorkerPipe) -> Any:
+        head, values = receive(link)
+        messages.extend(head[:1])
+        return head, values
+
+    def timed(barrier: Barrier, node_id: int, attempt: int, tag: str, *rest) -> None:
+        if tag == f"mean/{slow}":
+            sent.append(time.monotonic())
+        send(barrier, node_id, attempt, tag, *rest)
+
+    monkeypatch.setattr(WorkerPipe, "receive", received)
+    monkeypatch.setattr(Barrier, "send", timed)
+    with InProcessGrid(app_of(work), 4, workers=1) as grid:
+        assert len(step(grid, *range(4), timeout=5).members) == 4
+    assert messages.count(CALL) < 2 * exchanges
+    assert max(sent) - min(sent) > 0.2
 
 
 @pytest.mark.parametrize("workers", [0, 3])
