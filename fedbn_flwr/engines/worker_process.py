@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 import traceback
+from collections import deque
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -31,9 +32,7 @@ from fedbn_flwr.transport import Reducer
 
 READY, WORK, DONE, CALL, ANSWER = "ready", "work", "done", "call", "answer"
 _MOST_MEMBERS = 2**20  # upper limit of threads; a thread starts only when there is work
-# Seconds that a member's call may wait for the calls of other members, and seconds
-# between two later looks.
-_FIRST_LOOK, _LOOK = 0.05, 1.0
+_PATIENCE = 0.1  # seconds that a member's call waits for the calls of other members
 
 
 def serve(
@@ -151,8 +150,8 @@ class _Members:
     def __init__(self, link: WorkerPipe, torch_threads: int) -> None:
         self._link = link
         self._reducers: dict[int, _RemoteReducer] = {}
-        self._lock = threading.Lock()  # guards ``_calls``
-        self._calls: list[Any] = []  # calls that are not sent yet
+        self._lock = threading.Lock()  # held while calls are taken from ``calls``
+        self.calls = deque[Any]()  # calls that are not sent yet
         set_threads = functools.partial(torch.set_num_threads, torch_threads)
         self._threads = ThreadPoolExecutor(
             _MOST_MEMBERS, "member", initializer=set_threads
@@ -171,8 +170,7 @@ class _Members:
 
         def reply() -> None:
             try:
-                reducers = {barrier_id: reducer}
-                _reply(self._link, number, app, message, context, reducers)
+                _reply(self._link, number, app, message, context, {barrier_id: reducer})
             # End the process, as an error in the main thread does: the command notices
             # the end.
             except BaseException:
@@ -186,30 +184,33 @@ class _Members:
         # The last member computes first, because its tensors are still in the CPU's
         # cache.
         for node_id in reversed(list(outcomes)):
-            self._reducers[node_id].end(outcomes[node_id])
-
-    def call(self, call: Any) -> None:
-        """Take a member's call, to send it later."""
-        with self._lock:
-            self._calls.append(call)
+            reducer = self._reducers[node_id]
+            reducer.outcome = outcomes[node_id]
+            reducer.wait.end()
 
     def send(self) -> None:
         """Send the calls so far."""
         with self._lock:
-            calls, self._calls = self._calls, []
+            calls = [self.calls.popleft() for _ in range(len(self.calls))]
         if calls:
             self._link.send((CALL, 0, calls))
 
 
 class _RemoteReducer:
-    """A member's reducer at a barrier in the command's process."""
+    """A member's reducer at a barrier in the command's process.
+
+    Attributes:
+        wait: the wait of the latest call.
+        outcome: its result or its exception.
+    """
+
+    wait: Wait
+    outcome: Any
 
     def __init__(self, members: _Members, number: int, node_id: int) -> None:
         self._members = members
         self._job = number, node_id
         self._attempt = 0
-        self._wait = Wait()  # of the latest call
-        self._outcome: Any = None
 
     def begin(self) -> int:
         self._attempt, union = self._call("begin")
@@ -225,26 +226,18 @@ class _RemoteReducer:
 
     def _call(self, method: str, *args: Any) -> Any:
         """Make a call at the barrier in the command's process, and return the result."""
-        wait = self._wait = Wait()
-        self._members.call((*self._job, method, args))
+        wait = self.wait = Wait()
+        self._members.calls.append((*self._job, method, args))
         # Pass on the turn, so that the other members can make their calls. If no other
         # member wants the turn, or if it computes for long, send the calls so far.
         with wait:
             if not wait.passed_on:
                 self._members.send()
-            look = _FIRST_LOOK
-            while not wait.is_over(look):
+            while not wait.is_over(_PATIENCE):
                 self._members.send()
-                look = _LOOK
-        outcome = self._outcome
-        if isinstance(outcome, BaseException):
-            raise outcome
-        return outcome
-
-    def end(self, outcome: Any) -> None:
-        """End the wait of the latest call with its result, or with its exception."""
-        self._outcome = outcome
-        self._wait.end()
+        if isinstance(self.outcome, BaseException):
+            raise self.outcome
+        return self.outcome
 
 
 def end_with_the_command() -> None:

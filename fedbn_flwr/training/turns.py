@@ -146,16 +146,6 @@ def one_after_the_other() -> Iterator[Callable[[], None]]:
         _TURNS.give()
 
 
-@contextmanager
-def interrupted() -> Iterator[None]:
-    """Let other clients of this process compute while this client waits.
-
-    Outside a turn it has no effect.
-    """
-    with Wait():
-        yield
-
-
 class Wait:
     """A ``with`` block that gives the client's turn back while the client waits.
 
@@ -165,6 +155,8 @@ class Wait:
     Attributes:
         passed_on: whether another client got the turn at the start of the block.
     """
+
+    passed_on = False
 
     def __init__(self) -> None:
         self._has_turn = _HAS_TURN.get()
@@ -176,7 +168,6 @@ class Wait:
         self._place = _held_lock()
         self._open = threading.Lock()  # acquired when the wait has ended
         self._over = False
-        self.passed_on = False
 
     def __enter__(self) -> Wait:
         if self._has_turn:
@@ -208,3 +199,8 @@ class Wait:
         if self._generators is not None:
             _HAS_TURN.reset(self._token)
             self._generators.restore()
+
+
+# ``with interrupted():`` lets other clients compute while this client waits. Outside a
+# turn it has no effect.
+interrupted = Wait

@@ -159,8 +159,11 @@ class Barrier:
                 wait = Wait()
                 end = wait.end
                 exchange.then[lambda _: end()] = [node_id]
+        # Wait until the exchange is over, and drop the members that are late.
         if wait:
-            self._wait(wait, exchange)
+            with wait:
+                while not wait.is_over(LOOK):
+                    self.drop_late()
         outcome = self._outcome(node_id, exchange)
         if isinstance(outcome, BaseException):
             raise outcome
@@ -261,19 +264,6 @@ class Barrier:
         self.apart_up += apart
         self._answer_if_complete()
         return exchange
-
-    def _wait(self, wait: Wait, exchange: _Exchange) -> None:
-        """Wait until the exchange is over, and drop the members that are late."""
-        with wait:
-            while True:
-                # After the end, this member may still wait for its turn.
-                until_look = LOOK
-                if not exchange.over:
-                    left = exchange.deadline - time.monotonic()
-                    until_look = min(LOOK, max(0.0, left))
-                if wait.is_over(until_look):
-                    return
-                self.drop_late()
 
     def _set_deadline(self, exchange: _Exchange) -> None:
         self._looked = time.monotonic()
