@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from flwr.app import ConfigRecord, Context, RecordDict
+from flwr.app import ConfigRecord, Context
 
 from fedbn_flwr.batchnorm.averaging import Array, State
 from fedbn_flwr.batchnorm.parts import Parts
@@ -160,16 +160,11 @@ class KeptState:
         start_id: str | None = None,
     ) -> None:
         self._context = context
-        self._without_context = RecordDict()
+        self._without_context: dict[str, Any] = {}
         self._parts = parts
         self._files: KeptFiles | None = None
         self._start_id = start_id
         self._fingerprint = fingerprint
-
-    @property
-    def _state(self) -> RecordDict:
-        """``Context.state``, read each time, because a mod or an app may replace it."""
-        return self._without_context if self._context is None else self._context.state
 
     def attach(self, root: Path, continuity: Continuity, partition_id: int) -> None:
         """Write copies to the state folder ``root`` from now on (``KeptFiles``)."""
@@ -255,7 +250,7 @@ class KeptState:
         kept = {
             key: from_record(self._records[_ASIDE[key]])
             for key in _RECORDS
-            if _ASIDE[key] in self._state
+            if _ASIDE[key] in self._records
         }
         return {"round": about[SERVER_ROUND], "kept": kept}
 
@@ -266,9 +261,9 @@ class KeptState:
         """
         self.sha256()  # puts the hash into the record, so the copy has it
         for key, aside in _ASIDE.items():
-            self._state.pop(aside, None)
-            if key in self._state:
-                self._state[aside] = self._state[key]
+            self._records.pop(aside, None)
+            if key in self._records:
+                self._records[aside] = self._records[key]
 
     # In the round: the local state, under the names of the model.
 
@@ -368,7 +363,10 @@ class KeptState:
 
     @property
     def _records(self) -> dict[str, Any]:
-        return values_of(self._state)
+        # Read ``Context.state`` each time, because a mod or an app may replace it.
+        if self._context is None:
+            return self._without_context
+        return values_of(self._context.state)
 
     def _has_any(self) -> bool:
         """Return whether anything is kept."""
@@ -404,7 +402,7 @@ class KeptState:
         None removes it.
         """
         for key in _ASIDE:
-            self._state.pop(key, None)
+            self._records.pop(key, None)
         if content and content["kept"]:
             for key, entries in content["kept"].items():
                 self._records[key] = to_record(entries)

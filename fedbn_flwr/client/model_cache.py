@@ -290,12 +290,12 @@ def entries_that_stay(cached: CachedModel, sent: MessageConfig) -> tuple[str, ..
             a shared entry.
     """
     prefix = wrapper_prefix(sent.local_entries, cached.parts.names)
-    names = tuple(name.removeprefix(prefix) for name in sent.local_entries)
+    names = tuple([name.removeprefix(prefix) for name in sent.local_entries])
     # If the user selected no layers, the server may have split the model only by names,
     # but the client can find its layers by type.
     affine = () if sent.layers else cached.parts.affine
     personal = {name.removeprefix(prefix) for name in sent.personal}
-    affine = tuple(name for name in affine if name not in personal)
+    affine = tuple([name for name in affine if name not in personal])
     shared = [name for name in affine if name not in names]
     if shared and len(shared) < len(affine):
         raise ConfigError(

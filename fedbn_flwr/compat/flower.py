@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from operator import attrgetter
 from pathlib import Path
 from types import FrameType, FunctionType
 from typing import Any, TypeVar
@@ -243,7 +244,7 @@ def copied_message(message: Message) -> Message:
     copied = _shallow(message)
     copied.__dict__.update(
         _metadata=_shallow(message.__dict__["_metadata"]),
-        _content=_copied(message.content),
+        _content=_copied(message.__dict__["_content"]),
     )
     return copied
 
@@ -281,10 +282,8 @@ def _copied(records: RecordDict) -> RecordDict:
     return filled(RecordDict, copied)
 
 
-def values_of(record: Any) -> dict[str, Any]:
-    """Return the dict inside a record. Flower's access needs two calls each time."""
-    values: dict[str, Any] = record.__dict__["_data"]
-    return values
+values_of: Callable[[Any], dict[str, Any]] = attrgetter("_data")
+"""Return the dict inside a record. Flower's access needs two calls each time."""
 
 
 def filled(kind: type[R], values: Mapping[str, Any]) -> R:
@@ -388,7 +387,7 @@ def answer(message: Message, content: RecordDict) -> Message:
 
 def set_message_id(message: Message, message_id: str) -> None:
     """Set the message id, as Flower's own engines do."""
-    message.metadata.__dict__["_message_id"] = message_id
+    message.__dict__["_metadata"].__dict__["_message_id"] = message_id
 
 
 def set_reply_source(reply: Message, node_id: int) -> None:
@@ -400,7 +399,7 @@ def set_reply_address(reply: Message, message: Message) -> bool:
     """Address ``reply`` to ``message``, and return whether this changed it."""
     # A mod of Flower that refuses its app's reply makes an answer to this reply instead
     # of to the message. Flower's own engines lose such an answer.
-    sent, about = message.metadata.__dict__, reply.metadata.__dict__
+    sent, about = (one.__dict__["_metadata"].__dict__ for one in (message, reply))
     wanted = {
         "_reply_to_message_id": sent["_message_id"],
         "_src_node_id": sent["_dst_node_id"],

@@ -279,15 +279,19 @@ class InProcessGrid(ImmediateGrid):
 
         # Prepare everything first, with ids in the order of the messages. Clients work
         # at the same time as the loop that starts them, so that loop must be short.
-        message_ids = [self._new_id() for _ in messages]
+        drawn = self._draw.bytes(32 * len(messages)).hex()
+        ids = [drawn[start : start + 32] for start in range(0, len(drawn), 32)]
+        message_ids, reply_ids = ids[::2], ids[1::2]
         works = []
         costs = []
-        for message, message_id in zip(messages, message_ids, strict=True):
+        for message, message_id, reply_id in zip(
+            messages, message_ids, reply_ids, strict=True
+        ):
             self._waiting[message_id] = arrived
             seconds = self._host.seconds.get(work_of(message), 0.0)
             costs.append(_order_of_magnitude(seconds))
             stamped_message = stamped(message, message_id, self._run.run_id)
-            works.append(self._work(stamped_message, self._new_id()))
+            works.append(self._work(stamped_message, reply_id))
 
         # Start clients that take much longer first, so that no process is busy at the
         # end when the others are idle. Otherwise keep the order in which the server
@@ -384,9 +388,6 @@ class InProcessGrid(ImmediateGrid):
         with self._lock:
             for message_id in message_ids:
                 self._waiting.pop(message_id, None)
-
-    def _new_id(self) -> str:
-        return str(self._draw.bytes(16).hex())
 
     def _work(self, message: Message, reply_id: str) -> Callable[[], None]:
         """Return the call that begins a node's work on a message."""

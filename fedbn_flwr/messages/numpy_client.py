@@ -16,7 +16,7 @@ from typing import Any
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 
 from fedbn_flwr.batchnorm.averaging import Array
-from fedbn_flwr.compat.flower import answer, filled
+from fedbn_flwr.compat.flower import answer, filled, values_of
 from fedbn_flwr.errors import StateError
 from fedbn_flwr.messages.protocol import (
     ARRAY_NAMES,
@@ -42,7 +42,7 @@ def open_message(message: Message, copy: bool = True) -> tuple[list[Array], Conf
     read = decode if copy else view
     arrays = []
     for record in of_kind(message.content, ArrayRecord).values():
-        arrays += [read(array) for array in record.values()]
+        arrays += [read(array) for array in values_of(record).values()]
     return arrays, {**merged_config(message), ARRAY_NAMES: json.dumps(_names(message))}
 
 
@@ -165,7 +165,7 @@ def _names(message: Message) -> list[str]:
     records = of_kind(message.content, ArrayRecord)
     for index, (key, record) in enumerate(records.items()):
         prefix = f"{key}/" if index else ""
-        names += [prefix + name for name in record]
+        names += [prefix + name for name in values_of(record)]
     return names
 
 

@@ -67,19 +67,15 @@ def to_state(state_dict: Mapping[str, torch.Tensor]) -> dict[str, Array]:
     """
     arrays = {}
     for name, tensor in state_dict.items():
-        arrays[name] = _to_numpy(name, tensor.detach().contiguous())
+        try:
+            arrays[name] = tensor.detach().contiguous().cpu().numpy()
+        except TypeError as error:
+            raise StateError(
+                f"entry '{name}' is {tensor.dtype}, but Flower's records cannot contain"
+                " this dtype. Keep the model's state in float32; for mixed precision"
+                " use autocast (amp=true)."
+            ) from error
     return arrays
-
-
-def _to_numpy(name: str, tensor: torch.Tensor) -> Array:
-    try:
-        return tensor.detach().cpu().numpy()
-    except TypeError as error:
-        raise StateError(
-            f"entry '{name}' is {tensor.dtype}, but Flower's records cannot contain"
-            " this dtype. Keep the model's state in float32; for mixed precision use"
-            " autocast (amp=true)."
-        ) from error
 
 
 def to_record(state: Mapping[str, torch.Tensor] | State) -> ArrayRecord:
@@ -96,7 +92,7 @@ def to_record(state: Mapping[str, torch.Tensor] | State) -> ArrayRecord:
         elif isinstance(value, torch.Tensor):
             # Use C order, because the order of a channels-last tensor would differ
             # between machines.
-            arrays[name] = encode(_to_numpy(name, value), order="C")
+            arrays[name] = encode(to_state({name: value})[name], order="C")
         elif value is None or isinstance(value, (bytes, Mapping)):
             raise StateError(
                 f"entry '{name}' is a {type(value).__name__}, probably from"
@@ -231,7 +227,7 @@ class _Alias:
 def num_bytes(record: ArrayRecord) -> tuple[int, int]:
     """Return the bytes of floating and of all other entries, without headers."""
     floats = others = 0
-    for array in record.values():
+    for array in values_of(record).values():
         itemsize, is_float = _item(array.dtype)
         size = math.prod(array.shape) * itemsize
         if is_float:

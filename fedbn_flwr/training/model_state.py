@@ -106,7 +106,9 @@ def _structure(model: nn.Module) -> list[tuple[Any, ...]]:
         # tensor.
         parameters = map(id, module._parameters.values())
         found.append((module, *parameters, *buffers, *map(type, buffers.values())))
-        left += [child for child in module._modules.values() if child is not None]
+        for child in module._modules.values():  # a comprehension is a further call
+            if child is not None:
+                left.append(child)
     return found
 
 

@@ -95,7 +95,7 @@ class NumpyGenerator(NamedTuple):
         if self.kept is not None:
             np.random.set_state(self._as_whole())
             return
-        generator = _generator()
+        generator: Any = np.random.get_bit_generator()  # type: ignore[attr-defined,unused-ignore]
         with generator.lock:
             ctypes.memmove(generator.ctypes.state_address, self.bits, _BYTES)
 
@@ -121,15 +121,11 @@ def _take_kept(bits: bytes) -> float | None:
 
 def _bits() -> bytes:
     """Return the memory of the default generator, or b"" for an unknown layout."""
-    generator = _generator()
+    generator: Any = np.random.get_bit_generator()  # type: ignore[attr-defined,unused-ignore]
     # a program may replace NumPy's default generator
     if not _KNOWN_LAYOUT or type(generator) is not np.random.MT19937:
         return b""
     return ctypes.string_at(generator.ctypes.state_address, _BYTES)
-
-
-def _generator() -> Any:
-    return np.random.get_bit_generator()  # type: ignore[attr-defined,unused-ignore]
 
 
 def _layout_is_known() -> bool:

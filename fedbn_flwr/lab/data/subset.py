@@ -65,7 +65,7 @@ class Subset:
 
     def __len__(self) -> int:
         """Return the number of examples in the subset."""
-        return len(self._samples) if self._indices is None else len(self._indices)
+        return len(self._samples) if self._indices is None else self._indices.shape[0]
 
     @property
     def samples(self) -> Samples:
