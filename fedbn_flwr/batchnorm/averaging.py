@@ -7,7 +7,6 @@ run repeats bit for bit.
 
 from __future__ import annotations
 
-import cmath
 import itertools
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -383,10 +382,9 @@ def _misfit(name: str, array: Array, expected: Array) -> str:
 def _not_finite(name: str, array: Array) -> str:
     # Test the sum of squares first, because it needs no memory. If it is not finite, it
     # may only have overflowed, so check each value.
-    flat = array.reshape(-1)
     if (
         array.dtype.kind not in "fc"
-        or cmath.isfinite(flat.dot(flat))
+        or math.isfinite(np.vdot(array, array).real)
         or np.isfinite(array).all()
     ):
         return ""
