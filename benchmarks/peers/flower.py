@@ -72,6 +72,18 @@ def make_client_app(job: Job) -> ClientApp:
     return app
 
 
+class Checked(FedAvg):
+    """Flower's strategy, but a failed client ends the run."""
+
+    def aggregate_train(self, server_round: int, replies: Any) -> Any:
+        replies = list(replies)
+        if failed := [reply.error for reply in replies if reply.has_error()]:
+            raise RuntimeError(
+                f"{len(failed)} of {len(replies)} clients failed: {failed[0]}"
+            )
+        return super().aggregate_train(server_round, replies)
+
+
 def main(job: Job, clock: Clock) -> float:
     """Do the rounds and the last one's evaluation."""
     setting = job.work
@@ -85,7 +97,7 @@ def main(job: Job, clock: Clock) -> float:
 
     @server.main()
     def serve(grid: Grid, context: Context) -> None:
-        strategy = timed(FedAvg, clock, setting)(**strategy_arguments(setting))
+        strategy = timed(Checked, clock, setting)(**strategy_arguments(setting))
         results.append(strategy.start(grid, initial, num_rounds=job.rounds + 1))
 
     run_simulation(
