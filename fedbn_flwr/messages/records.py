@@ -90,9 +90,9 @@ def to_record(state: Mapping[str, torch.Tensor] | State) -> ArrayRecord:
         if isinstance(value, np.ndarray):
             arrays[name] = encode(value)
         elif isinstance(value, torch.Tensor):
-            # Use C order, because the order of a channels-last tensor would differ
-            # between machines.
-            arrays[name] = encode(to_state({name: value})[name], order="C")
+            # ``to_state`` returns C order. The order of a channels-last tensor would
+            # differ between machines.
+            arrays[name] = encode(to_state({name: value})[name])
         elif value is None or isinstance(value, (bytes, Mapping)):
             raise StateError(
                 f"entry '{name}' is a {type(value).__name__}, probably from"
@@ -104,17 +104,16 @@ def to_record(state: Mapping[str, torch.Tensor] | State) -> ArrayRecord:
     return filled(ArrayRecord, arrays)
 
 
-def encode(array: Array, order: Literal["C", "K"] = "K") -> FlowerArray:
+def encode(array: Array) -> FlowerArray:
     """Return ``flwr.app.Array(array)``, with one copy of the array's bytes.
 
-    ``order="C"`` always writes C order. Otherwise an array in Fortran order is written
-    in Fortran order.
+    An array in Fortran order is written in Fortran order.
     """
     # Let Flower encode objects and texts, because their bytes in memory are not their
     # values.
     if array.dtype.kind not in "biufc":
         return FlowerArray(array)
-    fortran = order == "K" and array.flags.fnc
+    fortran = array.flags.fnc
     dtype, header = npy_header(array.dtype, array.shape, fortran)
     # The bytes of an array in Fortran order are the bytes of its transpose in C order.
     source = array.T if fortran else array
