@@ -22,14 +22,17 @@ package. Example::
 from __future__ import annotations
 
 import math
+import traceback
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fedbn_flwr.client.hooks import Hooks
-from fedbn_flwr.errors import ConfigError, DataError
+from fedbn_flwr.compat.flower import on_network_node
+from fedbn_flwr.errors import ConfigError, DataError, FedBNError
 from fedbn_flwr.problems import Known
 from fedbn_flwr.training.batches import (
     Batches,
@@ -40,7 +43,7 @@ from fedbn_flwr.training.batches import (
 )
 from fedbn_flwr.training.client_hook import ClientHook
 from fedbn_flwr.training.loop import TrainResult, nothing_trained
-from fedbn_flwr.training.model_state import Layout, unwrap
+from fedbn_flwr.training.model_state import Layout, copied, unwrap
 from fedbn_flwr.training.randomness import seeded
 from fedbn_flwr.training.settings import LocalTraining
 from fedbn_flwr.training.single_examples import SingleExamples
@@ -82,8 +85,13 @@ def train_by(
     model.train()
     sizes: list[int] = []
     singles = SingleExamples(model, hooks)
+    named = f"loop {getattr(loop, '__qualname__', loop)}"
+
+    def nothing(dropped: int) -> DataError:
+        return nothing_trained(dropped, len(data), settings.batch_size)
 
     def batches() -> Iterator[tuple[Any, Tensor]]:
+        columns: bool | None = None
         order = settings.batches(len(data), stream("batches"))
         for positions, (inputs, targets) in with_positions(
             data, order, stream("augment")
@@ -93,32 +101,71 @@ def train_by(
             if size == 1 and singles.drop(len(sizes), inputs):
                 continue
             sizes.append(size)
+            if task.in_columns:
+                # Losses of torch compare outputs and targets of one shape and dtype.
+                # Ask the model once for the shape of its outputs.
+                if columns is None:
+                    columns = _num_dimensions(model, inputs) == 2
+                targets = targets.reshape(size, -1) if columns else targets.flatten()
+                targets = targets.float() if targets.dtype == torch.int64 else targets
             yield inputs, targets
 
     rules = Hooks(model, {type(hook).__name__: hook for hook in hooks}, refuse)
+    modules = dict(model.named_modules())
     with rules.block():
         rules.surveyed = not surveys
         if surveys:
             seed = stream("survey").initial_seed()
             rules.survey_data(data, settings.batch_size, seed)
         with seeded(stream("dropout").initial_seed()):
-            returned = loop(model, batches(), rules, learning_rate)
-    name = getattr(loop, "__qualname__", loop)
-    if not sizes and not singles.dropped:
-        raise ConfigError(
-            f"loop {name} took no batch. Write: for inputs, targets in batches."
-        )
+            try:
+                returned = loop(model, batches(), rules, learning_rate)
+            except FedBNError:
+                raise
+            except Exception as error:  # the user's code may raise anything
+                # A mean over no batches divides by zero. The reason is the batches.
+                if singles.dropped and not sizes:
+                    raise nothing(singles.dropped) from error
+                raise ConfigError(f"{named} raised {_shown(error)}") from error
+    if singles.dropped and not sizes:
+        raise nothing(singles.dropped)
     if not sizes:
-        raise nothing_trained(singles.dropped, len(data), settings.batch_size)
+        raise ConfigError(
+            f"{named} took no batch. Write: for inputs, targets in batches."
+        )
+    for path, module in model.named_modules():
+        if modules.get(path) is not module:
+            raise ConfigError(
+                f"{named} replaced module {path!r}, so its weights are not in the"
+                " reply. Load the weights into the module that is there."
+            )
     try:
         loss = float(returned)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, RuntimeError):
         raise ConfigError(
-            f"loop {name} returned {returned!r:.80}. Return the mean training loss, a"
-            " number."
+            f"{named} returned a {type(returned).__name__}. Return the mean training"
+            " loss, a number."
         ) from None
     if not math.isfinite(loss):
         refuse_not_finite(data, prepared)
     return TrainResult(
         loss, None, sum(sizes), len(sizes), singles.dropped, rules.metrics
     )
+
+
+def _num_dimensions(model: nn.Module, inputs: Any) -> int:
+    """Return the number of dimensions of the model's outputs."""
+    with seeded(0), torch.no_grad():
+        outputs: Tensor = copied(model).eval()(inputs)
+    return outputs.ndim
+
+
+def _shown(error: Exception) -> str:
+    """Return the type of a user's error, with its last line of the user's code.
+
+    On a node of a network, the text of the error is left out, because it may quote data.
+    """
+    *_, last = traceback.extract_tb(error.__traceback__)
+    where = f"in line {last.lineno} of {Path(last.filename).name}"
+    text = "" if on_network_node() else f": {error}"
+    return f"{type(error).__name__} {where}{text}"

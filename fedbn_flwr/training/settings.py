@@ -98,6 +98,12 @@ class LocalTraining:
                 f" optimizer is {self.optimizer!r}",
                 code="no-effect",
             )
+        if self.loop is not None and not callable(self.loop):
+            raise ConfigError(
+                f"loop={self.loop!r} must be a function of (model, batches, rules,"
+                " learning_rate)",
+                code="bad-value",
+            )
         for key, default in _OF_THE_LOOP.items():
             if self.loop and getattr(self, key) != default:
                 raise ConfigError(

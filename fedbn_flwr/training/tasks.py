@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -83,6 +83,9 @@ class Task:
     plain_test_batch: int = 0
     by_pixel: bool = False
     training_loss: LossFn | None = None
+
+    in_columns: ClassVar[bool] = False
+    """Whether each target has one output, both in columns."""
 
     def __post_init__(self) -> None:
         """Check the metrics."""
@@ -251,6 +254,8 @@ class _ColumnTask(Task):
 
     Unknown targets are NaN; they neither train nor count.
     """
+
+    in_columns = True
 
     def counting(self, targets: Tensor) -> Tensor:
         """Return a mask of the known targets."""

@@ -46,6 +46,7 @@ from fedbn_flwr.lab.config import Config, Scalar
 from fedbn_flwr.lab.doctor import diagnose_run
 from fedbn_flwr.lab.files import ADVICE_FILE, read_json, read_metrics
 from fedbn_flwr.lab.output.folder import lock_folder, writing
+from fedbn_flwr.lab.own_code import is_function, own_function
 from fedbn_flwr.lab.partitioned.partitioned_data import count_clients, partitioned_data
 from fedbn_flwr.lab.studies.one_run import do_cell, is_done
 from fedbn_flwr.lab.studies.parallel import runner_of
@@ -249,13 +250,15 @@ def _name_of(key: str, value: Callable[..., Any]) -> str:
     Raises:
         ConfigError: the function cannot be found by its name in its module.
     """
-    name = getattr(value, "__qualname__", "")
-    if not name.isidentifier():
+    name = f"{value.__module__}:{getattr(value, '__qualname__', '')}"
+    found = own_function(key, name) if is_function(name) else None
+    if found is not value or value.__module__ == "__main__":
         raise ConfigError(
-            f"{key}: {value!r} cannot be found by name. Pass a function that is defined"
-            " at the top of a module."
+            f"{key}: {value!r} is not the function that {name!r} means. Runs of other"
+            " processes and recommended.yaml find it by this name: define it with"
+            " `def` at the top of a module that the script imports."
         )
-    return f"{value.__module__}:{name}"
+    return name
 
 
 def _look(base: Settings, config: Config, out: Path) -> Cell:

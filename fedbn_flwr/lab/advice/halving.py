@@ -168,8 +168,9 @@ def halve(
     """Do the trials.
 
     Returns:
-        The rungs from the shortest to the longest, and the error of each candidate that
-        failed with all its rates, such as a method whose call the user's loop lacks.
+        The rungs from the shortest to the longest, and the error of each trial that
+        failed, such as a method whose call the user's loop lacks. A failed trial has no
+        score.
 
     The better half of the points continues, with the best rates of FedAvg and of training
     alone.
@@ -205,17 +206,15 @@ def halve(
         }
         do([*cells.values()])
         lost = {p: cell for p, cell in cells.items() if not is_done(cell, out)}
-        names = {p.candidate.name for p in lost} - {
-            p.candidate.name for p in cells.keys() - lost.keys()
-        }
-        if names & {FEDAVG, ALONE} or names != {p.candidate.name for p in lost}:
-            raise RunFailedError(
-                f"{len(lost)} of {len(cells)} trials failed:"
-                f" {', '.join(cell.name for cell in lost.values())}. The same command"
-                " tries them again."
-            )
+        left = {point.candidate.name for point in cells.keys() - lost.keys()}
         for point, cell in lost.items():
-            failed[point.candidate.name] = failure_of(cell, out)["error"]
+            method, error = point.candidate.name, failure_of(cell, out)["error"]
+            if method in {FEDAVG, ALONE} - left:
+                raise RunFailedError(
+                    f"all trials of the reference {method} failed: {error}. The same"
+                    " command tries them again."
+                )
+            failed[f"{method}, learning-rate={point.rate}"] = error
             del cells[point]
         scores = {point: score_of(cell, out) for point, cell in cells.items()}
         ranked = sorted(scores, key=lambda point: _rank(scores[point], metric))

@@ -139,7 +139,7 @@ def in_words(conditions: Mapping[str, Any]) -> str:
     words = []
     for key, values in conditions.items():
         if values in (SET, UNSET):
-            words.append(key if values == SET else f"no {key}")
+            words.append(key if values == SET else f"an empty {key}")
             continue
         shown = []
         for value in values:

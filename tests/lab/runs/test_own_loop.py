@@ -10,7 +10,12 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import (
+    binary_cross_entropy_with_logits,
+    cross_entropy,
+    mse_loss,
+)
+from torch.utils.data import TensorDataset
 
 from fedbn_flwr.errors import ConfigError, FedBNError
 from fedbn_flwr.lab.config import Config
@@ -60,6 +65,15 @@ def nothing(model: Any, batches: Any, rules: Any, learning_rate: float) -> None:
     list(batches)
 
 
+def raising(model: Any, batches: Any, rules: Any, learning_rate: float) -> float:
+    return {}[learning_rate]
+
+
+def replacing(model: Any, batches: Any, rules: Any, learning_rate: float) -> float:
+    model.fc = torch.nn.Linear(model.fc.in_features, model.fc.out_features)
+    return sgd(model, batches, rules, learning_rate)
+
+
 def idle(model: Any, batches: Any, rules: Any, learning_rate: float) -> float:
     return 0.0
 
@@ -94,12 +108,60 @@ def test_each_method_computes_as_with_the_loop_of_the_package(
         torch.testing.assert_close(own_model[name], value, rtol=2e-4, atol=2e-5)
 
 
+def net(num_classes: int, features: int) -> torch.nn.Module:
+    return torch.nn.Sequential(
+        torch.nn.BatchNorm1d(features), torch.nn.Linear(features, num_classes)
+    )
+
+
+def flat_net(num_classes: int, features: int) -> torch.nn.Module:
+    """Return a network with outputs (B,)."""
+    return torch.nn.Sequential(*net(num_classes, features), torch.nn.Flatten(0))
+
+
+def rows(site: int, part: str) -> TensorDataset:
+    generator = torch.Generator().manual_seed(2 * site + (part == "test"))
+    x = torch.randn(24, 3, generator=generator)
+    return TensorDataset(x, (x[:, :1] > x[:, 1:2]).long())
+
+
+rows.input_shape = (3,)  # type: ignore[attr-defined]
+LOSSES = {"regression": mse_loss, "binary": binary_cross_entropy_with_logits}
+
+
+@pytest.mark.parametrize("task", LOSSES)
+@pytest.mark.parametrize("model", ["net", "flat_net"])
+def test_targets_in_columns_have_the_shape_and_type_of_the_outputs(
+    task: str, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(globals(), "cross_entropy", LOSSES[task])
+    found = []
+    for loop in ("", f"{__name__}:sgd"):
+        own = {"dataset": f"{__name__}:rows", "model": f"{__name__}:{model}"}
+        settings = {**BASE, **own, "task": task, "loop": loop}
+        run(Config.make(settings), tmp_path / (loop and "own"), workers=0)
+        found.append(dict(measured(tmp_path / (loop and "own"))))
+    assert found[1] == pytest.approx(found[0], rel=2e-4, abs=2e-5)
+
+
+def test_a_site_whose_batches_are_all_dropped_is_named_and_no_mean_over_nothing(
+    tmp_path: Path,
+) -> None:
+    """The loop divides by the number of its examples, which is zero."""
+    config = Config.make({**BASE, "batch-size": 1, "loop": f"{__name__}:sgd"})
+    with pytest.raises(FedBNError, match="all 2 batches have one example"):
+        run(config, tmp_path, workers=0)
+
+
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
         ({"loop": "sgd"}, "module:function"),
         ({"loop": f"{__name__}:sdg"}, "sdg"),
-        ({"optimizer": "adam"}, "optimizer='adam' has no effect: it is for no loop"),
+        (
+            {"optimizer": "adam"},
+            "optimizer='adam' has no effect: it is for an empty loop",
+        ),
         ({"amp": True}, "amp"),
         ({"strategy": "centralized"}, "no clients"),
     ],
@@ -114,7 +176,9 @@ def test_settings_that_do_not_fit_a_loop_are_refused(
 @pytest.mark.parametrize(
     ("loop", "strategy", "words"),
     [
-        ("nothing", "fedavg", "loop nothing returned None. Return the mean training"),
+        ("nothing", "fedavg", "loop nothing returned a NoneType. Return the mean"),
+        ("raising", "fedavg", r"loop raising raised KeyError in line \d+ of test_own"),
+        ("replacing", "fedavg", "loop replacing replaced module 'fc'"),
         ("idle", "fedavg", "loop idle took no batch"),
         ("idle", "fedprox", "acts in every step"),
         ("heavy", "scaffold", "sgd-momentum=0.9 must be 0"),
