@@ -12,10 +12,10 @@ import threading
 import traceback
 from collections import deque
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from flwr.app import Context, Message
@@ -29,6 +29,7 @@ from fedbn_flwr.transport import Barrier, Reducer, use_reducers
 
 logger = logging.getLogger("flwr")
 
+MOST_MEMBERS = 2**20  # upper limit of threads; a thread starts only when there is work
 Outcome = tuple[Message, Context | None]
 """Reply and changed context, or None if the client failed and keeps its context."""
 Done = Callable[[Message, Context | None], None]
@@ -114,32 +115,25 @@ class OwnProcess:
         self.seconds: dict[tuple[int, str], float] = {}
         self._count = threads
         self._threads = self._pool(threads)
-        # Clients that wait for each other at a barrier must all have started, so each
-        # barrier has its own threads.
-        self._of_barrier: dict[str, ThreadPoolExecutor] = {}
+        # Clients that wait for each other at a barrier must all have started, so they
+        # get as many threads as they need. The next step uses the threads again: a new
+        # thread would get the memory of its tensors from the system page by page.
+        self._of_members = self._pool(MOST_MEMBERS)
         self._jobs: deque[Job] = deque()  # jobs outside synchronised steps
         self._working = 0  # threads that work on these jobs, one after the other
         self._lock = threading.Lock()  # guards ``_jobs`` and ``_working``
-        self._begun: set[Future[None]] = set()
 
     def submit(self, job: Job) -> None:
         """Start a job as soon as a thread is free."""
         if job.member:
-            self._begin(self._of_barrier[job.member.barrier_id], self._work, job)
+            self._of_members.submit(self._work, job)
             return
         with self._lock:
             self._jobs.append(job)
             if self._working == self._count:
                 return
             self._working += 1
-        self._begin(self._threads, self._work_on_jobs)
-
-    def _begin(
-        self, threads: ThreadPoolExecutor, task: Callable[..., None], *args: Any
-    ) -> None:
-        future = threads.submit(task, *args)
-        self._begun.add(future)
-        future.add_done_callback(self._begun.discard)
+        self._threads.submit(self._work_on_jobs)
 
     def _work_on_jobs(self) -> None:
         """Work on one job after another until none waits, in one turn."""
@@ -171,20 +165,18 @@ class OwnProcess:
             return self._jobs.popleft()
 
     def open_barrier(self, barrier_id: str, barrier: Barrier) -> None:
-        """Prepare for the members of a synchronised step."""
-        self._of_barrier[barrier_id] = self._pool(len(barrier.members))
+        """Begin a synchronised step. Its members need no preparation here."""
 
     def close_barrier(self, barrier_id: str) -> None:
-        """End the threads of the step when they are done."""
-        self._of_barrier.pop(barrier_id).shutdown(wait=False)
+        """End the step."""
 
     def close(self) -> None:
         """Wait for the clients that have started, and drop the other jobs."""
         with self._lock:
             self._jobs.clear()
-        for threads in [self._threads, *self._of_barrier.values()]:
+        # The members of ended steps are included.
+        for threads in (self._threads, self._of_members):
             threads.shutdown(cancel_futures=True)
-        wait(self._begun.copy())  # including the members of ended steps
 
     def _pool(self, threads: int) -> ThreadPoolExecutor:
         return ThreadPoolExecutor(

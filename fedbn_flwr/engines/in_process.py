@@ -404,7 +404,7 @@ class InProcessGrid(ImmediateGrid):
         def begin() -> None:
             try:
                 self._host.submit(Job(message, self._context(node_id), member, done))
-            except Exception as error:  # the barrier or the grid is closed
+            except Exception as error:  # the grid is closed
                 done(app_error(message, error), None)
 
         def done(reply: Message, context: Context | None) -> None:

@@ -24,14 +24,13 @@ from flwr.clientapp import ClientApp
 from torch import Tensor
 
 from fedbn_flwr.compat.flower import app_error, identify_process
-from fedbn_flwr.engines.client_work import work
+from fedbn_flwr.engines.client_work import MOST_MEMBERS, work
 from fedbn_flwr.engines.link import Packed, WorkerPipe
 from fedbn_flwr.machine import begin_fork, keep_freed_memory
 from fedbn_flwr.training.turns import Wait
 from fedbn_flwr.transport import Reducer
 
 READY, WORK, DONE, CALL, ANSWER = "ready", "work", "done", "call", "answer"
-_MOST_MEMBERS = 2**20  # upper limit of threads; a thread starts only when there is work
 _PATIENCE = 0.1  # seconds that a member's call waits for the calls of other members
 
 
@@ -154,7 +153,7 @@ class _Members:
         self.calls = deque[Any]()  # calls that are not sent yet
         set_threads = functools.partial(torch.set_num_threads, torch_threads)
         self._threads = ThreadPoolExecutor(
-            _MOST_MEMBERS, "member", initializer=set_threads
+            MOST_MEMBERS, "member", initializer=set_threads
         )
 
     def begin(

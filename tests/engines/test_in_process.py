@@ -327,6 +327,31 @@ def test_a_step_is_polled_for_its_replies_and_not_in_between(monkeypatch) -> Non
     assert len(polls) < 15
 
 
+def test_members_of_the_next_step_use_the_same_threads() -> None:
+    """The threads keep the memory of their tensors. A member that hangs keeps its own."""
+    hang, used = threading.Event(), set()
+
+    def work(message: Message, context: Context) -> Message:
+        used.add(threading.current_thread())
+        if context.node_config["partition-id"] == 3:
+            with interrupted():
+                hang.wait(10)
+        return Message(RecordDict(), reply_to=message)
+
+    with InProcessGrid(app_of(work), 4) as grid:
+        for partitions in [(3,), *[(0, 1, 2)] * 10]:
+            messages = to(grid, *partitions)
+            members = {m.metadata.dst_node_id: Member(1, 1, "a") for m in messages}
+            grid.open_barrier("step", Barrier(members, 5))
+            if partitions == (3,):
+                grid.push_messages(messages)
+            else:
+                assert len(grid.send_and_receive(messages, timeout=5)) == 3
+            grid.close_barrier("step")
+        hang.set()
+    assert len(used) < 12
+
+
 def test_closing_waits_for_the_members_of_a_step_that_is_over() -> None:
     """Otherwise they would draw from the generators of later code."""
     before, began = torch.get_rng_state(), threading.Event()
