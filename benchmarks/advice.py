@@ -86,6 +86,21 @@ def grid_of(advice: dict[str, Any], given: dict[str, Any]) -> Study:
     )
 
 
+def averaged_fedbn(given: dict[str, Any], rates: dict[str, Any]) -> Study:
+    """Return FedBN for the test of a single model, with FedAvg's tuned rate.
+
+    The tested model has the average of the clients' BatchNorm, so FedBN is no candidate
+    of such a setting.
+    """
+    rounds = given["num-server-rounds"]
+    return Study(
+        name="FedBN",
+        base={**of_length(given, rounds, rounds), "eval-on": "averaged-bn"},
+        methods={"FedBN": {"strategy": "fedbn", **rates["FedAvg+BN/all"]}},
+        seeds=[0, 1, 2],
+    )
+
+
 def bytes_of(folder: Path) -> int:
     """Return the bytes of floats of all runs below a folder."""
     files = folder.rglob("summary.json")
@@ -136,10 +151,13 @@ def row(name: str, out: Path, data_dir: str) -> dict[str, str]:
         "advice minus winner, 95 %": f"{gap.mean():+.2f} ± {half_interval(gap):.2f}",
         "bytes of the trials, of the grid's": f"{share:.2f}",
     }
+    mean = statistics.fmean(values.mean() for values in tests.values())
+    single = tests_of(out / name / "fedbn", "FedBN")
+    if not single.empty:
+        tests["FedBN"] = single
     for method in ("Training alone", "FedAvg+BN", "FedAvg+GN", "FedBN"):
         known = method in tests
         line[method] = f"{100 * tests[method].mean():.2f}" if known else "-"
-    mean = statistics.fmean(values.mean() for values in tests.values())
     return {**line, "random choice": f"{100 * mean:.2f}"}
 
 
@@ -161,6 +179,9 @@ def main(
         study = grid_of(advice, given)
         runner = runner_of([*study.cells()], parallel)
         sweep(study, out / name / "grid", runner, LogFollower())
+        if given["eval-on"] == "global":
+            fedbn = averaged_fedbn(given, tuned(study, out / name / "grid")[1])
+            sweep(fedbn, out / name / "fedbn", runner, LogFollower())
         print(row(name, out, data_dir), flush=True)
     shown = markdown(
         pd.DataFrame([row(name, out, data_dir) for name in names]).fillna("-")

@@ -90,7 +90,7 @@ def test_a_state_that_is_loaded_before_the_first_step_is_refused(
     rules = Hooks(model, {"hook": hook})
 
     def train() -> None:
-        with rules._block():
+        with rules.block():
             optimizer = rules.wrap(torch.optim.SGD(model.parameters(), 0.1))
             model.load_state_dict(received)
             model(torch.ones(1, 2)).sum().backward()
@@ -112,7 +112,7 @@ def test_a_table_whose_forward_pass_changes_its_weights_is_no_other_state(
     model, hook = table(3, 2, max_norm=0.1), make()
     hook.receive({}, {})
     rules = Hooks(model, {"hook": hook})
-    with rules._block():
+    with rules.block():
         optimizer = rules.wrap(torch.optim.SGD(model.parameters(), 0.1))
         for _ in range(2):
             optimizer.zero_grad()

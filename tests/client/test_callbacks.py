@@ -234,7 +234,7 @@ def test_an_exception_between_the_two_calls_ends_the_step(by_hand: bool) -> None
     entered = []  # callbacks keep entered contexts like this
 
     def train() -> None:
-        with rules._block():
+        with rules.block():
             for _ in range(2):
                 rules.begin_step(4)
                 rules.end_step()
@@ -254,7 +254,7 @@ def test_a_step_that_raises_is_over() -> None:
     """A loop may leave out a batch."""
     hook = Around()
     rules = Hooks(network(), {"hook": hook})
-    with rules._block():
+    with rules.block():
         with contextlib.suppress(RuntimeError), rules.step(4):
             raise RuntimeError
         with rules.step(4):
@@ -288,7 +288,7 @@ def test_calls_out_of_order_are_refused(
             net(torch.ones(4, 3072)).sum().backward()
 
     def train() -> None:
-        with rules._block():
+        with rules.block():
             for call in calls:
                 {
                     "begin": begin,
@@ -315,7 +315,7 @@ def test_an_epoch_of_forward_passes_has_steps_of_its_own(
     rules = Hooks(net, hooks)
     callback = callback_of_the_page("pytorch_lightning")(rules)
     trainer = LightningsOrder([callback])
-    with rules._block():
+    with rules.block():
         trainer.fit(module, loader)
         for index, batch in enumerate(loader):
             callback.on_train_batch_start(trainer, module, batch, index)

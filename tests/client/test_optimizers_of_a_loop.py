@@ -106,7 +106,7 @@ def test_phases_in_two_optimizers_one_after_the_other_are_those_of_the_steps(
     parts = {torch.optim.SGD(part, RATE): part for part in (head, body)}
     moved = []
     rules = Hooks(model, {"hook": HeadThenBody(HEAD, head_steps)})
-    with rules._block():
+    with rules.block():
         for optimizer in parts:
             rules.wrap(optimizer)
         for optimizer, part in parts.items():
@@ -126,7 +126,7 @@ def test_a_loop_that_steps_the_body_first_is_refused(mlp, points) -> None:
 
     def train() -> None:
         rules = Hooks(model, {"hook": HeadThenBody(HEAD, 2)})
-        with rules._block():
+        with rules.block():
             for part in (model[:2], model[3]):
                 optimizer = rules.wrap(torch.optim.SGD(part.parameters(), RATE))
                 for _ in range(2):
@@ -144,7 +144,7 @@ def test_momentum_of_parameters_that_train_one_after_the_other_is_kept(
     model, data = mlp(), points(12, 1)
     hook = MomentumBuffers("local", frozenset())
     rules = Hooks(model, {"hook": hook})
-    with rules._block():
+    with rules.block():
         for part in (model[3], model[:2]):
             model.requires_grad_(False)
             part.requires_grad_(True)
@@ -169,7 +169,7 @@ def test_a_state_that_is_loaded_between_two_optimizers_is_refused(mlp, points) -
     body = torch.optim.SGD([*model[0].parameters(), *model[1].parameters()], RATE)
 
     def train() -> None:
-        with rules._block():
+        with rules.block():
             rules.wrap(head)
             with torch.no_grad():
                 model[0].weight.add_(1.0)
@@ -205,7 +205,7 @@ def test_an_optimizer_of_the_model_that_is_not_wrapped_is_refused(
     rules = Hooks(model, {"hook": hook} if hook else {})
 
     def train() -> None:
-        with rules._block():
+        with rules.block():
             rules.wrap(both[0])
             data.loss(model).backward()
             for optimizer in both:
@@ -239,7 +239,7 @@ def sam_round(
     """
     start = [p.detach().clone() for p in model.parameters()]
     rules = Hooks(model, {"hook": hook} if hook else {})
-    with rules._block():
+    with rules.block():
         sam = SAM(model.parameters(), torch.optim.SGD, lr=RATE)
         sam.subtracts = subtracts
         if form == "base":
@@ -302,7 +302,7 @@ def epochs(
     """
     hook.receive({}, {})
     rules = Hooks(model, {"hook": hook})
-    with rules._block():
+    with rules.block():
         rules.survey(DataLoader(TensorDataset(data.inputs, data.targets), 4))
         optimizer = torch.optim.SGD(model.parameters(), RATE)
         if wrap:
