@@ -41,7 +41,7 @@ from fedbn_flwr.lab.advice.halving import (
     halve,
     of_length,
 )
-from fedbn_flwr.lab.advice.verdict import conditions, verdict
+from fedbn_flwr.lab.advice.verdict import conditions, validation_text, verdict
 from fedbn_flwr.lab.config import Config, Scalar
 from fedbn_flwr.lab.doctor import diagnose_run
 from fedbn_flwr.lab.files import ADVICE_FILE, read_json, read_metrics
@@ -191,7 +191,7 @@ def advise_config(
             f"{len(points)} trials with the rates {', '.join(map(str, tried_rates))}, then"
             f" whole runs of {whole} of {full} rounds with {SEEDS} seeds: at most"
             f" {cost(whole, len(points)):,} rounds together, about {hour:.1g} hours at the"
-            f" speed of FedAvg. {counts}",
+            f" speed of FedAvg. {validation_text(counts)}",
         ):
             say(text)
 
@@ -232,8 +232,7 @@ def advise_config(
             for rung in rungs
         ],
         "conditions": [
-            *conditions(advice, rungs[0], (whole, full), look.config, config),
-            counts,
+            *conditions(advice, rungs, (whole, full), look.config, config, counts)
         ],
     }
     chosen = next(p for p in last if p.candidate.name == advice["best"])
@@ -281,8 +280,8 @@ def _look(base: Settings, config: Config, out: Path) -> Cell:
     return cell
 
 
-def _validation_counts(config: Config) -> str:
-    """Return the numbers of validation examples as a sentence.
+def _validation_counts(config: Config) -> list[int]:
+    """Return the number of validation examples of each site.
 
     Raises:
         ConfigError: no site has one.
@@ -294,10 +293,7 @@ def _validation_counts(config: Config) -> str:
             f"validation-share={config.validation_share} gives no site a validation"
             " example, and the method is chosen by them. Use a larger validation-share."
         )
-    return (
-        f"{sum(counts):,} validation examples choose the method, {min(counts):,} at the"
-        " smallest site."
-    )
+    return counts
 
 
 def _refuse_other_use(out: Path, asked: Mapping[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 import pandas as pd
 
 from fedbn_flwr.errors import RunFailedError
-from fedbn_flwr.lab.advice.candidates import ALONE
+from fedbn_flwr.lab.advice.candidates import ALONE, FEDAVG
 from fedbn_flwr.lab.advice.halving import Point, Rung, score_of
 from fedbn_flwr.lab.answer import shown
 from fedbn_flwr.lab.config import Config
@@ -188,22 +189,61 @@ def _worth(advice: Mapping[str, Any]) -> str:
     )
 
 
+def dropped_by_chance(
+    rungs: Sequence[Rung], advice: Mapping[str, Any], num_examples: int
+) -> str:
+    """Return a sentence with the methods whose drop chance may explain, or "".
+
+    The score of such a method is less than two standard errors below a method that
+    continued. Both scores are shares of ``num_examples`` right answers.
+    """
+    metric = advice["metric"]
+    if not (in_percent(metric) and higher_is_better(metric)):
+        return ""
+    continued = [{point.candidate.name for point in rung.scores} for rung in rungs[1:]]
+    found = {}
+    for rung, kept in zip(
+        rungs, [*continued, {row["method"] for row in advice["ranking"]}], strict=True
+    ):
+        best: dict[str, float] = {}
+        for point in rung.comparable(metric):
+            best.setdefault(point.candidate.name, rung.scores[point] or 0.0)
+        # The references continue with any score.
+        least = min((best[n] for n in best if n in kept - {FEDAVG, ALONE}), default=1.0)
+        half = 2 * math.sqrt(2 * least * (1 - least) / num_examples)
+        found |= {n: half for n in best if n not in kept and best[n] > least - half}
+    if not found:
+        return ""
+    return (
+        f"Chance may have dropped {', '.join(found)}: {num_examples} validation examples"
+        f" do not distinguish scores within {100 * max(found.values()):.0f} points. Use"
+        " more rounds or a larger validation-share, or compare them by"
+        " `fedbn-flwr sweep`."
+    )
+
+
 def conditions(
     advice: Mapping[str, Any],
-    first: Rung,
+    rungs: Sequence[Rung],
     rounds: tuple[int, int],
     tried: Config,
     given: Config,
+    counts: Sequence[int],
 ) -> Iterator[str]:
     """Yield the conditions that could change the answer.
 
     Args:
         advice: the result of ``verdict``.
-        first: the shortest trials. They have all rates.
+        rungs: the trials, the shortest first. The shortest have all rates.
         rounds: the rounds of the final runs, and of the user's config.
         tried: the config of the first rounds of FedAvg.
         given: the user's config.
+        counts: the validation examples of each site.
     """
+    first = rungs[0]
+    chance = dropped_by_chance(rungs, advice, sum(counts))
+    if chance:
+        yield chance
     rates = sorted({point.rate for point in first.scores})
     ends = []
     for row in advice["ranking"]:
@@ -244,5 +284,13 @@ def conditions(
     yield (
         f"The sites kept {100 * tried.validation_share:g} % of their training examples to"
         f" choose the method. The recommended config keeps"
-        f" {100 * given.validation_share:g} %."
+        f" {100 * given.validation_share:g} %. {validation_text(counts)}"
+    )
+
+
+def validation_text(counts: Sequence[int]) -> str:
+    """Return the numbers of validation examples of the sites as a sentence."""
+    return (
+        f"{sum(counts):,} validation examples choose the method, {min(counts):,} at the"
+        " smallest site."
     )

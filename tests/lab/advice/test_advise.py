@@ -32,7 +32,7 @@ from fedbn_flwr.lab.advice.halving import (
     lengths,
     of_length,
 )
-from fedbn_flwr.lab.advice.verdict import sentences
+from fedbn_flwr.lab.advice.verdict import dropped_by_chance, sentences
 from fedbn_flwr.lab.cli import app
 from fedbn_flwr.lab.config import Config, learning_rate_of
 from fedbn_flwr.lab.files import ADVICE_FILE, read_metrics
@@ -274,6 +274,25 @@ def test_the_better_half_and_the_references_continue(
         assert cost(rounds, len(points)) <= budget
         assert rounds == 100 or cost(rounds + 1, len(points)) > budget
         assert all(SHORTEST <= length < rounds for length in lengths(rounds))
+
+
+@pytest.mark.parametrize(("examples", "named"), [(88, "D, C"), (500, "D"), (9000, "")])
+def test_a_method_that_chance_may_have_dropped_is_named(
+    examples: int, named: str
+) -> None:
+    """E, dropped by the first trials, is far below the others."""
+    metric = "validation-accuracy"
+    points = {name: Point(Candidate(name, {}, "", metric), 0.1) for name in "ABCDE"}
+
+    def rung(**scores: float) -> Rung:
+        return Rung(4, {points[name]: score for name, score in scores.items()})
+
+    rungs = [rung(A=0.52, B=0.5, D=0.46, C=0.4, E=0.1), rung(A=0.6, B=0.59)]
+    advice = {"metric": metric, "ranking": [{"method": "A"}, {"method": "B"}]}
+    found = dropped_by_chance(rungs, advice, examples)
+    assert found.startswith(f"Chance may have dropped {named}:") if named else not found
+    rungs[1] = rung(A=0.6, B=0.59, C=0.58, D=0.57)
+    assert "C, D" in dropped_by_chance(rungs, advice, 200)
 
 
 def test_what_happens_in_a_run_happens_at_the_same_share_of_a_short_run() -> None:
