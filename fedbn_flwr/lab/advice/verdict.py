@@ -201,7 +201,7 @@ def dropped_by_chance(
     if not (in_percent(metric) and higher_is_better(metric)):
         return ""
     continued = [{point.candidate.name for point in rung.scores} for rung in rungs[1:]]
-    found = {}
+    found: dict[str, float] = {}
     for rung, kept in zip(
         rungs, [*continued, {row["method"] for row in advice["ranking"]}], strict=True
     ):
