@@ -112,6 +112,7 @@ def train_by(
 
     rules = Hooks(model, {type(hook).__name__: hook for hook in hooks}, refuse)
     modules = dict(model.named_modules())
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
     with rules.block():
         rules.surveyed = not surveys
         if surveys:
@@ -139,6 +140,13 @@ def train_by(
                 f"{named} replaced module {path!r}, so its weights are not in the"
                 " reply. Load the weights into the module that is there."
             )
+    now = {name for name, p in model.named_parameters() if p.requires_grad}
+    if now != trained:
+        # The model serves other sites and rounds, so the change would stay.
+        raise ConfigError(
+            f"{named} changed requires_grad of {', '.join(sorted(now ^ trained))}."
+            " Restore it before the end of the loop, or set train-only."
+        )
     try:
         loss = float(returned)
     except (TypeError, ValueError, RuntimeError):

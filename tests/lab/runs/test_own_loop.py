@@ -74,6 +74,12 @@ def replacing(model: Any, batches: Any, rules: Any, learning_rate: float) -> flo
     return sgd(model, batches, rules, learning_rate)
 
 
+def freezing(model: Any, batches: Any, rules: Any, learning_rate: float) -> float:
+    loss = sgd(model, batches, rules, learning_rate)
+    model.fc.requires_grad_(False)
+    return loss
+
+
 def idle(model: Any, batches: Any, rules: Any, learning_rate: float) -> float:
     return 0.0
 
@@ -179,6 +185,11 @@ def test_settings_that_do_not_fit_a_loop_are_refused(
         ("nothing", "fedavg", "loop nothing returned a NoneType. Return the mean"),
         ("raising", "fedavg", r"loop raising raised KeyError in line \d+ of test_own"),
         ("replacing", "fedavg", "loop replacing replaced module 'fc'"),
+        (
+            "freezing",
+            "fedbn",
+            r"loop freezing changed requires_grad of fc\.bias, fc\.w",
+        ),
         ("idle", "fedavg", "loop idle took no batch"),
         ("idle", "fedprox", "acts in every step"),
         ("heavy", "scaffold", "sgd-momentum=0.9 must be 0"),
