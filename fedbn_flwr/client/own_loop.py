@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import math
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -66,15 +66,16 @@ def train_by(
 ) -> TrainResult:
     """Train ``model`` in place for one round with a user's loop.
 
-    The arguments from ``model`` on are those of ``training.train``. ``loop`` is called as
-    ``loop(model, batches, rules, learning_rate)``: ``model`` is in train mode and on its
-    device, ``batches`` yields (inputs, targets) on this device, and ``rules`` is the
-    value of ``with bn_rules(...)``; the survey is already done. The loop takes a step
-    with each batch, and returns the mean training loss. ``refuse`` raises the problems
-    that the methods have with the facts of the loop.
+    ``training.train`` explains the arguments from ``model`` on. The loop is called as
+    ``loop(model, batches, rules, learning_rate)``. The model is in train mode and on its
+    device, and ``batches`` yields (inputs, targets) on this device. ``rules`` is the
+    value of ``with bn_rules(...)``, after the survey. The loop takes a step with each
+    batch, and returns the mean training loss. ``refuse`` raises the problems that the
+    methods have with the facts of the loop.
 
     Raises:
-        ConfigError: the loop returned no number, or it left out a call of the method.
+        ConfigError: the loop raised an error, took no batch, changed the model's modules
+            or ``requires_grad``, returned no number, or left out a call of the method.
         DataError: there are no examples, every batch had one example and was dropped,
             or the loss is not finite because of an input.
     """
@@ -112,7 +113,7 @@ def train_by(
 
     rules = Hooks(model, {type(hook).__name__: hook for hook in hooks}, refuse)
     modules = dict(model.named_modules())
-    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    trained = _trained(model)
     with rules.block():
         rules.surveyed = not surveys
         if surveys:
@@ -134,19 +135,7 @@ def train_by(
         raise ConfigError(
             f"{named} took no batch. Write: for inputs, targets in batches."
         )
-    for path, module in model.named_modules():
-        if modules.get(path) is not module:
-            raise ConfigError(
-                f"{named} replaced module {path!r}, so its weights are not in the"
-                " reply. Load the weights into the module that is there."
-            )
-    now = {name for name, p in model.named_parameters() if p.requires_grad}
-    if now != trained:
-        # The model serves other sites and rounds, so the change would stay.
-        raise ConfigError(
-            f"{named} changed requires_grad of {', '.join(sorted(now ^ trained))}."
-            " Restore it before the end of the loop, or set train-only."
-        )
+    _refuse_changes(named, model, modules, trained)
     try:
         loss = float(returned)
     except (TypeError, ValueError, RuntimeError):
@@ -161,6 +150,30 @@ def train_by(
     )
 
 
+def _trained(model: nn.Module) -> set[str]:
+    """Return the names of the parameters that are trained."""
+    return {name for name, p in model.named_parameters() if p.requires_grad}
+
+
+def _refuse_changes(
+    named: str, model: nn.Module, modules: Mapping[str, nn.Module], trained: set[str]
+) -> None:
+    """Raise ConfigError if the loop replaced a module or changed ``requires_grad``."""
+    for path, module in model.named_modules():
+        if modules.get(path) is not module:
+            raise ConfigError(
+                f"{named} replaced module {path!r}, so its weights are not in the"
+                " reply. Load the weights into the module that is there."
+            )
+    # The model serves other sites and rounds, so a change would stay.
+    changed = trained ^ _trained(model)
+    if changed:
+        raise ConfigError(
+            f"{named} changed requires_grad of {', '.join(sorted(changed))}. Restore it"
+            " before the end of the loop, or set train-only."
+        )
+
+
 def _num_dimensions(model: nn.Module, inputs: Any) -> int:
     """Return the number of dimensions of the model's outputs."""
     with seeded(0), torch.no_grad():
@@ -169,7 +182,7 @@ def _num_dimensions(model: nn.Module, inputs: Any) -> int:
 
 
 def _shown(error: Exception) -> str:
-    """Return the type of a user's error, with its last line of the user's code.
+    """Return the type of a user's error, with the line that raised it.
 
     On a node of a network, the text of the error is left out, because it may quote data.
     """

@@ -220,9 +220,10 @@ class TorchClient(NumPyClient):
     def _fit_until_whole(
         self, cached: CachedModel, parameters: list[Array], config: Config
     ) -> tuple[dict[str, Array], Config]:
-        """Train for one round, again from its start if a user's loop must repeat a step.
+        """Train for one round.
 
-        A step is repeated if another client was lost in it.
+        The round begins again if another client was lost in the synchronised step of a
+        user's loop.
         """
         while True:
             try:

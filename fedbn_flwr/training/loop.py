@@ -319,6 +319,7 @@ def _refuse_without_targets(data: Batches, task: Task) -> None:
 
 
 def nothing_trained(dropped: int, num_examples: int, batch_size: int) -> DataError:
+    """Return the error of a round in which all batches were dropped."""
     # A single example is a batch of one for every batch size.
     remedy = f"use a batch-size above 1 (it is {batch_size})"
     if num_examples == 1:

@@ -1,6 +1,6 @@
 """The command ``fedbn-flwr advise`` finds the method that suits the sites.
 
-``advise`` does the same for a user's model, data and training loop.
+``advise`` takes a user's model, data and training loop. ``advise_config`` takes a config.
 
 - ``candidates``: the methods to try, with the reason for each.
 - ``halving``: short runs of all candidates, then longer runs of the better half.

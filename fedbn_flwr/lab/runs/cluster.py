@@ -72,8 +72,8 @@ def cluster(
 def user_modules(configs: Sequence[Config]) -> list[Path]:
     """Return the paths of the user's modules that the configs need.
 
-    These are the modules in ``model``, ``dataset`` and ``loop``, and imported modules in the same
-    folders.
+    These are the modules in ``model``, ``dataset`` and ``loop``, and imported modules in
+    the same folders.
     """
     # Find the modules that the configs name.
     named = []
