@@ -152,13 +152,16 @@ CONTENDERS: dict[str, tuple[Contender, ...]] = {
             *("tensors", "hugging-face", "folder-0", "folder-2"),
         )
     },
-    "fedtan": (
-        Contender(BARE, "bare"),
-        ours(0),
-        ours(0, "fedtan"),
-        ours(2),
-        ours(2, "fedtan"),
-    ),
+    **{
+        name: (
+            Contender(BARE, "bare"),
+            ours(0),
+            ours(0, "fedtan"),
+            ours(2),
+            ours(2, "fedtan"),
+        )
+        for name in ("fedtan", "fedtan-5")
+    },
 }
 
 IN_PROCESS, TWO_WORKERS, IN_RAY, FEDTAN = (
@@ -193,6 +196,9 @@ TARGETS: tuple[tuple[str, str, str, str], ...] = (
     ("fedtan", FEDTAN, IN_PROCESS, "<= 1.20"),
     ("fedtan", f"{TWO_WORKERS}, fedtan", TWO_WORKERS, "<= 1.20"),
     ("fedtan", FEDTAN, BARE, ""),
+    ("fedtan-5", FEDTAN, IN_PROCESS, "<= 1.08"),
+    ("fedtan-5", f"{TWO_WORKERS}, fedtan", TWO_WORKERS, "<= 1.08"),
+    ("fedtan-5", FEDTAN, BARE, ""),
 )
 """Setting, this row, divided by that row, and the target."""
 

@@ -87,6 +87,17 @@ _FOLDERS = Setting(
     source="folder",
 )
 
+_FEDTAN = Setting(
+    "ResNet-20, batch 64, 5 clients x 1 step",
+    dataset="cifar10",
+    model="resnet20",
+    clients=5,
+    examples=640,
+    batch=64,
+    a_round=5,
+    local_steps=1,
+    times=2,
+)
 
 SETTINGS = {
     "cifar10": Setting(
@@ -197,16 +208,9 @@ SETTINGS = {
     "folder-2": replace(
         _FOLDERS, title=f"{_FOLDERS.title}, 2 loader workers", loader_workers=2
     ),
-    "fedtan": Setting(
-        "ResNet-20, batch 64, 5 clients x 1 step",
-        dataset="cifar10",
-        model="resnet20",
-        clients=5,
-        examples=640,
-        batch=64,
-        a_round=5,
-        local_steps=1,
-        times=2,
+    "fedtan": _FEDTAN,
+    "fedtan-5": replace(
+        _FEDTAN, title="ResNet-20, batch 64, 5 clients x 5 steps", local_steps=5
     ),
 }
 
