@@ -7,7 +7,7 @@ inputs of a batch to the device, dtype and memory format of the model. Torch onl
 from __future__ import annotations
 
 import functools
-from collections import deque
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Protocol
@@ -81,17 +81,10 @@ def with_positions(
         for positions in order:
             yield positions, data.batch(positions, generator)
         return
-    # Note the positions here, because the data asks for the next positions before it
-    # returns a batch.
-    asked: deque[Tensor] = deque()
-
-    def noted() -> Iterator[Tensor]:
-        for positions in order:
-            asked.append(positions)
-            yield positions
-
-    for batch in data.batches(noted(), generator):
-        yield asked.popleft(), batch
+    # Copy the order, because the data may ask for the next positions before it returns
+    # a batch.
+    asked, order = itertools.tee(order)
+    yield from zip(asked, data.batches(order, generator), strict=True)
 
 
 def join_last(batches: Sequence[Tensor]) -> list[Tensor]:

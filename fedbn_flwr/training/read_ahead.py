@@ -9,9 +9,8 @@ from __future__ import annotations
 import functools
 import multiprocessing
 import threading
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from itertools import chain, islice
+from itertools import chain, islice, tee
 from typing import Any
 
 import torch
@@ -105,17 +104,12 @@ class _Reading(Dataset[Any]):
 def _from_workers(
     reading: _Reading, tasks: Iterable[Task], loader: Any
 ) -> Iterator[tuple[list[int], Any]]:
-    sent: deque[Task] = deque()
-
-    def noted() -> Iterator[Task]:
-        for task in tasks:
-            sent.append(task)
-            yield task
-
+    # The workers take some tasks before the first answer.
+    ahead, tasks = tee(tasks)
     workers: Any = DataLoader(
         reading,
         batch_size=None,
-        sampler=noted(),
+        sampler=ahead,
         collate_fn=_unchanged,
         worker_init_fn=functools.partial(_begin, loader.worker_init_fn),
         generator=torch.Generator(),  # a loader draws from it
@@ -128,15 +122,15 @@ def _from_workers(
     answers._worker_pids_set = False
     name = name_of(loader.dataset)
     try:
-        while (answer := _next(answers, name)) is not None:
-            task = sent.popleft()
+        for task in tasks:
+            answer = _next(answers, name)
             yield task[0], answer[0] if answer else reading.batch(task)
     finally:
         answers._shutdown_workers()
 
 
 def _next(answers: Any, name: str) -> Any:
-    """Return the next answer of the workers, or None after the last answer."""
+    """Return the next answer of the workers."""
     # Torch raises the death of a worker in the main thread at any time. Watch only
     # during the wait, because an error elsewhere would break a step or the server.
     watches = threading.current_thread() is threading.main_thread()
@@ -145,7 +139,7 @@ def _next(answers: Any, name: str) -> Any:
         signal_handling._set_worker_pids(id(answers), pids)  # type: ignore[attr-defined,unused-ignore]
     try:
         signal_handling._error_if_any_worker_fails()  # type: ignore[attr-defined,unused-ignore]
-        return next(answers, None)
+        return next(answers)
     except (RuntimeError, OSError, EOFError) as error:
         raise DataError(
             f"the workers of the DataLoader of {name} returned no batch ({error}). The"
