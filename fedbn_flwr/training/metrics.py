@@ -226,7 +226,10 @@ def _auroc(scores: Tensor, _: Tensor, y_true: Tensor) -> float:
 def _auprc(scores: Tensor, _: Tensor, y_true: Tensor) -> float:
     if not y_true.any():
         return _NAN
-    return float(_sklearn().average_precision_score(y_true, _ranks(scores)))
+    # Use ranks, because scikit-learn refuses infinite scores. Equal scores have equal
+    # ranks.
+    _, ranks = torch.unique(scores, return_inverse=True)
+    return float(_sklearn().average_precision_score(y_true, ranks))
 
 
 _OF_COLUMN: dict[str, _OfColumn] = {
@@ -235,12 +238,3 @@ _OF_COLUMN: dict[str, _OfColumn] = {
     "auroc": _auroc,
     "auprc": _auprc,
 }
-
-
-def _ranks(scores: Tensor) -> Tensor:
-    """Return the ranks of the scores, because scikit-learn refuses infinite scores.
-
-    Equal scores have equal ranks.
-    """
-    ranks: Tensor = torch.unique(scores, return_inverse=True)[1]
-    return ranks

@@ -16,8 +16,15 @@ from fedbn_flwr.training.schedule import LearningRate
 
 OptimizerName = Literal["sgd", "adam", "adamw"]
 Sampling = Literal["with-replacement", "without-replacement"]
-# the settings that a training loop of the user replaces, with their defaults
-_OF_THE_LOOP = {"optimizer": "sgd", "sgd_momentum": 0, "weight_decay": 0, "amp": False}
+_NOT_NEGATIVE = (
+    "local_steps",
+    "local_epochs",
+    "batch_size",
+    "sgd_momentum",
+    "weight_decay",
+)
+# the settings that a training loop of the user replaces
+_OF_THE_LOOP = ("optimizer", "sgd_momentum", "weight_decay", "amp")
 
 
 def share_of(fraction: float | str, count: int) -> int:
@@ -80,8 +87,7 @@ class LocalTraining:
 
     def __post_init__(self) -> None:
         """Check the numbers."""
-        keys = ("local_steps", "local_epochs", "batch_size", "sgd_momentum")
-        for key in (*keys, "weight_decay"):
+        for key in _NOT_NEGATIVE:
             value = getattr(self, key)
             if not value >= 0:  # also refuses NaN
                 raise ConfigError(f"{key}={value} must be at least 0", code="bad-value")
@@ -104,10 +110,11 @@ class LocalTraining:
                 " learning_rate)",
                 code="bad-value",
             )
-        for key, default in _OF_THE_LOOP.items():
-            if self.loop and getattr(self, key) != default:
+        for key in _OF_THE_LOOP:
+            value = getattr(self, key)
+            if self.loop and value != getattr(LocalTraining, key):
                 raise ConfigError(
-                    f"{key}={getattr(self, key)!r} has no effect, because the own loop"
+                    f"{key}={value!r} has no effect, because the own loop"
                     " makes the optimizer. Leave it out, and set it in the loop.",
                     code="no-effect",
                 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -256,15 +256,18 @@ class _ColumnTask(Task):
     """
 
     in_columns = True
+    _metrics: ClassVar[Callable[..., dict[str, float]]] = staticmethod(of_labels)
 
     def counting(self, targets: Tensor) -> Tensor:
         """Return a mask of the known targets."""
         return ~targets.isnan()
 
-    @staticmethod
-    def _columns(values: Tensor) -> Tensor:
-        """Return (N, columns) in float64."""
-        return values.double().reshape(len(values), -1)
+    def measure(self, outputs: Tensor, targets: Tensor) -> dict[str, float]:
+        """Return the ``metrics_of_all_outputs`` of a test."""
+        columns = []
+        for values in (outputs, targets):
+            columns.append(values.double().reshape(len(values), -1))
+        return self._metrics(self.metrics_of_all_outputs, *columns)
 
     def check(self, outputs: Tensor, targets: Tensor) -> None:
         """Check that each target has an output, without reading values.
@@ -343,12 +346,6 @@ class LabelTask(_ColumnTask):
                 " task=classification (CLASSIFICATION) for class numbers."
             )
 
-    def measure(self, outputs: Tensor, targets: Tensor) -> dict[str, float]:
-        """Return the ``metrics_of_all_outputs`` of a test."""
-        return of_labels(
-            self.metrics_of_all_outputs, self._columns(outputs), self._columns(targets)
-        )
-
     def _takes(self, columns: int) -> bool:
         return columns == 1 or not self.single
 
@@ -369,6 +366,8 @@ class RegressionTask(_ColumnTask):
 
     Targets are numbers or NaN (unknown), of any dtype.
     """
+
+    _metrics = staticmethod(of_numbers)
 
     @property
     def allowed(self) -> tuple[str, ...]:
@@ -398,12 +397,6 @@ class RegressionTask(_ColumnTask):
                 f"{unusable} targets are infinite. Give finite numbers, or NaN for an"
                 " unknown target."
             )
-
-    def measure(self, outputs: Tensor, targets: Tensor) -> dict[str, float]:
-        """Return the ``metrics_of_all_outputs`` of a test."""
-        return of_numbers(
-            self.metrics_of_all_outputs, self._columns(outputs), self._columns(targets)
-        )
 
 
 CLASSIFICATION = Task()
