@@ -44,10 +44,8 @@ from flwr.common.constant import (
     ErrorCode,
 )
 from flwr.serverapp import Grid
-from flwr.serverapp.strategy.strategy_utils import (
-    aggregate_metricrecords,
-    log_strategy_start_info,
-)
+from flwr.serverapp.strategy.strategy_utils import aggregate_metricrecords
+from flwr.serverapp.strategy.strategy_utils import log_strategy_start_info as log_start
 
 from fedbn_flwr.errors import ConfigError
 
@@ -241,12 +239,7 @@ def _is_instance(grid: Grid, *class_names: str) -> bool:
 
 def copied_message(message: Message) -> Message:
     """Return an equal message whose records and metadata may be changed."""
-    copied = _shallow(message)
-    copied.__dict__.update(
-        _metadata=_shallow(message.__dict__["_metadata"]),
-        _content=_copied(message.__dict__["_content"]),
-    )
-    return copied
+    return _changed(message, {}, _content=_copied(message.__dict__["_content"]))
 
 
 def copied_context(context: Context) -> Context:
@@ -265,6 +258,15 @@ def _shallow(value: T) -> T:
     copied = object.__new__(type(value))
     copied.__dict__.update(value.__dict__)
     return copied
+
+
+def _changed(message: Message, about: Mapping[str, Any], **parts: Any) -> Message:
+    """Return the message with these values in its metadata, and with other parts."""
+    metadata = _shallow(message.__dict__["_metadata"])
+    metadata.__dict__.update(about)
+    changed = _shallow(message)
+    changed.__dict__.update(parts, _metadata=metadata)
+    return changed
 
 
 def _copied(records: RecordDict) -> RecordDict:
@@ -344,44 +346,34 @@ class BufferArray(Array):
 
 def stamped(message: Message, message_id: str, run_id: int) -> Message:
     """Return the message with these ids, as Flower's own engines set them."""
-    sent = _shallow(message)
-    metadata = _shallow(message.__dict__["_metadata"])
-    sent.__dict__["_metadata"] = metadata
-    metadata.__dict__.update(_message_id=message_id, _run_id=run_id)
-    return sent
+    return _changed(message, {"_message_id": message_id, "_run_id": run_id})
 
 
 def readdressed(message: Message, content: RecordDict, node_id: int) -> Message:
     """Return the same message with new content for another node."""
     # Do not call Flower's constructor, because it makes forty calls.
-    sent = _shallow(message)
-    metadata = _shallow(message.__dict__["_metadata"])
-    metadata.__dict__["_dst_node_id"] = node_id
-    sent.__dict__.update(_metadata=metadata, _content=content)
-    return sent
+    return _changed(message, {"_dst_node_id": node_id}, _content=content)
 
 
 def answer(message: Message, content: RecordDict) -> Message:
     """Return ``Message(content, reply_to=message)``."""
     # Do not call Flower's constructor, because it makes seventy calls.
-    metadata = _shallow(message.__dict__["_metadata"])
-    about = metadata.__dict__
+    asked = message.__dict__["_metadata"].__dict__
     now = time.time()
-    about.update(
-        _message_id="",
-        _src_node_id=about["_dst_node_id"],
-        _dst_node_id=about["_src_node_id"],
-        _reply_to_message_id=about["_message_id"],
-        _created_at=now,
-        _ttl=about["_created_at"] + about["_ttl"] - now,
-    )
+    about = {
+        "_message_id": "",
+        "_src_node_id": asked["_dst_node_id"],
+        "_dst_node_id": asked["_src_node_id"],
+        "_reply_to_message_id": asked["_message_id"],
+        "_created_at": now,
+        "_ttl": asked["_created_at"] + asked["_ttl"] - now,
+    }
     # The fields of tasks exist since Flower 1.31.
-    if "_src_task_id" in about:
-        sender = about["_src_task_id"]
-        about.update(_src_task_id=about["_dst_task_id"], _dst_task_id=sender)
-    metadata.delivered_at = ""
-    reply = _shallow(message)
-    reply.__dict__.update(_metadata=metadata, _content=content, _error=None)
+    if "_src_task_id" in asked:
+        about["_src_task_id"] = asked["_dst_task_id"]
+        about["_dst_task_id"] = asked["_src_task_id"]
+    reply = _changed(message, about, _content=content, _error=None)
+    reply.metadata.delivered_at = ""
     return reply
 
 
@@ -529,16 +521,6 @@ def legacy_records(
 def is_default_aggregation(function: Any) -> bool:
     """Return whether the function is Flower's default for averaging metrics."""
     return function is aggregate_metricrecords
-
-
-def log_start(
-    num_rounds: int,
-    arrays: ArrayRecord,
-    train_config: ConfigRecord | None,
-    evaluate_config: ConfigRecord | None,
-) -> None:
-    """Log the first lines of Flower's own ``start``."""
-    log_strategy_start_info(num_rounds, arrays, train_config, evaluate_config)
 
 
 def retry_http_500(grid: Grid) -> None:

@@ -677,7 +677,7 @@ def test_log_start(
 ) -> None:
     """``log_strategy_start_info(num_rounds, arrays, ...)`` logs a run's start."""
     names = ["num_rounds", "arrays", "train_config", "evaluate_config"]
-    assert list(inspect.signature(seam.log_strategy_start_info).parameters) == names
+    assert list(inspect.signature(seam.log_start).parameters) == names
     monkeypatch.setattr(logging.getLogger("flwr"), "propagate", True)
     with caplog.at_level(logging.INFO, logger="flwr"):
         seam.log_start(
