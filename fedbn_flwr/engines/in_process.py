@@ -194,17 +194,6 @@ class InProcessGrid(ImmediateGrid):
         """See ``Grid.run``."""
         return self._run
 
-    def create_message(
-        self,
-        content: RecordDict,
-        message_type: str,
-        dst_node_id: int,
-        group_id: str,
-        ttl: float | None = None,
-    ) -> Message:
-        """See ``Grid.create_message``."""
-        return Message(content, dst_node_id, message_type, ttl=ttl, group_id=group_id)
-
     def get_node_ids(self) -> list[int]:
         """Return the node ids, by partition id."""
         return list(self._node_ids)

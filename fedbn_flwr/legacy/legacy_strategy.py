@@ -22,7 +22,6 @@ from flwr.app import (
     Error,
     Message,
     MessageType,
-    RecordDict,
 )
 from flwr.common import (
     Code,
@@ -66,6 +65,7 @@ from fedbn_flwr.server.methods.params import RECALIBRATED
 from fedbn_flwr.server.runs.failures import losses_not_finite, note_losses
 from fedbn_flwr.server.runs.protection import Protection
 from fedbn_flwr.server.strategy import Strategy
+from fedbn_flwr.transport.polling_grid import ImmediateGrid
 
 ConfigFn = Callable[[int], dict[str, Scalar]]
 MetricsFn = Callable[[list[tuple[int, dict[str, Scalar]]]], dict[str, Scalar]]
@@ -488,7 +488,7 @@ class _NamingProxy(ClientProxy):
         return self._proxy.reconnect(ins, timeout, group_id)
 
 
-class _ManagerGrid(Grid):
+class _ManagerGrid(ImmediateGrid):
     """The parts of a Grid that configure a round."""
 
     def __init__(
@@ -554,16 +554,6 @@ class _ManagerGrid(Grid):
     @property
     def run(self) -> Any:
         raise NotImplementedError
-
-    def create_message(
-        self,
-        content: RecordDict,
-        message_type: str,
-        dst_node_id: int,
-        group_id: str,
-        ttl: float | None = None,
-    ) -> Message:
-        return Message(content, dst_node_id, message_type, ttl=ttl, group_id=group_id)
 
 
 def _prepare(

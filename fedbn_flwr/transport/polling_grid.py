@@ -76,6 +76,17 @@ class TellsProperties(Protocol):
 class ImmediateGrid(Grid):
     """A grid whose ``send_and_receive`` returns as soon as the last reply arrives."""
 
+    def create_message(
+        self,
+        content: RecordDict,
+        message_type: str,
+        dst_node_id: int,
+        group_id: str,
+        ttl: float | None = None,
+    ) -> Message:
+        """See ``Grid.create_message``."""
+        return Message(content, dst_node_id, message_type, ttl=ttl, group_id=group_id)
+
     def send_and_receive_until(
         self,
         messages: Iterable[Message],
@@ -251,28 +262,19 @@ class PollingGrid(ImmediateGrid):
         Raises:
             EngineError: the messages could not be pushed.
         """
-        return self._collected(messages, timeout)
+        return self.send_and_receive_until(messages, lambda _: False, timeout=timeout)
 
     def send_and_receive_until(
         self,
         messages: Iterable[Message],
         enough: Callable[[Sequence[Message]], bool],
         *,
-        timeout: float,
-    ) -> Iterable[Message]:
+        timeout: float | None,
+    ) -> list[Message]:
         """Send all messages, and return the replies when ``enough(replies)`` is true.
 
         The timeout also ends the wait. Then the log names the nodes without a reply.
         """
-        return self._collected(messages, timeout, enough)
-
-    def _collected(
-        self,
-        messages: Iterable[Message],
-        timeout: float | None,
-        enough: Callable[[Sequence[Message]], bool] = lambda replies: False,
-    ) -> list[Message]:
-        """Return the replies to the messages that arrive in time."""
         network = over_network(self)
         messages = list(messages)
         # In simulation, nodes are always available, so the log need not name them.
