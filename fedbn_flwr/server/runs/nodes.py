@@ -313,8 +313,10 @@ class NodeRegistry:
         """
         deadline = time.monotonic() + self._timeout
         said = False
-        node_ids = list(grid.get_node_ids())
-        while len(node_ids) < at_least:
+        while True:
+            node_ids = list(grid.get_node_ids())
+            if len(node_ids) >= at_least:
+                return node_ids
             if time.monotonic() > deadline:
                 raise EngineError(
                     f"{len(node_ids)} node(s) connected after {self._timeout:g} s,"
@@ -329,8 +331,6 @@ class NodeRegistry:
                 )
                 said = True
             time.sleep(0.1)
-            node_ids = list(grid.get_node_ids())
-        return node_ids
 
     def _join(self, grid: Grid, new: list[int]) -> None:
         """Query new nodes, and add those that answer and conflict with no other."""
@@ -407,20 +407,15 @@ class NodeRegistry:
         for batch in batches:
             if batch and not self._app_is_mute:
                 self._one_first = False
-                replies += self._replies(grid, batch)
+                queries = [
+                    Message(self._query, node_id, MessageType.QUERY)
+                    for node_id in batch
+                ]
+                replies += grid.send_and_receive(queries, timeout=self._timeout)
                 self._app_is_mute = any(
                     lacks_function(reply, QUERY_FUNCTION) for reply in replies
                 )
         return replies
-
-    def _replies(self, grid: Grid, node_ids: list[int]) -> Iterable[Message]:
-        """Send the query to these nodes, and return the replies that come in time."""
-        if not node_ids:
-            return ()
-        messages = [
-            Message(self._query, node_id, MessageType.QUERY) for node_id in node_ids
-        ]
-        return grid.send_and_receive(messages, timeout=self._timeout)
 
     def _distinct(self, nodes: Mapping[int, Node]) -> dict[int, Node]:
         """Return the new nodes whose partition no other connected node has.
