@@ -57,8 +57,6 @@ from fedbn_flwr.messages.records import from_record, of_kind, to_record
 from fedbn_flwr.training.first_look import refuse_made
 from fedbn_flwr.transport import NextExchange, RetryStep, StopStep
 
-__all__ = ["apply_mod"]
-
 _LOST = (
     "were neither sent nor kept by this client; the server will send the whole state"
     " again"

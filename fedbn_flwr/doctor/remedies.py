@@ -5,26 +5,6 @@ from __future__ import annotations
 from fedbn_flwr.doctor.findings import Remedy
 from fedbn_flwr.doctor.situations import FEDBN, FIXBN, GROUP
 
-__all__ = [
-    "CLIENTS_DIFFER",
-    "CLIENT_BELOW",
-    "CLIENT_INPUTS",
-    "CLIENT_REPEATS",
-    "COUNTERS",
-    "DIVERGED",
-    "EXTREME_INSIDE",
-    "EXTREME_VARIANCE",
-    "MISMATCH",
-    "MISMATCH_OF_UNMOVED",
-    "NAME_FILTER",
-    "NOTHING_KEPT",
-    "NO_RUNNING_STATISTICS",
-    "TRAIN_MODE",
-    "UNMOVED",
-    "UNMOVED_BY_MOMENTUM",
-    "UNUSABLE",
-]
-
 _RECALIBRATE = Remedy(
     "recalibrate=true",
     "statistics are re-estimated from the clients' data, under fixed weights, before"

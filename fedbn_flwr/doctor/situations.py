@@ -11,24 +11,6 @@ from dataclasses import dataclass, replace
 
 from fedbn_flwr.doctor.findings import Remedy
 
-__all__ = [
-    "FEATURE_SHIFT",
-    "FEDBN",
-    "FEDWON",
-    "FEW_MESSAGES",
-    "FIXBN",
-    "GROUP",
-    "MANY_STEPS",
-    "NEW_CLIENTS",
-    "ONE_STEP",
-    "SITUATIONS",
-    "SMALL_BATCHES",
-    "SOME_STEPS",
-    "Situation",
-    "StudyGain",
-    "label_skew",
-]
-
 _MANY = 50  # E from which local steps are many; it lies between the measured 20 and 100
 
 

@@ -171,11 +171,7 @@ def test_the_settings_of_remedies_are_config_keys_and_values() -> None:
 
     Other remedies are calls or sentences.
     """
-    lists = [
-        value
-        for value in vars(remedies).values()
-        if isinstance(value, list) and value != remedies.__all__
-    ]
+    lists = [value for value in vars(remedies).values() if isinstance(value, list)]
     lists += [situation.remedies for situation in SITUATIONS]
     keys = {field.alias or name for name, field in Config.model_fields.items()}
     tried = set()
