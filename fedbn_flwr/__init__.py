@@ -10,6 +10,7 @@ import importlib
 import sys
 from typing import TYPE_CHECKING, Any
 
+from fedbn_flwr.lazy import imported_when_used
 from fedbn_flwr.moved import OldNames
 
 if TYPE_CHECKING:
@@ -68,13 +69,12 @@ _ROOMS = (
 
 
 if not TYPE_CHECKING:  # hidden: with __getattr__, a type checker would accept any name
+    _named = imported_when_used(__name__, _WHERE)[0]
 
     def __getattr__(name: str) -> Any:
         if name in _ROOMS:
             return importlib.import_module(f"{__name__}.{name}")
-        if name not in _WHERE:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        return getattr(importlib.import_module(f"{__name__}.{_WHERE[name]}"), name)
+        return _named(name)
 
 
 def __dir__() -> list[str]:
