@@ -16,7 +16,7 @@ from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedbn_flwr.training.model_state import copied
-from fedbn_flwr.training.randomness import seeded_on_cpu
+from fedbn_flwr.training.randomness import seeded
 from fedbn_flwr.training.run_memory import kept_for_run
 
 _OF_TORCH = (_BatchNorm.forward, nn.SyncBatchNorm.forward)
@@ -124,10 +124,10 @@ def _differs(layer: _BatchNorm) -> bool:
         x, mean, var, layer.weight, layer.bias, by_batch, 0.0, layer.eps
     )
     # Use the same random numbers for both outputs, for example in a dropout.
-    with seeded_on_cpu(0):
+    with seeded(0, on_cpu=True):
         for module in layer.children():
             expected = module(expected)
-    with seeded_on_cpu(0):
+    with seeded(0, on_cpu=True):
         output = layer(x)
     if output.shape != x.shape:
         return True

@@ -180,18 +180,18 @@ def _has_gpu() -> bool:
     return torch.cuda.is_available()
 
 
-def seed_generators(seed: int) -> None:
-    """Seed the default generators of torch (all CUDA devices), NumPy and Python."""
-    _seed_on_cpu(seed)
-    if _has_gpu():  # torch saves the seed until the first use of the GPU
-        torch.cuda.manual_seed_all(seed)
+def seed_generators(seed: int, *, on_cpu: bool = False) -> None:
+    """Seed the default generators of torch (all CUDA devices), NumPy and Python.
 
-
-def _seed_on_cpu(seed: int) -> None:
+    ``on_cpu``: whether the generators of CUDA devices are left out.
+    """
     # torch.manual_seed asks every backend and takes longer than a training step
     torch.default_generator.manual_seed(seed)
     np.random.seed(seed % 2**32)
     random.seed(seed)
+    # torch saves the seed until the first use of the GPU
+    if not on_cpu and _has_gpu():
+        torch.cuda.manual_seed_all(seed)
 
 
 def seed_secretly() -> None:
@@ -207,25 +207,15 @@ def seed_secretly() -> None:
 
 
 @contextmanager
-def seeded(seed: int) -> Iterator[Generators]:
+def seeded(seed: int, *, on_cpu: bool = False) -> Iterator[Generators]:
     """Seed the default generators in the block, and restore them afterwards.
 
-    The target of ``with ... as`` is the state before the block.
+    The target of ``with ... as`` is the state before the block. ``on_cpu`` is an
+    argument of ``seed_generators``.
     """
     before = Generators.now()
-    seed_generators(seed)
+    seed_generators(seed, on_cpu=on_cpu)
     try:
         yield before
-    finally:
-        before.restore()
-
-
-@contextmanager
-def seeded_on_cpu(seed: int) -> Iterator[None]:
-    """Seed like ``seeded``, but leave out the generators of accelerators."""
-    before = Generators.now()
-    _seed_on_cpu(seed)
-    try:
-        yield
     finally:
         before.restore()

@@ -29,7 +29,7 @@ from fedbn_flwr.lab.models.zoo import (
     zoo_names,
 )
 from fedbn_flwr.norms import NORMS, FeatureScale, replace_norm, use_feature_norm
-from fedbn_flwr.training.randomness import derive_seed, seeded_on_cpu
+from fedbn_flwr.training.randomness import derive_seed, seeded
 
 __all__ = ["MODELS", "build_model", "input_shape", "model_info"]
 
@@ -223,7 +223,7 @@ def build_model(
     if norm not in NORMS:
         raise unknown_name("norm", norm, NORMS)
     build = _builder(name, num_classes, tuple(input_shape) or (channels, size, size))
-    with _BUILDING, seeded_on_cpu(derive_seed(seed, "model")):
+    with _BUILDING, seeded(derive_seed(seed, "model"), on_cpu=True):
         model = build()
     # Ignore the options of other norms, because a study may give the options of all its
     # norms to each run. Refuse misspelt options.

@@ -34,7 +34,7 @@ from fedbn_flwr.problems import Problem, tell
 from fedbn_flwr.training.first_look import first_look
 from fedbn_flwr.training.freezing import layers_of
 from fedbn_flwr.training.model_state import copied
-from fedbn_flwr.training.randomness import seeded_on_cpu
+from fedbn_flwr.training.randomness import seeded
 from fedbn_flwr.training.settings import share_of
 
 
@@ -294,7 +294,7 @@ def _outputs(config: Config, model: nn.Module, examples: torch.Tensor) -> torch.
     # Seed a separate random state, so that layers such as dropout do not change the
     # process's generators.
     try:
-        with torch.no_grad(), seeded_on_cpu(0):
+        with torch.no_grad(), seeded(0, on_cpu=True):
             outputs = model(examples)
     except FedBNError:
         raise
