@@ -131,6 +131,14 @@ def _layers(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]
             yield from _layers(one, f"{path}.{name}".removeprefix("."))
 
 
+def _paths_by_layer(model: nn.Module) -> dict[nn.Module, list[str]]:
+    """Return the paths of each layer with a matrix."""
+    paths: dict[nn.Module, list[str]] = {}
+    for path, layer in _layers(model):
+        paths.setdefault(layer, []).append(path)
+    return paths
+
+
 def _has_matrix(module: nn.Module | None) -> bool:
     parameters = [] if module is None else module.parameters()
     return any(is_lazy(p) or p.dim() > 1 for p in parameters)
@@ -149,9 +157,7 @@ def _ends_of_pass(model: nn.Module, inputs: Callable[[], Any]) -> set[str]:
         for node in _nodes(outputs):
             made[node] = paths[layer]
 
-    paths: dict[nn.Module, list[str]] = {}
-    for path, layer in _layers(trial):
-        paths.setdefault(layer, []).append(path)
+    paths = _paths_by_layer(trial)
     for layer in paths:
         layer.register_forward_hook(note)
     names: dict[Any, list[str]] = {}
@@ -182,9 +188,7 @@ def _ends_of_record(model: nn.Module) -> set[str]:
     The result is as in ``_ends_of_pass``.
     """
     skeleton = skeleton_of(model)
-    paths: dict[nn.Module, list[str]] = {}
-    for path, layer in _layers(skeleton):
-        paths.setdefault(layer, []).append(path)
+    paths = _paths_by_layer(skeleton)
     graph, modules = record(skeleton, paths.__contains__)
 
     def ends_at(node: Any) -> list[str]:
