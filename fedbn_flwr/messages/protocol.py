@@ -91,6 +91,11 @@ class Key(str):
         return cls(name, kind, "client", "server")
 
     @classmethod
+    def both(cls, name: str, kind: str) -> Self:
+        """Make a key that the server and a client write and read."""
+        return cls(name, kind, "server, client", "client, server")
+
+    @classmethod
     def inside(cls, name: str, kind: str) -> Self:
         """Make a key that stays in a client."""
         return cls(name, kind, "client", "client")
@@ -103,20 +108,12 @@ class Key(str):
 # --- records of a message -------------------------------------------------------------
 METRICS = Key.up("metrics", "MetricRecord of a reply")
 INFO = Key.up("properties", "ConfigRecord of a reply: ReplyInfo")
-EXCHANGE = Key(
-    "fedtan",
-    "ArrayRecord: one exchange of a synchronised step",
-    "server, client",
-    "client, server",
-)
+EXCHANGE = Key.both("fedtan", "ArrayRecord: one exchange of a synchronised step")
 EXCHANGE_QUERY = Key.down(
     "query.exchange", "message type: one exchange of a synchronised step"
 )
-PACKED = Key(
-    "fedbn-flwr.packed",
-    "ArrayRecord: all arrays of the message in one piece",
-    "server, client",
-    "client, server",
+PACKED = Key.both(
+    "fedbn-flwr.packed", "ArrayRecord: all arrays of the message in one piece"
 )
 STATISTICS_QUERY = Key.down("query.statistics", "message type: re-estimated statistics")
 
@@ -149,11 +146,9 @@ FINE_TUNE = Key.down(
     "fedbn-flwr.fine-tune", "int: steps by which a client trains before its test"
 )
 NO_STATE = "none"  # sent instead of a hash if there is no state
-LOCAL_SHA256 = Key(
+LOCAL_SHA256 = Key.both(
     "fedbn-flwr.local-sha256",
     "str: SHA-256 of the kept state; from the server `none` means no state",
-    "server, client",
-    "client, server",
 )
 USED_SHA256 = Key.down(
     "fedbn-flwr.used-sha256",
@@ -204,23 +199,13 @@ MASK_REPLY = Key.up("masks", "ConfigRecord of the answer to a query about masks"
 MASK_NUMBER = Key.down(
     "fedbn-flwr.mask-number", "int: this client's number in the round"
 )
-MASK_NUMBERS = Key(
-    "fedbn-flwr.mask-numbers",
-    "list of int: clients, by number",
-    "server, client",
-    "client, server",
+MASK_NUMBERS = Key.both("fedbn-flwr.mask-numbers", "list of int: clients, by number")
+MASK_KEYS = Key.both(
+    "fedbn-flwr.mask-keys", "list of bytes: two public keys of each client"
 )
-MASK_KEYS = Key(
-    "fedbn-flwr.mask-keys",
-    "list of bytes: two public keys of each client",
-    "server, client",
-    "client, server",
-)
-MASK_SHARES = Key(
+MASK_SHARES = Key.both(
     "fedbn-flwr.mask-shares",
     "list of bytes: a secret share for, or from, each client in mask-numbers",
-    "server, client",
-    "client, server",
 )
 MASK_THRESHOLD = Key.down(
     "fedbn-flwr.mask-threshold", "int: t, the number of shares that give a secret"

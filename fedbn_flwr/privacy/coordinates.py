@@ -32,7 +32,7 @@ from fedbn_flwr.messages.protocol import Key
 
 Update = Mapping[str, Array]  # float64, by entry
 
-CLIP = Key("fedbn-flwr.dp-clipping-norm", "float: C", "server", "client")
+CLIP = Key.down("fedbn-flwr.dp-clipping-norm", "float: C")
 
 STATISTICS_SCALE = 0.1
 """s: a larger s means less noise in BN's running statistics, and more in other entries."""

@@ -67,7 +67,7 @@ statistics, as in FedDNA.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Unpack
 
@@ -79,7 +79,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from fedbn_flwr.batchnorm.averaging import fits
 from fedbn_flwr.batchnorm.parts import entry_name
 from fedbn_flwr.batchnorm.reestimation import (
-    Moments,
     MomentSums,
     batch_statistics,
     mixture,
@@ -107,18 +106,12 @@ from fedbn_flwr.strategies.scaffold import (
 )
 from fedbn_flwr.training.client_hook import Entries, Extras
 
-BN_VARIATES = Key(
-    "bn-variates",
-    "ArrayRecord: u and s down; count, mean, m2 of client i up",
-    "server, client",
-    "client, server",
+BN_VARIATES = Key.both(
+    "bn-variates", "ArrayRecord: u and s down; count, mean, m2 of client i up"
 )
-FLOOR = Key("fedbn-flwr.variance-floor", "float: rho", "server", "client")
-FLOOR_SHARE = Key(
-    "variance-floor-share",
-    "float: share of channels and steps at the floor",
-    "client",
-    "server",
+FLOOR = Key.down("fedbn-flwr.variance-floor", "float: rho")
+FLOOR_SHARE = Key.up(
+    "variance-floor-share", "float: share of channels and steps at the floor"
 )
 
 
@@ -189,7 +182,7 @@ class BNControlVariates(ControlVariates):
         """Restore the layers, and compute dc_i, moments and the share at the floor."""
         metrics = super().end(model)
         self._undo()
-        self._moments = encode_moments(self._measured(model), model.state_dict())
+        self._moments = encode_moments(self._sums.by_path(model), model.state_dict())
         return {**metrics, FLOOR_SHARE: float(self._low) / max(self._seen, 1)}
 
     def reply(self) -> Extras:
@@ -202,9 +195,6 @@ class BNControlVariates(ControlVariates):
         for name, entry in self._moments.items():
             kept[_KEPT + name] = entry
         return kept
-
-    def _measured(self, model: nn.Module) -> Mapping[str, Moments]:
-        return self._sums.by_path(model)
 
     def _correction_of(self, path: str, layer: _BatchNorm) -> _Correction | None:
         like = layer.running_mean

@@ -116,17 +116,11 @@ from fedbn_flwr.training.client_hook import ClientHook, Entries, Extras
 from fedbn_flwr.training.freezing import force_eval
 from fedbn_flwr.training.settings import share_of
 
-BN_MOMENTS = Key(
-    "bn-moments",
-    "ArrayRecord: count, mean and m2 of the inputs of each BN layer",
-    "client",
-    "server",
+BN_MOMENTS = Key.up(
+    "bn-moments", "ArrayRecord: count, mean and m2 of the inputs of each BN layer"
 )
-WARM_UP = Key(
-    "fedbn-flwr.statistics-warm-up",
-    "bool: BN normalises with the batches' statistics",
-    "server",
-    "client",
+WARM_UP = Key.down(
+    "fedbn-flwr.statistics-warm-up", "bool: BN normalises with the batches' statistics"
 )
 
 

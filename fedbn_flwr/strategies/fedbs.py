@@ -108,7 +108,7 @@ class FedBSMethod(FedProxMethod[FedBSParams, FedBSState]):
     def travels(self, num_rounds: int | None = None) -> tuple[Travels, ...]:
         """Return the two phases, with the losses as weights in phase 1."""
         # Both phases ask for the loss: in phase 2 it only appears in the metrics.
-        key = Key(self.params.loss_key, "float: F_k", "client", "server")
+        key = Key.up(self.params.loss_key, "float: F_k")
         why = "the clients' losses are the weights of the average"
         loss = (Extra(key, "scalar", why, required=True),)
         return (

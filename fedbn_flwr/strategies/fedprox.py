@@ -46,7 +46,7 @@ from fedbn_flwr.server.methods.params_by_method import FedProxParams
 from fedbn_flwr.server.strategy import AggregateMetrics, CommonOptions, Strategy
 from fedbn_flwr.training.client_hook import ClientHook
 
-PROXIMAL_MU = Key("fedbn-flwr.proximal-mu", "float: mu", "server", "client")
+PROXIMAL_MU = Key.down("fedbn-flwr.proximal-mu", "float: mu")
 
 
 class ProximalTerm(ClientHook):

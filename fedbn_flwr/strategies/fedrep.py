@@ -54,7 +54,7 @@ from fedbn_flwr.training.client_hook import ClientHook
 from fedbn_flwr.training.model_state import without_wrappers
 from fedbn_flwr.training.optimizer_hooks import parameters_of
 
-HEAD_STEPS = Key("fedbn-flwr.head-steps", "int: tau_h", "server", "client")
+HEAD_STEPS = Key.down("fedbn-flwr.head-steps", "int: tau_h")
 
 
 class HeadThenBody(ClientHook):

@@ -92,8 +92,8 @@ from fedbn_flwr.training.client_hook import ClientHook
 from fedbn_flwr.transport import Reducer
 from fedbn_flwr.transport.step_transport import LinkSettings
 
-EXCHANGES = Key("fedbn-flwr.fedtan-exchanges", "str: 3L+1 or 2L+1", "server", "client")
-BACKWARD = Key("fedbn-flwr.fedtan-backward", "str: global or own", "server", "client")
+EXCHANGES = Key.down("fedbn-flwr.fedtan-exchanges", "str: 3L+1 or 2L+1")
+BACKWARD = Key.down("fedbn-flwr.fedtan-backward", "str: global or own")
 
 
 class SynchroniseFirstStep(ClientHook):

@@ -86,10 +86,8 @@ from fedbn_flwr.training.client_hook import ClientHook
 from fedbn_flwr.training.freezing import force_eval
 from fedbn_flwr.training.settings import round_of
 
-DELTA = Key("statistics-delta", "float: delta_m", "client", "server")
-FREEZE_AFFINE = Key(
-    "fedbn-flwr.freeze-affine", "bool: gamma and beta", "server", "client"
-)
+DELTA = Key.up("statistics-delta", "float: delta_m")
+FREEZE_AFFINE = Key.down("fedbn-flwr.freeze-affine", "bool: gamma and beta")
 
 
 # --- the clients ----------------------------------------------------------------------

@@ -101,15 +101,8 @@ from fedbn_flwr.strategies.fbn import (
 )
 from fedbn_flwr.training.client_hook import Entries, Extras
 
-ALPHA = Key(
-    "bn-alpha",
-    "ArrayRecord: alpha of each BN layer",
-    "server, client",
-    "client, server",
-)
-SHARE_ALPHA = Key(
-    "fedbn-flwr.share-alpha", "bool: the client sends its alpha", "server", "client"
-)
+ALPHA = Key.both("bn-alpha", "ArrayRecord: alpha of each BN layer")
+SHARE_ALPHA = Key.down("fedbn-flwr.share-alpha", "bool: the client sends its alpha")
 
 
 class HybridStatistics(SurveyedStatistics):

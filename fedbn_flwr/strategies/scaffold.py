@@ -89,9 +89,7 @@ _NEEDS_SGD = (
     " * eta, and these are mean gradients only under SGD"
 )
 
-VARIATES = Key(
-    "variates", "ArrayRecord: c down, dc_i up", "server, client", "client, server"
-)
+VARIATES = Key.both("variates", "ArrayRecord: c down, dc_i up")
 
 
 P = TypeVar("P", bound=ScaffoldParams, default=ScaffoldParams)

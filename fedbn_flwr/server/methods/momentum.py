@@ -39,10 +39,8 @@ from fedbn_flwr.messages.protocol import Key
 from fedbn_flwr.training.client_hook import ClientHook, Entries, Extras
 from fedbn_flwr.training.optimizer_hooks import parameters_of
 
-MOMENTUM = Key(
-    "momentum", "ArrayRecord: SGD's buffers", "server, client", "client, server"
-)
-SCOPE = Key("fedbn-flwr.momentum-scope", "str", "server", "client")
+MOMENTUM = Key.both("momentum", "ArrayRecord: SGD's buffers")
+SCOPE = Key.down("fedbn-flwr.momentum-scope", "str")
 Scope = Literal["none", "local", "global"]
 
 

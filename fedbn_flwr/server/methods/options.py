@@ -34,7 +34,7 @@ from fedbn_flwr.server.methods.travels import PERSONAL, Extra, Travels
 from fedbn_flwr.training.client_hook import ClientHook
 from fedbn_flwr.training.gradient_clipping import clip_gradients, exclude_head
 
-AGC = Key("fedbn-flwr.agc", "float: lambda", "server", "client")
+AGC = Key.down("fedbn-flwr.agc", "float: lambda")
 
 S = TypeVar("S", default=None)
 

@@ -34,7 +34,7 @@ from fedbn_flwr.messages.protocol import Key
 from fedbn_flwr.training.client_hook import ClientHook, Extras
 
 # The name of this record is also the name of the test in eval-on.
-SHARED_BN = Key("averaged-bn", "ArrayRecord: a client's BN parts", "client", "server")
+SHARED_BN = Key.up("averaged-bn", "ArrayRecord: a client's BN parts")
 
 
 class ShareBN(ClientHook):
