@@ -13,7 +13,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from flwr.app import Array as FlowerArray
 from flwr.app import (
@@ -46,7 +46,6 @@ from fedbn_flwr.compat.flower import app_error, identify_process, proxy_error
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.legacy.secure_aggregation import check, is_secure_average, restored
 from fedbn_flwr.messages.numpy_client import (
-    Config,
     describe,
     open_message,
     reply_to_evaluate,
@@ -73,6 +72,7 @@ EvaluateFn = Callable[
     [int, NDArrays, dict[str, Scalar]], tuple[float, dict[str, Scalar]] | None
 ]
 Failures = list[tuple[ClientProxy, Any] | BaseException]
+Ins = TypeVar("Ins", FitIns, EvaluateIns)
 
 
 class LegacyStrategy(FlowerLegacyStrategy):
@@ -184,6 +184,7 @@ class LegacyStrategy(FlowerLegacyStrategy):
             parameters,
             self._fit_config(server_round),
             client_manager,
+            FitIns,
         )
         # Without messages, the loop does not call aggregate_fit, so end the round here.
         if opened:
@@ -191,10 +192,7 @@ class LegacyStrategy(FlowerLegacyStrategy):
         else:
             self._fitting = 0
             self.strategy.aggregate_train(server_round, [])
-        return [
-            (proxy, FitIns(ndarrays_to_parameters(arrays), client_config))
-            for proxy, arrays, client_config in opened
-        ]
+        return opened
 
     def aggregate_fit(
         self,
@@ -249,15 +247,13 @@ class LegacyStrategy(FlowerLegacyStrategy):
             parameters,
             self._evaluate_config(server_round),
             client_manager,
+            EvaluateIns,
         )
         # Without messages, the loop does not call aggregate_evaluate, so end the tests
         # here.
         if not opened:
             self.strategy.aggregate_evaluate(server_round, [])
-        return [
-            (proxy, EvaluateIns(ndarrays_to_parameters(arrays), client_config))
-            for proxy, arrays, client_config in opened
-        ]
+        return opened
 
     def aggregate_evaluate(
         self,
@@ -333,8 +329,9 @@ class LegacyStrategy(FlowerLegacyStrategy):
         parameters: Parameters,
         config: dict[str, Scalar],
         client_manager: ClientManager,
-    ) -> list[tuple[ClientProxy, NDArrays, Config]]:
-        """Return a round's messages as clients with their arrays and config."""
+        kind: type[Ins],
+    ) -> list[tuple[ClientProxy, Ins]]:
+        """Return a round's messages as clients with their instructions."""
         # Let the strategy ask for nodes and make messages, as in the Message API.
         grid = _ManagerGrid(client_manager, self.strategy, self._ids)
         record = self._record(parameters)
@@ -344,12 +341,13 @@ class LegacyStrategy(FlowerLegacyStrategy):
 
         # Clients may leave meanwhile. A client that has left fails in ``_replies``.
         proxies = self._ids.connected(client_manager)
-        opened: list[tuple[ClientProxy, NDArrays, Config]] = []
+        opened: list[tuple[ClientProxy, Ins]] = []
         for node_id, message in self._sent.items():
             if node_id in proxies:
                 arrays, client_config = open_message(message)
                 proxy = _NamingProxy(proxies[node_id], message, self._failed)
-                opened.append((proxy, arrays, client_config))
+                ins = kind(ndarrays_to_parameters(arrays), client_config)
+                opened.append((proxy, ins))
         return opened
 
     def _end_halted_fit(self) -> None:
