@@ -145,13 +145,10 @@ class OwnProcess:
             return
         with one_after_the_other() as pass_on:
             outcome = self._outcome(job)
-            following = self._next()
-            while following:
+            for following in iter(self._next, None):
                 _hand_over(job, outcome)
                 pass_on()
-                job = following
-                outcome = self._outcome(job)
-                following = self._next()
+                job, outcome = following, self._outcome(following)
         # Hand over the last outcome after the turn, so that the receiver of all replies
         # finds the generators in their earlier state.
         _hand_over(job, outcome)

@@ -22,7 +22,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from queue import Empty, SimpleQueue
-from types import TracebackType
 from typing import Any
 
 from flwr.app import ArrayRecord, Context, Message, RecordDict
@@ -169,12 +168,7 @@ class InProcessGrid(ImmediateGrid):
         """Return the grid."""
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         """Close the grid."""
         self.close()
 

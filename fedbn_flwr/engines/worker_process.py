@@ -11,9 +11,9 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection, wait
 from queue import SimpleQueue
 from typing import Any
@@ -34,17 +34,12 @@ READY, WORK, DONE, CALL, ANSWER = "ready", "work", "done", "call", "answer"
 _PATIENCE = 0.1  # seconds that a member's call waits for the calls of other members
 
 
-def serve(
-    pipe: Any,
-    inherited: list[Any],
-    app: ClientApp | Connection,
-    torch_threads: int,
-    run_id: int,
-) -> None:
-    """Work on messages from the pipe until it ends, then end the process."""
+@contextmanager
+def _ending_the_process() -> Iterator[None]:
+    """End the process after the block."""
     code = 1
     try:
-        _serve(pipe, inherited, app, torch_threads, run_id)
+        yield
     except (EOFError, ConnectionError):  # the command closed the link or has ended
         code = 0
     except BaseException:  # the command notices the end of this process
@@ -55,13 +50,15 @@ def serve(
     os._exit(code)  # ends threads of members too, because they may wait for ever
 
 
-def _serve(
+@_ending_the_process()
+def serve(
     pipe: Any,
     inherited: list[Any],
     app: ClientApp | Connection,
     torch_threads: int,
     run_id: int,
 ) -> None:
+    """Work on messages from the pipe until it ends, then end the process."""
     # Separate this process from the command. It must close inherited ends of pipes, or
     # it would not notice that the command has ended. It ignores signals to the process
     # group, because the command ends this process itself.
