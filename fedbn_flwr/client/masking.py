@@ -7,6 +7,7 @@ a synchronised step. ``privacy.masked_sums`` describes its messages, and
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -93,7 +94,7 @@ def masked_update(
     key, before = _received(message, context)
     # FedTAN's channel sends tensors during the step instead of in the reply, so mask
     # these tensors when they are sent.
-    with wrap_reducers(masking.reducer):
+    with wrap_reducers(functools.partial(_MaskedReducer, masking)):
         reply = call_next(message, context)
     if reply.has_content():
         reply.content = _masked(reply.content, key, before, masking)
@@ -155,17 +156,13 @@ class _Masking:
                 f" trained on {counts} examples"
             )
 
-    def reducer(self, reducer: Reducer) -> Reducer:
-        """Return a reducer that sends masked tensors through ``reducer``."""
-        return _MaskedReducer(reducer, self)
-
 
 class _MaskedReducer:
-    """A reducer that sends masked tensors."""
+    """A reducer that sends masked tensors through another reducer."""
 
-    def __init__(self, reducer: Reducer, masking: _Masking) -> None:
-        self._reducer = reducer
+    def __init__(self, masking: _Masking, reducer: Reducer) -> None:
         self._masking = masking
+        self._reducer = reducer
 
     def begin(self) -> int:
         return self._reducer.begin()

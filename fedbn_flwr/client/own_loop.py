@@ -88,8 +88,8 @@ def train_by(
     singles = SingleExamples(model, hooks)
     named = f"loop {getattr(loop, '__qualname__', loop)}"
 
-    def nothing(dropped: int) -> DataError:
-        return nothing_trained(dropped, len(data), settings.batch_size)
+    def nothing() -> DataError:
+        return nothing_trained(singles.dropped, len(data), settings.batch_size)
 
     def batches() -> Iterator[tuple[Any, Tensor]]:
         columns: bool | None = None
@@ -115,10 +115,10 @@ def train_by(
     modules = dict(model.named_modules())
     trained = _trained(model)
     with rules.block():
-        rules.surveyed = not surveys
         if surveys:
             seed = stream("survey").initial_seed()
             rules.survey_data(data, settings.batch_size, seed)
+        rules.surveyed = True
         with seeded(stream("dropout").initial_seed()):
             try:
                 returned = loop(model, batches(), rules, learning_rate)
@@ -127,10 +127,10 @@ def train_by(
             except Exception as error:  # the user's code may raise anything
                 # A mean over no batches divides by zero. The reason is the batches.
                 if singles.dropped and not sizes:
-                    raise nothing(singles.dropped) from error
+                    raise nothing() from error
                 raise ConfigError(f"{named} raised {_shown(error)}") from error
     if singles.dropped and not sizes:
-        raise nothing(singles.dropped)
+        raise nothing()
     if not sizes:
         raise ConfigError(
             f"{named} took no batch. Write: for inputs, targets in batches."

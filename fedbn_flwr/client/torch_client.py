@@ -203,33 +203,25 @@ class TorchClient(NumPyClient):
 
         Copy them before the next message.
         """
+        returned: dict[str, Array] | None = None
         with self._cached_model() as cached:
-            try:
-                returned, metrics = self._fit_until_whole(cached, parameters, config)
-            except StopStep as stop:
-                # If a synchronised step exchanges by messages, it stops when it needs
-                # an exchange with the other clients. The answer in the next message
-                # continues the step.
-                sent = stop.exchange.tensors
-                returned = {
-                    f"{EXCHANGE}/{tag}": t.cpu().numpy() for tag, t in sent.items()
-                }
-                metrics = {ARRAY_NAMES: json.dumps(list(returned))}
+            while returned is None:
+                try:
+                    returned, metrics = self._fit(cached, parameters, config)
+                # Another client was lost in the synchronised step of a user's loop, so
+                # the round begins again.
+                except RetryStep:
+                    continue
+                except StopStep as stop:
+                    # If a synchronised step exchanges by messages, it stops when it
+                    # needs an exchange with the other clients. The answer in the next
+                    # message continues the step.
+                    sent = stop.exchange.tensors
+                    returned = {
+                        f"{EXCHANGE}/{tag}": t.cpu().numpy() for tag, t in sent.items()
+                    }
+                    metrics = {ARRAY_NAMES: json.dumps(list(returned))}
         return list(returned.values()), len(self.data.train), metrics
-
-    def _fit_until_whole(
-        self, cached: CachedModel, parameters: list[Array], config: Config
-    ) -> tuple[dict[str, Array], Config]:
-        """Train for one round.
-
-        The round begins again if another client was lost in the synchronised step of a
-        user's loop.
-        """
-        while True:
-            try:
-                return self._fit(cached, parameters, config)
-            except RetryStep:
-                continue
 
     def _fit(
         self, cached: CachedModel, parameters: list[Array], config: Config

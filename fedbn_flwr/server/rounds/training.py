@@ -206,15 +206,15 @@ def sum_ahead(
     # them is faster.
     together = len(sent.nodes) if isinstance(messages, list) else _TOGETHER
     nodes = sorted(sent.nodes, key=lambda node: node.order)
+    weights = {node.node_id: node.num_examples or 0 for node in nodes}
+    by_examples = facts.travels.weights == "examples"
     if facts.travels.weights == "equal":
-        return SumAhead({node.node_id: 1.0 for node in nodes}, together, lost)
-    if facts.travels.weights != "examples":  # the weight is a metric of the replies
+        weights = dict.fromkeys(weights, 1)
+    # Otherwise, the weight is a metric of the replies.
+    elif not by_examples or run.options.weighted_by_key != NUM_EXAMPLES:
         return None
-    if run.options.weighted_by_key != NUM_EXAMPLES:
-        return None
-    counts = {node.node_id: node.num_examples or 0 for node in nodes}
     # Without a number, only the node's reply contains the number.
-    return SumAhead(counts, together, lost) if all(counts.values()) else None
+    return SumAhead(weights, together, lost) if all(weights.values()) else None
 
 
 def kept_in_replies(
