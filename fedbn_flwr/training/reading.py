@@ -36,10 +36,7 @@ def reader(data: Any, collate: Callable[[list[Any]], Any]) -> Read:
     """
     if collate is default_collate and _has_rows(data):
         return functools.partial(_by_index, data)
-    read = functools.partial(_one_by_one, data)
-    if callable(getattr(data, "__getitems__", None)):
-        read = functools.partial(_together, data)
-    return functools.partial(_collated, data, read, collate)
+    return functools.partial(_collated, data, collate)
 
 
 def draws_nothing(read: Read) -> bool:
@@ -106,11 +103,9 @@ def _rows(data: Any, chosen: Sequence[int]) -> list[Tensor]:
 
 
 # --- examples -------------------------------------------------------------------------
-def _one_by_one(data: Any, chosen: Sequence[int]) -> Any:
-    return [data[number] for number in chosen]
-
-
-def _together(data: Any, chosen: Sequence[int]) -> Any:
+def _examples(data: Any, chosen: Sequence[int]) -> Any:
+    if not callable(getattr(data, "__getitems__", None)):
+        return [data[number] for number in chosen]
     examples = data.__getitems__(chosen)
     # Do not check another type, because it is for a user's collate_fn.
     if isinstance(examples, list) and len(examples) != len(chosen):
@@ -123,11 +118,9 @@ def _together(data: Any, chosen: Sequence[int]) -> Any:
     return examples
 
 
-def _collated(
-    data: Any, read: Read, collate: Callable[[Any], Any], chosen: Sequence[int]
-) -> Any:
+def _collated(data: Any, collate: Callable[[Any], Any], chosen: Sequence[int]) -> Any:
     """Return the examples as a batch, assembled like in the loader."""
-    examples = read(chosen)
+    examples = _examples(data, chosen)
     if collate is not default_collate:  # a user's function raises its own errors
         return collate(examples)
     with _stacking(data):
