@@ -213,10 +213,7 @@ def raise_if_failed(run: Run, result: Result) -> None:
     The error contains the result.
     """
     raise_if_ends(run, result)
-    if _has_trained_nothing(run):
-        raise NothingTrainedError(
-            nothing_trained(run.methods.params.min_replies, run.reports), result
-        )
+    _raise_if_untrained(run, result)
 
 
 def raise_if_nothing_trains(run: Run) -> None:
@@ -226,24 +223,23 @@ def raise_if_nothing_trains(run: Run) -> None:
     the number of rounds is known, and after the second round otherwise.
     """
     over = len(run.reports) >= (run.num_rounds or _PATIENCE)
-    if not over or not any(report.asked or report.rejected for report in run.reports):
-        return
-    if _has_trained_nothing(run):
-        raise NothingTrainedError(
-            nothing_trained(run.methods.params.min_replies, run.reports)
-        )
+    if over and any(report.asked or report.rejected for report in run.reports):
+        _raise_if_untrained(run)
 
 
-def _has_trained_nothing(run: Run) -> bool:
-    """Return whether a run that was meant to train used no reply in any round."""
+def _raise_if_untrained(run: Run, result: Result | None = None) -> None:
+    """Raise NothingTrainedError if a run that was meant to train used no reply."""
     # A resumed run may have trained before the resume; those reports are not available.
     if run.options.fraction_train == 0 or run.after or not run.reports:
-        return False
+        return
     # A run that continues after a divergence may lack usable replies only because it
     # diverged.
     if any(report.diverged for report in run.reports):
-        return False
-    return all(report.kept_previous for report in run.reports)
+        return
+    if all(report.kept_previous for report in run.reports):
+        raise NothingTrainedError(
+            nothing_trained(run.methods.params.min_replies, run.reports), result
+        )
 
 
 def divergence(report: RoundOutcome, advice: str) -> str:

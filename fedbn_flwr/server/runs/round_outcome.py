@@ -52,7 +52,6 @@ class RoundOutcome:
         diverged_at: the round in which this divergence began.
         privacy: the protection's record of this round, and the privacy spent so far, by
             key.
-            key.
         metrics: averaged training metrics.
         clients: training metrics by partition id.
         evaluations: evaluation metrics by partition id.
