@@ -15,11 +15,9 @@ import torch
 from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 
-from fedbn_flwr.client import TorchClient
 from fedbn_flwr.engines import InProcessGrid
 from fedbn_flwr.messages.records import to_record
 from fedbn_flwr.mods import bn_mod
-from fedbn_flwr.strategies import FedAvg
 
 KINDS = ("train", "evaluate", "query.statistics")
 
@@ -77,27 +75,3 @@ def test_an_app_draws_anew_in_each_round_client_kind_and_seed(mods: Any) -> None
         )
     assert runs[0] == runs[1]
     assert len({number for found in runs[0] for number in found}) == 3 * len(cases)
-
-
-class Drawing(TorchClient):
-    def fit(self, parameters: Any, config: Any) -> Any:
-        drawn = float(torch.rand(()))
-        arrays, size, metrics = super().fit(parameters, config)
-        return arrays, size, {**metrics, "drawn": drawn}
-
-
-def test_clients_of_a_run_draw_anew_in_each_round(federate, mlp, points) -> None:
-    found = []
-    for seed in (0, 0, 1):
-        run = federate(
-            FedAvg(seed=seed), mlp, [points(8), points(12, 1)], rounds=3, client=Drawing
-        )
-        found.append(
-            [
-                report.clients[label]["drawn"]
-                for report in run.strategy.reports
-                for label in ("0", "1")
-            ]
-        )
-    assert found[0] == found[1]
-    assert len({*found[0], *found[2]}) == 12

@@ -23,7 +23,6 @@ from flwr.app import (
     RecordDict,
 )
 from flwr.clientapp import ClientApp
-from flwr.serverapp.strategy import FedAvg as FlowerFedAvg
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -36,7 +35,6 @@ from fedbn_flwr.messages.protocol import Continuity
 from fedbn_flwr.messages.records import from_record, to_record
 from fedbn_flwr.mods import answer_statistics, bn_mod
 from fedbn_flwr.strategies import (
-    HBN,
     FedAvg,
     FedBN,
     FedProx,
@@ -336,32 +334,6 @@ def test_the_server_learns_partition_ids_from_replies(run_app, user_app) -> None
         .participants
         == [None] * 3
     )
-
-
-@pytest.mark.parametrize(
-    "make", [FedBN, HBN, Scaffold], ids=["fedbn", "hbn", "scaffold"]
-)
-def test_a_second_start_begins_with_its_initial_arrays(
-    user_app, mlp, same_bits, make: Any
-) -> None:
-    """A ServerApp may compare two strategies in one run.
-
-    Otherwise, the second strategy would use the local state of the first. The same
-    applies to other loops than ``start``.
-    """
-    elsewhere = type("Elsewhere", (make,), {"start": FlowerFedAvg.start})
-    states = []
-    with InProcessGrid(user_app(hooked_loop, query=True), len(SIZES)) as grid:
-        for strategy in (make(), once := make(), once, elsewhere(), elsewhere()):
-            result = strategy.start(grid, to_record(mlp().state_dict()), 2)
-            local = [
-                grid.context(i).state.array_records.get("fedbn-flwr.local", {})
-                for i in range(len(SIZES))
-            ]
-            states.append([from_record(result.arrays), *map(from_record, local)])
-    for state in states[1:]:
-        for one, other in zip(states[0], state, strict=True):
-            same_bits(one, other)
 
 
 @pytest.mark.parametrize("barrier", [True, False])

@@ -112,6 +112,8 @@ RARE = (
     Case(methods=("fedrep",), faults=((1, 0, "raise"),), head_steps=2, again="resume"),
     Case(methods=("silobn",), fraction=0.5, recalibrate=True, way="command"),
     Case(methods=("fedbn",), hidden=((1, 0),), again="resume"),
+    Case(methods=("fedbn",), way="loop", sizes=(6, 9, 12), again="second-run"),
+    Case(methods=("scaffold",), way="loop", sizes=(6, 9, 12), again="second-run"),
     Case(methods=("ditto",), rounds=3, agc=0.05),
     Case(
         methods=("bn-scaffold",),

@@ -482,32 +482,6 @@ def test_rounds_with_values_that_are_not_finite_count_if_they_follow_each_other(
     assert [report.diverged for report in run.strategy.reports] == [[]] * 5
 
 
-def test_fixbn_names_its_frozen_statistics(federate, datasets, mlp) -> None:
-    run = federate(
-        FixBN(freeze_at=1),
-        mlp,
-        datasets,
-        rounds=4,
-        client=all_spoilt(2, 3),
-        fails=DivergedError,
-    )
-    assert "frozen after round T*=1, are far from the batches' statistics" in str(
-        run.error
-    )
-    assert "lr-decay-at=freeze" in str(run.error)
-    early = federate(
-        FixBN(freeze_at=3),
-        mlp,
-        datasets,
-        rounds=4,
-        client=all_spoilt(1, 2),
-        fails=DivergedError,
-    )
-    assert "Likely cause: the training steps are too large for the model." in str(
-        early.error
-    )
-
-
 @pytest.mark.parametrize(
     ("strategy", "named", "left_out"),
     [
@@ -517,14 +491,6 @@ def test_fixbn_names_its_frozen_statistics(federate, datasets, mlp) -> None:
             "agc=0.1, or",
         ),
         (FedWon(agc=0.01), "agc=0.01. In small runs, this helped: a tenth", "agc=0.1"),
-        (
-            FedWon(agc=0.0),
-            (
-                "agc=0. In small runs, this helped: agc=0.1, or a tenth of the"
-                " learning-rate."
-            ),
-            "proximal",
-        ),
         (
             FedAdam(eta=100.0),
             (
@@ -541,11 +507,6 @@ def test_fixbn_names_its_frozen_statistics(federate, datasets, mlp) -> None:
         (
             FedAvgM(server_learning_rate=9.0),
             "server-learning-rate=9. In small runs, its default, 1, helped.",
-            "eta=",
-        ),
-        (
-            FedProx(proximal_mu=2.0),
-            "With proximal-mu=2, a learning-rate above 2 / proximal-mu",
             "eta=",
         ),
         (FedProx(proximal_mu=0.0), "a lower learning-rate", "proximal-mu"),
@@ -565,11 +526,7 @@ def test_fixbn_names_its_frozen_statistics(federate, datasets, mlp) -> None:
             "With proximal-mu=0.01",
             "training steps",
         ),
-        (
-            FixBN(freeze_at=1),
-            "lr-decay-at=freeze, or a smaller lr-decay-factor if this is set",
-            "training steps",
-        ),
+        (FixBN(freeze_at=3), "the training steps are too large", "frozen after"),
     ],
 )
 def test_the_advice_names_the_settings_that_count(
@@ -601,20 +558,6 @@ def test_a_run_in_which_no_round_used_a_reply_fails(
     assert "6 clients asked, 6 replied, 4 refused or lost: 4 x error 2: " in str(
         run.error
     )
-
-
-def test_a_run_that_only_tests_is_no_failure(federate, datasets, mlp) -> None:
-    run = federate(FedAvg(fraction_train=0.0), mlp, datasets, rounds=2)
-    assert run.result.evaluate_metrics_clientapp
-
-
-def test_a_resumed_run_may_have_trained_before(federate, datasets, mlp) -> None:
-    strategy = FedAvg()
-    strategy.load_state_dict(
-        federate(FedAvg(), mlp, datasets, rounds=1).strategy.state_dict(), 1
-    )
-    run = federate(strategy, mlp, datasets, rounds=2, client=all_spoilt(2))
-    assert [report.server_round for report in run.strategy.reports] == [2]
 
 
 # One ConfigError of all clients.
@@ -675,23 +618,6 @@ def test_it_ends_a_run_with_a_synchronised_step(run_step, mlp, transport: str) -
             client_data((5,), (6, 5, 9)),
             transport=transport,
             client=Refusing,
-        )
-
-
-def test_other_errors_do_not_end_the_run(federate, datasets, mlp) -> None:
-    """The texts differ, one client trains, or one client is absent."""
-    for says in (
-        lambda partition: f"device='cuda:{partition}'",
-        lambda partition: "bad" if partition else "",
-    ):
-        strategy = FedAvg()
-        fails = NothingTrainedError if says(0) else None
-        federate(
-            strategy, mlp, datasets, rounds=2, wrap=refusing("train", says), fails=fails
-        )
-        assert len(strategy.reports) == 2
-        assert all(
-            len(report.rejected) == (3 if says(0) else 2) for report in strategy.reports
         )
 
 

@@ -18,15 +18,12 @@ from flwr.client import NumPyClient
 from flwr.clientapp import ClientApp
 
 from fedbn_flwr.client import client_app
-from fedbn_flwr.errors import ClientPartError, ConfigError, NormLayerError
+from fedbn_flwr.errors import ClientPartError
 from fedbn_flwr.server.rounds.testing import completing_entries
 from fedbn_flwr.strategies import (
-    MTFL,
     FedAvg,
-    FedBN,
     Scaffold,
     SiloBN,
-    Standalone,
 )
 from tests.support.bad_replies import spoil_state, spoiling
 
@@ -71,36 +68,19 @@ def test_recalibration_asks_every_client_and_does_not_change_training(
     assert completing_entries(plain.strategy.run, "recalibrated") == {}
 
 
-def test_recalibration_runs_before_tests_and_its_traffic_is_counted(
-    federate, datasets, mlp
+@pytest.mark.parametrize(
+    ("options", "exchanges"),
+    [({"recalibrate": True}, (2, 0)), ({"eval_on": "recalibrated"}, (1, 1))],
+    ids=str,
+)
+def test_the_traffic_is_counted_with_what_needs_the_statistics(
+    federate, datasets, mlp, options, exchanges
 ) -> None:
-    """Each client sends 2 x 4 float64 values and an int64 count for its layer.
-
-    The server sends the state once.
-    """
-    run = federate(FedAvg(recalibrate=True, eval_every=2), mlp, datasets, rounds=5)
-    plain = federate(FedAvg(eval_every=2), mlp, datasets, rounds=5)
-    due = [2, 4, 5]
-    for report, other in zip(run.strategy.reports, plain.strategy.reports, strict=True):
-        extra = report.server_round in due
-        a, b = report.train, other.train
-        assert (a.exchanges - b.exchanges, a.down - b.down, a.up - b.up) == (
-            extra,
-            extra * b.down,
-            extra * 3 * 64,
-        )
-        assert (a.counters_down - b.counters_down, a.counters_up - b.counters_up) == (
-            extra * 8,
-            extra * 24,
-        )
-    beside = federate(
-        FedAvg(eval_on="recalibrated", fraction_evaluate=0.0), mlp, datasets, rounds=1
-    ).strategy.reports[0]
-    assert (beside.train.exchanges, beside.evaluate.exchanges, beside.evaluate.up) == (
-        1,
-        1,
-        3 * 64,
-    )
+    """They are for every test, or for a single test."""
+    strategy = FedAvg(fraction_evaluate=0.0, **options)
+    federate(strategy, mlp, datasets, rounds=1)
+    (report,) = strategy.reports
+    assert (report.train.exchanges, report.evaluate.exchanges) == exchanges
 
 
 def test_between_two_tests_the_model_has_the_statistics_of_the_training(
@@ -150,23 +130,6 @@ def test_bad_statistics_are_rejected_and_the_others_pooled(
         kept, *(torch.from_numpy(run.state[f"0.{n}"]) for n in ("weight", "bias"))
     )
     np.testing.assert_allclose(run.state["1.running_var"], hidden.var(0), rtol=1e-12)
-
-
-@pytest.mark.parametrize("method", [FedBN, MTFL, Standalone])
-def test_methods_without_global_weights_refuse_recalibration(method) -> None:
-    for options in ({"recalibrate": True}, {"eval_on": "recalibrated"}):
-        with pytest.raises(
-            ConfigError,
-            match=f"strategy '{method.name}' keeps affine .*no global weights",
-        ):
-            method(**options)
-
-
-def test_a_model_without_batchnorm_is_refused(federate, datasets, mlp) -> None:
-    with pytest.raises(
-        NormLayerError, match=r"the model has none\. Use recalibrate=false"
-    ):
-        federate(FedAvg(recalibrate=True), functools.partial(mlp, norm=False), datasets)
 
 
 def test_a_numpy_client_without_statistics_is_named(federate, datasets, mlp) -> None:

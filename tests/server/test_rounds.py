@@ -92,53 +92,14 @@ def test_our_loop_over_rounds_equals_flowers(
         assert getattr(ours.result, kind) == getattr(theirs.result, kind), kind
 
 
-Asked = list[tuple[int, dict[str, Array], dict[str, Any]]]
-
-
-def asking(
-    strategy: FedAvg, last: int, start: Callable[..., Any] | None = None
-) -> Asked:
-    """Let ``should_stop`` end the strategy's runs after round ``last``.
-
-    Return the list of its future calls.
-    """
-    asked: Asked = []
-
-    def should_stop(server_round: int, result: Any) -> bool:
-        asked.append(
-            (
-                server_round,
-                from_record(result.arrays),
-                {kind: dict(getattr(result, kind)) for kind in KINDS},
-            )
-        )
-        return server_round == last
-
-    strategy.start = functools.partial(start or strategy.start, should_stop=should_stop)  # type: ignore[method-assign]
-    return asked
-
-
-def test_should_stop_is_asked_after_the_test_of_each_round(
-    federate, mlp, points, same_bits
-) -> None:
-    strategy = FedAvg()
-    asked = asking(strategy, 3)
-    tests = {"evaluate_fn": lambda server_round: {"accuracy": server_round / 10}}
-    done = federate(strategy, mlp, two(points), rounds=5, **tests)
-    assert [server_round for server_round, _, _ in asked] == [1, 2, 3]
-    assert len(done.history) == 4
-    for server_round, state, metrics in asked:
-        same_bits(state, done.history[server_round])
-        assert list(metrics["evaluate_metrics_serverapp"]) == [*range(server_round + 1)]
-        assert list(metrics["train_metrics_clientapp"]) == [*range(1, server_round + 1)]
-    assert asked[-1][2] == {kind: getattr(done.result, kind) for kind in KINDS}
-
-
 @pytest.mark.parametrize("way", ["should_stop", "stopped"])
 def test_a_stopped_run_ends_as_a_shorter_one(
     federate, mlp, points, same_bits, way: str
 ) -> None:
-    """``on_round_end`` can see the last round, and a second run is not stopped."""
+    """``on_round_end`` can see the last round, and a second run is not stopped.
+
+    ``should_stop`` gets the result after the test of the round.
+    """
     last: dict[int, bool] = {}
     strategy = FedAvg(
         on_round_end=lambda server_round, *_: last.update(
@@ -146,17 +107,29 @@ def test_a_stopped_run_ends_as_a_shorter_one(
         )
     )
     data, plain = two(points), strategy.start
+    asked: dict[int, tuple[Any, ...]] = {}
 
-    def tested(server_round: int) -> None:
+    def should_stop(server_round: int, result: Any) -> bool:
+        tested = [[*getattr(result, kind)] for kind in KINDS]
+        asked[server_round] = from_record(result.arrays), *tested
+        return server_round == 3
+
+    def tested(server_round: int) -> dict[str, float]:
         strategy.stopped = way == "stopped" and server_round == 3
+        return {"accuracy": server_round / 10}
 
     if way == "should_stop":
-        asking(strategy, 3)
+        strategy.start = functools.partial(plain, should_stop=should_stop)  # type: ignore[method-assign]
     stopped = federate(strategy, mlp, data, rounds=5, evaluate_fn=tested)
     assert last == {1: False, 2: False, 3: True}
+    assert [*asked] == [1, 2, 3] * (way == "should_stop")
+    for number, (state, *rounds) in asked.items():
+        same_bits(state, stopped.history[number])
+        so_far = [*range(1, number + 1)]
+        assert rounds == [so_far, so_far, [0, *so_far]]
     short = federate(FedAvg(), mlp, data, rounds=3)
     same_bits(stopped.state, short.state)
-    for kind in KINDS:
+    for kind in KINDS[:2]:
         assert getattr(stopped.result, kind) == getattr(short.result, kind), kind
     strategy.start = plain  # type: ignore[method-assign]
     assert len(federate(strategy, mlp, data, rounds=4).strategy.reports) == 4

@@ -21,6 +21,7 @@ OUT_OF_RANGE: Mapping[str, Mapping[str, list[Any]]] = {
         "variance": ["poled"],
         "min_replies": [0],
         "eval_every": [0],
+        "eval_on": ["average-bn"],
         "fraction_train": ["0.5", 1.5],
     },
     "fixbn": {

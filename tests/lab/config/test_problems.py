@@ -265,6 +265,11 @@ FURTHER: list[tuple[dict[Any, Any], str, str]] = [
         "no-global-model",
         "eval-on",
     ),
+    (
+        {"strategy": "standalone", "eval-on": "personal-own,averaged-bn"},
+        "no-local-batchnorm",
+        "eval-on",
+    ),
     ({"strategy": "centralized", "recalibrate": True}, "no-effect", "recalibrate"),
     ({"norm": "batch-renorm"}, "unknown-name", "norm"),
     ({"eval-on": "personal-domains"}, "no-main-metric", "eval-on"),

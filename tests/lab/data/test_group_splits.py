@@ -17,13 +17,7 @@ from fedbn_flwr.lab.data.partitioning import (
     partition_test_set,
     split_dataset,
 )
-
-
-def shuffled(sizes: list[int], seed: int = 0) -> np.ndarray:
-    """Return group numbers in random order, ``sizes[g]`` times the group g."""
-    return np.random.default_rng(seed).permutation(
-        np.repeat(np.arange(len(sizes)), sizes)
-    )
+from tests.support.splits import labels_of
 
 
 def domain(
@@ -36,7 +30,7 @@ def domain(
 
 
 def test_clients_hold_one_domain_in_turn_and_share_it_evenly() -> None:
-    groups = shuffled([30, 21, 8])
+    groups = labels_of([30, 21, 8])
     parts = domain(groups, 8)
     assert [set(groups[part].tolist()) for part in parts] == [{0}, {1}, {2}] * 2 + [
         {0},
@@ -60,7 +54,7 @@ def test_clients_hold_one_domain_in_turn_and_share_it_evenly() -> None:
 def test_a_share_is_a_fraction_of_each_domain_or_a_number_of_examples(
     share: float, sizes: list[int]
 ) -> None:
-    groups = shuffled([100, 50])
+    groups = labels_of([100, 50])
     parts = domain(groups, 2, share)
     assert [len(part) for part in parts] == sizes
     several = domain(groups, 6, share)
@@ -94,7 +88,7 @@ def test_domain_names_the_number_that_does_not_fit(
     clients: int, share: float, error: type[Exception], numbers: str
 ) -> None:
     with pytest.raises(error, match=numbers):
-        domain(shuffled([40, 5, 5]), clients, share)
+        domain(labels_of([40, 5, 5]), clients, share)
 
 
 def test_natural_gives_a_client_per_group_that_has_examples() -> None:
@@ -115,7 +109,7 @@ def test_groups_are_needed_and_must_fit(name: str) -> None:
     "name", [name for name, info in PARTITIONS.items() if not info.by_group]
 )
 def test_other_splits_ignore_groups(name: str) -> None:
-    labels = shuffled([40] * 10)
+    labels = labels_of([40] * 10)
     parts = [
         make_partition(name, labels, 4, seed=0, classes_per_client=5, groups=g)
         for g in (None, labels % 3)

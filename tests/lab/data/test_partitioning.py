@@ -22,6 +22,7 @@ from fedbn_flwr.lab.data.partitioning import (
 )
 from fedbn_flwr.lab.data.samples import Dataset, Samples
 from fedbn_flwr.training.randomness import derive_seed, numpy_generator
+from tests.support.splits import assert_valid, labels_of
 
 MNIST_CLASSES = [5923, 6742, 5958, 6131, 5842, 5421, 5918, 6265, 5851, 5949]
 
@@ -36,21 +37,7 @@ APPENDIX_D = {
 }
 
 
-def labels_of(sizes: list[int], seed: int = 0) -> np.ndarray:
-    return np.random.default_rng(seed).permutation(
-        np.repeat(np.arange(len(sizes)), sizes)
-    )
-
-
 EACH_FIVE = labels_of([5] * 10)
-
-
-def assert_valid(partition: list[np.ndarray], used: np.ndarray) -> None:
-    """Check that sorted int64 vectors contain each index of ``used`` once."""
-    assert all(
-        part.dtype == np.int64 and (np.diff(part) > 0).all() for part in partition
-    )
-    assert np.array_equal(np.sort(np.concatenate(partition)), used)
 
 
 @pytest.mark.parametrize(

@@ -12,22 +12,9 @@ from hypothesis import strategies as st
 
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.lab.data.partitioning import make_partition, partition_counts
+from tests.support.splits import assert_valid, labels_of
 
 PAPERS = {"mnist": ([6000] * 10, 300, 1200), "cifar10": ([5000] * 10, 250, 1000)}
-
-
-def labels_of(sizes: list[int], seed: int = 0) -> np.ndarray:
-    return np.random.default_rng(seed).permutation(
-        np.repeat(np.arange(len(sizes)), sizes)
-    )
-
-
-def assert_exact(partition: list[np.ndarray], count: int) -> None:
-    """Check that the sorted vectors contain every index once."""
-    assert all(
-        part.dtype == np.int64 and (np.diff(part) > 0).all() for part in partition
-    )
-    assert np.array_equal(np.sort(np.concatenate(partition)), np.arange(count))
 
 
 @pytest.mark.parametrize("name", PAPERS)
@@ -36,7 +23,7 @@ def test_the_papers_200_shards_give_each_client_two_classes_at_most(name: str) -
     labels = labels_of(sizes)
     partition = make_partition("shards", labels, 100, seed=1, shards_per_client=2)
     counts = partition_counts(partition, labels, 10)
-    assert_exact(partition, len(labels))
+    assert_valid(partition, np.arange(len(labels)))
     assert set(np.unique(counts)) == {0, shard, 2 * shard}
     assert (counts.sum(1) == 2 * shard).all()
     assert ((counts > 0).sum(1) <= 2).all()
@@ -56,7 +43,7 @@ def test_the_papers_unbalanced_shards_are_all_used_1_to_30_each(name: str) -> No
     labels = labels_of(sizes)
     partition = make_partition("unbalanced-shards", labels, 100, seed=2)
     counts = partition_counts(partition, labels, 10)
-    assert_exact(partition, len(labels))
+    assert_valid(partition, np.arange(len(labels)))
     assert (counts % 50 == 0).all()  # shards of 50 examples of one class
     held = counts.sum(1) // 50
     assert held.sum() == shards
@@ -97,7 +84,7 @@ def test_unbalanced_shards_within_any_bounds(
     partition = make_partition(
         "unbalanced-shards", labels, clients, seed=1, shards_per_client=most
     )
-    assert_exact(partition, 50 * shards)
+    assert_valid(partition, np.arange(50 * shards))
     held = np.array([len(part) for part in partition]) // 50
     assert held.min() >= 1
     assert held.max() <= most

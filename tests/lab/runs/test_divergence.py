@@ -199,7 +199,7 @@ FROZEN = {**FAR, "strategy": "fixbn", "freeze-at": 1}
                 "agc": 0.0,
             },
             {"agc": 0.1},
-            "agc=0.",
+            "helped: agc=0.1",
         ),
         pytest.param(DEEP, {"norm": "batch"}, "norm=batch", marks=pytest.mark.slow),
         pytest.param(

@@ -16,12 +16,12 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
-from sklearn import metrics as sk
 from torch import Tensor, nn
 
 from fedbn_flwr import global_state, personal_state
 from fedbn_flwr.batchnorm.adaptation import evaluate_adapted
 from fedbn_flwr.batchnorm.parts import split_state
+from fedbn_flwr.client.personal_model import AVERAGED
 from fedbn_flwr.errors import ConfigError, NormLayerError, StateError
 from fedbn_flwr.lab.cli.console import Scores
 from fedbn_flwr.lab.config import Config, data_of, method_of
@@ -82,33 +82,6 @@ def test_recalibrate_gives_the_statistics_that_are_tested_beside_the_model(
         line["round"] for line in lines_of(other) if "test-recalibrated-loss" in line
     ]
     assert tested == [2, 3]
-
-
-@pytest.mark.parametrize("strategy", ["fedbn", "mtfl"])
-def test_averaged_bn_is_tested_saved_and_predicted(quick_run, strategy: str) -> None:
-    settings = {"num-server-rounds": 3, "local-steps": 5, "learning-rate": 0.3}
-    summary, out = quick_run(
-        strategy=strategy, **{"eval-on": "personal-own,averaged-bn,global", **settings}
-    )
-    plain, _ = quick_run(
-        strategy=strategy, **{"eval-on": "personal-own,global", **settings}
-    )
-    for key in ("personal-own-loss", "test-loss", "train-loss"):
-        assert summary["final"][key] == plain["final"][key], "a test changes nothing"
-    model, about = saved(out)
-    config = Config.load(out / "config.yaml")
-    result = evaluate(model, partitioned_data(config, 3).test_view())
-    assert (
-        result.loss
-        == summary["final"]["test-averaged-bn-loss"]
-        != summary["final"]["test-loss"]
-    )
-    kept = {"affine", "statistics", "counters"} - {
-        part for part, text in about.items() if text == "global"
-    }
-    assert kept
-    text = "weighted average of the clients' latest: this part stays with the clients"
-    assert {about[part] for part in kept} == {text}
 
 
 LOCAL_PARTS = {
@@ -329,7 +302,11 @@ def test_each_clients_model_is_tested_on_each_domain(quick_run) -> None:
 
 @pytest.mark.parametrize(
     ("strategy", "test", "prefix"),
-    [("fedavg", "global", "test"), ("fedbn", "averaged-bn", "test-averaged-bn")],
+    [
+        ("fedavg", "global", "test"),
+        ("fedbn", "averaged-bn", "test-averaged-bn"),
+        ("mtfl", "averaged-bn", "test-averaged-bn"),
+    ],
 )
 def test_test_time_bn_is_tested_beside_the_plain_model(
     quick_run, strategy: str, test: str, prefix: str
@@ -338,7 +315,9 @@ def test_test_time_bn_is_tested_beside_the_plain_model(
     summary, out = quick_run(
         strategy=strategy, **{"test-bn": "mix", "eval-on": f"{test}-test-bn"}
     )
-    model, _ = saved(out)
+    model, about = saved(out)
+    averaged = {part for part, text in about.items() if text == AVERAGED}
+    assert averaged == LOCAL_PARTS.get(strategy, set())
     config = Config.load(out / "config.yaml")
     assert method_of(config).tests == (f"{test}-test-bn", test)
     assert summary["headline"] == f"test-{test}-test-bn-accuracy"
@@ -498,16 +477,10 @@ def test_a_binary_run_has_its_metrics_everywhere(
     config = Config.load(out / "config.yaml")
     model, _ = saved(out)
     test = partitioned_data(config, 3).test_view()
-    inputs, targets = test.batch(torch.arange(len(test)))
-    with torch.no_grad():
-        outputs = model.eval()(inputs)
-    assert outputs.shape == (len(test), 1)
-    logits = outputs[:, 0]
-    assert line["test-auroc"] == pytest.approx(
-        sk.roc_auc_score(targets, logits), rel=1e-12
-    )
-    assert line["test-f1"] == pytest.approx(sk.f1_score(targets, logits > 0), rel=1e-12)
-    assert line["test-accuracy"] == ((logits > 0) == targets).double().mean()
+    found = evaluate(model, test, task=BINARY).named("test-")
+    assert found.keys() > {"test-auroc", "test-f1", "test-accuracy"}
+    for name, value in found.items():
+        assert line[name] == pytest.approx(value, rel=1e-12), name
     assert 0 < line["train-accuracy"] < 1
 
     one_class, defined = [], []

@@ -123,7 +123,7 @@ def finish(folder: Path, lines: list[dict[str, Any]], **more: Any) -> None:
         "final": whole[-1],
         "rounds": len(whole),
         "sha256": "x",
-        "ledger": {},
+        "ledger": {"bytes-down": 2**20, "bytes-up": 2**21},
     }
     (folder / "summary.json").write_text(json.dumps({**summary, **more}))
 
@@ -176,6 +176,7 @@ def test_what_it_took_to_reach_the_target(tmp_path: Path, monkeypatch) -> None:
         "+0.00",
     )
     assert (first["final"], first["paper"]) == ("70.00 ± 28.28", "70.00 ± 2.50")
+    assert first["MB of floats"] == "3.00"
     assert (first["runs"], second["runs"]) == ("2, 1 with lost replies", "1")
     assert (second["reached"], second["rounds to it"], second["paper"]) == (
         "0 of 1",
