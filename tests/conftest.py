@@ -237,26 +237,19 @@ MakePoints = Callable[..., Points]
 
 @pytest.fixture
 def points() -> MakePoints:
-    """Provide ``points(n, seed, shape=(5,), classes=3)`` to make n random points.
+    """Provide ``points(n, seed, shape=(5,))`` to make n random points.
 
     They are shifted and scaled by client, so clients differ.
     """
 
-    def make(
-        num_examples: int,
-        seed: int = 0,
-        shape: tuple[int, ...] = (5,),
-        classes: int = 3,
-    ) -> Points:
+    def make(num_examples: int, seed: int = 0, shape: tuple[int, ...] = (5,)) -> Points:
         generator = torch.Generator().manual_seed(seed)
         inputs = (
             torch.randn(num_examples, *shape, generator=generator, dtype=torch.float64)
             * (1 + 0.3 * seed)
             + seed
         )
-        return Points(
-            inputs, torch.randint(classes, (num_examples,), generator=generator)
-        )
+        return Points(inputs, torch.randint(3, (num_examples,), generator=generator))
 
     return make
 
@@ -320,9 +313,9 @@ def mlp() -> MakeModel:
     It has one BatchNorm1d and seeded weights.
     """
 
-    def make(norm: bool = True, dropout: float = 0.0, seed: int = 0) -> nn.Module:
+    def make(norm: bool = True, dropout: float = 0.0) -> nn.Module:
         with torch.random.fork_rng():
-            torch.manual_seed(seed)
+            torch.manual_seed(0)
             layers = [
                 nn.Linear(5, 4),
                 *([nn.BatchNorm1d(4)] if norm else []),

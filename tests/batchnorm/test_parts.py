@@ -28,8 +28,8 @@ STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 class OwnNorm(nn.BatchNorm2d):
     """A subclass with one more entry."""
 
-    def __init__(self, channels: int) -> None:
-        super().__init__(channels)
+    def __init__(self) -> None:
+        super().__init__(3)
         self.register_buffer("warm_up", torch.zeros(()))
 
 
@@ -114,7 +114,7 @@ def test_a_path_that_is_a_prefix_of_another() -> None:
 
 
 def test_subclass_keeps_its_own_entries_in_rest() -> None:
-    parts = split_state(nn.Sequential(OwnNorm(3)))
+    parts = split_state(nn.Sequential(OwnNorm()))
     assert sizes(parts) == (2, 2, 1, 1)
     assert parts.rest == ("0.warm_up",)
 
@@ -242,7 +242,7 @@ class Windowed(nn.Module):
         self.norms = nn.Sequential(
             nn.BatchNorm1d(3),
             nn.InstanceNorm1d(3, track_running_stats=True),
-            OwnNorm(3),
+            OwnNorm(),
         )
         self.spectral = nn.Sequential(
             parametrizations.spectral_norm(nn.Linear(3, 3)),

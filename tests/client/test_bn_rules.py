@@ -310,51 +310,32 @@ def test_hooks_that_send_arrays_need_message_and_context(mlp) -> None:
         bn_rules(mlp(), {"fedbn-flwr.hooks": "variates"}).__enter__()
 
 
-def test_a_first_batch_that_changes_between_exchanges_is_refused(
-    run_app, user_app
+@pytest.mark.parametrize(
+    ("size", "moves", "said"),
+    [
+        (4, 1, "the first batch must be the same each time"),
+        (3, 0, "batch is 3, but this client's answer to the query was batch-size 4"),
+    ],
+)
+def test_a_first_batch_that_changes_or_has_another_size_is_refused(
+    run_app, user_app, size: int, moves: int, said: str
 ) -> None:
     """With messages, every exchange calls the training function again."""
     calls = iter(range(1000))
 
     def restless(model: nn.Module, data: Any, msg: Message, context: Context) -> float:
         with bn_rules(model, msg, context) as rules:
-            positions = (torch.arange(4) + next(calls)) % len(data)
+            positions = (torch.arange(size) + moves * next(calls)) % len(data)
             inputs, targets = data.batch(positions)
-            with rules.step(4):
+            with rules.step(size):
                 F.cross_entropy(model(inputs), targets).backward()
         return 0.0
 
     strategy = FedTAN()
-    run_app(
-        strategy,
-        user_app(restless, query=True),
-        rounds=1,
-        barrier=False,
-        fails=NothingTrainedError,
-    )
-    assert all(
-        "the first batch must be the same each time" in why
-        for why in strategy.reports[0].rejected.values()
-    )
-    assert len(strategy.reports[0].rejected) == len(SIZES)
-
-
-def test_a_first_batch_of_another_size_is_refused(run_app, user_app) -> None:
-    def short(model: nn.Module, data: Any, msg: Message, context: Context) -> float:
-        with bn_rules(model, msg, context) as rules, rules.step(3):
-            F.cross_entropy(model(data.inputs[:3]), data.targets[:3]).backward()
-        return 0.0
-
-    strategy = FedTAN()
-    run_app(
-        strategy,
-        user_app(short, query=True),
-        rounds=1,
-        barrier=False,
-        fails=NothingTrainedError,
-    )
-    said = "first batch is 3, but this client's answer to the query was batch-size 4"
-    assert all(said in why for why in strategy.reports[0].rejected.values())
+    app = user_app(restless, query=True)
+    run_app(strategy, app, rounds=1, barrier=False, fails=NothingTrainedError)
+    reasons = strategy.reports[0].rejected.values()
+    assert [said in why for why in reasons] == [True] * len(SIZES)
 
 
 class Surveying(ClientHook):

@@ -45,6 +45,7 @@ from fedbn_flwr.strategies import (
 )
 from fedbn_flwr.transport import polling_grid
 from fedbn_flwr.transport.polling_grid import PollingGrid
+from tests.support.bad_replies import forgetting
 from tests.support.user_loops import SIZES, hooked_loop, plain_loop
 from tests.support.versioned import Versioned
 
@@ -187,23 +188,8 @@ def test_a_client_that_lost_what_a_hook_kept_is_named(
     run_app, user_app, caplog, loses: bool
 ) -> None:
     """SCAFFOLD's variate is kept by the hook in training, not by the answering mod."""
-
-    def forget(message: Message, context: Context, call_next: Any) -> Message:
-        config = next(iter(message.content.config_records.values()), {})
-        asked = (
-            message.metadata.message_type,
-            config.get("server-round"),
-            context.node_config["partition-id"],
-        )
-        if loses and asked == ("train", 3, 1):
-            context.state = RecordDict()
-        return call_next(message, context)
-
-    run_app(
-        Scaffold(),
-        user_app(hooked_loop, mods=(forget, bn_mod), query=True),
-        rounds=4,
-    )
+    mods = [*[forgetting("train", 3, 1)] * loses, bn_mod]
+    run_app(Scaffold(), user_app(hooked_loop, mods=mods, query=True), rounds=4)
     lost = [text for text in caplog.messages if "had lost its local state" in text]
     assert ["(partition 1)" in text for text in lost] == [True] * loses
 

@@ -57,17 +57,20 @@ def run_private(mlp) -> Callable[[Strategy, ClientApp], Strategy]:
     return run
 
 
+def assert_all_work(strategy: Strategy) -> None:
+    """Assert that all clients trained and were tested in two rounds."""
+    assert len(strategy.reports) == 2
+    for report in strategy.reports:
+        assert (report.participants, report.rejected) == ([0, 1, 2], {})
+        assert list(report.evaluations) == ["0", "1", "2"]
+
+
 @PRIVATE
 def test_with_bn_mod_first_and_the_mod_on_training_everything_passes(
     run_private, user_app, mod, name
 ) -> None:
     strategy = run_private(FedBN(), user_app(query=True, train_mods=[mod]))
-    assert [(r.participants, r.rejected) for r in strategy.reports] == [
-        ([0, 1, 2], {})
-    ] * 2
-    assert [list(report.evaluations) for report in strategy.reports] == [
-        ["0", "1", "2"]
-    ] * 2
+    assert_all_work(strategy)
 
 
 @PRIVATE
@@ -215,12 +218,7 @@ def test_mods_that_only_look_may_stand_anywhere(run_app, user_app, name: str) ->
     )
     by_channel = {"grid_options": {"threads": len(SIZES)}} if "channel" in name else {}
     run_app(strategy, app, rounds=2, barrier=False, **by_channel)
-    assert [(report.participants, report.rejected) for report in strategy.reports] == [
-        ([0, 1, 2], {})
-    ] * 2
-    assert [list(report.evaluations) for report in strategy.reports] == [
-        ["0", "1", "2"]
-    ] * 2
+    assert_all_work(strategy)
 
 
 def test_mods_that_only_look_may_stand_in_the_legacy_loop(
@@ -231,9 +229,7 @@ def test_mods_that_only_look_may_stand_in_the_legacy_loop(
     )
     strategy = FedBN()
     run_legacy_loop(strategy, app, mlp().state_dict(), len(SIZES), 2)
-    assert [(report.participants, report.rejected) for report in strategy.reports] == [
-        ([0, 1, 2], {})
-    ] * 2
+    assert_all_work(strategy)
 
 
 Seen = list[tuple[int, str, list[int]]]

@@ -39,13 +39,9 @@ class SAM(torch.optim.Optimizer):
     """
 
     def __init__(
-        self,
-        params: Any,
-        base: type[torch.optim.Optimizer],
-        rho: float = 0.05,
-        **settings: Any,
+        self, params: Any, base: type[torch.optim.Optimizer], **settings: Any
     ) -> None:
-        super().__init__(params, {"rho": rho, **settings})
+        super().__init__(params, {"rho": 0.05, **settings})
         self.base_optimizer = base(self.param_groups, **settings)
         self.param_groups = self.base_optimizer.param_groups
         self.subtracts = False

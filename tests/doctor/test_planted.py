@@ -52,11 +52,6 @@ class Ground:
         ]
         return [DataLoader(data, batch_size=batch_size, shuffle=True) for data in sets]
 
-    def two(self, size: int = 32, targets: Tensor | None = None) -> list[Any]:
-        """Two clients with a batch each."""
-        targets = self.targets if targets is None else targets
-        return [[(self.inputs[k : k + size], targets[k : k + size])] for k in (0, size)]
-
     def by_class(self, batch_size: int = 200) -> list[DataLoader]:
         """Clients with two to three classes each."""
         parts = torch.argsort(self.targets, stable=True).chunk(NUM_CLIENTS)

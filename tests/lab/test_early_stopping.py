@@ -162,7 +162,7 @@ def test_what_the_summary_says_of_the_method_is_of_the_best_round(
     assert summary["frozen-after"] is None
 
 
-def test_the_best_round_is_the_first_with_the_best_score(quick_config) -> None:
+def test_the_best_round_is_the_first_with_the_best_score() -> None:
     config = Config.make({**BASE, "early-stopping": 2})
     scores = [0.5, None, 0.7, 0.7, float("nan"), 0.6]
     lines = [

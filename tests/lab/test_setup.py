@@ -283,20 +283,6 @@ def test_bfloat16_that_this_machine_emulates_is_told(
         )
 
 
-def test_a_relative_data_folder_is_refused_and_the_absolute_one_named(
-    quick_config, tmp_path, monkeypatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError) as caught:
-        check(quick_config(**{"data-dir": "mnist", "dataset": "mnist"}))
-    assert (
-        str(caught.value)
-        == "data-dir='mnist' is relative, and the server and the nodes run in other"
-        " folders. Write the absolute path (seen from the folder of this process:"
-        f" {str(tmp_path / 'mnist')!r})."
-    )
-
-
 def test_a_round_waits_as_long_as_told_and_in_process_for_ever(
     quick_config, tmp_path: Path, monkeypatch: Any
 ) -> None:
@@ -315,11 +301,6 @@ def test_a_round_waits_as_long_as_told_and_in_process_for_ever(
             run(quick_config(**{"round-timeout": seconds}), tmp_path / f"{seconds}")
     assert waited[0] == 77.0
     assert waited[1] > 1e9
-
-
-def test_data_that_is_not_embedded_needs_a_folder(quick_config) -> None:
-    with pytest.raises(DataError, match="'mnist' is not embedded, and data-dir=''"):
-        partitioned_data(quick_config(dataset="mnist"), 3)
 
 
 def test_fedwons_mobilenet_on_cifar_at_32_pixels() -> None:

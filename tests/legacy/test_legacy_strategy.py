@@ -6,7 +6,6 @@ client/test_user_loops.py compares the bits.
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -75,23 +74,16 @@ ROUNDS = 3
 
 
 @pytest.fixture
-def run_legacy(run_legacy_loop) -> Callable[..., LegacyOutcome]:
-    """Provide ``run_legacy(strategy, model, client_fn, num_nodes)``.
+def run_legacy(run_legacy_loop, datasets, mlp) -> Callable[..., LegacyOutcome]:
+    """Provide ``run_legacy(strategy, kind=Stock, **options)``.
 
     It runs Flower's ServerApp and ClientApp of the old kind.
     """
 
-    def run(
-        strategy: Strategy,
-        model: Callable[[], nn.Module],
-        client_fn: Any,
-        num_nodes: int,
-        **options: Any,
-    ) -> Any:
-        app = ClientApp(client_fn=client_fn)
-        return run_legacy_loop(
-            strategy, app, model().state_dict(), num_nodes, ROUNDS, **options
-        )
+    def run(strategy: Strategy, kind: Any = None, **options: Any) -> Any:
+        app = ClientApp(numpy_clients(mlp, datasets, kind or Stock))
+        start = mlp().state_dict()
+        return run_legacy_loop(strategy, app, start, len(datasets), ROUNDS, **options)
 
     return run
 
@@ -144,19 +136,12 @@ def test_a_second_fit_on_the_same_nodes_begins_anew(
         ]
 
 
-def test_a_round_that_trains_nobody_keeps_the_previous_model(
-    run_legacy, datasets, mlp
-) -> None:
+def test_a_round_that_trains_nobody_keeps_the_previous_model(run_legacy) -> None:
     class Empty(Stock):
         def get_properties(self, config: dict[str, Any]) -> dict[str, Any]:
             return {"num-examples": 0}
 
-    run = run_legacy(
-        FedAvg(),
-        mlp,
-        lambda context: Empty(mlp(), datasets[0], context).to_client(),
-        len(datasets),
-    )
+    run = run_legacy(FedAvg(), Empty)
     assert [report.kept_previous for report in run.strategy.reports] == [True] * ROUNDS
 
 
@@ -237,20 +222,10 @@ class Stock(TheirClient):
         return loss, number, {"told": config.get("told", 0)}
 
 
-def stock_fn(
-    model: Callable[[], nn.Module], datasets: list, kind: type[Stock] = Stock
-) -> Any:
-    """Return a client function that gives each client its data."""
-    return numpy_clients(model, datasets, kind)
-
-
-def test_the_projects_own_config_reaches_its_clients(run_legacy, datasets, mlp) -> None:
+def test_the_projects_own_config_reaches_its_clients(run_legacy, mlp) -> None:
     """Stock clients train under FedAvg, and counters stay integers."""
     run = run_legacy(
         FedAvg(),
-        mlp,
-        stock_fn(mlp, datasets),
-        len(datasets),
         on_fit_config_fn=lambda r: {"told": 10 * r},
         on_evaluate_config_fn=lambda r: {"told": r},
     )
@@ -260,9 +235,7 @@ def test_the_projects_own_config_reaches_its_clients(run_legacy, datasets, mlp) 
     assert [report.metrics["heard"] for report in run.strategy.reports] == [10, 20, 30]
 
 
-def test_the_projects_own_aggregation_of_metrics_is_called(
-    run_legacy, datasets, mlp
-) -> None:
+def test_the_projects_own_aggregation_of_metrics_is_called(run_legacy) -> None:
     """The function has the interface of Flower's legacy strategies.
 
     It gets the texts among the metrics, and skips a refused result.
@@ -288,9 +261,7 @@ def test_the_projects_own_aggregation_of_metrics_is_called(
     seen: list[Any] = []
     run = run_legacy(
         FedAvg(),
-        mlp,
-        stock_fn(mlp, datasets, Worded),
-        len(datasets),
+        Worded,
         fit_metrics_aggregation_fn=words,
         evaluate_metrics_aggregation_fn=words,
     )
@@ -305,9 +276,7 @@ def test_the_projects_own_aggregation_of_metrics_is_called(
     with pytest.raises(NothingTrainedError):
         run_legacy(
             FedAvg(min_replies=3, fraction_evaluate=0.0),
-            mlp,
-            stock_fn(mlp, datasets, Worded),
-            len(datasets),
+            Worded,
             fit_metrics_aggregation_fn=words,
         )
     assert seen == [], "no result was used"
@@ -337,23 +306,22 @@ def test_the_config_names_the_arrays_that_a_client_gets(
 
 @pytest.mark.parametrize("number", [0, 1])
 def test_a_loss_before_the_first_round_is_no_divergence(
-    run_legacy, datasets, mlp, number: int
+    run_legacy, number: int
 ) -> None:
     """The model of round 0 is the project's own."""
 
     def test(server_round: int, arrays: list[Array], config: Any) -> Any:
         return float("nan") if server_round == number else 1.0, {}
 
-    clients = stock_fn(mlp, datasets)
     with nullcontext() if number == 0 else pytest.raises(DivergedError):
-        run_legacy(FedAvg(), mlp, clients, len(datasets), evaluate_fn=test)
+        run_legacy(FedAvg(), evaluate_fn=test)
 
 
 def test_a_stock_client_under_fedbn_is_refused_by_name_not_run_as_fedavg(
-    run_legacy, datasets, mlp
+    run_legacy,
 ) -> None:
     with pytest.raises(ClientPartError, match=r"strategy 'fedbn' \('1.weight'"):
-        run_legacy(FedBN(), mlp, stock_fn(mlp, datasets), len(datasets))
+        run_legacy(FedBN())
 
 
 def fails_to_fit(kind: type[Stock]) -> type[Stock]:
@@ -370,7 +338,7 @@ def fails_to_fit(kind: type[Stock]) -> type[Stock]:
 
 @pytest.mark.parametrize("way", ["loop", "workflow", "secure workflow"])
 def test_a_failure_is_reported_with_its_client_and_message(
-    run_legacy, run_workflow, datasets, mlp, way: str
+    run_legacy, run_workflow, way: str
 ) -> None:
     """The loop and the workflows pass an exception without its client.
 
@@ -381,9 +349,7 @@ def test_a_failure_is_reported_with_its_client_and_message(
         get_properties = Single.get_properties
 
     if way == "loop":
-        run = run_legacy(
-            FedAvg(), mlp, stock_fn(mlp, datasets, fails_to_fit(Named)), len(datasets)
-        )
+        run = run_legacy(FedAvg(), fails_to_fit(Named))
     else:
         run = run_workflow(FedAvg(), way == "secure workflow", fails_to_fit(Single))
     for report in run.strategy.reports:
@@ -564,7 +530,7 @@ def test_each_round_that_halts_is_reported_once_with_its_own_failures(
 
     strategy, start = FedAvg(), mlp().float().state_dict()
     legacy = Keeps(strategy, to_record(start), num_rounds=2, timeout=60)
-    app = ClientApp(stock_fn(mlp, datasets, Fails))
+    app = ClientApp(numpy_clients(mlp, datasets, Fails))
     with pytest.raises(NothingTrainedError):
         run_legacy_loop(legacy, app, start, len(datasets), 2)
     for number, report in enumerate(strategy.reports, 1):
@@ -613,8 +579,7 @@ def test_counters_stay_as_sent_under_secure_aggregation(run_workflow, caplog) ->
     def counted(start: dict[str, Any]) -> None:
         start["1.num_batches_tracked"] += 1000
 
-    with caplog.at_level(logging.WARNING, logger="flwr"):
-        run = run_workflow(FedAvg(), True, change=counted)
+    run = run_workflow(FedAvg(), True, change=counted)
     assert [int(state["1.num_batches_tracked"]) for state in run.history] == [1000] * 3
     assert (
         caplog.text.count(

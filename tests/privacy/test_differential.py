@@ -575,7 +575,7 @@ def test_the_clipping_norm_finds_its_quantile(mlp: Any) -> None:
 
 @pytest.mark.parametrize("strategy", [FedAvg, FedBN])
 def test_noise_in_statistics_is_told_where_they_get_some(
-    federate: Any, mlp: Any, datasets: Any, caplog: Any, strategy: Any
+    caplog: Any, strategy: Any
 ) -> None:
     wrapper = DPWrapper(strategy(), 1.0, 1.0, where="client")
     wrapper.privacy.begin(wrapper.strategy.methods)

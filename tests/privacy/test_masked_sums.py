@@ -77,32 +77,28 @@ def furthest(one: State, other: State) -> float:
 
 
 class Losing:
-    """An app that fails as ``{partition: stage}`` asks in some rounds.
+    """An app that fails as ``{partition: stage}`` asks in round 1.
 
     The stage "train" fails after the training.
     """
 
-    def __init__(
-        self, app: ClientApp, lost: Mapping[int, str], rounds: Collection[int]
-    ) -> None:
-        self.app, self.lost, self.rounds = app, lost, rounds
+    def __init__(self, app: ClientApp, lost: Mapping[int, str]) -> None:
+        self.app, self.lost = app, lost
 
     def __call__(self, message: Message, context: Context) -> Message:
         (config,) = message.content.config_records.values() or ({},)
         stage = config.get("fedbn-flwr.mask-stage") or message.metadata.message_type
         reply = self.app(message, context)
         if (
-            config.get("server-round") in self.rounds
+            config.get("server-round") == 1
             and self.lost.get(int(context.node_config["partition-id"])) == stage
         ):
             raise RuntimeError("power cut")
         return reply
 
 
-def losing(
-    lost: Mapping[int, str], rounds: Collection[int] = (1,)
-) -> Callable[[Any], Any]:
-    return lambda client_fn: Losing(client_app(client_fn), lost, rounds)
+def losing(lost: Mapping[int, str]) -> Callable[[Any], Any]:
+    return lambda client_fn: Losing(client_app(client_fn), lost)
 
 
 # The law.
@@ -207,7 +203,7 @@ def test_a_masked_step_equals_the_plain_one(
     assert 0 < furthest(plain.state, runs[0].state) < 1e-11
 
 
-def test_a_users_app_with_the_mods(federate, datasets, mlp, same_bits) -> None:
+def test_a_users_app_with_the_mods(federate, datasets, mlp) -> None:
     """The app begins with ``masked_update`` and ``bn_mod``, as ``client_app`` does."""
 
     def app_of(client_fn: Any) -> ClientApp:

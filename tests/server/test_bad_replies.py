@@ -13,9 +13,6 @@ import pytest
 from flwr.app import (
     Array,
     ArrayRecord,
-    ConfigRecord,
-    Context,
-    Message,
     MessageType,
     MetricRecord,
     RecordDict,
@@ -28,7 +25,13 @@ from fedbn_flwr.messages.records import to_record, to_state, views
 from fedbn_flwr.strategies import FedAvg, FedBN, Scaffold
 from fedbn_flwr.strategies.scaffold import VARIATES
 from fedbn_flwr.training.turns import interrupted
-from tests.support.bad_replies import BAD, Spoil, spoil_state, spoiling
+from tests.support.bad_replies import (
+    BAD,
+    Spoil,
+    forgetting,
+    spoil_state,
+    spoiling,
+)
 from tests.support.written_out import close
 
 SIZES = (6, 13, 9)
@@ -133,19 +136,14 @@ WRONG: dict[str, tuple[Spoil, str | None, str]] = {
 
 @pytest.fixture
 def without_bad(federate, points, mlp):
-    """Return a function that runs with a bad client that has no data."""
-
-    def run(rounds: int) -> Any:
-        if rounds not in WITHOUT:
-            WITHOUT[rounds] = federate(
-                FedAvg(), mlp, [points(6, 0), points(0), points(9, 2)], rounds=rounds
-            )
-        return WITHOUT[rounds]
-
-    return run
+    """Return a run with a bad client that has no data."""
+    if not WITHOUT:
+        datasets = [points(6, 0), points(0), points(9, 2)]
+        WITHOUT.append(federate(FedAvg(), mlp, datasets, rounds=1))
+    return WITHOUT[0]
 
 
-WITHOUT: dict[int, Any] = {}
+WITHOUT: list[Any] = []
 
 
 @pytest.mark.parametrize("wrong", WRONG)
@@ -165,7 +163,7 @@ def test_a_bad_reply_is_refused_by_name(
     assert report.codes.get(node_id) == ({code} if code else None)
     assert (report.participants, report.kept_previous) == ([0, 2], False)
     assert list(report.clients) == ["0", "2"]
-    close(run.state, without_bad(1).state)
+    close(run.state, without_bad.state)
 
 
 @pytest.mark.parametrize(
@@ -285,7 +283,7 @@ def test_a_client_that_does_not_answer_in_time_is_rejected(
     federate, datasets, mlp, without_bad
 ) -> None:
     # This comes first because a process's first step takes seconds.
-    expected, over = without_bad(1).state, threading.Event()
+    expected, over = without_bad.state, threading.Event()
 
     def hang(content: RecordDict) -> None:
         with interrupted():
@@ -310,28 +308,8 @@ def test_a_client_that_lost_its_local_part_gets_the_initial_part_again(
 
     The server assumes that the client has received the initial model.
     """
-    lost = []
-
-    def forgetful(client_fn) -> ClientApp:
-        whole, app = client_app(client_fn), ClientApp()
-
-        def answer(message: Message, context: Context) -> Message:
-            config = next(iter(message.content.config_records.values()), ConfigRecord())
-            asked = (
-                config.get("server-round"),
-                message.metadata.message_type,
-                context.node_config["partition-id"],
-            )
-            if asked == (2, kind, BAD) and not lost:
-                lost.append(context.state.pop("fedbn-flwr.local"))
-                context.state.pop("fedbn-flwr.local.about")
-            return whole(message, context)
-
-        for register in (app.train(), app.evaluate(), app.query()):
-            register(answer)
-        return app
-
-    run = federate(FedBN(), mlp, datasets, rounds=4, wrap=forgetful)
+    app = functools.partial(client_app, mods=[forgetting(kind, 2, BAD)])
+    run = federate(FedBN(), mlp, datasets, rounds=4, wrap=app)
     # An error rolls the context back, so the client has its part again in this engine.
     # The server sends it anyway.
     second = [0, 2] if kind == MessageType.TRAIN else [0, 1, 2]

@@ -35,8 +35,9 @@ from fedbn_flwr.server.runs.run_state import Run
 from fedbn_flwr.server.strategy import Strategy
 from fedbn_flwr.strategies import FedAvg, FedAvgM, FedBN, FixBN, Scaffold, StaticBN
 from fedbn_flwr.training import LearningRate, LocalTraining
+from tests.support.bad_replies import lose_replies
 from tests.support.checkpoints import bits, through_a_file
-from tests.support.federation import RecordingGrid, torch_clients
+from tests.support.federation import torch_clients
 
 
 def two(points: Any) -> list[Any]:
@@ -374,47 +375,19 @@ def test_a_node_lost_in_the_first_round_after_a_resume_has_not_answered(
     The server must send the expected hash again.
     """
     data = two(points)
-    first = federate(FedBN(), mlp, data, rounds=2)
+    saved = federate(FedBN(), mlp, data, rounds=2).strategy.state_dict()
     again = FedBN(fraction_evaluate=0.0)
-    saved = first.strategy.state_dict()
     again.load_state_dict(
         {**saved, "kept": {**saved["kept"], "hashes": {}}, "initialised": []}, 2
     )
-    send = RecordingGrid.send_and_receive
-
-    def lose_the_first(
-        grid: RecordingGrid, messages: Any, *, timeout: float | None = None
-    ) -> list[Message]:
-        asked = list(messages)
-        if (
-            len(again.reports) > 1
-            or not asked
-            or asked[0].metadata.message_type != "train"
-        ):
-            return send(grid, asked, timeout=timeout)
-        lost = [
-            message
-            for message in asked
-            if grid.partition(message.metadata.dst_node_id) == 1
-        ]
-        replies = send(
-            grid, [message for message in asked if message not in lost], timeout=timeout
-        )
-        grid.sent += lost
-        return [
-            *replies,
-            *(Message(Error(code, "lost"), reply_to=message) for message in lost),
-        ]
-
-    monkeypatch.setattr(RecordingGrid, "send_and_receive", lose_the_first)
+    lose_replies(monkeypatch, {3: 1}, code)
     run = federate(again, mlp, data, rounds=4)
-    asked = run.grid.of("train")
     told = [
         (
             message.content["config"]["server-round"],
             run.grid.partition(message.metadata.dst_node_id),
         )
-        for message in asked
+        for message in run.grid.of("train")
         if "fedbn-flwr.local-sha256" in message.content["config"]
     ]
     assert sorted(told) == [(3, 0), (3, 1), *([(4, 1)] if asked_again else [])]
@@ -433,14 +406,12 @@ def test_a_node_with_unknown_partition_is_not_sent_an_expected_hash() -> None:
     ]
 
 
-def asked_of(
-    run: Run, report: RoundOutcome, nodes: list[Node], kind: str = "train"
-) -> Any:
+def asked_of(run: Run, report: RoundOutcome, nodes: list[Node]) -> Any:
     """Return a round's messages to these nodes, made without a federation."""
     # Flower makes messages only in the process of a run.
     InProcessGrid(client_app(lambda context: None), 1).close()
     run.reports = [report]
-    return address(run, nodes, kind, ArrayRecord(), {}, report.train)
+    return address(run, nodes, "train", ArrayRecord(), {}, report.train)
 
 
 @pytest.mark.parametrize(

@@ -609,27 +609,6 @@ def test_only_the_limit_of_a_phase_ends_it(
     assert len(report.evaluations) == 2
 
 
-@pytest.mark.parametrize("steps", [1, 4])
-def test_replayed_steps_give_the_bits_of_uninterrupted_steps(
-    run_step, model, data, same_bits, steps: int
-) -> None:
-    """Each replay has the batch, random state and statistics of the first pass.
-
-    The test runs with dropout.
-    """
-    settings = {"rounds": 2, "local_steps": steps, "batch_size": 4, "sgd_momentum": 0.9}
-    barrier, messages, channel = (
-        run_step(synchronised(FedTAN, c), model, data, transport=c, **settings)
-        for c in TRANSPORTS
-    )
-    same_bits(barrier.state, messages.state)
-    same_bits(barrier.state, channel.state)
-    other = run_step(synchronised(FedTAN, "barrier"), model, data, **settings, seed=8)
-    assert not np.array_equal(barrier.state["0.weight"], other.state["0.weight"]), (
-        "dropout and batches do draw"
-    )
-
-
 def test_a_client_that_hangs_for_rounds_does_not_block_the_others(
     run_step, model, data
 ) -> None:

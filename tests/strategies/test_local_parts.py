@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -125,17 +126,8 @@ def test_a_client_that_uploads_its_local_part_is_rejected(
         def fit(self, parameters, config):
             arrays, count, metrics = super().fit(parameters, config)
             if self.partition_id == 1:
-                metrics.pop("fedbn-flwr.array-names")
-                return (
-                    self.get_parameters({}),
-                    count,
-                    {
-                        **metrics,
-                        "fedbn-flwr.array-names": (
-                            str(list(self.parts.names)).replace("'", '"')
-                        ),
-                    },
-                )
+                metrics["fedbn-flwr.array-names"] = json.dumps(list(self.parts.names))
+                arrays = self.get_parameters({})
             return arrays, count, metrics
 
     run = federate(

@@ -66,26 +66,6 @@ def test_beside_a_method_of_which_nothing_travels_all_of_a_method_travels() -> N
     )
 
 
-@pytest.mark.parametrize(
-    ("read", "told"), [("log", []), ("each", ["a metric tells of it"])]
-)
-def test_privacy_hears_of_metrics_that_the_server_reads(
-    read: Any, told: list[str]
-) -> None:
-    class Measuring(Method):
-        name = "measuring"
-
-        def travels(self, num_rounds: int | None = None) -> tuple[Travels, ...]:
-            metric = Key("metric", "", "client", "server")
-            return (
-                Travels(
-                    extras=(Extra(metric, "scalar", "a metric tells of it", read=read),)
-                ),
-            )
-
-    assert [one.text for one in disclosures(Methods((Measuring,), Params()))] == told
-
-
 def test_needs_are_told_in_the_order_of_the_layer_to_its_entries() -> None:
     statistics, affine = frozenset({Part.STATISTICS}), frozenset({Part.AFFINE})
     assert model_needs(Travels(frozen=TRACKED, needs=(affine,))) == [
@@ -109,33 +89,38 @@ def test_what_reads_single_replies_is_no_sum(travels: Travels) -> None:
     assert not sums_suffice(travels)
 
 
+def methods_of(*phases: Travels) -> Methods:
+    fields = {"name": "mine", "travels": lambda self, num_rounds=None: phases}
+    return Methods((type("Mine", (Method,), fields),), Params())
+
+
+def metric_that(read: Any) -> Travels:
+    key = Key("metric", "", "client", "server")
+    return Travels(extras=(Extra(key, "scalar", "a metric", read=read),))
+
+
 @pytest.mark.parametrize(
-    "travels",
+    ("travels", "told"),
     [
-        Travels(exchanges=Exchanges((1, 3))),
-        Travels(reestimates=True),
-        Travels(each=TRACKED),
+        (Travels(exchanges=Exchanges((1, 3))), 1),
+        (Travels(reestimates=True), 1),
+        (Travels(each=TRACKED), 1),
+        (metric_that("each"), 1),
+        (metric_that("log"), 0),
     ],
 )
-def test_privacy_hears_of_all_that_is_read_beside_the_update(travels: Travels) -> None:
-    class Reading(Method):
-        name = "reading"
-
-        def travels(self, num_rounds: int | None = None) -> tuple[Travels, ...]:
-            return (travels,)
-
-    assert len(disclosures(Methods((Reading,), Params()))) == 1
+def test_privacy_hears_of_all_that_is_read_beside_the_update(
+    travels: Travels, told: int
+) -> None:
+    assert len(disclosures(methods_of(travels))) == told
 
 
 @pytest.mark.parametrize(("held", "freezes"), [(frozenset(), True), (TRACKED, False)])
 def test_what_is_held_from_the_first_phase_on_does_not_freeze_in_the_run(
     held: frozenset[Part], freezes: bool
 ) -> None:
-    class Holding(Early):
-        def travels(self, num_rounds: int | None = None) -> tuple[Travels, ...]:
-            return Travels("a", last=1, frozen=held), Travels("b", frozen=TRACKED)
-
-    assert Methods((Holding,), Params()).freezes_bn is freezes
+    phases = Travels("a", last=1, frozen=held), Travels("b", frozen=TRACKED)
+    assert methods_of(*phases).freezes_bn is freezes
 
 
 class Early(Method):

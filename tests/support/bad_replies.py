@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import pytest
-from flwr.app import ConfigRecord, Context, Message, MessageType, RecordDict
+from flwr.app import ConfigRecord, Context, Error, Message, MessageType, RecordDict
 from flwr.clientapp import ClientApp
 
 from fedbn_flwr.batchnorm.averaging import Array
@@ -60,8 +60,30 @@ def spoil_state(change: Callable[[dict[str, Array]], Any]) -> Spoil:
     return spoil
 
 
-def lose_replies(monkeypatch: pytest.MonkeyPatch, lost: Mapping[int, int]) -> None:
-    """Lose one partition's replies to training messages, chosen by round."""
+def forgetting(kind: str, server_round: int, partition: int) -> Any:
+    """Return a mod that empties a partition's context before one message."""
+
+    def forget(message: Message, context: Context, call_next: Any) -> Message:
+        configs = [*message.content.config_records.values(), ConfigRecord()]
+        number, who = (
+            configs[0].get("server-round"),
+            context.node_config["partition-id"],
+        )
+        asked = message.metadata.message_type, number, who
+        if asked == (kind, server_round, partition):
+            context.state.clear()
+        return call_next(message, context)
+
+    return forget
+
+
+def lose_replies(
+    monkeypatch: pytest.MonkeyPatch, lost: Mapping[int, int], code: int | None = None
+) -> None:
+    """Lose one partition's replies to training messages, chosen by round.
+
+    Errors with this code come in their place.
+    """
     send = RecordingGrid.send_and_receive
 
     def send_and_receive(
@@ -73,8 +95,12 @@ def lose_replies(monkeypatch: pytest.MonkeyPatch, lost: Mapping[int, int]) -> No
         partition = lost.get(asked[0].content["config"]["server-round"])
         arrived = []
         for reply in send(grid, asked, timeout=timeout):
-            if grid.partition(reply.metadata.src_node_id) != partition:
+            node_id = reply.metadata.src_node_id
+            if grid.partition(node_id) != partition:
                 arrived.append(reply)
+            elif code is not None:
+                (message,) = [m for m in asked if m.metadata.dst_node_id == node_id]
+                arrived.append(Message(Error(code, "lost"), reply_to=message))
         return arrived
 
     monkeypatch.setattr(RecordingGrid, "send_and_receive", send_and_receive)

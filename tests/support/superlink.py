@@ -18,7 +18,7 @@ from flwr.proto.fleet_pb2 import (
     DeactivateNodeResponse,
 )
 
-ACTIVATION_FAILED, OTHER_VERSION = 2004, "other-version"
+ACTIVATION_FAILED = 2004
 NODE_ID = 77
 
 

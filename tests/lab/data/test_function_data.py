@@ -75,13 +75,6 @@ def rows(site: int | str, part: str) -> Pairs:
     )
 
 
-def tensors(site: int | str, part: str) -> TensorDataset:
-    """Return the same rows in memory."""
-    data = TensorDataset(rows(site, part).inputs, rows(site, part).of_each)
-    data.groups = rows(site, part).groups
-    return data
-
-
 def volumes(site: int, part: str) -> TensorDataset:
     """Return volumes of 4 x 6 x 8 voxels; bright voxels have class 1."""
     generator = torch.Generator().manual_seed(10 * site + (part == "test"))
@@ -254,9 +247,9 @@ def test_the_server_of_a_network_asks_for_no_site(
     """Each node asks for its own site."""
     asked: list[Any] = []
 
-    def everywhere(site: Any, part: str) -> TensorDataset:
+    def everywhere(site: Any, part: str) -> Pairs:
         asked.append(site)
-        return tensors(site, part)
+        return rows(site, part)
 
     everywhere.input_shape = (3,)  # type: ignore[attr-defined]
     stated = {"task": "classification", "num-classes": 2, "eval-on": "personal-own"}

@@ -25,15 +25,6 @@ def grouped(groups: list[int]) -> Samples:
     return Samples(images(len(groups)), torch.arange(len(groups)), torch.tensor(groups))
 
 
-def segmented(count: int = 2, height: int = 4, width: int = 6) -> Samples:
-    """Return images whose pixel values are their classes.
-
-    Any transformation therefore moves both together.
-    """
-    inputs = images(count, height, width)
-    return Samples(inputs, inputs[:, 0].clone())
-
-
 def test_groups_and_units_follow_the_samples_and_the_subset() -> None:
     samples = grouped([2, 0, 1, 0])
     samples = samples.regrouped(samples.groups, torch.tensor([7, 3, 7, 5]))
@@ -53,7 +44,9 @@ def test_groups_and_units_follow_the_samples_and_the_subset() -> None:
 
 
 def test_augmentation_moves_image_and_classes_alike_and_pads_with_255() -> None:
-    samples = segmented(count=50)
+    # The pixel values are the classes, so an augmentation moves both together.
+    values = images(50, 4, 6)
+    samples = Samples(values, values[:, 0].clone())
     augment = Augment(crop=2, flip=True)
     subset = Subset(samples, None, mean=(0.0,), std=(1.0,), augment=augment)
     inputs, targets = subset.batch(torch.arange(50), torch.Generator().manual_seed(1))

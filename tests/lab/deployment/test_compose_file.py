@@ -332,7 +332,7 @@ def test_the_locks_are_what_make_lock_writes_now() -> None:
     assert not [name for name in pinned["apps"] if name.startswith("nvidia")]
 
 
-def test_extras_are_named_or_refused(tmp_path: Path) -> None:
+def test_extras_are_named_or_refused() -> None:
     command = [
         sys.executable,
         str(ROOT / "docker/extras.py"),

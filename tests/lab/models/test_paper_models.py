@@ -14,10 +14,8 @@ from fedbn_flwr.lab.models.resnet import SmallResNet
 from fedbn_flwr.norms import batchnorm_places
 
 
-def on_meta(
-    name: str, native: tuple[int, int] = (3, 64)
-) -> tuple[nn.Module, tuple[int, int]]:
-    shape = input_shape(name, *native)
+def on_meta(name: str) -> tuple[nn.Module, tuple[int, int]]:
+    shape = input_shape(name, 3, 64)
     with torch.device("meta"):
         return model_info(name).build(10, *shape), shape
 

@@ -70,13 +70,13 @@ def federation(running: SuperLink, certs: Path) -> Federation:
     )
 
 
-def write_images(path: Path, tests: int = 8, classes: int = 2, **changed: Any) -> Path:
+def write_images(path: Path, tests: int = 8, **changed: Any) -> Path:
     """Write 8 grey images for training, and some for tests."""
     x = (
         np.zeros((8, 28, 28), np.uint8)
         + np.arange(8, dtype=np.uint8)[:, None, None] * 20
     )
-    y = np.arange(8) % classes
+    y = np.arange(8) % 2
     np.savez(
         path,
         **{

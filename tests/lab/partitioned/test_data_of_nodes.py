@@ -202,17 +202,6 @@ def test_a_common_test_set_on_nodes_with_their_own_data_is_refused_before_round_
     assert not lines_of(tmp_path / "out")
 
 
-def test_a_node_with_other_data_is_named_and_the_others_go_on(
-    served, tables, tmp_path
-) -> None:
-    tables[1].write_text("age,part,sick,patient\n50,train,0,1\n")
-    _, lines = served(TABLE, at(tables))
-    (said,) = lines[0]["rejected"]
-    assert "(partition 1): " in said
-    assert "bmi" in said
-    assert lines[0]["participants"] == [0, 2]
-
-
 def test_what_the_server_must_know_of_the_data_is_in_the_config(
     served, tmp_path
 ) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from fedbn_flwr.errors import ConfigError, DataError
+from fedbn_flwr.errors import DataError
 from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.data import load_local_dataset
 from fedbn_flwr.lab.partitioned.partitioned_data import partitioned_data
@@ -126,17 +126,6 @@ def test_the_runs_image_size_and_number_of_classes_apply_to_local_data(
     )
     assert [line["participants"] for line in lines] == [[0, 1, 2]] * 2
     assert summary["rejected"] == 0
-
-
-def test_two_nodes_with_one_partition_are_refused_by_name(served) -> None:
-    nodes = [{}, {"partition-id": 0}, {}]
-    with pytest.raises(ConfigError) as caught:
-        served(config_of(), nodes)
-    said = str(caught.value)
-    assert said.count("(partition 0)") == 2
-    assert said.endswith(
-        "both have partition-id=0: give each SuperNode its own in --node-config."
-    )
 
 
 # The data themselves.

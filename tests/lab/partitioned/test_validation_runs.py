@@ -6,12 +6,10 @@ Each tested round tests them.
 from __future__ import annotations
 
 import re
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from flwr.app import Context, RecordDict
 from torch import nn
 from typer.testing import CliRunner
@@ -19,14 +17,11 @@ from typer.testing import CliRunner
 from fedbn_flwr import personal_state
 from fedbn_flwr.lab.cli import app
 from fedbn_flwr.lab.config import Config
-from fedbn_flwr.lab.data import Samples
-from fedbn_flwr.lab.early_stopping import EarlyStopping
-from fedbn_flwr.lab.partitioned.partitioned_data import partitioned_data, put_aside
+from fedbn_flwr.lab.partitioned.partitioned_data import partitioned_data
 from fedbn_flwr.lab.runs import serve
 from fedbn_flwr.lab.runs.check_start import check
 from fedbn_flwr.lab.runs.node import RunClients, client_fn, describe_data
 from fedbn_flwr.lab.setup import make_strategy
-from fedbn_flwr.training import REGRESSION
 from fedbn_flwr.training.evaluation import evaluate
 from tests.support.runs import lines_of, model_of
 
@@ -137,31 +132,6 @@ def test_the_main_metric_drives_the_result_and_early_stopping(quick_run) -> None
         assert summary["best"][f"test-{metric}"] == choose(
             line[f"test-{metric}"] for line in lines
         )
-
-
-def test_rows_of_one_unit_stay_together_and_a_lower_error_is_better(
-    monkeypatch,
-) -> None:
-    units = torch.arange(30) // 3
-    samples = Samples(
-        torch.zeros(30, 1, 1, 1, dtype=torch.uint8), torch.arange(30) % 2, None, units
-    )
-    rest, aside = put_aside(samples, np.arange(30), 0.3, 0)
-    assert len(aside) == 9
-    assert not set(units[rest].tolist()) & set(units[aside].tolist())
-    config = Config.make({"early-stopping": 1, "validation-share": 0.3})
-    monkeypatch.setattr(
-        "fedbn_flwr.lab.early_stopping.data_of",
-        lambda config: SimpleNamespace(task=REGRESSION),
-    )
-    lines = [
-        {"round": i, f"validation-{REGRESSION.score}": score}
-        for i, score in enumerate((3.0, 1.0, 2.0), start=1)
-    ]
-    assert (
-        EarlyStopping(config, lines).best(),
-        EarlyStopping(config, lines).stops,
-    ) == (2, True)
 
 
 def test_the_command_partition_shows_the_validation_examples() -> None:

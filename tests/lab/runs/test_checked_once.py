@@ -104,9 +104,7 @@ def test_under_flower_the_server_and_the_clients_do_so_each_in_its_process(
         {"model": "resnet20", "dataset": "cifar10", "train-only": "layer3,fc"},
     ],
 )
-def test_clients_get_the_model_as_it_is_built(
-    settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_clients_get_the_model_as_it_is_built(settings: dict[str, Any]) -> None:
     """They have the modes, momentum and initial values of a model built for them.
 
     Frozen parts and the memory format are also the same.

@@ -24,7 +24,6 @@ from fedbn_flwr.lab.runs.cluster import check_cluster, check_room, cluster, user
 from fedbn_flwr.lab.runs.run import run
 from tests.support.ray_nodes import can_hide, two_nodes
 
-ABOUT = ("name", "num_classes", "mean", "std", "group_names", "class_names")
 SMALL = {"num-server-rounds": 2, "local-steps": 2, "batch-size": 8, "num-clients": 3}
 
 
@@ -207,9 +206,7 @@ def test_a_run_of_this_machine_continues_on_a_cluster(
 
 @pytest.mark.slow
 @pytest.mark.simulation
-def test_the_machines_are_asked_for_files(
-    nodes: tuple[str, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_machines_are_asked_for_files(nodes: tuple[str, Path]) -> None:
     address, scratch = nodes
     if not can_hide():
         pytest.skip("both nodes see all files here")

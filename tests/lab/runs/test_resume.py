@@ -8,7 +8,6 @@ SIGKILL, and test_early_stopping.py a run that returns to its best round.
 from __future__ import annotations
 
 import itertools
-import logging
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -228,12 +227,11 @@ def test_a_longer_run_says_that_its_schedule_changes(tmp_path: Path, caplog) -> 
         **{"lr-decay-at": "0.5,3", "eval-every": 1, "num-server-rounds": 2},
     )
     assert "now has" not in caplog.text
-    with caplog.at_level(logging.WARNING, "flwr"):
-        start(
-            tmp_path / "steps",
-            resume=True,
-            **{"lr-decay-at": "0.5,3", "eval-every": 1, "num-server-rounds": 4},
-        )
+    start(
+        tmp_path / "steps",
+        resume=True,
+        **{"lr-decay-at": "0.5,3", "eval-every": 1, "num-server-rounds": 4},
+    )
     assert "lr-decay-at=0.5 refers to the new number" in caplog.text
 
 
@@ -388,8 +386,7 @@ def test_a_run_continues_while_a_node_is_gone(
     ):
         go_on(tmp_path, [node] * 2)
     monkeypatch.setattr(polling_grid, "is_network_grid", lambda grid: True)
-    with caplog.at_level(logging.WARNING, logger="flwr"):
-        go_on(tmp_path, [node] * 2)
+    go_on(tmp_path, [node] * 2)
     assert (
         "the run began with 3 node(s) and continues with 2. The others may come back"
         in caplog.text
@@ -420,15 +417,12 @@ def test_a_run_continues_with_nodes_that_came_later(
         ConfigError, match=r"num-clients=1, but the federation has 3 node"
     ):
         go_on(out, [node] * 3, **{"num-clients": 1})
-    with caplog.at_level(logging.WARNING, logger="flwr"):
-        go_on(out, [node] * 3, **{"num-server-rounds": 2})
+    go_on(out, [node] * 3, **{"num-server-rounds": 2})
     assert "the run began with 1 node(s) and continues with 3" in caplog.text
     assert participants(out) == [[0], [0, 1, 2]]
 
 
-def test_parts_kept_only_in_memory_cannot_be_resumed(
-    tmp_path: Path, quick_config, caplog
-) -> None:
+def test_parts_kept_only_in_memory_cannot_be_resumed(tmp_path: Path, caplog) -> None:
     """``flwr run`` without a state-dir warns at the first checkpoint.
 
     A resumed run is refused before it starts.

@@ -25,18 +25,16 @@ from fedbn_flwr.lab.setup import make_model
 CLASSES, CHANNELS, STEPS = 3, 2, 24
 
 
-def waves(
-    count: int = 60, channels: int = CHANNELS, steps: int = STEPS
-) -> tuple[Any, Any]:
+def waves() -> tuple[Any, Any]:
     """Return waves with a frequency for each class and a phase for each example.
 
     The channels have different units.
     """
-    draw, y = np.random.default_rng(0), np.arange(count) % CLASSES
-    phase, time = draw.uniform(0, 6, (count, channels, 1)), np.linspace(0, 6.28, steps)
+    draw, y = np.random.default_rng(0), np.arange(60) % CLASSES
+    phase, time = draw.uniform(0, 6, (60, CHANNELS, 1)), np.linspace(0, 6.28, STEPS)
     x = (
         np.sin((y[:, None, None] + 1) * time + phase)
-        * 10.0 ** np.arange(channels)[:, None]
+        * 10.0 ** np.arange(CHANNELS)[:, None]
     )
     return x.astype(np.float32), y
 

@@ -170,19 +170,18 @@ def test_what_it_took_to_reach_the_target(tmp_path: Path, monkeypatch) -> None:
     ]
     assert to_target == [(3, 6, 90), (None, None, None), (2, 3, 60)]
     first, second = table(rows).to_dict("records")
-    assert (first["reached"], first["rounds to it"], first["minus paper"]) == (
-        "2 of 2",
-        "2.5",
-        "+0.00",
-    )
-    assert (first["final"], first["paper"]) == ("70.00 ± 28.28", "70.00 ± 2.50")
-    assert first["MB of floats"] == "3.00"
-    assert (first["runs"], second["runs"]) == ("2, 1 with lost replies", "1")
-    assert (second["reached"], second["rounds to it"], second["paper"]) == (
-        "0 of 1",
-        "",
-        "",
-    )
+    expected = {
+        "reached": "2 of 2",
+        "rounds to it": "2.5",
+        "final": "70.00 ± 28.28",
+        "paper": "70.00 ± 2.50",
+        "minus paper": "+0.00",
+        "MB of floats": "3.00",
+        "runs": "2, 1 with lost replies",
+    }
+    assert expected.items() <= first.items()
+    empty = dict.fromkeys(("rounds to it", "paper"), "")
+    assert {"reached": "0 of 1", "runs": "1", **empty}.items() <= second.items()
     lacking = [
         row | {"final": None if row["seed"] else row["final"]} for row in rows[::2]
     ]
@@ -409,10 +408,10 @@ def test_fedbs_is_tuned_by_the_loss_of_its_runs(tmp_path: Path) -> None:
     )
 
 
-def run_of(metric: str, **domains: float | None) -> dict[str, Any]:
-    final = {metric: 0.5, "domains": {metric: domains}}
+def run_of(**domains: float | None) -> dict[str, Any]:
+    final = {"test-accuracy": 0.5, "domains": {"test-accuracy": domains}}
     return {
-        "headline": metric,
+        "headline": "test-accuracy",
         "sha256": "x",
         "rounds": 1,
         "ledger": {},
@@ -427,8 +426,8 @@ def test_each_domain_and_their_average_stand_beside_the_papers_number(
     paper = {"A/all": {"cat": 20.5, "average": "40.25 ± 1.5"}}
     study = Study(name="pets", methods={"A": {}}, seeds=[0, 1], paper=paper)
     runs = [
-        run_of("test-accuracy", dog=0.5, cat=0.25),
-        run_of("test-accuracy", dog=0.7, cat=None),
+        run_of(dog=0.5, cat=0.25),
+        run_of(dog=0.7, cat=None),
     ]
     monkeypatch.setattr(results, "is_done", lambda cell, out: True)
     monkeypatch.setattr(

@@ -8,6 +8,7 @@ import os
 import shutil
 from collections.abc import Generator
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import pytest
@@ -56,6 +57,13 @@ class Noted(LogFollower):
 
     def end(self, cell: Cell, error: str) -> None:
         self.ended[cell.name] = error
+
+
+def begun(study: Study, out: Path, **options: Any) -> list[str]:
+    """Return the runs that a sweep begins."""
+    noted = Noted()
+    sweep(study, out, follower=noted, **options)
+    return noted.begun
 
 
 @pytest.fixture
@@ -254,21 +262,14 @@ def test_a_sweep_continues_where_it_was_interrupted(
 def test_a_part_of_a_study_is_done_and_the_rest_later(
     study: Study, tmp_path: Path
 ) -> None:
-    out, noted = tmp_path / "out", Noted()
-    sweep(
-        study,
-        out,
-        follower=noted,
-        selection=Selection(methods=["FedAvg"], splits=["iid"], seeds=[1]),
-    )
-    assert noted.begun == ["FedAvg/iid/seed-1"]
-    sweep(study, out, follower=noted, selection=Selection(seeds=[1]))
-    assert noted.begun[1:] == [
+    out = tmp_path / "out"
+    one = Selection(methods=["FedAvg"], splits=["iid"], seeds=[1])
+    assert begun(study, out, selection=one) == ["FedAvg/iid/seed-1"]
+    assert begun(study, out, selection=Selection(seeds=[1])) == [
         "FedAvg/two classes/seed-1",
         "FedBN/own/two classes/seed-1",
     ]
-    sweep(study, out, follower=(rest := Noted()))
-    assert rest.begun == [cell.name for cell in study.cells() if cell.seed == 0]
+    assert begun(study, out) == [cell.name for cell in study.cells() if cell.seed == 0]
     with pytest.raises(ConfigError) as caught:
         sweep(study, out, selection=Selection(["FedAvg", "FedProx"], ["all"], [7]))
     assert [(one.code, one.key) for one in caught.value.problems] == [
@@ -326,8 +327,10 @@ def test_a_changed_study_repeats_what_changed_and_keeps_the_former_runs(
     # the default, written out
     changed = changed.replace("two classes: {", "two classes: {eval-every: 1, ")
     former = (out / "FedAvg/iid/seed-0/summary.json").read_bytes()
-    sweep(load_study(written(tmp_path, changed)), out, follower=(noted := Noted()))
-    assert noted.begun == ["FedAvg/iid/seed-0", "FedAvg/iid/seed-1"]
+    assert begun(load_study(written(tmp_path, changed)), out) == [
+        "FedAvg/iid/seed-0",
+        "FedAvg/iid/seed-1",
+    ]
     assert (out / "FedAvg/iid/seed-0.earlier-1/summary.json").read_bytes() == former
     assert (
         "FedAvg/iid/seed-0 is repeated. Its settings are not the study's:"
@@ -388,8 +391,7 @@ def test_a_failed_run_is_recorded_and_tried_again(
     assert (failure["error"], failure["type"]) == ("out of luck", "ZeroDivisionError")
     assert "one_fails" in failure["traceback"]
     monkeypatch.setattr(one_run, "run", real)
-    sweep(study, out, follower=(noted := Noted()))
-    assert noted.begun == ["FedAvg/iid/seed-1"]
+    assert begun(study, out) == ["FedAvg/iid/seed-1"]
     assert sorted(path.name for path in (out / "FedAvg/iid").iterdir()) == [
         "seed-0",
         "seed-1",
@@ -556,8 +558,7 @@ def test_what_is_damaged_is_named_or_repeated(study: Study, out: Path, caplog) -
     second = out / "FedAvg/iid/seed-1"
     (first / "config.yaml").write_text("strategy: [fedavg")
     assert not is_done(next(study.cells()), out), "its settings are unknown"
-    sweep(study, out, follower=(noted := Noted()))
-    assert noted.begun == ["FedAvg/iid/seed-0"]
+    assert begun(study, out) == ["FedAvg/iid/seed-0"]
     lines = (second / "metrics.jsonl").read_text()
     (second / "metrics.jsonl").unlink()
     caplog.clear()
