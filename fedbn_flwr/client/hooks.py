@@ -52,7 +52,7 @@ from fedbn_flwr.training.client_hook import (
     overrides,
 )
 from fedbn_flwr.training.first_look import makes_no_entries
-from fedbn_flwr.training.freezing import layers_of
+from fedbn_flwr.training.freezing import is_forced_eval, layers_of
 from fedbn_flwr.training.loaded import LoadedBatches
 from fedbn_flwr.training.model_state import (
     not_compiled,
@@ -256,6 +256,8 @@ class Hooks:
         self._has_gradients = False
         self.surveyed = False
         self._trained = False
+        # Whether a BatchNorm layer was in train mode in a step; None before a step.
+        self._batchnorm_trains: bool | None = None
         self._exit = ExitStack()
         self._open_step = ExitStack()
         self._in_step = False
@@ -543,11 +545,21 @@ class Hooks:
                 " with several optimizers wraps each."
             )
         self._check_last_step(self._after_step.changed())
+        self._batchnorm_trains = self._batchnorm_trains or self._in_train_mode()
         self._watch_gradients()
         if self._new_gradients or optimizer in self._stepped:
             self._stepped = []
             self._new_gradients, self._new_step = False, True
         self._stepped.append(optimizer)
+
+    def _in_train_mode(self) -> bool:
+        """Return whether a BatchNorm layer is in train mode, or there is none."""
+        layers = layers_of(self._model).values()
+        # If a hook keeps a layer in eval mode, the mode of the model decides.
+        whole = unwrap(self._model).training
+        return not layers or any(
+            layer.training or (whole and is_forced_eval(layer)) for layer in layers
+        )
 
     def _after_any_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if optimizer in stepping_optimizers(optimizer):
@@ -608,6 +620,13 @@ class Hooks:
                     " rules.step(len(inputs)): loss = ...; loss.backward()"
                 )
 
+            if hook.in_batchnorm and self._batchnorm_trains is False:
+                raise ConfigError(
+                    f"client hook '{name}' acts in BatchNorm layers in train mode, but"
+                    " all of them were in eval mode in each step. Call model.train()"
+                    " before the steps."
+                )
+
     @contextmanager
     def block(self) -> Iterator[None]:
         """Begin the hooks, and end them after the block.
@@ -617,7 +636,8 @@ class Hooks:
         with self._exit:
             # Torch's hooks for all optimizers of the process also notice optimizers
             # that the loop did not wrap.
-            if self._belongs_to_all_steps or self._acting:
+            in_batchnorm = any(hook.in_batchnorm for hook in self._hooks.values())
+            if self._belongs_to_all_steps or self._acting or in_batchnorm:
                 before = register_optimizer_step_pre_hook(self._before_any_step)
                 self._exit.callback(before.remove)
             if self._belongs_to_all_steps:

@@ -137,6 +137,7 @@ class BNControlVariates(ControlVariates):
     SCAFFOLD's bits.
     """
 
+    in_batchnorm = True
     of_all_steps = (
         "the variates depend on all steps: return the weights of the last step"
     )

@@ -131,6 +131,7 @@ class GlobalStatistics(ClientHook):
     ``SurveyedStatistics`` takes the moments of one pass before the first step instead.
     """
 
+    in_batchnorm = True
     of_all_steps = (
         "BatchNorm's moments depend on all steps: return the weights of the last step,"
         " or use fbn_measure='pass'"

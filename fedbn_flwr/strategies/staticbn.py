@@ -67,6 +67,8 @@ class Untracked(ClientHook):
     empty collection means all layers.
     """
 
+    in_batchnorm = True
+
     def __init__(self, paths: Collection[str] = ()) -> None:
         self.paths = paths
         self._track_again: Callable[[], None] = lambda: None

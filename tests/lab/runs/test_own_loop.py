@@ -80,6 +80,10 @@ def freezing(model: Any, batches: Any, rules: Any, learning_rate: float) -> floa
     return loss
 
 
+def in_eval(model: Any, batches: Any, rules: Any, learning_rate: float) -> float:
+    return sgd(model.eval(), batches, rules, learning_rate)
+
+
 def idle(model: Any, batches: Any, rules: Any, learning_rate: float) -> float:
     return 0.0
 
@@ -193,6 +197,10 @@ def test_settings_that_do_not_fit_a_loop_are_refused(
         ("idle", "fedavg", "loop idle took no batch"),
         ("idle", "fedprox", "acts in every step"),
         ("heavy", "scaffold", "sgd-momentum=0.9 must be 0"),
+        *(
+            ("in_eval", name, r"all of them were in eval mode .* Call model\.train\(\)")
+            for name in ("bn-scaffold", "fbn", "hbn", "staticbn")
+        ),
     ],
 )
 def test_a_loop_that_leaves_something_out_is_named(
