@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import difflib
 import re
+import traceback
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ContextDecorator, contextmanager
+from pathlib import Path
 from typing import Any
 
 __all__ = [
@@ -43,6 +45,7 @@ __all__ = [
     "coded",
     "install_extra",
     "needs_package",
+    "place_of",
     "raise_shared_config_error",
     "split_code",
     "unknown_name",
@@ -256,6 +259,13 @@ class NamedConfigErrors(ContextDecorator):
             if error.code != ConfigError.code:
                 code = f"{code} {error.code}"
             raise ConfigError(coded(code, str(error))) from error
+
+
+def place_of(error: BaseException) -> str:
+    """Return the type of a raised error, with the line that raised it."""
+    *_, last = traceback.extract_tb(error.__traceback__)
+    where = f"in line {last.lineno} of {Path(last.filename).name}"
+    return f"{type(error).__name__} {where}"
 
 
 def coded(code: str, text: str) -> str:

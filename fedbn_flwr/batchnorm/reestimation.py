@@ -376,7 +376,9 @@ def reestimate_statistics(
         with gathered_inputs(watched) as gathered, ExitStack() as closing:
             closing.callback(stop_tracking(watched))
             closing.enter_context(seeded(seed))
-            for positions, (inputs, _) in with_positions(data, batches):
+            read = with_positions(data, batches)
+            closing.callback(read.close)
+            for positions, (inputs, _) in read:
                 try:
                     (forward or model)(prepared(inputs))
                 except ValueError as error:

@@ -636,8 +636,7 @@ class Hooks:
         with self._exit:
             # Torch's hooks for all optimizers of the process also notice optimizers
             # that the loop did not wrap.
-            in_batchnorm = any(hook.in_batchnorm for hook in self._hooks.values())
-            if self._belongs_to_all_steps or self._acting or in_batchnorm:
+            if self._hooks:
                 before = register_optimizer_step_pre_hook(self._before_any_step)
                 self._exit.callback(before.remove)
             if self._belongs_to_all_steps:

@@ -22,9 +22,8 @@ package. Example::
 from __future__ import annotations
 
 import math
-import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import closing
 from typing import Any
 
 import torch
@@ -32,7 +31,7 @@ from torch import Tensor, nn
 
 from fedbn_flwr.client.hooks import Hooks
 from fedbn_flwr.compat.flower import on_network_node
-from fedbn_flwr.errors import ConfigError, DataError, FedBNError
+from fedbn_flwr.errors import ConfigError, DataError, FedBNError, place_of
 from fedbn_flwr.problems import Known
 from fedbn_flwr.training.batches import (
     Batches,
@@ -91,7 +90,7 @@ def train_by(
     def nothing() -> DataError:
         return nothing_trained(singles.dropped, len(data), settings.batch_size)
 
-    def batches() -> Iterator[tuple[Any, Tensor]]:
+    def batches() -> Generator[tuple[Any, Tensor], None, None]:
         columns: bool | None = None
         order = settings.batches(len(data), stream("batches"))
         for positions, (inputs, targets) in with_positions(
@@ -119,16 +118,18 @@ def train_by(
             seed = stream("survey").initial_seed()
             rules.survey_data(data, settings.batch_size, seed)
         rules.surveyed = True
-        with seeded(stream("dropout").initial_seed()):
+        with seeded(stream("dropout").initial_seed()), closing(batches()) as given:
             try:
-                returned = loop(model, batches(), rules, learning_rate)
+                returned = loop(model, given, rules, learning_rate)
             except FedBNError:
                 raise
             except Exception as error:  # the user's code may raise anything
                 # A mean over no batches divides by zero. The reason is the batches.
                 if singles.dropped and not sizes:
                     raise nothing() from error
-                raise ConfigError(f"{named} raised {_shown(error)}") from error
+                # On a node of a network, the text may quote data.
+                text = "" if on_network_node() else f": {error}"
+                raise ConfigError(f"{named} raised {place_of(error)}{text}") from error
     if singles.dropped and not sizes:
         raise nothing()
     if not sizes:
@@ -179,14 +180,3 @@ def _num_dimensions(model: nn.Module, inputs: Any) -> int:
     with seeded(0), torch.no_grad():
         outputs: Tensor = copied(model).eval()(inputs)
     return outputs.ndim
-
-
-def _shown(error: Exception) -> str:
-    """Return the type of a user's error, with the line that raised it.
-
-    On a node of a network, the text of the error is left out, because it may quote data.
-    """
-    *_, last = traceback.extract_tb(error.__traceback__)
-    where = f"in line {last.lineno} of {Path(last.filename).name}"
-    text = "" if on_network_node() else f": {error}"
-    return f"{type(error).__name__} {where}{text}"

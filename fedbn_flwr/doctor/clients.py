@@ -140,7 +140,7 @@ def _read_loader(
     if epoch is not None:
         largest = max(map(len, epoch), default=0)
         distinct = list(dict.fromkeys(chain(*epoch)))
-        loader = _drawn(loader, distinct, max_examples, max(1, largest))
+        loader = [*_drawn(loader, distinct, max_examples, max(1, largest))]
 
     # If examples cannot be drawn from the loader, read batches until there are enough.
     inputs, targets = [], []
@@ -211,10 +211,11 @@ def _drawn(
         places = torch.randperm(len(order))[:max_examples].tolist()
         order = [order[place] for place in places]
     batches = [order[start : start + size] for start in range(0, len(order), size)]
-    # Draw a number as a pass of the loader does, because the next loaders draw after it.
-    torch.empty((), dtype=torch.int64).random_()
+    # Draw a seed as a pass of the loader does. Each client has other random transforms.
+    seed = int(torch.empty((), dtype=torch.int64).random_())
     read = reader(loader.dataset, loader.collate_fn)
-    for _, batch in read_ahead(read, batches, None, loader):
+    draws = torch.Generator().manual_seed(seed)
+    for _, batch in read_ahead(read, batches, draws, loader):
         yield batch
 
 

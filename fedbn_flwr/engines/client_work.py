@@ -22,7 +22,7 @@ from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 
 from fedbn_flwr.compat.flower import app_error, copied_context, copied_message
-from fedbn_flwr.errors import NamedConfigErrors
+from fedbn_flwr.errors import FedBNError, NamedConfigErrors, place_of
 from fedbn_flwr.messages.protocol import message_seed
 from fedbn_flwr.training.turns import one_after_the_other, turn
 from fedbn_flwr.transport import Barrier, Reducer, use_reducers
@@ -92,9 +92,10 @@ def work(
     # Catch CancelledError and SystemExit as well, because the run waits for a reply.
     except BaseException as error:
         logger.debug(traceback.format_exc())
-        # An exit has no message of its own, but its repr names it.
-        reason = error if isinstance(error, Exception) else repr(error)
-        return app_error(message, reason), None
+        # The text of an error of the user's code may be only a number.
+        if isinstance(error, FedBNError):
+            return app_error(message, error), None
+        return app_error(message, f"{place_of(error)}: {error}"), None
 
 
 class OwnProcess:

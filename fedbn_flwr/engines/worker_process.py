@@ -65,6 +65,9 @@ def serve(
     begin_fork()
     for other in inherited:
         other.close()
+    # A fork, such as a worker of a DataLoader, must not keep the pipe open if this
+    # process dies.
+    os.register_at_fork(after_in_child=pipe.close)
     for kind in (signal.SIGINT, signal.SIGTERM):
         signal.signal(kind, signal.SIG_IGN)
     threading.Thread(target=end_with_the_command, daemon=True).start()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Protocol
 
@@ -72,10 +72,11 @@ class Batches(Protocol):
 
 def with_positions(
     data: Batches, order: Iterable[Tensor], generator: torch.Generator | None = None
-) -> Iterator[tuple[Tensor, tuple[Any, Tensor]]]:
+) -> Generator[tuple[Tensor, tuple[Any, Tensor]], None, None]:
     """Yield the positions of each batch and the batch.
 
-    Data with a method ``batches`` may read some batches ahead.
+    Data with a method ``batches`` may read some batches ahead, in other processes.
+    Close the generator, because an error keeps it open as long as the error exists.
     """
     if not hasattr(data, "batches"):
         for positions in order:

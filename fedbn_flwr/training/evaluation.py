@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -118,13 +118,14 @@ def evaluate(
         order: Sequence[Tensor] = torch.split(torch.arange(len(data)), size)
         if tries_last and len(order[-1]) == 1:
             order = _joined(model, data, order, prepared)
-        for _, (inputs, targets) in with_positions(data, order):
-            outputs = model(prepared(inputs))
-            targets = task.on_device(targets, device)
-            task.check(outputs, targets)
-            sums.add(outputs, targets)
-            if on_batch:
-                on_batch(outputs, targets)
+        with closing(with_positions(data, order)) as batches:
+            for _, (inputs, targets) in batches:
+                outputs = model(prepared(inputs))
+                targets = task.on_device(targets, device)
+                task.check(outputs, targets)
+                sums.add(outputs, targets)
+                if on_batch:
+                    on_batch(outputs, targets)
         return sums.result()
 
 

@@ -99,15 +99,15 @@ class LoadedBatches:
 
     def _checked(self, batch: Any, size: int) -> tuple[Any, Tensor]:
         """Return the inputs and targets of ``size`` examples."""
-        inputs, targets = _pair(batch)
+        inputs, targets = _pair(name_of(self._data), batch)
         # For an empty batch, one example was read, which gives the shapes.
         count = size or 1
         if isinstance(targets, Tensor) and targets.shape[:1] != (count,):
             raise DataError(
-                f"{name_of(self._data)}: the collate_fn returns targets of shape"
-                f" {tuple(targets.shape)} for {count} examples. It must keep all"
-                " examples, in their order. To drop examples, remove them from the data"
-                " set."
+                f"{name_of(self._data)}: a batch has targets of shape"
+                f" {tuple(targets.shape)} for {count} examples. The collate_fn and"
+                " __getitems__ must keep all examples, in their order. To drop examples,"
+                " remove them from the data set."
             )
         if not size:
             return map_inputs(lambda part: part[:0], inputs), targets[:0]
@@ -124,19 +124,21 @@ def _refuse_without_positions(data: Any) -> None:
         )
 
 
-def _pair(batch: Any) -> tuple[Any, Any]:
-    """Return the inputs and targets of a batch.
+def _pair(name: str, batch: Any) -> tuple[Any, Any]:
+    """Return the inputs and targets of a batch of the data set with this name.
 
     Raises:
         DataError: the batch is not a pair.
     """
     if isinstance(batch, (tuple, list)) and len(batch) == 2:
         return batch[0], batch[1]
-    keys = ""
+    parts = ""
     if isinstance(batch, Mapping):
-        keys = f" of {', '.join(map(str, batch))}"
+        parts = f" of {', '.join(map(str, batch))}"
+    elif isinstance(batch, (tuple, list)):
+        parts = f" of length {len(batch)}"
     raise DataError(
-        f"the batches of the data set are {type(batch).__name__}{keys}; they must be"
+        f"the batches of {name} are {type(batch).__name__}{parts}; they must be"
         " pairs (inputs, targets), and the inputs may have several parts. Return pairs"
         " from a data set that wraps this data set, or from the collate_fn of a loader"
         " (in a TorchClient: fedbn_flwr.training.batches_of(loader))."
@@ -147,7 +149,9 @@ def batches_of(loader: Any, plain: Dataset[Any] | None = None) -> Batches:
     """Return the data set of a ``DataLoader`` as ``Batches``.
 
     The batches are assembled by its ``collate_fn``. The workers of the loader
-    (``num_workers``) read in advance; their number does not change a bit.
+    (``num_workers``) read in advance; their number does not change a bit if the data
+    set draws only from the default generators of torch, NumPy and Python. A single
+    batch is read without workers.
 
     Args:
         loader: its batch size and order are ignored, because the client's settings
@@ -204,7 +208,8 @@ def _chosen(loader: Any) -> list[int] | None:
         return sorted(getattr(sampler, "indices", None) or set(sampler))
     # Both samplers use all examples in an epoch, unless a RandomSampler is set to draw
     # fewer or more.
-    in_order = isinstance(sampler, (SequentialSampler, RandomSampler))
+    order = getattr(type(sampler), "__iter__", None)
+    in_order = order in (SequentialSampler.__iter__, RandomSampler.__iter__)
     if in_order and len(sampler) == _size(loader):
         return None
     raise DataError(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -140,9 +140,12 @@ def train(
         loss_fn = task.training_loss or task.loss
         steps = _Steps(model, bare, optimizer, hooks, task, loss_fn, settings.amp)
         totals, singles = _Totals(task), SingleExamples(model, hooks)
-        with seeded(stream("dropout").initial_seed()), named_compiler(model):
-            order = settings.batches(len(data), stream("batches"))
-            batches = with_positions(data, order, augment)
+        order = settings.batches(len(data), stream("batches"))
+        with (
+            seeded(stream("dropout").initial_seed()),
+            named_compiler(model),
+            closing(with_positions(data, order, augment)) as batches,
+        ):
             for positions, (inputs, targets) in batches:
                 inputs, targets = prepared(inputs), task.on_device(targets, device)
                 # A dropped batch does not count as a step.

@@ -14,7 +14,7 @@ from itertools import chain, islice, tee
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, get_worker_info
 from torch.utils.data._utils import signal_handling
 
 from fedbn_flwr.errors import DataError
@@ -67,7 +67,7 @@ def read_ahead(
         first = list(islice(tasks, 2))
         tasks = chain(first, tasks)
         if len(first) > 1:
-            yield from _from_workers(reading, tasks, loader)
+            yield from _from_workers(reading, tasks, loader, first[0][1])
     for task in tasks:
         yield task[0], reading.batch(task)
 
@@ -97,12 +97,13 @@ class _Reading(Dataset[Any]):
         """Return a list with the batch. If reading fails, the list is empty."""
         try:
             return [self.batch(task)]
-        except Exception:  # the main process reads again, and raises the true error
+        # The main process reads again, and raises the true error.
+        except (Exception, SystemExit):
             return []
 
 
 def _from_workers(
-    reading: _Reading, tasks: Iterable[Task], loader: Any
+    reading: _Reading, tasks: Iterable[Task], loader: Any, seed: int
 ) -> Iterator[tuple[list[int], Any]]:
     # The workers take some tasks before the first answer.
     ahead, tasks = tee(tasks)
@@ -111,16 +112,24 @@ def _from_workers(
         batch_size=None,
         sampler=ahead,
         collate_fn=_unchanged,
-        worker_init_fn=functools.partial(_begin, loader.worker_init_fn),
-        generator=torch.Generator(),  # a loader draws from it
+        worker_init_fn=functools.partial(_begin, loader.worker_init_fn, loader.dataset),
+        generator=torch.Generator().manual_seed(seed),  # the workers get seeds from it
         **{name: getattr(loader, name) for name in _OPTIONS},
     )
-    with forking():
-        answers: Any = iter(workers)
+    name = name_of(loader.dataset)
+    try:
+        with forking():
+            answers: Any = iter(workers)
+    except Exception as error:  # pickle runs the user's code
+        raise DataError(
+            f"the workers of the DataLoader of {name} cannot start"
+            f" ({type(error).__name__}: {error}). If they are not forks, the data set,"
+            " its collate_fn and worker_init_fn must be picklable: define them in a"
+            " module. Otherwise, use num_workers=0."
+        ) from error
     # From here on, ``_next`` watches the workers.
     signal_handling._remove_worker_pids(id(answers))  # type: ignore[attr-defined,unused-ignore]
     answers._worker_pids_set = False
-    name = name_of(loader.dataset)
     try:
         for task in tasks:
             answer = _next(answers, name)
@@ -143,16 +152,20 @@ def _next(answers: Any, name: str) -> Any:
     except (RuntimeError, OSError, EOFError) as error:
         raise DataError(
             f"the workers of the DataLoader of {name} returned no batch ({error}). The"
-            " machine may lack memory or shared memory (/dev/shm). Give the DataLoader"
-            " fewer workers, a smaller prefetch_factor, or num_workers=0."
+            " data set may have ended a worker, or the machine may lack memory or shared"
+            " memory (/dev/shm). Give the DataLoader fewer workers, a smaller"
+            " prefetch_factor, or num_workers=0."
         ) from error
     finally:
         if watches:
             signal_handling._remove_worker_pids(id(answers))  # type: ignore[attr-defined,unused-ignore]
 
 
-def _begin(init: Callable[[int], None] | None, worker: int) -> None:
+def _begin(init: Callable[[int], None] | None, data: Any, worker: int) -> None:
     begin_fork()
+    # Users' functions look for their data set here, but torch has put the data set of
+    # batches there. The object is frozen.
+    object.__setattr__(get_worker_info(), "dataset", data)
     if init is not None:
         init(worker)
 

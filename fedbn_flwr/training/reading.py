@@ -132,10 +132,12 @@ def _stacking(data: Any) -> Iterator[None]:
     """Raise the errors of stacking as a DataError."""
     try:
         yield
-    except (RuntimeError, TypeError, ValueError) as error:
+    except (RuntimeError, TypeError, ValueError, LookupError) as error:
         raise DataError(
-            f"the examples of {name_of(data)} cannot be stacked to a batch ({error})."
-            " Use a loader with a suitable collate_fn: a TorchClient takes"
+            f"the examples of {name_of(data)} cannot be stacked to a batch"
+            f" ({type(error).__name__}: {error}). The indices of a Subset must exist in"
+            " its data set. If the examples differ in size or kind, use a loader with a"
+            " suitable collate_fn: a TorchClient takes"
             " fedbn_flwr.training.batches_of(DataLoader(data, collate_fn=...)) as its"
             " data set."
         ) from error

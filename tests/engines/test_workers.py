@@ -236,8 +236,9 @@ def cancelled(message: Message) -> Message:
 
 FAULTS: dict[str, tuple[Callable[[Message], Any], str]] = {
     "returns nothing": (lambda message: None, "returned NoneType, not a Message"),
-    "exits": (lambda message: sys.exit(3), "SystemExit(3)"),
-    "is cancelled": (cancelled, "CancelledError('stopped')"),
+    "raises": (lambda message: {}[7], "KeyError in line"),
+    "exits": (lambda message: sys.exit(3), "SystemExit in line"),
+    "is cancelled": (cancelled, "of test_workers.py: stopped"),
     "cannot be pickled": (
         lambda message: Message(Odd(), reply_to=message),
         "this record stays here",
@@ -285,6 +286,23 @@ def test_a_fault_of_a_client_costs_its_own_reply_only(
         fault == "is killed"
     )
     assert not any(alive(pid) for pid in [*before, *after])
+
+
+def test_the_end_of_a_process_is_noticed_although_its_fork_lives(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The fork, such as a worker of a loader, has copies of the process' pipes."""
+    monkeypatch.setattr("fedbn_flwr.engines.workers._SECONDS_TO_END", 0.2)
+
+    def dies(message: Message, _: Context) -> Any:
+        if os.fork():
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(4)
+        os._exit(0)
+
+    with InProcessGrid(app_of(dies), 1, workers=1) as grid:
+        [reply] = grid.send_and_receive(to(grid, 0), timeout=3)
+    assert "was ended by SIGKILL" in reply.error.reason
 
 
 def in_fit(act: Callable[[int, int], None]) -> Callable[[Any], ClientApp]:

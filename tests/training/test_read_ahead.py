@@ -8,6 +8,7 @@ import random
 import signal
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -18,18 +19,22 @@ from torch.utils.data import (
     DataLoader,
     Dataset,
     IterableDataset,
+    RandomSampler,
     TensorDataset,
     WeightedRandomSampler,
     get_worker_info,
 )
 
+from fedbn_flwr.batchnorm.reestimation import reestimate_statistics
+from fedbn_flwr.client.own_loop import train_by
 from fedbn_flwr.doctor.clients import read_clients
 from fedbn_flwr.errors import DataError
 from fedbn_flwr.machine import threads
 from fedbn_flwr.strategies import FedAvg
-from fedbn_flwr.training import batches_of
+from fedbn_flwr.training import LearningRate, LocalTraining, batches_of
 from fedbn_flwr.training.batches import with_positions
 from fedbn_flwr.training.evaluation import evaluate
+from fedbn_flwr.training.loop import train
 from fedbn_flwr.training.randomness import seeded
 
 pytestmark = pytest.mark.xdist_group("loader workers")
@@ -133,6 +138,72 @@ def test_workers_read_all_batches_of_a_pass_unless_it_has_only_one() -> None:
             assert bool((inputs > 900).all()) == by_worker
 
 
+def test_a_worker_init_fn_finds_its_data_set_and_has_other_seeds_in_each_pass() -> None:
+    """Its own generators would otherwise draw the same numbers in each round."""
+
+    def init(_: int) -> None:
+        info: Any = get_worker_info()
+        info.dataset.augment = lambda number: info.seed % 2**20
+
+    loader = DataLoader(
+        Pictures(AUGMENTS["no draws"]), num_workers=1, worker_init_fn=init
+    )
+    found = []
+    for seed in (1, 2):
+        order = with_positions(
+            batches_of(loader), ORDER, torch.Generator().manual_seed(seed)
+        )
+        found.append([float(inputs.mean()) for _, (inputs, _) in order])
+    assert not set(found[0]) & set(found[1])
+
+
+def test_a_diagnosis_draws_other_transforms_for_each_client() -> None:
+    data = Pictures(lambda number: torch.rand(1) - number)
+    one, other = read_clients([DataLoader(data), DataLoader(data)], 15)
+    assert not set(one.inputs.flatten().tolist()) & set(other.inputs.flatten().tolist())
+
+
+class Breaks(nn.Module):
+    """A model whose second pass in train or eval mode raises."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.passes = nn.BatchNorm1d(5), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.passes += len(x) > 1
+        if self.passes > 1:
+            raise KeyError
+        return self.norm(x)
+
+
+def takes_one(model: Any, batches: Any, rules: Any, learning_rate: float) -> float:
+    KEPT.append(batches)
+    return float(next(batches)[0].mean())
+
+
+KEPT: list[Any] = []
+TRAINING: Any = {"learning_rate": 0.1, "stream": lambda _: torch.Generator()}
+PASSES: dict[str, Callable[[Any], Any]] = {
+    "training": lambda data: train(Breaks(), data, SETTINGS, **TRAINING),
+    "a loop that keeps its batches": lambda data: train_by(
+        takes_one, lambda _: None, Breaks(), data, SETTINGS, **TRAINING
+    ),
+    "a test": lambda data: evaluate(Breaks(), data, batch_size=4),
+    "statistics": lambda data: reestimate_statistics(Breaks(), data, batch_size=4),
+}
+SETTINGS = LocalTraining(learning_rate=LearningRate(0.1), batch_size=4)
+
+
+@pytest.mark.parametrize("kind", PASSES)
+def test_a_pass_that_ends_early_leaves_no_workers(kind: str) -> None:
+    """An error keeps the frames of the pass."""
+    data = batches_of(DataLoader(Pictures(crop), num_workers=2))
+    with suppress(KeyError) if "loop" in kind else pytest.raises(KeyError) as raised:
+        PASSES[kind](data)
+    assert not multiprocessing.active_children(), raised
+
+
 class Noisy(nn.Module):
     """A model that draws when it is tested."""
 
@@ -183,6 +254,26 @@ class Uneven(Pictures):
         return [self[number] for number in numbers if number != LATER]
 
 
+def leaves(number: int) -> int:
+    if number == LATER:
+        raise SystemExit
+    return 0
+
+
+class Threes(Pictures):
+    """Examples of three parts."""
+
+    def __getitem__(self, number: int) -> Any:
+        return number, number, number
+
+
+class Balanced(RandomSampler):
+    """A sampler that chooses examples, although its class chooses all."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter([0, 1] * 11 + [0])
+
+
 class Stream(IterableDataset[Any]):
     """Examples without numbers."""
 
@@ -190,13 +281,31 @@ class Stream(IterableDataset[Any]):
         return iter(())
 
 
-FAULTS: dict[str, tuple[DataLoader[Any], type[Exception], str]] = {
+FAULTS: dict[str, tuple[DataLoader[Any], type[BaseException], str]] = {
     "a stream": (DataLoader(Stream()), DataError, "Stream"),
     "a sampler that draws": (
         DataLoader(Pictures(fails), sampler=WeightedRandomSampler([1.0] * 23, 23)),
         DataError,
         "Pictures: the loader's sampler, WeightedRandomSampler",
     ),
+    "a sampler of a class of its own": (
+        DataLoader(Pictures(fails), sampler=Balanced(range(23))),
+        DataError,
+        "Pictures: the loader's sampler, Balanced",
+    ),
+    "three parts": (
+        with_workers(Threes(fails)),
+        DataError,
+        "of Threes are list of length 3",
+    ),
+    "no pickle for new processes": (
+        DataLoader(
+            Pictures(lambda _: 0), num_workers=2, multiprocessing_context="spawn"
+        ),
+        DataError,
+        r"of Pictures cannot start \(PicklingError",
+    ),
+    "an exit of the data set": (with_workers(Pictures(leaves)), SystemExit, ""),
     "an error of the data set": (with_workers(Pictures(fails)), KeyError, str(LATER)),
     "an omitted example": (
         with_workers(Uneven(fails)),

@@ -125,3 +125,25 @@ def test_a_wrong_number_of_examples_is_refused(extra: int, collate: Any) -> None
     data = Subset(Called(extra), range(5))
     with pytest.raises(DataError, match="Subset of Called returned"):
         batches_of(DataLoader(data, collate_fn=collate)).batch(torch.arange(5))
+
+
+class Together(Called):
+    """A data set whose ``__getitems__`` returns a batch, and not examples."""
+
+    def __getitems__(self, numbers: list[int]) -> Any:
+        return {"inputs": torch.rand(len(numbers), 2), "targets": numbers}
+
+
+ROWS = TensorDataset(torch.rand(3, 2), torch.arange(3))
+UNREADABLE: dict[str, tuple[Any, str]] = {
+    "a batch for examples": (Together(), r"of Together .* \(KeyError: 0\)"),
+    "an index too far": (Subset(ROWS, [0, 3]), "of Subset of .* indices of a Subset"),
+    "an index too low": (Subset(ROWS, [0, -4]), "of Subset of .* indices of a Subset"),
+}
+
+
+@pytest.mark.parametrize("case", UNREADABLE)
+def test_examples_that_cannot_be_read_name_their_data_set(case: str) -> None:
+    data, words = UNREADABLE[case]
+    with pytest.raises(DataError, match=words):
+        batches_of(DataLoader(data)).batch(torch.arange(2))
