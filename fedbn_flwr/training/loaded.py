@@ -176,7 +176,10 @@ def num_examples(loader: Any) -> int:
     if chosen is not None:
         return len(chosen)
     if not hasattr(loader.dataset, "__len__"):
-        raise DataError(f"the data set, {type(loader.dataset).__name__}, has no length")
+        raise DataError(
+            f"the data set, {type(loader.dataset).__name__}, has no length. Give it a"
+            " method __len__."
+        )
     return len(loader.dataset)
 
 
