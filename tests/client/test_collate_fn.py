@@ -106,7 +106,7 @@ def test_a_collate_fn_that_leaves_examples_out_is_refused() -> None:
         return padded([pair for pair in examples if len(pair[0]) > 3])
 
     with pytest.raises(
-        DataError, match=r"returns targets of shape \(\d,\) for 6 examples"
+        DataError, match=r"has targets of shape \(\d,\) for 6 examples"
     ):
         batches_of(DataLoader(Sequences(6), collate_fn=without_short)).batch(
             torch.arange(6)
