@@ -16,6 +16,7 @@ from __future__ import annotations
 import itertools
 import logging
 import math
+import statistics
 import threading
 import time
 from collections import deque
@@ -51,7 +52,6 @@ from fedbn_flwr.transport.polling_grid import ImmediateGrid, TellsProperties
 
 logger = logging.getLogger("flwr")
 
-_SHORTEST = 1e-4  # seconds, less than any client takes
 _MUCH = 2**26  # bytes of messages that are not kept in memory all at once
 _PAUSE = 0.1  # seconds between two polls without a reply
 
@@ -266,20 +266,18 @@ class InProcessGrid(ImmediateGrid):
         ids = [drawn[start : start + 32] for start in range(0, len(drawn), 32)]
         message_ids, reply_ids = ids[::2], ids[1::2]
         works = []
-        costs = []
         for message, message_id, reply_id in zip(
             messages, message_ids, reply_ids, strict=True
         ):
             self._waiting[message_id] = arrived
-            seconds = self._host.seconds.get(work_of(message), 0.0)
-            costs.append(_order_of_magnitude(seconds))
             stamped_message = stamped(message, message_id, self._run.run_id)
             works.append(self._work(stamped_message, reply_id))
 
         # Start clients that take much longer first, so that no process is busy at the
         # end when the others are idle. Otherwise keep the order in which the server
-        # reads the replies.
-        for i in sorted(range(len(works)), key=lambda i: -costs[i]):
+        # reads the replies, because a reply that is read later stays in memory.
+        longer = _much_longer([self._host.seconds.get(work_of(m)) for m in messages])
+        for i in sorted(range(len(works)), key=lambda i: -longer[i]):
             node_id = messages[i].metadata.dst_node_id
             # A node works on its messages in order, because each message may change its
             # context.
@@ -458,16 +456,14 @@ def _size(messages: Sequence[Message]) -> int:
     return len(messages) * sum(sum(num_bytes(record)) for record in records)
 
 
-def _order_of_magnitude(seconds: float) -> int:
-    """Return the size class of a client's cost, or 0 if the cost is unknown.
+def _much_longer(seconds: Sequence[float | None]) -> list[int]:
+    """Return for each client how much more time than the median client it takes.
 
-    From class to class, the cost grows by a factor of 1.4.
+    0 means up to 1.2 times the median, or an unknown time. From class to class, the
+    time grows by a factor of 1.4. Smaller differences are mostly noise.
     """
-    # Smaller differences of the costs are mostly noise and would change the order of
-    # the clients in every round.
-    if not seconds:
-        return 0
-    return max(0, round(2 * math.log2(seconds / _SHORTEST)))
+    typical = statistics.median([one for one in seconds if one] or [1.0])
+    return [round(2 * math.log2(max(1.0, (one or 0.0) / typical))) for one in seconds]
 
 
 class _Arriving(Sequence[Message]):

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import multiprocessing
 import signal
 import sys
@@ -75,8 +76,8 @@ class WorkerProcesses:
         run_id: id of the run, for Flower's messages.
 
     Attributes:
-        seconds: time for the last message of a node in its process, by node id and
-            message type.
+        seconds: shortest time for a message of a node in its process, by node id and
+            message type. Other processes of the machine can only prolong it.
 
     Raises:
         EngineError: the system is not Linux, the app cannot be sent to a new process,
@@ -302,7 +303,8 @@ class WorkerProcesses:
                 self._feed(worker)
                 # Without a job, the grid was closed and has failed the job.
                 if job:
-                    self.seconds[work_of(job.message)] = call[0]
+                    kind = work_of(job.message)
+                    self.seconds[kind] = min(call[0], self.seconds.get(kind, math.inf))
                     _end(job, values)
                 # Without this line, the thread would keep the memory of the reply until
                 # the next message.

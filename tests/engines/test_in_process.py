@@ -308,6 +308,25 @@ def test_a_call_ends_at_its_timeout_and_names_the_slow_clients(
     assert all("no reply within 0.5 s" in why for why in report.rejected.values())
 
 
+@pytest.mark.parametrize("median", [1e-3, 1.0, 100.0])
+def test_only_clients_that_take_much_longer_start_out_of_order(
+    open_grid, median: float
+) -> None:
+    """Clients with about the same time, or with an unknown time, keep their order."""
+    begun = []
+
+    def work(message: Message, context: Context) -> Message:
+        begun.append(context.node_config["partition-id"])
+        return echo(message, context)
+
+    grid = open_grid(work, num_nodes=8)
+    nodes = grid.get_node_ids()
+    for partition, ratio in {1: 0.2, 2: 1.1, 4: 2.0, 5: 5.0, 6: 0.9, 7: 1.0}.items():
+        grid._host.seconds[nodes[partition], MessageType.TRAIN] = ratio * median
+    grid.send_and_receive(to(grid, *range(8)))
+    assert begun == [5, 4, 0, 1, 2, 3, 6, 7]
+
+
 def test_a_step_is_polled_for_its_replies_and_not_in_between(monkeypatch) -> None:
     polls = []
     pull = InProcessGrid.pull_messages
