@@ -21,7 +21,6 @@ import torch
 from flwr.app import Context
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
-from flwr.simulation import run_simulation
 from peers.flower_rounds import ray_backend, strategy_arguments, timed
 from peers.work import Clock, Job, accuracy, contend, load_data, make_model
 from torch import nn
@@ -114,6 +113,9 @@ def main(job: Job, clock: Clock) -> float:
 
     app = make_client_app(job)
     if job.variant == "ray":
+        # Import it here, because it needs 55 MB that a run in one process does not need.
+        from flwr.simulation import run_simulation
+
         server = ServerApp()
 
         @server.main()
