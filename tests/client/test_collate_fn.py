@@ -105,9 +105,7 @@ def test_a_collate_fn_that_leaves_examples_out_is_refused() -> None:
     def without_short(examples: Any) -> Any:
         return padded([pair for pair in examples if len(pair[0]) > 3])
 
-    with pytest.raises(
-        DataError, match=r"has targets of shape \(\d,\) for 6 examples"
-    ):
+    with pytest.raises(DataError, match=r"has targets of shape \(\d,\) for 6 examples"):
         batches_of(DataLoader(Sequences(6), collate_fn=without_short)).batch(
             torch.arange(6)
         )
