@@ -22,7 +22,7 @@ package. Example::
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence, Set
 from contextlib import closing
 from typing import Any
 
@@ -73,8 +73,9 @@ def train_by(
     methods have with the facts of the loop.
 
     Raises:
-        ConfigError: the loop raised an error, took no batch, changed the model's modules
-            or ``requires_grad``, returned no number, or left out a call of the method.
+        ConfigError: the loop raised an error, took no batch, changed no parameter,
+            changed the model's modules or ``requires_grad``, returned no number, or
+            left out a call of the method.
         DataError: there are no examples, every batch had one example and was dropped,
             or the loss is not finite because of an input.
     """
@@ -112,13 +113,17 @@ def train_by(
 
     rules = Hooks(model, {type(hook).__name__: hook for hook in hooks}, refuse)
     modules = dict(model.named_modules())
-    trained = _trained(model)
+    trained = {name: p.detach().clone() for name, p in _trained(model).items()}
     with rules.block():
         if surveys:
             seed = stream("survey").initial_seed()
             rules.survey_data(data, settings.batch_size, seed)
         rules.surveyed = True
-        with seeded(stream("dropout").initial_seed()), closing(batches()) as given:
+        with (
+            seeded(stream("dropout").initial_seed()),
+            closing(batches()) as given,
+            torch.enable_grad(),  # restores the mode if the loop changes it
+        ):
             try:
                 returned = loop(model, given, rules, learning_rate)
             except FedBNError:
@@ -136,7 +141,7 @@ def train_by(
         raise ConfigError(
             f"{named} took no batch. Write: for inputs, targets in batches."
         )
-    _refuse_changes(named, model, modules, trained)
+    _refuse_changes(named, model, modules, trained.keys())
     try:
         loss = float(returned)
     except (TypeError, ValueError, RuntimeError):
@@ -144,6 +149,12 @@ def train_by(
             f"{named} returned a {type(returned).__name__}. Return the mean training"
             " loss, a number."
         ) from None
+    now = _trained(model)
+    if learning_rate > 0 and all(torch.equal(now[name], trained[name]) for name in now):
+        raise ConfigError(
+            f"{named} changed no parameter of the model in {len(sizes)} steps. Train the"
+            " model that the loop gets, and not a copy of it."
+        )
     if not math.isfinite(loss):
         refuse_not_finite(data, prepared)
     return TrainResult(
@@ -151,13 +162,13 @@ def train_by(
     )
 
 
-def _trained(model: nn.Module) -> set[str]:
-    """Return the names of the parameters that are trained."""
-    return {name for name, p in model.named_parameters() if p.requires_grad}
+def _trained(model: nn.Module) -> dict[str, Tensor]:
+    """Return the parameters that are trained, by name."""
+    return {name: p for name, p in model.named_parameters() if p.requires_grad}
 
 
 def _refuse_changes(
-    named: str, model: nn.Module, modules: Mapping[str, nn.Module], trained: set[str]
+    named: str, model: nn.Module, modules: Mapping[str, nn.Module], trained: Set[str]
 ) -> None:
     """Raise ConfigError if the loop replaced a module or changed ``requires_grad``."""
     for path, module in model.named_modules():
@@ -167,7 +178,7 @@ def _refuse_changes(
                 " reply. Load the weights into the module that is there."
             )
     # The model serves other sites and rounds, so a change would stay.
-    changed = trained ^ _trained(model)
+    changed = trained ^ _trained(model).keys()
     if changed:
         raise ConfigError(
             f"{named} changed requires_grad of {', '.join(sorted(changed))}. Restore it"

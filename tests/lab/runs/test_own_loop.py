@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -54,6 +55,7 @@ def sgd(
         optimizer.step()
         total += loss.item() * len(targets)
         count += len(targets)
+    torch.set_grad_enabled(False)  # the next client has gradients again
     return total / count
 
 
@@ -82,6 +84,10 @@ def freezing(model: Any, batches: Any, rules: Any, learning_rate: float) -> floa
 
 def in_eval(model: Any, batches: Any, rules: Any, learning_rate: float) -> float:
     return sgd(model.eval(), batches, rules, learning_rate)
+
+
+def copying(model: Any, batches: Any, rules: Any, learning_rate: float) -> float:
+    return sgd(copy.deepcopy(model), batches, rules, learning_rate)
 
 
 def idle(model: Any, batches: Any, rules: Any, learning_rate: float) -> float:
@@ -195,6 +201,7 @@ def test_settings_that_do_not_fit_a_loop_are_refused(
             r"loop freezing changed requires_grad of fc\.bias, fc\.w",
         ),
         ("idle", "fedavg", "loop idle took no batch"),
+        ("copying", "fedavg", r"loop copying changed no parameter .* in \d+ steps"),
         ("idle", "fedprox", "acts in every step"),
         ("heavy", "scaffold", "sgd-momentum=0.9 must be 0"),
         *(
