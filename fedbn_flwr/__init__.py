@@ -69,7 +69,7 @@ _ROOMS = (
 
 
 if not TYPE_CHECKING:  # hidden: with __getattr__, a type checker would accept any name
-    _named = imported_when_used(__name__, _WHERE)[0]
+    _named, _ = imported_when_used(__name__, _WHERE)
 
     def __getattr__(name: str) -> Any:
         if name in _ROOMS:

@@ -13,7 +13,7 @@ as in torch's layers.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -372,13 +372,12 @@ def reestimate_statistics(
         # forward pass does not use all layers that ``forward`` uses.
         tried = model if forward is None else None
         with seeded(seed):
-            batches = _positions(tried, data, batch_size, prepared)
-        with gathered_inputs(watched) as gathered, ExitStack() as closing:
-            closing.callback(stop_tracking(watched))
-            closing.enter_context(seeded(seed))
-            read = with_positions(data, batches)
-            closing.callback(read.close)
-            for positions, (inputs, _) in read:
+            order = _positions(tried, data, batch_size, prepared)
+        with gathered_inputs(watched) as gathered, ExitStack() as stack:
+            stack.callback(stop_tracking(watched))
+            stack.enter_context(seeded(seed))
+            batches = stack.enter_context(closing(with_positions(data, order)))
+            for positions, (inputs, _) in batches:
                 try:
                     (forward or model)(prepared(inputs))
                 except ValueError as error:

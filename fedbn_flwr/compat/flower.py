@@ -44,8 +44,10 @@ from flwr.common.constant import (
     ErrorCode,
 )
 from flwr.serverapp import Grid
-from flwr.serverapp.strategy.strategy_utils import aggregate_metricrecords
-from flwr.serverapp.strategy.strategy_utils import log_strategy_start_info as log_start
+from flwr.serverapp.strategy.strategy_utils import (
+    aggregate_metricrecords,
+    log_strategy_start_info,
+)
 
 from fedbn_flwr.errors import ConfigError
 
@@ -98,7 +100,7 @@ __all__ = [
     "later_mods",
     "legacy_records",
     "loaded_apps",
-    "log_start",
+    "log_strategy_start_info",
     "node_config_of",
     "on_network_node",
     "proxy_error",
@@ -261,7 +263,7 @@ def _shallow(value: T) -> T:
 
 
 def _changed(message: Message, about: Mapping[str, Any], **parts: Any) -> Message:
-    """Return the message with these values in its metadata, and with other parts."""
+    """Return a copy of the message with these metadata values and these attributes."""
     metadata = _shallow(message.__dict__["_metadata"])
     metadata.__dict__.update(about)
     changed = _shallow(message)

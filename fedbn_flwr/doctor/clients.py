@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import chain, islice
 from typing import Any
@@ -134,26 +134,28 @@ def _read_loader(
     sorted, for example by class. If the data set has no indices, the sample has the
     first examples, in whole batches. An example that the sampler repeats is used once.
     """
-    # Replace a loader of indexed examples by one that yields only the drawn examples.
+    # If the examples have indices, read only the drawn examples.
     largest = 0
+    source: AbstractContextManager[Iterable[Any]] = nullcontext(loader)
     epoch = _epoch(loader)
     if epoch is not None:
         largest = max(map(len, epoch), default=0)
         distinct = list(dict.fromkeys(chain(*epoch)))
-        loader = [*_drawn(loader, distinct, max_examples, max(1, largest))]
+        source = closing(_drawn(loader, distinct, max_examples, max(1, largest)))
 
     # If examples cannot be drawn from the loader, read batches until there are enough.
     inputs, targets = [], []
     count, first_only = 0, False
-    for batch in loader:
-        if count >= max_examples:
-            first_only = True
-            break
-        x, y = _pair(name, batch)
-        inputs.append(x.detach().cpu())
-        targets.append(y.detach().cpu())
-        largest = max(largest, len(x))
-        count += len(x)
+    with source as batches:
+        for batch in batches:
+            if count >= max_examples:
+                first_only = True
+                break
+            x, y = _pair(name, batch)
+            inputs.append(x.detach().cpu())
+            targets.append(y.detach().cpu())
+            largest = max(largest, len(x))
+            count += len(x)
     if not count:
         return None
 
@@ -205,17 +207,18 @@ def _epoch(loader: Iterable[Any]) -> list[list[int]] | None:
 
 def _drawn(
     loader: Any, order: list[int], max_examples: int, size: int
-) -> Iterator[Any]:
+) -> Generator[Any, None, None]:
     """Yield the loader's batches with each index once, or with a sample."""
     if len(order) > max_examples:
         places = torch.randperm(len(order))[:max_examples].tolist()
         order = [order[place] for place in places]
     batches = [order[start : start + size] for start in range(0, len(order), size)]
-    # Draw a seed as a pass of the loader does. Each client has other random transforms.
+    # Draw a seed as a pass of the loader does. The seed differs between clients, so
+    # their random transforms differ.
     seed = int(torch.empty((), dtype=torch.int64).random_())
     read = reader(loader.dataset, loader.collate_fn)
     draws = torch.Generator().manual_seed(seed)
-    for _, batch in read_ahead(read, batches, draws, loader):
+    for _, batch in read_ahead(read, batches, draws, loader, loader.dataset):
         yield batch
 
 

@@ -124,10 +124,10 @@ def _differs(layer: _BatchNorm) -> bool:
         x, mean, var, layer.weight, layer.bias, by_batch, 0.0, layer.eps
     )
     # Use the same random numbers for both outputs, for example in a dropout.
-    with seeded(0, on_cpu=True):
+    with seeded(0, cpu_only=True):
         for module in layer.children():
             expected = module(expected)
-    with seeded(0, on_cpu=True):
+    with seeded(0, cpu_only=True):
         output = layer(x)
     if output.shape != x.shape:
         return True

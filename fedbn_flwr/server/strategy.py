@@ -21,7 +21,7 @@ from flwr.serverapp.strategy import FedAvg as FlowerFedAvg
 from flwr.serverapp.strategy import Result
 
 from fedbn_flwr.batchnorm.parts import Part, Parts, name_layers
-from fedbn_flwr.compat.flower import is_default_aggregation, log_start
+from fedbn_flwr.compat.flower import is_default_aggregation, log_strategy_start_info
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.messages.protocol import SYNCHRONISES, Continuity, refuse_own_keys
 from fedbn_flwr.problems import Known, tell
@@ -547,7 +547,7 @@ class Strategy(FlowerFedAvg):
         """Run the rounds like Flower's loop, but starting at any round."""
         arrays, after = self.run.arrays, self.run.after
         logger.info("Starting %s strategy:", self.name)
-        log_start(num_rounds, arrays, train_config, evaluate_config)
+        log_strategy_start_info(num_rounds, arrays, train_config, evaluate_config)
         self.summary()
         if after:
             logger.info("Continuing after round %d", after)

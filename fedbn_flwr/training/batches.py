@@ -76,16 +76,29 @@ def with_positions(
     """Yield the positions of each batch and the batch.
 
     Data with a method ``batches`` may read some batches ahead, in other processes.
-    Close the generator, because an error keeps it open as long as the error exists.
+    Close the generator after the pass. Otherwise, the traceback of an exception may
+    keep it and its worker processes alive.
+
+    Raises:
+        DataError: ``batches`` of the data does not yield one batch for each position.
     """
     if not hasattr(data, "batches"):
         for positions in order:
             yield positions, data.batch(positions, generator)
         return
-    # Copy the order, because the data may ask for the next positions before it returns
-    # a batch.
-    asked, order = itertools.tee(order)
-    yield from zip(asked, data.batches(order, generator), strict=True)
+    # Read the order now, because the data may take positions in advance, in a thread of
+    # its own.
+    order = list(order)
+    # Only this frame refers to the batches, so they are closed when it ends.
+    pairs = itertools.zip_longest(order, data.batches(iter(order), generator))
+    for count, (positions, batch) in enumerate(pairs):
+        if positions is None or batch is None:
+            raise DataError(
+                f"{type(data).__name__}.batches must yield {len(order)} batches, one for"
+                " each element of the order, but it yielded"
+                f" {count if batch is None else 'more'}."
+            )
+        yield positions, batch
 
 
 def join_last(batches: Sequence[Tensor]) -> list[Tensor]:

@@ -5,7 +5,9 @@ The source is a torch ``Dataset``, or the data set of a ``DataLoader``.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import islice
 from typing import Any
 
 import torch
@@ -22,6 +24,7 @@ from torch.utils.data import (
 
 from fedbn_flwr.errors import DataError
 from fedbn_flwr.training.batches import Batches, map_inputs
+from fedbn_flwr.training.randomness import seeded
 from fedbn_flwr.training.read_ahead import read_ahead
 from fedbn_flwr.training.reading import name_of, reader
 
@@ -57,6 +60,7 @@ class LoadedBatches:
                 f" the training data set has {len(self._data)}. Both must contain the"
                 " same examples in the same order."
             )
+        self._plain = plain
         chosen = _chosen(loader)
         if chosen is not None:
             self._data, plain = Subset(self._data, chosen), Subset(plain, chosen)
@@ -87,14 +91,17 @@ class LoadedBatches:
     ) -> Iterator[tuple[Any, Tensor]]:
         """Yield ``batch`` of each of the positions.
 
-        The workers of the loader read in advance. Their number does not change a bit.
+        The workers of the loader read in advance. The bits do not depend on their
+        number if the data set draws only from the default generators.
 
         Raises:
             DataError: as in ``batch``; or a worker dies.
         """
-        read = self._read_plain if generator is None else self._read
+        read, data = self._read, self._loader.dataset
+        if generator is None:
+            read, data = self._read_plain, self._plain
         order = (each.tolist() for each in positions)
-        for chosen, batch in read_ahead(read, order, generator, self._loader):
+        for chosen, batch in read_ahead(read, order, generator, self._loader, data):
             yield self._checked(batch, len(chosen))
 
     def _checked(self, batch: Any, size: int) -> tuple[Any, Tensor]:
@@ -138,8 +145,8 @@ def _pair(name: str, batch: Any) -> tuple[Any, Any]:
     elif isinstance(batch, (tuple, list)):
         parts = f" of length {len(batch)}"
     raise DataError(
-        f"the batches of {name} are {type(batch).__name__}{parts}; they must be"
-        " pairs (inputs, targets), and the inputs may have several parts. Return pairs"
+        f"a batch of {name} is a {type(batch).__name__}{parts}, but it must be a"
+        " pair (inputs, targets); the inputs may have several parts. Return pairs"
         " from a data set that wraps this data set, or from the collate_fn of a loader"
         " (in a TorchClient: fedbn_flwr.training.batches_of(loader))."
     )
@@ -149,8 +156,8 @@ def batches_of(loader: Any, plain: Dataset[Any] | None = None) -> Batches:
     """Return the data set of a ``DataLoader`` as ``Batches``.
 
     The batches are assembled by its ``collate_fn``. The workers of the loader
-    (``num_workers``) read in advance; their number does not change a bit if the data
-    set draws only from the default generators of torch, NumPy and Python. A single
+    (``num_workers``) read in advance. The bits do not depend on their number if the
+    data set draws only from the default generators of torch, NumPy and Python. A single
     batch is read without workers.
 
     Args:
@@ -209,18 +216,29 @@ def _chosen(loader: Any) -> list[int] | None:
         return None
     if isinstance(sampler, (SubsetRandomSampler, DistributedSampler)):
         return sorted(getattr(sampler, "indices", None) or set(sampler))
-    # Both samplers use all examples in an epoch, unless a RandomSampler is set to draw
-    # fewer or more.
-    order = getattr(type(sampler), "__iter__", None)
-    in_order = order in (SequentialSampler.__iter__, RandomSampler.__iter__)
-    if in_order and len(sampler) == _size(loader):
-        return None
+    # A SequentialSampler uses all examples in an epoch. A RandomSampler does so unless
+    # it is set to draw fewer or more. A subclass may choose examples.
+    known = (SequentialSampler, RandomSampler)
+    if isinstance(sampler, known) and len(sampler) == _size(loader):
+        iterates = type(sampler).__iter__
+        if iterates in [each.__iter__ for each in known] or _takes_all(sampler):
+            return None
     raise DataError(
         f"{name_of(loader.dataset)}: the loader's sampler, {type(sampler).__name__},"
         " chooses examples in a way that a pass in a fixed order cannot reproduce."
         " Choose a client's examples with torch.utils.data.Subset, and use a loader"
         " without this sampler."
     )
+
+
+def _takes_all(sampler: Any) -> bool:
+    """Return whether a pass of a copy yields each position once."""
+    # A pass may change the sampler. Its data set is not copied.
+    data = getattr(sampler, "data_source", None)
+    trial = copy.deepcopy(sampler, {id(data): data})
+    with seeded(0):
+        found = sorted(islice(trial, len(sampler) + 1))
+    return found == [*range(len(sampler))]
 
 
 def _size(loader: Any) -> int:

@@ -207,7 +207,7 @@ def _f1(_: Tensor, y_pred: Tensor, y_true: Tensor) -> float:
     return float(_sklearn().f1_score(y_true, y_pred))
 
 
-def _auroc(scores: Tensor, _: Tensor, y_true: Tensor) -> float:
+def _auroc(scores: Tensor, _y_pred: Tensor, y_true: Tensor) -> float:
     positives = int(y_true.sum())
     negatives = len(y_true) - positives
     # Both classes must occur, because the metric compares examples of both.
@@ -223,7 +223,7 @@ def _auroc(scores: Tensor, _: Tensor, y_true: Tensor) -> float:
     return u / (positives * negatives)
 
 
-def _auprc(scores: Tensor, _: Tensor, y_true: Tensor) -> float:
+def _auprc(scores: Tensor, _y_pred: Tensor, y_true: Tensor) -> float:
     if not y_true.any():
         return _NAN
     # Use ranks, because scikit-learn refuses infinite scores. Equal scores have equal

@@ -180,17 +180,19 @@ def _has_gpu() -> bool:
     return torch.cuda.is_available()
 
 
-def seed_generators(seed: int, *, on_cpu: bool = False) -> None:
+def seed_generators(seed: int, *, cpu_only: bool = False) -> None:
     """Seed the default generators of torch (all CUDA devices), NumPy and Python.
 
-    ``on_cpu``: whether the generators of CUDA devices are left out.
+    Args:
+        seed: the seed.
+        cpu_only: leave out the generators of CUDA devices.
     """
     # torch.manual_seed asks every backend and takes longer than a training step
     torch.default_generator.manual_seed(seed)
     np.random.seed(seed % 2**32)
     random.seed(seed)
     # torch saves the seed until the first use of the GPU
-    if not on_cpu and _has_gpu():
+    if not cpu_only and _has_gpu():
         torch.cuda.manual_seed_all(seed)
 
 
@@ -207,14 +209,14 @@ def seed_secretly() -> None:
 
 
 @contextmanager
-def seeded(seed: int, *, on_cpu: bool = False) -> Iterator[Generators]:
+def seeded(seed: int, *, cpu_only: bool = False) -> Iterator[Generators]:
     """Seed the default generators in the block, and restore them afterwards.
 
-    The target of ``with ... as`` is the state before the block. ``on_cpu`` is an
+    The target of ``with ... as`` is the state before the block. ``cpu_only`` is an
     argument of ``seed_generators``.
     """
     before = Generators.now()
-    seed_generators(seed, on_cpu=on_cpu)
+    seed_generators(seed, cpu_only=cpu_only)
     try:
         yield before
     finally:

@@ -39,6 +39,7 @@ def read_ahead(
     order: Iterable[list[int]],
     generator: torch.Generator | None,
     loader: Any,
+    data: Any,
 ) -> Iterator[tuple[list[int], Any]]:
     """Yield each list of numbers with the batch of these examples.
 
@@ -50,9 +51,11 @@ def read_ahead(
             of torch's default generator.
         loader: its workers read. Rows of tensors are read by this process, because an
             index is faster than sending them.
+        data: the data set that a user's function finds in ``get_worker_info()``.
 
     Raises:
-        DataError: a worker dies, or needs longer than the ``timeout`` of the loader.
+        DataError: the workers cannot start, or one dies or needs longer than the
+            ``timeout`` of the loader.
     """
     if draws_nothing(read):
         for chosen in order:
@@ -67,7 +70,7 @@ def read_ahead(
         first = list(islice(tasks, 2))
         tasks = chain(first, tasks)
         if len(first) > 1:
-            yield from _from_workers(reading, tasks, loader, first[0][1])
+            yield from _from_workers(reading, tasks, loader, data, first[0][1])
     for task in tasks:
         yield task[0], reading.batch(task)
 
@@ -103,29 +106,29 @@ class _Reading(Dataset[Any]):
 
 
 def _from_workers(
-    reading: _Reading, tasks: Iterable[Task], loader: Any, seed: int
+    reading: _Reading, tasks: Iterable[Task], loader: Any, data: Any, seed: int
 ) -> Iterator[tuple[list[int], Any]]:
-    # The workers take some tasks before the first answer.
+    # Copy the tasks, because the workers take some before the first answer.
     ahead, tasks = tee(tasks)
     workers: Any = DataLoader(
         reading,
         batch_size=None,
         sampler=ahead,
         collate_fn=_unchanged,
-        worker_init_fn=functools.partial(_begin, loader.worker_init_fn, loader.dataset),
+        worker_init_fn=functools.partial(_begin, loader.worker_init_fn, data),
         generator=torch.Generator().manual_seed(seed),  # the workers get seeds from it
         **{name: getattr(loader, name) for name in _OPTIONS},
     )
-    name = name_of(loader.dataset)
+    name = name_of(data)
     try:
         with forking():
             answers: Any = iter(workers)
     except Exception as error:  # pickle runs the user's code
         raise DataError(
             f"the workers of the DataLoader of {name} cannot start"
-            f" ({type(error).__name__}: {error}). If they are not forks, the data set,"
-            " its collate_fn and worker_init_fn must be picklable: define them in a"
-            " module. Otherwise, use num_workers=0."
+            f" ({type(error).__name__}: {error}). Unless workers are started by fork,"
+            " the data set and the loader's collate_fn and worker_init_fn must be"
+            " picklable: define them in a module. Otherwise, use num_workers=0."
         ) from error
     # From here on, ``_next`` watches the workers.
     signal_handling._remove_worker_pids(id(answers))  # type: ignore[attr-defined,unused-ignore]
@@ -151,10 +154,10 @@ def _next(answers: Any, name: str) -> Any:
         return next(answers)
     except (RuntimeError, OSError, EOFError) as error:
         raise DataError(
-            f"the workers of the DataLoader of {name} returned no batch ({error}). The"
-            " data set may have ended a worker, or the machine may lack memory or shared"
-            " memory (/dev/shm). Give the DataLoader fewer workers, a smaller"
-            " prefetch_factor, or num_workers=0."
+            f"the workers of the DataLoader of {name} returned no batch ({error})."
+            " Code of the data set may have ended the process, or the machine may lack"
+            " memory or shared memory (/dev/shm). Give the DataLoader fewer workers, a"
+            " smaller prefetch_factor, or num_workers=0."
         ) from error
     finally:
         if watches:
@@ -163,8 +166,8 @@ def _next(answers: Any, name: str) -> Any:
 
 def _begin(init: Callable[[int], None] | None, data: Any, worker: int) -> None:
     begin_fork()
-    # Users' functions look for their data set here, but torch has put the data set of
-    # batches there. The object is frozen.
+    # A user's function expects its data set in ``get_worker_info()``, but torch has
+    # stored the ``_Reading``. Bypass ``__setattr__``, because the object refuses changes.
     object.__setattr__(get_worker_info(), "dataset", data)
     if init is not None:
         init(worker)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import ConcatDataset, Subset, TensorDataset, default_collate
 
-from fedbn_flwr.errors import DataError
+from fedbn_flwr.errors import DataError, place_of
 
 Read = Callable[[Sequence[int]], Any]
 """Returns the batch of the examples with the given numbers."""
@@ -70,7 +70,7 @@ def _is_plain(tensor: Tensor) -> bool:
 
 
 def _by_index(data: Any, chosen: Sequence[int]) -> list[Tensor]:
-    with _stacking(data):
+    with _reading(data), _stacking(data):
         return _rows(data, chosen)
 
 
@@ -120,7 +120,8 @@ def _examples(data: Any, chosen: Sequence[int]) -> Any:
 
 def _collated(data: Any, collate: Callable[[Any], Any], chosen: Sequence[int]) -> Any:
     """Return the examples as a batch, assembled like in the loader."""
-    examples = _examples(data, chosen)
+    with _reading(data):
+        examples = _examples(data, chosen)
     if collate is not default_collate:  # a user's function raises its own errors
         return collate(examples)
     with _stacking(data):
@@ -128,16 +129,28 @@ def _collated(data: Any, collate: Callable[[Any], Any], chosen: Sequence[int]) -
 
 
 @contextmanager
+def _reading(data: Any) -> Iterator[None]:
+    """Raise an IndexError as a DataError."""
+    try:
+        yield
+    except IndexError as error:
+        raise DataError(
+            f"an example of {name_of(data)} cannot be read ({place_of(error)}: {error})."
+            " All indices of a Subset must exist in its data set, and __len__ must return"
+            " the number of examples."
+        ) from error
+
+
+@contextmanager
 def _stacking(data: Any) -> Iterator[None]:
     """Raise the errors of stacking as a DataError."""
     try:
         yield
-    except (RuntimeError, TypeError, ValueError, LookupError) as error:
+    except (RuntimeError, TypeError, ValueError, KeyError) as error:
         raise DataError(
-            f"the examples of {name_of(data)} cannot be stacked to a batch"
-            f" ({type(error).__name__}: {error}). The indices of a Subset must exist in"
-            " its data set. If the examples differ in size or kind, use a loader with a"
-            " suitable collate_fn: a TorchClient takes"
+            f"the examples of {name_of(data)} cannot be stacked into a batch"
+            f" ({type(error).__name__}: {error}). If the examples differ in size or"
+            " kind, use a loader with a suitable collate_fn: a TorchClient takes"
             " fedbn_flwr.training.batches_of(DataLoader(data, collate_fn=...)) as its"
             " data set."
         ) from error

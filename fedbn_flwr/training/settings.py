@@ -114,7 +114,7 @@ class LocalTraining:
             value = getattr(self, key)
             if self.loop and value != getattr(LocalTraining, key):
                 raise ConfigError(
-                    f"{key}={value!r} has no effect, because the own loop"
+                    f"{key}={value!r} has no effect, because your loop"
                     " makes the optimizer. Leave it out, and set it in the loop.",
                     code="no-effect",
                 )

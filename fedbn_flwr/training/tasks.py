@@ -256,7 +256,7 @@ class _ColumnTask(Task):
     """
 
     in_columns = True
-    _metrics: ClassVar[Callable[..., dict[str, float]]] = staticmethod(of_labels)
+    _metrics: ClassVar[Callable[..., dict[str, float]]]
 
     def counting(self, targets: Tensor) -> Tensor:
         """Return a mask of the known targets."""
@@ -310,6 +310,8 @@ class LabelTask(_ColumnTask):
     Attributes:
         single: whether there is only one label (binary).
     """
+
+    _metrics = staticmethod(of_labels)
 
     single: bool = False
 

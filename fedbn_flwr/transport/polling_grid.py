@@ -271,9 +271,11 @@ class PollingGrid(ImmediateGrid):
         *,
         timeout: float | None,
     ) -> list[Message]:
-        """Send all messages, and return the replies when ``enough(replies)`` is true.
+        """Send all messages, and return the replies once there are enough.
 
-        The timeout also ends the wait. Then the log names the nodes without a reply.
+        Return as soon as ``enough(replies)`` is true or all replies have arrived. The
+        timeout also ends the wait, and the log names the nodes without a reply. None
+        means no timeout.
         """
         network = over_network(self)
         messages = list(messages)

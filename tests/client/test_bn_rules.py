@@ -401,7 +401,7 @@ def test_a_survey_takes_the_batch_size_of_a_batch_sampler_and_names_data_that_it
 
     with pytest.raises(
         DataError,
-        match=r"the batches of TensorDataset are dict of img, label; .*collate_fn",
+        match=r"a batch of TensorDataset is a dict of img, label, but .*collate_fn",
     ):
         rules.survey(DataLoader(data, 4, collate_fn=as_dict))
     with pytest.raises(DataError, match="data set, Stream, has no length"):

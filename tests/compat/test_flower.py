@@ -672,15 +672,16 @@ def test_is_default_aggregation(seam: ModuleType) -> None:
     )
 
 
-def test_log_start(
+def test_log_strategy_start_info(
     seam: ModuleType, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """``log_strategy_start_info(num_rounds, arrays, ...)`` logs a run's start."""
     names = ["num_rounds", "arrays", "train_config", "evaluate_config"]
-    assert list(inspect.signature(seam.log_start).parameters) == names
+    signature = inspect.signature(seam.log_strategy_start_info)
+    assert list(signature.parameters) == names
     monkeypatch.setattr(logging.getLogger("flwr"), "propagate", True)
     with caplog.at_level(logging.INFO, logger="flwr"):
-        seam.log_start(
+        seam.log_strategy_start_info(
             3,
             ArrayRecord({"a": Array("float32", (1,), "numpy.ndarray", b"")}),
             None,

@@ -8,6 +8,7 @@ import random
 import signal
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -156,6 +157,67 @@ def test_a_worker_init_fn_finds_its_data_set_and_has_other_seeds_in_each_pass() 
     assert not set(found[0]) & set(found[1])
 
 
+def test_a_worker_that_reads_plain_examples_finds_them() -> None:
+    data, plain = Pictures(lambda _: 0), Pictures(crop)
+    plain.augment = lambda _: get_worker_info().dataset is plain  # type: ignore[union-attr]
+    both = batches_of(DataLoader(data, num_workers=2), plain)
+    first = [inputs[0, 0] for _, (inputs, _) in with_positions(both, ORDER)]
+    assert [int(value) for value in first] == [int(order[0]) + 1 for order in ORDER]
+
+
+def test_a_diagnosis_reads_no_further_than_a_batch_that_it_refuses() -> None:
+    numbers: list[int] = []
+    data = Pictures(lambda number: numbers.append(number) or 0)
+    loader = DataLoader(data, 4, collate_fn=lambda examples: examples)
+    with pytest.raises(DataError, match="yields list"):
+        read_clients([loader], 23)
+    assert numbers == [0, 1, 2, 3]
+
+
+class InAdvance(Pictures):
+    """Batches, some fewer or more than positions, that a thread reads in advance."""
+
+    extra = 0
+
+    def batches(self, order: Any, generator: Any = None) -> Iterator[Any]:
+        with ThreadPoolExecutor(1) as thread:
+            read = thread.submit(list, order).result()
+        read = [*read, ORDER[0]][: len(read) + self.extra]
+        return ((positions, positions) for positions in read)
+
+
+def test_batches_that_a_thread_reads_in_advance_have_their_positions() -> None:
+    read = with_positions(InAdvance(crop), iter(ORDER))  # type: ignore[arg-type]
+    assert all(positions is batch[0] for positions, batch in read)
+
+
+@pytest.mark.parametrize(("extra", "yielded"), [(-2, "4"), (1, "more")])
+def test_a_wrong_number_of_batches_is_named(extra: int, yielded: str) -> None:
+    data: Any = InAdvance(crop)
+    data.extra = extra
+    with pytest.raises(DataError, match=f"InAdvance.* 6 batches.* yielded {yielded}"):
+        [*with_positions(data, ORDER)]
+
+
+class Seeded(RandomSampler):
+    """A sampler of all examples whose passes count, as in accelerate."""
+
+    epoch = 0
+
+    def __iter__(self) -> Iterator[int]:
+        self.generator.manual_seed(self.epoch)
+        yield from super().__iter__()
+        self.epoch += 1
+
+
+def test_a_sampler_that_only_orders_the_examples_is_accepted_and_unchanged() -> None:
+    sampler = Seeded(data := Pictures(crop), generator=torch.Generator().manual_seed(9))
+    with seeded(1):
+        assert len(batches_of(DataLoader(data, sampler=sampler))) == 23
+        assert torch.initial_seed() == 1
+    assert (sampler.epoch, sampler.generator.initial_seed()) == (0, 9)
+
+
 def test_a_diagnosis_draws_other_transforms_for_each_client() -> None:
     data = Pictures(lambda number: torch.rand(1) - number)
     one, other = read_clients([DataLoader(data), DataLoader(data)], 15)
@@ -295,7 +357,7 @@ FAULTS: dict[str, tuple[DataLoader[Any], type[BaseException], str]] = {
     "three parts": (
         with_workers(Threes(fails)),
         DataError,
-        "of Threes are list of length 3",
+        "of Threes is a list of length 3",
     ),
     "no pickle for new processes": (
         DataLoader(

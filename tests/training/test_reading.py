@@ -135,10 +135,13 @@ class Together(Called):
 
 
 ROWS = TensorDataset(torch.rand(3, 2), torch.arange(3))
+ABSENT = "example of Subset of .*IndexError .* indices of a Subset"
 UNREADABLE: dict[str, tuple[Any, str]] = {
     "a batch for examples": (Together(), r"of Together .* \(KeyError: 0\)"),
-    "an index too far": (Subset(ROWS, [0, 3]), "of Subset of .* indices of a Subset"),
-    "an index too low": (Subset(ROWS, [0, -4]), "of Subset of .* indices of a Subset"),
+    "other keys": ([{"a": 0}, {"b": 0}], r"\(KeyError: 'a'\)\. If the examples differ"),
+    "an index too far": (Subset(ROWS, [0, 3]), ABSENT),
+    "an index too low": (Subset(ROWS, [0, -4]), ABSENT),
+    "an index too far, one by one": (Subset([*ROWS], [0, 3]), ABSENT),
 }
 
 

@@ -223,7 +223,7 @@ def build_model(
     if norm not in NORMS:
         raise unknown_name("norm", norm, NORMS)
     build = _builder(name, num_classes, tuple(input_shape) or (channels, size, size))
-    with _BUILDING, seeded(derive_seed(seed, "model"), on_cpu=True):
+    with _BUILDING, seeded(derive_seed(seed, "model"), cpu_only=True):
         model = build()
     # Ignore the options of other norms, because a study may give the options of all its
     # norms to each run. Refuse misspelt options.

@@ -294,7 +294,7 @@ def _outputs(config: Config, model: nn.Module, examples: torch.Tensor) -> torch.
     # Seed a separate random state, so that layers such as dropout do not change the
     # process's generators.
     try:
-        with torch.no_grad(), seeded(0, on_cpu=True):
+        with torch.no_grad(), seeded(0, cpu_only=True):
             outputs = model(examples)
     except FedBNError:
         raise
