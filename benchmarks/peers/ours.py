@@ -113,7 +113,7 @@ def main(job: Job, clock: Clock) -> float:
 
     app = make_client_app(job)
     if job.variant == "ray":
-        # Import it here, because it needs 55 MB that a run in one process does not need.
+        # Import it here, because only the Ray rows need it, and it takes 55 MB.
         from flwr.simulation import run_simulation
 
         server = ServerApp()

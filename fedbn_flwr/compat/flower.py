@@ -405,9 +405,14 @@ def set_reply_address(reply: Message, message: Message) -> bool:
 
 
 def app_error(message: Message, reason: str | Exception) -> Message:
-    """Return the reply of a node whose app raised an exception."""
+    """Return the error reply of a node whose app failed.
+
+    Args:
+        message: the message to the node.
+        reason: the text of the reply, or an exception. The text of an exception gets
+            the words that Flower's own engines add.
+    """
     if isinstance(reason, Exception):
-        # Use the text of Flower's own engines.
         raised = ClientAppException(str(reason))
         reason = f"{type(raised)}:<'{raised}'>"
     return Message(
