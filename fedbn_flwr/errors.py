@@ -261,11 +261,19 @@ class NamedConfigErrors(ContextDecorator):
             raise ConfigError(coded(code, str(error))) from error
 
 
-def place_of(error: BaseException) -> str:
-    """Return the type of a raised error, with the line that raised it."""
-    *_, last = traceback.extract_tb(error.__traceback__)
-    where = f"in line {last.lineno} of {Path(last.filename).name}"
-    return f"{type(error).__name__} {where}"
+def place_of(error: BaseException, with_text: bool = True) -> str:
+    """Return the type of a raised error with the line of the user's code, and its text.
+
+    The line is the last one outside of installed packages.
+    """
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if "site-packages" not in frame.filename]
+    last = (own or frames)[-1]
+    text = f": {error}" if with_text and str(error) else ""
+    return (
+        f"{type(error).__name__} in line {last.lineno} of"
+        f" {Path(last.filename).name}{text}"
+    )
 
 
 def coded(code: str, text: str) -> str:

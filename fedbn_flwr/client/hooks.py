@@ -44,6 +44,7 @@ from fedbn_flwr.problems import Known, tell
 from fedbn_flwr.server.methods.method import HookContext
 from fedbn_flwr.strategies import make_hooks, refuse_on_client
 from fedbn_flwr.training.batches import Batches
+from fedbn_flwr.training.checkpointing import in_checkpoint
 from fedbn_flwr.training.client_hook import (
     ClientHook,
     around_step,
@@ -256,7 +257,8 @@ class Hooks:
         self._has_gradients = False
         self.surveyed = False
         self._trained = False
-        # Whether a BatchNorm layer was in train mode in a step; None before a step.
+        # Whether a BatchNorm layer was in train mode in a pass with gradients; None if
+        # there was no such pass.
         self._batchnorm_trains: bool | None = None
         self._exit = ExitStack()
         self._open_step = ExitStack()
@@ -545,21 +547,18 @@ class Hooks:
                 " with several optimizers wraps each."
             )
         self._check_last_step(self._after_step.changed())
-        self._batchnorm_trains = self._batchnorm_trains or self._in_train_mode()
         self._watch_gradients()
         if self._new_gradients or optimizer in self._stepped:
             self._stepped = []
             self._new_gradients, self._new_step = False, True
         self._stepped.append(optimizer)
 
-    def _in_train_mode(self) -> bool:
-        """Return whether a BatchNorm layer is in train mode, or there is none."""
-        layers = layers_of(self._model).values()
-        # If a hook keeps a layer in eval mode, the mode of the model decides.
-        whole = unwrap(self._model).training
-        return not layers or any(
-            layer.training or (whole and is_forced_eval(layer)) for layer in layers
-        )
+    def _note_mode(self, layer: nn.Module, _: Any) -> None:
+        """Note the mode of a BatchNorm layer in a pass with gradients."""
+        if torch.is_grad_enabled() or in_checkpoint():
+            # If a hook keeps the layer in eval mode, the mode of the model decides.
+            deciding = unwrap(self._model) if is_forced_eval(layer) else layer
+            self._batchnorm_trains = self._batchnorm_trains or deciding.training
 
     def _after_any_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if optimizer in stepping_optimizers(optimizer):
@@ -619,12 +618,11 @@ class Hooks:
                     f"client hook '{name}' acts around the first step. Write: with"
                     " rules.step(len(inputs)): loss = ...; loss.backward()"
                 )
-
             if hook.in_batchnorm and self._batchnorm_trains is False:
                 raise ConfigError(
-                    f"client hook '{name}' acts in BatchNorm layers in train mode, but"
-                    " all of them were in eval mode in each step. Call model.train()"
-                    " before the steps."
+                    f"client hook '{name}' acts only in BatchNorm layers in train mode,"
+                    " but all BatchNorm layers were in eval mode in each pass. Call"
+                    " model.train(), and leave BatchNorm in train mode."
                 )
 
     @contextmanager
@@ -636,12 +634,16 @@ class Hooks:
         with self._exit:
             # Torch's hooks for all optimizers of the process also notice optimizers
             # that the loop did not wrap.
-            if self._hooks:
+            if self._belongs_to_all_steps or self._acting:
                 before = register_optimizer_step_pre_hook(self._before_any_step)
                 self._exit.callback(before.remove)
             if self._belongs_to_all_steps:
                 after = register_optimizer_step_post_hook(self._after_any_step)
                 self._exit.callback(after.remove)
+            if any(hook.in_batchnorm for hook in self._hooks.values()):
+                for layer in layers_of(self._model).values():
+                    noted = layer.register_forward_pre_hook(self._note_mode)
+                    self._exit.callback(noted.remove)
             with begun(self._hooks.values(), self._model), self._open_step:
                 # An exception may leave a framework's loop between its callbacks. The
                 # open step is closed in that case as well.

@@ -122,7 +122,7 @@ def train_by(
         with (
             seeded(stream("dropout").initial_seed()),
             closing(batches()) as given,
-            torch.enable_grad(),  # restores the mode if the loop changes it
+            torch.enable_grad(),  # restores the gradient mode if the loop changes it
         ):
             try:
                 returned = loop(model, given, rules, learning_rate)
@@ -133,8 +133,8 @@ def train_by(
                 if singles.dropped and not sizes:
                     raise nothing() from error
                 # On a node of a network, the text may quote data.
-                text = "" if on_network_node() else f": {error}"
-                raise ConfigError(f"{named} raised {place_of(error)}{text}") from error
+                place = place_of(error, with_text=not on_network_node())
+                raise ConfigError(f"{named} raised {place}") from error
     if singles.dropped and not sizes:
         raise nothing()
     if not sizes:
@@ -149,14 +149,15 @@ def train_by(
             f"{named} returned a {type(returned).__name__}. Return the mean training"
             " loss, a number."
         ) from None
-    now = _trained(model)
-    if learning_rate > 0 and all(torch.equal(now[name], trained[name]) for name in now):
-        raise ConfigError(
-            f"{named} changed no parameter of the model in {len(sizes)} steps. Train the"
-            " model that the loop gets, and not a copy of it."
-        )
     if not math.isfinite(loss):
         refuse_not_finite(data, prepared)
+    now = _trained(model)
+    same = (torch.equal(p, now[name].to(p)) for name, p in trained.items())
+    if learning_rate > 0 and trained and all(same):
+        raise ConfigError(
+            f"{named} changed no parameter of the model in {len(sizes)} steps. It may"
+            " train a copy, or skip its steps. Train the model that it gets."
+        )
     return TrainResult(
         loss, None, sum(sizes), len(sizes), singles.dropped, rules.metrics
     )

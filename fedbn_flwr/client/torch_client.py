@@ -208,9 +208,9 @@ class TorchClient(NumPyClient):
             while returned is None:
                 try:
                     returned, metrics = self._fit(cached, parameters, config)
-                # Another client was lost in the synchronised step of a user's loop, so
-                # the round begins again.
                 except RetryStep:
+                    # Another client was lost in the synchronised step of a user's loop.
+                    # The round begins again.
                     continue
                 except StopStep as stop:
                     # If a synchronised step exchanges by messages, it stops when it

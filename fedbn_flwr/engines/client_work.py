@@ -22,7 +22,7 @@ from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 
 from fedbn_flwr.compat.flower import app_error, copied_context, copied_message
-from fedbn_flwr.errors import FedBNError, NamedConfigErrors, place_of
+from fedbn_flwr.errors import EngineError, FedBNError, NamedConfigErrors, place_of
 from fedbn_flwr.messages.protocol import message_seed
 from fedbn_flwr.training.turns import one_after_the_other, turn
 from fedbn_flwr.transport import Barrier, Reducer, use_reducers
@@ -84,7 +84,7 @@ def work(
         with turn(seed), finding, NamedConfigErrors():
             reply: object = app(message, context)
         if not isinstance(reply, Message):
-            raise TypeError(
+            raise EngineError(
                 f"the ClientApp returned {type(reply).__name__}, not a Message. Return"
                 " a Message"
             )
@@ -92,10 +92,10 @@ def work(
     # Catch CancelledError and SystemExit as well, because the run waits for a reply.
     except BaseException as error:
         logger.debug(traceback.format_exc())
-        # The text of an error of the user's code may be only a number.
-        if isinstance(error, FedBNError):
-            return app_error(message, error), None
-        return app_error(message, f"{place_of(error)}: {error}"), None
+        # Errors of this package are complete. Name the type and the line of another
+        # error, because its text may be only a number.
+        reason = error if isinstance(error, FedBNError) else place_of(error)
+        return app_error(message, reason), None
 
 
 class OwnProcess:
@@ -149,7 +149,8 @@ class OwnProcess:
             for following in iter(self._next, None):
                 _hand_over(job, outcome)
                 pass_on()
-                job, outcome = following, self._outcome(following)
+                job = following
+                outcome = self._outcome(job)
         # Hand over the last outcome after the turn, so that the receiver of all replies
         # finds the generators in their earlier state.
         _hand_over(job, outcome)

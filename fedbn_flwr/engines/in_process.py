@@ -457,13 +457,16 @@ def _size(messages: Sequence[Message]) -> int:
 
 
 def _much_longer(seconds: Sequence[float | None]) -> list[int]:
-    """Return for each client how much more time than the median client it takes.
+    """Return a class for each client by its time, relative to the median time.
 
-    0 means up to 1.2 times the median, or an unknown time. From class to class, the
-    time grows by a factor of 1.4. Smaller differences are mostly noise.
+    Class 0 takes up to 1.2 times the median, or an unknown time. From class to class,
+    the time grows by a factor of 1.4. Smaller differences are mostly noise. Shorter
+    times than the median are in class 0 as well.
     """
-    typical = statistics.median([one for one in seconds if one] or [1.0])
-    return [round(2 * math.log2(max(1.0, (one or 0.0) / typical))) for one in seconds]
+    known = [time for time in seconds if time]
+    typical = statistics.median(known or [1.0])
+    times = [max(time or typical, typical) for time in seconds]
+    return [round(2 * math.log2(time / typical)) for time in times]
 
 
 class _Arriving(Sequence[Message]):

@@ -58,7 +58,7 @@ def serve(
     torch_threads: int,
     run_id: int,
 ) -> None:
-    """Work on messages from the pipe until it ends, then end the process."""
+    """Work on messages until the pipe ends, then end the process."""
     # Separate this process from the command. It must close inherited ends of pipes, or
     # it would not notice that the command has ended. It ignores signals to the process
     # group, because the command ends this process itself.

@@ -76,8 +76,8 @@ class WorkerProcesses:
         run_id: id of the run, for Flower's messages.
 
     Attributes:
-        seconds: shortest time for a message of a node in its process, by node id and
-            message type. Other processes of the machine can only prolong it.
+        seconds: shortest time that a node's message took, by node id and message type.
+            The shortest is used, because load on the machine only lengthens a time.
 
     Raises:
         EngineError: the system is not Linux, the app cannot be sent to a new process,
@@ -303,8 +303,11 @@ class WorkerProcesses:
                 self._feed(worker)
                 # Without a job, the grid was closed and has failed the job.
                 if job:
-                    kind = work_of(job.message)
-                    self.seconds[kind] = min(call[0], self.seconds.get(kind, math.inf))
+                    work, seconds = work_of(job.message), call[0]
+                    # A failure may end early, and has no context.
+                    if values[-1] is not None:
+                        shortest = self.seconds.get(work, math.inf)
+                        self.seconds[work] = min(seconds, shortest)
                     _end(job, values)
                 # Without this line, the thread would keep the memory of the reply until
                 # the next message.

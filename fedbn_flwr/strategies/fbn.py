@@ -207,6 +207,11 @@ class SurveyedStatistics(Surveyed, GlobalStatistics):
 
     of_all_steps = ""
 
+    def __init__(self, warm_up: bool) -> None:
+        super().__init__(warm_up)
+        # After the warm-up, the layers are in eval mode and measure nothing in steps.
+        self.in_batchnorm = warm_up
+
     def survey(
         self, model: nn.Module, data: Batches, batch_size: int, seed: int
     ) -> None:

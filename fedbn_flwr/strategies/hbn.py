@@ -121,6 +121,8 @@ class HybridStatistics(SurveyedStatistics):
 
     def __init__(self, warm_up: bool, share: bool) -> None:
         super().__init__(warm_up)
+        # After the warm-up, each pass mixes the batch's statistics into the global ones.
+        self.in_batchnorm = True
         self._share = share
         self._given: Entries = {}
         self._before: Entries = {}

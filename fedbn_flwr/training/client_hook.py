@@ -71,8 +71,9 @@ class ClientHook:
             step. "change": it changes the gradients of the loss, such as by clipping.
             "correct": it adds to the gradients. "count": it reads the gradients that
             the optimizer will apply.
-        in_batchnorm: whether the hook acts in the training passes of BatchNorm layers. If
-            these layers are in eval mode in each step, it does not act at all.
+        in_batchnorm: whether the hook acts only in forward passes of BatchNorm layers in
+            train mode. A user's loop is refused if all these layers are in eval mode in
+            each pass.
         passes: the function that ``survey`` calls with the inputs of each batch. None
             means the model.
         step: the number of the current step, from 0, in ``gradients``. Optimizers that
@@ -83,7 +84,7 @@ class ClientHook:
     of_all_steps: ClassVar[str] = ""
     kept_as: ClassVar[str] = ""
     stage: ClassVar[Stage] = "change"
-    in_batchnorm: ClassVar[bool] = False
+    in_batchnorm: bool = False
     passes: Callable[[Any], Any] | None = None
     step: int = 0
 

@@ -207,12 +207,11 @@ def sum_ahead(
     together = len(sent.nodes) if isinstance(messages, list) else _TOGETHER
     nodes = sorted(sent.nodes, key=lambda node: node.order)
     weights = {node.node_id: node.num_examples or 0 for node in nodes}
-    by_examples = facts.travels.weights == "examples"
-    if facts.travels.weights == "equal":
+    kind, key = facts.travels.weights, run.options.weighted_by_key
+    if kind == "equal":
         weights = dict.fromkeys(weights, 1)
-    # Otherwise, the weight is a metric of the replies.
-    elif not by_examples or run.options.weighted_by_key != NUM_EXAMPLES:
-        return None
+    elif kind != "examples" or key != NUM_EXAMPLES:
+        return None  # the weight is a metric of the replies
     # Without a number, only the node's reply contains the number.
     return SumAhead(weights, together, lost) if all(weights.values()) else None
 

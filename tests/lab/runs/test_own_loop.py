@@ -41,7 +41,12 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def sgd(
-    model: Any, batches: Any, rules: Any, learning_rate: float, momentum: float = 0
+    model: Any,
+    batches: Any,
+    rules: Any,
+    learning_rate: float,
+    momentum: float = 0.0,
+    looks: bool = False,
 ) -> float:
     """Train as the package does."""
     optimizer = torch.optim.SGD(model.parameters(), learning_rate, momentum=momentum)
@@ -52,7 +57,11 @@ def sgd(
         with rules.step(len(targets)):
             loss = cross_entropy(model(inputs), targets)
             loss.backward()
+        if looks:  # test the model between the passes and the step
+            model.eval()
         optimizer.step()
+        if looks:
+            model.train()
         total += loss.item() * len(targets)
         count += len(targets)
     torch.set_grad_enabled(False)  # the next client has gradients again
@@ -84,6 +93,10 @@ def freezing(model: Any, batches: Any, rules: Any, learning_rate: float) -> floa
 
 def in_eval(model: Any, batches: Any, rules: Any, learning_rate: float) -> float:
     return sgd(model.eval(), batches, rules, learning_rate)
+
+
+def looking(model: Any, batches: Any, rules: Any, learning_rate: float) -> float:
+    return sgd(model, batches, rules, learning_rate, looks=True)
 
 
 def copying(model: Any, batches: Any, rules: Any, learning_rate: float) -> float:
@@ -205,7 +218,7 @@ def test_settings_that_do_not_fit_a_loop_are_refused(
         ("idle", "fedprox", "acts in every step"),
         ("heavy", "scaffold", "sgd-momentum=0.9 must be 0"),
         *(
-            ("in_eval", name, r"all of them were in eval mode .* Call model\.train\(\)")
+            ("in_eval", name, "all BatchNorm layers were in eval mode")
             for name in ("bn-scaffold", "fbn", "hbn", "staticbn")
         ),
     ],
@@ -216,6 +229,21 @@ def test_a_loop_that_leaves_something_out_is_named(
     config = Config.make({**BASE, "strategy": strategy, "loop": f"{__name__}:{loop}"})
     with pytest.raises(FedBNError, match=words):
         run(config, tmp_path, workers=0)
+
+
+@pytest.mark.parametrize(
+    ("measure", "loop"), [("pass", "in_eval"), ("steps", "looking")]
+)
+def test_a_loop_in_eval_mode_after_the_statistics_were_measured_is_accepted(
+    measure: str, loop: str, tmp_path: Path
+) -> None:
+    settings = {"strategy": "fbn", "fbn-measure": measure, "statistics-warm-up": 0}
+    models = []
+    for name in ("sgd", loop):
+        config = Config.make({**BASE, **settings, "loop": f"{__name__}:{name}"})
+        run(config, tmp_path / name, workers=0)
+        models.append((tmp_path / name / "model.safetensors").read_bytes())
+    assert models[0] == models[1]
 
 
 def test_in_python_a_loop_refuses_the_settings_that_it_replaces() -> None:
