@@ -237,8 +237,7 @@ def _takes_all(sampler: Any) -> bool:
     data = getattr(sampler, "data_source", None)
     trial = copy.deepcopy(sampler, {id(data): data})
     with seeded(0):
-        found = sorted(islice(trial, len(sampler) + 1))
-    return found == [*range(len(sampler))]
+        return sorted(islice(trial, len(sampler) + 1)) == [*range(len(sampler))]
 
 
 def _size(loader: Any) -> int:
