@@ -135,7 +135,7 @@ def _reading(data: Any) -> Iterator[None]:
         yield
     except IndexError as error:
         raise DataError(
-            f"an example of {name_of(data)} cannot be read ({place_of(error)}: {error})."
+            f"an example of {name_of(data)} cannot be read ({place_of(error)})."
             " All indices of a Subset must exist in its data set, and __len__ must return"
             " the number of examples."
         ) from error

@@ -135,7 +135,7 @@ class Together(Called):
 
 
 ROWS = TensorDataset(torch.rand(3, 2), torch.arange(3))
-ABSENT = "example of Subset of .*IndexError .* indices of a Subset"
+ABSENT = r"of Subset of .* \(IndexError in [^:]*: [^:]*\)\. All indices of a Subset"
 UNREADABLE: dict[str, tuple[Any, str]] = {
     "a batch for examples": (Together(), r"of Together .* \(KeyError: 0\)"),
     "other keys": ([{"a": 0}, {"b": 0}], r"\(KeyError: 'a'\)\. If the examples differ"),
