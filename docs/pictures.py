@@ -20,7 +20,7 @@ import yaml
 
 DOCS = Path(__file__).parent
 sys.path.append(str(DOCS / "generate"))
-from doc_performance import between, ratios  # noqa: E402
+from doc_performance import between, compared  # noqa: E402
 
 RESULTS = DOCS / "results"
 WIDTH = 5.2  # inches: on a phone of 390 pixels a label still has ten
@@ -252,9 +252,15 @@ def performance() -> None:
     named |= {
         "resnet20-20": "ResNet-20, batch 20",
         "resnet20-128": "ResNet-20, batch 128",
+        "tensors": "MLP, TensorDataset",
+        "hugging-face": "MLP, Hugging Face data set",
+        "folder-0": "CNN, image folder",
+        "folder-2": "CNN, image folder, 2 loader workers",
+        "fedtan": "ResNet-20, E = 1",
+        "fedtan-5": "ResNet-20, E = 5",
     }
     found = []
-    for setting, mine, theirs, ranges, _ in ratios(data):
+    for setting, mine, theirs, ranges, _ in compared(data):
         mine = mine.removeprefix("fedbn-flwr, ")
         theirs = theirs.replace(" strategy and client", "").removeprefix("fedbn-flwr, ")
         found.append((f"{named[setting]}: {mine} / {theirs}", ranges["seconds"]))

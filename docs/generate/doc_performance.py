@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-__all__ = ["BARE", "between", "compared_sentence", "ratios", "simulation_tables"]
+__all__ = ["BARE", "between", "compared", "compared_sentence", "simulation_tables"]
 
 BARE = "bare torch loop"
 _FIGURES = ("seconds", "cpu-seconds", "memory", "accuracy")
@@ -44,7 +44,7 @@ def compared_sentence(root: Path) -> str:
     """Return how many of the ratios of seconds are below 0.95 and above 1.05 in every
     run, and the range of all.
     """
-    found = [ranges["seconds"] for _, _, _, ranges, _ in ratios(_data(root))]
+    found = [ranges["seconds"] for *_, ranges, _ in compared(_data(root))]
     faster = sum(high < 0.95 for _, high in found)
     level = sum(low >= 0.95 and high <= 1.05 for low, high in found)
     slower = sum(low > 1.05 for low, _ in found)
@@ -55,6 +55,17 @@ def compared_sentence(root: Path) -> str:
         f" faster in {faster}, level in {level} and slower in {slower} in every run; in"
         f" {len(found) - faster - level - slower} the runs differ.**"
     )
+
+
+def compared(
+    data: Data,
+) -> Iterator[tuple[str, str, str, Mapping[str, Range], str]]:
+    """Yield the ``ratios`` to a loop or another package, without those to a row of this
+    package.
+    """
+    for ratio in ratios(data):
+        if not ratio[2].startswith("fedbn-flwr"):
+            yield ratio
 
 
 def ratios(
