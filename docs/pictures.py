@@ -82,6 +82,13 @@ CURVES = [
         ],
     ),
 ]
+TUNED = [  # label, heading on the page which-method, tables before it, column
+    ("MNIST, two classes", "MNIST, two classes a client", 0, 2),
+    ("LeNet, Dirichlet(0.1)", "CIFAR-10, LeNet", 0, 2),
+    ("LeNet, two classes", "CIFAR-10, LeNet", 1, 2),
+    ("ResNet-20, Dirichlet(0.1)", "CIFAR-10, ResNet-20", 0, 2),
+    ("ResNet-20, two classes", "CIFAR-10, ResNet-20", 0, 4),
+]
 BEST = {"FedBN", "SiloBN"}  # the rows of FedWon's Table 1 that the finding is about
 
 
@@ -94,15 +101,14 @@ def number(text: str) -> tuple[float, float]:
     return float(found[1]), float(found[2] or 0)
 
 
-def table(page: str, heading: str) -> list[list[str]]:
-    """Return the rows of the first table below a heading of a page of results; the
-    first row is its head.
+def table(page: str, heading: str, skip: int = 0) -> list[list[str]]:
+    """Return the rows of a table below a heading of a page of results; the first row is
+    its head. ``skip`` tables come before it.
     """
     text = (RESULTS / f"{page}.md").read_text(encoding="utf-8")
     below = text.partition(f"# {heading}\n")[2]
-    lines = next(
-        part for part in below.split("\n\n") if part.startswith("|")
-    ).splitlines()
+    tables = [part for part in below.split("\n\n") if part.startswith("|")]
+    lines = tables[skip].splitlines()
     rows = []
     for line in lines:
         cells = [cell.strip() for cell in line.strip("|").split("|")]
@@ -202,37 +208,38 @@ def _over_rounds(ax: Any) -> None:
 
 def which_method() -> None:
     """Draw each method's accuracy in the five label-skewed settings, a setting a row."""
-    head, *rows = table("../choose", "Ten methods with tuned rates")
+    cells: dict[str, list[str]] = {}
+    for _, heading, skip, column in TUNED:
+        for row in table("which-method", heading, skip)[1:]:
+            cells.setdefault(row[0], []).append(row[column])
     styles = {
         "FedTAN": (GOOD, "o"),
         "FixBN": (OTHER, "D"),
-        "GroupNorm": (MORE, "s"),
+        "GN": (MORE, "s"),
         "FedAvg+BN": (BAD, "X"),
     }
     figure, ax = axes(3.2)
     # those with a name of their own on top
-    ordered = sorted(rows, key=lambda row: row[0] in styles)
-    for row in ordered:
-        colour, marker = styles.get(row[0], (LINE, "|"))
+    ordered = sorted(cells, key=lambda method: method in styles)
+    for method in ordered:
+        colour, marker = styles.get(method, (LINE, "|"))
         points = [
             (number(cell)[0], -at)
-            for at, cell in enumerate(row[1:])
+            for at, cell in enumerate(cells[method])
             if cell[0].isdigit()
         ]
-        label = (
-            row[0]
-            if row[0] in styles
-            else ("the others" if row is ordered[0] else None)
-        )
+        label = method if method in styles else None
+        if method == ordered[0]:
+            label = "the others"
         ax.plot(
             *zip(*points, strict=True), marker, color=colour, label=label, markersize=7
         )
-    for at, setting in enumerate(head[1:]):
+    for at, (setting, *_) in enumerate(TUNED):
         ax.text(0, -at + 0.22, setting, va="bottom", fontsize=10)
         ax.axhline(-at, color=LINE, linewidth=0.5, alpha=0.5, zorder=0)
     ax.set_yticks([])
     ax.set_xlim(0, 100)
-    ax.set_ylim(1 - len(head[1:]) - 0.4, 0.8)
+    ax.set_ylim(1 - len(TUNED) - 0.4, 0.8)
     ax.set_xlabel("test accuracy, %")
     ax.legend(frameon=False, fontsize=9, loc="lower right")
     save(figure, RESULTS / "which-method.svg")

@@ -43,9 +43,9 @@ __all__ = [
     "StateError",
     "code_of",
     "coded",
+    "described",
     "install_extra",
     "needs_package",
-    "place_of",
     "raise_shared_config_error",
     "split_code",
     "unknown_name",
@@ -261,10 +261,10 @@ class NamedConfigErrors(ContextDecorator):
             raise ConfigError(coded(code, str(error))) from error
 
 
-def place_of(error: BaseException, with_text: bool = True) -> str:
-    """Return the type of a raised error with the line of the user's code, and its text.
+def described(error: BaseException, with_text: bool = True) -> str:
+    """Return the type of a raised error, a line of the user's code, and the text.
 
-    The line is the last one outside of installed packages.
+    The line is the last line of the traceback that is not in an installed package.
     """
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if "site-packages" not in frame.filename]

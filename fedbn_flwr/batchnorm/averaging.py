@@ -137,8 +137,8 @@ class SumAhead:
     """Computes the sums of ``average`` while the states arrive.
 
     The states are added in the order of the calls, with p_i of all expected senders. If
-    others have sent states in the end, the sum is divided by the sum of their p_i. A
-    state can be freed after its addition, and the bits of the sum do not depend on when
+    the senders differ from these in the end, the sum is divided by the sum of their p_i.
+    A state can be freed after its addition, and the bits of the sum do not depend on when
     states arrive.
 
     Args:

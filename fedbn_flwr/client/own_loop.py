@@ -31,7 +31,7 @@ from torch import Tensor, nn
 
 from fedbn_flwr.client.hooks import Hooks
 from fedbn_flwr.compat.flower import on_network_node
-from fedbn_flwr.errors import ConfigError, DataError, FedBNError, place_of
+from fedbn_flwr.errors import ConfigError, DataError, FedBNError, described
 from fedbn_flwr.problems import Known
 from fedbn_flwr.training.batches import (
     Batches,
@@ -133,8 +133,8 @@ def train_by(
                 if singles.dropped and not sizes:
                     raise nothing() from error
                 # On a node of a network, the text may quote data.
-                place = place_of(error, with_text=not on_network_node())
-                raise ConfigError(f"{named} raised {place}") from error
+                why = described(error, with_text=not on_network_node())
+                raise ConfigError(f"{named} raised {why}") from error
     if singles.dropped and not sizes:
         raise nothing()
     if not sizes:
@@ -155,8 +155,8 @@ def train_by(
     same = (torch.equal(p, now[name].to(p)) for name, p in trained.items())
     if learning_rate > 0 and trained and all(same):
         raise ConfigError(
-            f"{named} changed no parameter of the model in {len(sizes)} steps. It may"
-            " train a copy, or skip its steps. Train the model that it gets."
+            f"{named} changed no parameter of the model in {len(sizes)} steps. The loop"
+            " may train a copy, or skip its steps. Train the model that it gets."
         )
     return TrainResult(
         loss, None, sum(sizes), len(sizes), singles.dropped, rules.metrics

@@ -22,7 +22,7 @@ from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 
 from fedbn_flwr.compat.flower import app_error, copied_context, copied_message
-from fedbn_flwr.errors import EngineError, FedBNError, NamedConfigErrors, place_of
+from fedbn_flwr.errors import EngineError, FedBNError, NamedConfigErrors, described
 from fedbn_flwr.messages.protocol import message_seed
 from fedbn_flwr.training.turns import one_after_the_other, turn
 from fedbn_flwr.transport import Barrier, Reducer, use_reducers
@@ -94,7 +94,7 @@ def work(
         logger.debug(traceback.format_exc())
         # Errors of this package are complete. Name the type and the line of another
         # error, because its text may be only a number.
-        reason = error if isinstance(error, FedBNError) else place_of(error)
+        reason = error if isinstance(error, FedBNError) else described(error)
         return app_error(message, reason), None
 
 

@@ -460,13 +460,12 @@ def _much_longer(seconds: Sequence[float | None]) -> list[int]:
     """Return a class for each client by its time, relative to the median time.
 
     Class 0 takes up to 1.2 times the median, or an unknown time. From class to class,
-    the time grows by a factor of 1.4. Smaller differences are mostly noise. Shorter
-    times than the median are in class 0 as well.
+    the time grows by a factor of 1.4. Smaller differences are mostly noise, and times
+    below the median are in class 0 as well.
     """
-    known = [time for time in seconds if time]
-    typical = statistics.median(known or [1.0])
-    times = [max(time or typical, typical) for time in seconds]
-    return [round(2 * math.log2(time / typical)) for time in times]
+    typical = statistics.median([each for each in seconds if each] or [1.0])
+    times = [max(each or typical, typical) for each in seconds]
+    return [round(2 * math.log2(each / typical)) for each in times]
 
 
 class _Arriving(Sequence[Message]):

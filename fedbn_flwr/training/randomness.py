@@ -212,8 +212,8 @@ def seed_secretly() -> None:
 def seeded(seed: int, *, cpu_only: bool = False) -> Iterator[Generators]:
     """Seed the default generators in the block, and restore them afterwards.
 
-    The target of ``with ... as`` is the state before the block. ``cpu_only`` is an
-    argument of ``seed_generators``.
+    The target of ``with ... as`` is the state before the block.
+    ``seed_generators`` explains ``cpu_only``.
     """
     before = Generators.now()
     seed_generators(seed, cpu_only=cpu_only)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import ConcatDataset, Subset, TensorDataset, default_collate
 
-from fedbn_flwr.errors import DataError, place_of
+from fedbn_flwr.errors import DataError, described
 
 Read = Callable[[Sequence[int]], Any]
 """Returns the batch of the examples with the given numbers."""
@@ -135,7 +135,7 @@ def _reading(data: Any) -> Iterator[None]:
         yield
     except IndexError as error:
         raise DataError(
-            f"an example of {name_of(data)} cannot be read ({place_of(error)})."
+            f"an example of {name_of(data)} cannot be read ({described(error)})."
             " All indices of a Subset must exist in its data set, and __len__ must return"
             " the number of examples."
         ) from error

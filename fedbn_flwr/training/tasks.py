@@ -256,6 +256,7 @@ class _ColumnTask(Task):
     """
 
     in_columns = True
+    # computes metrics from their names, the outputs and the targets, in columns
     _metrics: ClassVar[Callable[..., dict[str, float]]]
 
     def counting(self, targets: Tensor) -> Tensor:
@@ -264,9 +265,8 @@ class _ColumnTask(Task):
 
     def measure(self, outputs: Tensor, targets: Tensor) -> dict[str, float]:
         """Return the ``metrics_of_all_outputs`` of a test."""
-        columns = []
-        for values in (outputs, targets):
-            columns.append(values.double().reshape(len(values), -1))
+        both = (outputs, targets)
+        columns = [values.double().reshape(len(values), -1) for values in both]
         return self._metrics(self.metrics_of_all_outputs, *columns)
 
     def check(self, outputs: Tensor, targets: Tensor) -> None:
