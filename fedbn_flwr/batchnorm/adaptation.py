@@ -61,7 +61,8 @@ from fedbn_flwr.training.evaluation import (
     evaluate,
     without_running_statistics,
 )
-from fedbn_flwr.training.freezing import layers_of, refuse_scripted, unchanged
+from fedbn_flwr.training.attributes import unchanged
+from fedbn_flwr.training.freezing import layers_of, refuse_scripted
 from fedbn_flwr.training.tasks import CLASSIFICATION, Task
 
 __all__ = [

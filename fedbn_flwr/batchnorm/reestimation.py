@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedbn_flwr.batchnorm.parts import batchnorm_layers
+from fedbn_flwr.training.attributes import unchanged
 from fedbn_flwr.training.batches import Batches, inputs_for, join_last, with_positions
 from fedbn_flwr.training.channels import (
     batch_mean_and_variance,
@@ -29,11 +30,7 @@ from fedbn_flwr.training.channels import (
     per_channel,
 )
 from fedbn_flwr.training.checkpointing import is_recomputed
-from fedbn_flwr.training.freezing import (
-    layers_of,
-    left_in_eval,
-    unchanged,
-)
+from fedbn_flwr.training.freezing import layers_of, left_in_eval
 from fedbn_flwr.training.randomness import seeded
 from fedbn_flwr.training.single_examples import named_error, takes_one_example
 

@@ -2,9 +2,8 @@
 
 Each model is built once, and serves one client at a time: building a model and drawing
 its first weights for every message takes longer than the training of many clients. A
-client's message contains every entry of the model's state dict, and other buffers are
-restored, so one model can serve all clients. Values that a model keeps in other Python
-attributes are not restored: let ``client_fn`` build such a model itself.
+client's message contains every entry of the model's state dict, and everything else
+that the model holds is restored after a message, so one model can serve all clients.
 
 The functions for messages determine which entries stay with the client, load the
 received entries into the model, and select the entries of the reply.
@@ -16,7 +15,7 @@ import functools
 import json
 import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -25,6 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torch.utils._pytree import tree_leaves
 
 from fedbn_flwr.batchnorm.averaging import Array, State
 from fedbn_flwr.batchnorm.parts import (
@@ -40,12 +40,14 @@ from fedbn_flwr.messages.numpy_client import Config
 from fedbn_flwr.messages.protocol import ARRAY_NAMES, MessageConfig
 from fedbn_flwr.messages.records import tensors, to_state
 from fedbn_flwr.problems import tell
+from fedbn_flwr.training.attributes import Attributes
 from fedbn_flwr.training.batches import Batches, inputs_for, set_memory_format
 from fedbn_flwr.training.client_hook import ClientHook, Extras
 from fedbn_flwr.training.first_look import first_look, refuse_made, was_looked_at
 from fedbn_flwr.training.freezing import force_eval_as_built, unlike_in_tests
 from fedbn_flwr.training.model_state import (
     Layout,
+    copied,
     load_state,
     loads_by_copy,
     no_tensors,
@@ -71,8 +73,7 @@ class CachedModel:
         parts: the split of its state.
         fingerprint: the fingerprint of the parts and the shapes, which local state must
             match.
-        buffers: the buffers outside the state dict, with the built values: module,
-            name, value.
+        attributes: everything outside the state dict, as it was built.
         by_copy: whether a state is loaded by copying its entries; otherwise
             ``load_state_dict`` loads it.
         build: the function that built the model; None if it was given.
@@ -85,7 +86,7 @@ class CachedModel:
     layout: Layout
     parts: Parts
     fingerprint: str
-    buffers: list[tuple[nn.Module, str, Tensor]]
+    attributes: Attributes
     by_copy: bool
     build: BuildModel | None = None
     tried: bool = False
@@ -96,12 +97,6 @@ class CachedModel:
     def of(cls, model: nn.Module, build: BuildModel | None = None) -> CachedModel:
         """Return the model with the values that are derived from it."""
         plain = unwrap(model)
-        buffers = []
-        for module in plain.modules():
-            for name, buffer in module._buffers.items():
-                in_state = name not in module._non_persistent_buffers_set
-                if buffer is not None and not in_state:
-                    buffers.append((module, name, buffer.clone()))
         layout, parts = Layout(plain), split_state(plain)
         shapes = {name: tuple(entry.shape) for name, entry in layout.state.items()}
         return cls(
@@ -109,7 +104,7 @@ class CachedModel:
             layout=layout,
             parts=parts,
             fingerprint=parts.fingerprint(shapes),
-            buffers=buffers,
+            attributes=Attributes(plain),
             by_copy=loads_by_copy(plain),
             build=build,
         )
@@ -197,6 +192,55 @@ class CachedModel:
             )
 
 
+    def forget(self, example: Callable[[], Any] | None) -> None:
+        """Restore everything outside the state dict, and tell what training loses.
+
+        ``example`` returns inputs, to find out whether the outputs depend on it.
+        """
+        changed = self.attributes.changed()
+        if not changed:
+            return
+        layers: dict[str, list[str]] = {}
+        for at in changed:
+            if first_time("attribute", type(self.plain), at):
+                layers.setdefault(at.path or "the model itself", []).append(at.name)
+        trained = None
+        with suppress(StateError):
+            trained = copied(self.plain) if layers else None
+        state = None
+        if not self.by_copy:  # an extra state is made of attributes
+            state = {name: entry.clone() for name, entry in self.state.items()}
+        self.attributes.restore()
+        if state is not None:
+            load_state(self.plain, state)
+        if trained and example and not _differ(trained, copied(self.plain), example):
+            return
+        for path, names in layers.items():
+            logger.warning(
+                "layer '%s' changed %s in training. This is not in the state dict, so"
+                " it is lost at the end of each round, and each client starts with the"
+                " value of a new model. If the layer needs it, make it a buffer"
+                " (register_buffer) or return it from get_extra_state.",
+                path,
+                ", ".join(names),
+            )
+
+
+def _differ(
+    trained: nn.Module, fresh: nn.Module, example: Callable[[], Any]
+) -> bool:
+    """Return whether two models of one state have other outputs, in either mode."""
+    try:
+        inputs, outputs = inputs_for(fresh)(example()), []
+        for model in (trained, fresh):
+            with seeded(0), torch.no_grad():
+                both = [model.train()(inputs), model.eval()(inputs)]
+            outputs.append(tree_leaves(both))
+        return not all(map(torch.equal, *outputs))
+    except Exception:  # the user's code may raise anything
+        return True
+
+
 def model_cache(
     model: nn.Module | BuildModel, example: Callable[[], Any] | None = None
 ) -> Callable[[], AbstractContextManager[CachedModel]]:
@@ -211,13 +255,20 @@ def model_cache(
     return functools.partial(_built, model, example)
 
 
+@contextmanager
 def _given(
     model: nn.Module, example: Callable[[], Any] | None, read: list[CachedModel]
-) -> AbstractContextManager[CachedModel]:
+) -> Iterator[CachedModel]:
     """Lend the given model; ``read`` contains it after the first call."""
     cached = read.pop().current() if read else _prepared(model, example)
+    # The user may have changed the model since the last message.
+    if cached.attributes.changed():
+        cached.attributes = Attributes(cached.plain)
     read.append(cached)
-    return nullcontext(cached)
+    try:
+        yield cached
+    finally:
+        cached.forget(example)
 
 
 @contextmanager
@@ -237,16 +288,15 @@ def _built(
         # processes.
         with seeded(0):
             cached = _prepared(build(), example, build)
-        # After an exception the model is not free again, because its modes and hooks
-        # may have changed.
+    # The model is not free again after an exception, or after the client's code has
+    # added or removed layers.
     yield cached
     for parameter in cached.layout.parameters():
         parameter.grad = None
-    # The next client's message contains the state. The other buffers are not in it, so
-    # restore them as built.
-    for module, name, buffer in cached.buffers:
-        module._buffers[name] = buffer.clone()
-    free.append(cached)
+    # The next client's message contains the state. All else is not in it.
+    cached.forget(example)
+    if cached.layout.is_current:
+        free.append(cached)
 
 
 def _prepared(

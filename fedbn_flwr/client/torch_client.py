@@ -211,6 +211,7 @@ class TorchClient(NumPyClient):
                 except RetryStep:
                     # Another client was lost in the synchronised step of a user's loop.
                     # The round begins again.
+                    cached.attributes.restore()
                     continue
                 except StopStep as stop:
                     # If a synchronised step exchanges by messages, it stops when it

@@ -97,7 +97,7 @@ def to_record(state: Mapping[str, torch.Tensor] | State) -> ArrayRecord:
             raise StateError(
                 f"entry '{name}' is a {type(value).__name__}, probably from"
                 " get_extra_state of a layer, and cannot be sent. Return a tensor, or"
-                " keep the value in an attribute."
+                " make it a buffer."
             )
         else:
             arrays[name] = encode(np.asarray(value))

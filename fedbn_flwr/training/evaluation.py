@@ -1,6 +1,6 @@
 """The function that evaluates a model.
 
-It evaluates in eval mode and restores all modes afterwards.
+It evaluates in eval mode. Afterwards the model has its modes and attributes again.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedbn_flwr.errors import NormLayerError
+from fedbn_flwr.training.attributes import in_eval_mode
 from fedbn_flwr.training.batches import (
     Batches,
     device_of,
@@ -27,7 +28,6 @@ from fedbn_flwr.training.freezing import (
     is_scripted_batchnorm,
     layers_of,
     refuse_scripted,
-    restored_modes,
 )
 from fedbn_flwr.training.metrics import confusion, dice, mean_iou
 from fedbn_flwr.training.single_examples import refusing_layers
@@ -80,7 +80,8 @@ def evaluate(
 ) -> EvalResult:
     """Return the metrics of ``model`` on all of ``data``, in eval mode.
 
-    Afterwards, the mode of every module is restored.
+    Afterwards, the mode and the attributes of every module are restored, so a cache
+    that a layer fills in eval mode does not reach the next test.
 
     Args:
         model: the model.
@@ -112,8 +113,7 @@ def evaluate(
     sums = _Sums(task)
     # Do not use inference_mode: if the model keeps a tensor from it, training fails on
     # this tensor.
-    with restored_modes(model), torch.no_grad():
-        model.eval()
+    with in_eval_mode(model), torch.no_grad():
         size = batch_size or _test_batch(model, task)
         order: Sequence[Tensor] = torch.split(torch.arange(len(data)), size)
         if tries_last and len(order[-1]) == 1:

@@ -21,24 +21,17 @@ be changed; its mode can.
 
 from __future__ import annotations
 
-import copy
 import difflib
 import functools
-import random
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import is_dataclass
-from typing import Any, Literal
+from collections.abc import Callable, Sequence
+from typing import Literal
 
-import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.parameter import is_lazy
 
 from fedbn_flwr.errors import ConfigError, NormLayerError
-from fedbn_flwr.training.model_state import ATTRIBUTES_OF_TORCH, memo_of
+from fedbn_flwr.training.attributes import restored_modes
 from fedbn_flwr.training.replaced_method import replace_method
 
 __all__ = [
@@ -50,25 +43,11 @@ __all__ = [
     "layers_of",
     "left_in_eval",
     "refuse_scripted",
-    "restored_modes",
     "stays_in_eval",
     "train_only",
-    "unchanged",
     "unlike_in_tests",
 ]
 
-# Types whose values a forward pass may change in place.
-_CHANGED_IN_PLACE = (
-    list,
-    tuple,
-    dict,
-    set,
-    deque,
-    np.ndarray,
-    np.random.Generator,
-    random.Random,
-    torch.Generator,
-)
 _SCRIPTED = ("BatchNorm1d", "BatchNorm2d", "BatchNorm3d", "SyncBatchNorm")
 
 
@@ -80,65 +59,6 @@ def layers_of(model: nn.Module, *, every_path: bool = False) -> dict[str, _Batch
     """
     modules = model.named_modules(remove_duplicate=not every_path)
     return {path: module for path, module in modules if isinstance(module, _BatchNorm)}
-
-
-@contextmanager
-def restored_modes(model: nn.Module) -> Iterator[None]:
-    """Restore every module's train or eval mode at the end of the block."""
-    # Restore the modes one by one, because ``model.train(mode)`` would give all modules
-    # the same mode.
-    modes = {module: module.training for module in model.modules()}
-    try:
-        yield
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
-
-
-@contextmanager
-def unchanged(model: nn.Module) -> Iterator[None]:
-    """Restore the model at the end of the block, after forward passes changed it.
-
-    The block may change modes, parameters and buffers. It may also change tensors,
-    plain values, containers, arrays, generators and dataclasses among the attributes of
-    the modules. Examples are running statistics of any layer, counters, codebooks,
-    averages and states of a recurrence. Afterwards each is the same object with the
-    same values.
-    """
-    tensors: list[Any] = []
-    others: list[Any] = []
-    # The copies of containers refer to these objects instead of copying them, because
-    # they are restored separately.
-    own = (*model.modules(), *model.parameters(), *model.buffers())
-    memo = memo_of(model, own)
-    for module in model.modules():
-        tables: list[Any] = [module._parameters, module._buffers, vars(module)]
-        for table in tables:
-            for name, value in table.items():
-                if isinstance(value, Tensor) and not is_lazy(value):
-                    tensors.append((table, name, value, value.detach().clone()))
-                elif name not in ATTRIBUTES_OF_TORCH:
-                    others.append((table, name, value))
-                    # The pass gets a copy, so it cannot change a list that belongs to
-                    # another object.
-                    if isinstance(value, _CHANGED_IN_PLACE) or is_dataclass(value):
-                        with suppress(Exception):
-                            table[name] = copy.deepcopy(value, memo)
-    try:
-        with restored_modes(model):
-            yield
-    finally:
-        for table, name, value in others:
-            table[name] = value
-        with torch.no_grad():
-            for table, name, tensor, before in tensors:
-                table[name] = tensor
-                # Observers of quantisation change the shape in their first pass.
-                if tensor.shape != before.shape:
-                    tensor.data = before
-                # Torch counts each write as a change, so write only if values differ.
-                elif not torch.equal(tensor, before):
-                    tensor.copy_(before)
 
 
 def is_scripted_batchnorm(module: nn.Module) -> bool:

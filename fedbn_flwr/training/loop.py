@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from fedbn_flwr.errors import DataError
+from fedbn_flwr.training.attributes import Attributes
 from fedbn_flwr.training.batches import (
     Batches,
     device_of,
@@ -32,7 +33,7 @@ from fedbn_flwr.training.client_hook import (
     change_gradients,
 )
 from fedbn_flwr.training.losses import LossFn
-from fedbn_flwr.training.model_state import Layout, load_state, named_compiler, unwrap
+from fedbn_flwr.training.model_state import Layout, named_compiler, unwrap
 from fedbn_flwr.training.optimizers import make_optimizer, take_step
 from fedbn_flwr.training.randomness import Generators, seeded
 from fedbn_flwr.training.settings import LocalTraining
@@ -220,14 +221,14 @@ class _Steps:
         # Another client may be lost during the step, and then the step is repeated.
         # This client has already updated running statistics and drawn dropout masks, so
         # restore both.
-        before = {name: value.clone() for name, value in self.bare.state_dict().items()}
+        before = Attributes(self.bare, with_state=True, of_passes=True)
         generators = Generators.now()
         while True:
             try:
                 with around_step(self.hooks, step, self.bare, size):
                     return self._passes(inputs, targets)
             except RetryStep:
-                load_state(self.bare, before)
+                before.restore()
                 generators.restore()
 
     def _passes(self, inputs: Any, targets: Tensor) -> LossAndOutputs:

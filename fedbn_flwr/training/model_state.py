@@ -211,7 +211,7 @@ def no_tensors(model: nn.Module) -> str:
     return (
         "some entries of the model's state are not tensors and cannot be sent or kept:"
         f" {', '.join(bad[:3])}{more}. Return a tensor from get_extra_state of"
-        " the layer, or keep the value in an attribute."
+        " the layer, or make it a buffer."
     )
 
 

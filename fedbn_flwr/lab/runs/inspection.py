@@ -23,7 +23,8 @@ from fedbn_flwr.lab.setup import partly_without_effect
 from fedbn_flwr.messages.records import Traffic, num_bytes, to_record, to_state
 from fedbn_flwr.server.methods.shared_bn import SHARED_BN
 from fedbn_flwr.server.methods.together import Methods
-from fedbn_flwr.training.freezing import layers_of, stays_in_eval, unchanged
+from fedbn_flwr.training.attributes import unchanged
+from fedbn_flwr.training.freezing import layers_of, stays_in_eval
 
 
 @dataclass(frozen=True)
