@@ -55,13 +55,13 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from fedbn_flwr.batchnorm.reestimation import batch_statistics
 from fedbn_flwr.batchnorm.replaced_forward import watch_inputs
 from fedbn_flwr.errors import NormLayerError
+from fedbn_flwr.training.attributes import unchanged
 from fedbn_flwr.training.batches import Batches, inputs_for
 from fedbn_flwr.training.evaluation import (
     EvalResult,
     evaluate,
     without_running_statistics,
 )
-from fedbn_flwr.training.attributes import unchanged
 from fedbn_flwr.training.freezing import layers_of, refuse_scripted
 from fedbn_flwr.training.tasks import CLASSIFICATION, Task
 

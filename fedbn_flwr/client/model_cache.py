@@ -191,7 +191,6 @@ class CachedModel:
                 error,
             )
 
-
     def forget(self, example: Callable[[], Any] | None) -> None:
         """Restore everything outside the state dict, and tell what training loses.
 
@@ -202,17 +201,12 @@ class CachedModel:
             return
         layers: dict[str, list[str]] = {}
         for at in changed:
-            if first_time("attribute", type(self.plain), at):
+            if first_time("attribute", str(type(self.plain)), at):
                 layers.setdefault(at.path or "the model itself", []).append(at.name)
         trained = None
         with suppress(StateError):
             trained = copied(self.plain) if layers else None
-        state = None
-        if not self.by_copy:  # an extra state is made of attributes
-            state = {name: entry.clone() for name, entry in self.state.items()}
         self.attributes.restore()
-        if state is not None:
-            load_state(self.plain, state)
         if trained and example and not _differ(trained, copied(self.plain), example):
             return
         for path, names in layers.items():
@@ -226,9 +220,7 @@ class CachedModel:
             )
 
 
-def _differ(
-    trained: nn.Module, fresh: nn.Module, example: Callable[[], Any]
-) -> bool:
+def _differ(trained: nn.Module, fresh: nn.Module, example: Callable[[], Any]) -> bool:
     """Return whether two models of one state have other outputs, in either mode."""
     try:
         inputs, outputs = inputs_for(fresh)(example()), []

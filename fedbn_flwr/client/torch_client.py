@@ -351,6 +351,8 @@ class TorchClient(NumPyClient):
             load_received(cached, parameters, config, sent, kept.tested(local))
             if sent.fine_tune and len(self.data.train):
                 self._fine_tune(cached, config, kept, frozenset(local))
+                # as in a test of the saved model
+                cached.attributes.restore()
             for name, data in test_sets.items():
                 prefix = f"{name}-" if name else ""
                 count = f"{name}-{NUM_EXAMPLES}" if name else EXAMPLES_TESTED

@@ -8,8 +8,9 @@ down, and ``restore`` puts them back, so that no client sees the values of anoth
 
 from __future__ import annotations
 
+import copy
 import pickle
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -77,6 +78,12 @@ class Attributes:
         # The memory of the state, which an attribute may share (a transposed weight).
         self._of_state: set[int | None] = {None}
         named = dict(model.named_modules())
+        # An extra state is in the state dict, but its values are attributes.
+        self._extra: list[nn.Module] = []
+        if not (with_state or of_passes):
+            for module in named.values():
+                if type(module).get_extra_state is not nn.Module.get_extra_state:
+                    self._extra.append(module)
         for path, module in named.items():
             self._seen[id(module)] = module
             outside = {}
@@ -114,8 +121,8 @@ class Attributes:
                     if not name.startswith("__"):
                         self._look(value, Attribute(path, name))
         # The containers and their copies alone, to compare them all at once.
-        held = self._dicts + self._lists
-        self._now, self._then = [one.value for one in held], [one.copy for one in held]
+        both = self._dicts + self._lists
+        self._now, self._then = [one.value for one in both], [one.copy for one in both]
 
     def _look(self, value: Any, at: Attribute) -> None:
         """Take down a value and everything inside it."""
@@ -154,7 +161,7 @@ class Attributes:
 
     def changed(self) -> list[Attribute]:
         """Return the attributes that have changed, each once."""
-        found = []
+        found: list[Attribute] = []
         if not self._same():
             for table, before, at in self._dicts:
                 for key in {**before, **table}:
@@ -175,6 +182,7 @@ class Attributes:
 
     def restore(self) -> None:
         """Put all values back, each into the object that held it."""
+        extra = [copy.deepcopy(module.get_extra_state()) for module in self._extra]
         fresh: dict[int, Any] = {}
         for place, (value, pickled, at) in enumerate(self._pickled):
             if _pickle(value) == pickled:
@@ -188,11 +196,11 @@ class Attributes:
         if fresh or not self._same():
             for table, before, _ in self._dicts:
                 for key, value in before.items():
-                    before[key] = fresh.get(id(value), value)
+                    before[key] = _renewed(value, fresh)
                 table.clear()
                 table.update(before)
             for values, before, _ in self._lists:
-                before[:] = [fresh.get(id(value), value) for value in before]
+                before[:] = [_renewed(value, fresh) for value in before]
                 values[:] = before
         for group, before, _ in self._sets:
             group.clear()
@@ -209,6 +217,15 @@ class Attributes:
                 # Torch counts each write as a change, so write only if values differ.
                 elif not torch.equal(tensor, before):
                     tensor.copy_(before)
+        for module, state in zip(self._extra, extra, strict=True):
+            module.set_extra_state(state)
+
+
+def _renewed(value: Any, fresh: Mapping[int, Any]) -> Any:
+    """Return the value, or its copy in ``fresh``, also inside a tuple."""
+    if fresh and type(value) is tuple:
+        return tuple([_renewed(one, fresh) for one in value])
+    return fresh.get(id(value), value)
 
 
 def _memory(tensor: Tensor) -> int | None:
@@ -225,9 +242,10 @@ def _inside(at: Attribute, key: Any) -> Attribute:
 
 def _is_plain(value: Any) -> bool:
     """Return whether an object holds nothing but its ``__dict__``."""
-    kind = type(value)
-    reduces = kind.__reduce_ex__ is object.__reduce_ex__
-    if not reduces or kind.__reduce__ is not object.__reduce__:
+    kind: Any = type(value)
+    if kind.__reduce_ex__ is not object.__reduce_ex__:
+        return False  # such as a member of an enum
+    if kind.__reduce__ is not object.__reduce__:
         return False  # such as a logger, which is pickled by its name
     return hasattr(value, "__dict__") and all(
         one.__flags__ & _MADE_IN_PYTHON and not vars(one).get("__slots__")

@@ -6,8 +6,8 @@ import torch
 from torch import nn
 
 from fedbn_flwr.errors import FIRST_PASS_NOT_FINITE, DataError, coded
-from fedbn_flwr.training.batches import Batches, device_of, inputs_for
 from fedbn_flwr.training.attributes import unchanged
+from fedbn_flwr.training.batches import Batches, device_of, inputs_for
 from fedbn_flwr.training.randomness import seeded
 from fedbn_flwr.training.tasks import Task
 

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from fedbn_flwr.errors import FedBNError, NormLayerError
-from fedbn_flwr.training.client_hook import ClientHook
 from fedbn_flwr.training.attributes import unchanged
+from fedbn_flwr.training.client_hook import ClientHook
 from fedbn_flwr.training.freezing import is_scripted_batchnorm, layers_of
 from fedbn_flwr.training.model_state import copied
 from fedbn_flwr.training.randomness import seeded

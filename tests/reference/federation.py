@@ -7,6 +7,7 @@ client, a local step, the average, and the tests. Random streams are written out
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -301,13 +302,14 @@ class Federation:
         """Return whether a batch is dropped because a layer would see one value."""
         if len(x) > 1:
             return False
-        before = cloned(client.net.state_dict())
+        net = client.net
+        client.net = copy.deepcopy(net)
         try:
             self.forward(client, x, methods, notes=False)
         except Lost:
             return True
         finally:
-            client.net.load_state_dict(before)
+            client.net = net
         return False
 
     def take_step(

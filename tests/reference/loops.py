@@ -69,8 +69,9 @@ def app(
 
     @app.evaluate()
     def evaluate(msg: Message, context: Context) -> Message:
-        net, data = make().eval(), data_of(context)
+        net, data = make(), data_of(context)
         net.load_state_dict(msg.content["arrays"].to_torch_state_dict())
+        net.eval()
         with torch.no_grad():
             loss = float(F.cross_entropy(net(data.inputs), data.targets))
         metrics = MetricRecord({"loss": loss, "num-examples": len(data)})

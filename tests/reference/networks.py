@@ -179,6 +179,68 @@ class Buffers(MLP):
         return self.head(h.relu() * (1 + self.scale))
 
 
+class Cached(nn.Linear):
+    """A layer that takes the weight of its first pass in eval mode for the others."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__(inputs, outputs)
+        self.cached: dict[str, Tensor] = {}
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            return super().forward(x)
+        kept = self.cached.setdefault("weight", self.weight.detach().clone())
+        return F.linear(x, kept, self.bias)
+
+
+class Remembers(MLP):
+    """An MLP with values outside its state: a counter, an average and a cache.
+
+    Each is legal in plain torch. They live as long as the model.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.passes, self.average = 0, [torch.zeros(4)]
+        self.head = Cached(4, CLASSES)
+
+    def calls(self, x: Tensor) -> Calls:
+        h = yield self.norm, self.first(x)
+        if self.training and torch.is_grad_enabled():
+            self.passes += 1
+            self.average[0] = 0.8 * self.average[0] + 0.2 * h.detach().mean(0)
+        return self.head(h.relu() / (1 + 0.1 * self.passes) + self.average[0])
+
+
+class Merged(nn.Linear):
+    """A frozen layer with a low-rank addition that eval mode adds to its weight."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__(inputs, outputs)
+        self.down = nn.Parameter(torch.randn(2, inputs) * 0.3)
+        self.up = nn.Parameter(torch.randn(outputs, 2) * 0.3)
+        self.weight.requires_grad_(False)
+        self.merged = False
+
+    def train(self, mode: bool = True) -> Merged:
+        if self.merged == mode:
+            self.weight.data += (-1 if mode else 1) * self.up @ self.down
+            self.merged = not mode
+        return super().train(mode)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        return y if self.merged else y + x @ self.down.T @ self.up.T
+
+
+class Merges(MLP):
+    """An MLP whose first layer changes its weight with the mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = Merged(5, 4)
+
+
 class NormLast(Network):
     """BatchNorm of the body is registered after the classifier."""
 
@@ -264,6 +326,8 @@ NETWORKS: dict[str, Callable[[], Network]] = {
     "tied": Tied,
     "parametrized": Parametrized,
     "buffers": Buffers,
+    "remembers": Remembers,
+    "merges": Merges,
     "norm-last": NormLast,
     "equal-channels": EqualChannels,
     "no-norm": NoNorm,
