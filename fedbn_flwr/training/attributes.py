@@ -9,8 +9,10 @@ down, and ``restore`` puts them back, so that no client sees the values of anoth
 from __future__ import annotations
 
 import copy
-import pickle
-from collections.abc import Iterator, Mapping
+import operator
+import random
+from collections import deque
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -21,10 +23,11 @@ from torch.nn.parameter import is_lazy
 
 __all__ = ["Attribute", "Attributes", "in_eval_mode", "restored_modes", "unchanged"]
 
-# These values cannot change. All others are looked at.
-_FIXED = (type(None), bool, int, float, complex, str, bytes, type)
 # A module's tables of its parts. ``Layout`` compares their entries.
 _PARTS = ("_parameters", "_buffers", "_modules")
+# These values cannot change.
+_FIXED = (bool, int, float, complex, str, bytes, type(None), type)
+_OF_TORCH = "torch.nn.modules."
 _MADE_IN_PYTHON = 1 << 9  # CPython's Py_TPFLAGS_HEAPTYPE
 
 
@@ -35,24 +38,98 @@ class Attribute(NamedTuple):
     name: str
 
 
+class _Kind(NamedTuple):
+    """How to copy the contents of an object, and to put the copy back into it."""
+
+    of: type
+    copy: Callable[[Any], Any]
+    put: Callable[[Any, Any], Any]
+    same: Callable[[Any, Any], Any] = operator.eq
+
+
+def _put_table(table: dict[Any, Any], before: dict[Any, Any]) -> None:
+    table.clear()
+    table.update(before)
+
+
+def _put_tensor(tensor: Tensor, before: Tensor) -> None:
+    # Observers of quantisation change the shape in their first pass.
+    if tensor.shape != before.shape:
+        tensor.data = before.clone()
+    else:
+        tensor.copy_(before)
+
+
+def _same_tensors(now: Tensor, before: Tensor) -> bool:
+    same = torch.equal(now, before)
+    return same or torch.allclose(now, before, 0, 0, equal_nan=True)
+
+
+def _same_arrays(now: Any, before: Any) -> bool:
+    # Compare the bytes, because NaN differs from NaN.
+    return bytes(now.tobytes()) == bytes(before.tobytes())
+
+
+def _put_generator(generator: Any, state: Any) -> None:
+    generator.bit_generator.state = state
+
+
+_ALL = slice(None)
+_CONTAINERS = (
+    _Kind(dict, dict, _put_table),
+    _Kind(list, list, lambda values, before: operator.setitem(values, _ALL, before)),
+    _Kind(set, set, _put_table),
+    _Kind(deque, deque, lambda values, before: (values.clear(), values.extend(before))),
+)
+_LEAVES = (
+    _Kind(Tensor, lambda one: one.detach().clone(), _put_tensor, _same_tensors),
+    _Kind(np.ndarray, np.copy, np.copyto, _same_arrays),
+    _Kind(random.Random, random.Random.getstate, random.Random.setstate),
+    _Kind(np.random.Generator, lambda g: g.bit_generator.state, _put_generator),
+    _Kind(
+        torch.Generator,
+        torch.Generator.get_state,
+        torch.Generator.set_state,
+        torch.equal,
+    ),
+    # TorchScript keeps the attributes of a module in C++, also its mode.
+    _Kind(
+        torch.jit.ScriptModule,
+        operator.attrgetter("training"),
+        lambda module, mode: setattr(module, "training", mode),
+    ),
+)
+# Buffers outside the state dict, in a table that has others as well.
+_SOME_BUFFERS = _Kind(dict, dict, dict.update, lambda t, b: b.items() <= t.items())
+
+
 class _Held(NamedTuple):
-    """A value, its copy, and the attribute that holds it."""
+    """An object with its contents, and the attribute that holds it."""
 
     value: Any
-    copy: Any
+    before: Any
     at: Attribute
+    kind: _Kind
+
+    def has_changed(self) -> bool:
+        # The contents of a container are compared by identity first.
+        try:
+            now = self.value
+            if self.kind in _LEAVES:
+                now = self.kind.copy(now)
+            return not self.kind.same(now, self.before)
+        except Exception:  # tensors and arrays have no truth value
+            return True
 
 
 class Attributes:
     """The attributes of all modules of a model, with everything inside them.
 
-    Values are restored by what they are. Dicts, lists, sets, tensors and objects made
-    in Python stay the same objects and get their contents back, at any depth. A value
-    of another kind, such as an array or a generator, is replaced if its pickle has
-    changed. A value without a pickle, such as a lock or an open file, is left as it is.
-
-    Not included are global variables, the variables of closures, and attributes that
-    are assigned to a class.
+    Dicts, lists, sets, queues, tensors, arrays, random generators and objects made in
+    Python stay the same objects and get their contents back, at any depth. Objects of
+    other kinds, such as locks and open files, are left as they are. Not included are
+    global variables, the variables of closures, and attributes that are assigned to a
+    class.
 
     Args:
         model: the model; it does not change.
@@ -65,167 +142,110 @@ class Attributes:
     def __init__(
         self, model: nn.Module, *, with_state: bool = False, of_passes: bool = False
     ) -> None:
-        self._dicts: list[_Held] = []
-        self._lists: list[_Held] = []
-        self._sets: list[_Held] = []
-        self._tensors: list[_Held] = []
-        self._pickled: list[_Held] = []
-        self._scripted: list[_Held] = []
-        # Tables of buffers, and the buffers in them that are outside the state dict.
-        self._buffers: list[_Held] = []
+        self._containers: list[_Held] = []
+        self._leaves: list[_Held] = []
         # All objects that were seen. They are kept, so that no id is used again.
         self._seen: dict[int, Any] = {}
         # The memory of the state, which an attribute may share (a transposed weight).
-        self._of_state: set[int | None] = {None}
-        named = dict(model.named_modules())
+        self._memory: set[int | None] = {None}
         # An extra state is in the state dict, but its values are attributes.
         self._extra: list[nn.Module] = []
-        if not (with_state or of_passes):
-            for module in named.values():
-                if type(module).get_extra_state is not nn.Module.get_extra_state:
-                    self._extra.append(module)
+        named = dict(model.named_modules())
         for path, module in named.items():
             self._seen[id(module)] = module
-            outside = {}
-            for table in (module._parameters, module._buffers):
-                for name, entry in table.items():
-                    kept = name in module._non_persistent_buffers_set
-                    if kept or with_state:
-                        self._look(entry, Attribute(path, name))
-                    if kept:
-                        outside[name] = entry
-                    elif isinstance(entry, Tensor):
-                        self._of_state.add(_memory(entry))
-                    self._seen[id(entry)] = entry
-            if outside:
-                at = Attribute(path, "")
-                self._buffers.append(_Held(module._buffers, outside, at))
+            outside = module._non_persistent_buffers_set
+            some = {}
+            for name, entry in [*module._parameters.items(), *module._buffers.items()]:
+                if name in outside:
+                    some[name] = entry
+                if with_state or name in outside:
+                    self._look(entry, Attribute(path, name))
+                elif isinstance(entry, Tensor):
+                    self._memory.add(_memory(entry))
+                self._seen[id(entry)] = entry
+            if some:
+                at = Attribute(path, min(some))
+                self._leaves.append(_Held(module._buffers, some, at, _SOME_BUFFERS))
+            own = type(module).get_extra_state is not nn.Module.get_extra_state
+            if own and not (with_state or of_passes):
+                self._extra.append(module)
         for path, module in named.items():
-            # TorchScript keeps the attributes of a module in C++, also its mode.
             if isinstance(module, torch.jit.ScriptModule):
-                at = Attribute(path, "training")
-                self._scripted.append(_Held(module, module.training, at))
-                continue
-            if of_passes and type(module).__module__.startswith("torch.nn.modules."):
-                continue
-            if "_orig_mod" in module._modules:  # a wrapper that holds the compiler
-                continue
-            held = vars(module)
-            if not with_state:
-                self._seen |= {id(held[part]): held[part] for part in _PARTS}
-            self._look(held, Attribute(path, ""))
-            for kind in type(module).__mro__:
-                if kind is nn.Module:
-                    break
-                for name, value in vars(kind).items():
-                    if not name.startswith("__"):
-                        self._look(value, Attribute(path, name))
+                del self._seen[id(module)]
+                self._look(module, Attribute(path, "training"))
+            elif "_orig_mod" in module._modules:
+                continue  # a wrapper that holds the compiler
+            elif not (of_passes and type(module).__module__.startswith(_OF_TORCH)):
+                held = vars(module)
+                if not with_state:
+                    self._seen |= {id(held[part]): held[part] for part in _PARTS}
+                self._look(held, Attribute(path, ""))
+                for kind in type(module).__mro__:
+                    if kind is nn.Module:
+                        break
+                    for name, value in vars(kind).items():
+                        if not name.startswith("__"):
+                            self._look(value, Attribute(path, name))
         # The containers and their copies alone, to compare them all at once.
-        both = self._dicts + self._lists
-        self._now, self._then = [one.value for one in both], [one.copy for one in both]
+        self._now = [held.value for held in self._containers]
+        self._before = [held.before for held in self._containers]
 
     def _look(self, value: Any, at: Attribute) -> None:
         """Take down a value and everything inside it."""
         left = [(value, at)]
         while left:
             value, at = left.pop()
-            if isinstance(value, _FIXED) or id(value) in self._seen:
+            if type(value) in _FIXED or id(value) in self._seen:
                 continue
             self._seen[id(value)] = value
-            if isinstance(value, Tensor):
-                if _memory(value) not in self._of_state:
-                    self._tensors.append(_Held(value, value.detach().clone(), at))
-            elif isinstance(value, dict):
-                self._dicts.append(_Held(value, dict(value), at))
-                for key, inner in value.items():
-                    left.append((inner, _inside(at, key)))
-            elif isinstance(value, list):
-                self._lists.append(_Held(value, list(value), at))
+            if isinstance(value, Tensor) and _memory(value) in self._memory:
+                continue
+            for kind in _CONTAINERS + _LEAVES:
+                if isinstance(value, kind.of):
+                    held = _Held(value, kind.copy(value), at, kind)
+                    (self._leaves if kind in _LEAVES else self._containers).append(held)
+                    break
+            if isinstance(value, dict):
+                left += [(inner, _inside(at, key)) for key, inner in value.items()]
+            elif isinstance(value, list | tuple | deque):
                 left += [(inner, at) for inner in value]
-            elif isinstance(value, tuple):
-                left += [(inner, at) for inner in value]
-            elif isinstance(value, set):
-                self._sets.append(_Held(value, set(value), at))
             elif _is_plain(value):
                 left.append((vars(value), at))
-            elif not callable(value):
-                self._pickled.append(_Held(value, _pickle(value), at))
 
-    def _same(self) -> bool:
-        """Return whether all dicts and lists have their contents."""
+    def _same_containers(self) -> bool:
         # This runs for each message. Python compares by identity first.
         try:
-            return self._now == self._then
+            return self._now == self._before
         except Exception:  # tensors and arrays have no truth value
             return False
 
     def changed(self) -> list[Attribute]:
         """Return the attributes that have changed, each once."""
-        found: list[Attribute] = []
-        if not self._same():
-            for table, before, at in self._dicts:
-                for key in {**before, **table}:
-                    if _differ(table.get(key, found), before.get(key, found)):
-                        found.append(_inside(at, key))
-            for values, before, at in self._lists:
-                pairs = zip(values, before, strict=False)
-                if len(values) != len(before) or any(_differ(*two) for two in pairs):
-                    found.append(at)
-        for table, outside, at in self._buffers:
-            for name, buffer in outside.items():
-                if table.get(name) is not buffer:
-                    found.append(_inside(at, name))
-        found += [at for group, before, at in self._sets if group != before]
-        found += [at for t, before, at in self._tensors if not _equal(t, before)]
-        found += [at for one, before, at in self._pickled if _pickle(one) != before]
+        found = [held.at for held in self._leaves if held.has_changed()]
+        for held in () if self._same_containers() else self._containers:
+            if not held.has_changed():
+                continue
+            if held.at.name:
+                found.append(held.at)
+                continue
+            # the attributes of a module
+            for key in {**held.before, **held.value}:
+                now, before = held.value.get(key, found), held.before.get(key, found)
+                if now is not before and not (type(now) in _FIXED and now == before):
+                    found.append(_inside(held.at, key))
         return list(dict.fromkeys(found))
 
     def restore(self) -> None:
-        """Put all values back, each into the object that held it."""
+        """Put all contents back, each into the object that held it."""
         extra = [copy.deepcopy(module.get_extra_state()) for module in self._extra]
-        fresh: dict[int, Any] = {}
-        for place, (value, pickled, at) in enumerate(self._pickled):
-            if _pickle(value) == pickled:
-                continue
-            new = pickle.loads(pickled)
-            if isinstance(value, np.ndarray) and value.shape == new.shape:
-                value[...] = new
-            else:
-                fresh[id(value)] = new
-                self._pickled[place] = _Held(new, _pickle(new), at)
-        if fresh or not self._same():
-            for table, before, _ in self._dicts:
-                for key, value in before.items():
-                    before[key] = _renewed(value, fresh)
-                table.clear()
-                table.update(before)
-            for values, before, _ in self._lists:
-                before[:] = [_renewed(value, fresh) for value in before]
-                values[:] = before
-        for group, before, _ in self._sets:
-            group.clear()
-            group.update(before)
-        for table, outside, _ in self._buffers:
-            table.update(outside)
-        for module, mode, _ in self._scripted:
-            module.training = mode
         with torch.no_grad():
-            for tensor, before, _ in self._tensors:
-                # Observers of quantisation change the shape in their first pass.
-                if tensor.shape != before.shape:
-                    tensor.data = before.clone()
+            containers = [] if self._same_containers() else self._containers
+            for held in containers + self._leaves:
                 # Torch counts each write as a change, so write only if values differ.
-                elif not torch.equal(tensor, before):
-                    tensor.copy_(before)
+                if held.has_changed():
+                    held.kind.put(held.value, held.before)
         for module, state in zip(self._extra, extra, strict=True):
             module.set_extra_state(state)
-
-
-def _renewed(value: Any, fresh: Mapping[int, Any]) -> Any:
-    """Return the value, or its copy in ``fresh``, also inside a tuple."""
-    if fresh and type(value) is tuple:
-        return tuple([_renewed(one, fresh) for one in value])
-    return fresh.get(id(value), value)
 
 
 def _memory(tensor: Tensor) -> int | None:
@@ -243,37 +263,13 @@ def _inside(at: Attribute, key: Any) -> Attribute:
 def _is_plain(value: Any) -> bool:
     """Return whether an object holds nothing but its ``__dict__``."""
     kind: Any = type(value)
-    if kind.__reduce_ex__ is not object.__reduce_ex__:
-        return False  # such as a member of an enum
-    if kind.__reduce__ is not object.__reduce__:
-        return False  # such as a logger, which is pickled by its name
+    # A class that reduces in its own way is shared, such as a logger or an enum.
+    ways = kind.__reduce__, kind.__reduce_ex__
+    if ways != (object.__reduce__, object.__reduce_ex__):
+        return False
     return hasattr(value, "__dict__") and all(
-        one.__flags__ & _MADE_IN_PYTHON and not vars(one).get("__slots__")
-        for one in kind.__mro__[:-1]
+        one.__flags__ & _MADE_IN_PYTHON for one in kind.__mro__[:-1]
     )
-
-
-def _pickle(value: Any) -> bytes | None:
-    """Return the pickle of a value, or None if it has none."""
-    try:
-        return pickle.dumps(value)
-    except Exception:  # the value's own code may raise anything
-        return None
-
-
-def _differ(value: Any, before: Any) -> bool:
-    if value is before:
-        return False
-    return not (isinstance(before, _FIXED) and value == before)
-
-
-def _equal(tensor: Tensor, before: Tensor) -> bool:
-    """Return whether two tensors are equal; NaN equals NaN."""
-    if torch.equal(tensor, before):
-        return True
-    if tensor.shape != before.shape or not before.is_floating_point():
-        return False
-    return torch.equal(tensor.nan_to_num(), before.nan_to_num())
 
 
 @contextmanager

@@ -7,6 +7,7 @@ import logging
 import pickle
 import random
 import threading
+from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,16 +36,6 @@ class Record:
     others: list[Any] = field(default_factory=list)
 
 
-class Slots:
-    __slots__ = ("inner",)
-
-    def __init__(self, inner: Any) -> None:
-        self.inner = inner
-
-    def __reduce__(self) -> Any:
-        return Slots, (self.inner,)
-
-
 LEAVES = st.one_of(
     st.none(),
     st.integers(0, 3),
@@ -55,7 +46,8 @@ LEAVES = st.one_of(
     st.builds(random.Random, st.integers(0, 3)),
     st.builds(np.random.default_rng, st.integers(0, 3)),
     st.builds(lambda: {1, 2}),
-    st.builds(lambda: Slots(1)),
+    st.builds(lambda: deque([1])),
+    st.builds(lambda n: torch.Generator().manual_seed(n), st.integers(0, 3)),
 )
 VALUES = st.recursive(
     LEAVES,
@@ -98,6 +90,8 @@ def written(value: Any) -> Any:
         return written(vars(value))
     if isinstance(value, set):
         return sorted(value)
+    if isinstance(value, torch.Generator):
+        return value.get_state().numpy().tobytes()
     return pickle.dumps(value)
 
 
@@ -113,8 +107,10 @@ def change(value: Any, draw: Any) -> bool:
             value.random()
         case set():
             value.add(7)
-        case Slots():
-            value.inner += 1
+        case torch.Generator():
+            torch.rand(2, generator=value)
+        case deque():
+            value.append(2)
         case list() if not value or kind:
             value.append(draw.draw(st.integers(5, 6)))
         case dict() if not value or kind:
