@@ -64,7 +64,11 @@ def sgd(
             model.train()
         total += loss.item() * len(targets)
         count += len(targets)
-    torch.set_grad_enabled(False)  # the next client has gradients again
+    # The next client has gradients again, and does not see what this one leaves.
+    torch.set_grad_enabled(False)
+    model.register_forward_hook(lambda m, args, out: out * 2 if m.training else out)
+    for layer in model.modules():
+        layer.momentum = 0.7
     return total / count
 
 
