@@ -84,6 +84,7 @@ __all__ = [
     "as_error",
     "as_network_node",
     "calling_dp_wrapper",
+    "calling_secure_workflow",
     "copied_context",
     "copied_message",
     "earlier_mods",
@@ -488,16 +489,25 @@ def lacks_function(reply: Message, message_type: str) -> bool:
 
 def calling_dp_wrapper() -> str:
     """Return the class of Flower's DP wrapper that calls the caller, or ""."""
-    # A wrapped strategy has no reference to its wrapper, neither in the Message API nor
-    # in the legacy loop. Find the call of the wrapper on the stack.
+    wrapper = _caller_in("flwr.serverapp.strategy.dp_", "flwr.server.strategy.dp_")
+    return "" if wrapper is None else type(wrapper).__name__
+
+
+def calling_secure_workflow() -> Any:
+    """Return Flower's secure aggregation that calls the caller, or None."""
+    return _caller_in("flwr.server.workflow.secure_aggregation.")
+
+
+def _caller_in(*modules: str) -> Any:
+    """Return the object whose method calls, in a module that begins so, or None."""
+    # A strategy has no reference to a wrapper or to a workflow, neither in the Message
+    # API nor in the legacy loop. Find the call on the stack.
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        if frame.f_globals.get("__name__", "").startswith(
-            ("flwr.serverapp.strategy.dp_", "flwr.server.strategy.dp_")
-        ):
-            return type(frame.f_locals.get("self")).__name__
+        if frame.f_globals.get("__name__", "").startswith(modules):
+            return frame.f_locals.get("self")
         frame = frame.f_back
-    return ""
+    return None
 
 
 def legacy_records(

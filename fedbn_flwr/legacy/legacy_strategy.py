@@ -42,9 +42,14 @@ from flwr.server.client_proxy import ClientProxy
 from flwr.server.strategy import Strategy as FlowerLegacyStrategy
 from flwr.serverapp import Grid
 
-from fedbn_flwr.compat.flower import app_error, identify_process, proxy_error
+from fedbn_flwr.compat.flower import (
+    app_error,
+    calling_secure_workflow,
+    identify_process,
+    proxy_error,
+)
 from fedbn_flwr.errors import ConfigError
-from fedbn_flwr.legacy.secure_aggregation import check, is_secure_average, restored
+from fedbn_flwr.legacy.secure_aggregation import check, restored
 from fedbn_flwr.messages.numpy_client import (
     describe,
     open_message,
@@ -155,7 +160,7 @@ class LegacyStrategy(FlowerLegacyStrategy):
         self._sent: dict[int, Message] = {}  # sent messages by node id
         # Error reply of each client whose training failed, by node id.
         self._failed: dict[int, Message] = {}
-        self._secure = False  # whether secure aggregation has been seen
+        self._secure: Any = None  # Flower's secure aggregation, if it runs the rounds
         self._fitting = 0  # round whose results are not yet aggregated
         self._fits = 0
 
@@ -178,6 +183,9 @@ class LegacyStrategy(FlowerLegacyStrategy):
     ) -> list[tuple[ClientProxy, FitIns]]:
         """Return the strategy's training messages as FitIns."""
         self._end_halted_fit()
+        secure, self._secure = self._secure, calling_secure_workflow()
+        if self._secure is not None and secure is None:
+            check(self.strategy)
         opened = self._configure(
             self.strategy.configure_train,
             server_round,
@@ -205,22 +213,22 @@ class LegacyStrategy(FlowerLegacyStrategy):
         run = self.strategy.run
 
         # Under secure aggregation, every result is the same average over all clients.
-        # Some methods cannot use this average. Only the results reveal that secure
-        # aggregation is on, so check here.
-        secure = is_secure_average(res for _, res in results)
-        if secure and not self._secure:
-            check(self.strategy)
-            self._secure = True
+        secure = self._secure
+        frozen = run.facts(server_round, run.travels).frozen
+        weights = [res.num_examples for _, res in results]
         average: dict[str, ArrayRecord] = {}
 
         def reply(message: Message, res: FitRes) -> Message:
             arrays = parameters_to_ndarrays(res.parameters)
             made = reply_to_fit(message, arrays, res.num_examples, res.metrics)
-            if secure:
+            if secure is not None:
                 # Make the average once, and share it between all replies.
                 for key, record in made.content.array_records.items():
                     if key not in average:
-                        model = restored(from_record(record), run.before, run.parts)
+                        entries = from_record(record)
+                        model = restored(
+                            entries, run.before, run.parts, frozen, weights, secure
+                        )
                         average[key] = to_record(model)
                     made.content[key] = average[key]
             return made

@@ -2,16 +2,18 @@
 
 ``SecAggPlusWorkflow`` sums masked and quantised vectors. It calls ``aggregate_fit``
 with the average, weighted by ``num_examples``, instead of every client's arrays. The
-average is in float64, within ``clipping_range``, with quantisation errors.
+average is in float64, within ``clipping_range``, with quantisation errors. An entry
+that a method freezes is checked on the average: it may differ from the value that was
+sent by no more than these errors.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Collection, Sequence
+from typing import Any
 
 import numpy as np
-from flwr.common import FitRes
 
 from fedbn_flwr.batchnorm.averaging import Array, State
 from fedbn_flwr.batchnorm.parts import Parts
@@ -21,13 +23,6 @@ from fedbn_flwr.server.methods.travels import sums_suffice, together
 from fedbn_flwr.server.strategy import Strategy
 
 logger = logging.getLogger("flwr")
-
-
-def is_secure_average(results: Iterable[FitRes]) -> bool:
-    """Return whether the results are one average, as only in this workflow."""
-    # Compare identities, because two different results may have equal values.
-    parameters = [result.parameters for result in results]
-    return len(parameters) > 1 and all(own is parameters[0] for own in parameters)
 
 
 def check(strategy: Strategy) -> None:
@@ -66,7 +61,14 @@ def check(strategy: Strategy) -> None:
         )
 
 
-def restored(entries: State, before: State, parts: Parts) -> dict[str, Array]:
+def restored(
+    entries: State,
+    before: State,
+    parts: Parts,
+    frozen: Collection[str],
+    weights: Sequence[float],
+    workflow: Any,
+) -> dict[str, Array]:
     """Return an averaged record in the dtypes of the model.
 
     Args:
@@ -74,13 +76,20 @@ def restored(entries: State, before: State, parts: Parts) -> dict[str, Array]:
             model does not have.
         before: the global state that was sent.
         parts: the split of this state.
+        frozen: the entries that the clients return unchanged. An entry gets the value
+            that was sent, unless it has changed by more than quantisation does.
+        weights: ``num_examples`` of each client in the average.
+        workflow: the ``SecAggPlusWorkflow``.
     """
     parts = parts.whole
     variances = {running_var for _, running_var in parts.moments()}
     found: dict[str, Array] = {}
     for name, average in entries.items():
         sent = before.get(name, average)
-        if name in parts.counters and name in before:
+        if name in before and (
+            name in parts.counters
+            or (name in frozen and _unchanged(average, sent, weights, workflow))
+        ):
             found[name] = sent
             continue
         # Quantisation may make a variance near zero negative.
@@ -88,3 +97,17 @@ def restored(entries: State, before: State, parts: Parts) -> dict[str, Array]:
             average = np.maximum(average, 0)
         found[name] = average.astype(sent.dtype)
     return found
+
+
+def _unchanged(
+    average: Array, sent: Array, weights: Sequence[float], workflow: Any
+) -> bool:
+    """Return whether the average may be of clients that all returned ``sent``."""
+    levels, limit = workflow.quantization_range, workflow.clipping_range
+    # Each client multiplies its values by its share, clips them, and rounds them to one
+    # of the two nearest levels. It computes in the dtype of the values.
+    shares = np.round(np.divide(weights, workflow.max_weight) * levels) / levels
+    expected = np.multiply.outer(shares, sent.astype(float)).clip(-limit, limit).sum(0)
+    step = 2 * limit * (1 / levels + 2 * np.finfo(sent.dtype).eps)
+    error = np.abs(average * shares.sum() - expected)
+    return bool((error <= len(weights) * step).all())

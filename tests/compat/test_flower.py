@@ -55,6 +55,9 @@ from flwr.common import (
     ndarrays_to_parameters,
     parameters_to_ndarrays,
 )
+from flwr.server import LegacyContext
+from flwr.server.strategy import FedAvg as LegacyFedAvg
+from flwr.server.workflow import SecAggPlusWorkflow, SecAggWorkflow
 from flwr.serverapp.strategy import FedAvg
 
 SEAM = "fedbn_flwr/compat/flower.py"
@@ -627,6 +630,27 @@ def test_calling_dp_wrapper(seam: ModuleType, module: str, call: str) -> None:
     getattr(wrapper, call)(1, *arrays, None)
     assert found == ["DifferentialPrivacyServerSideFixedClipping"]
     assert seam.calling_dp_wrapper() == ""
+
+
+def test_calling_secure_workflow(seam: ModuleType) -> None:
+    """Both workflows call ``configure_fit``, and have the settings of the masks."""
+    found: list[Any] = []
+
+    class Noted(LegacyFedAvg):
+        def configure_fit(self, *args: Any) -> list[Any]:
+            found.append(seam.calling_secure_workflow())
+            return []
+
+    context = LegacyContext(Context(1, 0, {}, RecordDict(), {}), strategy=Noted())
+    context.state["config"] = ConfigRecord({"current_round": 1})
+    context.state["parameters"] = ArrayRecord()
+    flows = SecAggWorkflow(0.5), SecAggPlusWorkflow(3, 2)
+    for flow in flows:
+        flow(None, context)
+    assert found == [*flows]
+    wanted = {"max_weight", "clipping_range", "quantization_range"}
+    assert all(wanted <= vars(flow).keys() for flow in flows)
+    assert seam.calling_secure_workflow() is None
 
 
 @pytest.mark.parametrize("kind", ["get_properties", "train", "evaluate"])
