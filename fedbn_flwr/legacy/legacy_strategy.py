@@ -160,7 +160,6 @@ class LegacyStrategy(FlowerLegacyStrategy):
         self._sent: dict[int, Message] = {}  # sent messages by node id
         # Error reply of each client whose training failed, by node id.
         self._failed: dict[int, Message] = {}
-        self._secure: Any = None  # Flower's secure aggregation, if it runs the rounds
         self._fitting = 0  # round whose results are not yet aggregated
         self._fits = 0
 
@@ -183,8 +182,8 @@ class LegacyStrategy(FlowerLegacyStrategy):
     ) -> list[tuple[ClientProxy, FitIns]]:
         """Return the strategy's training messages as FitIns."""
         self._end_halted_fit()
-        secure, self._secure = self._secure, calling_secure_workflow()
-        if self._secure is not None and secure is None:
+        # Secure aggregation gives only an average, which some methods cannot use.
+        if not self.strategy.reports and calling_secure_workflow() is not None:
             check(self.strategy)
         opened = self._configure(
             self.strategy.configure_train,
@@ -213,8 +212,7 @@ class LegacyStrategy(FlowerLegacyStrategy):
         run = self.strategy.run
 
         # Under secure aggregation, every result is the same average over all clients.
-        secure = self._secure
-        frozen = run.facts(server_round, run.travels).frozen
+        secure = calling_secure_workflow()
         weights = [res.num_examples for _, res in results]
         average: dict[str, ArrayRecord] = {}
 
@@ -225,10 +223,7 @@ class LegacyStrategy(FlowerLegacyStrategy):
                 # Make the average once, and share it between all replies.
                 for key, record in made.content.array_records.items():
                     if key not in average:
-                        entries = from_record(record)
-                        model = restored(
-                            entries, run.before, run.parts, frozen, weights, secure
-                        )
+                        model = restored(from_record(record), run, weights, secure)
                         average[key] = to_record(model)
                     made.content[key] = average[key]
             return made

@@ -10,16 +10,16 @@ sent by no more than these errors.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from fedbn_flwr.batchnorm.averaging import Array, State
-from fedbn_flwr.batchnorm.parts import Parts
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.server.methods.method import declared
 from fedbn_flwr.server.methods.travels import sums_suffice, together
+from fedbn_flwr.server.runs.run_state import Run
 from fedbn_flwr.server.strategy import Strategy
 
 logger = logging.getLogger("flwr")
@@ -62,33 +62,26 @@ def check(strategy: Strategy) -> None:
 
 
 def restored(
-    entries: State,
-    before: State,
-    parts: Parts,
-    frozen: Collection[str],
-    weights: Sequence[float],
-    workflow: Any,
+    entries: State, run: Run, weights: Sequence[float], workflow: Any
 ) -> dict[str, Array]:
     """Return an averaged record in the dtypes of the model.
 
     Args:
         entries: the average, in float64. The server's checks handle entries that the
             model does not have.
-        before: the global state that was sent.
-        parts: the split of this state.
-        frozen: the entries that the clients return unchanged. An entry gets the value
-            that was sent, unless it has changed by more than quantisation does.
+        run: the run, with the global state that was sent. An entry that is frozen in
+            this round gets the value that was sent, unless it has changed by more than
+            quantisation does.
         weights: ``num_examples`` of each client in the average.
-        workflow: the ``SecAggPlusWorkflow``.
+        workflow: Flower's ``SecAggPlusWorkflow``.
     """
-    parts = parts.whole
+    parts, frozen = run.parts.whole, run.parts.select(run.travels.frozen)
     variances = {running_var for _, running_var in parts.moments()}
     found: dict[str, Array] = {}
     for name, average in entries.items():
-        sent = before.get(name, average)
-        if name in before and (
-            name in parts.counters
-            or (name in frozen and _unchanged(average, sent, weights, workflow))
+        sent = run.before.get(name, average)
+        if name in parts.counters or (
+            name in frozen and is_unchanged(average, sent, weights, workflow)
         ):
             found[name] = sent
             continue
@@ -99,15 +92,15 @@ def restored(
     return found
 
 
-def _unchanged(
+def is_unchanged(
     average: Array, sent: Array, weights: Sequence[float], workflow: Any
 ) -> bool:
-    """Return whether the average may be of clients that all returned ``sent``."""
+    """Return whether all clients of the average may have returned ``sent``."""
     levels, limit = workflow.quantization_range, workflow.clipping_range
-    # Each client multiplies its values by its share, clips them, and rounds them to one
-    # of the two nearest levels. It computes in the dtype of the values.
-    shares = np.round(np.divide(weights, workflow.max_weight) * levels) / levels
-    expected = np.multiply.outer(shares, sent.astype(float)).clip(-limit, limit).sum(0)
-    step = 2 * limit * (1 / levels + 2 * np.finfo(sent.dtype).eps)
-    error = np.abs(average * shares.sum() - expected)
-    return bool((error <= len(weights) * step).all())
+    # Each client multiplies its values by its weight, clips them, and rounds them to
+    # one of the two nearest levels. It computes in the dtype of the values.
+    ratios = np.round(np.divide(weights, workflow.max_weight) * levels)
+    clipped = np.multiply.outer(ratios, sent).clip(-limit * levels, limit * levels)
+    error = 2 * limit * len(weights) * (1 + 2 * levels * np.finfo(sent.dtype).eps)
+    total = average * ratios.sum()
+    return np.allclose(total, clipped.sum(0), rtol=0, atol=error)

@@ -55,9 +55,7 @@ from flwr.common import (
     ndarrays_to_parameters,
     parameters_to_ndarrays,
 )
-from flwr.server import LegacyContext
-from flwr.server.strategy import FedAvg as LegacyFedAvg
-from flwr.server.workflow import SecAggPlusWorkflow, SecAggWorkflow
+from flwr.server.workflow import SecAggPlusWorkflow
 from flwr.serverapp.strategy import FedAvg
 
 SEAM = "fedbn_flwr/compat/flower.py"
@@ -633,23 +631,12 @@ def test_calling_dp_wrapper(seam: ModuleType, module: str, call: str) -> None:
 
 
 def test_calling_secure_workflow(seam: ModuleType) -> None:
-    """Both workflows call ``configure_fit``, and have the settings of the masks."""
-    found: list[Any] = []
-
-    class Noted(LegacyFedAvg):
-        def configure_fit(self, *args: Any) -> list[Any]:
-            found.append(seam.calling_secure_workflow())
-            return []
-
-    context = LegacyContext(Context(1, 0, {}, RecordDict(), {}), strategy=Noted())
-    context.state["config"] = ConfigRecord({"current_round": 1})
-    context.state["parameters"] = ArrayRecord()
-    flows = SecAggWorkflow(0.5), SecAggPlusWorkflow(3, 2)
-    for flow in flows:
-        flow(None, context)
-    assert found == [*flows]
-    wanted = {"max_weight", "clipping_range", "quantization_range"}
-    assert all(wanted <= vars(flow).keys() for flow in flows)
+    """Its setup calls ``configure_fit``."""
+    flow, context, found = SecAggPlusWorkflow(3, 2), MagicMock(), list[Any]()
+    ask = context.strategy.configure_fit
+    ask.side_effect = lambda *_: found.append(seam.calling_secure_workflow())
+    flow.setup_stage(MagicMock(), context, MagicMock())
+    assert found == [flow]
     assert seam.calling_secure_workflow() is None
 
 
