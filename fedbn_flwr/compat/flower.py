@@ -72,9 +72,11 @@ except ModuleNotFoundError:
 
 
 __all__ = [
+    "DP_WRAPPERS",
     "NUM_PARTITIONS_KEY",
     "PARTITION_ID_KEY",
     "QUERY_FUNCTION",
+    "SECURE_WORKFLOWS",
     "BufferArray",
     "Mod",
     "Run",
@@ -83,8 +85,7 @@ __all__ = [
     "array_of_bytes",
     "as_error",
     "as_network_node",
-    "calling_dp_wrapper",
-    "calling_secure_workflow",
+    "calling_object",
     "copied_context",
     "copied_message",
     "earlier_mods",
@@ -487,21 +488,18 @@ def lacks_function(reply: Message, message_type: str) -> bool:
     return missing in str(reply.error.reason)
 
 
-def calling_dp_wrapper() -> str:
-    """Return the class of Flower's DP wrapper that calls the caller, or ""."""
-    wrapper = _caller_in("flwr.serverapp.strategy.dp_", "flwr.server.strategy.dp_")
-    return "" if wrapper is None else type(wrapper).__name__
+DP_WRAPPERS = ("flwr.serverapp.strategy.dp_", "flwr.server.strategy.dp_")
+SECURE_WORKFLOWS = ("flwr.server.workflow.secure_aggregation.",)
 
 
-def calling_secure_workflow() -> Any:
-    """Return Flower's secure aggregation that calls the caller, or None."""
-    return _caller_in("flwr.server.workflow.secure_aggregation.")
+def calling_object(modules: tuple[str, ...]) -> Any:
+    """Return the object of Flower that calls the caller, or None.
 
-
-def _caller_in(*modules: str) -> Any:
-    """Return the object whose method calls, in a module that begins so, or None."""
-    # A strategy has no reference to a wrapper or to a workflow, neither in the Message
-    # API nor in the legacy loop. Find the call on the stack.
+    ``modules`` are the beginnings of the names of its modules: ``DP_WRAPPERS`` or
+    ``SECURE_WORKFLOWS``.
+    """
+    # A strategy has no reference to its wrapper or its workflow, neither in the Message
+    # API nor in the legacy loop. Find the call of the object on the stack.
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_globals.get("__name__", "").startswith(modules):

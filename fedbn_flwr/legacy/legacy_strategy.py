@@ -43,8 +43,9 @@ from flwr.server.strategy import Strategy as FlowerLegacyStrategy
 from flwr.serverapp import Grid
 
 from fedbn_flwr.compat.flower import (
+    SECURE_WORKFLOWS,
     app_error,
-    calling_secure_workflow,
+    calling_object,
     identify_process,
     proxy_error,
 )
@@ -183,7 +184,7 @@ class LegacyStrategy(FlowerLegacyStrategy):
         """Return the strategy's training messages as FitIns."""
         self._end_halted_fit()
         # Secure aggregation gives only an average, which some methods cannot use.
-        if not self.strategy.reports and calling_secure_workflow() is not None:
+        if not self.strategy.reports and calling_object(SECURE_WORKFLOWS) is not None:
             check(self.strategy)
         opened = self._configure(
             self.strategy.configure_train,
@@ -212,7 +213,7 @@ class LegacyStrategy(FlowerLegacyStrategy):
         run = self.strategy.run
 
         # Under secure aggregation, every result is the same average over all clients.
-        secure = calling_secure_workflow()
+        secure = calling_object(SECURE_WORKFLOWS)
         weights = [res.num_examples for _, res in results]
         average: dict[str, ArrayRecord] = {}
 

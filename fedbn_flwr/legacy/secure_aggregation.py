@@ -43,10 +43,9 @@ def check(strategy: Strategy) -> None:
             )
 
     # Flower's quantisation returns a wrong value for an entry without a dimension.
-    parts, before = strategy.run.parts, strategy.run.before
-    local = set(strategy.run.local_entries)
-    shared = [name for name in before if name not in local and before[name].ndim == 0]
-    lost = [name for name in shared if name not in parts.counters]
+    entries = strategy.run.facts(0).shared
+    shared = [name for name in entries if entries[name].ndim == 0]
+    lost = [name for name in shared if name not in strategy.run.parts.counters]
     if lost:
         raise ConfigError(
             f"entry '{lost[0]}' ({len(lost)} such) has no dimension, but Flower's"
@@ -92,15 +91,12 @@ def restored(
     return found
 
 
-def is_unchanged(
-    average: Array, sent: Array, weights: Sequence[float], workflow: Any
-) -> bool:
+def is_unchanged(average: Array, sent: Array, weights: Any, workflow: Any) -> bool:
     """Return whether all clients of the average may have returned ``sent``."""
     levels, limit = workflow.quantization_range, workflow.clipping_range
     # Each client multiplies its values by its weight, clips them, and rounds them to
     # one of the two nearest levels. It computes in the dtype of the values.
-    ratios = np.round(np.divide(weights, workflow.max_weight) * levels)
-    clipped = np.multiply.outer(ratios, sent).clip(-limit * levels, limit * levels)
-    error = 2 * limit * len(weights) * (1 + 2 * levels * np.finfo(sent.dtype).eps)
-    total = average * ratios.sum()
-    return np.allclose(total, clipped.sum(0), rtol=0, atol=error)
+    ratios = np.round(np.divide(weights, workflow.max_weight) * levels) / levels
+    total = np.multiply.outer(ratios, sent).clip(-limit, limit).sum(0)
+    error = 2 * limit * len(weights) * (1 / levels + 2 * np.finfo(sent.dtype).eps)
+    return np.allclose(average * ratios.sum(), total, 0, error)

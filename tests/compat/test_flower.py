@@ -606,13 +606,17 @@ def test_lacks_function(seam: ModuleType, message: Message) -> None:
         ("flwr.server.strategy", "configure_fit"),
     ],
 )
-def test_calling_dp_wrapper(seam: ModuleType, module: str, call: str) -> None:
-    """Both kinds of wrapper are in modules dp_..., and call a method."""
-    strategies, found = importlib.import_module(module), list[str]()
+def test_calling_object(seam: ModuleType, module: str, call: str) -> None:
+    """Both kinds of wrapper are in modules dp_..., and call a method.
+
+    So does the workflow of secure aggregation.
+    """
+    strategies, found = importlib.import_module(module), list[Any]()
 
     class Wrapped(strategies.FedAvg):  # type: ignore[misc, name-defined]
         def note(self, *args: Any) -> list[Any]:
-            found.append(seam.calling_dp_wrapper())
+            for modules in (seam.DP_WRAPPERS, seam.SECURE_WORKFLOWS):
+                found.append(seam.calling_object(modules))
             return []
 
         configure_train = configure_fit = note
@@ -626,18 +630,10 @@ def test_calling_dp_wrapper(seam: ModuleType, module: str, call: str) -> None:
         Wrapped(), 0.0, 1.0, 2
     )
     getattr(wrapper, call)(1, *arrays, None)
-    assert found == ["DifferentialPrivacyServerSideFixedClipping"]
-    assert seam.calling_dp_wrapper() == ""
-
-
-def test_calling_secure_workflow(seam: ModuleType) -> None:
-    """Its setup calls ``configure_fit``."""
-    flow, context, found = SecAggPlusWorkflow(3, 2), MagicMock(), list[Any]()
-    ask = context.strategy.configure_fit
-    ask.side_effect = lambda *_: found.append(seam.calling_secure_workflow())
-    flow.setup_stage(MagicMock(), context, MagicMock())
-    assert found == [flow]
-    assert seam.calling_secure_workflow() is None
+    flow = SecAggPlusWorkflow(3, 2)
+    flow.setup_stage(MagicMock(), MagicMock(strategy=Wrapped()), MagicMock())
+    assert found == [wrapper, None, None, flow]
+    assert seam.calling_object(seam.DP_WRAPPERS) is None
 
 
 @pytest.mark.parametrize("kind", ["get_properties", "train", "evaluate"])

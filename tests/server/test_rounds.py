@@ -414,27 +414,32 @@ def asked_of(run: Run, report: RoundOutcome, nodes: list[Node]) -> Any:
     return address(run, nodes, "train", ArrayRecord(), {}, report.train)
 
 
+STRANGE = ".*error 6: not mine"
+
+
 @pytest.mark.parametrize(
     ("timeout", "travelled", "why"),
     [
-        (60.0, ({7, 8}, {7, 9}), r"the wait ended after 0\.\d s"),
-        (0.0, ({7, 8}, {7, 9}), "no reply within 0 s"),
-        (60.0, None, "no reply was passed on"),
+        (60.0, ({7, 8, 9}, {7, 6}), rf"the wait ended after 0\.\d s{STRANGE}"),
+        (0.0, ({7, 8, 9}, {7, 6}), f"no reply within 0 s{STRANGE}"),
+        (60.0, None, f"no reply was passed on{STRANGE}"),
+        (60.0, ({7, 8, 9}, {7, 8, 9}), "its reply came, but the project's own"),
+        (60.0, ({7}, {7}), "its message was not sent: the project's own"),
     ],
 )
-def test_a_node_without_a_reply_is_reported_with_the_true_cause(
-    timeout: float, travelled: Any, why: str
+def test_nodes_without_a_reply_are_reported_with_the_true_cause(
+    timeout: float, travelled: Any, why: str, caplog
 ) -> None:
     """Flower's engine, or another loop, waits less than the strategy.
 
-    One reply names a node that was not asked.
+    One reply names a node that was not asked. The log has one line for two nodes.
     """
     report, run = (
         RoundOutcome(1, "train"),
         run_of(FedAvg(parts=split_state({})), timeout),
     )
-    sent = asked_of(run, report, [Node(7, 0), Node(8, 1)])
-    strange = Message(RecordDict(), 9, "train")
+    sent = asked_of(run, report, [Node(7, 0), Node(8, 1), Node(9, 2)])
+    strange = Message(RecordDict(), 6, "train")
     replies = [
         Message(RecordDict(), reply_to=sent.messages[0]),
         Message(Error(6, "not mine"), reply_to=strange),
@@ -447,10 +452,11 @@ def test_a_node_without_a_reply_is_reported_with_the_true_cause(
         ]
         run.delivery = (frozenset(sent_to), came)
     assert [node.node_id for node, _ in in_order(run, sent, replies)] == [7]
-    assert list(report.rejected) == [8]
-    assert re.search(
-        rf"^node 8 \(partition 1\): .*{why}.*error 6: not mine", report.rejected[8]
-    )
+    assert list(report.rejected) == [8, 9]
+    nodes = [f"node {i} (partition {i - 7})" for i in (8, 9)]
+    (text,) = set(report.reasons.values())
+    assert re.search(why, text)
+    assert caplog.messages[1:] == [f"round 1: {', '.join(nodes)}: {text}"]
 
 
 @pytest.mark.parametrize(
