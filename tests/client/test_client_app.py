@@ -32,6 +32,7 @@ from fedbn_flwr.engines import InProcessGrid
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.messages.records import from_record, to_record, to_state
 from fedbn_flwr.mods import bn_mod
+from fedbn_flwr.strategies import FedAvg
 from fedbn_flwr.training import LearningRate, LocalTraining
 
 SETTINGS = LocalTraining(learning_rate=LearningRate(0.1), batch_size=4)
@@ -225,6 +226,12 @@ def test_what_a_client_must_return_is_named(returned: Any, why: str, open_grid) 
     assert f"fit must return (arrays, num_examples, metrics); {why}" in reason
     reason = ask(grid, content, MessageType.EVALUATE).error.reason
     assert f"evaluate must return (loss, num_examples, metrics); {why}" in reason
+
+
+def test_a_client_without_fit_ends_the_run_in_round_1(open_grid) -> None:
+    grid = open_grid(client_app(lambda _: NumPyClient()))
+    with pytest.raises(ConfigError, match="NumPyClient has no method fit: write fit"):
+        FedAvg().start(grid, to_record({"x": np.zeros(2)}))
 
 
 @pytest.mark.parametrize("name", ["mods", "train_mods"])
