@@ -184,7 +184,7 @@ class LegacyStrategy(FlowerLegacyStrategy):
         """Return the strategy's training messages as FitIns."""
         self._end_halted_fit()
         # Secure aggregation gives only an average, which some methods cannot use.
-        if not self.strategy.reports and calling_object(SECURE_WORKFLOWS) is not None:
+        if not self.strategy.reports and calling_object(SECURE_WORKFLOWS):
             check(self.strategy)
         opened = self._configure(
             self.strategy.configure_train,
@@ -220,12 +220,13 @@ class LegacyStrategy(FlowerLegacyStrategy):
         def reply(message: Message, res: FitRes) -> Message:
             arrays = parameters_to_ndarrays(res.parameters)
             made = reply_to_fit(message, arrays, res.num_examples, res.metrics)
-            if secure is not None:
+            if secure:
                 # Make the average once, and share it between all replies.
                 for key, record in made.content.array_records.items():
                     if key not in average:
-                        model = restored(from_record(record), run, weights, secure)
-                        average[key] = to_record(model)
+                        average[key] = to_record(
+                            restored(from_record(record), run, weights, secure)
+                        )
                     made.content[key] = average[key]
             return made
 
@@ -476,18 +477,14 @@ class _NamingProxy(ClientProxy):
             status = Status(Code.EVALUATE_NOT_IMPLEMENTED, str(error))
             return EvaluateRes(status, 0.0, 0, {})
 
-    def get_properties(
-        self, ins: Any, timeout: float | None, group_id: int | None
-    ) -> Any:
-        return self._proxy.get_properties(ins, timeout, group_id)
+    def get_properties(self, *args: Any, **kwargs: Any) -> Any:
+        return self._proxy.get_properties(*args, **kwargs)
 
-    def get_parameters(
-        self, ins: Any, timeout: float | None, group_id: int | None
-    ) -> Any:
-        return self._proxy.get_parameters(ins, timeout, group_id)
+    def get_parameters(self, *args: Any, **kwargs: Any) -> Any:
+        return self._proxy.get_parameters(*args, **kwargs)
 
-    def reconnect(self, ins: Any, timeout: float | None, group_id: int | None) -> Any:
-        return self._proxy.reconnect(ins, timeout, group_id)
+    def reconnect(self, *args: Any, **kwargs: Any) -> Any:
+        return self._proxy.reconnect(*args, **kwargs)
 
 
 class _ManagerGrid(ImmediateGrid):
@@ -542,12 +539,7 @@ class _ManagerGrid(ImmediateGrid):
             " client_app(client_fn)."
         )
 
-    def pull_messages(
-        self,
-        message_ids: Iterable[str] | None = None,
-        *,
-        reply_to_message_ids: Iterable[str] | None = None,
-    ) -> list[Message]:
+    def pull_messages(self, *args: Any, **kwargs: Any) -> list[Message]:
         return []
 
     def set_run(self, run: Any) -> None:

@@ -74,7 +74,8 @@ def restored(
         weights: ``num_examples`` of each client in the average.
         workflow: Flower's ``SecAggPlusWorkflow``.
     """
-    parts, frozen = run.parts.whole, run.parts.select(run.travels.frozen)
+    parts = run.parts.whole
+    frozen = run.parts.select(run.travels.frozen)
     variances = {running_var for _, running_var in parts.moments()}
     found: dict[str, Array] = {}
     for name, average in entries.items():
@@ -93,10 +94,12 @@ def restored(
 
 def is_unchanged(average: Array, sent: Array, weights: Any, workflow: Any) -> bool:
     """Return whether all clients of the average may have returned ``sent``."""
-    levels, limit = workflow.quantization_range, workflow.clipping_range
+    levels = workflow.quantization_range
+    limit = workflow.clipping_range
     # Each client multiplies its values by its weight, clips them, and rounds them to
     # one of the two nearest levels. It computes in the dtype of the values.
     ratios = np.round(np.divide(weights, workflow.max_weight) * levels) / levels
     total = np.multiply.outer(ratios, sent).clip(-limit, limit).sum(0)
-    error = 2 * limit * len(weights) * (1 / levels + 2 * np.finfo(sent.dtype).eps)
+    step = 1 / levels + 2 * np.finfo((sent * 1.0).dtype).eps
+    error = 2 * limit * len(weights) * step
     return np.allclose(average * ratios.sum(), total, 0, error)

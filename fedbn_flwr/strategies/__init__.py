@@ -374,5 +374,5 @@ def refuse_on_client(
 # modules under short names, because a second copy would have other classes.
 if __name__ == "strategies":
     for name, module in [*sys.modules.items()]:
-        if name.startswith(f"{_PACKAGE}strategies"):
+        if name.startswith("fedbn_flwr.strategies"):
             sys.modules[name.removeprefix(_PACKAGE)] = module

@@ -49,10 +49,9 @@ def train_synchronised(
     step = _step(run, messages, grid)
     run.report.train = run.report.train.plus(step.traffic)
     logger.info(
-        "round %d: the first step had %d exchanges between %d clients",
+        "round %d: %d exchanges in the synchronised step",
         run.report.server_round,
         step.traffic.exchanges,
-        len(step.members),
     )
     for node_id, why in _lost(step).items():
         node = run.nodes.node(node_id)

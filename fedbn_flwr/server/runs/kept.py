@@ -21,16 +21,6 @@ from fedbn_flwr.server.methods.shared_bn import SHARED_BN, LatestBN
 
 logger = logging.getLogger("flwr")
 
-_NO_FOLDER = (
-    "its process had ended, or another node has taken its place. Give it a state folder"
-    " (state-dir), and in a project of your own also set strategy.continuity"
-)
-_EMPTY_FOLDER = (
-    "its state folder has no file of this client. If the node has another folder than"
-    " before, or has taken the place of another node, copy the files of the earlier"
-    " folder before it starts"
-)
-
 
 @dataclass(frozen=True)
 class Kept:
@@ -103,7 +93,13 @@ class Kept:
                 logger.warning(
                     "%s had lost its local state, and started again: %s.",
                     node,
-                    _EMPTY_FOLDER if info.durable else _NO_FOLDER,
+                    "its state folder has no file of this client. If the node has"
+                    " another folder than before, or has taken the place of another"
+                    " node, copy the files of the earlier folder before it starts"
+                    if info.durable
+                    else "its process had ended, or another node has taken its place."
+                    " Give it a state folder (state-dir), and in a project of your own"
+                    " also set strategy.continuity",
                 )
             hashes[node.label] = info.local_sha256
             if info.durable:
