@@ -584,17 +584,16 @@ def test_what_a_secure_sum_hides_is_refused_by_name_before_anybody_trains(
 @pytest.mark.parametrize("seed", range(20))
 def test_a_secure_average_of_equal_values_is_told_from_a_change(seed: int) -> None:
     """The average is by Flower's own arithmetic, with clipped values as well."""
-    draw = np.random.default_rng(seed)
+    draw, levels, limit = np.random.default_rng(seed), 2**22, 8
     flow = SecAggPlusWorkflow(1.0, 0.5, max_weight=draw.uniform(20, 1000))
-    levels, limit = flow.quantization_range, flow.clipping_range
     weights = draw.integers(1, 20, draw.integers(1, 9))
-    sent = draw.normal(0, draw.choice([1e-3, 1, 400]), 50).astype("float32")
+    sent = np.float32(draw.normal(0, [1e-3, 1, 400], (9, 3)))
     ratios = np.round(weights / flow.max_weight * levels) / levels
     scaled = [sent * np.float32(ratio) for ratio in ratios]
     masked = dequantize(quantize(scaled, limit, levels), limit, levels)
     average = sum(masked) / ratios.sum()
     assert is_unchanged(average, sent, weights, flow)
-    average[seed] += 8 * limit * len(ratios) / ratios.sum() / levels
+    average[-1] += 8 * limit / levels * len(ratios) / ratios.sum()
     assert not is_unchanged(average, sent, weights, flow)
 
 
