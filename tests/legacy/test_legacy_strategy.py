@@ -584,8 +584,10 @@ def test_what_a_secure_sum_hides_is_refused_by_name_before_anybody_trains(
 @pytest.mark.parametrize("seed", range(20))
 def test_a_secure_average_of_equal_values_is_told_from_a_change(seed: int) -> None:
     """The average is by Flower's own arithmetic, with clipped values as well."""
-    draw, levels, limit = np.random.default_rng(seed), 2**22, 8
-    flow = SecAggPlusWorkflow(1.0, 0.5, max_weight=draw.uniform(20, 1000))
+    draw, levels, limit = np.random.default_rng(seed), 2 ** (18 + seed % 9), 8
+    flow = SecAggPlusWorkflow(
+        1.0, 0.5, max_weight=draw.uniform(20, 1000), quantization_range=levels
+    )
     weights = draw.integers(1, 20, draw.integers(1, 9))
     sent = np.float32(draw.normal(0, [1e-3, 1, 400], (9, 3)))
     ratios = np.round(weights / flow.max_weight * levels) / levels
@@ -593,7 +595,8 @@ def test_a_secure_average_of_equal_values_is_told_from_a_change(seed: int) -> No
     masked = dequantize(quantize(scaled, limit, levels), limit, levels)
     average = sum(masked) / ratios.sum()
     assert is_unchanged(average, sent, weights, flow)
-    average[-1] += 8 * limit / levels * len(ratios) / ratios.sum()
+    error = 1 / levels + np.finfo("float32").eps
+    average[-1] += 8 * limit * len(ratios) * error / ratios.sum()
     assert not is_unchanged(average, sent, weights, flow)
 
 
