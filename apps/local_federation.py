@@ -30,6 +30,9 @@ from fedbn_flwr.engines.flower_run import (
 from fedbn_flwr.errors import EngineError
 
 ROOT = Path(__file__).resolve().parents[1]
+STAYS_UP = 60.0  # seconds; a process that ends sooner has failed
+# Seconds in which a process may fail. The SuperLink refuses a killed node for 44 s.
+PATIENCE = 120.0
 
 
 class LocalFederation:
@@ -48,6 +51,7 @@ class LocalFederation:
         self.environment = flower_environment(self.folder / "flwr")
         self.environment["FLWR_SUPEREXEC_TASK_POLL_INTERVAL"] = "0.05"  # seconds
         self.processes: dict[str, Process] = {}
+        self.started: dict[str, float] = {}  # by ``time.monotonic``
 
         # The SuperLink and each SuperNode have a SuperExec, which starts the processes
         # of their apps.
@@ -142,6 +146,7 @@ class LocalFederation:
         command, log = self.commands[name], self.folder / f"{name}.log"
         process = Process(command, self.environment, log, self.folder)
         self.processes[name] = process
+        self.started[name] = time.monotonic()
         return process
 
     def restart_dead(self) -> list[str]:
@@ -151,6 +156,35 @@ class LocalFederation:
         for name in dead:
             self.launch(name)
         return dead
+
+    def watch(self) -> None:
+        """Start ended processes again, and print their names, until all are given up.
+
+        A process that fails again and again is given up: it is not started again, and
+        the end of its log is printed.
+        """
+        failing_since: dict[str, float] = {}
+        while self.processes:
+            time.sleep(1)
+            now = time.monotonic()
+            for name, process in [*self.processes.items()]:
+                if process.code is None:
+                    continue
+                if now - self.started[name] > STAYS_UP:
+                    failing_since[name] = now
+                if now - failing_since.setdefault(name, now) < PATIENCE:
+                    self.launch(name)
+                    print(f"{name} has ended and is started again", flush=True)
+                    continue
+                del self.processes[name]
+                print(
+                    f"{name} does not stay up and is not started again. If it is a node"
+                    " that the SuperLink refuses (Failed to activate SuperNode), its"
+                    " key was revoked or is not registered: see docs/operations.md,"
+                    f" then start this program again. The end of its log:\n"
+                    f"{process.said()}",
+                    flush=True,
+                )
 
     def run(self, run_config: Mapping[str, Scalar], app: Path = ROOT) -> None:
         """Run an app and wait for its end; EngineError unless it completes."""
@@ -214,6 +248,4 @@ if __name__ == "__main__":
             f"{federation.nodes} nodes are up; FLWR_HOME={federation.folder}/flwr",
             flush=True,
         )
-        while True:
-            time.sleep(1)
-            federation.restart_dead()
+        federation.watch()

@@ -184,9 +184,14 @@ class _ClientMessages:
         """Return the trained arrays."""
         client = self._client(context)
         fit = client.fit
+        if _is_method(fit, NumPyClient.fit):
+            raise ConfigError(
+                f"{type(client).__name__} has no method fit: write fit(self,"
+                " parameters, config), which returns (arrays, num_examples, metrics)"
+            )
         # Our own ``fit`` only reads the arrays that it gets, and the reply copies the
         # arrays that it returns. So no copies are needed; a subclass may do anything.
-        only_reads = _only_reads(fit, TorchClient.fit)
+        only_reads = _is_method(fit, TorchClient.fit)
         if only_reads:
             # Use the client that owns ``fit``, because a user's object may only forward
             # its ``fit``.
@@ -198,7 +203,7 @@ class _ClientMessages:
     def evaluate(self, message: Message, context: Context) -> Message:
         """Return the metrics of the client's tests."""
         client = self._client(context)
-        only_reads = _only_reads(client.evaluate, TorchClient.evaluate)
+        only_reads = _is_method(client.evaluate, TorchClient.evaluate)
         result = client.evaluate(*open_message(message, copy=not only_reads))
         return reply_to_evaluate(message, *checked(result, "evaluate"))
 
@@ -274,12 +279,9 @@ def _text(error: Exception, _: Context) -> str:
     return str(error)
 
 
-def _only_reads(method: Callable[..., Any], ours: Callable[..., Any]) -> bool:
-    """Return whether a client's method is ``TorchClient``'s own.
-
-    Such a method does not write into the arrays that it gets.
-    """
-    return getattr(method, "__func__", None) is ours
+def _is_method(method: Callable[..., Any], of_class: Callable[..., Any]) -> bool:
+    """Return whether a client's method is the method of a class, not overridden."""
+    return getattr(method, "__func__", None) is of_class
 
 
 def _action(message_type: str) -> str:

@@ -72,9 +72,11 @@ except ModuleNotFoundError:
 
 
 __all__ = [
+    "DP_WRAPPERS",
     "NUM_PARTITIONS_KEY",
     "PARTITION_ID_KEY",
     "QUERY_FUNCTION",
+    "SECURE_WORKFLOWS",
     "BufferArray",
     "Mod",
     "Run",
@@ -83,7 +85,7 @@ __all__ = [
     "array_of_bytes",
     "as_error",
     "as_network_node",
-    "calling_dp_wrapper",
+    "calling_object",
     "copied_context",
     "copied_message",
     "earlier_mods",
@@ -486,18 +488,24 @@ def lacks_function(reply: Message, message_type: str) -> bool:
     return missing in str(reply.error.reason)
 
 
-def calling_dp_wrapper() -> str:
-    """Return the class of Flower's DP wrapper that calls the caller, or ""."""
-    # A wrapped strategy has no reference to its wrapper, neither in the Message API nor
-    # in the legacy loop. Find the call of the wrapper on the stack.
+DP_WRAPPERS = ("flwr.serverapp.strategy.dp_", "flwr.server.strategy.dp_")
+SECURE_WORKFLOWS = ("flwr.server.workflow.secure_aggregation.",)
+
+
+def calling_object(modules: tuple[str, ...]) -> Any:
+    """Return the object of Flower that calls the caller, or None.
+
+    ``modules`` are the beginnings of the names of its modules: ``DP_WRAPPERS`` or
+    ``SECURE_WORKFLOWS``.
+    """
+    # A strategy has no reference to its wrapper or its workflow, neither in the Message
+    # API nor in the legacy loop. Find the call of the object on the stack.
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        if frame.f_globals.get("__name__", "").startswith(
-            ("flwr.serverapp.strategy.dp_", "flwr.server.strategy.dp_")
-        ):
-            return type(frame.f_locals.get("self")).__name__
+        if frame.f_globals.get("__name__", "").startswith(modules):
+            return frame.f_locals.get("self")
         frame = frame.f_back
-    return ""
+    return None
 
 
 def legacy_records(

@@ -42,9 +42,15 @@ from flwr.server.client_proxy import ClientProxy
 from flwr.server.strategy import Strategy as FlowerLegacyStrategy
 from flwr.serverapp import Grid
 
-from fedbn_flwr.compat.flower import app_error, identify_process, proxy_error
+from fedbn_flwr.compat.flower import (
+    SECURE_WORKFLOWS,
+    app_error,
+    calling_object,
+    identify_process,
+    proxy_error,
+)
 from fedbn_flwr.errors import ConfigError
-from fedbn_flwr.legacy.secure_aggregation import check, is_secure_average, restored
+from fedbn_flwr.legacy.secure_aggregation import check, restored
 from fedbn_flwr.messages.numpy_client import (
     describe,
     open_message,
@@ -155,7 +161,6 @@ class LegacyStrategy(FlowerLegacyStrategy):
         self._sent: dict[int, Message] = {}  # sent messages by node id
         # Error reply of each client whose training failed, by node id.
         self._failed: dict[int, Message] = {}
-        self._secure = False  # whether secure aggregation has been seen
         self._fitting = 0  # round whose results are not yet aggregated
         self._fits = 0
 
@@ -178,6 +183,9 @@ class LegacyStrategy(FlowerLegacyStrategy):
     ) -> list[tuple[ClientProxy, FitIns]]:
         """Return the strategy's training messages as FitIns."""
         self._end_halted_fit()
+        # Secure aggregation gives only an average, which some methods cannot use.
+        if not self.strategy.reports and calling_object(SECURE_WORKFLOWS):
+            check(self.strategy)
         opened = self._configure(
             self.strategy.configure_train,
             server_round,
@@ -205,12 +213,8 @@ class LegacyStrategy(FlowerLegacyStrategy):
         run = self.strategy.run
 
         # Under secure aggregation, every result is the same average over all clients.
-        # Some methods cannot use this average. Only the results reveal that secure
-        # aggregation is on, so check here.
-        secure = is_secure_average(res for _, res in results)
-        if secure and not self._secure:
-            check(self.strategy)
-            self._secure = True
+        secure = calling_object(SECURE_WORKFLOWS)
+        weights = [res.num_examples for _, res in results]
         average: dict[str, ArrayRecord] = {}
 
         def reply(message: Message, res: FitRes) -> Message:
@@ -220,8 +224,9 @@ class LegacyStrategy(FlowerLegacyStrategy):
                 # Make the average once, and share it between all replies.
                 for key, record in made.content.array_records.items():
                     if key not in average:
-                        model = restored(from_record(record), run.before, run.parts)
-                        average[key] = to_record(model)
+                        average[key] = to_record(
+                            restored(from_record(record), run, weights, secure)
+                        )
                     made.content[key] = average[key]
             return made
 
@@ -472,18 +477,14 @@ class _NamingProxy(ClientProxy):
             status = Status(Code.EVALUATE_NOT_IMPLEMENTED, str(error))
             return EvaluateRes(status, 0.0, 0, {})
 
-    def get_properties(
-        self, ins: Any, timeout: float | None, group_id: int | None
-    ) -> Any:
-        return self._proxy.get_properties(ins, timeout, group_id)
+    def get_properties(self, *args: Any, **kwargs: Any) -> Any:
+        return self._proxy.get_properties(*args, **kwargs)
 
-    def get_parameters(
-        self, ins: Any, timeout: float | None, group_id: int | None
-    ) -> Any:
-        return self._proxy.get_parameters(ins, timeout, group_id)
+    def get_parameters(self, *args: Any, **kwargs: Any) -> Any:
+        return self._proxy.get_parameters(*args, **kwargs)
 
-    def reconnect(self, ins: Any, timeout: float | None, group_id: int | None) -> Any:
-        return self._proxy.reconnect(ins, timeout, group_id)
+    def reconnect(self, *args: Any, **kwargs: Any) -> Any:
+        return self._proxy.reconnect(*args, **kwargs)
 
 
 class _ManagerGrid(ImmediateGrid):
@@ -538,12 +539,7 @@ class _ManagerGrid(ImmediateGrid):
             " client_app(client_fn)."
         )
 
-    def pull_messages(
-        self,
-        message_ids: Iterable[str] | None = None,
-        *,
-        reply_to_message_ids: Iterable[str] | None = None,
-    ) -> list[Message]:
+    def pull_messages(self, *args: Any, **kwargs: Any) -> list[Message]:
         return []
 
     def set_run(self, run: Any) -> None:

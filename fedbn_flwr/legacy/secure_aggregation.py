@@ -2,32 +2,27 @@
 
 ``SecAggPlusWorkflow`` sums masked and quantised vectors. It calls ``aggregate_fit``
 with the average, weighted by ``num_examples``, instead of every client's arrays. The
-average is in float64, within ``clipping_range``, with quantisation errors.
+average is in float64, within ``clipping_range``, with quantisation errors. An entry
+that a method freezes is checked on the average: it may differ from the value that was
+sent by no more than these errors.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
-from flwr.common import FitRes
 
 from fedbn_flwr.batchnorm.averaging import Array, State
-from fedbn_flwr.batchnorm.parts import Parts
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.server.methods.method import declared
 from fedbn_flwr.server.methods.travels import sums_suffice, together
+from fedbn_flwr.server.runs.run_state import Run
 from fedbn_flwr.server.strategy import Strategy
 
 logger = logging.getLogger("flwr")
-
-
-def is_secure_average(results: Iterable[FitRes]) -> bool:
-    """Return whether the results are one average, as only in this workflow."""
-    # Compare identities, because two different results may have equal values.
-    parameters = [result.parameters for result in results]
-    return len(parameters) > 1 and all(own is parameters[0] for own in parameters)
 
 
 def check(strategy: Strategy) -> None:
@@ -48,10 +43,9 @@ def check(strategy: Strategy) -> None:
             )
 
     # Flower's quantisation returns a wrong value for an entry without a dimension.
-    parts, before = strategy.run.parts, strategy.run.before
-    local = set(strategy.run.local_entries)
-    shared = [name for name in before if name not in local and before[name].ndim == 0]
-    lost = [name for name in shared if name not in parts.counters]
+    entries = strategy.run.facts(0).shared
+    shared = [name for name in entries if entries[name].ndim == 0]
+    lost = [name for name in shared if name not in strategy.run.parts.counters]
     if lost:
         raise ConfigError(
             f"entry '{lost[0]}' ({len(lost)} such) has no dimension, but Flower's"
@@ -66,21 +60,29 @@ def check(strategy: Strategy) -> None:
         )
 
 
-def restored(entries: State, before: State, parts: Parts) -> dict[str, Array]:
+def restored(
+    entries: State, run: Run, weights: Sequence[float], workflow: Any
+) -> dict[str, Array]:
     """Return an averaged record in the dtypes of the model.
 
     Args:
         entries: the average, in float64. The server's checks handle entries that the
             model does not have.
-        before: the global state that was sent.
-        parts: the split of this state.
+        run: the run, with the global state that was sent. An entry that is frozen in
+            this round gets the value that was sent, unless it has changed by more than
+            quantisation does.
+        weights: ``num_examples`` of each client in the average.
+        workflow: Flower's ``SecAggPlusWorkflow``.
     """
-    parts = parts.whole
+    parts = run.parts.whole
+    frozen = run.parts.select(run.travels.frozen)
     variances = {running_var for _, running_var in parts.moments()}
     found: dict[str, Array] = {}
     for name, average in entries.items():
-        sent = before.get(name, average)
-        if name in parts.counters and name in before:
+        sent = run.before.get(name, average)
+        if name in parts.counters or (
+            name in frozen and is_unchanged(average, sent, weights, workflow)
+        ):
             found[name] = sent
             continue
         # Quantisation may make a variance near zero negative.
@@ -88,3 +90,16 @@ def restored(entries: State, before: State, parts: Parts) -> dict[str, Array]:
             average = np.maximum(average, 0)
         found[name] = average.astype(sent.dtype)
     return found
+
+
+def is_unchanged(average: Array, sent: Array, weights: Any, workflow: Any) -> bool:
+    """Return whether all clients of the average may have returned ``sent``."""
+    levels = workflow.quantization_range
+    limit = workflow.clipping_range
+    # Each client multiplies its values by its weight, clips them, and rounds them to
+    # one of the two nearest levels. It computes in the dtype of the values.
+    ratios = np.round(np.divide(weights, workflow.max_weight) * levels) / levels
+    total = np.multiply.outer(ratios, sent).clip(-limit, limit).sum(0)
+    step = 1 / levels + 2 * np.finfo((sent * 1.0).dtype).eps
+    error = 2 * limit * len(weights) * step
+    return np.allclose(average * ratios.sum(), total, 0, error)

@@ -15,6 +15,7 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
+import sys
 from collections.abc import Collection, Mapping
 from typing import Any, TypeVar
 
@@ -367,3 +368,11 @@ def refuse_on_client(
         found = check(rows, method, known, ["run"])
         problems += [problem for problem in found if problem.effect == "refuse"]
     tell(dict.fromkeys(problems), "")
+
+
+# In a checkout, the link ``strategies`` leads to this folder. Its modules are the same
+# modules under short names, because a second copy would have other classes.
+if __name__ == "strategies":
+    for name, module in [*sys.modules.items()]:
+        if name.startswith("fedbn_flwr.strategies"):
+            sys.modules[name.removeprefix(_PACKAGE)] = module

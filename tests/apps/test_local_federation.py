@@ -6,10 +6,13 @@ The tests of tests/lab/deployment run them.
 from __future__ import annotations
 
 import shlex
+import time
 from pathlib import Path
 
+import pytest
 import yaml
 
+from apps import local_federation
 from apps.local_federation import LocalFederation
 from fedbn_flwr.lab.deployment import make_certificates
 
@@ -56,3 +59,17 @@ def test_a_node_has_its_share_or_its_own_config(tmp_path: Path) -> None:
         f"state-dir={tmp_path}/node-2",
     ]
     assert configs[1] == "partition-id=1 data-path='/a b'"
+
+
+def test_a_process_that_does_not_stay_up_is_given_up_with_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
+    monkeypatch.setattr(time, "sleep", lambda _: None)
+    monkeypatch.setattr(local_federation, "PATIENCE", 0.05)
+    federation = LocalFederation(tmp_path, tmp_path, 1, 8000, ())
+    federation.commands = {"supernode-1": ["sh", "-c", "echo refused; exit 1"]}
+    federation.launch("supernode-1")
+    federation.watch()
+    told = capsys.readouterr().out
+    assert told.startswith("supernode-1 has ended and is started again\n")
+    assert told.endswith("refused\nrefused\n\n")

@@ -86,7 +86,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     before = set(sys.modules)
     yield run
     for name in set(sys.modules) - before:
-        if name.split(".")[0] in ("quickstart", "hospitals"):
+        if name.split(".")[0] in ("quickstart", "hospitals", "numpyclient"):
             del sys.modules[name]
 
 
@@ -157,6 +157,13 @@ def test_a_changed_quickstart_ends_in_the_bits_of_our_own_client(
     assert (
         theirs.strategy.run.kept.hashes.keys() == ours.strategy.run.kept.hashes.keys()
     )
+
+
+def test_a_changed_numpyclient_project_synchronises_its_two_layers(project) -> None:
+    run = project("numpyclient", "fedtan", num_server_rounds=2)
+    for report in run.strategy.reports:
+        assert (report.phase, report.rejected) == ("synchronised", {})
+        assert report.train.exchanges == 3 * 2 + 1
 
 
 @pytest.mark.parametrize(

@@ -227,6 +227,12 @@ def test_what_a_client_must_return_is_named(returned: Any, why: str, open_grid) 
     assert f"evaluate must return (loss, num_examples, metrics); {why}" in reason
 
 
+def test_a_client_without_fit_is_named(open_grid) -> None:
+    grid = open_grid(client_app(lambda _: NumPyClient()))
+    reason = ask(grid, RecordDict(), MessageType.TRAIN).error.reason
+    assert "[clients-config] NumPyClient has no method fit: write fit(" in reason
+
+
 @pytest.mark.parametrize("name", ["mods", "train_mods"])
 def test_a_mod_in_place_of_a_list_is_refused(client_fn, name: str) -> None:
     with pytest.raises(

@@ -55,6 +55,7 @@ from flwr.common import (
     ndarrays_to_parameters,
     parameters_to_ndarrays,
 )
+from flwr.server.workflow import SecAggPlusWorkflow
 from flwr.serverapp.strategy import FedAvg
 
 SEAM = "fedbn_flwr/compat/flower.py"
@@ -605,13 +606,17 @@ def test_lacks_function(seam: ModuleType, message: Message) -> None:
         ("flwr.server.strategy", "configure_fit"),
     ],
 )
-def test_calling_dp_wrapper(seam: ModuleType, module: str, call: str) -> None:
-    """Both kinds of wrapper are in modules dp_..., and call a method."""
-    strategies, found = importlib.import_module(module), list[str]()
+def test_calling_object(seam: ModuleType, module: str, call: str) -> None:
+    """Both kinds of wrapper are in modules dp_..., and call a method.
+
+    So does the workflow of secure aggregation.
+    """
+    strategies, found = importlib.import_module(module), list[Any]()
 
     class Wrapped(strategies.FedAvg):  # type: ignore[misc, name-defined]
         def note(self, *args: Any) -> list[Any]:
-            found.append(seam.calling_dp_wrapper())
+            known = seam.DP_WRAPPERS + seam.SECURE_WORKFLOWS
+            found.append(seam.calling_object(known))
             return []
 
         configure_train = configure_fit = note
@@ -625,8 +630,10 @@ def test_calling_dp_wrapper(seam: ModuleType, module: str, call: str) -> None:
         Wrapped(), 0.0, 1.0, 2
     )
     getattr(wrapper, call)(1, *arrays, None)
-    assert found == ["DifferentialPrivacyServerSideFixedClipping"]
-    assert seam.calling_dp_wrapper() == ""
+    flow = SecAggPlusWorkflow(3, 2)
+    flow.setup_stage(MagicMock(), MagicMock(strategy=Wrapped()), MagicMock())
+    assert found == [wrapper, flow]
+    assert seam.calling_object(seam.DP_WRAPPERS) is None
 
 
 @pytest.mark.parametrize("kind", ["get_properties", "train", "evaluate"])

@@ -5,6 +5,7 @@ client/test_user_loops.py compares the bits.
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -20,6 +21,7 @@ from flwr.client.mod import secaggplus_mod
 from flwr.clientapp import ClientApp
 from flwr.common import ndarrays_to_parameters, parameters_to_ndarrays
 from flwr.common.constant import ErrorCode
+from flwr.common.secure_aggregation.quantization import dequantize, quantize
 from flwr.server import (
     LegacyContext,
     Server,
@@ -45,6 +47,7 @@ from fedbn_flwr.errors import (
     NothingTrainedError,
 )
 from fedbn_flwr.legacy.legacy_strategy import LegacyStrategy
+from fedbn_flwr.legacy.secure_aggregation import is_unchanged
 from fedbn_flwr.messages.records import to_record, to_state
 from fedbn_flwr.mods import bn_mod, bn_rules
 from fedbn_flwr.strategies import (
@@ -451,12 +454,13 @@ WORKFLOW_METHODS: dict[str, tuple[Callable[[], Strategy], tuple[Any, ...]]] = {
     "fedbn": (FedBN, (bn_mod,)),
     "fedprox": (FedProx, (bn_mod,)),
     "fedavgm": (FedAvgM, ()),
+    "fixbn": (functools.partial(FixBN, freeze_at=1), (bn_mod,)),
 }
 
 
 @pytest.mark.parametrize("name", WORKFLOW_METHODS)
 def test_both_workflows_run(
-    run_workflow, run_legacy_loop, datasets, mlp, name: str, same_bits
+    run_workflow, run_legacy_loop, datasets, mlp, name: str, same_bits, caplog
 ) -> None:
     """The default workflow has the legacy loop's bits.
 
@@ -484,14 +488,17 @@ def test_both_workflows_run(
             ([0, 1, 2], {})
         ] * 2
     for entry, exact in plain.history[-1].items():
-        if entry.endswith("num_batches_tracked"):
-            continue  # Secure aggregation does not transmit it.
         masked = secure.history[-1][entry]
+        if entry.endswith("num_batches_tracked"):
+            assert masked == start[entry], "secure aggregation does not transmit it"
+            continue
         assert (masked.dtype, masked.shape) == (exact.dtype, exact.shape), entry
         np.testing.assert_allclose(masked, exact, atol=1e-3, err_msg=entry)
     assert not np.array_equal(
         plain.history[-1]["3.weight"], plain.history[0]["3.weight"]
     ), "it was trained"
+    told = caplog.text.count("counters ('1.num_batches_tracked', ...) keep the values")
+    assert told == (name != "fedbn")
 
 
 def test_a_halted_secure_aggregation_is_reported(run_workflow) -> None:
@@ -560,33 +567,37 @@ class Median(Strategy):
     [
         (FedBS, "'fedbs'"),
         (Scaffold, "'scaffold'"),
-        (lambda: FixBN(freeze_at=1), "'fixbn'"),
         (lambda: FedAvg(variance="pooled"), "variance=pooled"),
         (Median, "'median'"),
     ],
 )
-def test_what_a_secure_sum_hides_is_refused_by_name(
+def test_what_a_secure_sum_hides_is_refused_by_name_before_anybody_trains(
     run_workflow, make: Callable[[], Strategy], why: str
 ) -> None:
+    strategy = make()
     with pytest.raises(ConfigError, match=why):
-        run_workflow(make(), True, mods=(bn_mod,))
-    run_workflow(make(), False, mods=(bn_mod,))
+        run_workflow(strategy, True, mods=(bn_mod,))
+    assert strategy.reports == []
+    run_workflow(strategy, False, mods=(bn_mod,))
 
 
-def test_counters_stay_as_sent_under_secure_aggregation(run_workflow, caplog) -> None:
-    """Flower's workflow returns wrong values for arrays without a dimension."""
-
-    def counted(start: dict[str, Any]) -> None:
-        start["1.num_batches_tracked"] += 1000
-
-    run = run_workflow(FedAvg(), True, change=counted)
-    assert [int(state["1.num_batches_tracked"]) for state in run.history] == [1000] * 3
-    assert (
-        caplog.text.count(
-            "BN's counters ('1.num_batches_tracked', ...) keep the values that were sent"
-        )
-        == 1
+@pytest.mark.parametrize("seed", range(20))
+def test_a_secure_average_of_equal_values_is_told_from_a_change(seed: int) -> None:
+    """The average is by Flower's own arithmetic, with clipped values as well."""
+    draw, levels, limit = np.random.default_rng(seed), 2 ** (18 + seed % 9), 8
+    flow = SecAggPlusWorkflow(
+        1.0, 0.5, max_weight=draw.uniform(20, 1000), quantization_range=levels
     )
+    weights = draw.integers(1, 20, draw.integers(1, 9))
+    sent = np.float32(draw.normal(0, [1e-3, 1, 400], (9, 3)))
+    ratios = np.round(weights / flow.max_weight * levels) / levels
+    scaled = [sent * np.float32(ratio) for ratio in ratios]
+    masked = dequantize(quantize(scaled, limit, levels), limit, levels)
+    average = sum(masked) / ratios.sum()
+    assert is_unchanged(average, sent, weights, flow)
+    error = 1 / levels + np.finfo("float32").eps
+    average[-1] += 8 * limit * len(ratios) * error / ratios.sum()
+    assert not is_unchanged(average, sent, weights, flow)
 
 
 def test_another_entry_without_a_dimension_is_refused_under_secure_aggregation(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import re
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -414,27 +415,31 @@ def asked_of(run: Run, report: RoundOutcome, nodes: list[Node]) -> Any:
     return address(run, nodes, "train", ArrayRecord(), {}, report.train)
 
 
+STRANGE = ".*error 6: not mine"
+
+
 @pytest.mark.parametrize(
     ("timeout", "travelled", "why"),
     [
-        (60.0, ({7, 8}, {7, 9}), r"the wait ended after 0\.\d s"),
-        (0.0, ({7, 8}, {7, 9}), "no reply within 0 s"),
-        (60.0, None, "no reply was passed on"),
+        (60.0, ({7, 8, 9}, {7, 6}), rf"the wait ended after 0\.\d s{STRANGE}"),
+        (0.0, ({7, 8, 9}, {7, 6}), f"no reply within 0 s{STRANGE}"),
+        (60.0, None, f"no reply was passed on{STRANGE}"),
+        (60.0, ({7, 8, 9}, {7, 8, 9}), "its reply came, but the project's own"),
     ],
 )
-def test_a_node_without_a_reply_is_reported_with_the_true_cause(
-    timeout: float, travelled: Any, why: str
+def test_nodes_without_a_reply_are_reported_with_the_true_cause(
+    timeout: float, travelled: Any, why: str, caplog
 ) -> None:
     """Flower's engine, or another loop, waits less than the strategy.
 
-    One reply names a node that was not asked.
+    One reply names a node that was not asked. The log has one line for two nodes.
     """
     report, run = (
         RoundOutcome(1, "train"),
         run_of(FedAvg(parts=split_state({})), timeout),
     )
-    sent = asked_of(run, report, [Node(7, 0), Node(8, 1)])
-    strange = Message(RecordDict(), 9, "train")
+    sent = asked_of(run, report, [Node(7, 0), Node(8, 1), Node(9, 2)])
+    strange = Message(RecordDict(), 6, "train")
     replies = [
         Message(RecordDict(), reply_to=sent.messages[0]),
         Message(Error(6, "not mine"), reply_to=strange),
@@ -447,10 +452,11 @@ def test_a_node_without_a_reply_is_reported_with_the_true_cause(
         ]
         run.delivery = (frozenset(sent_to), came)
     assert [node.node_id for node, _ in in_order(run, sent, replies)] == [7]
-    assert list(report.rejected) == [8]
-    assert re.search(
-        rf"^node 8 \(partition 1\): .*{why}.*error 6: not mine", report.rejected[8]
-    )
+    assert list(report.reasons) == [8, 9]
+    (text,) = set(report.reasons.values())
+    assert re.search(why, text)
+    nodes = "node 8 (partition 1), node 9 (partition 2)"
+    assert caplog.messages[1:] == [f"round 1: {nodes}: {text}"]
 
 
 @pytest.mark.parametrize(
@@ -487,8 +493,9 @@ def test_a_reply_is_read_once_as_soon_as_all_before_it_are_there(
 
 @pytest.mark.parametrize("make", [Scaffold, FedBN])
 @pytest.mark.parametrize("loses", [True, False])
+@pytest.mark.parametrize("cause", ["give it a state folder", "copy the files"])
 def test_a_client_that_lost_what_it_kept_is_named(
-    make: type[FedAvg], loses: bool, federate, mlp, points, caplog
+    make: type[FedAvg], loses: bool, cause: str, federate, mlp, points, caplog, tmp_path
 ):
     """SCAFFOLD's variate is zero again, so no missing entry reveals the loss.
 
@@ -497,6 +504,8 @@ def test_a_client_that_lost_what_it_kept_is_named(
 
     def forgetful(client_fn):
         def client(context):
+            if "copy" in cause:
+                context.node_config["state-dir"] = str(tmp_path)
             about = context.state.config_records.get("fedbn-flwr.local.about")
             if (
                 loses
@@ -505,15 +514,18 @@ def test_a_client_that_lost_what_it_kept_is_named(
                 and about["server-round"] == 2
             ):
                 context.state = RecordDict()
+                shutil.rmtree(tmp_path / "s/partition-1", ignore_errors=True)
             return client_fn(context)
 
         return client_app(client)
 
     data = [points(8), points(12, 1), points(6, 2)]
-    federate(make(), mlp, data, rounds=4, wrap=forgetful)
+    strategy = make()
+    strategy.continuity = Continuity("s", "r")
+    federate(strategy, mlp, data, rounds=4, wrap=forgetful)
     lost = [text for text in caplog.messages if "had lost its local state" in text]
     assert len(lost) == loses
-    assert all("(partition 1)" in text for text in lost)
+    assert all("(partition 1)" in text and cause in text.lower() for text in lost)
 
 
 def test_the_report_says_why_no_node_was_identified(

@@ -83,7 +83,14 @@ def test_the_traffic_of_fedtan_with_resnet20_is_table_3(
     ],
 )
 def test_all_transports_move_the_same_bytes_and_give_the_same_bits(
-    run_step, same_bits, strategy, exchanges: str, rows: int, apart: int, count: int
+    run_step,
+    same_bits,
+    strategy,
+    exchanges: str,
+    rows: int,
+    apart: int,
+    count: int,
+    caplog,
 ) -> None:
     """Each of five BatchNorm calls with four channels exchanges rows.
 
@@ -115,6 +122,7 @@ def test_all_transports_move_the_same_bytes_and_give_the_same_bits(
         for report in run.strategy.reports:
             moved = report.train
             assert moved.exchanges == count, transport
+            assert f": {count - 1} exchanges in the sync" in caplog.text
             assert (moved.down, moved.up) == (
                 state + 5 * rows * 4 * 8,
                 3 * (state + 5 * rows * 4 * 8),

@@ -79,7 +79,6 @@ def test_needs_are_told_in_the_order_of_the_layer_to_its_entries() -> None:
     "travels",
     [
         Travels(weights="equal"),
-        Travels(frozen=TRACKED),  # each reply is checked for them
         Travels(each=TRACKED),
         Travels(exchanges=Exchanges((1, 3))),
     ],

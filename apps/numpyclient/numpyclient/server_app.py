@@ -19,7 +19,8 @@ def server_fn(context: Context) -> ServerAppComponents:
     """Make the strategy and the number of rounds."""
     rounds = int(context.run_config["num-server-rounds"])
     torch.manual_seed(0)
-    strategy = STRATEGIES[str(context.run_config["strategy"])](min_available_nodes=2)
+    kind = STRATEGIES[str(context.run_config["strategy"])]
+    strategy = kind(min_available_nodes=2)
     legacy = to_legacy(strategy, ArrayRecord(Net().state_dict()), num_rounds=rounds)
     return ServerAppComponents(strategy=legacy, config=ServerConfig(num_rounds=rounds))
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from fedbn_flwr.batchnorm.parts import Part, Parts
-from fedbn_flwr.compat.flower import calling_dp_wrapper
+from fedbn_flwr.compat.flower import DP_WRAPPERS, calling_object
 from fedbn_flwr.problems import Problem
 from fedbn_flwr.server.methods.method import Method, declared, reads_undeclared
 from fedbn_flwr.server.methods.together import Methods
@@ -121,9 +121,10 @@ def of_wrapper(methods: Methods, parts: Parts) -> Iterator[Problem]:
     """
     # Look for Flower's wrapper on the call stack, because the wrapped strategy has no
     # other sign of it.
-    wrapper = calling_dp_wrapper()
-    if not wrapper:
+    caller = calling_object(DP_WRAPPERS)
+    if caller is None:
         return
+    wrapper = type(caller).__name__
     reasons = [disclosure.text for disclosure in disclosures(methods)]
     if methods.local and "ServerSide" in wrapper:
         reasons.append(

@@ -317,9 +317,7 @@ def model_needs(travels: Travels) -> list[PartSet]:
 
 def sums_suffice(travels: Travels) -> bool:
     """Return whether the server needs only the average, weighted by |D_i|."""
-    # Single replies are needed for frozen entries as well, because these are checked in
-    # each reply.
-    if travels.each or travels.frozen or travels.exchanges:
+    if travels.each or travels.exchanges:
         return False
     if any(extra.read == "each" for extra in travels.extras):
         return False

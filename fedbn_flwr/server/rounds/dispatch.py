@@ -20,6 +20,7 @@ from fedbn_flwr.errors import raise_shared_config_error
 from fedbn_flwr.messages.records import Traffic, num_bytes, select
 from fedbn_flwr.server.methods.method import Node
 from fedbn_flwr.server.rounds.replies import Refused, error_text
+from fedbn_flwr.server.runs.round_outcome import listed
 from fedbn_flwr.server.runs.run_state import Run
 
 logger = logging.getLogger("flwr")
@@ -157,11 +158,15 @@ def in_order(
             rest.append((run.nodes.identify_sender(reply), reply))
     run.kept = run.kept.with_answers([*yielded, *rest])
     others = _in_words(strange)
+    missing: dict[str, list[str]] = {}
     for node in sent.nodes:
         if node.node_id not in arrived and node.node_id not in dropped:
             why = _no_reply(run, sent, node, others)
             run.report.reject(node, why)
-            logger.warning("round %d: %s: %s", run.report.server_round, node, why)
+            missing.setdefault(why, []).append(str(node))
+    # Log one line for each reason, because a project may drop replies on purpose.
+    for why, names in missing.items():
+        logger.warning("round %d: %s: %s", run.report.server_round, listed(names), why)
     yield from sorted(rest, key=lambda pair: pair[0].order)
 
 

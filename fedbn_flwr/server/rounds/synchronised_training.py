@@ -48,6 +48,11 @@ def train_synchronised(
     """
     step = _step(run, messages, grid)
     run.report.train = run.report.train.plus(step.traffic)
+    logger.info(
+        "round %d: %d exchanges in the synchronised step",
+        run.report.server_round,
+        step.traffic.exchanges,
+    )
     for node_id, why in _lost(step).items():
         node = run.nodes.node(node_id)
         run.report.reject(node, why)

@@ -91,9 +91,15 @@ class Kept:
                 continue
             if info.began and node.label in hashes:
                 logger.warning(
-                    "%s had lost its local state, and started again. If its process had"
-                    " ended, give it a state folder (state-dir).",
+                    "%s had lost its local state, and started again: %s.",
                     node,
+                    "its state folder has no file of this client. If the node has"
+                    " another folder than before, or has taken the place of another"
+                    " node, copy the files of the earlier folder before it starts"
+                    if info.durable
+                    else "its process had ended, or another node has taken its place."
+                    " Give it a state folder (state-dir), and in a project of your own"
+                    " also set strategy.continuity",
                 )
             hashes[node.label] = info.local_sha256
             if info.durable:

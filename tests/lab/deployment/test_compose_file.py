@@ -159,6 +159,7 @@ def test_every_service_is_confined() -> None:
         assert service["cap_drop"] == ["ALL"], name
         assert service["init"] is True, name
         assert "no-new-privileges:true" in service["security_opt"], name
+        assert ("shm_size" in service) is name.startswith("superexec"), name
         assert service["restart"] in (
             {"register": "on-failure:5", "cli": "no"}.get(name, "unless-stopped"),
         ), name
