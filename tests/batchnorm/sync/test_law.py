@@ -139,3 +139,47 @@ def test_a_frozen_backbone_exchanges_nothing_backward(lab):
         lab.distance(found, lab.centralised(model, batches), model.state_dict()) < 1e-10
     )
     assert [tag for tag, _, _ in barrier.log][-1] == "gradients/1/4"
+
+
+class Graphs(nn.Module):
+    """Classifies sets of rows: a layer sees the rows of a batch as its elements.
+
+    Rows of NaN only fill the tensor (examples, most rows, columns).
+    """
+
+    def __init__(self, tracks: bool) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(3, 4), nn.Linear(4, 3)
+        self.norms = nn.ModuleList(
+            nn.BatchNorm1d(4, track_running_stats=tracks) for _ in range(2)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        example, _ = (there := ~x[..., 0].isnan()).nonzero(as_tuple=True)
+        h = self.norms[1](self.norms[0](self.first(x[there])).square())
+        pooled = h.new_zeros(len(x), 4).index_add(0, example, h)
+        return self.last(pooled / there.sum(1, keepdim=True))
+
+
+@pytest.mark.parametrize("exchanges", MODES)
+@pytest.mark.parametrize("seed", range(4))
+def test_examples_of_other_sizes_weigh_by_their_elements(lab, seed, exchanges):
+    """The step is the step on the union, in which examples repeat as p_i demands."""
+    g = torch.Generator().manual_seed(seed)
+    repeats = [1] * 3 if seed % 2 else torch.randint(1, 5, (3,), generator=g).tolist()
+    torch.manual_seed(seed)
+    # The union with repeats has another n for running variances.
+    model = trained(Graphs(tracks=bool(seed % 2)))
+    batches = lab.client_batches((9, 3), (2, 3, 1), seed=seed)
+    for i, (x, _) in enumerate(batches):
+        for example in x:
+            most = (2, 9, 5)[i]
+            example[int(torch.randint(1, most, (), generator=g)) :] = torch.nan
+    union = [
+        (x.repeat(k, 1, 1), target.repeat(k))
+        for (x, target), k in zip(batches, repeats, strict=True)
+    ]
+    weights = [len(x) for x, _ in union]
+    found = lab.federated(model, batches, weights, exchanges=exchanges)
+    oracle = lab.centralised(model, union)
+    assert lab.distance(found, oracle, model.state_dict()) < 1e-10
