@@ -144,6 +144,8 @@ class Parts:
             in a split by names.
         tied: entries that share a tensor with an earlier entry, each with the name of
             the first entry with this tensor; empty in a split by names.
+        buffers: the entries that no optimizer can train: buffers, and parameters
+            without ``requires_grad``; empty in a split by names.
         find_head: returns the layers that make the outputs. For a model, the first call
             runs a forward pass.
     """
@@ -156,6 +158,7 @@ class Parts:
     personal: tuple[str, ...] = ()
     types: Mapping[str, Sequence[str]] = field(default_factory=dict, compare=False)
     tied: Mapping[str, str] = field(default_factory=dict, compare=False)
+    buffers: frozenset[str] = field(default=frozenset(), compare=False)
     find_head: Callable[[], Head] = field(
         default=lambda: Head((), False), compare=False, repr=False
     )
@@ -541,9 +544,15 @@ def split_state(
     types: dict[str, list[str]] = {}
     others: list[str] = []
     tied: dict[str, str] = {}
+    buffers = set()
     by_names = not isinstance(model_or_state_dict, nn.Module)
     if isinstance(model_or_state_dict, nn.Module):
-        names = tuple(model_or_state_dict.state_dict(keep_vars=True))
+        state = model_or_state_dict.state_dict(keep_vars=True)
+        names = tuple(state)
+        for name, entry in state.items():
+            # Torch's optimizers take only leaves. An extra state may be any object.
+            if not (getattr(entry, "requires_grad", False) and entry.is_leaf):
+                buffers.add(name)
         # Use remove_duplicate=False, because a layer registered at two paths is twice
         # in the state dict.
         modules = dict(model_or_state_dict.named_modules(remove_duplicate=False))
@@ -586,6 +595,7 @@ def split_state(
         tuple(others),
         types=types,
         tied=tied,
+        buffers=frozenset(buffers),
         find_head=functools.cache(find_head),
     )
     parts = parts.with_personal(personal)
