@@ -544,15 +544,13 @@ def split_state(
     types: dict[str, list[str]] = {}
     others: list[str] = []
     tied: dict[str, str] = {}
-    buffers = set()
+    buffers: set[str] = set()
     by_names = not isinstance(model_or_state_dict, nn.Module)
     if isinstance(model_or_state_dict, nn.Module):
         state = model_or_state_dict.state_dict(keep_vars=True)
         names = tuple(state)
-        for name, entry in state.items():
-            # Torch's optimizers take only leaves. An extra state may be any object.
-            if not (getattr(entry, "requires_grad", False) and entry.is_leaf):
-                buffers.add(name)
+        # An extra state may be any object.
+        buffers = {n for n, e in state.items() if not getattr(e, "requires_grad", 0)}
         # Use remove_duplicate=False, because a layer registered at two paths is twice
         # in the state dict.
         modules = dict(model_or_state_dict.named_modules(remove_duplicate=False))
