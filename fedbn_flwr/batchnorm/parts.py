@@ -514,7 +514,9 @@ def split_state(
     layer; see ``outer_affine``.
 
     The entries of a parametrization of gamma or beta (``torch.nn.utils.parametrize``)
-    are AFFINE. Additional entries of a subclass are REST.
+    are AFFINE. Additional entries of a subclass are REST, because the papers treat
+    gamma and beta: FedBN shares them, and FixBN never freezes them. ``personal`` with
+    "type:CLASS" keeps all entries of a class with the clients.
 
     With ``layers``, a method treats only these BatchNorm layers: "layer1,layer2", or
     ``lambda path, module: module.num_features > 64``. The others are in REST.
