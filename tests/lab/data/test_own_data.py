@@ -61,6 +61,24 @@ def test_a_class_may_be_called_train(tmp_path: Path) -> None:
     assert own_info(own("folder", tmp_path)).class_names == ("bus", "train")
 
 
+@pytest.mark.parametrize("sites", [("a", "b"), ("train", "test")])
+@pytest.mark.parametrize(
+    "names", ["Tumor tumor", "Übel U\u0308bel", "Straße STRASSE", "\ufb01x fix"]
+)
+def test_a_class_with_two_spellings_is_refused_unless_a_site_has_both(
+    tmp_path: Path, sites: tuple[str, str], names: str
+) -> None:
+    spellings = names.split()
+    places = zip(sites, spellings, strict=True)
+    folders = [*places, (sites[0], "none"), (sites[1], "none")]
+    write_images(tmp_path, {f"{site}/{name}": 2 for site, name in folders})
+    with pytest.raises(DataError, match="one class, rename"):
+        own_info(own("folder", tmp_path))
+    (tmp_path / sites[0] / spellings[1]).mkdir()
+    found = own_info(own("folder", tmp_path)).class_names
+    assert found == tuple(sorted([*spellings, "none"]))
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layouts_of_image_folders(tmp_path: Path, layout: str) -> None:
     folders, clients, tests = LAYOUTS[layout]

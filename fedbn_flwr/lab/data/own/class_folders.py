@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Collection, Sequence
+import unicodedata
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -47,8 +48,8 @@ def read_folder(request: OwnData) -> Records:
 
     Raises:
         ConfigError: the task does not fit the folder.
-        DataError: the folder has no images, another number of classes, or none of the
-            layouts.
+        DataError: the folder has no images, another number of classes, two spellings
+            of a class, or none of the layouts.
     """
     # All folders must have the same layout: all or none are in a client's folder, and
     # all or none are in a train or test folder.
@@ -71,6 +72,7 @@ def read_folder(request: OwnData) -> Records:
             f"no image files ({', '.join(SUFFIXES)}) in folders below it. Put them into"
             " class/file, client/class/file or client/train/class/file."
         )
+    _refuse_spellings(request, places.values())
     classes = sorted({place.label for place in places.values()})
     _check_classes(request, classes, {place.label for place in of_files})
     allowed = ["classification"]
@@ -171,6 +173,28 @@ def _place(request: OwnData, folder: Path) -> FolderPlace:
             " folder, move its images into train and set validation-share."
         )
     return FolderPlace("".join(clients), "".join(parts), label)
+
+
+def _refuse_spellings(request: OwnData, places: Iterable[FolderPlace]) -> None:
+    """Raise DataError if two names of classes may be spellings of one name.
+
+    They are two classes if a client has a folder for each of them.
+    """
+    # Clients and parts with a folder, by normalised name and spelling.
+    found: dict[str, dict[str, set[Sequence[str]]]] = {}
+    for place in places:
+        name = unicodedata.normalize("NFKC", place.label).casefold()
+        spellings = found.setdefault(name, {})
+        spellings.setdefault(place.label, set()).add(place[:2])
+    for spellings in found.values():
+        if len(spellings) > 1 and not set.intersection(*spellings.values()):
+            raise request.problem(
+                f"the class folders {shown([*map(ascii, spellings)])} differ only in"
+                " capital letters or in the encoding of a character, and no client has"
+                " all of them. If they are one class, rename them to one name. If they"
+                " are different classes, give one client a folder for each; it may be"
+                " empty."
+            )
 
 
 def _check_classes(
