@@ -152,7 +152,7 @@ def _run_page(run: RunFiles, against: Sequence[Path]) -> dict[str, Any]:
         "title": f"{run.title} on {run.config.dataset}",
         "run": run,
         "metric": quantity_of(run.headline),
-        "odd": odd_site(sites),
+        "odd": odd_site(trained(sites)),
         "num_sites": len(trained(run.sites())),
         "tests": TESTS,
         "sites": sites,

@@ -18,6 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from fedbn_flwr.errors import NormLayerError
 from fedbn_flwr.training.channels import other_axes, per_channel
+from fedbn_flwr.training.run_memory import first_time
 
 logger = logging.getLogger("flwr")
 
@@ -147,7 +148,9 @@ class BatchNormCall:
         if answer < 0:
             self.ratio = self.share / share
         # A masked sum is only exact to some digits.
-        elif not math.isclose(share, self.share, rel_tol=1e-4):
+        elif not math.isclose(share, self.share, rel_tol=1e-4) and first_time(
+            "elements", self._layer
+        ):
             logger.warning(
                 "%s: this client has %.4g elements per example, but all clients have"
                 " %.4g. The server reads only masked sums, so the statistics weigh"

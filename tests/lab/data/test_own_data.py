@@ -61,22 +61,11 @@ def test_a_class_may_be_called_train(tmp_path: Path) -> None:
     assert own_info(own("folder", tmp_path)).class_names == ("bus", "train")
 
 
-@pytest.mark.parametrize("sites", [("a", "b"), ("train", "test")])
-@pytest.mark.parametrize(
-    "names", ["Tumor tumor", "Übel U\u0308bel", "Straße STRASSE", "\ufb01x fix"]
-)
-def test_a_class_with_two_spellings_is_refused_unless_a_site_has_both(
-    tmp_path: Path, sites: tuple[str, str], names: str
+def test_two_classes_with_one_spelling_have_both_folders_at_a_site(
+    tmp_path: Path,
 ) -> None:
-    spellings = names.split()
-    places = zip(sites, spellings, strict=True)
-    folders = [*places, (sites[0], "none"), (sites[1], "none")]
-    write_images(tmp_path, {f"{site}/{name}": 2 for site, name in folders})
-    with pytest.raises(DataError, match="one class, rename"):
-        own_info(own("folder", tmp_path))
-    (tmp_path / sites[0] / spellings[1]).mkdir()
-    found = own_info(own("folder", tmp_path)).class_names
-    assert found == tuple(sorted([*spellings, "none"]))
+    write_images(tmp_path, {"a/x": 2, "a/X": 0, "b/X": 2})
+    assert own_info(own("folder", tmp_path)).class_names == ("X", "x")
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -332,6 +321,18 @@ ARRAYS = {
 }
 FOLDERS = {
     "a part without images": ({"train/a": 1, "train/b": 1}, "no test images"),
+    "a class in two spellings": (
+        {"x/Tumor": 1, "x/a": 1, "y/tumor": 1, "y/a": 1},
+        "'Tumor', 'a', 'tumor', differ only in .*one class, rename",
+    ),
+    "a part in another spelling": (
+        {"train/Tumor": 1, "train/a": 1, "test/TUMOR": 1, "test/a": 1},
+        "'TUMOR', 'Tumor', 'a', differ only in",
+    ),
+    "a class in two encodings": (
+        {"x/\xdcbel": 1, "x/a": 1, "y/U\u0308bel": 1, "y/a": 1},
+        r"'U.u0308bel', 'a', '.xdcbel', differ only in",
+    ),
     "one class": ({"a": 3}, "two or more classes, .*a"),
     "images without a class": ({".": 2}, "images are in \\."),
     "layouts mixed": ({"x/a": 1, "x/b": 1, "b": 1}, "the same layout"),

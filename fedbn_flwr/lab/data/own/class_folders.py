@@ -10,7 +10,8 @@ from __future__ import annotations
 import logging
 import os
 import unicodedata
-from collections.abc import Collection, Iterable, Sequence
+from collections import Counter
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -72,8 +73,18 @@ def read_folder(request: OwnData) -> Records:
             f"no image files ({', '.join(SUFFIXES)}) in folders below it. Put them into"
             " class/file, client/class/file or client/train/class/file."
         )
-    _refuse_spellings(request, places.values())
     classes = sorted({place.label for place in places.values()})
+    # Two names are spellings of one class, unless a client has a folder for each class.
+    names = {unicodedata.normalize("NFKC", label).casefold() for label in classes}
+    (_, most), *_ = Counter(place[:2] for place in places.values()).most_common(1)
+    if len(names) < len(classes) and most < len(classes):
+        raise request.problem(
+            f"some class folders, {shown([*map(ascii, classes)], 100)}, differ only in"
+            " capital letters or in the encoding of a character, and no client has all"
+            " of them. If they are one class, rename them to one name. If they are"
+            " different classes, give one client a folder for each class; it may be"
+            " empty."
+        )
     _check_classes(request, classes, {place.label for place in of_files})
     allowed = ["classification"]
     if len(classes) == 2:
@@ -173,28 +184,6 @@ def _place(request: OwnData, folder: Path) -> FolderPlace:
             " folder, move its images into train and set validation-share."
         )
     return FolderPlace("".join(clients), "".join(parts), label)
-
-
-def _refuse_spellings(request: OwnData, places: Iterable[FolderPlace]) -> None:
-    """Raise DataError if two names of classes may be spellings of one name.
-
-    They are two classes if a client has a folder for each of them.
-    """
-    # Clients and parts with a folder, by normalised name and spelling.
-    found: dict[str, dict[str, set[Sequence[str]]]] = {}
-    for place in places:
-        name = unicodedata.normalize("NFKC", place.label).casefold()
-        spellings = found.setdefault(name, {})
-        spellings.setdefault(place.label, set()).add(place[:2])
-    for spellings in found.values():
-        if len(spellings) > 1 and not set.intersection(*spellings.values()):
-            raise request.problem(
-                f"the class folders {shown([*map(ascii, spellings)])} differ only in"
-                " capital letters or in the encoding of a character, and no client has"
-                " all of them. If they are one class, rename them to one name. If they"
-                " are different classes, give one client a folder for each; it may be"
-                " empty."
-            )
 
 
 def _check_classes(
