@@ -144,6 +144,8 @@ class Parts:
             in a split by names.
         tied: entries that share a tensor with an earlier entry, each with the name of
             the first entry with this tensor; empty in a split by names.
+        buffers: the entries that no optimizer can train: buffers, and parameters
+            without ``requires_grad``; empty in a split by names.
         find_head: returns the layers that make the outputs. For a model, the first call
             runs a forward pass.
     """
@@ -156,6 +158,7 @@ class Parts:
     personal: tuple[str, ...] = ()
     types: Mapping[str, Sequence[str]] = field(default_factory=dict, compare=False)
     tied: Mapping[str, str] = field(default_factory=dict, compare=False)
+    buffers: frozenset[str] = field(default=frozenset(), compare=False)
     find_head: Callable[[], Head] = field(
         default=lambda: Head((), False), compare=False, repr=False
     )
@@ -511,7 +514,9 @@ def split_state(
     layer; see ``outer_affine``.
 
     The entries of a parametrization of gamma or beta (``torch.nn.utils.parametrize``)
-    are AFFINE. Additional entries of a subclass are REST.
+    are AFFINE. Additional entries of a subclass are REST, because the papers treat
+    gamma and beta: FedBN shares them, and FixBN never freezes them. ``personal`` with
+    "type:CLASS" keeps all entries of a class with the clients.
 
     With ``layers``, a method treats only these BatchNorm layers: "layer1,layer2", or
     ``lambda path, module: module.num_features > 64``. The others are in REST.
@@ -541,9 +546,13 @@ def split_state(
     types: dict[str, list[str]] = {}
     others: list[str] = []
     tied: dict[str, str] = {}
+    buffers: set[str] = set()
     by_names = not isinstance(model_or_state_dict, nn.Module)
     if isinstance(model_or_state_dict, nn.Module):
-        names = tuple(model_or_state_dict.state_dict(keep_vars=True))
+        state = model_or_state_dict.state_dict(keep_vars=True)
+        names = tuple(state)
+        # An extra state may be any object.
+        buffers = {n for n, e in state.items() if not getattr(e, "requires_grad", 0)}
         # Use remove_duplicate=False, because a layer registered at two paths is twice
         # in the state dict.
         modules = dict(model_or_state_dict.named_modules(remove_duplicate=False))
@@ -586,6 +595,7 @@ def split_state(
         tuple(others),
         types=types,
         tied=tied,
+        buffers=frozenset(buffers),
         find_head=functools.cache(find_head),
     )
     parts = parts.with_personal(personal)

@@ -6,13 +6,13 @@ import shlex
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from statistics import NormalDist
+from statistics import NormalDist, fmean
 from typing import Any
 
 import pandas as pd
 
 from fedbn_flwr.errors import FedBNError
-from fedbn_flwr.lab.files import ledger_of, site_label
+from fedbn_flwr.lab.files import ledger_of, site_label, trained
 from fedbn_flwr.lab.references import (
     ALONE,
     Comparison,
@@ -49,6 +49,8 @@ def facts_of(
 ) -> list[Fact]:
     """Return the result, the worst site, the comparisons and the cost.
 
+    Held-out sites have a fact of their own.
+
     Args:
         run: the run.
         sites: rows of ``site_rows``.
@@ -57,7 +59,9 @@ def facts_of(
     metric = quantity_of(run.headline)
     unit, points = (" %", " points") if in_percent(metric) else ("", "")
     best = max if higher_is_better(metric) else min
-    known = [row for row in sites if row.get("value") is not None]
+    tested = [row for row in sites if row.get("value") is not None]
+    known = trained(tested)
+    held_out = [row for row in tested if row not in known]
     facts = []
 
     if run.diverged_at:
@@ -68,7 +72,12 @@ def facts_of(
     if run.has_model and curve and run.final.get(run.headline) is not None:
         about = f"Test {directed(metric)}"
         if run.headline.startswith("personal-"):
-            about = f"Mean test {directed(metric)} of {len(known)} sites"
+            # Perhaps not all sites had a test in this round.
+            tests = run.lines[run.final["round"] - 1].get("clients", {}).values()
+            own = run.headline.removeprefix("personal-")
+            count = sum(of_site.get(own) is not None for of_site in tests)
+            about = f"Mean test {directed(metric)} of {count} sites"
+            about += " that trained" if held_out else ""
         more = f"after round {run.final['round']}"
         at = best(curve, key=lambda tested: curve[tested])
         value, peak = shown(run.final[run.headline], metric), shown(curve[at], metric)
@@ -77,6 +86,11 @@ def facts_of(
         facts.append(Fact(about, value + unit, more))
     if run.has_model and len(known) > 1:
         facts.append(_worst_site(known, metric, unit))
+    if run.has_model and held_out:
+        value = shown(fmean(row["value"] for row in held_out), metric)
+        more = f"never trained: {_named([row['site'] for row in held_out])}"
+        about = f"Mean test {directed(metric)} of held-out sites"
+        facts.append(Fact(about, value + unit, more))
     for one in comparisons:
         tone = ""
         if one.established:
@@ -144,10 +158,11 @@ def _by_site(one: Comparison) -> str:
     if one.half is not None:
         side, words = one.sign, ("clearly better", "unclear", "clearly worse")
     above, below = one.sites(side), one.sites(-side)
-    rest = len(one.by_site) - len(above) - len(below)
+    every = len(trained(one.by_site.values()))
+    rest = every - len(above) - len(below)
     return (
         f"{words[0]} at {_named(above)}, {words[1]} at {rest}, {words[2]} at"
-        f" {_named(below)} of {len(one.by_site)} sites"
+        f" {_named(below)} of {every} sites"
     )
 
 

@@ -38,6 +38,11 @@ def site_label(row: Mapping[str, Any]) -> str:
     return f"{row['site']} ({mark})" if mark else str(row["site"])
 
 
+def trained(rows: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return the rows without held-out sites, for means over sites."""
+    return [row for row in rows if not row.get("held-out")]
+
+
 def refuse_no_run(run: Path) -> None:
     """Raise ConfigError if a folder does not belong to a run."""
     if (run / STUDY_FILE).is_file():

@@ -12,7 +12,7 @@ from typing import Any
 
 from fedbn_flwr.errors import ConfigError, FedBNError
 from fedbn_flwr.lab.config import Config, read_overrides
-from fedbn_flwr.lab.files import CONFIG_FILE, refuse_no_run
+from fedbn_flwr.lab.files import CONFIG_FILE, refuse_no_run, trained
 from fedbn_flwr.lab.output.folder import RunFolder
 from fedbn_flwr.lab.run_files import RunFiles
 from fedbn_flwr.training.tasks import higher_is_better, quantity_of
@@ -112,13 +112,13 @@ def _comparable(run: RunFiles, folder: Path) -> RunFiles:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The difference between a run and a reference, as a mean over the sites.
+    """The difference between a run and a reference, as a mean over trained sites.
 
     Attributes:
         reference: the other run.
         by_site: the row of each site with a difference, by its name.
         sign: 1 if higher values are better, -1 if lower values are better.
-        difference: the mean over the sites, in the unit of the metric.
+        difference: the mean over the sites that trained, in the unit of the metric.
         half: half of its 95 % interval, from the sites' paired bootstraps; None if a
             site has no interval.
     """
@@ -140,21 +140,21 @@ class Comparison:
         return self.half is not None and abs(self.difference) > self.half
 
     def sites(self, side: int) -> list[str]:
-        """Return the sites at which the value is higher (1) or lower (-1).
+        """Return the trained sites at which the value is higher (1) or lower (-1).
 
         If all sites have intervals, these are the sites whose interval excludes 0.
         """
         end = "difference"
         if self.half is not None:
             end += "-low" if side > 0 else "-high"
-        rows = self.by_site.items()
-        return [name for name, row in rows if side * (row.get(end) or 0) > 0]
+        rows = trained(self.by_site.values())
+        return [row["site"] for row in rows if side * (row.get(end) or 0) > 0]
 
 
 def compare(
     run: RunFiles, reference: RunFiles, sites: Sequence[Mapping[str, Any]]
 ) -> Comparison | None:
-    """Return the comparison, or None if no site has a difference.
+    """Return the comparison, or None if no site that trained has a difference.
 
     Args:
         run: the run.
@@ -162,18 +162,19 @@ def compare(
         sites: rows of ``site_rows(run, reference)``.
     """
     paired = {row["site"]: row for row in sites if row.get("difference") is not None}
-    if not paired:
+    in_mean = trained(paired.values())
+    if not in_mean:
         return None
-    mean = math.fsum(row["difference"] for row in paired.values()) / len(paired)
+    mean = math.fsum(row["difference"] for row in in_mean) / len(in_mean)
     # The sites are independent, so the squares of half their intervals add up. If a
     # site has no interval, the mean has no interval.
     widths = [
         row["difference-high"] - row["difference-low"]
-        for row in paired.values()
+        for row in in_mean
         if row.get("difference-high") is not None
     ]
     half = None
-    if len(widths) == len(paired):
+    if len(widths) == len(in_mean):
         half = math.hypot(*widths) / (2 * len(widths))
     sign = 1 if higher_is_better(run.headline) else -1
     return Comparison(reference, paired, sign, mean, half)

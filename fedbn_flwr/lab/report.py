@@ -40,6 +40,7 @@ from fedbn_flwr.lab.files import (
     read_metrics,
     refuse_no_results,
     site_label,
+    trained,
 )
 from fedbn_flwr.lab.output.folder import DIVERGED_AT, STATISTICS_FILE
 from fedbn_flwr.lab.references import (
@@ -118,7 +119,7 @@ def write_report(
     environment.tests["percent"] = in_percent
     environment.filters |= {"shown": shown, "key": pictures.label_of}
     environment.filters |= {"named": name_of, "label": site_label, "quoted": quote}
-    environment.filters["directed"] = directed
+    environment.filters |= {"directed": directed, "trained": trained}
     text = environment.get_template("report.html").render(page)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -151,8 +152,8 @@ def _run_page(run: RunFiles, against: Sequence[Path]) -> dict[str, Any]:
         "title": f"{run.title} on {run.config.dataset}",
         "run": run,
         "metric": quantity_of(run.headline),
-        "odd": odd_site(sites),
-        "num_sites": len(run.sites()),
+        "odd": odd_site(trained(sites)),
+        "num_sites": len(trained(run.sites())),
         "tests": TESTS,
         "sites": sites,
         "columns": dict.fromkeys(itertools.chain(*(row["metrics"] for row in sites))),

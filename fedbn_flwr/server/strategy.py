@@ -971,7 +971,9 @@ class Strategy(FlowerFedAvg):
 
     def advice(self, server_round: int) -> list[str]:
         """Return the causes and the remedies of a non-finite loss in this round."""
-        return self.methods.advice(self.run.states, server_round)
+        return self.methods.advice(
+            self.run.states, server_round, self.run.parts_or_none
+        )
 
     def for_evaluate_fn(self, server_round: int, arrays: ArrayRecord) -> ArrayRecord:
         """Return the model for a round's test, with averaged BN if configured."""

@@ -25,8 +25,9 @@ $\beta$ is `server_momentum`. $\gamma$ is `server_learning_rate` (the paper: 1).
 
 ## Differs from the paper
 
-The paper has no BatchNorm. Here the velocity updates gamma, beta and the other floating
-entries. Running statistics and counters are averaged as in FedAvg.
+The paper has no BatchNorm. Here the velocity updates gamma, beta and the other
+parameters. Buffers, such as running statistics, are averaged as in FedAvg, with
+FedAdam's rule.
 
 ## Law
 

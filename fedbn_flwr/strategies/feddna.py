@@ -29,7 +29,8 @@ $$\frac{\partial F_i}{\partial y} = \frac{g}{s} + \frac{\partial F_i}{\partial \
 \frac{1}{n_i} \frac{\partial F_i}{\partial \mu}$$
 
 with $g = \partial F_i / \partial \hat{x}$, $s = \sqrt{\sigma^2 + \epsilon}$ and $n_i$
-elements per channel, as in FedTAN.
+elements per channel, as in FedTAN. If examples have different numbers of elements,
+FedTAN's $w_i$ and $n_i p_i / w_i$ replace $p_i$ and $n_i$.
 
 ## Differs from the paper
 

@@ -36,12 +36,16 @@ $\eta$ is `eta`, $\tau$ is `tau`, $\beta_1$ is `beta_1` (FedAdagrad: 0), $\beta_
 
 ## Differs from the paper
 
-The paper has no BatchNorm. Here the optimizer updates gamma, beta and the other
-floating entries. Running statistics and counters are averaged as in FedAvg, because an
-optimizer drives a running variance below zero (`benchmarks/server_optimizers.py`). As in
-Flower, $\Delta$ is weighted by the number of examples, $v$ starts at 0 (in the paper at
-least at $\tau^2$), and Adam's step is corrected for the start, with exponent $t + 1$.
-$t$ is the number of the round, and rounds without replies count.
+The paper has no BatchNorm. Here the optimizer updates what an optimizer at a client can
+train: gamma, beta and the other parameters. Buffers, such as running statistics,
+counters and moving averages, and parameters without `requires_grad` are averaged as in
+FedAvg, because an optimizer drives a running variance below zero
+(`benchmarks/server_optimizers.py`). Arrays alone do not show which entries are buffers:
+then only running means and variances are known. If training changes other buffers of
+your model, pass `parts=split_state(model)`. As in Flower, $\Delta$ is weighted by the
+number of examples, $v$ starts at 0 (in the paper at least at $\tau^2$), and Adam's step
+is corrected for the start, with exponent $t + 1$. $t$ is the number of the round, and
+rounds without replies count.
 
 ## Law
 
@@ -60,7 +64,6 @@ import numpy as np
 from typing_extensions import TypeVar, Unpack
 
 from fedbn_flwr.batchnorm.averaging import Array
-from fedbn_flwr.batchnorm.parts import split_state
 from fedbn_flwr.problems import Problem
 from fedbn_flwr.server.methods.method import Facts, Method, Replies
 from fedbn_flwr.server.methods.params import Params
@@ -121,10 +124,8 @@ class ServerStep(Method[P, ServerMoments]):
         replies: Replies,
         model: dict[str, Any],
     ) -> tuple[dict[str, Any], ServerMoments]:
-        """Step every floating entry except running statistics from its previous value."""
-        # Select by name as well: InstanceNorm's running variances are not in
-        # BatchNorm's parts and must not be stepped either.
-        averaged = {*facts.parts.statistics, *split_state(facts.before).statistics}
+        """Step every floating entry except buffers from its previous value."""
+        averaged = facts.parts.buffers.union(facts.parts.whole.statistics)
         moments = dict(state.moments)
         for name, mean in model.items():
             if name in averaged or name in facts.frozen:
@@ -333,5 +334,15 @@ ServerStep.rows = (
         effect="remedy",
         stage="diverged",
         when=_server_rate,
+    ),
+    Problem(
+        "stepped-buffers",
+        "Or the server has stepped a buffer of the model, such as a moving average:"
+        " without the model, only running_mean and running_var are known as buffers."
+        " Pass parts=split_state(model).",
+        effect="remedy",
+        stage="diverged",
+        needs="parts",
+        when=lambda method, known: known.parts.by_names,
     ),
 )

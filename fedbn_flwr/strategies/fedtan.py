@@ -41,8 +41,19 @@ $$\frac{\partial F_i}{\partial y} = \frac{g}{s} + D_{\sigma} \frac{2 (y - \mu)}{
 Gradients of gamma and beta stay local. Steps $2 \dots E$ are ordinary local steps. Then
 the server averages everything, eq. (7).
 
+Examples may have different numbers of elements: graphs, sequences, images of several
+sizes. The first batch of client $i$ has $b_i$ examples, so each of them has the weight
+$p_i / b_i$, and each of its elements has this weight as well. The statistics and their
+gradients then have
+
+$$w_i = \frac{p_i \, n_i / b_i}{\sum_j p_j \, n_j / b_j}$$
+
+instead of $p_i$ in the formulas of $\mu$ and $\sigma^2$, and $n_i p_i / w_i$ instead of
+$n_i$ in the formula of $\partial F_i / \partial y$. With equal numbers of elements,
+$w_i = p_i$.
+
 `fedtan_exchanges="2L+1"` sends mean and variance together, with the same mathematics in
-fewer exchanges: $\sigma^2 = \sum_i p_i (\sigma_i^2 + (\mu_i - \mu)^2)$.
+fewer exchanges: $\sigma^2 = \sum_i w_i (\sigma_i^2 + (\mu_i - \mu)^2)$.
 `union_batch_size` is the sum of the first batches.
 
 A BN layer cannot be synchronised if it is part of a TorchScript module, or if
@@ -61,16 +72,20 @@ Running variances use torch's $n/(n-1)$ correction with $n$ of the union; the pa
 (2b) and (6) are biased. One SGD optimizer makes all $E$ steps; the authors' code
 restarts it after the first step.
 
-In addition to the variance, a client sends $b_i / n_i$, its examples per element, one
-number per layer. All clients use $n = B / \sum_i p_i b_i / n_i$, with $B$ examples in the
-union, so their running statistics are equal, bit for bit. $n$ is the number of elements
-in the union, unless the number of elements per example differs between clients (images
-of several sizes).
+The paper's examples all have the same number of elements. For other examples, a client
+sends $b_i / n_i$ in addition to the mean, its examples per element, one number per
+layer. All clients use $n = B \sum_i p_i n_i / b_i$, with $B$ examples in the union, so
+their running statistics are equal, bit for bit. If the batches have the weights $p_i$,
+$n$ is the number of elements in the union.
+
+Under masked sums the server reads no $b_i / n_i$ of a client. Then the weights are
+always $p_i$, and a warning names the layer if clients have other numbers of elements.
 
 ## Law
 
 With $E = 1$ and plain SGD the averaged model equals one centralized step on
-$\sum_i p_i F_i$.
+$\sum_i p_i F_i$, in which BatchNorm weighs each element like its example. Under masked
+sums, all examples must have the same number of elements.
 """
 
 from __future__ import annotations

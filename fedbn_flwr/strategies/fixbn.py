@@ -108,12 +108,11 @@ class FreezeBN(ClientHook):
         self._undo = [force_eval(layer) for layer in layers]
         if not self.affine or not layers:
             return
-        own = {p for layer in layers for p in layer.parameters(recurse=False)}
-        # A parametrized gamma is in a module of its own, below the layer.
+        # Freeze what the server freezes. Further parameters of a layer are in REST.
         affine = split_state(model, lambda _, module: module in layers).affine
         # Include duplicates: gamma may be tied to a parameter that is named before it.
         for name, parameter in model.named_parameters(remove_duplicate=False):
-            if (parameter in own or name in affine) and parameter.requires_grad:
+            if name in affine and parameter.requires_grad:
                 parameter.requires_grad_(False)
                 self._undo.append(partial(parameter.requires_grad_, True))
 

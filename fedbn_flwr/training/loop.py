@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fedbn_flwr.errors import DataError
+from fedbn_flwr.errors import ConfigError, DataError
 from fedbn_flwr.training.attributes import Attributes
 from fedbn_flwr.training.batches import (
     Batches,
@@ -38,7 +38,7 @@ from fedbn_flwr.training.optimizers import make_optimizer, take_step
 from fedbn_flwr.training.randomness import Generators, seeded
 from fedbn_flwr.training.settings import LocalTraining
 from fedbn_flwr.training.single_examples import SingleExamples, named_error
-from fedbn_flwr.training.tasks import CLASSIFICATION, Task
+from fedbn_flwr.training.tasks import CLASSIFICATION, TASKS, Task
 
 __all__ = ["TrainResult", "train"]
 
@@ -103,7 +103,8 @@ def train(
             does not use its result.
 
     Raises:
-        ConfigError: the model has no trainable parameter.
+        ConfigError: the model has no trainable parameter, or the loss has parameters
+            that are not in the model.
         DataError: the data are empty or have no counted target; every batch had one
             example and was dropped; outputs or targets do not fit the task; or the loss
             is not finite, because an input is NaN or infinite.
@@ -198,7 +199,7 @@ class _Steps:
             if self.hooks:
                 loss, outputs = self._passes_in_hooks(step, inputs, targets, size)
             else:
-                loss, outputs = self._passes(inputs, targets)
+                loss, outputs = self._passes(step, inputs, targets)
         except ValueError as error:
             named = named_error(error, self.bare, size)
             if named is None:
@@ -217,7 +218,7 @@ class _Steps:
         """
         if not any(hook.synchronises(step) for hook in self.hooks):
             with around_step(self.hooks, step, self.bare, size):
-                return self._passes(inputs, targets)
+                return self._passes(step, inputs, targets)
         # Another client may be lost during the step, and then the step is repeated.
         # This client has already updated running statistics and drawn dropout masks, so
         # restore both.
@@ -226,12 +227,12 @@ class _Steps:
         while True:
             try:
                 with around_step(self.hooks, step, self.bare, size):
-                    return self._passes(inputs, targets)
+                    return self._passes(step, inputs, targets)
             except RetryStep:
                 before.restore()
                 generators.restore()
 
-    def _passes(self, inputs: Any, targets: Tensor) -> LossAndOutputs:
+    def _passes(self, step: int, inputs: Any, targets: Tensor) -> LossAndOutputs:
         """Return the mean loss and the outputs, and set the gradients.
 
         A forward and a backward pass set the gradients of the optimizer's parameters.
@@ -253,7 +254,35 @@ class _Steps:
             for parameter in group["params"]:
                 parameter.grad = None
         total.backward()  # type: ignore[no-untyped-call]
+        if (
+            step == 0
+            and self.loss is not TASKS.get(self.task.name, CLASSIFICATION).loss
+        ):
+            self._refuse_other_parameters(loss)
         return loss.detach(), outputs.detach()
+
+    def _refuse_other_parameters(self, loss: Tensor) -> None:
+        """Raise ConfigError if the user's loss has parameters outside the model.
+
+        No optimizer trains them, and their gradients add up over all clients.
+        """
+        # Walk from the loss to the leaves of its graph.
+        nodes: set[Any] = {None}
+        front: set[Any] = {loss.grad_fn}
+        while front:
+            nodes |= front
+            front = {
+                after for node in front for after, _ in node.next_functions
+            } - nodes
+        leaves = {getattr(node, "variable", None) for node in nodes}
+        for leaf in leaves.difference(self.bare.parameters()):
+            if isinstance(leaf, nn.Parameter):
+                raise ConfigError(
+                    f"the training loss of task {self.task.name} has a parameter of"
+                    f" shape {tuple(leaf.shape)} that is not in the model, so it would"
+                    " be neither trained nor averaged. Make the module of the loss a"
+                    " part of the model, or set requires_grad=False for its parameters."
+                )
 
 
 @dataclass

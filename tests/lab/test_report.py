@@ -15,17 +15,23 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import pytest
 from typer.testing import CliRunner
 
 from fedbn_flwr.errors import ConfigError, FedBNError
 from fedbn_flwr.lab import report, report_pictures
-from fedbn_flwr.lab.answer import next_step, odd_site
+from fedbn_flwr.lab.answer import facts_of, next_step, odd_site
 from fedbn_flwr.lab.cli import app
 from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.output.folder import lock_folder
-from fedbn_flwr.lab.references import Comparison, alone_command, references_of
+from fedbn_flwr.lab.references import (
+    Comparison,
+    alone_command,
+    compare,
+    references_of,
+)
 from fedbn_flwr.lab.report import write_report
 from fedbn_flwr.lab.run_files import RunFiles
 from fedbn_flwr.lab.runs.run import run
@@ -331,6 +337,31 @@ def test_a_run_is_compared_with_the_runs_of_the_same_data_split_seed_and_test(
         write_report(compared / "fedbn", against=[compared / "other"])
 
 
+@pytest.mark.parametrize("seed", range(6))
+def test_a_mean_is_over_the_sites_that_it_names(seed: int) -> None:
+    """The mean of the round is over its tests, a difference over all that trained."""
+    g = np.random.default_rng(seed)
+    frame = pd.DataFrame({"site": [*"ABCDEFG"], "own-accuracy": g.random(7)})
+    frame["value"], frame["difference"] = frame["own-accuracy"], g.normal(size=7)
+    frame["held-out"] = (g.random(7) < 0.6) & (frame.index > 1) & bool(seed % 2)
+    trained, held_out = frame[~frame["held-out"]], frame[frame["held-out"]]
+    tested = trained.sample(len(trained) - seed // 2, random_state=seed)
+    key, mean = "personal-own-accuracy", tested["value"].mean()
+    clients = tested.set_index("site")[["own-accuracy"]].to_dict("index")
+    line = {"round": 1, key: mean, "clients": clients, "seconds": 1.0}
+    summary = {"headline": key, "final": {"round": 1, key: mean}, "rounds": 1}
+    one = RunFiles(Path(), Config.make({}), [line], summary, "", False)
+    rows = frame.assign(examples=9).to_dict("records")
+    found = compare(one, one, rows)
+    facts = {fact.about: fact.value for fact in facts_of(one, rows, [found])}
+    end = " that trained" if len(held_out) else ""
+    shown = facts[f"Mean test accuracy of {len(tested)} sites{end}"]
+    assert shown == f"{100 * mean:.1f} %"
+    shown = facts.get("Mean test accuracy of held-out sites", "nan %")
+    assert shown == f"{100 * held_out['value'].mean():.1f} %"
+    assert found.difference == pytest.approx(trained["difference"].mean())
+
+
 @pytest.mark.parametrize("spread", [0.02, 0.22])
 def test_a_site_stands_out_only_beyond_its_interval(spread: float) -> None:
     """With a wide interval, the furthest site is one of many that are far by chance."""
@@ -374,7 +405,7 @@ def test_the_sentence_claims_no_more_than_the_interval(
     compared: Path, monkeypatch: pytest.MonkeyPatch, low: float
 ) -> None:
     def found(run: RunFiles, reference: RunFiles, sites: object) -> Comparison:
-        rows = {"client 0": {"difference": low}}
+        rows = {"client 0": {"site": "0", "examples": 9, "difference": low}}
         return Comparison(reference, rows, 1, low / 100 + 0.01, 0.01)
 
     monkeypatch.setattr(report, "compare", found)

@@ -269,7 +269,7 @@ class Scaffold(Method):
 
 # --- the server's step ------------------------------------------------------------------
 class ServerStep(Method):
-    """x + step(Delta), with averaged running statistics and integers."""
+    """x + step(Delta) for parameters, with averaged buffers."""
 
     def __init__(self, fed: Federation) -> None:
         super().__init__(fed)
@@ -278,7 +278,7 @@ class ServerStep(Method):
 
     def server(self, turn: Turn) -> None:
         for name, x in turn.before.items():
-            if name in turn.fixed | self.fed.all_tracked or not x.is_floating_point():
+            if name in turn.fixed or name not in self.fed.first_name:
                 continue
             wide = x.double()
             ends = [client.end[name] for client in turn.replies]

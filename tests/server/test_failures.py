@@ -504,6 +504,7 @@ def test_rounds_with_values_that_are_not_finite_count_if_they_follow_each_other(
             "the server's steps are too large: lower server-learning-rate=0.1.",
             "default",
         ),
+        (FedAvgM(server_momentum=0.9), "Pass parts=split_state(model).", "default"),
         (
             FedAvgM(server_learning_rate=9.0),
             "server-learning-rate=9. In small runs, its default, 1, helped.",
@@ -533,7 +534,8 @@ def test_the_advice_names_the_settings_that_count(
     strategy: FedAvg[Any], named: str, left_out: str
 ) -> None:
     facts = Facts(0, 9, split_state({}), {})
-    advice = " ".join(strategy.methods.advice(strategy.methods.begin(facts), 2))
+    states = strategy.methods.begin(facts)
+    advice = " ".join(strategy.methods.advice(states, 2, facts.parts))
     assert named in advice
     assert left_out not in advice
 

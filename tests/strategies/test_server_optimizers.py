@@ -89,28 +89,47 @@ def test_the_clients_rate_of_a_strategy_of_flowers_is_told_to_have_no_effect(
         combined(FedBN, FedProx)(eta_l=0.2)
 
 
+class Misnamed(nn.Module):
+    """Its names suggest the wrong kind of each entry."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.running_var = nn.Parameter(torch.ones(4, 1))
+        self.register_buffer("weight", torch.ones(4, 1))
+        self.teacher = nn.Parameter(torch.zeros(4, 1), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            with torch.no_grad():
+                self.weight.lerp_(x.var((0, 2))[:, None], 0.3)
+                self.teacher.lerp_(self.running_var, 0.5)
+        return x / self.weight.sqrt() + self.running_var
+
+
+@pytest.mark.parametrize("known", [True, False])
 @pytest.mark.parametrize("name", NAMES)
-def test_statistics_of_an_instancenorm_are_averaged_too(
-    name: str, federate, points
+def test_a_server_steps_what_an_optimizer_can_train_and_averages_the_rest(
+    name: str, known: bool, federate, points
 ) -> None:
-    """They do not belong to BatchNorm, but they are variances."""
+    """Without the model, only running_mean and running_var next to it are averaged."""
 
     def model() -> nn.Module:
         torch.manual_seed(0)
-        norm = nn.InstanceNorm1d(4, affine=True, track_running_stats=True)
-        return nn.Sequential(
-            nn.Conv1d(2, 4, 1), norm, nn.Flatten(), nn.Linear(20, 3)
-        ).double()
+        norm = nn.InstanceNorm1d(2, affine=True, track_running_stats=True)
+        last = nn.utils.parametrizations.weight_norm(nn.Linear(20, 3))
+        layers = [norm, nn.BatchNorm1d(2), nn.Conv1d(2, 4, 1), Misnamed(), nn.Flatten()]
+        return nn.Sequential(*layers, last).double()
 
     datasets = [points(6, i, shape=(2, 5)) for i in range(2)]
-    assert split_state(model()).layers == ()
-    runs = [
-        federate(s, model, datasets, rounds=1)
-        for s in (getattr(strategies, name)(**ARGUMENTS[name]), FedAvg())
-    ]
-    for key in ("1.running_mean", "1.running_var", "1.num_batches_tracked"):
-        assert runs[0].state[key].tobytes() == runs[1].state[key].tobytes(), key
-    assert not np.allclose(runs[0].state["1.weight"], runs[1].state["1.weight"])
+    parts = split_state(model() if known else model().state_dict())
+    stepping = getattr(strategies, name)(**ARGUMENTS[name], parts=parts)
+    runs = [federate(s, model, datasets, rounds=1) for s in (stepping, FedAvg())]
+    for key, value in model().state_dict(keep_vars=True).items():
+        optimizer = value.requires_grad
+        if not known:
+            optimizer = value.is_floating_point() and key[:5] not in ("0.run", "1.run")
+        equal = runs[0].state[key].tobytes() == runs[1].state[key].tobytes()
+        assert equal != optimizer, key
 
 
 def test_flowers_optimizers_give_nan_on_this_toy_and_ours_do_not() -> None:

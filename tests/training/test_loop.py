@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -25,6 +26,7 @@ from fedbn_flwr.training import (
 from fedbn_flwr.training.evaluation import evaluate
 from fedbn_flwr.training.gradient_clipping import clip_in_steps
 from fedbn_flwr.training.randomness import torch_generator
+from fedbn_flwr.training.tasks import CLASSIFICATION
 from tests.support.strange_layers import settings_of
 
 
@@ -37,9 +39,9 @@ def settings(**changes) -> LocalTraining:
 
 
 def run(model: nn.Module, data, rate: float = 0.1, **changes) -> TrainResult:
-    hooks = changes.pop("hooks", ())
+    given = {name: changes.pop(name) for name in ("hooks", "task") if name in changes}
     return train(
-        model, data, settings(**changes), learning_rate=rate, stream=stream, hooks=hooks
+        model, data, settings(**changes), learning_rate=rate, stream=stream, **given
     )
 
 
@@ -59,6 +61,22 @@ def test_a_model_without_parameters_to_train_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match="has no parameter that requires a gradient"):
         run(model, points(5, shape=(3,)))
+
+
+@pytest.mark.parametrize("field", ["loss", "training_loss"])
+def test_the_parameters_of_a_loss_train_in_the_model_or_are_refused(
+    points, mlp, field: str
+) -> None:
+    """Otherwise nobody trains or averages them, and their gradients add up."""
+    model, scale = mlp(), nn.Parameter(torch.ones(3, dtype=torch.float64))
+    own = {field: lambda outputs, targets: F.cross_entropy(outputs * scale, targets)}
+    task = replace(CLASSIFICATION, **own)
+    with pytest.raises(ConfigError, match=r"\(3,\) that is not in the model"):
+        run(model, points(8), task=task)
+    run(model, points(8), task=replace(task, **{field: nn.CrossEntropyLoss()}))
+    model.register_parameter("scale", scale)
+    run(model, points(8), task=task)
+    assert scale.detach().ne(1).all()
 
 
 def test_the_same_streams_give_the_same_bits_without_global_draws(points, mlp) -> None:

@@ -32,7 +32,7 @@ def test_sums_are_in_the_order_of_members_not_of_arrival(members, at_once) -> No
             time.sleep(delay)
             reducer = barrier.reducer(100 + i)
             reducer.begin()
-            return reducer.reduce("mean/0", row((3e16, -3e16, 3.0)[i]))
+            return reducer.reduce("gradients/0", row((3e16, -3e16, 3.0)[i]))
 
         answers = at_once(
             *(partial(arrive, i, delay) for i, delay in enumerate(delays))
@@ -49,21 +49,23 @@ def test_late_members_are_dropped_and_the_others_retry_once(
     here = [100, 101, 102, 103, 105, 106, 107]
     done = at_once(
         *(
-            partial(steps, barrier.reducer(i), {"mean/0": row(i), "variance/0": row(1)})
+            partial(
+                steps, barrier.reducer(i), {"gradients/0": row(i), "variance/0": row(1)}
+            )
             for i in here
         )
     )
     assert [attempts for _, _, attempts in done] == [2] * 7
     assert {union for _, union, _ in done} == {sum(2 + i - 100 for i in here)}
-    assert done[0][0]["mean/0"] == pytest.approx(sum(here) / 7)
-    assert barrier.dropped[104] == "did not send exchange 'mean/0' within 0.3 s"
+    assert done[0][0]["gradients/0"] == pytest.approx(sum(here) / 7)
+    assert barrier.dropped[104] == "did not send exchange 'gradients/0' within 0.3 s"
     assert barrier.dropped[108].startswith("did not begin the step within 0.3 s")
     assert "init-args-num-cpus=9" in barrier.dropped[108]
     with pytest.raises(
         Dropped,
         match="node 104 was dropped from the synchronised step: it did not send",
     ):
-        barrier.reducer(104).reduce("mean/0", row(1))
+        barrier.reducer(104).reduce("gradients/0", row(1))
     with pytest.raises(Dropped, match="node 108 was dropped"):
         barrier.reducer(108).begin()
     with pytest.raises(Dropped, match="node 7 is not a member"):
@@ -77,7 +79,7 @@ def test_where_members_take_turns_none_is_late_while_another_computes(
 
     def after(i: int) -> object:
         time.sleep(0.4 * i)
-        return steps(barrier.reducer(100 + i), {"mean/0": row(i)})
+        return steps(barrier.reducer(100 + i), {"gradients/0": row(i)})
 
     done = at_once(*(partial(after, i) for i in range(4)))
     assert barrier.dropped == {}
@@ -97,7 +99,7 @@ def test_without_waiting_the_outcomes_come_together_and_late_members_are_dropped
         103: second.append,
     }
 
-    def send(node_id: int, attempt: int, tag: str = "mean/0") -> None:
+    def send(node_id: int, attempt: int, tag: str = "gradients/0") -> None:
         barrier.send(node_id, attempt, tag, row(node_id), then[node_id])
 
     for node_id in then:
@@ -138,7 +140,7 @@ def test_a_member_that_is_done_is_not_late_when_another_one_is(
     for node_id in barrier.members:
         barrier.begin(node_id)
     for node_id in barrier.members:
-        barrier.send(node_id, 0, "mean/0", row(1), lambda outcomes: None)
+        barrier.send(node_id, 0, "gradients/0", row(1), lambda outcomes: None)
     barrier.close(100)
     # one exchange more than 100 had
     barrier.send(101, 0, "mean/1", row(1), lambda outcomes: None)
@@ -159,13 +161,13 @@ def test_a_tensor_of_another_shape_or_dtype_drops_its_sender(
     barrier = Barrier(members(1, 1, 2), timeout=10)
     sent = {100: tensor, 101: row(1, 2), 102: row(1, 2)}
     bad, *others = at_once(
-        *(partial(steps, barrier.reducer(i), {"mean/0": sent[i]}) for i in sent)
+        *(partial(steps, barrier.reducer(i), {"gradients/0": sent[i]}) for i in sent)
     )
     assert isinstance(bad, Dropped)
     assert list(barrier.dropped) == [100]
     for answers, union, _ in others:
         assert union == 3 + 4
-        assert torch.equal(answers["mean/0"], row(1, 2))
+        assert torch.equal(answers["gradients/0"], row(1, 2))
 
 
 def test_tensors_that_cannot_be_combined_end_the_step(members, at_once, steps) -> None:
@@ -195,7 +197,10 @@ def test_a_member_that_leaves_is_dropped_unless_it_was_done(
     start = time.monotonic()
     _, *others = at_once(
         leave,
-        *(partial(steps, barrier.reducer(i), {"mean/0": row(1)}) for i in (101, 102)),
+        *(
+            partial(steps, barrier.reducer(i), {"gradients/0": row(1)})
+            for i in (101, 102)
+        ),
     )
     assert time.monotonic() - start < 5
     assert [(union, attempts) for _, union, attempts in others] == [(3 + 4, 2)] * 2
@@ -220,7 +225,7 @@ def test_the_time_in_which_the_server_was_paused_does_not_count(
     barrier = Barrier(members(1, 1), timeout=5)
     for node_id in (100, 101):
         barrier.begin(node_id)
-    barrier.send(100, 0, "mean/0", row(1), lambda outcomes: None)
+    barrier.send(100, 0, "gradients/0", row(1), lambda outcomes: None)
     for seconds in (1, 100, 1, 1):
         clock[0] += seconds
         barrier.drop_late()
@@ -237,7 +242,7 @@ def test_where_members_compute_in_turns_each_that_begins_has_the_whole_time(
 ) -> None:
     barrier = Barrier(members(1, 1, 1), timeout=5, in_turns=in_turns)
     barrier.begin(100)
-    barrier.send(100, 0, "mean/0", row(1), lambda outcomes: None)
+    barrier.send(100, 0, "gradients/0", row(1), lambda outcomes: None)
     for node_id in (101, 102):
         for _ in range(3):
             clock[0] += 1
@@ -266,9 +271,9 @@ def test_a_reducer_of_an_earlier_attempt_must_retry(members) -> None:
     reducer.begin()
     barrier.leave(100, "was switched off")
     with pytest.raises(RetryStep, match="attempt 0 is over; attempt 1 has begun"):
-        reducer.reduce("mean/0", row(1))
+        reducer.reduce("gradients/0", row(1))
     assert reducer.begin() == 3
-    assert reducer.reduce("mean/0", row(5)) == 5
+    assert reducer.reduce("gradients/0", row(5)) == 5
 
 
 def test_reducers_are_found_only_in_their_own_thread(members, at_once) -> None:
@@ -294,11 +299,11 @@ def test_arithmetic_that_fails_in_any_way_drops_the_member_that_sent_last_and_no
 
     barrier, outcomes = Barrier(members(1, 1), timeout=3600, answer=fails), {}
     for node_id in (100, 101):
-        barrier.send(node_id, 0, "mean/0", torch.ones(1), outcomes.update)
+        barrier.send(node_id, 0, "gradients/0", torch.ones(1), outcomes.update)
     assert {node_id: type(outcome) for node_id, outcome in outcomes.items()} == {
         100: RetryStep,
         101: Dropped,
     }
-    barrier.send(100, 1, "mean/0", torch.ones(1), outcomes.update)
+    barrier.send(100, 1, "gradients/0", torch.ones(1), outcomes.update)
     assert type(outcomes[100]) is Dropped
     assert set(barrier.dropped) == {100, 101}

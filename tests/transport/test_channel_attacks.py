@@ -89,14 +89,14 @@ def honest(server, at_once, steps) -> Callable[[list[str]], list[float]]:
 
     def run(tokens: list[str]) -> list[float]:
         reducers = [ChannelReducer(server.address, token, b"", 10) for token in tokens]
-        sent = [{"mean/0": torch.tensor([4.0 * i])} for i in range(len(tokens))]
+        sent = [{"gradients/0": torch.tensor([4.0 * i])} for i in range(len(tokens))]
         done = at_once(
             *(
                 partial(steps, reducer, own)
                 for reducer, own in zip(reducers, sent, strict=True)
             )
         )
-        return [answers["mean/0"].item() for answers, _, _ in done]
+        return [answers["gradients/0"].item() for answers, _, _ in done]
 
     return run
 
@@ -115,7 +115,7 @@ def test_a_stranger_that_holds_calls_open_stalls_nobody(
 
 
 @pytest.mark.parametrize(
-    "body", [None, exchange("mean/0", 1000.0)], ids=["no body", "an exchange"]
+    "body", [None, exchange("gradients/0", 1000.0)], ids=["no body", "an exchange"]
 )
 def test_a_member_with_many_calls_at_once_is_dropped_by_name_and_the_others_are_served(
     server, members, honest, attack, body
@@ -161,7 +161,7 @@ def test_any_number_of_clients_waits_for_one_another(server, members) -> None:
     with grpc.insecure_channel(server.address) as channel:
         call = channel.unary_unary(CALL)
         sent = [
-            call.future(exchange("mean/0", 2.0 * i), metadata=(("token", token),))
+            call.future(exchange("gradients/0", 2.0 * i), metadata=(("token", token),))
             for i, token in enumerate(tokens.values())
         ]
         answers = {waiting.result(timeout=20)[-4:] for waiting in sent}

@@ -73,7 +73,7 @@ def step(server, at_once, steps) -> Callable[..., Any]:
         return at_once(
             *others,
             *(
-                partial(steps, reducer, {"mean/0": torch.ones(2)})
+                partial(steps, reducer, {"gradients/0": torch.ones(2)})
                 for reducer in reducers
             ),
         )
@@ -123,7 +123,7 @@ GARBAGE = {
         {
             "op": "reduce",
             "attempt": 0,
-            "tag": "mean/0",
+            "tag": "gradients/0",
             "dtype": "float32",
             "shape": [3],
         },
@@ -133,7 +133,7 @@ GARBAGE = {
         {
             "op": "reduce",
             "attempt": 0,
-            "tag": "mean/0\nERROR",
+            "tag": "gradients/0\nERROR",
             "dtype": "float32",
             "shape": [1],
         },
@@ -172,7 +172,7 @@ def test_a_message_that_is_too_large_is_refused_before_it_is_read(
     large, small = reducers(server, tokens)
     with pytest.raises(EngineError, match="RESOURCE_EXHAUSTED"):
         # The client's own size limit refuses to send it.
-        large.reduce("mean/0", torch.ones(MANY // 4))
+        large.reduce("gradients/0", torch.ones(MANY // 4))
     said, done = step([small], [partial(raw, server.address, tokens[100], bytes(MANY))])
     assert said == "RESOURCE_EXHAUSTED"
     assert done[1] == 3
@@ -208,7 +208,7 @@ def test_a_client_that_disconnects_while_it_waits_is_dropped_at_once(
         {
             "op": "reduce",
             "attempt": 0,
-            "tag": "mean/0",
+            "tag": "gradients/0",
             "dtype": "float32",
             "shape": [2],
         },
@@ -223,12 +223,12 @@ def test_a_client_that_disconnects_while_it_waits_is_dropped_at_once(
 
     def later(reducer: ChannelReducer) -> object:
         time.sleep(0.5)
-        return steps(reducer, {"mean/0": torch.ones(2)})
+        return steps(reducer, {"gradients/0": torch.ones(2)})
 
     done = at_once(*(partial(later, reducer) for reducer in good))
     channel.close()
     assert time.monotonic() - start < 5
-    assert barrier.dropped == {100: "lost its connection in exchange 'mean/0'"}
+    assert barrier.dropped == {100: "lost its connection in exchange 'gradients/0'"}
     assert {union for _, union, _ in done} == {3 + 4}
 
 
@@ -270,11 +270,11 @@ def test_tls_works_with_a_private_ca(tls_dir, members, at_once, steps) -> None:
             assert time.monotonic() - start < 5
         done = at_once(
             *(
-                partial(steps, s, {"mean/0": torch.tensor([4.0 * i])})
+                partial(steps, s, {"gradients/0": torch.tensor([4.0 * i])})
                 for i, s in enumerate(reducers(server, tokens))
             )
         )
-        assert [answers["mean/0"].item() for answers, _, _ in done] == [3.0, 3.0]
+        assert [answers["gradients/0"].item() for answers, _, _ in done] == [3.0, 3.0]
         assert barrier.dropped == {}
     finally:
         server.close()

@@ -7,6 +7,8 @@ float16, bfloat16 and float32 inputs, and in float64 for float64.
 
 from __future__ import annotations
 
+import logging
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +18,9 @@ from torch.autograd.function import once_differentiable
 
 from fedbn_flwr.errors import NormLayerError
 from fedbn_flwr.training.channels import other_axes, per_channel
+from fedbn_flwr.training.run_memory import first_time
+
+logger = logging.getLogger("flwr")
 
 
 def elements_per_channel(y: Tensor) -> int:
@@ -77,13 +82,16 @@ class BatchNormCall:
     Attributes:
         mean: (C,), of all clients' batches; available after ``moments``.
         var: (C,), biased, of all clients' batches; available after ``moments``.
-        share: sum p_i b_i / n_i, the examples per element of a channel; available after
+        share: c, the examples of all clients per element of a channel; available after
             ``moments``.
+        ratio: w_i / p_i; 1 if all examples have the same number of elements. Available
+            after ``moments``.
     """
 
     mean: Tensor
     var: Tensor
     share: float
+    ratio: float
 
     def __init__(
         self,
@@ -115,21 +123,43 @@ class BatchNormCall:
             local = _with_share(local_moments(centred, centre, error), share)
             answer = self._exchange(f"moments/{self._call}", local)
             self.mean, rest, self.var = answer[:, :-1]
-            self.share = float(answer[0, -1])
+            self._weigh(share, answer[0, -1])
             # The order of the operations matters: centre - mean is small and exact, and
             # rest is far smaller than both.
             centred += per_channel(centre - self.mean - rest, y)
         else:
             # With 3L + 1 exchanges, the first returns the mean over all clients, eq.
             # (39), and the second the variance about this mean, eq. (40).
-            self.mean = self._exchange(f"mean/{self._call}", centre + error)
+            local = _with_share(centre + error, share)
+            answer = self._exchange(f"mean/{self._call}", local)
+            self.mean = answer[:-1]
+            self._weigh(share, answer[-1])
             rest = torch.zeros_like(self.mean)
             centred += per_channel(centre - self.mean, y)
-            answer = self._exchange(
-                f"variance/{self._call}", _with_share(mean_square(centred), share)
+            # The server adds with p_i, because it has no c_i in this exchange.
+            self.var = self._exchange(
+                f"variance/{self._call}", self.ratio * mean_square(centred)
             )
-            self.var, self.share = answer[:-1], float(answer[-1])
         return centred, self.mean, rest, self.var
+
+    def _weigh(self, share: float, answer: Tensor) -> None:
+        """Set ``share`` and ``ratio``, given c_i and the answer to it."""
+        self.share, self.ratio = abs(float(answer)), 1.0
+        if answer < 0:
+            self.ratio = self.share / share
+        # A masked sum is only exact to some digits.
+        elif not math.isclose(share, self.share, rel_tol=1e-4) and first_time(
+            "elements", self._layer
+        ):
+            logger.warning(
+                "%s: this client has %.4g elements per example, but all clients have"
+                " %.4g. The server reads only masked sums, so the statistics weigh"
+                " clients by examples, and the step is not the step on the union. Use"
+                " examples of one size, or no masked sums.",
+                self._layer,
+                1 / share,
+                1 / self.share,
+            )
 
     def gradients(self, local: Tensor) -> Tensor:
         """Return dF/dvar and dF/dmean, (2, C), eq. (41), from this client's values.
@@ -209,8 +239,9 @@ class NormaliseTogether(torch.autograd.Function):
             # left out, because it is zero in the sum over clients.
             local = torch.stack([-0.5 * sum_g_x_hat * scale.square(), -sum_g * scale])
             # d_y = g / s + 2 d_var (y - mean) + d_mean. Here d_var and d_mean are the
-            # answers divided by the number of values per channel.
-            d_var, d_mean = ctx.call.gradients(local) / elements_per_channel(y)
+            # answers divided by the number of values per channel, times w_i / p_i.
+            n = elements_per_channel(y) / ctx.call.ratio
+            d_var, d_mean = ctx.call.gradients(local) / n
             centred.mul_(per_channel(2 * d_var, y)).add_(
                 per_channel(d_mean - 2 * d_var * rest, y)
             )

@@ -6,16 +6,20 @@ different layers thus send different tags. C is the number of channels of the la
 
 | kind | sent by client i | shape | answer |
 |---|---|---|---|
-| ``mean`` | mean_i, eq. (39) | (C,) | mean = sum p_i mean_i |
-| ``variance`` | E_i[(y - mean)^2], eq. (40) | (C + 1,) | var = sum p_i E_i[(y - mean)^2] |
-| ``moments`` | mean_i; rest_i; var_i = E_i[(y - m_i)^2] | (3, C + 1) | mean; rest; sum p_i (var_i + (m_i - m)^2) |
+| ``mean`` | mean_i, eq. (39) | (C + 1,) | mean = sum w_i mean_i |
+| ``variance`` | w_i / p_i E_i[(y - mean)^2], eq. (40) | (C,) | var = sum w_i E_i[(y - mean)^2] |
+| ``moments`` | mean_i; rest_i; var_i = E_i[(y - m_i)^2] | (3, C + 1) | mean; rest; sum w_i (var_i + (m_i - m)^2) |
 | ``gradients`` | dF_i/dvar; dF_i/dmean, eq. (41) | (2, C) | sum p_i dF_i/dvar; sum p_i dF_i/dmean |
 
-The last column of ``variance`` and ``moments`` has b_i / n_i, the client's examples per
-element of a channel, in the first row. The answer is sum p_i b_i / n_i. With it, all
-clients use the same n for the running variance, n = B / answer. For images of h x w
-positions the answer is 1 / (h w). The ledger lists this column separately, like the
-counters.
+The last column of ``mean`` and ``moments`` has c_i = b_i / n_i, the client's examples
+per element of a channel, in the first row. An example of client i has the weight
+p_i / b_i, and so has each of its elements, hence w_i = (p_i / c_i) / sum (p_j / c_j). If
+all examples have the same number of elements, w_i is p_i, and the answer in this column
+is c = sum p_i c_i. Otherwise it is -c, with c = sum w_i c_i = 1 / sum (p_i / c_i). Its
+sign lets the clients use w_i / p_i = c / c_i instead of 1. All clients use the same
+n = B / c for the running variance, the number of elements of all batches. For images of
+h x w positions c is 1 / (h w). The ledger lists this column separately, like the
+counters. A masked sum cannot read c_i: its w_i is p_i.
 
 The tensors are float64 for a float64 layer input, and float32 otherwise. A rest is the
 part of a mean that rounding to that type removed: m_i = mean_i + rest_i and m = mean +
@@ -68,7 +72,7 @@ Combine = Callable[[str, Sequence[Tensor], Sequence[float]], Tensor]
 """``combine(tag, tensors, weights)`` returns the server's answer to the tensors."""
 
 _KINDS = ("mean", "variance", "moments", "gradients")
-_WITH_SHARE = ("variance", "moments")
+_WITH_SHARE = ("mean", "moments")
 
 
 def combine(tag: str, tensors: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
@@ -106,6 +110,14 @@ def combine(tag: str, tensors: Sequence[Tensor], weights: Sequence[float]) -> Te
             f"exchange {tag!r} needs tensors of shape (3, C), but got"
             f" {tuple(tensors[0].shape)}."
         )
+    wide = [t.detach().to(tensors[0].device, torch.float64) for t in tensors]
+    differ = False
+    if kind in _WITH_SHARE:
+        per_element = torch.stack([t[..., -1].max() for t in wide]).cpu()
+        # With equal c_i, keep the bits of p_i.
+        differ = bool((per_element != per_element[0]).any())
+        if differ:
+            weights = (per_element.new_tensor(weights) / per_element).tolist()
     if len(weights) != len(tensors) or not all(
         math.isfinite(w) and w > 0 for w in weights
     ):
@@ -116,10 +128,11 @@ def combine(tag: str, tensors: Sequence[Tensor], weights: Sequence[float]) -> Te
     # Add in float64 and in the given order, so that every run gives the same bits.
     total = math.fsum(weights)
     shares = [weight / total for weight in weights]
-    wide = [t.detach().to(tensors[0].device, torch.float64) for t in tensors]
     result = _weighted_sum(wide, shares)
     if kind == "moments":
         result = _pooled(wide, shares, tensors[0].dtype)
+    if differ:
+        result[..., -1] *= -1
     return result.to(tensors[0].dtype)
 
 

@@ -183,11 +183,11 @@ class Methods:
             model, after[method.name] = method.aggregate(state, facts, replies, model)
         return model, after
 
-    def advice(self, states: States, number: int) -> list[str]:
+    def advice(self, states: States, number: int, parts: Parts | None) -> list[str]:
         """Return the causes and the remedies of a non-finite loss in this round."""
         told = [TOO_LARGE_STEPS]
         for method in self._methods:
-            known = Known(number=number, state=states[method.name])
+            known = Known(number=number, state=states[method.name], parts=parts)
             for problem in check(method.rows, method, known, ["diverged"]):
                 if problem.effect == "cause":
                     told[0] = problem.text
@@ -283,7 +283,7 @@ class Methods:
             left_out = [word for word in left_out if word != "keep"]
         else:
             rest = "keeps" if Part.REST in self.local else "averages"
-            does = f"{rest} their statistics like weights"
+            does = f"{rest} their statistics"
             not_done = "does not {} them"
         if not left_out or Part.REST in self.local:
             return f"{self.name} {does}."

@@ -141,7 +141,7 @@ def _advice(run: Run) -> list[str]:
             if code in codes:
                 return [text]
     return [
-        *run.methods.advice(run.states, run.report.server_round),
+        *run.methods.advice(run.states, run.report.server_round, run.parts_or_none),
         "If you use your own training loop, check the inputs for NaN first.",
     ]
 

@@ -139,3 +139,40 @@ def test_a_frozen_backbone_exchanges_nothing_backward(lab):
         lab.distance(found, lab.centralised(model, batches), model.state_dict()) < 1e-10
     )
     assert [tag for tag, _, _ in barrier.log][-1] == "gradients/1/4"
+
+
+class Graphs(nn.Module):
+    """Classifies sets of rows by their mean. Rows of NaN only fill the tensor."""
+
+    def __init__(self, tracks: bool) -> None:
+        super().__init__()
+        a, b = (nn.BatchNorm1d(4, track_running_stats=tracks) for _ in range(2))
+        self.each = nn.Sequential(nn.Linear(3, 4), a, nn.Tanh(), b, nn.Linear(4, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        there, outputs = ~x[..., 0].isnan(), torch.zeros_like(x)
+        outputs[there] = self.each(x[there])
+        return outputs.sum(1) / there.sum(1, keepdim=True)
+
+
+@pytest.mark.parametrize("exchanges", MODES)
+@pytest.mark.parametrize("most", [1, 5])
+def test_examples_of_other_sizes_weigh_by_their_elements(lab, most, exchanges):
+    """The step is the step on the union, in which examples repeat as p_i demands.
+
+    A union with repeats has another n for running variances.
+    """
+    torch.manual_seed(most)
+    repeats = torch.randint(1, most + 1, (3,)).tolist()
+    model = trained(Graphs(tracks=most == 1))
+    batches = lab.client_batches((9, 3), (2, 3, 1))
+    for (x, _), rows in zip(batches, (2, 9, 5), strict=True):
+        x[torch.arange(9) >= torch.randint(1, rows, (len(x), 1))] = torch.nan
+    union = [
+        (x.repeat(k, 1, 1), target.repeat(k))
+        for (x, target), k in zip(batches, repeats, strict=True)
+    ]
+    weights = [len(x) for x, _ in union]
+    found = lab.federated(model, batches, weights, exchanges=exchanges)
+    oracle = lab.centralised(model, union)
+    assert lab.distance(found, oracle, model.state_dict()) < 1e-10

@@ -197,14 +197,14 @@ def test_fused_moments_do_not_cancel(dtype, ulp):
     """The oracle computes with fractions.
 
     The means differ by some ulps, each has its own rest, and variances are about one
-    ulp squared.
+    ulp squared. A client has one example per element.
     """
     # mean, its rest and variance of three clients, in ulps around 1e8
     rows = [(0, 0.25, 0.125), (1, -0.375, 0.25), (-2, 0.125, 0.5)]
     tensors, means, variances = [], [], []
     for m, rest, v in rows:
         sent = torch.tensor([[1e8 + m * ulp], [rest * ulp], [v * ulp**2]], dtype=dtype)
-        tensors.append(sent)
+        tensors.append(torch.cat([sent, torch.eye(3, 1, dtype=dtype)], 1))
         rounded, left, variance = fractions(sent)
         means.append(rounded + left)
         variances.append(variance)
@@ -213,7 +213,7 @@ def test_fused_moments_do_not_cancel(dtype, ulp):
     var = Fraction(0)
     for n, m, v in zip(sizes, means, variances, strict=True):
         var += Fraction(n, sum(sizes)) * (v + (m - mean) ** 2)
-    found = fractions(combine("moments/0", tensors, sizes))
+    found = fractions(combine("moments/0", tensors, sizes)[:, 0])
     assert abs(found[0] - mean) <= 2 * ulp
     assert found[1] != 0
     assert abs(found[0] + found[1] - mean) <= 2**-22 * ulp

@@ -76,7 +76,7 @@ def test_tags_shapes_and_types_of_the_exchanges(exchanges, backward, tags):
         channels = {"1": 5, "4": 3}[path]
         rows = {"moments": (3,), "gradients": (2,)}.get(kind, ())
         # The examples are a further column.
-        per_element = {"variance": [1.0], "moments": [1.0, 0.0, 0.0]}.get(kind, [])
+        per_element = {"mean": [1.0], "moments": [1.0, 0.0, 0.0]}.get(kind, [])
         assert tensor.shape == (*rows, channels + bool(per_element))
         assert tensor[..., channels:].flatten().tolist() == per_element
         return tensor
@@ -356,7 +356,7 @@ def test_backward_outside_the_block_is_refused():
 def test_an_answer_of_another_shape_is_refused():
     with pytest.raises(
         ReplyError,
-        match=r"'mean/0/1' was answered with shape \(2, 5\), but \(5,\) was sent",
+        match=r"'mean/0/1' was answered with shape \(2, 6\), but \(6,\) was sent",
     ):
         step(small(), lambda tag, t: t.expand(2, -1))
 

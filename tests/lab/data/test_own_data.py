@@ -61,6 +61,13 @@ def test_a_class_may_be_called_train(tmp_path: Path) -> None:
     assert own_info(own("folder", tmp_path)).class_names == ("bus", "train")
 
 
+def test_two_classes_with_one_spelling_have_both_folders_at_a_site(
+    tmp_path: Path,
+) -> None:
+    write_images(tmp_path, {"a/x": 2, "a/X": 0, "b/X": 2})
+    assert own_info(own("folder", tmp_path)).class_names == ("X", "x")
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layouts_of_image_folders(tmp_path: Path, layout: str) -> None:
     folders, clients, tests = LAYOUTS[layout]
@@ -314,6 +321,18 @@ ARRAYS = {
 }
 FOLDERS = {
     "a part without images": ({"train/a": 1, "train/b": 1}, "no test images"),
+    "a class in two spellings": (
+        {"x/Tumor": 1, "x/a": 1, "y/tumor": 1, "y/a": 1},
+        "'Tumor', 'a', 'tumor', differ only in .*one class, rename",
+    ),
+    "a part in another spelling": (
+        {"train/Tumor": 1, "train/a": 1, "test/TUMOR": 1, "test/a": 1},
+        "'TUMOR', 'Tumor', 'a', differ only in",
+    ),
+    "a class in two encodings": (
+        {"x/\xdcbel": 1, "x/a": 1, "y/U\u0308bel": 1, "y/a": 1},
+        r"'U.u0308bel', 'a', '.xdcbel', differ only in",
+    ),
     "one class": ({"a": 3}, "two or more classes, .*a"),
     "images without a class": ({".": 2}, "images are in \\."),
     "layouts mixed": ({"x/a": 1, "x/b": 1, "b": 1}, "the same layout"),

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import logging
 import os
+import unicodedata
+from collections import Counter
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -47,8 +49,8 @@ def read_folder(request: OwnData) -> Records:
 
     Raises:
         ConfigError: the task does not fit the folder.
-        DataError: the folder has no images, another number of classes, or none of the
-            layouts.
+        DataError: the folder has no images, another number of classes, two spellings
+            of a class, or none of the layouts.
     """
     # All folders must have the same layout: all or none are in a client's folder, and
     # all or none are in a train or test folder.
@@ -72,6 +74,17 @@ def read_folder(request: OwnData) -> Records:
             " class/file, client/class/file or client/train/class/file."
         )
     classes = sorted({place.label for place in places.values()})
+    # Two names are spellings of one class, unless a client has a folder for each class.
+    names = {unicodedata.normalize("NFKC", label).casefold() for label in classes}
+    (_, most), *_ = Counter(place[:2] for place in places.values()).most_common(1)
+    if len(names) < len(classes) and most < len(classes):
+        raise request.problem(
+            f"some class folders, {shown([*map(ascii, classes)], 100)}, differ only in"
+            " capital letters or in the encoding of a character, and no client has all"
+            " of them. If they are one class, rename them to one name. If they are"
+            " different classes, give one client a folder for each class; it may be"
+            " empty."
+        )
     _check_classes(request, classes, {place.label for place in of_files})
     allowed = ["classification"]
     if len(classes) == 2:
