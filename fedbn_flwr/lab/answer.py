@@ -68,7 +68,7 @@ def facts_of(
     if run.has_model and curve and run.final.get(run.headline) is not None:
         about = f"Test {directed(metric)}"
         if run.headline.startswith("personal-"):
-            about = f"Mean test {directed(metric)} of {len(known)} sites"
+            about = f"Mean test {directed(metric)} of {counted(len(known), 'site')}"
         more = f"after round {run.final['round']}"
         at = best(curve, key=lambda tested: curve[tested])
         value, peak = shown(run.final[run.headline], metric), shown(curve[at], metric)
@@ -106,8 +106,8 @@ def _worst_site(known: Sequence[Mapping[str, Any]], metric: str, unit: str) -> F
     row, sizes = rows[0], [one["examples"] for one in rows]
     more = site_label(row)
     if len(rows) > 1:
-        more = f"{len(rows)} of {len(known)} sites, {min(sizes)} to {max(sizes)} test"
-        more += " examples each"
+        size = " to ".join(map(str, dict.fromkeys((min(sizes), max(sizes)))))
+        more = f"{len(rows)} of {len(known)} sites, {size} test examples each"
     elif row.get("low") is not None:
         low, high = shown(row["low"], metric), shown(row["high"], metric)
         more += f", 95 % interval {low} to {high}"
@@ -233,6 +233,11 @@ def shown(value: float | None, key: str, sign: str = "") -> str:
     if value is None:
         return "-"
     return f"{100 * value:{sign}.1f}" if in_percent(key) else f"{value:{sign}.4f}"
+
+
+def counted(count: int, noun: str) -> str:
+    """Return a count with its noun, such as "1 site" or "2 sites"."""
+    return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
 def directed(metric: str) -> str:
