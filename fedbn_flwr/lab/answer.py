@@ -22,6 +22,7 @@ from fedbn_flwr.lab.references import (
     with_alone,
 )
 from fedbn_flwr.lab.run_files import RunFiles
+from fedbn_flwr.server.runs.round_outcome import listed
 from fedbn_flwr.training.tasks import higher_is_better, in_percent, quantity_of
 
 
@@ -77,6 +78,16 @@ def facts_of(
         facts.append(Fact(about, value + unit, more))
     if run.has_model and len(known) > 1:
         facts.append(_worst_site(known, metric, unit))
+    # A site that was tested has other metrics.
+    undefined = [
+        site_label(row)
+        for row in sites
+        if row.get("value") is None and {*row["metrics"].values()} - {None}
+    ]
+    if undefined:
+        of_all = f"{len(undefined)} of {counted(len(sites), 'site')}"
+        more = f"{listed(undefined)}: the targets of the test examples are all equal"
+        facts.append(Fact(f"Without {metric}", of_all, more))
     for one in comparisons:
         tone = ""
         if one.established:

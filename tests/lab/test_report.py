@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 
 from fedbn_flwr.errors import ConfigError, FedBNError
 from fedbn_flwr.lab import report, report_pictures
-from fedbn_flwr.lab.answer import next_step, odd_site
+from fedbn_flwr.lab.answer import facts_of, next_step, odd_site
 from fedbn_flwr.lab.cli import app
 from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.output.folder import lock_folder
@@ -119,6 +119,28 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         json.dumps({"findings": [finding], "notes": ["looked at 5 clients"]})
     )
     return out
+
+
+@pytest.mark.parametrize("sizes", [(3, 3), (3, 4)])
+def test_a_site_without_a_value_is_named_if_it_was_tested(
+    folder: Path, sizes: tuple[int, int]
+) -> None:
+    """AUROC needs two classes. A site that was not tested has no metric at all."""
+    found = RunFiles.read(folder)
+    no_value = {"value": None, "examples": 9}
+    rows = [
+        {"site": "one class", **no_value, "metrics": {"loss": 0.1, "accuracy": None}},
+        {"site": "away", **no_value, "metrics": {}},
+    ]
+    for at, size in enumerate(sizes):
+        worst = {"site": f"{at}", "value": 0.5, "examples": size, "metrics": {}}
+        rows.append(worst)
+    facts = {fact.about: fact for fact in facts_of(found, rows)}
+    undefined, worst_sites = facts["Without accuracy"], facts["Worst site"]
+    assert undefined.value == "1 of 4 sites"
+    assert undefined.more.startswith("one class: ")
+    assert ("3 to 4 test" in worst_sites.more) == (sizes == (3, 4))
+    assert "3 to 3" not in worst_sites.more
 
 
 def test_a_doctor_that_fails_takes_no_report(
@@ -416,6 +438,7 @@ def test_the_command_that_trains_the_sites_alone_runs_and_is_comparable(
     run(Config.make(settings), tmp_path / "fixbn")
     of_run = RunFiles.read(tmp_path / "fixbn")
     command = alone_command(of_run.config, tmp_path / "standalone")
+    assert "agc" not in command  # it has its default
     done = CliRunner().invoke(app, shlex.split(command)[1:])
     assert done.exit_code == 0, done.output
     (found,) = references_of(of_run)
