@@ -23,7 +23,12 @@ from fedbn_flwr.lab.references import (
 )
 from fedbn_flwr.lab.run_files import RunFiles
 from fedbn_flwr.server.runs.round_outcome import listed
-from fedbn_flwr.training.tasks import higher_is_better, in_percent, quantity_of
+from fedbn_flwr.training.tasks import (
+    REGRESSION,
+    higher_is_better,
+    in_percent,
+    quantity_of,
+)
 
 
 @dataclass(frozen=True)
@@ -191,6 +196,8 @@ def next_step(
         rate = run.config.learning_rate
         lower = min(rate / 10, 0.1)  # a usual rate, however high the rate was
         why = f"Use a lower learning rate: it was {rate:g}. Try {lower:g}."
+        if quantity_of(run.headline) in REGRESSION.allowed:
+            why = f"First scale the targets to about -1 to 1. {why}"
         return _step(why, changed_command(run, f"learning-rate={lower:g}"))
     if not run.summary:
         return None if run.running else _step("Continue the run.", resume)

@@ -394,15 +394,17 @@ def test_a_limit_of_weights_is_no_other_state(
 ) -> None:
     """The oracle is plain torch: in the first round, SCAFFOLD corrects by zero."""
     data, states = points(12, 1), []
+
+    def tested(model: nn.Module, state: Any) -> None:
+        model(data.inputs)
+
     for hook in (make(), ClientHook()):
         model = mlp()
         limited = functools.partial(limit, model[layer].weight)
         if place == "forward":
             model[layer].register_forward_pre_hook(lambda *_, act=limited: act())
         after = limited if place == "step" else lambda: None
-        # The test of each epoch is a pass as well.
-        test: Any = lambda model, _: model(data.inputs)
-        epochs(model, data, hook, test, wrap=wrap, when=-1, after_step=after)
+        epochs(model, data, hook, tested, wrap=wrap, when=-1, after_step=after)
         states.append(weights(model))
         assert model[layer].weight.norm(dim=1).max() <= 0.2
     assert make is not ControlVariates or torch.equal(*states)

@@ -43,7 +43,10 @@ def test_every_method_trains_with_sparse_gradients(case: str, federate) -> None:
     strategy, settings = CASES[case]
     sparse, dense = (
         federate(
-            strategy(), functools.partial(words, kind), [*map(texts, (1, 2))], **settings
+            strategy(),
+            functools.partial(words, kind),
+            [*map(texts, (1, 2))],
+            **settings,
         )
         for kind in (True, False)
     )
