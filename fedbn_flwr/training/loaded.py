@@ -218,8 +218,9 @@ def _chosen(loader: Any) -> list[int] | None:
     if isinstance(sampler, (SubsetRandomSampler, DistributedSampler)):
         # A pass of a SubsetRandomSampler would draw from its generator. Its indices may
         # be an array or a tensor.
-        subset = isinstance(sampler, SubsetRandomSampler)
-        return sorted(map(index, sampler.indices if subset else set(sampler)))
+        if isinstance(sampler, SubsetRandomSampler):
+            return sorted(map(index, sampler.indices))
+        return sorted(map(index, set(sampler)))
     # A SequentialSampler uses all examples in an epoch. A RandomSampler does so unless
     # it is set to draw fewer or more. A subclass may choose examples.
     known = (SequentialSampler, RandomSampler)
