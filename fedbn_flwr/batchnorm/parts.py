@@ -657,7 +657,9 @@ def batchnorm_layers(
 
 def _is_at(path: str, pattern: str) -> bool:
     """Return whether a layer or entry has this path or glob, or is below it."""
-    return fnmatchcase(path, pattern) or fnmatchcase(path, f"{pattern}.*")
+    # A name may have brackets, which a glob reads as a set of characters.
+    named = f"{path}.".startswith(f"{pattern}.")
+    return named or fnmatchcase(path, pattern) or fnmatchcase(path, f"{pattern}.*")
 
 
 def _listed(patterns: str | Sequence[str]) -> list[str]:

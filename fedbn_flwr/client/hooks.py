@@ -67,6 +67,7 @@ from fedbn_flwr.training.optimizer_hooks import (
     parameters_of,
     stepping_optimizers,
 )
+from fedbn_flwr.training.optimizers import dense_gradient
 
 # Methods of hooks that act once in a round, or sum values over the round.
 _PER_ROUND = ("start", "penalty", "gradients", "survey", "reply", "keep")
@@ -272,9 +273,11 @@ class Hooks:
         self._compares = any(hook.compares_with_start for hook in hooks.values())
         if self._compares or self._acting_stores:
             self._at_start.note()
-        # A survey, and loading the received weights, must come before the first pass
-        # with gradients. Only hooks of the layers notice this pass in every kind of
-        # loop.
+        # Compare with the received weights before the first pass with gradients, because
+        # the pass itself may limit weights. A survey must come before this pass as well.
+        # Only hooks of the layers notice the pass in every kind of loop.
+        if not isinstance(model, torch.jit.ScriptModule):
+            self._exit.callback(model.register_forward_pre_hook(self._note).remove)
         if self._compares or any(overrides(hook, "survey") for hook in hooks.values()):
             self._exit.callback(self._watching.close)
             note = not_compiled(self._note)
@@ -467,11 +470,10 @@ class Hooks:
     def _note(self, *_: Any) -> None:
         """Notice a training pass, even if the optimizer is not wrapped."""
         trains = self._model.training and torch.is_grad_enabled()
-        if self._trained or not trains:
+        if self._trained or not trains or torch.compiler.is_compiling():
             return
         self._trained = True
-        if self._compares:
-            self._at_start.check_parameters()
+        self._at_start.check_parameters()
 
     def _act(self, optimizer: torch.optim.Optimizer) -> float | Tensor:
         """Apply the hooks to the gradients of the optimizer's parameters.
@@ -480,9 +482,9 @@ class Hooks:
         """
         if any(overrides(hook, "begin", "start") for hook in self._hooks.values()):
             self._at_start.check_device()
-            if not self._steps:
+            if not self._trained:
                 self._at_start.check_parameters()
-                self._at_start.forget()
+            self._at_start.forget()
         # Hide the gradients of parameters that another optimizer steps. Otherwise the
         # hooks would change them once in the step of each optimizer.
         own = parameters_of(optimizer)
@@ -519,7 +521,8 @@ class Hooks:
             gradients = torch.autograd.grad(penalty, parameters, allow_unused=True)
             for p, grad in zip(parameters, gradients, strict=True):
                 if grad is not None:
-                    p.grad = grad if p.grad is None else p.grad.add_(grad)
+                    present = dense_gradient(p)
+                    p.grad = grad if present is None else present.add_(grad)
         change_gradients(self._hooks.values(), self._model, self._steps - 1)
         return total
 
@@ -546,7 +549,9 @@ class Hooks:
                 " acts in every step. Write: optimizer = rules.wrap(optimizer). A loop"
                 " with several optimizers wraps each."
             )
-        self._check_last_step(self._after_step.changed())
+        self._check_last_step(self._after_step.replaced())
+        if self._belongs_to_all_steps and not self._stepped:
+            self._after_step.note()  # shows what the first step moves
         self._watch_gradients()
         if self._new_gradients or optimizer in self._stepped:
             self._stepped = []
@@ -574,7 +579,8 @@ class Hooks:
                     f"{len(changed)} of the model's parameters ('{changed[0]}', ...)"
                     " changed inside `with bn_rules(...)` after a step, for example by"
                     " loading the best epoch or an average. Client hook"
-                    f" '{name}': {hook.of_all_steps}."
+                    f" '{name}': {hook.of_all_steps}. If the loop limits all weights,"
+                    " use optimizer.register_step_post_hook for it."
                 )
 
     def _check(self) -> None:
@@ -595,7 +601,7 @@ class Hooks:
         # Use ``thorough``, because loading weights by ``.data`` does not change a
         # tensor's version.
         if self._belongs_to_all_steps:
-            self._check_last_step(self._after_step.changed(thorough=True))
+            self._check_last_step(self._after_step.replaced(thorough=True))
         self._refuse(Known(local_steps=self._steps or None))
         # Refuse a hook that took no part: it has changed nothing, so the run would be
         # plain FedAvg.

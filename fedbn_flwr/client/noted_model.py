@@ -18,6 +18,7 @@ class _Noted(NamedTuple):
     parameter: nn.Parameter
     version: int
     value: Tensor
+    before: Tensor | None  # the value that was stored before
 
 
 class NotedModel:
@@ -39,6 +40,7 @@ class NotedModel:
             if module.max_norm is not None:
                 self._changing.add(module.weight)
         self._noted: dict[str, _Noted] = {}
+        self._latest: dict[str, _Noted] = {}  # those of the last call of ``note``
         self._device = self._now()
 
     def note(self, parameters: Collection[Tensor] | None = None) -> None:
@@ -46,19 +48,20 @@ class NotedModel:
 
         If ``parameters`` is given, store only the values of those.
         """
-        self._device = self._now()
+        self._device, self._latest = self._now(), {}
         for name, p in self._model.named_parameters():
             if not p.requires_grad or p in self._changing:
                 continue
             if parameters is not None and p not in parameters:
                 continue
-            # Reuse the memory of the earlier value if it fits: this runs in every step.
-            value = self._noted[name].value if name in self._noted else None
+            # Reuse the memory of an earlier value if it fits: this runs in every step.
+            _, _, before, value = self._noted.get(name, (None,) * 4)
             if value is None or value.shape != p.shape or value.device != p.device:
                 value = p.detach().clone()
             else:
                 value.copy_(p.detach())
-            self._noted[name] = _Noted(p, p._version, value)
+            self._latest[name] = _Noted(p, p._version, value, before)
+        self._noted |= self._latest
 
     def forget(self) -> None:
         """Release the values."""
@@ -83,6 +86,20 @@ class NotedModel:
             compare = thorough or parameter._version != noted.version
             if other or (compare and _differ(parameter, noted.value)):
                 changed.append(name)
+        return changed
+
+    def replaced(self, thorough: bool = False) -> list[str]:
+        """Return the changed parameters, or [] if a limit may have changed them.
+
+        A limit of weights, such as a maximum norm, acts in a forward pass or after a
+        step, and leaves other parameters as the step made them. Weights that are loaded
+        differ in each parameter that the step has moved.
+        """
+        changed = self.changed(thorough)
+        for name, noted in self._latest.items() if changed else ():
+            moved = noted.before is not None and _differ(noted.value, noted.before)
+            if moved and name not in changed:
+                return []
         return changed
 
     def check_device(self) -> None:

@@ -88,9 +88,6 @@ def train_by(
     singles = SingleExamples(model, hooks)
     named = f"loop {getattr(loop, '__qualname__', loop)}"
 
-    def nothing() -> DataError:
-        return nothing_trained(singles.dropped, len(data), settings.batch_size)
-
     def batches() -> Generator[tuple[Any, Tensor], None, None]:
         columns: bool | None = None
         order = settings.batches(len(data), stream("batches"))
@@ -131,12 +128,12 @@ def train_by(
             except Exception as error:  # the user's code may raise anything
                 # A mean over no batches divides by zero. The reason is the batches.
                 if singles.dropped and not sizes:
-                    raise nothing() from error
+                    raise nothing_trained(len(data)) from error
                 # On a node of a network, the text may quote data.
                 why = described(error, with_text=not on_network_node())
                 raise ConfigError(f"{named} raised {why}") from error
     if singles.dropped and not sizes:
-        raise nothing()
+        raise nothing_trained(len(data))
     if not sizes:
         raise ConfigError(
             f"{named} took no batch. Write: for inputs, targets in batches."

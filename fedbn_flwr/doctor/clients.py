@@ -4,9 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from contextlib import (
+    AbstractContextManager,
+    closing,
+    contextmanager,
+    nullcontext,
+    suppress,
+)
 from dataclasses import dataclass
 from itertools import chain, islice
+from operator import index
 from typing import Any
 
 import torch
@@ -199,9 +206,9 @@ def _epoch(loader: Iterable[Any]) -> list[list[int]] | None:
     if not hasattr(data, "__len__"):
         return None
     # Take at most one batch per example, because the sampler may be endless.
-    epoch = [list(batch) for batch in islice(sampler, len(data))]
-    if all(isinstance(index, int) for index in chain(*epoch)):
-        return epoch
+    # Without a conversion, equal indices that are tensors would count as different.
+    with suppress(TypeError):
+        return [[*map(index, batch)] for batch in islice(sampler, len(data))]
     return None
 
 

@@ -22,7 +22,13 @@ from fedbn_flwr.lab.references import (
     with_alone,
 )
 from fedbn_flwr.lab.run_files import RunFiles
-from fedbn_flwr.training.tasks import higher_is_better, in_percent, quantity_of
+from fedbn_flwr.server.runs.round_outcome import listed
+from fedbn_flwr.training.tasks import (
+    REGRESSION,
+    higher_is_better,
+    in_percent,
+    quantity_of,
+)
 
 
 @dataclass(frozen=True)
@@ -76,7 +82,7 @@ def facts_of(
             tests = run.lines[run.final["round"] - 1].get("clients", {}).values()
             own = run.headline.removeprefix("personal-")
             count = sum(of_site.get(own) is not None for of_site in tests)
-            about = f"Mean test {directed(metric)} of {count} sites"
+            about = f"Mean test {directed(metric)} of {counted(count, 'site')}"
             about += " that trained" if held_out else ""
         more = f"after round {run.final['round']}"
         at = best(curve, key=lambda tested: curve[tested])
@@ -91,6 +97,16 @@ def facts_of(
         more = f"never trained: {_named([row['site'] for row in held_out])}"
         about = f"Mean test {directed(metric)} of held-out sites"
         facts.append(Fact(about, value + unit, more))
+    # A site that was tested has other metrics.
+    undefined = [
+        site_label(row)
+        for row in sites
+        if row.get("value") is None and {*row["metrics"].values()} - {None}
+    ]
+    if undefined:
+        of_all = f"{len(undefined)} of {counted(len(sites), 'site')}"
+        more = f"{listed(undefined)}: the targets of the test examples are all equal"
+        facts.append(Fact(f"Without {metric}", of_all, more))
     for one in comparisons:
         tone = ""
         if one.established:
@@ -120,8 +136,8 @@ def _worst_site(known: Sequence[Mapping[str, Any]], metric: str, unit: str) -> F
     row, sizes = rows[0], [one["examples"] for one in rows]
     more = site_label(row)
     if len(rows) > 1:
-        more = f"{len(rows)} of {len(known)} sites, {min(sizes)} to {max(sizes)} test"
-        more += " examples each"
+        size = " to ".join(map(str, dict.fromkeys((min(sizes), max(sizes)))))
+        more = f"{len(rows)} of {len(known)} sites, {size} test examples each"
     elif row.get("low") is not None:
         low, high = shown(row["low"], metric), shown(row["high"], metric)
         more += f", 95 % interval {low} to {high}"
@@ -195,6 +211,8 @@ def next_step(
         rate = run.config.learning_rate
         lower = min(rate / 10, 0.1)  # a usual rate, however high the rate was
         why = f"Use a lower learning rate: it was {rate:g}. Try {lower:g}."
+        if quantity_of(run.headline) in REGRESSION.allowed:
+            why = f"First scale the targets to about -1 to 1. {why}"
         return _step(why, changed_command(run, f"learning-rate={lower:g}"))
     if not run.summary:
         return None if run.running else _step("Continue the run.", resume)
@@ -248,6 +266,11 @@ def shown(value: float | None, key: str, sign: str = "") -> str:
     if value is None:
         return "-"
     return f"{100 * value:{sign}.1f}" if in_percent(key) else f"{value:{sign}.4f}"
+
+
+def counted(count: int, noun: str) -> str:
+    """Return a count with its noun, such as "1 site" or "2 sites"."""
+    return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
 def directed(metric: str) -> str:

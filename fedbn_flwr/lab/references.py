@@ -12,9 +12,11 @@ from typing import Any
 
 from fedbn_flwr.errors import ConfigError, FedBNError
 from fedbn_flwr.lab.config import Config, read_overrides
+from fedbn_flwr.lab.config.fields import config_fields
 from fedbn_flwr.lab.files import CONFIG_FILE, refuse_no_run, trained
 from fedbn_flwr.lab.output.folder import RunFolder
 from fedbn_flwr.lab.run_files import RunFiles
+from fedbn_flwr.server.methods.params_by_method import PARAMS
 from fedbn_flwr.training.tasks import higher_is_better, quantity_of
 
 ALONE = "standalone"
@@ -60,6 +62,10 @@ def alone_command(config: Config, out: Path) -> str:
     """
     values = config.to_mapping()
     defaults = {field.alias: field.default for field in Config.model_fields.values()}
+    # A method may have a default of its own.
+    alone = PARAMS[ALONE]
+    for name, setting in config_fields(alone).items():
+        defaults[name.replace("_", "-")] = alone.model_fields[setting].default
     options = [f"--set strategy={ALONE}", "--set eval-on=personal-own"]
     for group in ("data", "clients", "model", "rounds", "local training", "tests"):
         for key in Config.keys(group):

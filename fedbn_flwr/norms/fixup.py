@@ -130,7 +130,7 @@ def use_fixup(model: nn.Module) -> tuple[nn.Module, tuple[Replacement, ...]]:
     # Choose the replacement of each BatchNorm by its place in a block.
     last = {id(block.norms[-1]) for block in blocks}
     on_shortcut = {id(norm) for block in blocks for norm in block.shortcut_norms}
-    fallback = next(model.parameters())
+    fallback = blocks[0].branch[0].weight
 
     def replacement(layer: _BatchNorm, path: str) -> nn.Module:
         like = fallback if layer.weight is None else layer.weight

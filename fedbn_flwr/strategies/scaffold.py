@@ -83,6 +83,7 @@ from fedbn_flwr.server.methods.params_by_method import ScaffoldParams
 from fedbn_flwr.server.methods.travels import Extra, Travels
 from fedbn_flwr.server.strategy import NamedOptions, Strategy
 from fedbn_flwr.training.client_hook import ClientHook, Entries, Extras
+from fedbn_flwr.training.optimizers import dense_gradient
 
 _NEEDS_SGD = (
     "scaffold corrects plain SGD: its variates are changes of the weights divided by K"
@@ -168,13 +169,14 @@ class ControlVariates(ClientHook):
             for group in optimizer.param_groups:
                 rates |= dict.fromkeys(group["params"], float(group["lr"]))
         for name, parameter in model.named_parameters():
-            if parameter.grad is None or name in self._local:
+            gradient = None if name in self._local else dense_gradient(parameter)
+            if gradient is None:
                 continue
             # If ``parameter`` was frozen until now, it still has the value x.
             if name not in self._start and parameter.requires_grad:
                 self._begin_with(name, parameter)
             if name in self._start:
-                parameter.grad += self._correction[name]
+                gradient += self._correction[name]
                 if parameter in rates:
                     self._rates[name][rates[parameter]] += 1
 

@@ -111,7 +111,10 @@ def join_last(batches: Sequence[Tensor]) -> list[Tensor]:
 
 
 class Entries(Protocol):
-    """The parameters and buffers of a model, or of its ``Layout``."""
+    """The modules, parameters and buffers of a model, or of its ``Layout``."""
+
+    def modules(self) -> Iterable[nn.Module]:
+        """Return the modules."""
 
     def parameters(self) -> Iterable[nn.Parameter]:
         """Return the parameters."""
@@ -211,11 +214,15 @@ def device_of(model: Entries) -> torch.device:
 def _dtype_of(model: Entries) -> torch.dtype:
     """Return the dtype of the model's first real floating-point entry.
 
-    If there is no such entry, the first trained complex entry decides. If there is
+    Parameters of layers come before all others, such as a factor of the outputs: a
+    single number, or a parameter of a module with children, does not take inputs. If
+    there is no such entry, the first trained complex entry decides. If there is
     neither, the result is torch's default dtype.
     """
+    layers = (m for m in model.modules() if next(m.children(), None) is None)
+    first = (p for layer in layers for p in layer.parameters() if p.numel() > 1)
     first_complex = None
-    for entry in _entries(model):
+    for entry in itertools.chain(first, _entries(model)):
         if entry.is_floating_point():
             return entry.dtype
         # a complex table that is not trained does not reveal the dtype of the inputs

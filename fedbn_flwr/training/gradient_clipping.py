@@ -29,6 +29,7 @@ from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.training.head import head_of
 from fedbn_flwr.training.model_state import unwrap
 from fedbn_flwr.training.optimizer_hooks import before_steps, stepping_optimizers
+from fedbn_flwr.training.optimizers import dense_gradient
 
 __all__ = ["clip_gradients", "clip_in_steps", "exclude_head"]
 
@@ -64,8 +65,8 @@ def clip_gradients(
         return
     excluded = {id(parameter) for parameter in exclude}
     for parameter in parameters:
-        gradient = parameter.grad
-        if gradient is None or id(parameter) in excluded:
+        gradient = None if id(parameter) in excluded else dense_gradient(parameter)
+        if gradient is None:
             continue
         # lambda * max(|W|, eps)
         allowed = _unit_norms(parameter).clamp_(min=eps).mul_(clipping)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
+from operator import index
 from typing import Any
 
 import torch
@@ -215,7 +216,11 @@ def _chosen(loader: Any) -> list[int] | None:
     if sampler is None:
         return None
     if isinstance(sampler, (SubsetRandomSampler, DistributedSampler)):
-        return sorted(getattr(sampler, "indices", None) or set(sampler))
+        # A pass of a SubsetRandomSampler would draw from its generator. Its indices may
+        # be an array or a tensor.
+        if isinstance(sampler, SubsetRandomSampler):
+            return sorted(map(index, sampler.indices))
+        return sorted(map(index, set(sampler)))
     # A SequentialSampler uses all examples in an epoch. A RandomSampler does so unless
     # it is set to draw fewer or more. A subclass may choose examples.
     known = (SequentialSampler, RandomSampler)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fedbn_flwr.errors import ConfigError, DataError
+from fedbn_flwr.errors import ConfigError, DataError, FedBNError
 from fedbn_flwr.training.attributes import Attributes
 from fedbn_flwr.training.batches import (
     Batches,
@@ -44,6 +44,10 @@ __all__ = ["TrainResult", "train"]
 
 # Examples per batch in the search for a target that counts (known and not ignored).
 _LOOKED_AT = 256
+ONE_BY_ONE = (
+    "batch-size=1 leaves one example in each batch, so BatchNorm cannot compute a"
+    " variance: use a batch-size above 1, or another norm"
+)
 
 
 @dataclass(frozen=True)
@@ -103,11 +107,11 @@ def train(
             does not use its result.
 
     Raises:
-        ConfigError: the model has no trainable parameter, or the loss has parameters
-            that are not in the model.
-        DataError: the data are empty or have no counted target; every batch had one
-            example and was dropped; outputs or targets do not fit the task; or the loss
-            is not finite, because an input is NaN or infinite.
+        ConfigError: the model has no trainable parameter, every batch had one example
+            and was dropped, or the loss has parameters that are not in the model.
+        DataError: the data are empty or have no counted target; the only example was
+            dropped; outputs or targets do not fit the task; or the loss is not finite,
+            because an input is NaN or infinite.
         NormLayerError: the forward pass of a BatchNorm layer raises a ValueError; the
             message names the layer. Or a compiler fails at an in-place operation
             between layers that a hook computes.
@@ -160,7 +164,7 @@ def train(
     for hook in hooks:
         metrics |= hook.end(bare)
     if not totals.steps:
-        raise nothing_trained(singles.dropped, len(data), settings.batch_size)
+        raise nothing_trained(len(data))
     result = totals.result(singles.dropped, metrics)
     if result.loss == 0:
         _refuse_without_targets(data, task)
@@ -351,15 +355,12 @@ def _refuse_without_targets(data: Batches, task: Task) -> None:
     )
 
 
-def nothing_trained(dropped: int, num_examples: int, batch_size: int) -> DataError:
+def nothing_trained(num_examples: int) -> FedBNError:
     """Return the error of a round in which all batches were dropped."""
+    if num_examples > 1:
+        return ConfigError(ONE_BY_ONE)
     # A single example is a batch of one for every batch size.
-    remedy = f"use a batch-size above 1 (it is {batch_size})"
-    if num_examples == 1:
-        remedy = (
-            "this client has one training example: give it more examples, leave it out"
-        )
     return DataError(
-        f"all {dropped} batches have one example, so BatchNorm cannot compute a"
-        f" variance: {remedy}, or use another norm"
+        "this client has one training example, so BatchNorm cannot compute a variance:"
+        " give it more examples, leave it out, or use another norm"
     )

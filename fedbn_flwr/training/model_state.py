@@ -75,6 +75,10 @@ class Layout:
             state[name] = owner[leaf].detach()  # type: ignore[union-attr]
         return state
 
+    def modules(self) -> list[nn.Module]:
+        """Return each module once, as ``model.modules()`` does."""
+        return self._modules
+
     def parameters(self) -> list[nn.Parameter]:
         """Return each parameter once, as ``model.parameters()`` does."""
         return self._parameters

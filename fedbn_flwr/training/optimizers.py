@@ -19,7 +19,14 @@ from torch import nn
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.training.settings import LocalTraining
 
-__all__ = ["PlainSGD", "make_optimizer", "sgd", "sgd_step", "take_step"]
+__all__ = [
+    "PlainSGD",
+    "dense_gradient",
+    "make_optimizer",
+    "sgd",
+    "sgd_step",
+    "take_step",
+]
 
 
 class _Unwrapped(torch.optim.Optimizer):
@@ -104,8 +111,23 @@ def take_step(optimizer: torch.optim.Optimizer) -> None:
     # hooks around its step.
     if type(optimizer) is PlainSGD:
         sgd_step(optimizer)
-    else:
-        optimizer.step()
+        return
+    # Torch's Adam refuses sparse gradients.
+    for group in optimizer.param_groups if isinstance(optimizer, _Unwrapped) else ():
+        for parameter in group["params"]:
+            dense_gradient(parameter)
+    optimizer.step()
+
+
+def dense_gradient(parameter: torch.Tensor) -> torch.Tensor | None:
+    """Return the gradient of a parameter, after making a sparse gradient dense.
+
+    An embedding may have a sparse gradient. Torch cannot add a dense tensor to it.
+    """
+    gradient = parameter.grad
+    if gradient is not None and gradient.layout is not torch.strided:
+        gradient = parameter.grad = gradient.to_dense()
+    return gradient
 
 
 @torch.no_grad()
@@ -121,6 +143,7 @@ def sgd_step(optimizer: PlainSGD) -> None:
         if not parameters:
             continue
         if group["weight_decay"]:
+            gradients = [dense_gradient(p) for p in parameters]
             gradients = torch._foreach_add(
                 gradients, parameters, alpha=group["weight_decay"]
             )

@@ -295,3 +295,12 @@ def test_a_running_number_of_a_module_is_no_layers_statistics() -> None:
             self.register_buffer("running_loss", torch.zeros(shape))
 
     assert other_layers(nn.Sequential(Smoothed(()), Smoothed((3,)))) == ["1"]
+
+
+def test_a_name_with_the_signs_of_a_glob_names_its_own_layer() -> None:
+    names = ("bn[0]", "bn[!0]", "bn*", "bn?")
+    model = nn.ModuleDict({name: nn.BatchNorm1d(2) for name in names})
+    parts = split_state(model)
+    for name in names:
+        assert name in [layer.path for layer in parts.only(name).layers]
+        assert f"{name}.weight" in parts.with_personal(name).personal

@@ -291,10 +291,11 @@ def epochs(
     *,
     wrap: bool,
     when: int,
+    after_step: Callable[..., object] = lambda: None,
 ) -> None:
     """Train three epochs and put the first weights back after epoch ``when``.
 
-    This happens inside the block.
+    This happens inside the block. ``after_step`` is called after each step.
     """
     hook.receive({}, {})
     rules = Hooks(model, {"hook": hook})
@@ -309,6 +310,7 @@ def epochs(
                 optimizer.zero_grad()
                 F.cross_entropy(model(inputs), targets).backward()
                 optimizer.step()
+                after_step()
             present = copy.deepcopy(model.state_dict())
             best = best or present
             if put is not None and epoch == when:
@@ -318,17 +320,17 @@ def epochs(
                 put(model, present)
 
 
-@pytest.mark.parametrize(("put", "when"), [(load, 2), (load, 1), (copy_data, 2)])
-@pytest.mark.parametrize(
-    ("make", "wrap"),
-    [
-        (ControlVariates, True),
-        (BNControlVariates, True),
-        (lambda: GlobalStatistics(False), True),
-        (lambda: GlobalStatistics(True), False),
-        (lambda: HybridStatistics(False, share=False), True),
-    ],
+OF_ALL_STEPS = (
+    (ControlVariates, True),
+    (BNControlVariates, True),
+    (lambda: GlobalStatistics(False), True),
+    (lambda: GlobalStatistics(True), False),
+    (lambda: HybridStatistics(False, share=False), True),
 )
+
+
+@pytest.mark.parametrize(("put", "when"), [(load, 2), (load, 1), (copy_data, 2)])
+@pytest.mark.parametrize(("make", "wrap"), OF_ALL_STEPS)
 def test_weights_of_an_earlier_step_are_refused_where_a_method_sums_over_all_steps(
     make, wrap: bool, put, when: int, mlp, points
 ) -> None:
@@ -341,6 +343,71 @@ def test_weights_of_an_earlier_step_are_refused_where_a_method_sums_over_all_ste
         epochs(mlp(), data, make(), put, wrap=wrap, when=when)
     epochs(mlp(), data, make(), put, wrap=wrap, when=-1)  # put back after each test
     epochs(mlp(), data, make(), None, wrap=wrap, when=-1)
+
+
+def test_weights_of_an_earlier_step_are_refused_where_a_part_has_trained_before(
+    mlp, points
+) -> None:
+    """The head has its last value in all later states, so it reveals nothing."""
+    model, hook = mlp(), ControlVariates()
+    hook.receive({}, {})
+    rules, states = Hooks(model, {"hook": hook}), []
+    head, body = (
+        rules.wrap(torch.optim.SGD(part.parameters(), RATE))
+        for part in (model[3], model[:3])
+    )
+
+    def train() -> None:
+        with rules.block():
+            for optimizer in (head, head, body, body):
+                model.zero_grad()
+                points(12, 1).loss(model).backward()
+                optimizer.step()
+                states.append(copy.deepcopy(model.state_dict()))
+            model.load_state_dict(states[2])
+
+    with pytest.raises(ConfigError, match=r"parameters \('0.weight', ...\) changed"):
+        train()
+
+
+def limit_by_copy(weight: nn.Parameter) -> None:
+    with torch.no_grad():
+        weight.copy_(torch.renorm(weight, 2, 0, 0.2))
+
+
+def limit_by_data(weight: nn.Parameter) -> None:
+    weight.data = torch.renorm(weight.data, 2, 0, 0.2)
+
+
+def limit_in_place(weight: nn.Parameter) -> None:
+    weight.data.renorm_(2, 0, 0.2)
+
+
+@pytest.mark.parametrize("limit", [limit_by_copy, limit_by_data, limit_in_place])
+@pytest.mark.parametrize("layer", [0, 3])
+@pytest.mark.parametrize("place", ["forward", "step"])
+@pytest.mark.parametrize(
+    ("make", "wrap"), [*OF_ALL_STEPS, (lambda: ProximalTerm(MU), True)]
+)
+def test_a_limit_of_weights_is_no_other_state(
+    make, wrap: bool, place: str, layer: int, limit, mlp, points
+) -> None:
+    """The oracle is plain torch: in the first round, SCAFFOLD corrects by zero."""
+    data, states = points(12, 1), []
+
+    def tested(model: nn.Module, state: Any) -> None:
+        model(data.inputs)
+
+    for hook in (make(), ClientHook()):
+        model = mlp()
+        limited = functools.partial(limit, model[layer].weight)
+        if place == "forward":
+            model[layer].register_forward_pre_hook(lambda *_, act=limited: act())
+        after = limited if place == "step" else lambda: None
+        epochs(model, data, hook, tested, wrap=wrap, when=-1, after_step=after)
+        states.append(weights(model))
+        assert model[layer].weight.norm(dim=1).max() <= 0.2
+    assert make is not ControlVariates or torch.equal(*states)
 
 
 @pytest.mark.parametrize(

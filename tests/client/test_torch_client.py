@@ -280,10 +280,11 @@ def test_statistics_are_measured_on_plain_training_data(points, mlp, caplog) -> 
     assert not caplog.messages
 
 
-def test_a_sampler_chooses_the_examples_of_a_pass() -> None:
+@pytest.mark.parametrize("form", [list, tuple, np.array, torch.tensor])
+def test_a_sampler_chooses_the_examples_of_a_pass(form: Any) -> None:
     """Otherwise, statistics would include examples of others or of validation."""
     data = TensorDataset(torch.arange(10.0), torch.zeros(10))
-    chosen = SubsetRandomSampler([7, 2, 5])
+    chosen = SubsetRandomSampler(form([7, 2, 5]))
     in_order = BatchSampler(chosen, 2, drop_last=False)
     for loader in (
         DataLoader(data, 2, sampler=chosen),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -282,15 +283,17 @@ def test_examples_of_a_sorted_loader_are_drawn_from_all_of_it(kind: str) -> None
         assert (min(seen.targets.tolist()) >= 10) == (kind == "of a subset")
 
 
+@pytest.mark.parametrize("form", [list, torch.tensor])
 @pytest.mark.parametrize("limit", [8, 40])
-def test_an_example_that_a_sampler_repeats_is_used_once(limit: int) -> None:
+def test_an_example_that_a_sampler_repeats_is_used_once(limit: int, form: Any) -> None:
     """Repeated examples add no information.
 
     Equal clients that balance their classes would seem to differ.
     """
     data = torch.utils.data.TensorDataset(torch.arange(20.0)[:, None], torch.arange(20))
     sampler = torch.utils.data.WeightedRandomSampler([1.0] * 10 + [0.1] * 10, 40)
-    loader = torch.utils.data.DataLoader(data, batch_size=8, sampler=sampler)
+    drawn = form([*sampler])
+    loader = torch.utils.data.DataLoader(data, batch_size=8, sampler=drawn)
     seen = read_clients([loader], limit)[0]
     assert len({*seen.targets.tolist()}) == len(seen) == min(limit, len(seen))
     assert (seen.batch_size, seen.first_only) == (8, False)

@@ -127,6 +127,28 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
+@pytest.mark.parametrize("sizes", [(3, 3), (3, 4)])
+def test_a_site_without_a_value_is_named_if_it_was_tested(
+    folder: Path, sizes: tuple[int, int]
+) -> None:
+    """AUROC needs two classes. A site that was not tested has no metric at all."""
+    found = RunFiles.read(folder)
+    no_value = {"value": None, "examples": 9}
+    rows = [
+        {"site": "one class", **no_value, "metrics": {"loss": 0.1, "accuracy": None}},
+        {"site": "away", **no_value, "metrics": {}},
+    ]
+    for at, size in enumerate(sizes):
+        worst = {"site": f"{at}", "value": 0.5, "examples": size, "metrics": {}}
+        rows.append(worst)
+    facts = {fact.about: fact for fact in facts_of(found, rows)}
+    undefined, worst_sites = facts["Without accuracy"], facts["Worst site"]
+    assert undefined.value == "1 of 4 sites"
+    assert undefined.more.startswith("one class: ")
+    assert ("3 to 4 test" in worst_sites.more) == (sizes == (3, 4))
+    assert "3 to 3" not in worst_sites.more
+
+
 def test_a_doctor_that_fails_takes_no_report(
     folder: Path, tmp_path: Path, monkeypatch, caplog
 ) -> None:
@@ -447,6 +469,7 @@ def test_the_command_that_trains_the_sites_alone_runs_and_is_comparable(
     run(Config.make(settings), tmp_path / "fixbn")
     of_run = RunFiles.read(tmp_path / "fixbn")
     command = alone_command(of_run.config, tmp_path / "standalone")
+    assert "agc" not in command  # it has its default
     done = CliRunner().invoke(app, shlex.split(command)[1:])
     assert done.exit_code == 0, done.output
     (found,) = references_of(of_run)

@@ -247,17 +247,12 @@ def test_nothing_to_train_on(points, mlp) -> None:
         match=r"^no training examples: leave this client out or give it data$",
     ):
         run(mlp(), points(0))
-    with pytest.raises(DataError) as error:
+    with pytest.raises(ConfigError, match="use a batch-size above 1, or another norm"):
         run(mlp(), points(3), batch_size=1)
-    assert (
-        str(error.value)
-        == "all 3 batches have one example, so BatchNorm cannot compute a"
-        " variance: use a batch-size above 1 (it is 1), or use another norm"
-    )
     with pytest.raises(
         DataError,
         match=(
-            "this client has one training example: give it more examples, leave it out,"
+            r"this client has one training example, .* give it more examples, leave it"
         ),
     ):
         run(mlp(), points(1), batch_size=4)

@@ -103,10 +103,14 @@ def test_inputs_get_the_models_format() -> None:
     ).shape == (4, 3)
 
 
-@pytest.mark.parametrize(
-    "table", [torch.arange(4), torch.ones(4, dtype=torch.complex64)]
-)
-def test_inputs_get_the_dtype_of_the_first_real_entry(table: torch.Tensor) -> None:
+@pytest.mark.parametrize("shape", [(), (4,), (4, 4)])
+@pytest.mark.parametrize("dtype", [torch.int64, torch.complex64, torch.float64])
+def test_inputs_get_the_dtype_of_the_first_layer(
+    shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    """A parameter of the model itself may be a factor of the outputs."""
+    table = torch.ones(shape, dtype=dtype)
+
     class Looked(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -117,7 +121,8 @@ def test_inputs_get_the_dtype_of_the_first_real_entry(table: torch.Tensor) -> No
     assert inputs_for(model)(torch.rand(2, 4)).dtype == torch.float16
     assert inputs_for(model)(torch.arange(2)).dtype == torch.int64
     del model.last
-    assert inputs_for(model)(torch.rand(2, 4)).dtype == torch.float32
+    alone = dtype if dtype.is_floating_point else torch.float32
+    assert inputs_for(model)(torch.rand(2, 4)).dtype == alone
     assert (
         inputs_for(nn.Linear(4, 2, dtype=torch.complex64))(torch.rand(2, 4)).dtype
         == torch.complex64

@@ -103,8 +103,10 @@ app = _App(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
-console = Console(markup=False, highlight=False)
-complaints = Console(stderr=True, markup=False, highlight=False)
+# Texts of users may contain rich's marks for styles and emoji, such as [red] or :ok:.
+_PLAIN: Any = {"markup": False, "emoji": False, "highlight": False}
+console = Console(**_PLAIN)
+complaints = Console(stderr=True, **_PLAIN)
 _WIDE = 1000  # largest width of a table in a file or a pipe, in characters
 
 
@@ -157,7 +159,7 @@ def say(text: object = "", style: str | None = None, on: Console = console) -> N
     # A terminal wraps long lines between words. In a file or a pipe, lines are not
     # wrapped.
     if not on.is_terminal:
-        on = Console(file=on.file, width=_WIDE, markup=False, highlight=False)
+        on = Console(file=on.file, width=_WIDE, **_PLAIN)
     on.print(text, style=style, soft_wrap=not on.is_terminal)
 
 

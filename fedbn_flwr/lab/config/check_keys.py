@@ -34,11 +34,16 @@ def of_name(key: str, name: str, allowed: Collection[str]) -> list[Problem]:
 
 
 def _unknown(key: str, keys: Collection[str]) -> Problem:
-    """Return the problem of an unknown key, with the nearest key."""
+    """Return the problem of an unknown key, with the nearest keys."""
     hint = " No key has a similar name."
-    near = difflib.get_close_matches(key, keys, n=1)
+    # A key may be meant by its initials or by one of its words. Keys of all methods
+    # come first.
+    near = [k for k in keys if key == "".join(word[0] for word in k.split("-"))]
+    near += [k for k in keys if key in k.split("-")]
+    near.sort(key=lambda k: len(methods_with(k.replace("-", "_"))))
+    near = near or difflib.get_close_matches(key, keys, n=1)
     if near:
-        hint = f" Did you mean {near[0]!r}?"
+        hint = f" Did you mean {' or '.join(map(repr, near[:3]))}?"
     return Problem("unknown-key", f"unknown key {key!r}.{hint}", key)
 
 

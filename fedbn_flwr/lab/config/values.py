@@ -39,11 +39,6 @@ def read_settings(path: Path | None, overrides: Sequence[str]) -> list[dict[str,
     from fedbn_flwr.lab.config.yaml_text import read_overrides, read_yaml
 
     in_file = read_yaml(path, "config") if path else {}
-    if not isinstance(in_file, dict):
-        raise ConfigError(
-            f"config {path} must be a mapping of keys to values, not"
-            f" {type(in_file).__name__}"
-        )
     return [in_file, read_overrides(overrides)]
 
 

@@ -38,17 +38,17 @@ UNREADABLE = (yaml.YAMLError, ValueError)
 """
 
 
-def read_yaml(path: Path, what: str) -> Any:
-    """Return the content of a YAML file.
+def read_yaml(path: Path, what: str) -> dict[Any, Any]:
+    """Return the content of a YAML file, a mapping.
 
     Args:
         path: the file.
         what: "config" or "study", for errors.
 
     Raises:
-        ConfigError: the file is absent, is not YAML, or has keys twice in one mapping.
-            The error names all these keys. Readers of YAML usually take the last value
-            of such a key.
+        ConfigError: the file is absent, is not YAML, is no mapping, or has keys twice
+            in one mapping. The error names all these keys. Readers of YAML usually take
+            the last value of such a key.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -65,6 +65,11 @@ def read_yaml(path: Path, what: str) -> Any:
     lines = [f"{what} {path}: {one}. Remove one of them" for one in repeated]
     if lines:
         raise ConfigError("\n".join(lines))
+    if not isinstance(content, dict):
+        got = "is empty" if content is None else f"is a {type(content).__name__}"
+        raise ConfigError(
+            f"{what} {path} {got}, but it must have keys and values, such as seed: 1"
+        )
     return content
 
 

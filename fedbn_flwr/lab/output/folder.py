@@ -243,8 +243,7 @@ class RunFolder:
     def settings(path: Path) -> dict[str, Any]:
         """Return the ``config.yaml`` of the folder's run, or {} without a run."""
         config = path / "config.yaml"
-        content = read_yaml(config, "config") if config.is_file() else None
-        return content if isinstance(content, dict) else {}
+        return read_yaml(config, "config") if config.is_file() else {}
 
     @staticmethod
     def refuse_shorter(path: Path, num_rounds: int) -> None:

@@ -33,9 +33,11 @@ from fedbn_flwr.privacy.counters import refuse_cumulative
 from fedbn_flwr.problems import Problem, tell
 from fedbn_flwr.training.first_look import first_look
 from fedbn_flwr.training.freezing import layers_of
+from fedbn_flwr.training.loop import ONE_BY_ONE
 from fedbn_flwr.training.model_state import copied
 from fedbn_flwr.training.randomness import seeded
 from fedbn_flwr.training.settings import share_of
+from fedbn_flwr.training.single_examples import refusing_layers
 
 
 @dataclass(frozen=True)
@@ -241,8 +243,8 @@ def _try_model(config: Config, model: nn.Module) -> list[str]:
     The passes change the running statistics of the model.
 
     Raises:
-        ConfigError: the model fails, its outputs do not fit the task, or it has no
-            parameter to train.
+        ConfigError: the model fails, its outputs do not fit the task, it has no
+            parameter to train, or BatchNorm cannot train on batches of one example.
     """
     # Apply the augmentation, because it may not fit the images.
     examples = torch.zeros(2, *data_of(config).shape, dtype=torch.uint8)
@@ -261,6 +263,12 @@ def _try_model(config: Config, model: nn.Module) -> list[str]:
             " requires_grad=False, or there are none. Leave some of them trainable."
         )
     _outputs(config, model.train(), noise)
+    if config.batch_size == 1 and refusing_layers(model, noise[:1]):
+        methods = None if config.strategy == CENTRALIZED else method_of(config).methods
+        # In a synchronised step, and with frozen statistics, one example is enough.
+        phases = methods.phases() if methods else []
+        if not any(phase.exchanges or phase.frozen for phase in phases):
+            raise ConfigError(ONE_BY_ONE)
     return [f"model {config.model!r} {told}"] if told else []
 
 

@@ -24,6 +24,7 @@ from fedbn_flwr.messages.records import Traffic, num_bytes, to_record, to_state
 from fedbn_flwr.server.methods.shared_bn import SHARED_BN
 from fedbn_flwr.server.methods.together import Methods
 from fedbn_flwr.training.attributes import unchanged
+from fedbn_flwr.training.batches import inputs_for
 from fedbn_flwr.training.freezing import layers_of, stays_in_eval
 
 
@@ -270,7 +271,7 @@ class _Costs:
             exchanged, rows = exchanges.cost(gradient)
             number += exchanged
             values += channels * rows
-        width = next(model.parameters()).element_size()
+        width = inputs_for(model)(torch.zeros(1)).element_size()
         size = width * values
         apart = width * exchanges.apart * len(calls)
         clients = self._num_clients
@@ -363,7 +364,6 @@ def batchnorm_calls(model: nn.Module, config: Config) -> tuple[tuple[int, bool],
     gradient. A layer that is called twice has two calls. Layers that stay in eval mode
     are left out.
     """
-    parameter = next(model.parameters())
     calls: list[tuple[int, bool]] = []
 
     def note(
@@ -383,7 +383,7 @@ def batchnorm_calls(model: nn.Module, config: Config) -> tuple[tuple[int, bool],
 
     # Run the model in eval mode, so that its statistics do not move.
     shape = (2, *data_of(config).shape)
-    inputs = torch.zeros(shape, dtype=parameter.dtype, device=parameter.device)
+    inputs = inputs_for(model)(torch.zeros(shape))
     try:
         with unchanged(model), torch.enable_grad():
             model.eval()(inputs)

@@ -260,8 +260,7 @@ class Study(BaseModel):
             ConfigError: the file is not a study.
         """
         read = read_yaml(path, "study")
-        # Content that is not a mapping is reported by the validation below.
-        if overrides and isinstance(read, dict):
+        if overrides:
             base = read.get("base") or {}
             if isinstance(base, dict):
                 read["base"] = merged([base, read_overrides(overrides)])

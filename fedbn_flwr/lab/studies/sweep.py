@@ -242,8 +242,8 @@ def _refuse_folder_of_another(study: Study, out: Path) -> None:
     if not (out / STUDY_FILE).exists():
         return
     content = read_yaml(out / STUDY_FILE, "study")
-    # A file without the form of a study may be replaced.
-    name = content.get("name", study.name) if isinstance(content, dict) else study.name
+    # A file without a name may be replaced.
+    name = content.get("name", study.name)
     if name != study.name:
         raise ConfigError(
             f"out={str(out)!r} has the study {name!r}. The tables of {study.name!r}"

@@ -106,5 +106,6 @@ class MomentumBuffers(ClientHook):
         buffers = {}
         for name, parameter in self._parameters.items():
             if (name not in self._local) == shared and states.get(parameter):
-                buffers[name] = states[parameter]["momentum_buffer"]
+                # Sparse gradients make a sparse buffer, and records are dense.
+                buffers[name] = states[parameter]["momentum_buffer"].to_dense()
         return buffers

@@ -165,6 +165,9 @@ def of_pydantic(
         allowed = limits(fields[name]) if name in fields else ""
         if one["type"] == "literal_error":
             text = str(unknown_name(name, value, get_args(fields[name].annotation)))
+        elif one["type"] == "int_from_float":
+            wanted = " and ".join(filter(None, ["a whole number", allowed]))
+            text = f"{name}={value!r} must be {wanted}"
         elif allowed and isinstance(value, (int, float)):
             text = f"{name}={value!r} must be {allowed}"
         else:

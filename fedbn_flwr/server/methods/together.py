@@ -41,7 +41,9 @@ States = Mapping[str, Any]
 TOO_LARGE_STEPS = (
     "Likely cause: the training steps are too large for the model. In small runs a"
     " lower learning-rate (a tenth or less) helped, and for a deep model without"
-    " normalisation also norm=batch."
+    " normalisation also norm=batch. If the task is a regression, first scale the targets"
+    " to about -1 to 1: the loss is a square, so targets such as 25 to 346 make large"
+    " steps."
 )
 _VALUE = "value"  # key in a checkpoint of a state that is not a dataclass
 

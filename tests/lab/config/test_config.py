@@ -184,7 +184,8 @@ def test_a_number_where_text_is_wanted_is_text() -> None:
 @pytest.mark.parametrize(
     ("content", "named"),
     [
-        (b"- a\n- b\n", "not list"),
+        (b"- a\n- b\n", "is a list"),
+        (b"# no key\n", "is empty"),
         (b"a: [", "config "),
         (b"\x89PNG\r\n\x1a\n", "UTF-8"),
         (b"a: \xff", "UTF-8"),

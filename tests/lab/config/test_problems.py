@@ -70,6 +70,21 @@ def test_the_title_is_the_name_of_the_combination(name: str) -> None:
     assert Config.make(combination).title == "fedprox+fedadam+mtfl+fixbn"
 
 
+@pytest.mark.parametrize(
+    ("key", "said"),
+    [
+        ("lr", "'learning-rate'"),
+        ("rounds", "'num-server-rounds'"),
+        ("num-server-rounds", "a whole number"),
+    ],
+)
+def test_a_short_name_and_half_a_round_name_the_right_setting(
+    key: str, said: str
+) -> None:
+    with pytest.raises(ConfigError, match=said):
+        Config.make({key: 2.5})
+
+
 # Problems found without torch: single keys, names, combinations of keys, and keys
 # without effect, all together.
 FIRST = {

@@ -314,7 +314,7 @@ BAD: dict[str, tuple[Any, dict[str, Any], str]] = {
     "targets that are texts": (
         of(torch.zeros(4, 3), ["ill"] * 4),
         {},
-        "site 0, part 'train', example 0",
+        "site 0, part 'train', example 0: TypeError: 'ill' is not a number",
     ),
     "a class too many": (of(torch.zeros(4, 3), ONE + 7), {"num_classes": 2}, "0 to 1"),
     "groups of other examples": (

@@ -16,7 +16,7 @@ from fedbn_flwr.errors import DataError
 from fedbn_flwr.lab.data import Augment, Subset
 from fedbn_flwr.lab.data.folders import open_image_files
 from fedbn_flwr.lab.data.image_files.damage import refuse_damaged_files
-from fedbn_flwr.lab.data.image_files.decoding import pixels
+from fedbn_flwr.lab.data.image_files.decoding import is_transparent, pixels
 from fedbn_flwr.lab.data.samples import Samples, Shape
 
 COUNT = 11
@@ -191,3 +191,14 @@ def test_damage_of_every_kind_and_channels_of_16_bits_are_found(tmp_path: Path) 
         ),
     ):
         refuse_damaged_files(paths)
+
+
+@pytest.mark.parametrize("alpha", [255, 254, 0])
+@pytest.mark.parametrize("mode", ["RGBA", "LA"])
+def test_an_image_is_transparent_if_a_pixel_is(
+    tmp_path: Path, mode: str, alpha: int
+) -> None:
+    image = Image.new("RGBA", (4, 4), "white")
+    image.putpixel((1, 2), (9, 9, 9, alpha))
+    image.convert(mode).save(tmp_path / "image.png")
+    assert is_transparent(tmp_path / "image.png") == (alpha < 255)

@@ -26,6 +26,7 @@ from fedbn_flwr.lab.runs.run import run
 from fedbn_flwr.strategies import STRATEGIES
 from fedbn_flwr.training import LearningRate, LocalTraining
 from fedbn_flwr.training.client_hook import RetryStep
+from fedbn_flwr.training.loop import ONE_BY_ONE
 from tests.support.every_key import BASE, OWN
 
 CASES: dict[str, dict[str, Any]] = {
@@ -177,13 +178,20 @@ def test_targets_in_columns_have_the_shape_and_type_of_the_outputs(
     assert found[1] == pytest.approx(found[0], rel=2e-4, abs=2e-5)
 
 
-def test_a_site_whose_batches_are_all_dropped_is_named_and_no_mean_over_nothing(
-    tmp_path: Path,
+@pytest.mark.parametrize("loop", ["", f"{__name__}:sgd"])
+@pytest.mark.parametrize("strategy", ["fedavg", "fixbn", "scaffold", "hbn"])
+def test_batches_of_one_example_are_refused_once(
+    strategy: str, loop: str, tmp_path: Path
 ) -> None:
-    """The loop divides by the number of its examples, which is zero."""
-    config = Config.make({**BASE, "batch-size": 1, "loop": f"{__name__}:sgd"})
-    with pytest.raises(FedBNError, match="all 2 batches have one example"):
-        run(config, tmp_path, workers=0)
+    """A loop may divide by the number of its examples, which is zero.
+
+    A method that freezes statistics may train on one example, but not in round 1.
+    """
+    settings = {**BASE, "batch-size": 1, "loop": loop, "strategy": strategy}
+    with pytest.raises(ConfigError) as error:
+        run(Config.make(settings), tmp_path / "out", workers=0)
+    assert str(error.value).count(ONE_BY_ONE) == 1
+    assert (tmp_path / "out").exists() == (strategy in ("fixbn", "hbn"))
 
 
 @pytest.mark.parametrize(

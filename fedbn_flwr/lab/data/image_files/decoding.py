@@ -88,12 +88,15 @@ def size_of(path: Path) -> tuple[int, int] | None:
 
 
 def is_transparent(path: Path) -> bool:
-    """Return whether an image has transparent pixels, from its header."""
+    """Return whether an image has transparent pixels."""
     from PIL import Image
 
     try:
         with Image.open(path) as image:
-            return image.has_transparency_data
+            if not image.has_transparency_data:
+                return False
+            alpha: Any = image.convert("RGBA").getchannel("A")
+            return bool(alpha.getextrema()[0] < 255)
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):
         return False
 

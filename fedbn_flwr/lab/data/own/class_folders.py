@@ -135,8 +135,8 @@ def _sizes(paths: Sequence[Path]) -> list[tuple[int, int]]:
 def _image_folders(root: Path) -> dict[Path, list[str]]:
     """Return the innermost folders, each with the sorted names of its image files.
 
-    An innermost folder without images is included, because it still names a class.
-    Hidden files and folders are left out.
+    An innermost folder without images is included if it is as deep as a folder with
+    images, because it still names a class. Hidden files and folders are left out.
     """
     folders, others = {}, list[str]()
     for name, below, files in os.walk(root, followlinks=True):
@@ -153,10 +153,16 @@ def _image_folders(root: Path) -> dict[Path, list[str]]:
                 others.append(str((Path(name) / file).relative_to(root)))
         if images or (not below and Path(name) != root):
             folders[Path(name)] = sorted(images)
+    # An archive may leave an empty folder, such as __MACOSX.
+    depths = {len(folder.parts) for folder, images in folders.items() if images}
+    for folder in [*folders]:
+        if len(folder.parts) not in depths:
+            others.append(str(folder.relative_to(root)))
+            del folders[folder]
     if others:
         logger.warning(
-            "folder %s: left out %d of the files, because their names do not end in %s:"
-            " %s",
+            "folder %s: left out %d of the files and empty folders, because their names"
+            " do not end in %s: %s",
             root,
             len(others),
             ", ".join(SUFFIXES),

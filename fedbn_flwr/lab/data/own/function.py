@@ -248,7 +248,10 @@ def _as_pair(data: Any, at: int) -> tuple[Tensor, Tensor]:
 
 def _as_tensor(value: Any) -> Tensor:
     if not isinstance(value, Tensor):
-        value = torch.from_numpy(np.array(value))
+        array = np.array(value)
+        if array.dtype.kind not in "biufc":
+            raise TypeError(f"{value!r} is not a number. Number the classes from 0")
+        value = torch.from_numpy(array)
     if value.is_complex():
         raise TypeError(f"complex numbers ({value.dtype}). {COMPLEX}")
     # Some libraries have their own class of tensors that torch cannot stack, such as
