@@ -75,9 +75,9 @@ def read_folder(request: OwnData) -> Records:
         )
     classes = sorted({place.label for place in places.values()})
     # Two names are spellings of one class, unless a client has a folder for each class.
-    names = {unicodedata.normalize("NFKC", label).casefold() for label in classes}
-    (_, most), *_ = Counter(place[:2] for place in places.values()).most_common(1)
-    if len(names) < len(classes) and most < len(classes):
+    folded = {unicodedata.normalize("NFKC", label).casefold() for label in classes}
+    most = max(Counter(place[:2] for place in places.values()).values())
+    if len(folded) < len(classes) and most < len(classes):
         raise request.problem(
             f"some class folders, {shown([*map(ascii, classes)], 100)}, differ only in"
             " capital letters or in the encoding of a character, and no client has all"
