@@ -7,7 +7,8 @@ import gc
 import os
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,11 @@ if TYPE_CHECKING:
 
 _ARENA_MAX, _MMAP_THRESHOLD, _TRIM_THRESHOLD = -8, -3, -1  # options of mallopt(3)
 _GROUPS, _OWN = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+_OPEN = Path("/proc/self/fd")
+
+# Flags and position of each file that was open at the fork, by descriptor. A fork
+# inherits the value, but a new process has no value.
+_FILES = ContextVar[dict[int, tuple[int, int]]]("files")
 
 
 def num_cores() -> int:
@@ -72,6 +78,8 @@ def threads(count: int) -> Iterator[None]:
 @contextmanager
 def forking() -> Iterator[None]:
     """Let the block fork this process. The fork must call ``begin_fork`` first."""
+    # Save the positions now, because this process moves them after the fork.
+    before = _FILES.set(_open_files())
     # Prevent garbage collection in the fork until it calls ``begin_fork``.
     collects = gc.isenabled()
     gc.disable()
@@ -82,18 +90,48 @@ def forking() -> Iterator[None]:
             warnings.simplefilter("ignore", DeprecationWarning)
             yield
     finally:
+        _FILES.reset(before)
         if collects:
             gc.enable()
 
 
 def begin_fork() -> None:
-    """Collect garbage in this process, a fork, but never inherited objects.
+    """Separate this process, a fork, from its parent.
 
-    The deletion of a native object (a channel, a session) may need threads of its
-    library that exist only in the parent, and could end this process by SIGSEGV.
+    The parent and its forks have one position in each file that was open at the fork. A
+    data set would read other rows if another process moved the position in between. So
+    open these files again. This works for each object that reads a file, also in C.
+
+    Garbage is collected, but never inherited objects. The deletion of a native object
+    (a channel, a session) may need threads of its library that exist only in the
+    parent, and could end this process by SIGSEGV.
     """
     gc.freeze()
     gc.enable()
+    for descriptor, (flags, position) in _FILES.get({}).items():
+        # The link leads to the file itself, even if it was renamed or deleted.
+        own = os.open(_OPEN / str(descriptor), flags)
+        os.lseek(own, position, os.SEEK_SET)
+        os.dup2(own, descriptor, os.get_inheritable(descriptor))
+        os.close(own)
+
+
+def _open_files() -> dict[int, tuple[int, int]]:
+    """Return flags and position of each open regular file that this process can read.
+
+    Files that are only written keep a common position, so that the lines of several
+    processes follow each other in a log. So do the standard streams, 0 to 2.
+    """
+    found = {}
+    for path in _OPEN.glob("*"):
+        descriptor = int(path.name)
+        with suppress(OSError):  # the descriptor of this listing is closed again
+            _, position, _, flags, *_ = Path(f"{_OPEN}info", path.name).read_text().split()
+            # The other flags concern the path and the speed.
+            kept = int(flags, 8) & (os.O_ACCMODE | os.O_APPEND)
+            if path.is_file() and descriptor > 2 and not kept & os.O_WRONLY:
+                found[descriptor] = kept, int(position)
+    return found
 
 
 def keep_freed_memory() -> None:
