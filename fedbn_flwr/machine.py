@@ -5,12 +5,15 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
+import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
+from logging import Logger
 from pathlib import Path
-from typing import TYPE_CHECKING
+from types import FrameType, FunctionType, ModuleType
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
@@ -18,6 +21,8 @@ if TYPE_CHECKING:
 _ARENA_MAX, _MMAP_THRESHOLD, _TRIM_THRESHOLD = -8, -3, -1  # options of mallopt(3)
 _GROUPS, _OWN = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 _OPEN = Path("/proc/self/fd")
+# The folders of Python, of installed packages and of this package.
+_LIBRARIES = sys.prefix, sys.base_prefix, str(Path(__file__).parent)
 
 # Flags and position of each file that was open at the fork, by descriptor. A fork
 # inherits the value, but a new process has no value.
@@ -109,11 +114,13 @@ def begin_fork() -> None:
     gc.freeze()
     gc.enable()
     for descriptor, (flags, position) in _FILES.get({}).items():
-        # The link leads to the file itself, even if it was renamed or deleted.
-        own = os.open(_OPEN / str(descriptor), flags)
-        os.lseek(own, position, os.SEEK_SET)
-        os.dup2(own, descriptor, os.get_inheritable(descriptor))
-        os.close(own)
+        # A library may have closed its file, when it noticed the fork.
+        with suppress(FileNotFoundError):
+            # The link leads to the file itself, even if it was renamed or deleted.
+            own = os.open(_OPEN / str(descriptor), flags)
+            os.lseek(own, position, os.SEEK_SET)
+            os.dup2(own, descriptor, os.get_inheritable(descriptor))
+            os.close(own)
 
 
 def _open_files() -> dict[int, tuple[int, int]]:
@@ -126,12 +133,54 @@ def _open_files() -> dict[int, tuple[int, int]]:
     for path in _OPEN.glob("*"):
         descriptor = int(path.name)
         with suppress(OSError):  # the descriptor of this listing is closed again
-            _, position, _, flags, *_ = Path(f"{_OPEN}info", path.name).read_text().split()
+            _, position, _, flags, *_ = (
+                Path(f"{_OPEN}info", path.name).read_text().split()
+            )
             # The other flags concern the path and the speed.
             kept = int(flags, 8) & (os.O_ACCMODE | os.O_APPEND)
             if path.is_file() and descriptor > 2 and not kept & os.O_WRONLY:
                 found[descriptor] = kept, int(position)
     return found
+
+
+def not_for_forks(root: object) -> str:
+    """Return a text about a connection or a pipe that an object has, or "".
+
+    A fork cannot open it again. The search follows attributes, elements and closures,
+    and in users' modules the classes and the global objects that functions name.
+    """
+    seen, left = set[int](), [root]
+    while left:
+        each: Any = left.pop()
+        # Most elements of a large list are numbers and texts.
+        if id(each) in seen or not gc.is_tracked(each):
+            continue
+        seen.add(id(each))
+        with suppress(Exception):  # it has no descriptor, or is closed
+            path = _OPEN / str(each.fileno())
+            if each.fileno() > 2 and (path.is_socket() or path.is_fifo()):
+                return (
+                    f"the clients use an object of class {type(each).__qualname__}, and"
+                    " processes cannot share a connection or a pipe. Open it at its"
+                    " first use in each process (os.getpid())"
+                )
+        left += _referents(each)
+    return ""
+
+
+def _referents(value: Any) -> list[Any]:
+    # These lead to the whole program.
+    if isinstance(value, ModuleType | Logger | FrameType):
+        return []
+    if not isinstance(value, FunctionType | type):
+        return gc.get_referents(value)
+    file = getattr(sys.modules.get(value.__module__), "__file__", "")
+    is_library = str(file).startswith(_LIBRARIES)
+    if isinstance(value, type):
+        return [] if is_library else gc.get_referents(value)
+    names = () if is_library else value.__code__.co_names
+    found = map(value.__globals__.get, names)
+    return [value.__closure__, value.__defaults__, *found]
 
 
 def keep_freed_memory() -> None:

@@ -104,14 +104,18 @@ def test_a_fork_reads_at_its_own_positions_and_writes_at_common_ones(
     tmp_path: Path,
 ) -> None:
     (tmp_path / "table").write_bytes(bytes(range(9)))
+    closed = (tmp_path / "table").open("rb")
     modes = {"table": "rb", "log": "wb", "notes": "a+b"}
-    table, log, notes = ((tmp_path / name).open(mode, 0) for name, mode in modes.items())
+    table, log, notes = (
+        (tmp_path / name).open(mode, 0) for name, mode in modes.items()
+    )
     table.seek(4)
     waits, goes = os.pipe()
     with forking():
         fork = os.fork()
         if not fork:
             os.read(waits, 1)
+            closed.close()
             begin_fork()
             log.write(table.read(2))
             notes.write(b"fork")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import mmap
 import os
+import socket
 import sqlite3
 import time
 from pathlib import Path
@@ -40,6 +41,18 @@ class ByPosition:
         return np.frombuffer(self.file.read(TABLE[0].nbytes))
 
 
+class Connection(dict[str, Any]):
+    """Asks for rows at a connection that cannot be opened again."""
+
+    def __init__(self) -> None:
+        self.ends = socket.socketpair(type=socket.SOCK_DGRAM)
+
+    def __missing__(self, row: str) -> Any:
+        self.ends[0].send(row.encode())
+        time.sleep(1e-4)  # another process takes the answer now
+        return TABLE[int(self.ends[1].recv(9))]
+
+
 class Database(dict[str, Any]):
     def __init__(self, path: Path) -> None:
         self.base = sqlite3.connect(path, check_same_thread=False)
@@ -59,7 +72,7 @@ def opened(folder: Path) -> list[Any]:
     TABLE.tofile(path)
     np.savez(folder / "t.npz", **{str(n): row for n, row in enumerate(TABLE)})
     # Libraries use flags that would refuse the link in /proc.
-    file = open(path, "rb", opener=lambda *of: os.open(of[0], of[1] | os.O_NOFOLLOW))
+    file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), "rb")
     memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     files = [file, memory, path.open("r+b", 0)]
     path.unlink()
@@ -87,12 +100,21 @@ class Rows(Dataset[Any]):
         return torch.from_numpy(values), row % 3
 
 
+@pytest.mark.parametrize("connected", [False, True])
 @pytest.mark.parametrize("seed", range(2))
 def test_open_files_belong_to_one_process(
-    federate: Any, mlp: Any, same_bits: Any, tmp_path: Path, monkeypatch: Any, seed: int
+    federate: Any,
+    mlp: Any,
+    same_bits: Any,
+    tmp_path: Path,
+    monkeypatch: Any,
+    caplog: Any,
+    connected: bool,
+    seed: int,
 ) -> None:
-    files = opened(tmp_path)
-    of_object, of_closure, of_class, *of_module = Random(seed).sample(files, 5)
+    files = [*opened(tmp_path), Connection()][: 5 + connected]
+    Random(seed).shuffle(files)
+    of_object, of_closure, of_class, *of_module = files
     monkeypatch.setattr(Rows, "of_class", of_class, raising=False)
     monkeypatch.setitem(globals(), "OF_MODULE", of_module)
     sites = [Rows(site, of_object, of_closure) for site in range(SITES)]
@@ -108,10 +130,13 @@ def test_open_files_belong_to_one_process(
     for workers in (0, SITES):
         same_bits(run(sites, workers).state, wanted.state)
     # Workers of a loader inherit the files from a process of the grid.
-    loaded = [batches_of(DataLoader(site, num_workers=1)) for site in sites]
+    loaded = [batches_of(DataLoader(site, num_workers=2)) for site in sites]
     same_bits(run(loaded, 2, 1).state, wanted.history[1])
     first, again, model = run(sites, 2, 1), FedAvg(), mlp()
     again.load_state_dict(first.strategy.state_dict(), 1)
     model.load_state_dict(first.tensors)
     resumed = run(sites, 2, 2, again, lambda: copy.deepcopy(model))
     same_bits(resumed.state, wanted.state)
+    # With a connection, one process trains and reads.
+    told = {one.module for one in caplog.records if one.levelname == "WARNING"}
+    assert told == ({"in_process", "read_ahead"} if connected else set())
