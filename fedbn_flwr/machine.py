@@ -5,17 +5,28 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
+import sys
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
+from logging import Logger
 from pathlib import Path
-from typing import TYPE_CHECKING
+from types import FrameType, FunctionType, ModuleType
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
 
 _ARENA_MAX, _MMAP_THRESHOLD, _TRIM_THRESHOLD = -8, -3, -1  # options of mallopt(3)
 _GROUPS, _OWN = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+_OPEN = Path("/proc/self/fd")
+# The folders of Python, of installed packages and of this package.
+_LIBRARIES = sys.prefix, sys.base_prefix, str(Path(__file__).parent)
+
+# Flags and position of each file that was open at the fork, by descriptor. A fork
+# inherits the value, but a new process has no value.
+_FILES = ContextVar[dict[int, tuple[int, int]]]("files")
 
 
 def num_cores() -> int:
@@ -72,6 +83,8 @@ def threads(count: int) -> Iterator[None]:
 @contextmanager
 def forking() -> Iterator[None]:
     """Let the block fork this process. The fork must call ``begin_fork`` first."""
+    # Save the positions now, because this process moves them after the fork.
+    before = _FILES.set(_open_files())
     # Prevent garbage collection in the fork until it calls ``begin_fork``.
     collects = gc.isenabled()
     gc.disable()
@@ -82,18 +95,92 @@ def forking() -> Iterator[None]:
             warnings.simplefilter("ignore", DeprecationWarning)
             yield
     finally:
+        _FILES.reset(before)
         if collects:
             gc.enable()
 
 
 def begin_fork() -> None:
-    """Collect garbage in this process, a fork, but never inherited objects.
+    """Separate this process, a fork, from its parent.
 
-    The deletion of a native object (a channel, a session) may need threads of its
-    library that exist only in the parent, and could end this process by SIGSEGV.
+    The parent and its forks have one position in each file that was open at the fork. A
+    data set would read other rows if another process moved the position in between. So
+    open these files again. This works for each object that reads a file, also in C.
+
+    Garbage is collected, but never inherited objects. The deletion of a native object
+    (a channel, a session) may need threads of its library that exist only in the
+    parent, and could end this process by SIGSEGV.
     """
     gc.freeze()
     gc.enable()
+    for descriptor, (flags, position) in _FILES.get({}).items():
+        # A library may have closed its file, when it noticed the fork.
+        with suppress(FileNotFoundError):
+            # The link leads to the file itself, even if it was renamed or deleted.
+            own = os.open(_OPEN / str(descriptor), flags)
+            os.lseek(own, position, os.SEEK_SET)
+            os.dup2(own, descriptor, os.get_inheritable(descriptor))
+            os.close(own)
+
+
+def _open_files() -> dict[int, tuple[int, int]]:
+    """Return flags and position of each open regular file that this process can read.
+
+    Files that are only written keep a common position, so that the lines of several
+    processes follow each other in a log. So do the standard streams, 0 to 2.
+    """
+    found = {}
+    for path in _OPEN.glob("*"):
+        descriptor = int(path.name)
+        with suppress(OSError):  # the descriptor of this listing is closed again
+            _, position, _, flags, *_ = (
+                Path(f"{_OPEN}info", path.name).read_text().split()
+            )
+            # The other flags concern the path and the speed.
+            kept = int(flags, 8) & (os.O_ACCMODE | os.O_APPEND)
+            if path.is_file() and descriptor > 2 and not kept & os.O_WRONLY:
+                found[descriptor] = kept, int(position)
+    return found
+
+
+def not_for_forks(root: object) -> str:
+    """Return a text about a connection or a pipe that an object has, or "".
+
+    A fork cannot open it again. The search follows attributes, elements and closures,
+    and in users' modules the classes and the global objects that functions name.
+    """
+    seen, left = set[int](), [root]
+    while left:
+        each: Any = left.pop()
+        # Most elements of a large list are numbers and texts.
+        if id(each) in seen or not gc.is_tracked(each):
+            continue
+        seen.add(id(each))
+        with suppress(Exception):  # it has no descriptor, or is closed
+            path = _OPEN / str(each.fileno())
+            if each.fileno() > 2 and (path.is_socket() or path.is_fifo()):
+                return (
+                    f"the clients use an object of class {type(each).__qualname__}, and"
+                    " processes cannot share a connection or a pipe. Open it at its"
+                    " first use in each process (os.getpid())"
+                )
+        left += _referents(each)
+    return ""
+
+
+def _referents(value: Any) -> list[Any]:
+    # These lead to the whole program.
+    if isinstance(value, ModuleType | Logger | FrameType):
+        return []
+    if not isinstance(value, FunctionType | type):
+        return gc.get_referents(value)
+    file = getattr(sys.modules.get(value.__module__), "__file__", "")
+    is_library = str(file).startswith(_LIBRARIES)
+    if isinstance(value, type):
+        return [] if is_library else gc.get_referents(value)
+    names = () if is_library else value.__code__.co_names
+    found = map(value.__globals__.get, names)
+    return [value.__closure__, value.__defaults__, *found]
 
 
 def keep_freed_memory() -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from fedbn_flwr import machine
-from fedbn_flwr.machine import memory_bytes, num_cores
+from fedbn_flwr.machine import begin_fork, forking, memory_bytes, num_cores
 
 
 @pytest.mark.parametrize(
@@ -98,3 +98,33 @@ def test_freed_memory_is_kept_unless_the_environment_sets_it() -> None:
     assert 4 * kept < without
     _, of_the_environment = _page_faults(MALLOC_TRIM_THRESHOLD_="100000")
     assert 4 * kept < of_the_environment
+
+
+def test_a_fork_reads_at_its_own_positions_and_writes_at_common_ones(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "table").write_bytes(bytes(range(9)))
+    closed = (tmp_path / "table").open("rb")
+    modes = {"table": "rb", "log": "wb", "notes": "a+b"}
+    table, log, notes = (
+        (tmp_path / name).open(mode, 0) for name, mode in modes.items()
+    )
+    table.seek(4)
+    waits, goes = os.pipe()
+    with forking():
+        fork = os.fork()
+        if not fork:
+            os.read(waits, 1)
+            closed.close()
+            begin_fork()
+            log.write(table.read(2))
+            notes.write(b"fork")
+            os._exit(0)
+    table.seek(7)
+    log.write(b"first")
+    notes.write(b"first")
+    os.write(goes, b".")
+    os.waitpid(fork, 0)
+    assert (table.tell(), log.tell()) == (7, 7)
+    assert (tmp_path / "log").read_bytes() == b"first" + bytes([4, 5])
+    assert (tmp_path / "notes").read_bytes() == b"firstfork"

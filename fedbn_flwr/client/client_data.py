@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from flwr.app import Context
 from torch import nn
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, Dataset
 
 from fedbn_flwr.errors import ConfigError, DataError
@@ -17,8 +22,11 @@ from fedbn_flwr.messages.protocol import VALIDATION, MessageConfig, own_node_id
 from fedbn_flwr.training.batches import Batches
 from fedbn_flwr.training.evaluation import evaluate
 from fedbn_flwr.training.loaded import LoadedBatches
-from fedbn_flwr.training.randomness import torch_generator
+from fedbn_flwr.training.randomness import seeded, torch_generator
+from fedbn_flwr.training.run_memory import first_time
 from fedbn_flwr.training.tasks import Task
+
+logger = logging.getLogger("flwr")
 
 Examples = Batches | Dataset[Any]
 """A data set that a ``TorchClient`` takes."""
@@ -83,6 +91,29 @@ class ClientData:
         positions = torch.tensor([0, min(1, len(data) - 1)])
         # Pass a generator: data sets with random transforms warn without one.
         return data.batch(positions, torch.Generator())[0]
+
+    def read_twice(self, client: int | str) -> None:
+        """Log a warning if two reads of two examples under one seed differ.
+
+        A process does this once in a run for each client.
+        """
+        if not first_time("read twice", client):
+            return
+        # The user's code may raise any exception. The training will raise it again.
+        with suppress(Exception), seeded(0):
+            first = tree_leaves(self.two_inputs())
+            with seeded(0):
+                again = tree_leaves(self.two_inputs())
+            same = partial(np.array_equal, equal_nan=True)
+            if not all(map(same, first, again)) and first_time("own random state"):
+                logger.warning(
+                    "The data set of client %s has a random generator or a position of"
+                    " its own: two reads of the same examples differ, although the"
+                    " default generators of torch, NumPy and Python were seeded alike."
+                    " The results then depend on the number of processes and on a"
+                    " resume. Draw from the default generators.",
+                    client,
+                )
 
 
 @dataclass(frozen=True)

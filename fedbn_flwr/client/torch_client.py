@@ -230,6 +230,7 @@ class TorchClient(NumPyClient):
         _refuse_before_training(cached, config)
         if len(self.data.train):
             cached.look(self.data.two_inputs, self.task)
+            self.data.read_twice(self.streams.client)
         sent = TrainConfig.read(config)
         cached.check_head(sent.head, self.data.two_inputs)
         local = entries_that_stay(cached, sent)

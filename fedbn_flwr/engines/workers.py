@@ -35,7 +35,7 @@ from fedbn_flwr.engines.client_work import Job, work_of
 from fedbn_flwr.engines.link import Broadcasts, Packed, WorkerPipe
 from fedbn_flwr.engines.worker_process import ANSWER, CALL, READY, WORK, serve
 from fedbn_flwr.errors import EngineError, needs_package
-from fedbn_flwr.machine import forking
+from fedbn_flwr.machine import forking, not_for_forks
 from fedbn_flwr.transport import Barrier, Dropped, RetryStep
 
 logger = logging.getLogger("flwr")
@@ -81,7 +81,7 @@ class WorkerProcesses:
 
     Raises:
         EngineError: the system is not Linux, the app cannot be sent to a new process,
-            or no process can be started.
+            a fork cannot use a connection of the app, or no process can be started.
     """
 
     def __init__(
@@ -94,6 +94,9 @@ class WorkerProcesses:
             )
         # In a fork, torch's thread pools hang and CUDA refuses to work.
         fork = torch_threads == 1 and not torch.cuda.is_available()
+        why_not = not_for_forks(app) if fork else ""
+        if why_not:
+            raise EngineError(why_not)
         context = multiprocessing.get_context("fork" if fork else "spawn")
         self._process: Callable[..., BaseProcess] = context.Process  # type: ignore[attr-defined]
         self._settings = (torch_threads, run_id)

@@ -7,6 +7,7 @@ not depend on the process that reads it, or on the batches before it.
 from __future__ import annotations
 
 import functools
+import logging
 import multiprocessing
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -18,9 +19,12 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 from torch.utils.data._utils import signal_handling
 
 from fedbn_flwr.errors import DataError
-from fedbn_flwr.machine import begin_fork, forking, threads
+from fedbn_flwr.machine import begin_fork, forking, not_for_forks, threads
 from fedbn_flwr.training.randomness import seeded
 from fedbn_flwr.training.reading import Read, draws_nothing, name_of
+from fedbn_flwr.training.run_memory import first_time
+
+logger = logging.getLogger("flwr")
 
 _OPTIONS = (
     "num_workers",
@@ -69,7 +73,10 @@ def read_ahead(
         # For a single batch, processes would start in vain.
         first = list(islice(tasks, 2))
         tasks = chain(first, tasks)
-        if len(first) > 1:
+        why_not = not_for_forks(read)
+        if why_not and first_time(why_not):
+            logger.warning("num_workers=%d is ignored, because %s.", workers, why_not)
+        if len(first) > 1 and not why_not:
             yield from _from_workers(reading, tasks, loader, data, first[0][1])
     for task in tasks:
         yield task[0], reading.batch(task)

@@ -5,6 +5,7 @@ They repeat, and they differ by round, client, kind of work and seed.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import random
 from typing import Any
@@ -14,10 +15,13 @@ import pytest
 import torch
 from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
+from torch import Tensor
+from torch.utils.data import Dataset
 
 from fedbn_flwr.engines import InProcessGrid
 from fedbn_flwr.messages.records import to_record
 from fedbn_flwr.mods import bn_mod
+from fedbn_flwr.strategies import FedAvg
 
 KINDS = ("train", "evaluate", "query.statistics")
 
@@ -75,3 +79,34 @@ def test_an_app_draws_anew_in_each_round_client_kind_and_seed(mods: Any) -> None
         )
     assert runs[0] == runs[1]
     assert len({number for found in runs[0] for number in found}) == 3 * len(cases)
+
+
+class Drawn(Dataset[Any]):
+    def __init__(self, draw: Any) -> None:
+        self.draw = draw
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, number: int) -> tuple[Tensor, int]:
+        return torch.full((5,), number + float(self.draw())), number % 3
+
+
+OWN = (
+    np.random.default_rng(0).random,
+    functools.partial(torch.rand, (), generator=torch.Generator()),
+    random.Random(0).random,
+    itertools.count().__next__,
+)
+DEFAULT = np.random.random, functools.partial(torch.rand, ()), random.random, int
+
+
+@pytest.mark.parametrize("draws", [OWN, DEFAULT], ids=["own", "default"])
+def test_a_run_names_data_with_random_state_of_their_own_once(
+    draws: Any, federate: Any, mlp: Any, caplog: Any
+) -> None:
+    for draw in draws:
+        caplog.clear()
+        federate(FedAvg(), mlp, [Drawn(draw)] * 2, rounds=2)
+        own = [one for one in caplog.records if one.module == "client_data"]
+        assert len(own) == (draws is OWN)

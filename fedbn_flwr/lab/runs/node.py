@@ -121,7 +121,10 @@ class RunClients:
         # Copy the model here and for each client, because the server uses the model
         # itself.
         model, config = copied(checked.model), checked.config
-        return cls(config, lambda: on_device(copied(model), config))
+        clients = cls(config, lambda: on_device(copied(model), config))
+        # Split the data now, so that a search of this object finds connections.
+        clients._split(config.num_clients)
+        return clients
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle only the config, since a new process builds the model itself."""
