@@ -264,7 +264,7 @@ def _numbers(
 def _far(m: Measurements, distances: Sequence[float]) -> list[str]:
     """Return the clients whose distance is at least the mean, the furthest first."""
     mean = sum(distances) / max(1, len(distances))
-    order = sorted(zip(distances, m.rest, strict=False), key=lambda pair: -pair[0])
+    order = sorted(zip(distances, m.rest, strict=True), key=lambda pair: -pair[0])
     return [name for distance, name in order if distance >= mean]
 
 

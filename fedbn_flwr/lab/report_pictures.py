@@ -5,7 +5,6 @@ from __future__ import annotations
 import html
 import io
 from collections.abc import Callable, Mapping, Sequence
-from itertools import cycle
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -67,13 +66,12 @@ def rows(
         ]
         axes.hlines(places, found["low"], found["high"], color=colours, alpha=0.6)
         kinds = found.columns.drop(["low", "high"])
-        for kind, colour, marker in zip(
-            kinds, cycle(_COLOURS), cycle(_MARKERS), strict=False
-        ):
+        for place, kind in enumerate(kinds):
+            colour = _COLOURS[place % len(_COLOURS)]
             fill = colour if kind == kinds[0] else "none"
             style: dict[str, Any] = {
                 "color": colour,
-                "marker": marker,
+                "marker": _MARKERS[place % len(_MARKERS)],
                 "markerfacecolor": fill,
             }
             axes.plot(found[kind], places, linestyle="", label=short(kind), **style)

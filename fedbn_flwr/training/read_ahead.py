@@ -66,7 +66,8 @@ def read_ahead(
             yield chosen, read(chosen or [0])
         return
     reading = _Reading(read)
-    tasks: Iterator[Task] = zip(order, _seeds(generator), strict=False)
+    seeds = _seeds(generator)
+    tasks: Iterator[Task] = ((chosen, next(seeds)) for chosen in order)
     # A daemon cannot start processes. A user's own loader may have no workers.
     workers = getattr(loader, "num_workers", 0)
     if workers and not multiprocessing.current_process().daemon:

@@ -60,6 +60,7 @@ def verdict(
     ranking = []
     for name in map(str, means.index):
         gap = frame[best] - frame[name]
+        half = half_interval(gap)
         tests = pd.Series([run.final.get(run.headline) for run in runs[name]])
         seconds = (sum(line["seconds"] for line in run.lines) for run in runs[name])
         ledgers = [run.summary["ledger"] for run in runs[name]]
@@ -69,7 +70,7 @@ def verdict(
                 "learning-rate": known[name].rate,
                 "score": frame[name].mean(),
                 "difference": None if name == best else gap.mean(),
-                "half": None if name == best else half_interval(gap),
+                "half": None if math.isnan(half) else half,
                 "test": None if tests.hasnans else tests.mean(),
                 "bytes": statistics.fmean(
                     one.get("bytes-down", 0) + one.get("bytes-up", 0) for one in ledgers
@@ -101,9 +102,11 @@ def _sites(
     Difference and interval are means over the seeds. The interval covers other test
     examples of the site.
     """
+    # Runs with one seed have the same test examples. A run may lack its counterpart.
+    others = {run.config.seed: run for run in alone}
     found = []
-    for run, other in zip(federated, alone, strict=False):
-        rows, unknown = site_rows(run, other)
+    for run in federated if others else ():
+        rows, unknown = site_rows(run, others.get(run.config.seed))
         if unknown:
             return [], [unknown]
         found += [{**row, "site": site_label(row)} for row in rows]
@@ -140,13 +143,19 @@ def sentences(advice: Mapping[str, Any]) -> Iterator[str]:
     cheaper: list[str] = []
     undecided: list[str] = []
     for row in others:
-        if row["half"] is not None:
-            gap, half = row["difference"], row["half"]
+        gap, half = row["difference"], row["half"]
+        spread = "with every seed"
+        if half is not None:
             low, high = (shown(end, metric, "+") for end in (gap - half, gap + half))
-            text = f"{row['method']} ({shown(gap, metric, '+')}, 95 % interval {low} to"
-            (better if abs(gap) > half else undecided).append(f"{text} {high})")
-            if abs(gap) <= half and row["exchanges"] < first["exchanges"]:
-                cheaper.append(f"{row['method']} {row['exchanges']:g}")
+            spread = f"95 % interval {low} to {high}"
+        text = f"{row['method']} ({shown(gap, metric, '+')}, {spread})"
+        # Equal differences have no interval, so they establish nothing.
+        if abs(gap) > (half or math.inf):
+            better.append(text)
+            continue
+        undecided.append(text)
+        if row["exchanges"] < first["exchanges"]:
+            cheaper.append(f"{row['method']} {row['exchanges']:g}")
     if better:
         yield f"It is better than {' and '.join(better)}."
     if undecided:

@@ -19,7 +19,6 @@ from fedbn_flwr.lab.config.values import (
     RENAMED,
     merged,
     new_names,
-    number,
     read_settings,
     split,
 )
@@ -216,15 +215,18 @@ class Config(Fields):
         return {key: values[key] for key in _KEYS}
 
     def late_decays(self) -> list[str]:
-        """Return a warning for each decay at the run's last round or later."""
-        rounds = self.num_server_rounds
+        """Return a warning for each decay that changes no rate of the run."""
+        from fedbn_flwr.lab.config.method_of_config import learning_rate_of
+
+        rounds, rate = self.num_server_rounds, learning_rate_of(self)
         warnings = []
-        for text in split(self.lr_decay_at):
-            at = number(text)
-            if isinstance(at, int) and at >= rounds:
+        for text, after, factor in zip(
+            split(self.lr_decay_at), rate.decay_after, rate.factors, strict=True
+        ):
+            if factor == 1 or (after != "freeze" and int(after) >= rounds):
                 warnings.append(
-                    f"lr-decay-at={text}: the run has {rounds} rounds. Only a resumed"
-                    " run may reach it"
+                    f"lr-decay-at={text} changes no rate: its factor is {factor:g}, and"
+                    f" the run has {rounds} rounds"
                 )
         return warnings
 

@@ -234,7 +234,9 @@ class ResultWriter:
         for node_id, reason in report.reasons.items():
             if self._strategy:
                 client = self._strategy.run.nodes.node(node_id).label
-                reasons[client] = shortened(reason)
+                # The test of a client that trained may fail.
+                if client not in report.clients:
+                    reasons[client] = shortened(reason)
         return reasons
 
     def _site_names(self) -> Mapping[str, str]:

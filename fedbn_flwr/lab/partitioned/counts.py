@@ -133,6 +133,7 @@ def _untrained_classes(split: PartitionedData) -> list[str]:
         return []
     trained = np.unique(train.labels.cpu().numpy()[np.concatenate(split.train)])
     tests = [*split.test, *(rows for _, rows in split.held_out)]
+    # Held-out clients, the last names, have no validation examples.
     names = [*shown_clients(split), *split.held_out_names]
     warnings = []
     for part, samples, of_clients in (
@@ -143,7 +144,7 @@ def _untrained_classes(split: PartitionedData) -> list[str]:
         labels = samples.labels.cpu().numpy()
         found = {
             name: np.setdiff1d(labels[rows], trained)
-            for name, rows in zip(names, of_clients, strict=False)
+            for name, rows in zip(names[: len(of_clients)], of_clients, strict=True)
         }
         clients = [name for name, classes in found.items() if len(classes)]
         if clients:

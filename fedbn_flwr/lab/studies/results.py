@@ -280,7 +280,13 @@ def paired_tests(
 
 
 def half_interval(values: pd.Series) -> float:
-    """Return half of the 95 % interval of the mean over the seeds, NaN with one seed."""
+    """Return half of the 95 % interval of the mean over the seeds.
+
+    It is NaN with one seed, or if all values are equal, because then nothing is known
+    of their spread.
+    """
+    if values.max() - values.min() <= _ROUNDING:
+        return _NAN
     # Import here, because SciPy takes long to import, and the plan of a sweep does not
     # need it.
     from scipy import stats

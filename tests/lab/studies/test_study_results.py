@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import csv
 import functools
+import itertools
 import json
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
 import pytest
-from scipy.stats import ttest_rel
+from scipy.stats import ttest_1samp
 
 from fedbn_flwr.errors import ConfigError, RunFailedError
 from fedbn_flwr.lab.output.folder import DIVERGED_AT
@@ -58,43 +59,73 @@ def row(
     )
 
 
-def test_differences_to_the_first_method_are_paired_by_seed_as_scipy_does() -> None:
-    rng = np.random.default_rng(0)
-    values = {"A": rng.normal(60, 3, 5), "B": rng.normal(62, 3, 5)}
-    rows = [
-        row(method, seed, value)
-        for method, own in values.items()
-        for seed, value in enumerate(own)
-    ]
-    rows += [
-        row("A", 5, 99.0),
-        row("A", 8, 99.0),
-        row("B", 6, 0.0),
-        row("B", 7, None),
-        row("B", 8, 1.0, status="diverged"),
-    ]
-    # FedBN is tested with the clients' models, as in the papers' comparison.
-    own = {"metric": "personal-own-accuracy"}
-    rows += [
-        row("FedBN", 0, values["A"][0] + 1, **own),
-        row("FedBN", 1, values["A"][1] + 1, **own),
-    ]
-    rows += [row("Other", seed, 0.1, metric="test-mae") for seed in range(2)] + [
-        row("Late", 9, 60.0)
-    ]
-    # a method under another name differs from itself by 0
-    rows += [row("A again", seed, value) for seed, value in enumerate(values["A"])]
-    found = paired_tests(rows)
-    assert found.pop(("all", "A again")) == (0, pytest.approx(math.nan, nan_ok=True))
-    assert list(found) == [("all", "B"), ("all", "FedBN")]
-    assert found["all", "B"] == pytest.approx(
-        ((values["B"] - values["A"]).mean(), ttest_rel(values["B"], values["A"]).pvalue)
-    )
-    difference, p = found["all", "FedBN"]
-    assert (difference, math.isnan(p)) == (
-        pytest.approx(1),
-        True,
-    ), "equal differences: their spread is not known"
+MAIN = {
+    "A": "test-accuracy",
+    "A plus 1": "test-accuracy",
+    "FedBN": "personal-own-accuracy",
+    "Other": "test-mae",
+}
+"""Each method's main metric. FedBN is tested with the clients' models, as in papers."""
+
+
+def mean(values: Sequence[float], form: str) -> str:
+    return f"{np.mean(values):{form}}" if values else ""
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_the_table_of_a_study_has_the_numbers_of_scipy(seed: int) -> None:
+    """Scores are of finished runs, costs of all that ended, and pairs have one seed."""
+    draw = np.random.default_rng(seed)
+    rows: list[Any] = []
+    for split, method, number in itertools.product(["iid", "two"], MAIN, range(4)):
+        status = draw.choice(["finished", "diverged", "failed"], p=[0.6, 0.2, 0.2])
+        final = None if draw.random() < 0.1 else draw.normal(60, 3)
+        if method == "A plus 1" and final and rows[-4]["final"]:
+            final = rows[-4]["final"] + 1
+        more = {"metric": MAIN[method], "paper": 55.5, "target": 60}
+        more |= {"bytes": draw.integers(2**24), "rejected": draw.integers(2)}
+        more["rounds-to-target"] = draw.choice([None, 3, 4])
+        # In one study, all runs of a method fail.
+        if status == "failed" or (seed, split, method) == (0, "two", "Other"):
+            status, final, more = "failed", None, {"metric": None, "main": None}
+        rows.append(row(method, number, final, split=split, status=status, **more))
+
+    # A second metric is not compared.
+    losses = [one | {"metric": "loss", "main": False} for one in rows if one["metric"]]
+    finals: dict[Any, dict[int, float]] = {}
+    for line in table([*rows, *losses]).to_dict("records"):
+        name = line["split"], line["method"]
+        of = [one for one in rows if (one["split"], one["method"]) == name]
+        ended = [one for one in of if one["status"] != "failed"]
+        done = [one for one in of if one["status"] == "finished"]
+        values = {one["seed"]: one["final"] for one in done if one["final"]}
+        reached = [one["rounds-to-target"] for one in done if one["rounds-to-target"]]
+        counts = {
+            "without a value": len(done) - len(values),
+            "with lost replies": sum(one["rejected"] for one in done),
+            "diverged": len(ended) - len(done),
+            "failed": len(of) - len(ended),
+        }
+        others = [f", {count} {what}" for what, count in counts.items() if count]
+        finals[name], form, first = values, ".4f", {}
+        if "accuracy" in line["metric"]:
+            form, first = ".2f", {} if name[1] == "A" else finals[name[0], "A"]
+        gaps = [values[at] - first[at] for at in values.keys() & first.keys()]
+        scores = [*values.values()]
+        spread = f" ± {np.std(scores, ddof=1):{form}}" if len(scores) > 1 else ""
+        known = np.ptp(gaps or [0]) > 1e-9
+        expected = {
+            "runs": "".join([str(len(values)), *others]),
+            "final": mean(scores, form) + spread,
+            "MB of floats": mean([one["bytes"] / 2**20 for one in ended], ".2f"),
+            "reached": f"{len(reached)} of {len(values)}" if ended else "",
+            "rounds to it": mean(reached, ".1f"),
+            "minus paper": mean([score - 55.5 for score in scores], f"+{form}"),
+            "minus A": mean(gaps, f"+{form}"),
+            "p": f"{ttest_1samp(gaps, 0).pvalue:.3f}" if known else "",
+        }
+        assert {key: line.get(key, "") for key in expected} == expected
+    assert {*finals} == {*itertools.product(["iid", "two"], MAIN)}
 
 
 def test_a_bar_in_a_name_ends_no_cell() -> None:
@@ -169,27 +200,6 @@ def test_what_it_took_to_reach_the_target(tmp_path: Path, monkeypatch) -> None:
         for r in rows
     ]
     assert to_target == [(3, 6, 90), (None, None, None), (2, 3, 60)]
-    first, second = table(rows).to_dict("records")
-    expected = {
-        "reached": "2 of 2",
-        "rounds to it": "2.5",
-        "final": "70.00 ± 28.28",
-        "paper": "70.00 ± 2.50",
-        "minus paper": "+0.00",
-        "MB of floats": "3.00",
-        "runs": "2, 1 with lost replies",
-    }
-    assert expected.items() <= first.items()
-    empty = dict.fromkeys(("rounds to it", "paper"), "")
-    assert {"reached": "0 of 1", "runs": "1", **empty}.items() <= second.items()
-    lacking = [
-        row | {"final": None if row["seed"] else row["final"]} for row in rows[::2]
-    ]
-    (undefined,) = table(lacking).to_dict("records")
-    assert (undefined["runs"], undefined["final"]) == (
-        "1, 1 without a value, 1 with lost replies",
-        "50.00",
-    )
     write_results(study, out)
     assert "| 70.00 ± 2.50 | +0.00 |" in (out / "table.md").read_text()
     losses = study.model_copy(update={"metrics": ["test-accuracy-x", "test-loss"]})
@@ -236,21 +246,6 @@ def test_a_number_beside_a_result_does_not_change_what_is_compared(
     rows = rows_of(study, tmp_path)
     assert {row["metric"] for row in rows if row["main"]} == {"personal-own-accuracy"}
     assert paired_tests(rows)["all", "B"][0] == pytest.approx(5)
-
-
-def test_runs_that_all_failed_have_no_cost() -> None:
-    failed = [
-        row("A", seed, None, status="failed", metric=None, main=None) for seed in (0, 1)
-    ]
-    (found,) = table(failed).to_dict("records")
-    assert found == {
-        "split": "all",
-        "method": "A",
-        "metric": "-",
-        "runs": "0, 2 failed",
-    }
-    both = table([*failed, row("A", 2, 50.0)]).to_dict("records")
-    assert [line["runs"] for line in both] == ["1, 2 failed"]
 
 
 def test_a_target_that_is_reached_exactly_is_reached(tmp_path: Path) -> None:
@@ -369,31 +364,31 @@ def scored(
     return study
 
 
-@pytest.mark.parametrize("lost", [None, math.nan])
-def test_a_point_that_lacks_a_score_at_one_seed_is_not_chosen(
-    tmp_path: Path, monkeypatch, caplog: pytest.LogCaptureFixture, lost: float | None
+@pytest.mark.parametrize("higher", [True, False])
+@pytest.mark.parametrize("seed", range(4))
+def test_the_best_point_has_the_best_mean_over_all_seeds(
+    tmp_path: Path,
+    monkeypatch,
+    caplog: pytest.LogCaptureFixture,
+    higher: bool,
+    seed: int,
 ) -> None:
-    """The mean of the other seeds would favour it.
+    """The mean of the other seeds would favour a point that lacks a score.
 
     Each of two points is an end of the grid, so no warning appears.
     """
-    scores = {(0.1, 0): 0.9, (0.1, 1): lost, (0.2, 0): 0.5, (0.2, 1): 0.7}
-    study = scored(tmp_path, monkeypatch, scores)
-    (found,), chosen = tuned(study, tmp_path)
-    points = {"learning-rate=0.1": None, "learning-rate=0.2": pytest.approx(0.6)}
-    assert found.scores == points
-    assert chosen == {"BN/all": {"learning-rate": 0.2}}
-    assert not caplog.records
-
-
-@pytest.mark.parametrize(("higher", "best"), [(True, 0.1), (False, 0.2)])
-def test_the_best_point_is_the_highest_score_or_the_lowest_error(
-    tmp_path: Path, monkeypatch, higher: bool, best: float
-) -> None:
-    scores = {(0.1, 0): 0.9, (0.1, 1): 0.7, (0.2, 0): 0.5, (0.2, 1): 0.7}
-    study = scored(tmp_path, monkeypatch, scores)
+    values = np.random.default_rng(seed).random(4).round(2).tolist()
+    values[seed] = (None, math.nan, 0.5, 0.5)[seed]
+    points = itertools.product((0.1, 0.2), (0, 1))
+    study = scored(tmp_path, monkeypatch, dict(zip(points, values, strict=True)))
     monkeypatch.setattr(Task, "higher_is_better", property(lambda self: higher))
-    assert tuned(study, tmp_path)[1] == {"BN/all": {"learning-rate": best}}
+    means = np.mean(np.reshape(values, (2, 2)).astype(float), axis=1)
+    best = np.nanargmax(means if higher else -means)
+    (found,), chosen = tuned(study, tmp_path)
+    known = [score for score in found.scores.values() if score is not None]
+    assert known == pytest.approx(means[means == means])
+    assert chosen == {"BN/all": {"learning-rate": [0.1, 0.2][best]}}
+    assert not caplog.records
 
 
 def test_fedbs_is_tuned_by_the_loss_of_its_runs(tmp_path: Path) -> None:
