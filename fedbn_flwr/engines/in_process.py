@@ -427,7 +427,9 @@ class InProcessGrid(ImmediateGrid):
 
     def _is_new(self, node_id: int, context: Context) -> bool:
         try:
-            return not context.state and bool(context == self._new_context(node_id))
+            # ``vars`` also has attributes that the app has added.
+            new = vars(self._new_context(node_id))
+            return not context.state and bool(vars(context) == new)
         # If a config contains an array, the comparison does not give one truth value.
         except ValueError:
             return False

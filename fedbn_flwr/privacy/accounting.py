@@ -13,8 +13,10 @@ this noise is exact (Balle and Wang 2018).
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
+import operator
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -60,12 +62,16 @@ class PrivacyAccountant:
     def restore(self, releases: Sequence[float]) -> None:
         """Restore the releases of a run.
 
-        The function compares three lists: the argument, the releases in memory and the
-        releases in the file. It uses the longest list, because each release in it
-        happened, and writes this list to the file.
+        Each release in memory, in the argument and in the file happened. Two lists have
+        their common beginning once, and then the other releases of both. The result is
+        also written to the file.
         """
-        self.releases = max(self.releases, list(releases), self._in_file(), key=len)
-        if self.file and self.releases:
+        for further in (releases, self._in_file()):
+            same = map(operator.eq, self.releases, further)
+            common = len([*itertools.takewhile(bool, same)])
+            self.releases = [*self.releases, *further[common:]]
+        # This also removes a line that a killed process did not finish.
+        if self.file and (self.releases or self.file.exists()):
             write_atomically(self.file, "".join(map(_line, self.releases)))
 
     def _in_file(self) -> list[float]:

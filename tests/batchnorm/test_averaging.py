@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import itertools
 import warnings
+from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -14,6 +17,7 @@ from hypothesis import strategies as st
 
 from fedbn_flwr.batchnorm import averaging
 from fedbn_flwr.batchnorm.averaging import (
+    State,
     SumAhead,
     average,
     check_state,
@@ -22,6 +26,7 @@ from fedbn_flwr.batchnorm.averaging import (
 )
 from fedbn_flwr.batchnorm.parts import split_state
 from fedbn_flwr.batchnorm.reestimation import Moments, merge, pool
+from fedbn_flwr.batchnorm.sync import combine
 from fedbn_flwr.errors import NOT_FINITE, STATISTICS_NOT_FINITE, ReplyError
 from fedbn_flwr.server.methods.moment_pool import pooled_statistics
 from fedbn_flwr.server.methods.travels import TRACKED
@@ -52,11 +57,11 @@ def client(seed: int) -> dict[str, np.ndarray]:
     }
 
 
-def exact_mean(values: list[float], counts: list[int]) -> Fraction:
-    return sum(
-        (Fraction(float(v)) * n for v, n in zip(values, counts, strict=True)),
-        Fraction(0),
-    ) / sum(counts)
+def exact_variance(means: Any, variances: Any, weights: Any) -> Fraction:
+    """Return the biased variance of a mixture, given rational numbers."""
+    centre = sum(w * m for w, m in zip(weights, means, strict=True)) / sum(weights)
+    rows = zip(weights, means, variances, strict=True)
+    return Fraction(sum(w * (v + (m - centre) ** 2) for w, m, v in rows) / sum(weights))
 
 
 @settings(max_examples=200, deadline=None, derandomize=True, database=None)
@@ -79,10 +84,8 @@ def test_pooled_statistics_are_finite_or_left_out(
     counts = [count for count, _, _ in drawn]
     means = [float(dtype(mean * scale)) for _, mean, _ in drawn]
     variances = [float(dtype(abs(share) * scale)) for _, _, share in drawn]
-    centre = exact_mean(means, counts)
-    apart = [(Fraction(mean) - centre) ** 2 for mean in means]
-    exact = [one + Fraction(v) for one, v in zip(apart, variances, strict=True)]
-    biased = sum(n * v for n, v in zip(counts, exact, strict=True)) / sum(counts)
+    exact = [*map(Fraction, means)], [*map(Fraction, variances)]
+    biased = exact_variance(*exact, counts)
     unbiased = biased * sum(counts) / max(1, sum(counts) - 1)
 
     sent, states = [], []
@@ -103,127 +106,132 @@ def test_pooled_statistics_are_finite_or_left_out(
         np.testing.assert_allclose(average_of, float(biased), rtol=1e-3, atol=1e-7)
 
 
-def test_counters_take_the_maximum_and_stay_int64() -> None:
-    states = [{"c": np.asarray(n, dtype=np.int64)} for n in (9, 2**53 + 1, 10)]
-    got = average(states, [1.0, 1.0, 1.0], split_state({"c": None}))["c"]
-    assert (got.dtype, got.shape, int(got)) == (np.int64, (), 2**53 + 1)
-    flags = [{"f": np.asarray([False, True])}, {"f": np.asarray([False, False])}]
-    assert average(flags, [1.0, 1.0], split_state({"f": None}))["f"].tolist() == [
-        False,
-        True,
-    ]
+LAYERS = {
+    "half": (np.float16, 0.0),
+    "single": (np.float32, 1e4),
+    "double": (float, 1e6),
+}
+"""The dtype of each layer, and a mean whose square would hide the variance."""
 
 
-def test_one_client_is_its_own_average(same_bits) -> None:
-    state = client(3)
-    for variance in ("mean", "pooled"):
-        same_bits(average([state], [17.0], PARTS, variance), state)
+def drawn_state(draw: np.random.Generator, sizes: Sequence[int]) -> dict[str, Any]:
+    """Return entries of several shapes and types, with zeros of both signs.
 
-
-def test_inputs_are_not_changed(same_bits) -> None:
-    states, before = [client(1), client(2)], [client(1), client(2)]
-    average(states, [1.0, 2.0], PARTS, "pooled")
-    for state, copy in zip(states, before, strict=True):
-        same_bits(state, copy)
-
-
-def mixed(seed: int, sizes: list[int]) -> dict[str, np.ndarray]:
-    """Return entries of several shapes and all kinds of floats.
-
-    Some are in Fortran order, and there are zeros of both signs.
+    Some are in Fortran order.
     """
-    draw, state = np.random.default_rng(seed), {}
+    state: dict[str, Any] = {}
     for i, (size, dtype) in enumerate(
         (s, d) for s in sizes for d in ("f2", "f4", ">f4", "f8", "c8", "c16")
     ):
         values = draw.normal(size=(size, 2)) * draw.integers(0, 2, (size, 2)) * -1.0
         state[f"{i}"] = np.asarray(values.T if i % 3 else values).astype(dtype)
+    for layer, (kind, centre) in LAYERS.items():
+        state[f"{layer}.running_mean"] = (centre + draw.normal(size=2)).astype(kind)
+        state[f"{layer}.running_var"] = draw.exponential(1e-3, 2).astype(kind)
     return {
         **state,
         "scalar": np.asarray(draw.normal(), "f4"),
         "nothing": np.zeros((0, 3), "f4"),
-        "c": np.asarray(seed),
+        "count": np.asarray(2**53 + draw.integers(9)),
+        "flag": draw.integers(0, 2, 3).astype(bool),
     }
 
 
-@pytest.mark.parametrize("block", [1, 7, 64, None])
-@pytest.mark.parametrize("num_clients", [1, 9, 33])
-def test_sums_have_the_bits_of_one_client_after_the_other(
-    monkeypatch, block: int | None, num_clients: int
-) -> None:
-    """Each product is rounded, then each sum, beginning at zero.
+def summed(states: Sequence[State], p: Sequence[float], name: str) -> Any:
+    """Return sum p_i x_i, one client after the other; each operation rounds once."""
+    wide = np.complex128 if states[0][name].dtype.kind == "c" else np.float64
+    total = np.zeros(states[0][name].shape, wide)
+    for share, state in zip(p, states, strict=True):
+        total += share * state[name].astype(wide)
+    return total
 
-    Blocks do not cause fused operations or sums in pairs.
+
+@pytest.mark.parametrize(
+    ("num_clients", "seed"),
+    [*itertools.product((1, 2, 3, 5, 9, 33), range(4)), (500, 2), (500, 3)],
+)
+def test_a_combination_is_the_sum_in_float64_rounded_once(
+    monkeypatch, num_clients: int, seed: int
+) -> None:
+    """The bits depend neither on blocks nor on states that are added ahead.
+
+    A client that was never expected has no share. If a client with a share does not
+    come, the sum is divided by the shares of the others.
     """
-    monkeypatch.setattr(averaging, "_BLOCK", block or averaging._BLOCK)
-    states = [mixed(seed, [1, 2, 20]) for seed in range(num_clients)]
-    weights = [1.0 + i % 5 for i in range(num_clients)]
-    p, got = to_shares(weights), average(states, weights, split_state(states[0]))
-    assert list(got) == list(states[0])
-    for name, first in states[0].items():
-        if first.dtype.kind == "i":
-            continue
-        total = np.zeros(
-            first.shape, np.complex128 if first.dtype.kind == "c" else np.float64
-        )
-        for share, state in zip(p, states, strict=True):
-            total += share * state[name].astype(total.dtype)
-        assert (
-            weighted_sum([state[name] for state in states], p).tobytes()
-            == total.tobytes()
-        ), name
-        assert (got[name].dtype, got[name].shape) == (first.dtype, first.shape)
-        assert got[name].tobytes() == total.astype(first.dtype).tobytes(), name
+    draw = np.random.default_rng([seed, num_clients])
+    block = draw.choice([1, 7, 64, averaging._BLOCK]) if num_clients < 100 else 64
+    monkeypatch.setattr(averaging, "_BLOCK", int(block))
+    sizes = [1, 2, 20] if num_clients < 100 else [1]
+    every = [drawn_state(draw, sizes) for _ in range(num_clients)]
+    # with the last scale, the sum of the weights is infinite
+    scale = [1.0, 0.25, 1e6, 1e304][seed % 4]
+    weights = {
+        9 * i % 1009: float(draw.integers(1, 1000) * scale) for i in range(num_clients)
+    }
+    status = draw.choice(["came", "never", "late"], num_clients, p=[0.6, 0.2, 0.2])
+    if seed % 2 or "came" not in status:
+        status[:] = "came"
+    is_here, had_share = status == "came", status != "never"
+    senders = [*weights]
+    come = [i for i in range(num_clients) if is_here[i]]
+    states, own = [every[i] for i in come], [weights[senders[i]] for i in come]
+    copies = copy.deepcopy(states)
 
+    expected = [senders[i] for i in range(num_clients) if had_share[i]]
+    of_expected = to_shares([weights[sender] for sender in expected])
+    exact = [Fraction(weights[sender]) for sender in expected]
+    for share, weight in zip(of_expected, exact, strict=True):
+        right = float(weight / sum(exact))
+        assert abs(share - right) <= (4e-16 * right if scale > 1e6 else 0)
+    shares = dict(zip(expected, of_expected, strict=True))
+    early, plain = [shares[senders[i]] for i in come], to_shares(own)
 
-@pytest.mark.parametrize("variance", ["mean", "pooled"])
-@pytest.mark.parametrize("block", [7, None])
-@pytest.mark.parametrize("together", [1, 2, 9])
-@pytest.mark.parametrize("lost", [(), (0,), (1, 4)])
-def test_sums_made_ahead_need_no_state_again_and_divide_by_the_shares_that_came(
-    monkeypatch, block: int | None, variance: str, together: int, lost: tuple[int, ...]
-) -> None:
-    """The bits are those of one client after the other, and of the plain average."""
-    monkeypatch.setattr(averaging, "_BLOCK", block or averaging._BLOCK)
-    states = [{**client(seed), **mixed(seed, [1, 20])} for seed in range(5)]
-    states[1:] = [dict(reversed(state.items())) for state in states[1:]]
-    weights = {7: 3.0, 1: 1.0, 2: 0.5, 3: 7.0, 9: 2.0}
-    came = [i for i in range(5) if i not in lost]
-    ahead = SumAhead(weights, together)
-    for i in came:
-        ahead.add(list(weights)[i], states[i])
-    whole = [states[i] for i in came]
-    of_came = [list(weights.values())[i] for i in came]
-    kept = PARTS.select(TRACKED)
+    parts = split_state(states[0])
+    kept = parts.select(TRACKED)
+    ahead = SumAhead(weights, 1 + int(draw.integers(9)), {*senders} - {*expected})
+    for i, state in zip(come, states, strict=True):
+        # The first state defines the order of the entries.
+        other_order = dict(reversed(state.items()))
+        ahead.add(senders[i], state if ahead.is_empty else other_order)
     left = [
         {n: a for n, a in state.items() if n in kept or a.dtype.kind != "f"}
-        for state in whole[1:]
+        for state in states[1:]
     ]
-    got = average([whole[0], *left], of_came, PARTS, variance, ahead)
-    plain = average(whole, of_came, PARTS, variance)
-    p = to_shares(list(weights.values()))
-    for name, array in got.items():
-        if lost and array.dtype.kind == "f" and name not in kept:
-            total = np.zeros(array.shape)
-            for i in came:
-                total += p[i] * states[i][name].astype(np.float64)
-            total /= sum(p[i] for i in came)
-            assert array.tobytes() == total.astype(array.dtype).tobytes(), name
-        if lost and array.dtype.kind == "f":
-            near = 4 * float(np.finfo(array.dtype).eps)
-            np.testing.assert_allclose(array, plain[name], near, near, err_msg=name)
-        else:
-            assert array.tobytes() == plain[name].tobytes(), name
-
-
-def test_pooled_variance_does_not_cancel() -> None:
-    """The means have a spread of 2.25, but their squares differ in last digits."""
-    states = [
-        {"running_mean": np.asarray([1e9 + d]), "running_var": np.asarray([1e-3])}
-        for d in (-1.5, 1.5)
-    ]
-    got = average(states, [1.0, 1.0], split_state(states[0]), "pooled")["running_var"]
-    assert got == pytest.approx([2.251], rel=1e-14)
+    found = {
+        "plain": average(states, own, parts),
+        "ahead": average([states[0], *left], own, parts, "mean", ahead),
+        "pooled": average([states[0], *left], own, parts, "pooled", ahead),
+    }
+    for way, got in found.items():
+        assert list(got) == list(states[0])
+        for name, first in states[0].items():
+            assert (got[name].dtype, got[name].shape) == (first.dtype, first.shape)
+            if first.dtype.kind not in "fc":
+                right = np.max([state[name] for state in states], axis=0)
+            elif way == "plain" or first.dtype.kind == "c":
+                right = summed(states, plain, name)
+                sums = weighted_sum([state[name] for state in states], plain)
+                assert sums.tobytes() == right.tobytes()
+            else:
+                right = summed(states, early, name)
+                right = right if "late" not in status else right / sum(early)
+            if way != "pooled" or "running_var" not in name:
+                same = got[name].tobytes() == right.astype(first.dtype).tobytes()
+                assert same, f"{way}: {name}"
+    for name in ("1", "3") if scale <= 1e6 else ():  # of a synchronised step
+        sent = [torch.from_numpy(state[name]) for state in states]
+        right = summed(states, plain, name).astype(states[0][name].dtype)
+        assert combine("mean/0", sent, own).numpy().tobytes() == right.tobytes()
+    for layer, (kind, _) in LAYERS.items():
+        for k, value in enumerate(found["pooled"][f"{layer}.running_var"]):
+            means = [Fraction(float(s[f"{layer}.running_mean"][k])) for s in states]
+            of = [Fraction(float(s[f"{layer}.running_var"][k])) for s in states]
+            right_var = exact_variance(means, of, list(map(Fraction, own)))
+            # half a step of the dtype, and the roundings of the sum in float64
+            most = float(np.spacing(abs(kind(value)))) / 2 + num_clients * 2.0**-50
+            assert abs(float(Fraction(float(value)) - right_var)) <= most
+    for state, before in zip(states, copies, strict=True):
+        assert all(state[name].tobytes() == a.tobytes() for name, a in before.items())
 
 
 @pytest.mark.parametrize(
@@ -235,13 +243,6 @@ def test_weights_that_cannot_be_normalised(weights: list[float]) -> None:
         match="cannot be averaged: they must be finite and not negative",
     ):
         to_shares(weights)
-
-
-def test_normalise() -> None:
-    assert to_shares([1.0, 3.0, 0.0]) == [0.25, 0.75, 0.0]
-    assert to_shares([1e308, 1e308, 0.0]) == [0.5, 0.5, 0.0], (
-        "their sum is not a float64"
-    )
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import itertools
+import random
 import threading
 import time
 from collections.abc import Callable
@@ -190,36 +192,74 @@ def test_changes_of_an_app_to_its_records_are_not_seen_outside(open_grid) -> Non
     assert list(content["arrays"]) == ["x"]
 
 
-def counted_in_state(context: Context) -> int:
-    n = context.state.get("count", MetricRecord({"n": 0}))["n"] + 1
-    context.state["count"] = MetricRecord({"n": n})
-    return n
+def change(context: Context, order: str, value: int) -> None:
+    """Change a context as an app may do it."""
+    if order == "put":
+        context.state[f"r{value % 3}"] = MetricRecord({"n": value})
+    elif order == "extend":  # in a record that is there
+        for record in context.state.config_records.values():
+            record["all"].append(value)
+        context.state.setdefault("c", ConfigRecord({"all": [value]}))
+    elif order == "clear":
+        context.state.clear()
+    elif order in ("node_config", "run_config"):
+        getattr(context, order)["found"] = value
+    elif order == "attribute":
+        context.found = value  # type: ignore[attr-defined]
+    elif order == "leave nothing":
+        context.state.clear()
+        for own in (context.node_config, context.run_config, vars(context)):
+            own.pop("found", None)
 
 
-def counted_in_config(context: Context) -> int:
-    """Store a count in the config, as an app may store a finding there."""
-    n = int(context.node_config.get("count", 0)) + 1
-    context.node_config["count"] = n
-    return n
+def left(context: Context) -> str:
+    """Return everything that a context has, as a text."""
+    records = {key: dict(record) for key, record in sorted(context.state.items())}
+    others = {name: value for name, value in vars(context).items() if name != "state"}
+    return f"{records} {sorted(others.items())}"
 
 
-@pytest.mark.parametrize("counted", [counted_in_state, counted_in_config])
-def test_what_an_app_writes_into_its_context_is_kept_per_node_and_forgotten_on_error(
-    open_grid, counted: Callable[[Context], int]
+ORDERS = (
+    *("put", "extend", "clear", "nothing"),
+    *("leave nothing", "attribute", "node_config", "run_config"),
+)
+
+
+@pytest.mark.parametrize(("workers", "threads"), [(0, 1), (0, 3), (2, 1)])
+def test_the_next_context_is_what_the_app_left_unless_it_failed(
+    open_grid, workers: int, threads: int
 ) -> None:
-    def count(message: Message, context: Context) -> Message:
-        n = counted(context)
-        if context.node_config["partition-id"] == 1 and n == 2:
-            raise RuntimeError("second time")
-        return Message(RecordDict({"count": MetricRecord({"n": n})}), reply_to=message)
+    """The orders are random, and a node may get several messages at once."""
 
-    grid = open_grid(count)
-    for expected in ([1, 1, 1], [2, None, 2], [3, None, 3]):
-        replies = grid.send_and_receive(to(grid, 0, 1, 2))
-        assert [
-            r.content["count"]["n"] if r.has_content() else None for r in replies
-        ] == expected
-    assert [counted(grid.context(i)) - 1 for i in range(3)] == [3, 1, 3]
+    def work(message: Message, context: Context) -> Message:
+        found = left(context)
+        order = message.content["order"]
+        change(context, str(order["what"]), int(order["value"]))
+        if order["fails"]:
+            raise RuntimeError("after its change")
+        return Message(
+            RecordDict({"found": ConfigRecord({"found": found})}), reply_to=message
+        )
+
+    draw = random.Random(workers + threads)
+    grid = open_grid(work, workers=workers, threads=threads)
+    right = [copy.deepcopy(grid.context(i)) for i in range(3)]
+    for _ in range(60):
+        sent, expected = [], []
+        for value in range(draw.randint(1, 6)):
+            i, fails = draw.randrange(3), draw.random() < 0.2
+            what = draw.choice(ORDERS)
+            order = ConfigRecord({"what": what, "value": value, "fails": fails})
+            sent += to(grid, i, content=RecordDict({"order": order}))
+            expected.append("" if fails else left(right[i]))
+            if not fails:
+                change(right[i], what, value)
+        found = [
+            str(r.content["found"]["found"]) if r.has_content() else ""
+            for r in grid.send_and_receive(sent)
+        ]
+        assert found == expected
+        assert [left(grid.context(i)) for i in range(3)] == list(map(left, right))
 
 
 def test_an_error_of_the_app_is_a_reply_of_its_node(open_grid) -> None:
