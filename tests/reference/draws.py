@@ -76,6 +76,7 @@ class Case:
     # ways to run
     way: str = "torch-client"
     engine: str = "process"
+    data: str = "in-memory"
     transport: str = "messages"
     again: str = ""
     resumed_after: int = 1
@@ -240,6 +241,7 @@ def cases(draw: Any) -> Case:
     if has & {"fedtan", "fedtan2", "feddna"}:
         values["exchanges"] = some("3L+1", "2L+1")
         values["transport"] = some("messages", "barrier", "channel")
+    values["data"] = some("in-memory", "one-file")
     values["again"] = some("", "second-run", "resume")
     if values["again"] == "resume":
         values["resumed_after"] = one(*rounds[:-1])

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from tempfile import TemporaryFile
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from flwr.app import Context, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.server import ServerApp, ServerAppComponents, ServerConfig
 from torch import Tensor
+from torch.utils.data import Dataset
 
 from fedbn_flwr import client_app, to_legacy
 from fedbn_flwr.batchnorm.parts import split_state
@@ -115,12 +117,39 @@ class Faulty(TorchClient):
         return arrays, count, metrics
 
 
+class Rows(Dataset):
+    """Examples that are read from an open file, which all clients share."""
+
+    def __init__(self, file: Any, data: Points) -> None:
+        self.file, self.first, self.targets = file, file.tell(), data.targets
+        self.like = data.inputs[0].numpy()
+        file.write(data.inputs.numpy().tobytes())
+
+    def __len__(self) -> int:
+        return len(self.targets)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        self.file.seek(self.first + index * self.like.nbytes)
+        read = self.file.read(self.like.nbytes)
+        row = np.frombuffer(bytearray(read), self.like.dtype)
+        return torch.from_numpy(row.reshape(self.like.shape)), self.targets[index]
+
+
+def in_one_file(datasets: Sequence[Points]) -> list[Rows]:
+    file = TemporaryFile()  # noqa: SIM115
+    rows = [Rows(file, data) for data in datasets]
+    file.flush()
+    return rows
+
+
 def app_of(case: Any, make: Any, datasets: Any) -> Any:
     """Return an app of TorchClients or of a user's loop behind the mod."""
     faults = {(r, i): kind for r, i, kind in case.faults}
     if case.way not in ("torch-client", "legacy"):
         return loops.app(case, make, datasets, training_of(case), faults)
     kind = type("Faulty", (Faulty,), {"faults": faults}) if faults else TorchClient
+    if case.data == "one-file":
+        datasets = in_one_file(datasets)
     clients = torch_clients(
         make, datasets, training_of(case), client=kind, seed=case.client_seed
     )
