@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from tempfile import TemporaryFile
@@ -130,15 +131,15 @@ class Rows(Dataset):
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         self.file.seek(self.first + index * self.like.nbytes)
+        time.sleep(0)  # let another process move the position, if it has the same
         read = self.file.read(self.like.nbytes)
         row = np.frombuffer(bytearray(read), self.like.dtype)
         return torch.from_numpy(row.reshape(self.like.shape)), self.targets[index]
 
 
 def in_one_file(datasets: Sequence[Points]) -> list[Rows]:
-    file = TemporaryFile()  # noqa: SIM115
+    file = TemporaryFile(buffering=0)  # noqa: SIM115
     rows = [Rows(file, data) for data in datasets]
-    file.flush()
     return rows
 
 
