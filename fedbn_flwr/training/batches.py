@@ -219,8 +219,8 @@ def _dtype_of(model: Entries) -> torch.dtype:
     there is no such entry, the first trained complex entry decides. If there is
     neither, the result is torch's default dtype.
     """
-    layers = (m for m in model.modules() if next(m.children(), None) is None)
-    first = (p for layer in layers for p in layer.parameters() if p.numel() > 1)
+    layers = (m.parameters() for m in model.modules() if not [*m.children()])
+    first = (p for p in itertools.chain.from_iterable(layers) if p.numel() > 1)
     first_complex = None
     for entry in itertools.chain(first, _entries(model)):
         if entry.is_floating_point():

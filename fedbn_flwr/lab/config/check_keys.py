@@ -34,16 +34,19 @@ def of_name(key: str, name: str, allowed: Collection[str]) -> list[Problem]:
 
 
 def _unknown(key: str, keys: Collection[str]) -> Problem:
-    """Return the problem of an unknown key, with the nearest keys."""
+    """Return the problem of an unknown key, with the nearest keys.
+
+    These are the keys with its initials or with its word, or else a similar key.
+    """
     hint = " No key has a similar name."
-    # A key may be meant by its initials or by one of its words. Keys of all methods
-    # come first.
-    near = [k for k in keys if key == "".join(word[0] for word in k.split("-"))]
-    near += [k for k in keys if key in k.split("-")]
-    near.sort(key=lambda k: len(methods_with(k.replace("-", "_"))))
+    near = []
+    for known in keys:
+        words = known.split("-")
+        if key in (*words, "".join(word[0] for word in words)):
+            near.append(known)
     near = near or difflib.get_close_matches(key, keys, n=1)
     if near:
-        hint = f" Did you mean {' or '.join(map(repr, near[:3]))}?"
+        hint = f" Did you mean {' or '.join(map(repr, near))}?"
     return Problem("unknown-key", f"unknown key {key!r}.{hint}", key)
 
 
