@@ -84,12 +84,16 @@ class Packed:
         for buffer in self.buffers:
             left += (buffer, _PADDING[: -len(buffer) % _ALIGNED])
         # The system may write fewer bytes than it got, and stop inside a buffer.
-        while left:
-            written = os.writev(file, left[:_MAX_BUFFERS])
-            while left and written >= len(left[0]):
-                written -= len(left.pop(0))
-            if written:
-                left[0] = left[0][written:]
+        try:
+            while left:
+                written = os.writev(file, left[:_MAX_BUFFERS])
+                while left and written >= len(left[0]):
+                    written -= len(left.pop(0))
+                if written:
+                    left[0] = left[0][written:]
+        except OSError:
+            os.close(file)  # gives the memory back that was written so far
+            raise
         return file
 
 

@@ -209,11 +209,11 @@ class WorkerProcesses:
         """Send a job that ``worker`` has reserved."""
         barrier_id = job.member.barrier_id if job.member else None
         try:
-            worker.link.send(
-                (WORK, number, barrier_id),
-                self._broadcasts.pack(job.message),
-                Packed.of(job.context),
-            )
+            # Pack the context first: if it has no pickle, no broadcast's descriptor is
+            # left open.
+            context = Packed.of(job.context)
+            message = self._broadcasts.pack(job.message)
+            worker.link.send((WORK, number, barrier_id), message, context)
         except ConnectionError:
             # The process has died, so ``_replace`` fails the job.
             return

@@ -41,7 +41,7 @@ from fedbn_flwr import TorchClient, client_app
 from fedbn_flwr.batchnorm.averaging import SumAhead
 from fedbn_flwr.batchnorm.sync import combine
 from fedbn_flwr.engines import InProcessGrid, in_process
-from fedbn_flwr.engines.link import Broadcasts, Packed, WorkerPipe
+from fedbn_flwr.engines.link import Packed, WorkerPipe
 from fedbn_flwr.engines.worker_process import CALL
 from fedbn_flwr.engines.workers import _end
 from fedbn_flwr.messages.protocol import BARRIER
@@ -476,14 +476,17 @@ def test_a_fork_of_a_process_in_which_a_client_computes_can_compute() -> None:
     assert not reply.has_error()
 
 
-def test_a_message_that_cannot_be_sent_fails_its_client_only(monkeypatch) -> None:
-    """The arrays of one message find no room, but the next message arrives."""
+@pytest.mark.parametrize("lacks", ["room", "a pickle"])
+def test_a_message_that_cannot_be_sent_fails_its_client_only(
+    monkeypatch, lacks: str
+) -> None:
+    """The next messages arrive, and no descriptor stays open."""
     tries = []
     whole = Packed.write
 
     def write(packed: Packed) -> int:
         tries.append(1)
-        if len(tries) == 1:
+        if len(tries) == 1 and lacks == "room":
             raise OSError(28, "No space left on device")
         return whole(packed)
 
@@ -496,13 +499,19 @@ def test_a_message_that_cannot_be_sent_fails_its_client_only(monkeypatch) -> Non
         )
 
     content = RecordDict({"arrays": to_record({"w": np.ones(5000)})})
-    with InProcessGrid(app_of(answer), 3, workers=1) as grid:
-        replies = grid.send_and_receive(to(grid, 0, 1, 2, content=content), timeout=30)
+    configs = [{"a": threading.Lock() if lacks == "a pickle" else 1}, {}, {}]
+    opened = []
+    with InProcessGrid(app_of(answer), 3, workers=1, node_configs=configs) as grid:
+        messages = to(grid, 0, 1, 2, content=content)
+        replies = grid.send_and_receive(messages, timeout=30)
+        for _ in range(3):
+            opened.append(len(os.listdir("/proc/self/fd")))
+            grid.send_and_receive(messages, timeout=30)
     assert errors(replies) == [True, False, False]
-    assert (
-        "could not be sent to a worker process: OSError: [Errno 28]"
-        in replies[0].error.reason
-    )
+    said = {"room": "OSError: [Errno 28]", "a pickle": "TypeError: cannot pickle"}
+    words = f"could not be sent to a worker process: {said[lacks]}"
+    assert words in replies[0].error.reason
+    assert opened[0] == opened[2]
 
 
 def member_work(message: Message, context: Context) -> Message:
@@ -844,18 +853,3 @@ def test_an_added_reply_is_freed_if_nobody_reads_it_and_bits_are_those_of_all_en
     every = len(arrays)
     of_one = every // (7 - len(failing))
     assert alive == ([every, of_one, of_one] if frees else [every] * 3)
-
-
-def test_a_broadcast_that_is_forgotten_gives_its_memory_back() -> None:
-    broadcasts = Broadcasts()
-
-    def descriptors() -> int:
-        return len(os.listdir("/proc/self/fd"))
-
-    before = descriptors()
-    for _ in range(8):
-        packed = broadcasts.pack(np.zeros(100_000))
-        os.close(packed.file)
-    assert descriptors() == before + 3
-    broadcasts.close()
-    assert descriptors() == before
