@@ -139,8 +139,7 @@ class Rows(Dataset):
 
 def in_one_file(datasets: Sequence[Points]) -> list[Rows]:
     file = TemporaryFile(buffering=0)  # noqa: SIM115
-    rows = [Rows(file, data) for data in datasets]
-    return rows
+    return [Rows(file, data) for data in datasets]
 
 
 def app_of(case: Any, make: Any, datasets: Any) -> Any:

@@ -166,7 +166,9 @@ def of_pydantic(
         if one["type"] == "literal_error":
             text = str(unknown_name(name, value, get_args(fields[name].annotation)))
         elif one["type"] == "int_from_float":
-            text = f"{name}={value!r} must be a whole number{allowed and f', {allowed}'}"
+            text = (
+                f"{name}={value!r} must be a whole number{allowed and f', {allowed}'}"
+            )
         elif allowed and isinstance(value, (int, float)):
             text = f"{name}={value!r} must be {allowed}"
         else:
