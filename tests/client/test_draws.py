@@ -16,7 +16,6 @@ import torch
 from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from torch import Tensor
-from torch.utils.data import Dataset
 
 from fedbn_flwr.engines import InProcessGrid
 from fedbn_flwr.messages.records import to_record
@@ -81,15 +80,18 @@ def test_an_app_draws_anew_in_each_round_client_kind_and_seed(mods: Any) -> None
     assert len({number for found in runs[0] for number in found}) == 3 * len(cases)
 
 
-class Drawn(Dataset[Any]):
+class Drawn:
+    """Four examples, and one draw for a batch."""
+
     def __init__(self, draw: Any) -> None:
         self.draw = draw
 
     def __len__(self) -> int:
         return 4
 
-    def __getitem__(self, number: int) -> tuple[Tensor, int]:
-        return torch.full((5,), number + float(self.draw())), number % 3
+    def batch(self, positions: Tensor, generator: Any = None) -> tuple[Tensor, Tensor]:
+        inputs = positions[:, None].expand(-1, 5) + float(self.draw())
+        return inputs.double(), positions % 3
 
 
 OWN = (

@@ -101,6 +101,9 @@ class RunClients:
     Args:
         config: the settings.
         build: builds the model, ready to train.
+
+    Attributes:
+        split: returns the data, split over a number of clients.
     """
 
     def __init__(self, config: Config, build: BuildModel) -> None:
@@ -113,7 +116,7 @@ class RunClients:
         # Cache a few splits, because nodes of one process may have different numbers of
         # partitions.
         split = functools.partial(partitioned_data, config)
-        self._split = functools.lru_cache(maxsize=4)(split)
+        self.split = functools.lru_cache(maxsize=4)(split)
 
     @classmethod
     def of(cls, checked: CheckedConfig) -> RunClients:
@@ -121,10 +124,7 @@ class RunClients:
         # Copy the model here and for each client, because the server uses the model
         # itself.
         model, config = copied(checked.model), checked.config
-        clients = cls(config, lambda: on_device(copied(model), config))
-        # Split the data now, so that a search of this object finds connections.
-        clients._split(config.num_clients)
-        return clients
+        return cls(config, lambda: on_device(copied(model), config))
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle only the config, since a new process builds the model itself."""
@@ -168,7 +168,7 @@ class RunClients:
     def num_examples(self, context: Context) -> int:
         """Return the number of training examples of a node with a partition."""
         client, num_clients = _part(context)
-        return len(self._split(num_clients).train[client])
+        return len(self.split(num_clients).train[client])
 
     def _node_data(self, context: Context) -> tuple[Subset, dict[str, Subset]]:
         """Return a node's training data and its test sets.
@@ -192,7 +192,7 @@ class RunClients:
         else:
             # The node uses its partition of the data that all nodes have.
             client, num_clients = _part(context)
-            split = self._split(num_clients)
+            split = self.split(num_clients)
             tests = {"own": split.test_view(client), "global": split.test_view()}
             if "personal-domains" in self._tests:
                 for name, view in split.domain_views().items():

@@ -182,6 +182,8 @@ def start(
 
     # The clients get a copy of the model, because the server uses the model itself.
     clients = RunClients.of(checked)
+    # Split the data now, so that a search of the clients finds connections of the data.
+    clients.split(config.num_clients)
     if workers is None:
         workers = default_workers(checked)
     with InProcessGrid(
