@@ -60,7 +60,8 @@ because stale variates make gradients too large.
 Round 1 equals SCAFFOLD, bit for bit. A later round also equals SCAFFOLD if $u_i = u$
 and $s_i = s$ for all clients and no variance is at the floor. With fixed weights and
 full batches of any sizes, the corrected statistics of BN layer $l$ equal the statistics
-of the union from round $l + 1$ on. The mean gradient is **not** the centralized
+of the union from round $l + 1$ on, if all examples have the same number of elements:
+$p_i$ weighs by examples. The mean gradient is **not** the centralized
 gradient, because each client still uses its own gradients with respect to the
 statistics, as in FedDNA.
 """

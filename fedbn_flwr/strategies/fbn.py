@@ -64,8 +64,9 @@ and beta.
 With one step, full participation and batches proportional to $|D_i|$, a round is one
 centralized step with frozen BN. With $\mu$ = 0, FBN equals FixBN from the end of the
 warm-up, bit for bit. With `steps`, one step on all data and $\mu$ = 1, the new
-statistics equal one eval-mode pass over the union, at every layer. FBN is not
-centralized BN, because no gradient flows through the statistics.
+statistics equal one eval-mode pass over the union, at every layer, if all examples have
+the same number of elements: $p_i$ weighs by examples. FBN is not centralized BN,
+because no gradient flows through the statistics.
 """
 
 from __future__ import annotations
