@@ -31,6 +31,8 @@ from fedbn_flwr.training.turns import Wait
 from fedbn_flwr.transport import Reducer
 
 READY, WORK, DONE, CALL, ANSWER = "ready", "work", "done", "call", "answer"
+# Signals that terminals, batch systems and users send to a group of processes.
+_TO_THE_GROUP = "HUP", "INT", "QUIT", "TERM", "USR1", "USR2", "WINCH"
 _PATIENCE = 0.1  # seconds that a member's call waits for the calls of other members
 
 
@@ -61,15 +63,15 @@ def serve(
     """Work on messages until the pipe ends, then end the process."""
     # Separate this process from the command. It must close inherited ends of pipes, or
     # it would not notice that the command has ended. It ignores signals to the process
-    # group, because the command ends this process itself.
+    # group, because the command handles them and ends this process itself.
     begin_fork()
     for other in inherited:
         other.close()
     # A fork, such as a worker of a DataLoader, must not keep the pipe open if this
     # process dies.
     os.register_at_fork(after_in_child=pipe.close)
-    for kind in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(kind, signal.SIG_IGN)
+    for name in _TO_THE_GROUP:
+        signal.signal(getattr(signal, f"SIG{name}"), signal.SIG_IGN)
     threading.Thread(target=end_with_the_command, daemon=True).start()
 
     # Prepare the environment of a client: torch's threads, the run's id, the app.

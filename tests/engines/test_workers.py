@@ -467,6 +467,64 @@ def test_no_process_outlives_the_command(
     assert not any(alive(pid) for pid in workers)
 
 
+ENDING = ("SIGHUP", "SIGINT", "SIGQUIT", "SIGTERM", "SIGUSR1", "SIGUSR2")
+
+
+@pytest.mark.parametrize("handled", ["all", "none", *ENDING])
+def test_a_signal_to_the_whole_group_acts_as_on_the_command_alone(
+    handled: str,
+) -> None:
+    """A command that handles or ignores it goes on with its clients.
+
+    ``handled`` is the one signal that has its usual effect, or which signals reach
+    the handler of the command. A terminal sends SIGWINCH.
+    """
+    context = multiprocessing.get_context("fork")
+    begun, over, (ours, theirs) = context.Semaphore(0), context.Event(), context.Pipe()
+    calls, noted = os.pipe()
+    kinds = [getattr(signal, name) for name in (*ENDING, "SIGWINCH")]
+    if handled in ENDING:
+        kinds = [getattr(signal, handled)]
+
+    def work(message: Message, context: Context) -> Message:
+        begun.release()
+        over.wait(20)
+        return Message(RecordDict(), reply_to=message)
+
+    def command() -> None:
+        os.setpgid(0, 0)
+        for kind in kinds:
+            usual = signal.default_int_handler if kind == signal.SIGINT else 0
+            note = {"all": lambda kind, _: os.write(noted, bytes([kind])), "none": 1}
+            signal.signal(kind, note.get(handled, usual))
+        with InProcessGrid(app_of(work), 2, workers=2) as grid:
+            theirs.send(pids(grid))
+            theirs.send(errors(grid.send_and_receive(to(grid, 0, 1), timeout=20)))
+
+    process = context.Process(target=command)
+    process.start()
+    workers = ours.recv()
+    assert begun.acquire(timeout=20)
+    assert begun.acquire(timeout=20)
+    for kind in kinds:
+        os.killpg(process.pid, kind)
+    if handled in ENDING:
+        process.join(20)
+        assert process.exitcode == (1 if handled == "SIGINT" else -kinds[0])
+    else:
+        time.sleep(0.1)
+        over.set()
+        assert ours.recv() == [False, False]
+        process.join(20)
+        assert process.exitcode == 0
+    os.close(noted)
+    assert sorted(os.read(calls, 99)) == (sorted(kinds) if handled == "all" else [])
+    deadline = time.monotonic() + 20
+    while any(map(alive, workers)) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not any(map(alive, workers))
+
+
 def test_a_fork_of_a_process_in_which_a_client_computes_can_compute() -> None:
     def work(message: Message, context: Context) -> Message:
         return Message(RecordDict(), reply_to=message)
