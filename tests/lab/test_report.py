@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 
 from fedbn_flwr.errors import ConfigError, FedBNError
 from fedbn_flwr.lab import report, report_pictures
-from fedbn_flwr.lab.answer import facts_of, next_step, odd_site
+from fedbn_flwr.lab.answer import facts_of, next_step
 from fedbn_flwr.lab.cli import app
 from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.output.folder import lock_folder
@@ -337,10 +337,6 @@ def test_a_run_is_compared_with_the_runs_of_the_same_data_split_seed_and_test(
     cells = by_site["against training alone"]
     shown = [float(cell.split()[0]) for cell in cells]
     assert shown == pytest.approx(differences, abs=0.06)
-    ends = [tuple(map(float, re.findall(r"[+-][\d.]+", cell)[1:])) for cell in cells]
-    better, worse = sum(low > 0 for low, _ in ends), sum(high < 0 for _, high in ends)
-    (counts,) = re.findall(r"clearly better at (\d+).*clearly worse at (\d+)", text)
-    assert counts == (str(better), str(worse))
     assert "Compared with training alone" in text
     assert "other" not in html.unescape(text).split("Settings")[0].split("<style>")[0]
     (found,) = references_of(RunFiles.read(compared / "fedbn"))
@@ -374,27 +370,6 @@ def test_a_mean_is_over_the_sites_that_it_names(seed: int) -> None:
     shown = facts.get("Mean test accuracy of held-out sites", "nan %")
     assert shown == f"{100 * held_out['value'].mean():.1f} %"
     assert found.difference == pytest.approx(trained["difference"].mean())
-
-
-@pytest.mark.parametrize("spread", [0.02, 0.22])
-def test_a_site_stands_out_only_beyond_its_interval(spread: float) -> None:
-    """With a wide interval, the furthest site is one of many that are far by chance."""
-    values = [0.5, 0.52, 0.48, 0.8]
-    sites: list[dict[str, Any]] = [
-        {
-            "site": f"<{at}>",
-            "value": value,
-            "low": value - spread,
-            "high": value + spread,
-        }
-        for at, value in enumerate(values)
-    ]
-    odd = odd_site(sites)
-    stands_out = abs(odd["value"] - odd["mean"]) > odd["half"]
-    assert (odd["site"], stands_out) == ("<3>", spread < 0.1)
-    for row in sites:
-        row["low"] = row["high"] = None
-    assert odd_site(sites) == {}
 
 
 def test_the_next_step_is_one_command_that_can_run(compared: Path) -> None:

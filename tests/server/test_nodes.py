@@ -13,7 +13,7 @@ from flwr.app import ConfigRecord, Context, Error, Message, MetricRecord, Record
 from flwr.clientapp import ClientApp
 from flwr.common.constant import ErrorCode
 
-from fedbn_flwr.client import client_app
+from fedbn_flwr.client import TorchClient, client_app
 from fedbn_flwr.compat.flower import app_error, as_network_node
 from fedbn_flwr.engines import InProcessGrid
 from fedbn_flwr.errors import MOD_ON_QUERIES, ConfigError
@@ -286,69 +286,50 @@ def test_a_node_without_training_data_is_not_trained_and_an_unusable_one_not_tes
         )
 
 
-@pytest.mark.parametrize(
-    ("settings", "trained", "tested"),
-    [
-        (
-            {
-                "fraction_train": 0.25,
-                "min_train_nodes": 3,
-                "fraction_evaluate": 0.25,
-                "min_evaluate_nodes": 1,
-            },
-            3,
-            1,
-        ),
-        (
-            {
-                "fraction_train": 0.5,
-                "min_train_nodes": 1,
-                "fraction_evaluate": 0.25,
-                "min_evaluate_nodes": 3,
-            },
-            2,
-            3,
-        ),
-        ({"fraction_train": 0.0, "fraction_evaluate": 1.0}, 0, 4),
-        ({"fraction_train": 0.75, "fraction_evaluate": 0.0}, 3, 0),
-    ],
-)
-def test_as_many_nodes_are_asked_as_the_shares_and_the_minima_say(
-    federate, mlp, points, settings, trained: int, tested: int
+@pytest.mark.parametrize("seed", range(10))
+def test_each_asked_client_takes_part_or_is_missing(
+    federate, mlp, points, seed: int
 ) -> None:
-    run = federate(FedAvg(**settings), mlp, [points(8, i) for i in range(4)], rounds=2)
-    kinds = [message.metadata.message_type for message in run.grid.sent]
-    assert (kinds.count("train"), kinds.count("evaluate")) == (2 * trained, 2 * tested)
-    assert [
-        (report.asked, len(report.evaluations)) for report in run.strategy.reports
-    ] == [(trained, tested)] * 2
+    """Clients come, leave and fail at random. The last one has nothing to train on."""
+    draw, rounds = random.Random(seed), range(1, 6)
+    fractions = draw.choices([0.0, 0.25, 0.5, 1.0], k=2)
+    cohort = 2 if 0 < fractions[0] < 1 and seed % 2 else 1
+    least = draw.choices([1, 2, 3], k=2)
+    hidden = {number: draw.sample(range(5), 2) for number in rounds}
+    failing = [(number, draw.randrange(4)) for number in rounds]
 
+    class Failing(TorchClient):
+        def fit(self, parameters: Any, config: Any) -> Any:
+            if (config["server-round"], self.partition_id) in failing:
+                raise RuntimeError("disk full")
+            return super().fit(parameters, config)
 
-@pytest.mark.parametrize(
-    ("fraction", "expected", "told"), [(1.0, 4, [2]), (0.5, 2, [])], ids=["all", "half"]
-)
-def test_a_round_knows_who_is_missing(
-    federate, mlp, points, fraction: float, expected: int, told: list[int]
-) -> None:
-    """Only nodes that were present before can be missing.
-
-    If only a share trains, another node takes its place.
-    """
-    data = [points(8, i) for i in range(4)]
-    strategy = FedAvg(fraction_train=fraction)
-    run = federate(strategy, mlp, data, rounds=3, hide={2: [1]})
-    reports = run.strategy.reports
-    assert [report.expected for report in reports] == [expected] * 3
-    assert [report.missing for report in reports] == [[], ["1"], []]
-    assert [report.server_round for report in reports if report.absences({})] == told
-
-
-def test_a_client_that_has_nothing_to_train_on_is_not_missing(
-    federate, mlp, points
-) -> None:
-    data = [points(8), points(8, 1), points(0)]
-    run = federate(FedAvg(), mlp, data, rounds=3, hide={2: [2]})
-    assert [report.missing for report in run.strategy.reports] == [[]] * 3
+    strategy = FedAvg(
+        fraction_train=fractions[0],
+        fraction_evaluate=fractions[1],
+        min_train_nodes=least[0],
+        min_evaluate_nodes=least[1],
+        cohort_rounds=cohort,
+    )
+    data = [points(8, i) for i in range(4)] + [points(0)]
+    run = federate(strategy, mlp, data, rounds=5, hide=hidden, client=Failing)
+    seen: set[int] = set()
+    most = tests = 0
+    for report in run.strategy.reports:
+        here = {*range(4)} - {*hidden[report.server_round]}
+        seen, most = seen | here, max(most, len(here))
+        in_cohort = int(fractions[0] * (most if cohort > 1 else len(here)))
+        asked = min(max(in_cohort, least[0]), len(here)) if fractions[0] else 0
+        expected = min(max(int(fractions[0] * len(seen)), least[0]), len(seen))
+        assert (report.asked, report.expected) == (asked, expected if asked else 0)
+        used, missing = {*map(str, report.participants)}, {*report.missing}
+        lost = {str(client) for client in seen - here} if asked else set()
+        assert used.isdisjoint(missing)
+        assert lost <= missing
+        assert len(used) + len(report.missing) == asked + len(lost)
+        assert bool(report.absences({})) == (len(used) < report.expected)
+        tests += max(int(fractions[1] * 3), least[1]) if fractions[1] else 0
+    assert len(run.grid.of("evaluate")) == tests
 
 
 @pytest.mark.parametrize("draw", ["sample", "cohort"])

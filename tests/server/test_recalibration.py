@@ -6,6 +6,7 @@ The server checks the statistics of clients, and reports count their traffic.
 from __future__ import annotations
 
 import functools
+import random
 import re
 from collections.abc import Callable, Collection
 from typing import Any
@@ -17,7 +18,7 @@ from flwr.app import Context
 from flwr.client import NumPyClient
 from flwr.clientapp import ClientApp
 
-from fedbn_flwr.client import client_app
+from fedbn_flwr.client import TorchClient, client_app
 from fedbn_flwr.errors import ClientPartError
 from fedbn_flwr.server.rounds.testing import completing_entries
 from fedbn_flwr.strategies import (
@@ -91,6 +92,36 @@ def test_between_two_tests_the_model_has_the_statistics_of_the_training(
     plain = federate(FedAvg(), mlp, datasets, rounds=5)
     for number in (1, 3):
         same_bits(run.history[number], plain.history[number])
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_statistics_are_those_of_the_clients_that_are_there(
+    federate, mlp, points, seed: int
+) -> None:
+    """This includes rounds with too few replies, in which the model does not change."""
+    draw, rounds = random.Random(seed), range(1, 6)
+    hidden = {number: draw.sample(range(4), draw.randrange(2)) for number in rounds}
+    failing = {number: draw.sample(range(4), draw.randrange(3)) for number in rounds}
+
+    class Failing(TorchClient):
+        def fit(self, parameters: Any, config: Any) -> Any:
+            if self.partition_id in failing[config["server-round"]]:
+                raise RuntimeError("disk full")
+            return super().fit(parameters, config)
+
+    data = [points(5 + i, i) for i in range(4)]
+    strategy = FedAvg(recalibrate=True, min_replies=3)
+    run = federate(strategy, mlp, data, rounds=5, hide=hidden, client=Failing)
+    for number in rounds:
+        state = {
+            name: torch.from_numpy(value) for name, value in run.history[number].items()
+        }
+        there = [data[i].inputs for i in range(4) if i not in hidden[number]]
+        seen = torch.nn.functional.linear(
+            torch.cat(there), state["0.weight"], state["0.bias"]
+        )
+        torch.testing.assert_close(state["1.running_mean"], seen.mean(0))
+        torch.testing.assert_close(state["1.running_var"], seen.var(0))
 
 
 def spoil_statistics(change):

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
@@ -375,17 +376,6 @@ def test_personal_accuracy_by_domain_is_the_mean_over_its_clients(quick_run) -> 
     )
     found = own["final"]["domains"]
     assert found["personal-own-accuracy"] == found["test-accuracy"]
-    two, out = quick_run(strategy="fedbn", **{**DOMAINS, "num-clients": 10})
-    clients = lines_of(out)[-1]["clients"]
-    data = partitioned_data(Config.load(out / "config.yaml"), 10)
-    by_domain: dict[str, list[float]] = {}
-    for client, metrics in clients.items():
-        by_domain.setdefault(data.domain_of(int(client)), []).append(
-            metrics["own-accuracy"]
-        )
-    assert [len(numbers) for numbers in by_domain.values()] == [2] * 5
-    expected = {name: sum(numbers) / 2 for name, numbers in by_domain.items()}
-    assert two["final"]["domains"] == {"personal-own-accuracy": pytest.approx(expected)}
     mixed, _ = quick_run(strategy="fedbn", **{**DOMAINS, "partition": "iid"})
     assert "domains" not in mixed["final"], "no client has one domain"
 
@@ -536,29 +526,34 @@ def test_momentum_without_effect_is_told() -> None:
         assert Config.make({**keys, **other}).warnings() == []
 
 
-def test_a_mean_leaves_out_what_is_not_defined_but_not_a_client_that_diverged() -> None:
-    nan = float("nan")
-    clients = [(1.0, 2.0, nan), (2.0, 4.0, 0.5), (3.0, 9.0, 0.7)]
-    numbers = [
-        dict(zip(("own-loss", "own-mae", "own-r2"), client, strict=True))
-        for client in clients
-    ]
+@pytest.mark.parametrize("seed", range(8))
+def test_means_over_clients_are_those_of_numpy(seed: int) -> None:
+    """They leave out what is not defined, but not a client that diverged."""
+    draw, names = np.random.default_rng(seed), ("loss", "mae", "r2")
+    values, counts = draw.random((6, 3)), draw.integers(4, size=6)
+    values[draw.random(6) < 0.4, 2] = math.nan
+    diverged = draw.random(6) < 0.1
+    values[diverged] = math.nan
     report = RoundOutcome(1, "train")
-    report.evaluations = {
-        str(i): {**found, "own-num-examples": i + 1} for i, found in enumerate(numbers)
-    }
-    found = client_means(report, REGRESSION)
-    assert found["personal-own-mae"] == 5
-    assert found["personal-own-r2"] == pytest.approx(0.6)
-    assert found["personal-own-r2-weighted"] == pytest.approx((2 * 0.5 + 3 * 0.7) / 5)
-    assert [key for key in found if key.endswith("-clients")] == [
-        "personal-own-r2-clients"
-    ]
-    assert found["personal-own-r2-clients"] == 2
-    task = dataclasses.replace(REGRESSION, metrics=("mae", "r2"))
-    by_domain = client_means_by_domain(report, lambda client: "here", task)
-    assert by_domain["personal-own-r2"]["here"] == pytest.approx(0.6)
-    report.evaluations["1"] |= dict.fromkeys(("own-loss", "own-mae", "own-r2"), nan)
-    found = client_means(report, REGRESSION)
-    assert math.isnan(found["personal-own-mae"])
-    assert math.isnan(found["personal-own-r2"])
+    for client, of_client in enumerate(values):
+        found = {f"own-{name}": of_client[at] for at, name in enumerate(names)}
+        found["own-num-examples"] = counts[client]
+        report.evaluations[str(client)] = found
+    task = dataclasses.replace(REGRESSION, metrics=names[1:])
+    means = client_means(report, task)
+    domains = client_means_by_domain(report, "ababab".__getitem__, task)
+    for at, name in enumerate(names):
+        key, of_metric = f"personal-own-{name}", values[:, at]
+        known = (counts > 0) & (diverged | ~np.isnan(of_metric))
+        left_out = (counts > 0).sum() - known.sum()
+        expected = {f"{key}-clients": known.sum()} if left_out else {}
+        expected[key] = of_metric[known].mean()
+        expected[f"{key}-weighted"] = np.average(
+            of_metric[known], weights=counts[known]
+        )
+        found = {one: value for one, value in means.items() if one.startswith(key)}
+        assert found == pytest.approx(expected, nan_ok=True)
+        for place, domain in enumerate("ab" if at else ""):
+            here = of_metric[place::2][counts[place::2] > 0]
+            mean = pytest.approx(np.nanmean(here), nan_ok=True)
+            assert domains[key][domain] == mean

@@ -1,0 +1,185 @@
+"""The numbers of a page are those of numpy and scipy, whichever values are better.
+
+Values are drawn. If the sign is -1, all values are negated, and lower is better.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+from scipy import stats
+
+from fedbn_flwr.lab import report
+from fedbn_flwr.lab import report_pictures as pictures
+from fedbn_flwr.lab.answer import facts_of, next_step, odd_site
+from fedbn_flwr.lab.config import Config
+from fedbn_flwr.lab.output.folder import STATISTICS_FILE
+from fedbn_flwr.lab.references import compare
+from fedbn_flwr.lab.run_files import RunFiles
+from fedbn_flwr.training import tasks
+
+METRIC, KEYS = "test-accuracy", ("site", "low", "high", "value")
+CONFIG = Config.make({"strategy": "standalone"})
+
+
+@pytest.fixture(params=[1, -1])
+def sign(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    lower = ("accuracy",) if request.param < 0 else ()
+    monkeypatch.setattr(tasks, "_LOWER_IS_BETTER", lower)
+    return int(request.param)
+
+
+def run_of(curve: Any, seed: int = 0) -> RunFiles:
+    """Return a finished run with these values by round."""
+    lines = [{"round": at, METRIC: value} for at, value in enumerate(curve, 1)]
+    lines = [line | {"seconds": 1, "participants": []} for line in lines]
+    ledger = {"bytes-down": 2**20, "bytes-up": 2**21}
+    summary = {"headline": METRIC, "final": lines[-1], "ledger": ledger, "rounds": 20}
+    config = CONFIG.model_copy(update={"seed": seed})
+    return RunFiles(Path("run"), config, lines, summary, "", False)
+
+
+def rows_of(values: Any, half: Any, **more: Any) -> list[dict[str, Any]]:
+    """Return rows of sites whose values differ from another run's by the same."""
+    frame = pd.DataFrame({"value": values, "low": values - half, "high": values + half})
+    frame = frame.join(frame.add_prefix("difference-"))
+    frame = frame.rename(columns={"difference-value": "difference"})
+    return frame.assign(site=frame.index.astype(str), **more).to_dict("records")
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_intervals_over_sites_are_those_of_simulated_sites(seed: int) -> None:
+    draw, sites = np.random.default_rng(seed), 3 + seed
+    values, deviations = draw.normal(size=sites), draw.random(sites)
+    rows = rows_of(values, stats.norm.ppf(0.975) * deviations)
+    noise = draw.normal(0, deviations, (50_000, sites))
+    run = run_of([0.5])
+    found: Any = compare(run, run, rows)
+    low, high = np.percentile(noise.mean(1), [2.5, 97.5])
+    assert found.difference == pytest.approx(values.mean())
+    assert found.half == pytest.approx((high - low) / 2, rel=0.03)
+
+    # One of the sites is compared with the mean of the others, at Bonferroni's level.
+    others = (np.ones((sites, sites)) - np.eye(sites)) / (sites - 1)
+    gaps = values - others @ values
+    halves = (noise - noise @ others).std(0) * stats.norm.ppf(1 - 0.025 / sites)
+    at = np.argmax(abs(gaps) - halves)
+    odd = odd_site(rows)
+    assert (odd["site"], odd["value"] - odd["mean"]) == (
+        str(at),
+        pytest.approx(gaps[at]),
+    )
+    assert odd["half"] == pytest.approx(halves[at], rel=0.03)
+
+    # n equal sites have a half width of w / (2 sqrt n), and two are too few.
+    alike = rows_of(np.ones(sites), 0.5)
+    found = compare(run, run, alike)
+    assert found.half == pytest.approx(1 / (2 * sites**0.5))
+    assert odd_site([*alike[:2], alike[2] | {"low": None}]) == {}
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_the_facts_of_a_run_name_its_best_and_its_worst(seed: int, sign: int) -> None:
+    draw = np.random.default_rng(seed)
+    curve = 3 + draw.random(20).round(3)
+    curve[16:] += 0.02 * seed
+    run = run_of(sign * curve)
+    values, half = draw.normal((0.3, -0.3, 0)[seed % 3], 0.4, 9), draw.random(9) / 2
+    rows = rows_of(sign * values, half, examples=9)
+    found: Any = compare(run, run, rows)
+    result, worst, other, cost = facts_of(run, rows, [found])
+    best = f"best {100 * sign * curve.max():.1f} after round {1 + curve.argmax()}"
+    assert result.value == f"{100 * sign * curve[-1]:.1f} %"
+    assert (best in result.more) == (curve.argmax() < 19)
+    site, low, high, value = (rows[values.argmin()][key] for key in KEYS)
+    assert worst.value == f"{100 * value:.1f} %"
+    assert worst.more == f"{site}, 95 % interval {100 * low:.1f} to {100 * high:.1f}"
+    assert (cost.value, cost.more) == ("3.00 MiB", "sent and received; 20.0 s")
+
+    # A site and the mean are clearly better if their whole intervals are.
+    tone = ("", "good", "bad")[int(found.established * np.sign(values.mean()))]
+    assert found.established == (abs(values.mean()) > found.half)
+    assert (other.value, other.tone) == (f"{100 * found.difference:+.1f} points", tone)
+    for side, sites in (("better", values > half), ("worse", -values > half)):
+        names = ", ".join(np.flatnonzero(sites).astype(str))
+        few = f" ({names})" if 0 < sites.sum() < 4 else ""
+        assert f"clearly {side} at {sites.sum()}{few}" in other.more
+
+    # More rounds help if the last fifth has a twentieth of the gain.
+    step: Any = next_step(run, [found], [])
+    expected = f"Look at {site}, " if tone == "bad" else "Repeat the run"
+    if curve.max() - curve[:16].max() > 0.05 * np.ptp(curve):
+        expected = "The test accuracy still improves."
+    assert step.more.startswith(expected)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_page_of_a_study_has_the_intervals_of_scipy(
+    seed: int, sign: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run of one method is missing."""
+    drawn: list[Any] = []
+    for kind in ("rows", "curves"):
+        monkeypatch.setattr(
+            pictures, kind, lambda *args, **kw: drawn.append((args, kw))
+        )
+    finals = pd.DataFrame(sign * np.random.default_rng(seed).random((4, 4)))
+    finals.loc[seed, 3] = np.nan
+    runs = {
+        name: [run_of([0.1, value], at) for at, value in of.dropna().items()]
+        for name, of in finals.rename(columns=str).items()
+    }
+    table = report._finals(runs)
+    found = report._verdict(table, METRIC, ["1"])
+    [*report._study_pictures(runs, table, METRIC, "", {})]
+    order = sorted(runs, key=lambda name: -sign * finals[int(name)].mean())
+    best = finals[int(order[0])]
+    assert (found["best"], found["mean"]) == (order[0], pytest.approx(best.mean()))
+    assert found["gaps"].keys() == {order[1], "1"} - {order[0]}
+    for name, (mean, half, seeds) in found["gaps"].items():
+        gap = (best - finals[int(name)]).dropna()
+        low, high = stats.ttest_1samp(gap, 0).confidence_interval()
+        assert (mean - half, mean + half, seeds) == pytest.approx((low, high, len(gap)))
+    ((points, *_), _), ((curves, *_), options) = drawn
+    for name in runs:
+        values = finals[int(name)].dropna()
+        ends = stats.ttest_1samp(values, 0).confidence_interval()
+        expected = np.clip([values.mean(), *ends], 0, 1)
+        assert [*points.loc[name]] == pytest.approx([*expected])
+    assert [*curves] == order[:3]
+    for name, (low, high) in options["bands"].items():
+        values = finals[int(name)]
+        assert [*curves[name]] == pytest.approx([0.1, values.mean()])
+        assert (low[2], high[2]) == (values.min(), values.max())
+
+
+def test_distances_of_statistics_are_sums_over_the_layers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A layer that no client tracks does not count, nor does a client without a value."""
+    drawn: list[Any] = []
+    curves = lambda *args, **kw: drawn.append((args, kw))  # noqa: E731
+    monkeypatch.setattr(pictures, "curves", curves)
+    l1 = np.random.default_rng(0).random((2, 3, 5))
+    lines = []
+    for at, layers in enumerate(l1.tolist(), 1):
+        layers[1][at], layers[2] = None, [None] * 5
+        found = [{"clients": {"l1": of}, "change": {"l1": at}} for of in layers]
+        lines.append({"round": at, "layers": dict(enumerate(found))})
+    text = "\n".join(map(json.dumps, lines))
+    (tmp_path / STATISTICS_FILE).write_text(f"{text}\n")
+    [*report._statistics(replace(run_of([0.5]), folder=tmp_path))]
+    (((shown, *_), options),) = drawn
+    for at, of_clients in enumerate(l1[:, :2].sum(1), 1):
+        of_clients = np.delete(of_clients, at)
+        low, high = options["bands"]["clients, median"]
+        points = shown["clients, median"][at], low[at], high[at]
+        wanted = np.median(of_clients), of_clients.min(), of_clients.max()
+        assert points == pytest.approx(wanted)
+    assert shown["change of the global statistics"] == {1: 3, 2: 6}
