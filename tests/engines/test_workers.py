@@ -519,7 +519,7 @@ def test_a_signal_to_the_whole_group_acts_as_on_the_command_alone(
         assert process.exitcode == 0
     os.close(noted)
     assert sorted(os.read(calls, 99)) == (sorted(kinds) if handled == "all" else [])
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 10
     while any(map(alive, workers)) and time.monotonic() < deadline:
         time.sleep(0.01)
     assert not any(map(alive, workers))

@@ -156,6 +156,11 @@ def in_order(
     for node_id, reply in arrived.items():
         if node_id not in answered:
             rest.append((run.nodes.identify_sender(reply), reply))
+    # After an error, a client may have lost its local state: send it the whole state
+    # again.
+    for node_id, reply in arrived.items():
+        if reply.has_error():
+            run.nodes.initialised.discard(node_id)
     run.kept = run.kept.with_answers([*yielded, *rest])
     others = _in_words(strange)
     missing: dict[str, list[str]] = {}

@@ -72,11 +72,6 @@ def read_tests(run: Run, sent: Sent, replies: Iterable[Message]) -> list[Message
         if not tested_nothing(message, count_key)
     ]
     usable, refused = read_replies(received, read, run.report, "evaluation")
-    # A client that replied with an error may have lost its local state: send it the
-    # whole state again.
-    for failed in refused:
-        if failed.message.has_error():
-            run.nodes.initialised.discard(failed.node.node_id)
     raise_shared_test_error(run, sent, refused)
     run.report.evaluations |= {test.node.label: test.read for test in usable}
     run.tested |= bool(usable)
