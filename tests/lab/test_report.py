@@ -365,7 +365,8 @@ def test_a_mean_is_over_the_sites_that_it_names(seed: int) -> None:
     found = compare(one, one, rows)
     facts = {fact.about: fact.value for fact in facts_of(one, rows, [found])}
     end = " that trained" if len(held_out) else ""
-    shown = facts[f"Mean test accuracy of {len(tested)} sites{end}"]
+    sites = "1 site" if len(tested) == 1 else f"{len(tested)} sites"
+    shown = facts[f"Mean test accuracy of {sites}{end}"]
     assert shown == f"{100 * mean:.1f} %"
     shown = facts.get("Mean test accuracy of held-out sites", "nan %")
     assert shown == f"{100 * held_out['value'].mean():.1f} %"
