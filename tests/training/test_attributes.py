@@ -46,7 +46,7 @@ LEAVES = st.one_of(
     st.builds(random.Random, st.integers(0, 3)),
     st.builds(np.random.default_rng, st.integers(0, 3)),
     st.builds(lambda: {1, 2}),
-    st.builds(lambda: deque([1])),
+    st.builds(lambda n: deque([torch.full((1,), float(n))]), st.integers(0, 3)),
     st.builds(lambda n: torch.Generator().manual_seed(n), st.integers(0, 3)),
 )
 VALUES = st.recursive(
@@ -84,7 +84,7 @@ def written(value: Any) -> Any:
         return [*parts, written(others)]
     if isinstance(value, dict):
         return [(key, written(one)) for key, one in value.items()]
-    if isinstance(value, list | tuple):
+    if isinstance(value, list | tuple | deque):
         return [written(one) for one in value]
     if isinstance(value, Plain | Record):
         return written(vars(value))
@@ -110,6 +110,7 @@ def change(value: Any, draw: Any) -> bool:
         case torch.Generator():
             torch.rand(2, generator=value)
         case deque():
+            value[0] += 1
             value.append(2)
         case list() if not value or kind:
             value.append(draw.draw(st.integers(5, 6)))
@@ -224,3 +225,19 @@ def test_a_test_changes_no_bit_of_a_layer_that_overrides_train(mode: bool) -> No
     for name, entry in before.state_dict().items():
         assert torch.equal(model.state_dict()[name], entry), name
     assert (model.training, model[0].merged) == (mode, before[0].merged)
+
+
+def test_what_a_layer_keeps_of_a_test_does_not_reach_the_next() -> None:
+    class Caches(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            kept = vars(self).setdefault("kept", self.weight.detach().clone())
+            return nn.functional.linear(x, kept, self.bias)
+
+    model = Caches(5, 3).double()
+    data = Points(torch.randn(4, 5, dtype=torch.float64), torch.arange(4) % 3)
+    first = evaluate(model, data).loss
+    nn.init.zeros_(model.weight)
+    other = evaluate(model, data).loss
+    nn.init.zeros_(model.bias)
+    assert len({first, other, evaluate(model, data).loss}) == 3
+    assert not hasattr(model, "kept")
