@@ -5,7 +5,8 @@ It names none among equal clients.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from fedbn_flwr import diagnose
+from fedbn_flwr.doctor.findings import Diagnosis
 from tests.support.trained import trained_network
 
 Data = tuple[Tensor, Tensor]
@@ -213,15 +215,29 @@ def test_small_batches_of_one_client_are_named_where_it_has_more_examples(
     assert "small-batch" not in {f.id for f in found.findings}
 
 
-def test_accuracy_of_each_client_stands_in_a_table(
+def test_names_and_order_of_clients_change_only_names_and_order(
     trained: nn.Module, digits: Data
 ) -> None:
-    parts = split(digits, 3)
-    found = diagnose(
-        trained, {name: [part] for name, part in zip("abc", parts, strict=True)}
-    )
+    """One client has other units, and the inputs of the others differ by design."""
+    parts = [(x + 0.1 * k, y) for k, (x, y) in enumerate(split(digits, 8))]
+    parts[1] = FAULTS["inputs x 255"](*parts[1], 1)
+
+    def found(order: Sequence[int], word: str = "site") -> Diagnosis:
+        return diagnose(trained, {f"{word} {k}": [parts[k]] for k in order})
+
+    one, turned = found(range(8)), found(range(8)[::-1])
+    renamed = json.dumps(found(range(8), "clinic").to_json())
+    assert renamed.replace("clinic", "site") == json.dumps(one.to_json())
+    wanted = {"client-inputs": ["site 1"], "feature-shift": ["site 0", "site 7"]}
     with torch.no_grad():
-        for k, (x, y) in enumerate(parts):
-            right = float((trained(x).argmax(1) == y).double().mean())
-            assert found.measures["accuracy"][k] == pytest.approx(right)
-            assert f"| {'abc'[k]} | {len(y)} | {right:.3f} |" in str(found)
+        right = [float((trained(x).argmax(1) == y).double().mean()) for x, y in parts]
+    for diagnosis, step in ((one, 1), (turned, -1)):
+        by_id = {
+            each.id: each.numbers.get("clients", ()) for each in diagnosis.findings
+        }
+        assert {id_: sorted(by_id[id_]) for id_ in wanted} == wanted
+        assert by_id.keys() == {*wanted, "train-test-mismatch"}
+        figures, mixes = diagnosis.measures, one.measures["each-client"]["mix"]
+        assert figures["accuracy"] == pytest.approx(right[::step])
+        assert figures["each-client"]["mix"]["values"] == mixes["values"][::step]
+        assert f"| site 2 | {len(parts[2][1])} | {right[2]:.3f} |" in str(diagnosis)

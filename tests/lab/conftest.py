@@ -10,6 +10,7 @@ import pytest
 
 from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.runs.run import run
+from fedbn_flwr.training import tasks
 
 QUICK: Mapping[str, Any] = {
     "num-clients": 3,
@@ -63,3 +64,14 @@ def quick_run(tmp_path: Path, quick_config: QuickConfig) -> QuickRun:
         return run(quick_config(**settings), out), out
 
     return make
+
+
+@pytest.fixture(params=[1, -1], ids=["higher is better", "lower is better"])
+def sign(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Provide 1 or -1, the sign of the accuracies.
+
+    With -1, accuracies are negated, and the lowest is the best.
+    """
+    lower = ("accuracy",) if request.param < 0 else ()
+    monkeypatch.setattr(tasks, "_LOWER_IS_BETTER", lower)
+    return int(request.param)

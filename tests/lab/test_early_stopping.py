@@ -23,7 +23,6 @@ from fedbn_flwr.lab.early_stopping import EarlyStopping
 from fedbn_flwr.lab.finished_runs.export import export
 from fedbn_flwr.lab.output.checkpoint import Checkpoint, Checkpoints
 from fedbn_flwr.lab.runs.run import run
-from fedbn_flwr.training import tasks
 from tests.support.runs import lines_of, serve_nodes
 
 BASE: Mapping[str, Any] = {
@@ -163,11 +162,7 @@ def test_what_the_summary_says_of_the_method_is_of_the_best_round(
     assert summary["frozen-after"] is None
 
 
-@pytest.mark.parametrize("sign", [1, -1], ids=["higher", "lower"])
-def test_the_best_round_is_the_first_with_the_best_score(
-    sign: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tasks, "_LOWER_IS_BETTER", ("accuracy",) if sign < 0 else ())
+def test_the_best_round_is_the_first_with_the_best_score(sign: int) -> None:
     config = Config.make({**BASE, "early-stopping": 2})
     scores = [0.5, None, 0.7, 0.7, float("nan"), 0.6]
     lines = [

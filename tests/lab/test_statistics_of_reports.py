@@ -22,17 +22,9 @@ from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.output.folder import STATISTICS_FILE
 from fedbn_flwr.lab.references import compare
 from fedbn_flwr.lab.run_files import RunFiles
-from fedbn_flwr.training import tasks
 
 METRIC, KEYS = "test-accuracy", ("site", "low", "high", "value")
 CONFIG = Config.make({"strategy": "standalone"})
-
-
-@pytest.fixture(params=[1, -1])
-def sign(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    lower = ("accuracy",) if request.param < 0 else ()
-    monkeypatch.setattr(tasks, "_LOWER_IS_BETTER", lower)
-    return int(request.param)
 
 
 def run_of(curve: Any, seed: int = 0) -> RunFiles:

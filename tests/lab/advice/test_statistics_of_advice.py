@@ -23,7 +23,6 @@ from fedbn_flwr.lab.advice.halving import LOOK, SEEDS, Point, Rung, cost
 from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.run_files import RunFiles
 from fedbn_flwr.lab.studies.study import Cell, Study
-from fedbn_flwr.training import tasks
 
 OUT, ROUNDS, METRIC = Path("out"), 96, "personal-validation-accuracy"
 POINTS = [
@@ -33,13 +32,6 @@ POINTS = [
 ]
 COSTS = ["bytes-down", "bytes-up", "exchanges", "seconds"]
 ENDS = ["difference", "difference-low", "difference-high"]
-
-
-@pytest.fixture(params=[1, -1])
-def sign(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    lower = ("accuracy",) if request.param < 0 else ()
-    monkeypatch.setattr(tasks, "_LOWER_IS_BETTER", lower)
-    return int(request.param)
 
 
 @pytest.mark.parametrize("seed", range(8))
