@@ -286,7 +286,8 @@ def _built(
     for parameter in cached.layout.parameters():
         parameter.grad = None
     # The next client's message contains the state. All else is not in it.
-    cached.forget(example)
+    if cached.attributes.changed():
+        cached.forget(example)
     if cached.layout.is_current:
         free.append(cached)
 

@@ -221,6 +221,8 @@ class Attributes:
 
     def changed(self) -> list[Attribute]:
         """Return the attributes that have changed, each once."""
+        if not self._leaves and self._same_containers():
+            return []
         found = [held.at for held in self._leaves if held.has_changed()]
         for held in () if self._same_containers() else self._containers:
             if not held.has_changed():

@@ -219,10 +219,14 @@ def _dtype_of(model: Entries) -> torch.dtype:
     there is no such entry, the first trained complex entry decides. If there is
     neither, the result is torch's default dtype.
     """
-    layers = (m.parameters() for m in model.modules() if not [*m.children()])
-    first = (p for p in itertools.chain.from_iterable(layers) if p.numel() > 1)
+    # This runs for each message, so look at the tables instead of calling methods.
+    for module in model.modules():
+        of_layer = () if module._modules else module._parameters.values()
+        for entry in of_layer:
+            if entry is not None and entry.is_floating_point() and entry.numel() > 1:
+                return entry.dtype
     first_complex = None
-    for entry in itertools.chain(first, _entries(model)):
+    for entry in _entries(model):
         if entry.is_floating_point():
             return entry.dtype
         # a complex table that is not trained does not reveal the dtype of the inputs

@@ -221,7 +221,7 @@ def test_a_combination_is_the_sum_in_float64_rounded_once(
     for name in ("1", "3") if scale <= 1e6 else ():  # of a synchronised step
         sent = [torch.from_numpy(state[name]) for state in states]
         right = summed(states, plain, name).astype(states[0][name].dtype)
-        assert combine("mean/0", sent, own).numpy().tobytes() == right.tobytes()
+        assert combine("gradients/0", sent, own).numpy().tobytes() == right.tobytes()
     for layer, (kind, _) in LAYERS.items():
         for k, value in enumerate(found["pooled"][f"{layer}.running_var"]):
             means = [Fraction(float(s[f"{layer}.running_mean"][k])) for s in states]

@@ -5,6 +5,7 @@ The law and the dropouts have their own files.
 
 from __future__ import annotations
 
+import logging
 import re
 import socket
 from collections.abc import Callable
@@ -110,6 +111,7 @@ def test_all_transports_move_the_same_bytes_and_give_the_same_bits(
     )
     counters += 5 * apart * 8
     ends = []
+    caplog.set_level(logging.INFO, logger="flwr")
     for transport in TRANSPORTS:
         run = run_step(
             synchronised(strategy, transport, fedtan_exchanges=exchanges),

@@ -263,7 +263,8 @@ def test_resume_without_a_checkpoint_starts_a_new_run(tmp_path: Path) -> None:
         if files is not None:
             (tmp_path / name).mkdir()
             for file in files:
-                (tmp_path / name / file).write_text("")
+                text = "seed: 0" if file == "config.yaml" else ""
+                (tmp_path / name / file).write_text(text)
         summary = start(tmp_path / name, resume=True)
         assert "resumed-after" not in summary
         same(tmp_path / name, tmp_path / "whole")
