@@ -293,6 +293,18 @@ def test_the_lists_above_name_real_rooms() -> None:
     assert LEVEL_OF.keys() >= set(TORCH_ONLY).union(*APART)
 
 
+def test_no_zip_drops_the_end_of_a_longer_input() -> None:
+    """Otherwise, one client's values may meet another client's name."""
+    loose = []
+    for _, path in modules():
+        for call in ast.walk(tree_of(path)):
+            if isinstance(call, ast.Call) and getattr(call.func, "id", "") == "zip":
+                options = {one.arg: ast.unparse(one.value) for one in call.keywords}
+                if options != {"strict": "True"}:
+                    loose.append(f"{path.relative_to(PACKAGE)}:{call.lineno}")
+    assert loose == []
+
+
 # Each is a registry; the comment above it gives the reason.
 REGISTRIES = {"_KEPT", "_REGISTERED", "_STARTS"}
 MUTATORS = {"add", "append", "clear", "discard", "extend", "insert", "pop", "popitem"}

@@ -142,6 +142,7 @@ def test_a_new_node_waits_until_the_holder_of_its_partition_is_gone(
     with caplog.at_level(logging.INFO, logger="flwr"):
         assert [n.node_id for n in nodes.present(grid, 1)] == [11, 13]
     assert caplog.messages[-1] == "node 13 (partition 1) joins the run."
+    assert nodes.lost == []
     assert grid.asked == [[11, 12], [13], [13]]
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
+import random
 import re
 import tomllib
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -256,23 +259,27 @@ def test_a_default_counts_as_not_set_because_flower_passes_every_key() -> None:
     assert "local-steps=5 and local-epochs=2 are both set" in line
 
 
-@pytest.mark.parametrize(
-    ("at", "factor", "expected"),
-    [
-        ("", "0.1", ((), ())),
-        ("0.5,0.75", "0.1", ((10, 15), (0.1, 0.1))),
-        ("3,freeze", "0.1,0.2", ((3, "freeze"), (0.1, 0.2))),
-        (0.5, 0.2, ((10,), (0.2,))),
-        (6, "0.5", ((6,), (0.5,))),
-    ],
-)
-def test_learning_rate_decays_are_read(at: Any, factor: Any, expected: Any) -> None:
-    given = {"lr-decay-at": at, "lr-decay-factor": factor}
-    rate = learning_rate_of(Config.make({**FIXBN, **given}))
-    assert (rate.decay_after, rate.factors) == expected
-
-
-def test_a_fraction_is_read_as_the_decimal_written() -> None:
-    assert learning_rate_of(
-        Config.make({"lr-decay-at": "0.29", "num-server-rounds": 100})
-    ).decay_after == (29,)
+@pytest.mark.parametrize("seed", range(40))
+def test_a_decay_changes_a_rate_or_is_named(seed: int) -> None:
+    """A fraction is read as the decimal written: 0.29 of 100 rounds is 29."""
+    draw = random.Random(seed)
+    rounds = draw.choice([2, 3, 7, 8, 100])
+    freeze = draw.randrange(1, rounds)
+    texts = draw.sample(["0.29", "1.0", "0.5", "7", "8", "freeze"], 3)
+    factors = draw.choices(["0.1", "1.0", "2"], k=3) if seed % 4 else ["0.5"]
+    settings = {"strategy": "fixbn", "num-server-rounds": rounds, "freeze-at": freeze}
+    settings |= {"lr-decay-at": ",".join(texts), "lr-decay-factor": ",".join(factors)}
+    config = Config.make(settings)
+    decays = {}
+    for text, factor in zip(texts, factors * (3 // len(factors)), strict=True):
+        share = rounds if "." in text else 1
+        after = freeze if text == "freeze" else int(Fraction(text) * share)
+        decays[after, text] = float(factor)
+        named = any(f"lr-decay-at={text} " in line for line in config.warnings())
+        assert named == (after >= rounds or factor == "1.0")
+    rate = learning_rate_of(config)
+    for number in range(1, rounds + 1):
+        passed = [one for (after, _), one in decays.items() if number > after]
+        assert rate.at(number, number > freeze) == pytest.approx(
+            0.1 * math.prod(passed)
+        )

@@ -24,9 +24,10 @@ from torch import nn
 from fedbn_flwr import client_app
 from fedbn_flwr.batchnorm.parts import split_state
 from fedbn_flwr.errors import ConfigError
-from fedbn_flwr.lab.config import Config
+from fedbn_flwr.lab.config import Config, method_of
 from fedbn_flwr.lab.config.check_keys import defaults_of
 from fedbn_flwr.lab.runs.check_start import check as check_start
+from fedbn_flwr.lab.runs.check_start import refuse_too_few_clients
 from fedbn_flwr.lab.studies.check_study import load_study
 from fedbn_flwr.lab.studies.study import Study
 from fedbn_flwr.legacy.legacy_strategy import LegacyStrategy
@@ -301,22 +302,35 @@ def test_a_planted_case_of_a_round_is_told(code: str) -> None:
     assert not [*check(plain.rows, plain, known, [row.stage])]
 
 
-@pytest.mark.parametrize(
-    ("name", "key"),
-    [
-        ("fixbn", "freeze-at"),
-        ("fedtan2", "fedtan-rounds"),
-        ("fedbs", "fedbs-rounds"),
-        ("fbn", "statistics-warm-up"),
-        ("hbn", "statistics-warm-up"),
-    ],
-)
-def test_a_phase_that_never_begins_is_warned_of(name: str, key: str) -> None:
-    for rounds, expected in ((9, ["phase-never-begins"]), (10, [])):
-        params = STRATEGIES[name](**{key.replace("-", "_"): 9}).methods
-        found = params.problems(Known(num_rounds=rounds), ["run"])
-        assert [problem.code for problem in found] == expected
-        assert all(problem.key == key.replace("-", "_") for problem in found)
+EDGES = [
+    ("fixbn", "freeze-at", "phase-never-begins", 10),
+    ("fedtan2", "fedtan-rounds", "phase-never-begins", 10),
+    ("fedbs", "fedbs-rounds", "phase-never-begins", 10),
+    ("fbn", "statistics-warm-up", "phase-never-begins", 10),
+    ("hbn", "statistics-warm-up", "phase-never-begins", 10),
+    ("fixbn", "freeze-window", "long-window", 10),
+    ("fedrep", "head-steps", "no-body-step", 10),
+    ("fedavg", "min-replies", "too-few-clients", 11),
+    ("fedavg", "classes-per-client", "too-many-classes", 11),
+]
+"""The first value of a setting with a problem, if all other settings are 10."""
+TEN = ("num-server-rounds", "local-steps", "num-clients", "num-classes")
+
+
+@pytest.mark.parametrize(("name", "key", "code", "first"), EDGES)
+def test_two_settings_are_compared_exactly(
+    name: str, key: str, code: str, first: int
+) -> None:
+    freeze = {"freeze-at": "auto"} if key == "freeze-window" else {}
+    for value in range(first - 1, first + 2):
+        settings = {**dict.fromkeys(TEN, 10), **freeze, "strategy": name, key: value}
+        try:
+            config = Config.make({**settings, "partition": "classes"})
+            refuse_too_few_clients(config, 10)
+            found = {one.code for one in method_of(config).problems("warn")}
+        except ConfigError as error:
+            found = {error.code, *(one.code for one in error.problems)}
+        assert (code in found) == (value >= first)
 
 
 @pytest.mark.parametrize("legacy", [False, True], ids=["message", "legacy"])

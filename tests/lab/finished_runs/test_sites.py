@@ -31,7 +31,9 @@ from fedbn_flwr.lab.finished_runs.sites import (
 )
 from fedbn_flwr.lab.partitioned.partitioned_data import partitioned_data
 from fedbn_flwr.lab.report import write_report
+from fedbn_flwr.lab.run_files import RunFiles
 from fedbn_flwr.lab.runs.run import run
+from fedbn_flwr.strategies import STRATEGIES
 from fedbn_flwr.training.evaluation import evaluate
 from fedbn_flwr.training.tasks import (
     BINARY,
@@ -45,12 +47,9 @@ from tests.support.runs import lines_of, model_of
 BEST = {"early-stopping": 1, "validation-share": 0.2, "num-server-rounds": 6}
 HALF = {"fraction-train": 0.34, "eval-on": "personal-own,averaged-bn"}
 FINE_TUNED: Mapping[str, Mapping[str, Any]] = {
-    "FedBABU": {"strategy": "fedrep", "head-steps": 0},
     "the best round": {"strategy": "fedbn", **BEST, "learning-rate": 0.3},
     "a part of the clients": {"strategy": "silobn", **HALF},
-    "frozen": {"strategy": "fixbn", "freeze-at": 1},
-    "no checkpoints": {"strategy": "hbn", "checkpoint-every": 0},
-    "workers": {"strategy": "ditto"},
+    "workers": {"strategy": "ditto", "checkpoint-every": 0},
 }
 
 
@@ -93,6 +92,23 @@ def test_a_client_has_one_model_fine_tuned_or_not(
     assert apart == pytest.approx(values[0] - values[1], abs=1e-12)
     for row in rows:
         assert row["difference-low"] <= row["difference"] <= row["difference-high"]
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_a_site_has_the_value_of_its_last_own_test(name: str, quick_run, needs) -> None:
+    """This includes personal parts and fine-tuning."""
+    own, tuned = divmod([*STRATEGIES].index(name) % 4, 2)
+    whole = name in ("staticbn", "standalone")  # they take no personal part
+    settings = {
+        "personal": "" if own or whole else "last-layer",
+        "fine-tune": 2 * tuned,
+    }
+    settings |= {"eval-on": "personal-own"}
+    summary, out = quick_run(strategy=name, **needs(name), **settings)
+    clients = lines_of(out)[-1]["clients"]
+    tests = {f"client {at}": clients[at]["own-accuracy"] for at in "012"}
+    for rows in (summary["sites"], RunFiles.read(out).sites()):
+        assert {row["site"]: row["value"] for row in rows} == tests
 
 
 def test_a_fine_tuned_model_that_is_not_here_is_no_other_model(

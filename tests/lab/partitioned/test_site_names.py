@@ -186,13 +186,13 @@ def test_refusals_and_absences_name_the_site(
     class Lazy:
         def __init__(self, site: int, part: str) -> None:
             self.inputs, self.targets = numbers(site, part)
-            self.damaged = part == "train" and site == 2
+            self.damaged = (part, site) in (("train", 2), ("test", 3))
 
         def __len__(self) -> int:
             return len(self.inputs)
 
         def __getitem__(self, at: int) -> tuple[torch.Tensor, torch.Tensor]:
-            if self.damaged and at == 5:
+            if self.damaged and at == 1:
                 raise OSError("the file is damaged")
             return self.inputs[at], self.targets[at]
 
@@ -206,7 +206,8 @@ def test_refusals_and_absences_name_the_site(
         )
     line = read_metrics(tmp_path / "out" / "metrics.jsonl")[0]
     assert line["participants"] == [0, 1, 3, 4]
-    (reason,) = line["rejected"]
+    assert [*line["missing"]] == ["2"], "client 3 took part, and its test failed"
+    reason, _ = line["rejected"]
     assert "(partition 2, Köln/Süd, 1): " in reason
     assert f"site 2 ({HARD[2]}), part 'train'" in reason
     assert line["sites"] == {str(at): name for at, name in enumerate(HARD)}
