@@ -222,9 +222,9 @@ def _dtype_of(model: Entries) -> torch.dtype:
     # This runs for each message, so look at the tables instead of calling methods.
     for module in model.modules():
         of_layer = () if module._modules else module._parameters.values()
-        for entry in of_layer:
-            if entry is not None and entry.is_floating_point() and entry.numel() > 1:
-                return entry.dtype
+        for p in of_layer:
+            if p is not None and p.is_floating_point() and p.numel() > 1:
+                return p.dtype
     first_complex = None
     for entry in _entries(model):
         if entry.is_floating_point():
