@@ -16,7 +16,7 @@ from fedbn_flwr.messages.records import from_record, to_record
 
 
 def numbers(value: Any) -> list[list[float]]:
-    """Return the content of a value: a list of arrays and a record."""
+    """Return a list of arrays and a record."""
     *arrays, record = value
     return [list(array) for array in [*arrays, *from_record(record).values()]]
 

@@ -1,4 +1,4 @@
-"""The numbers of a page are those of numpy and scipy, whichever values are better.
+"""The numbers of a page equal the numbers of numpy and scipy.
 
 Values are drawn. If the sign is -1, all values are negated, and lower is better.
 """
@@ -154,7 +154,7 @@ def test_the_page_of_a_study_has_the_intervals_of_scipy(
 def test_distances_of_statistics_are_sums_over_the_layers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A layer that no client tracks does not count, nor does a client without a value."""
+    """Untracked layers and clients without a value do not count."""
     drawn: list[Any] = []
     curves = lambda *args, **kw: drawn.append((args, kw))  # noqa: E731
     monkeypatch.setattr(pictures, "curves", curves)

@@ -98,7 +98,7 @@ def test_between_two_tests_the_model_has_the_statistics_of_the_training(
 def test_statistics_are_those_of_the_clients_that_are_there(
     federate, mlp, points, seed: int
 ) -> None:
-    """This includes rounds with too few replies, in which the model does not change."""
+    """The model does not change in a round with too few replies."""
     draw, rounds = random.Random(seed), range(1, 6)
     hidden = {number: draw.sample(range(4), draw.randrange(2)) for number in rounds}
     failing = {number: draw.sample(range(4), draw.randrange(3)) for number in rounds}

@@ -1,4 +1,4 @@
-"""Everything that a model holds besides its state is found, compared and restored."""
+"""The attributes of a model are found, compared and restored."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def test_what_changes_at_any_depth_is_named_and_put_back(value: Any, data: Any) 
     model = nn.Sequential(Holder(value), Holder([value]))
     attributes, before = Attributes(model), written(model)
     assert attributes.changed() == []
-    for _ in range(2):  # what is put back can change again
+    for _ in range(2):  # a restored value can change again
         names = set()
         if change(model[0].value, data):
             names.add("value")
@@ -154,7 +154,7 @@ def test_what_changes_at_any_depth_is_named_and_put_back(value: Any, data: Any) 
         if data.draw(st.booleans()):
             model[0].layer.left = 3
             names.add("left")
-        # The first two layers hold the value, and either may be named.
+        # Both layers have the value, and either may be named.
         assert {name for _, name in attributes.changed()} == names
         attributes.restore()
         assert written(model) == before
@@ -190,7 +190,7 @@ def test_values_of_the_process_are_left_as_they_are() -> None:
     assert model.value[1].locked()
 
 
-def test_a_value_that_the_class_holds_is_put_back() -> None:
+def test_a_value_of_the_class_is_put_back() -> None:
     class Counts(nn.Module):
         calls: list[int] = []
 

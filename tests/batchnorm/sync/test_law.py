@@ -158,7 +158,7 @@ class Graphs(nn.Module):
 @pytest.mark.parametrize("exchanges", MODES)
 @pytest.mark.parametrize("most", [1, 5])
 def test_examples_of_other_sizes_weigh_by_their_elements(lab, most, exchanges):
-    """The step is the step on the union, in which examples repeat as p_i demands.
+    """The step equals the step on the union with repeated examples.
 
     A union with repeats has another n for running variances.
     """

@@ -1,4 +1,4 @@
-"""The numbers of an advice are those of scipy, whichever score is better.
+"""The numbers of an advice equal the numbers of scipy.
 
 Scores, costs and sites are drawn. If the sign is -1, all scores are negated, and lower
 is better.

@@ -70,7 +70,7 @@ def test_two_classes_with_one_spelling_have_both_folders_at_a_site(
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layouts_of_image_folders(tmp_path: Path, layout: str) -> None:
-    """An archive leaves empty folders, which are no classes in other layouts."""
+    """Empty folders of an archive are not classes in other layouts."""
     folders, clients, tests = LAYOUTS[layout]
     write_images(tmp_path, folders)
     for depth in {1, 2, 3, 4} - {len(layout.split("/"))}:

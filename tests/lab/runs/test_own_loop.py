@@ -65,7 +65,7 @@ def sgd(
             model.train()
         total += loss.item() * len(targets)
         count += len(targets)
-    # The next client has gradients again, and does not see what this one leaves.
+    # The next client has gradients again, and does not see the values of this client.
     torch.set_grad_enabled(False)
     model.register_forward_hook(lambda m, args, out: out * 2 if m.training else out)
     for layer in model.modules():
@@ -183,7 +183,7 @@ def test_targets_in_columns_have_the_shape_and_type_of_the_outputs(
 def test_batches_of_one_example_are_refused_once(
     strategy: str, loop: str, tmp_path: Path
 ) -> None:
-    """A loop may divide by the number of its examples, which is zero.
+    """A loop may divide by its number of examples. This number is zero.
 
     A method that freezes statistics may train on one example, but not in round 1.
     """
