@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fedbn_flwr.batchnorm import averaging
@@ -64,7 +64,13 @@ def exact_variance(means: Any, variances: Any, weights: Any) -> Fraction:
     return Fraction(sum(w * (v + (m - centre) ** 2) for w, m, v in rows) / sum(weights))
 
 
-@settings(max_examples=200, deadline=None, derandomize=True, database=None)
+@settings(
+    max_examples=200,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=[HealthCheck.too_slow],
+)
 @given(
     st.sampled_from([np.float16, np.float32]),
     st.lists(

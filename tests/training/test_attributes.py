@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -135,7 +135,7 @@ def change(value: Any, draw: Any) -> bool:
     return True
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(VALUES, st.data())
 def test_what_changes_at_any_depth_is_named_and_put_back(value: Any, data: Any) -> None:
     model = nn.Sequential(Holder(value), Holder([value]))
