@@ -18,7 +18,8 @@ _KEPT: dict[str, Any] = {}
 
 @contextmanager
 def memory_of_run() -> Iterator[None]:
-    """Forget all kept values at the end of the block. The block is one run."""
+    """Forget all kept values at both ends of the block. The block is one run."""
+    _KEPT.clear()  # of clients that were called outside a run
     try:
         yield
     finally:

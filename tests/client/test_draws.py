@@ -21,6 +21,7 @@ from fedbn_flwr.engines import InProcessGrid
 from fedbn_flwr.messages.records import to_record
 from fedbn_flwr.mods import bn_mod
 from fedbn_flwr.strategies import FedAvg
+from fedbn_flwr.training.run_memory import note
 
 KINDS = ("train", "evaluate", "query.statistics", "query.exchange", "query")
 
@@ -115,6 +116,7 @@ DEFAULT = np.random.random, functools.partial(torch.rand, ()), random.random, in
 def test_a_run_names_data_with_random_state_of_their_own_once(
     draws: Any, federate: Any, mlp: Any, caplog: Any
 ) -> None:
+    note("own random state")  # by a client outside a run; the run does not remember it
     for draw in draws:
         caplog.clear()
         federate(FedAvg(), mlp, [Drawn(draw)] * 2, rounds=2)
