@@ -7,13 +7,12 @@ refers to the strategy.
 from __future__ import annotations
 
 import difflib
-import functools
 import inspect
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
-from typing import Any, ClassVar, Literal, TypedDict
+from typing import Any, ClassVar
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.serverapp import Grid
@@ -27,8 +26,7 @@ from fedbn_flwr.messages.protocol import SYNCHRONISES, Continuity, refuse_own_ke
 from fedbn_flwr.problems import Known, tell
 from fedbn_flwr.server.methods.check_protections import of_wrapper
 from fedbn_flwr.server.methods.method import Method
-from fedbn_flwr.server.methods.params import Params
-from fedbn_flwr.server.methods.params_by_method import PARAMS
+from fedbn_flwr.server.methods.params import Params, is_list
 from fedbn_flwr.server.methods.together import Methods
 from fedbn_flwr.server.methods.travels import PartSet
 from fedbn_flwr.server.rounds import testing
@@ -52,8 +50,6 @@ from fedbn_flwr.transport.polling_grid import polling
 __all__ = [
     "AggregateMetrics",
     "Combination",
-    "CommonOptions",
-    "NamedOptions",
     "Strategy",
 ]
 
@@ -88,7 +84,7 @@ class Combination:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Strategy:
         """Return the strategy."""
-        return Strategy(*args, combination=self, **{**self.own_defaults, **kwargs})
+        return Strategy(*args, combination=self, **kwargs)
 
     @property
     def name(self) -> str:
@@ -101,14 +97,32 @@ class Combination:
         return self
 
     @property
-    def own_defaults(self) -> dict[str, Any]:
-        """The common settings whose defaults are not the defaults of ``Strategy``."""
-        own = self.Params.model_fields
-        differing = {}
-        for name, field in Params.model_fields.items():
-            if own[name].default != field.default:
-                differing[name] = own[name].default
-        return differing
+    def ignored(self) -> dict[str, str]:
+        """The arguments of Flower's strategies that have no effect, with the reason."""
+        ignored: dict[str, str] = {}
+        for kind in self.kinds:
+            ignored |= kind.ignored
+        return ignored
+
+    def signature(self, like: type[FlowerFedAvg]) -> inspect.Signature:
+        """Return the arguments of Flower and of the settings, with their defaults.
+
+        Args:
+            like: Flower's class for the method. Its arguments have the same place here;
+                those that are not settings have Flower's default.
+        """
+        fields = self.Params.model_fields
+        named = dict(inspect.signature(FlowerFedAvg).parameters)
+        for name, argument in inspect.signature(like).parameters.items():
+            if name in fields or name in self.ignored:
+                named.setdefault(name, argument)
+        # The settings of every method come last.
+        for name in sorted(fields, key=Params.model_fields.__contains__):
+            own = named.get(name) or inspect.Parameter(name, _BY_NAME)
+            field = fields[name]
+            annotation = str | Sequence[str] if is_list(field) else field.annotation
+            named[name] = own.replace(default=field.default, annotation=annotation)
+        return inspect.Signature([*named.values()])
 
     def methods(self, params: Any) -> Methods:
         """Return the methods with these settings."""
@@ -118,47 +132,6 @@ class Combination:
 def _aggregation_note(aggregate: object) -> str:
     """Return a note that metrics are averages, or "" for a user's own function."""
     return f" ({AVERAGED})" if aggregate is average_metrics else ""
-
-
-class CommonOptions(TypedDict, total=False):
-    """The arguments of ``Strategy`` that are not Flower's.
-
-    The methods' constructors name this class, so that an editor shows the arguments.
-    """
-
-    layers: str | Sequence[str]
-    personal: str | Sequence[str]
-    variance: Literal["mean", "pooled"]
-    recalibrate: bool
-    min_replies: int
-    cohort_rounds: int
-    eval_every: int
-    eval_on: str
-    fine_tune: int
-    seed: int
-    on_divergence: Literal["stop", "continue"]
-    momentum_scope: Literal["none", "local", "global"]
-    agc: float
-    parts: Parts | None
-    on_round_end: OnRoundEnd | None
-    on_replies: OnReplies | None
-    completes_tests: bool
-    num_partitions: int | None
-
-
-class NamedOptions(CommonOptions, total=False):
-    """The arguments of every strategy, by name: Flower's ten and the common ones."""
-
-    fraction_train: float
-    fraction_evaluate: float
-    min_train_nodes: int
-    min_evaluate_nodes: int
-    min_available_nodes: int
-    weighted_by_key: str
-    arrayrecord_key: str
-    configrecord_key: str
-    train_metrics_aggr_fn: AggregateMetrics | None
-    evaluate_metrics_aggr_fn: AggregateMetrics | None
 
 
 @dataclass
@@ -193,11 +166,12 @@ class Strategy(FlowerFedAvg):
     A checkpoint consists of ``state_dict()`` and the global model. After
     ``load_state_dict`` the next ``start`` continues from it.
 
-    The first ten arguments are the arguments of ``flwr.serverapp.strategy.FedAvg``,
-    with their defaults. The arguments from ``layers`` to ``agc`` are settings of every
-    method; ``server.methods.params.Params`` describes each.
+    The constructor is made from the settings. ``help`` shows all its arguments, and the
+    generated file ``strategies/__init__.pyi`` shows them to editors and type checkers.
 
     Args:
+        *flowers: the arguments of ``flwr.serverapp.strategy.FedAvg``, with their
+            defaults. They may also be given by name.
         parts: the split of the model's state (``split_state(model)``); by default it
             follows from the names of the initial arrays.
         on_round_end: called as ``on_round_end(server_round, arrays, metrics)`` at the
@@ -214,10 +188,12 @@ class Strategy(FlowerFedAvg):
             check.
         combination: the methods of ``combined``, which replace the methods of the
             class; ``combined`` passes them itself.
-        **settings: the method's own settings, fields of ``Params``.
+        **settings: the settings, fields of ``Params``. All methods share the settings
+            of ``server.methods.params.Params``.
 
     Attributes:
         method: the method's class, or the result of ``combined``.
+        like: Flower's class for this method, whose arguments have the same place.
         params: the settings.
         methods: the options and methods in use.
         run: the server's knowledge of the run.
@@ -240,66 +216,26 @@ class Strategy(FlowerFedAvg):
     combination: ClassVar[Combination] = Combination((Method,), Method.Params)
     name: str
     Params: ClassVar[type[Any]] = Method.Params
+    like: ClassVar[type[FlowerFedAvg]] = FlowerFedAvg
 
     stopped = False
     __signature__: ClassVar[inspect.Signature | None] = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Take the name and the settings from the class's method."""
+        """Take the name, the settings and the arguments from the class's method."""
         super().__init_subclass__(**kwargs)
         if isinstance(cls.method, Combination):
             cls.combination = cls.method
         else:
             cls.combination = Combination((cls.method,), cls.method.Params)
         cls.name, cls.Params = cls.combination.name, cls.combination.Params
-        # A default in the constructor's signature replaces the default in ``Params``.
-        # If the ``Params`` of a method has other defaults, put them into the
-        # constructor of its class.
-        own = cls.combination.own_defaults
-        if own and "__init__" not in vars(cls):
-            cls.__init__ = functools.partialmethod(cls.__init__, **own)  # type: ignore[assignment]
-        # Help shows this signature. For a class without a constructor, it includes the
-        # method's own settings. For a constructor with ``*flowers``, it shows Flower's
-        # ten arguments in their place.
-        cls.__signature__ = None
-        shown, given = inspect.signature(Strategy), inspect.signature(cls)
-        *named, rest = shown.parameters.values()
-        if cls.__init__ is Strategy.__init__:
-            for name in cls.Params.model_fields.keys() - Params.model_fields.keys():
-                default = cls.Params.model_fields[name].default
-                named.append(rest.replace(name=name, kind=_BY_NAME, default=default))
-            cls.__signature__ = shown.replace(parameters=[*named, rest])
-        elif "flowers" in given.parameters:
-            flowers = [one for one in named if one.kind is one.POSITIONAL_OR_KEYWORD]
-            _, *others = given.parameters.values()
-            cls.__signature__ = given.replace(parameters=[*flowers, *others])
+        # Help shows this signature, unless the class has a constructor of its own.
+        made = cls.__init__ is Strategy.__init__
+        cls.__signature__ = _shown(cls) if made else None
 
     def __init__(
         self,
-        fraction_train: float = 1.0,
-        fraction_evaluate: float = 1.0,
-        min_train_nodes: int = 2,
-        min_evaluate_nodes: int = 2,
-        min_available_nodes: int = 2,
-        weighted_by_key: str = "num-examples",
-        arrayrecord_key: str = "arrays",
-        configrecord_key: str = "config",
-        train_metrics_aggr_fn: AggregateMetrics | None = None,
-        evaluate_metrics_aggr_fn: AggregateMetrics | None = None,
-        *,
-        layers: str | Sequence[str] = "",
-        personal: str | Sequence[str] = "",
-        variance: Literal["mean", "pooled"] = "mean",
-        recalibrate: bool = False,
-        min_replies: int = 1,
-        cohort_rounds: int = 1,
-        eval_every: int = 1,
-        eval_on: str = "",
-        fine_tune: int = 0,
-        seed: int = 0,
-        on_divergence: Literal["stop", "continue"] = "stop",
-        momentum_scope: Literal["none", "local", "global"] = "none",
-        agc: float = 0.0,
+        *flowers: Any,
         parts: Parts | None = None,
         on_round_end: OnRoundEnd | None = None,
         on_replies: OnReplies | None = None,
@@ -310,26 +246,16 @@ class Strategy(FlowerFedAvg):
     ) -> None:
         combination = combination or self.combination
         self.name = combination.name
-        for name, share in (
-            ("fraction_train", fraction_train),
-            ("fraction_evaluate", fraction_evaluate),
-        ):
+        given = self._arguments(combination, flowers, settings)
+        for name in ("fraction_train", "fraction_evaluate"):
+            share = given[name]
             if not isinstance(share, Real) or not 0 <= float(share) <= 1:
                 raise ConfigError(
                     f"strategy {self.name!r}: {name}={share!r} must be a number from 0"
                     " to 1"
                 )
         super().__init__(
-            fraction_train,
-            fraction_evaluate,
-            min_train_nodes,
-            min_evaluate_nodes,
-            min_available_nodes,
-            weighted_by_key,
-            arrayrecord_key,
-            configrecord_key,
-            train_metrics_aggr_fn,
-            evaluate_metrics_aggr_fn,
+            **{name: given[name] for name in inspect.signature(FlowerFedAvg).parameters}
         )
         # Flower's function divides by the weight of all clients, even of clients that
         # do not report the metric.
@@ -337,34 +263,22 @@ class Strategy(FlowerFedAvg):
             self.train_metrics_aggr_fn = average_metrics
         if is_default_aggregation(self.evaluate_metrics_aggr_fn):
             self.evaluate_metrics_aggr_fn = average_metrics
-        self._warn_of_ignored(combination, settings)
-        self._refuse_unknown(combination, settings)
-        if callable(layers):
+        if callable(given["layers"]):
             raise ConfigError(
                 f"strategy {self.name!r}: layers is a function, but a strategy has no"
                 " modules: pass parts=split_state(model, layers=...)"
             )
-        if parts is not None and not personal:
-            personal = parts.personal
-        self.params = combination.Params(
-            layers=layers if isinstance(layers, str) else ",".join(layers),
-            personal=personal if isinstance(personal, str) else ",".join(personal),
-            variance=variance,
-            recalibrate=recalibrate,
-            min_replies=min_replies,
-            cohort_rounds=cohort_rounds,
-            eval_every=eval_every,
-            eval_on=eval_on,
-            fine_tune=fine_tune,
-            seed=seed,
-            on_divergence=on_divergence,
-            momentum_scope=momentum_scope,
-            agc=agc,
-            **settings,
-        )
+        if parts is not None and not given["personal"]:
+            given["personal"] = parts.personal
+        values = {}
+        for name, field in combination.Params.model_fields.items():
+            value = given[name]
+            listed = is_list(field) and not isinstance(value, str)
+            values[name] = ",".join(value) if listed else value
+        self.params = combination.Params(**values)
         self.methods = combination.methods(self.params)
         # Leave out warnings, because they are logged at the start of a run.
-        known = Known(fraction_train=fraction_train)
+        known = Known(fraction_train=given["fraction_train"])
         problems = self.methods.problems(known, ["settings"])
         refused = [problem for problem in problems if problem.effect != "warn"]
         tell(self.params.told(refused))
@@ -378,51 +292,45 @@ class Strategy(FlowerFedAvg):
         self._half: _Half | None = None
         self.run = self._new_run(None, 3600.0, parts, None)
 
-    def _warn_of_ignored(
-        self, combination: Combination, settings: dict[str, Any]
-    ) -> None:
-        """Drop arguments of Flower's strategies that have no effect, with a warning."""
-        shown = inspect.signature(type(self).__init__).parameters
-        for kind in combination.kinds:
-            for name in kind.ignored.keys() & settings.keys():
-                value = settings.pop(name)
-                # Ignore Flower's default, as in the signature, because the user did not
-                # set it.
-                if value is None or (name in shown and value == shown[name].default):
-                    continue
-                logger.warning(
-                    "strategy %r: %s=%s has no effect, as in Flower: %s. Leave %s out.",
-                    self.name,
-                    name,
-                    value,
-                    kind.ignored[name],
-                    name,
-                )
+    def _arguments(
+        self, combination: Combination, flowers: Sequence[Any], given: dict[str, Any]
+    ) -> dict[str, Any]:
+        """Return the value of each argument of Flower and of the settings.
 
-    def _refuse_unknown(
-        self, combination: Combination, settings: Mapping[str, Any]
-    ) -> None:
-        """Raise TypeError for an unknown argument, and suggest a similar name."""
-        # Python cannot suggest these names, because only ``Params`` contains a method's
-        # own settings.
-        own = combination.Params.model_fields
-        for name in settings:
-            if name in own:
+        Arguments of Flower's strategies without effect cause a warning.
+
+        Raises:
+            TypeError: an argument does not exist; the error suggests a similar name. Or
+                an argument is given twice.
+        """
+        shown = combination.signature(self.like)
+        for name in combination.ignored.keys() & given.keys():
+            value = given.pop(name)
+            # Ignore Flower's default, as in the signature, because the user did not set
+            # it.
+            known = shown.parameters.get(name)
+            if value is None or (known is not None and value == known.default):
                 continue
-            known = [*own, *inspect.signature(Strategy).parameters]
-            near = difflib.get_close_matches(name, known, n=1)
-            others = [
-                method for method, kind in PARAMS.items() if name in kind.model_fields
-            ]
-            hint = ""
-            if near:
-                hint = f". Did you mean {near[0]!r}?"
-            elif others:
-                hint = f": it is an argument of {', '.join(others)}"
-            raise TypeError(
-                f"{type(self).__name__}.__init__() of strategy {self.name!r} got an"
-                f" unexpected keyword argument {name!r}{hint}"
+            logger.warning(
+                "strategy %r: %s=%s has no effect, as in Flower: %s. Leave %s out.",
+                self.name,
+                name,
+                value,
+                combination.ignored[name],
+                name,
             )
+        called = f"{type(self).__name__}.__init__() of strategy {self.name!r}"
+        for name in given.keys() - shown.parameters.keys():
+            raise TypeError(
+                f"{called} got an unexpected keyword argument {name!r}"
+                f"{_hint(name, combination)}"
+            )
+        try:
+            bound = shown.bind(*flowers, **given)
+        except TypeError as error:
+            raise TypeError(f"{called}: {error}") from None
+        bound.apply_defaults()
+        return bound.arguments
 
     def protect(self, protection: Protection) -> None:
         """Apply ``protection`` to the clients' replies before the method sees them.
@@ -1016,3 +924,35 @@ class Strategy(FlowerFedAvg):
         self.prepare(arrays, self.run.num_rounds, self.run.timeout)
         self.run.reports = reports
         return testing.completed(self.run, arrays)
+
+
+def _shown(kind: type[Strategy]) -> inspect.Signature:
+    """Return all arguments of a class without a constructor of its own."""
+    made = kind.combination.signature(kind.like)
+    others = []
+    for one in inspect.signature(Strategy.__init__).parameters.values():
+        if one.kind is _BY_NAME and one.name != "combination":
+            others.append(one)
+    return made.replace(parameters=[*made.parameters.values(), *others])
+
+
+def _hint(name: str, combination: Combination) -> str:
+    """Return a text that names a similar argument, or the methods that have this one.
+
+    Python cannot suggest these names, because only ``Params`` contains them.
+    """
+    known = [*combination.Params.model_fields, *_shown(Strategy).parameters]
+    near = difflib.get_close_matches(name, known, n=1)
+    if near:
+        return f". Did you mean {near[0]!r}?"
+    others = [
+        kind.name for kind in _below(Strategy) if name in kind.Params.model_fields
+    ]
+    return f": it is an argument of {', '.join(others)}" if others else ""
+
+
+def _below(kind: type[Strategy]) -> Iterator[type[Strategy]]:
+    """Yield the subclasses of a class, and theirs."""
+    for below in kind.__subclasses__():
+        yield below
+        yield from _below(below)

@@ -70,7 +70,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Unpack
+from typing import Any
 
 import numpy as np
 import torch
@@ -98,7 +98,7 @@ from fedbn_flwr.server.methods.moment_pool import UNMEASURED, by_layer, unmeasur
 from fedbn_flwr.server.methods.params_by_method import BNScaffoldParams
 from fedbn_flwr.server.methods.shared_bn import LatestBN
 from fedbn_flwr.server.methods.travels import Extra, Travels
-from fedbn_flwr.server.strategy import NamedOptions, Strategy
+from fedbn_flwr.server.strategy import Strategy
 from fedbn_flwr.strategies.scaffold import (
     VARIATES,
     ControlVariates,
@@ -352,20 +352,6 @@ class BNScaffold(Strategy):
     """
 
     method = BNScaffoldMethod
-
-    def __init__(
-        self,
-        *flowers: Any,
-        server_learning_rate: float = 1.0,
-        variance_floor: float = 0.1,
-        **options: Unpack[NamedOptions],
-    ) -> None:
-        super().__init__(
-            *flowers,
-            server_learning_rate=server_learning_rate,
-            variance_floor=variance_floor,
-            **options,
-        )
 
 
 # --- what may be wrong ----------------------------------------------------------------

@@ -73,13 +73,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from typing_extensions import TypeVar, Unpack
+from typing_extensions import TypeVar
 
 from fedbn_flwr.batchnorm.reestimation import (
     Moments,
@@ -110,7 +110,7 @@ from fedbn_flwr.server.methods.params_by_method import (
     trimmed_share,
 )
 from fedbn_flwr.server.methods.travels import TRACKED, Extra, Travels
-from fedbn_flwr.server.strategy import NamedOptions, Strategy
+from fedbn_flwr.server.strategy import Strategy
 from fedbn_flwr.training.batches import Batches
 from fedbn_flwr.training.checkpointing import in_checkpoint
 from fedbn_flwr.training.client_hook import ClientHook, Entries, Extras
@@ -390,24 +390,6 @@ class FBN(Strategy):
     """
 
     method = FBNMethod
-
-    def __init__(
-        self,
-        *flowers: Any,
-        statistics_momentum: float = 0.1,
-        statistics_warm_up: int = 1,
-        fbn_measure: Literal["steps", "pass"] = "steps",
-        statistics_aggregation: str = "mean",
-        **options: Unpack[NamedOptions],
-    ) -> None:
-        super().__init__(
-            *flowers,
-            statistics_momentum=statistics_momentum,
-            statistics_warm_up=statistics_warm_up,
-            fbn_measure=fbn_measure,
-            statistics_aggregation=statistics_aggregation,
-            **options,
-        )
 
 
 # --- what may be wrong ----------------------------------------------------------------

@@ -37,14 +37,13 @@ momentum and with rate 1, they equal FedAvg. Both laws are exact up to rounding.
 
 from __future__ import annotations
 
-from typing import Unpack
-
+import flwr.serverapp.strategy as flower
 import numpy as np
 
 from fedbn_flwr.batchnorm.averaging import Array
 from fedbn_flwr.problems import Problem
 from fedbn_flwr.server.methods.params_by_method import FedAvgMParams
-from fedbn_flwr.server.strategy import AggregateMetrics, CommonOptions, Strategy
+from fedbn_flwr.server.strategy import Strategy
 from fedbn_flwr.strategies.fedopt import Moments, ServerStep
 
 
@@ -78,38 +77,7 @@ class FedAvgM(Strategy):
     """
 
     method = FedAvgMMethod
-
-    def __init__(
-        self,
-        fraction_train: float = 1.0,
-        fraction_evaluate: float = 1.0,
-        min_train_nodes: int = 2,
-        min_evaluate_nodes: int = 2,
-        min_available_nodes: int = 2,
-        weighted_by_key: str = "num-examples",
-        arrayrecord_key: str = "arrays",
-        configrecord_key: str = "config",
-        train_metrics_aggr_fn: AggregateMetrics | None = None,
-        evaluate_metrics_aggr_fn: AggregateMetrics | None = None,
-        server_learning_rate: float = 1.0,
-        server_momentum: float = 0.0,
-        **options: Unpack[CommonOptions],
-    ) -> None:
-        super().__init__(
-            fraction_train,
-            fraction_evaluate,
-            min_train_nodes,
-            min_evaluate_nodes,
-            min_available_nodes,
-            weighted_by_key,
-            arrayrecord_key,
-            configrecord_key,
-            train_metrics_aggr_fn,
-            evaluate_metrics_aggr_fn,
-            server_learning_rate=server_learning_rate,
-            server_momentum=server_momentum,
-            **options,
-        )
+    like = flower.FedAvgM
 
 
 # --- what may be wrong ----------------------------------------------------------------

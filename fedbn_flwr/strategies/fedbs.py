@@ -47,7 +47,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Unpack
+from typing import Any
 
 import numpy as np
 from torch import nn
@@ -56,7 +56,7 @@ from fedbn_flwr.messages.protocol import VALIDATION_LOSS, Key
 from fedbn_flwr.server.methods.method import Ask, Facts, Replies
 from fedbn_flwr.server.methods.params_by_method import FedBSParams
 from fedbn_flwr.server.methods.travels import Extra, Travels
-from fedbn_flwr.server.strategy import NamedOptions, Strategy
+from fedbn_flwr.server.strategy import Strategy
 from fedbn_flwr.strategies.fedprox import LARGE_MU, FedProxMethod
 from fedbn_flwr.training.client_hook import ClientHook
 
@@ -168,24 +168,6 @@ class FedBS(Strategy):
     """
 
     method = FedBSMethod
-
-    def __init__(
-        self,
-        *flowers: Any,
-        fedbs_eps: float = 0.1,
-        fedbs_rounds: int = 5,
-        loss_key: str = "train-loss",
-        proximal_mu: float = 0.01,
-        **options: Unpack[NamedOptions],
-    ) -> None:
-        super().__init__(
-            *flowers,
-            fedbs_eps=fedbs_eps,
-            fedbs_rounds=fedbs_rounds,
-            loss_key=loss_key,
-            proximal_mu=proximal_mu,
-            **options,
-        )
 
 
 # --- what may be wrong ----------------------------------------------------------------

@@ -60,8 +60,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+import flwr.serverapp.strategy as flower
 import numpy as np
-from typing_extensions import TypeVar, Unpack
+from typing_extensions import TypeVar
 
 from fedbn_flwr.batchnorm.averaging import Array
 from fedbn_flwr.problems import Problem
@@ -73,7 +74,7 @@ from fedbn_flwr.server.methods.params_by_method import (
     FedYogiParams,
 )
 from fedbn_flwr.server.methods.travels import Travels
-from fedbn_flwr.server.strategy import NamedOptions, Strategy
+from fedbn_flwr.server.strategy import Strategy
 
 P = TypeVar("P", bound=Params, default=Params)
 Moments = Sequence[Any]  # the moments of an entry, as arrays in float64
@@ -230,22 +231,7 @@ class FedAdagrad(Strategy):
     """
 
     method = FedAdagradMethod
-
-    def __init__(
-        self,
-        *flowers: Any,
-        eta: float = 0.1,
-        eta_l: float = 0.1,
-        tau: float = 1e-3,
-        **options: Unpack[NamedOptions],
-    ) -> None:
-        super().__init__(
-            *flowers,
-            eta=eta,
-            eta_l=eta_l,
-            tau=tau,
-            **options,
-        )
+    like = flower.FedAdagrad
 
 
 class FedAdam(Strategy):
@@ -260,26 +246,7 @@ class FedAdam(Strategy):
     """
 
     method = FedAdamMethod
-
-    def __init__(
-        self,
-        *flowers: Any,
-        eta: float = 0.1,
-        eta_l: float = 0.1,
-        beta_1: float = 0.9,
-        beta_2: float = 0.99,
-        tau: float = 1e-3,
-        **options: Unpack[NamedOptions],
-    ) -> None:
-        super().__init__(
-            *flowers,
-            eta=eta,
-            eta_l=eta_l,
-            beta_1=beta_1,
-            beta_2=beta_2,
-            tau=tau,
-            **options,
-        )
+    like = flower.FedAdam
 
 
 class FedYogi(Strategy):
@@ -294,26 +261,7 @@ class FedYogi(Strategy):
     """
 
     method = FedYogiMethod
-
-    def __init__(
-        self,
-        *flowers: Any,
-        eta: float = 0.01,
-        eta_l: float = 0.0316,
-        beta_1: float = 0.9,
-        beta_2: float = 0.99,
-        tau: float = 1e-3,
-        **options: Unpack[NamedOptions],
-    ) -> None:
-        super().__init__(
-            *flowers,
-            eta=eta,
-            eta_l=eta_l,
-            beta_1=beta_1,
-            beta_2=beta_2,
-            tau=tau,
-            **options,
-        )
+    like = flower.FedYogi
 
 
 # --- what may be wrong ----------------------------------------------------------------

@@ -35,15 +35,16 @@ $\mu = 0$ is FedAvg, bit for bit.
 
 from __future__ import annotations
 
+import flwr.serverapp.strategy as flower
 import torch
 from torch import Tensor, nn
-from typing_extensions import TypeVar, Unpack
+from typing_extensions import TypeVar
 
 from fedbn_flwr.messages.protocol import Key
 from fedbn_flwr.problems import Problem
 from fedbn_flwr.server.methods.method import Ask, Facts, Method
 from fedbn_flwr.server.methods.params_by_method import FedProxParams
-from fedbn_flwr.server.strategy import AggregateMetrics, CommonOptions, Strategy
+from fedbn_flwr.server.strategy import Strategy
 from fedbn_flwr.training.client_hook import ClientHook
 
 PROXIMAL_MU = Key.down("fedbn-flwr.proximal-mu", "float: mu")
@@ -129,36 +130,7 @@ class FedProx(Strategy):
     """
 
     method = FedProxMethod
-
-    def __init__(
-        self,
-        fraction_train: float = 1.0,
-        fraction_evaluate: float = 1.0,
-        min_train_nodes: int = 2,
-        min_evaluate_nodes: int = 2,
-        min_available_nodes: int = 2,
-        weighted_by_key: str = "num-examples",
-        arrayrecord_key: str = "arrays",
-        configrecord_key: str = "config",
-        train_metrics_aggr_fn: AggregateMetrics | None = None,
-        evaluate_metrics_aggr_fn: AggregateMetrics | None = None,
-        proximal_mu: float = 0.0,
-        **options: Unpack[CommonOptions],
-    ) -> None:
-        super().__init__(
-            fraction_train,
-            fraction_evaluate,
-            min_train_nodes,
-            min_evaluate_nodes,
-            min_available_nodes,
-            weighted_by_key,
-            arrayrecord_key,
-            configrecord_key,
-            train_metrics_aggr_fn,
-            evaluate_metrics_aggr_fn,
-            proximal_mu=proximal_mu,
-            **options,
-        )
+    like = flower.FedProx
 
 
 # --- what may be wrong ----------------------------------------------------------------

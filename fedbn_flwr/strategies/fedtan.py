@@ -92,7 +92,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, ClassVar, Literal, Unpack
+from typing import ClassVar
 
 from torch import nn
 
@@ -102,7 +102,7 @@ from fedbn_flwr.messages.protocol import FIRST_BATCH, Key
 from fedbn_flwr.server.methods.method import Ask, Facts, HookContext, Method
 from fedbn_flwr.server.methods.params_by_method import FedTANParams
 from fedbn_flwr.server.methods.travels import Exchanges, Travels
-from fedbn_flwr.server.strategy import NamedOptions, Strategy
+from fedbn_flwr.server.strategy import Strategy
 from fedbn_flwr.training.client_hook import ClientHook
 from fedbn_flwr.transport import Reducer
 from fedbn_flwr.transport.step_transport import LinkSettings
@@ -236,25 +236,3 @@ class FedTAN(Strategy):
     """
 
     method = FedTANMethod
-
-    def __init__(
-        self,
-        *flowers: Any,
-        fedtan_exchanges: Literal["3L+1", "2L+1"] = "3L+1",
-        fedtan_transport: Literal["messages", "channel"] = "messages",
-        fedtan_timeout: float = 120.0,
-        fedtan_bind: str = "127.0.0.1:0",
-        fedtan_address: str = "",
-        fedtan_tls_dir: str = "",
-        **options: Unpack[NamedOptions],
-    ) -> None:
-        super().__init__(
-            *flowers,
-            fedtan_exchanges=fedtan_exchanges,
-            fedtan_transport=fedtan_transport,
-            fedtan_timeout=fedtan_timeout,
-            fedtan_bind=fedtan_bind,
-            fedtan_address=fedtan_address,
-            fedtan_tls_dir=fedtan_tls_dir,
-            **options,
-        )

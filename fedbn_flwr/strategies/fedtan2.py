@@ -37,12 +37,10 @@ The law of FedTAN applies in rounds $1 \dots M$, and the law of FixBN after $T^*
 
 from __future__ import annotations
 
-from typing import Any, Literal, Unpack
-
 from fedbn_flwr.server.methods.method import Ask, Facts
 from fedbn_flwr.server.methods.params_by_method import FedTAN2Params
 from fedbn_flwr.server.methods.travels import Travels
-from fedbn_flwr.server.strategy import NamedOptions, Strategy
+from fedbn_flwr.server.strategy import Strategy
 from fedbn_flwr.strategies.fedtan import FedTANMethod
 from fedbn_flwr.strategies.fixbn import FixBNMethod, Frozen
 
@@ -86,31 +84,3 @@ class FedTAN2(Strategy):
     """
 
     method = FedTAN2Method
-
-    def __init__(
-        self,
-        *flowers: Any,
-        fedtan_rounds: int | float | str = 0.1,
-        freeze_window: int = 100,
-        freeze_tau: float = 2e-3,
-        fedtan_exchanges: Literal["3L+1", "2L+1"] = "3L+1",
-        fedtan_transport: Literal["messages", "channel"] = "messages",
-        fedtan_timeout: float = 120.0,
-        fedtan_bind: str = "127.0.0.1:0",
-        fedtan_address: str = "",
-        fedtan_tls_dir: str = "",
-        **options: Unpack[NamedOptions],
-    ) -> None:
-        super().__init__(
-            *flowers,
-            fedtan_rounds=fedtan_rounds,
-            freeze_window=freeze_window,
-            freeze_tau=freeze_tau,
-            fedtan_exchanges=fedtan_exchanges,
-            fedtan_transport=fedtan_transport,
-            fedtan_timeout=fedtan_timeout,
-            fedtan_bind=fedtan_bind,
-            fedtan_address=fedtan_address,
-            fedtan_tls_dir=fedtan_tls_dir,
-            **options,
-        )

@@ -80,20 +80,6 @@ class FedWon(Strategy):
 
     method = FedWonMethod
 
-    def __init__(
-        self,
-        *flowers: Any,
-        agc: float = 0.1,
-        # The type is Any instead of NamedOptions. NamedOptions declares agc as well,
-        # and a type checker refuses a second declaration.
-        **options: Any,
-    ) -> None:
-        super().__init__(
-            *flowers,
-            agc=agc,
-            **options,
-        )
-
 
 # --- what may be wrong ----------------------------------------------------------------
 def _has_filters(known: Any) -> bool:

@@ -68,7 +68,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, ClassVar, Unpack
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -81,7 +81,7 @@ from fedbn_flwr.problems import Problem
 from fedbn_flwr.server.methods.method import Ask, Facts, Method, Replies
 from fedbn_flwr.server.methods.params_by_method import FixBNParams
 from fedbn_flwr.server.methods.travels import BATCHNORM, TRACKED, Extra, Travels
-from fedbn_flwr.server.strategy import NamedOptions, Strategy
+from fedbn_flwr.server.strategy import Strategy
 from fedbn_flwr.training.client_hook import ClientHook
 from fedbn_flwr.training.freezing import force_eval
 from fedbn_flwr.training.settings import round_of
@@ -291,24 +291,6 @@ class FixBN(Strategy):
     """
 
     method = FixBNMethod
-
-    def __init__(
-        self,
-        *flowers: Any,
-        freeze_at: int | float | str = 0.5,
-        freeze_affine: bool = False,
-        freeze_window: int = 100,
-        freeze_tau: float = 2e-3,
-        **options: Unpack[NamedOptions],
-    ) -> None:
-        super().__init__(
-            *flowers,
-            freeze_at=freeze_at,
-            freeze_affine=freeze_affine,
-            freeze_window=freeze_window,
-            freeze_tau=freeze_tau,
-            **options,
-        )
 
 
 # --- what may be wrong ----------------------------------------------------------------

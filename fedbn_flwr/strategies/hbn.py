@@ -74,7 +74,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Unpack
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -92,7 +92,7 @@ from fedbn_flwr.messages.protocol import Key
 from fedbn_flwr.server.methods.method import Ask, Facts, Replies
 from fedbn_flwr.server.methods.params_by_method import HBNParams
 from fedbn_flwr.server.methods.travels import Extra, Travels
-from fedbn_flwr.server.strategy import NamedOptions, Strategy
+from fedbn_flwr.server.strategy import Strategy
 from fedbn_flwr.strategies.fbn import (
     WARM_UP,
     Pooled,
@@ -333,19 +333,3 @@ class HBN(Strategy):
     """
 
     method = HBNMethod
-
-    def __init__(
-        self,
-        *flowers: Any,
-        statistics_momentum: float = 0.1,
-        statistics_warm_up: int = 1,
-        share_alpha: bool = False,
-        **options: Unpack[NamedOptions],
-    ) -> None:
-        super().__init__(
-            *flowers,
-            statistics_momentum=statistics_momentum,
-            statistics_warm_up=statistics_warm_up,
-            share_alpha=share_alpha,
-            **options,
-        )

@@ -66,7 +66,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from typing_extensions import TypeVar, Unpack
+from typing_extensions import TypeVar
 
 from fedbn_flwr.batchnorm.averaging import weighted_sum, wide_type
 from fedbn_flwr.batchnorm.parts import Part
@@ -81,7 +81,7 @@ from fedbn_flwr.server.methods.method import (
 )
 from fedbn_flwr.server.methods.params_by_method import ScaffoldParams
 from fedbn_flwr.server.methods.travels import Extra, Travels
-from fedbn_flwr.server.strategy import NamedOptions, Strategy
+from fedbn_flwr.server.strategy import Strategy
 from fedbn_flwr.training.client_hook import ClientHook, Entries, Extras
 from fedbn_flwr.training.optimizers import dense_gradient
 
@@ -317,18 +317,6 @@ class Scaffold(Strategy):
     """
 
     method = ScaffoldMethod
-
-    def __init__(
-        self,
-        *flowers: Any,
-        server_learning_rate: float = 1.0,
-        **options: Unpack[NamedOptions],
-    ) -> None:
-        super().__init__(
-            *flowers,
-            server_learning_rate=server_learning_rate,
-            **options,
-        )
 
 
 # --- what may be wrong ----------------------------------------------------------------

@@ -1,7 +1,7 @@
-"""Strategy constructors show arguments and defaults to an editor.
+"""A constructor is made from the settings of its method, and shows them.
 
-Flower's arguments have Flower's defaults. A method's arguments have the defaults of its
-``Params``.
+Flower's arguments have Flower's places and defaults. A method's arguments have the
+defaults of its ``Params``.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import pytest
 
 from fedbn_flwr import strategies
 from fedbn_flwr.server.methods.params import Params, setting
-from fedbn_flwr.server.strategy import CommonOptions, NamedOptions
 from fedbn_flwr.strategies import (
     STRATEGIES,
     FedAvg,
@@ -35,24 +34,25 @@ def defaults(kind: type) -> dict[str, Any]:
     return {p.name: p.default for p in parameters if p.default is not p.empty}
 
 
+OTHERS = {
+    "parts": None,
+    "on_round_end": None,
+    "on_replies": None,
+    "completes_tests": True,
+    "num_partitions": None,
+}
+"""The arguments that are neither Flower's nor settings."""
+
+
 @pytest.mark.parametrize("name", STRATEGIES)
-def test_the_constructor_shows_flowers_arguments_and_the_methods_own(name: str) -> None:
+def test_the_constructor_shows_flowers_arguments_and_the_settings(name: str) -> None:
     kind = STRATEGIES[name]
     shown, flowers = defaults(kind), defaults(flower.FedAvg)
     assert list(shown.items())[: len(flowers)] == list(flowers.items())
-    fields = kind.Params.model_fields
-    for argument, default in shown.items():
-        if argument in fields:
-            assert default == fields[argument].default, argument
-    assert fields.keys() <= shown.keys() | CommonOptions.__annotations__.keys()
-
-
-def test_the_common_options_are_the_arguments_of_every_strategy() -> None:
-    ours = defaults(Strategy).keys() - defaults(flower.FedAvg).keys()
-    assert CommonOptions.__annotations__.keys() == ours - {"combination"}
-    assert Params.model_fields.keys() <= ours
-    named = NamedOptions.__annotations__.keys()
-    assert named == defaults(Strategy).keys() - {"combination"}
+    fields = {key: field.default for key, field in kind.Params.model_fields.items()}
+    ignored = {key: shown[key] for key in kind.method.ignored}
+    assert shown == flowers | fields | ignored | OTHERS
+    assert kind().params == kind(**shown).params
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
@@ -82,6 +82,7 @@ UNKNOWN: list[tuple[Any, dict[str, Any], str]] = [
     (FedBN, {"fraction_fit": 0.5}, "'fraction_fit'. Did you mean 'fraction_train'?"),
     (FedAvg, {"freeze_at": 3}, "'freeze_at': it is an argument of fixbn"),
     (combined(FixBN, FedProx), {"mu": 1.0}, "strategy 'fedprox.fixbn'.*'mu'"),
+    (combined(FixBN, FedProx), {"proximal_mus": 1.0}, "Did you mean 'proximal_mu'"),
 ]
 
 

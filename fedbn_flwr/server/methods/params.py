@@ -71,6 +71,7 @@ def setting(
     key: str = "",
     only_if: Mapping[str, Any] | None = None,
     in_config: Any = None,
+    is_list: bool = False,
     **limits: Any,
 ) -> Any:
     """Return a field of ``Params``, from which its config key and help text follow.
@@ -86,6 +87,8 @@ def setting(
             ":" is a prefix. A key that the run does not have is no condition.
         in_config: the key's default, if it differs from the default of Flower's class
             of the same name.
+        is_list: whether the value is a comma list, which a constructor also takes as
+            a sequence of texts.
         limits: ``ge``, ``gt``, ``le``, ``lt``.
     """
     extra: dict[str, Any] = {
@@ -93,6 +96,7 @@ def setting(
         "key": key,
         "only_if": dict(only_if or {}),
         "in_config": default if in_config is None else in_config,
+        "is_list": is_list,
     }
     return Field(default, description=meaning, json_schema_extra=extra, **limits)
 
@@ -101,6 +105,11 @@ def extra_of(field: FieldInfo) -> dict[str, Any]:
     """Return the arguments of ``setting`` that pydantic does not have."""
     extra = field.json_schema_extra
     return extra if isinstance(extra, dict) else {}
+
+
+def is_list(field: FieldInfo) -> bool:
+    """Return whether the setting is a comma list."""
+    return bool(extra_of(field).get("is_list"))
 
 
 def unmet(
@@ -271,6 +280,7 @@ class Params(Settings):
         " the layers below it: the method acts only on these, and FedAvg handles the"
         " others; empty selects all",
         only_if={"norm": ("batch",)},
+        is_list=True,
     )
     personal: str = setting(
         "",
@@ -278,6 +288,7 @@ class Params(Settings):
         " own part: paths and globs (`classifier.*`), each with all entries below it;"
         " classes (`type:LayerNorm`); or `last-layer`, which computes the outputs."
         " Empty means none, but `last-layer` with fedrep",
+        is_list=True,
     )
     variance: Literal["mean", "pooled"] = setting(
         "mean",
