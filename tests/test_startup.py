@@ -123,23 +123,10 @@ print(json.dumps([code, sorted({name.partition(".")[0] for name in sys.modules} 
         ("--version", 0),
         ("run --help", 0),
         ("list strategies", 0),
-        ("run --set sed=1", 2),
-        (
-            (
-                "run --set strategy=fedbn --set num-server-rounds=3 --set batch-size=x"
-                " --set norm=bach"
-            ),
-            2,
-        ),
-        ("run absent.yaml", 2),
-        ("partition --set partition=nothing", 2),
-        ("inspect --set sed=1", 2),
         ("sweep absent.yaml --out out", 2),
         ("evaluate absent --dataset usps", 2),
         ("export absent --format onnx --out model.onnx", 2),
         ("report absent", 2),
-        ("doctor absent", 2),
-        ("doctor mlp --dataset mnist --set sed=1", 2),
     ],
 )
 def test_a_command_that_only_answers_loads_no_torch(

@@ -8,9 +8,9 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic.fields import FieldInfo
 
 from fedbn_flwr.lab.config import CENTRALIZED, GROUPS, Config
-from fedbn_flwr.lab.config.check_keys import ROLES
 from fedbn_flwr.lab.config.fields import (
     OWN_DEFAULTS,
+    PARAMS,
     config_fields,
     methods_with,
     only_if_of,
@@ -18,8 +18,8 @@ from fedbn_flwr.lab.config.fields import (
 from fedbn_flwr.lab.data import DATASETS, FUNCTION_FORM, KINDS, PARTITIONS
 from fedbn_flwr.lab.models import MODELS
 from fedbn_flwr.norms import NORMS
+from fedbn_flwr.server.methods.method import ROLES
 from fedbn_flwr.server.methods.params import EVALUATIONS, Params, in_words
-from fedbn_flwr.server.methods.params_by_method import PARAMS
 from fedbn_flwr.strategies import METHODS, STRATEGIES
 from fedbn_flwr.training.tasks import TASKS
 

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from fedbn_flwr.lab.config import CENTRALIZED
-from fedbn_flwr.lab.config.check_keys import ROLES
 from fedbn_flwr.lab.data import DATASETS, FUNCTION_FORM, KINDS, PARTITIONS
 from fedbn_flwr.lab.models import MODELS
 from fedbn_flwr.norms import NORMS
@@ -46,10 +45,6 @@ def names_of_registries() -> str:
         name, _, what = form.partition(", ")
         content["datasets"].append((name, what, "own data"))
     content["allowed"] = {"task": [*TASKS], "dataset": [*DATASETS]}
-    for role in ROLES:
-        content["allowed"][role] = [
-            name for name, method in METHODS.items() if method.role == role
-        ]
     text = json.dumps(content, ensure_ascii=False)
     # Write a line for each entry.
     return text.replace("]], ", "]],\n").replace("], [", "],\n [") + "\n"

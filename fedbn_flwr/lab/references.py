@@ -12,11 +12,10 @@ from typing import Any
 
 from fedbn_flwr.errors import ConfigError, FedBNError
 from fedbn_flwr.lab.config import Config, read_overrides
-from fedbn_flwr.lab.config.fields import config_fields
+from fedbn_flwr.lab.config.fields import PARAMS, config_fields
 from fedbn_flwr.lab.files import CONFIG_FILE, refuse_no_run, trained
 from fedbn_flwr.lab.output.folder import RunFolder
 from fedbn_flwr.lab.run_files import RunFiles
-from fedbn_flwr.server.methods.params_by_method import PARAMS
 from fedbn_flwr.training.tasks import higher_is_better, quantity_of
 
 ALONE = "standalone"

@@ -320,11 +320,12 @@ class Strategy(FlowerFedAvg):
                 name,
             )
         called = f"{type(self).__name__}.__init__() of strategy {self.name!r}"
-        for name in given.keys() - shown.parameters.keys():
-            raise TypeError(
-                f"{called} got an unexpected keyword argument {name!r}"
-                f"{_hint(name, combination)}"
-            )
+        for name in given:
+            if name not in shown.parameters:
+                raise TypeError(
+                    f"{called} got an unexpected keyword argument {name!r}"
+                    f"{_hint(name, combination)}"
+                )
         try:
             bound = shown.bind(*flowers, **given)
         except TypeError as error:

@@ -95,7 +95,7 @@ from fedbn_flwr.messages.protocol import Key
 from fedbn_flwr.problems import Problem
 from fedbn_flwr.server.methods.method import Ask, Facts, Replies
 from fedbn_flwr.server.methods.moment_pool import UNMEASURED, by_layer, unmeasured
-from fedbn_flwr.server.methods.params_by_method import BNScaffoldParams
+from fedbn_flwr.server.methods.params import setting
 from fedbn_flwr.server.methods.shared_bn import LatestBN
 from fedbn_flwr.server.methods.travels import Extra, Travels
 from fedbn_flwr.server.strategy import Strategy
@@ -103,9 +103,24 @@ from fedbn_flwr.strategies.scaffold import (
     VARIATES,
     ControlVariates,
     ScaffoldMethod,
+    ScaffoldParams,
     Variates,
 )
 from fedbn_flwr.training.client_hook import Entries, Extras
+
+
+class BNScaffoldParams(ScaffoldParams):
+    """Parameters of BN-SCAFFOLD."""
+
+    variance_floor: float = setting(
+        0.1,
+        "rho: a corrected variance is at least this share of the clients' common"
+        " variance; the metric variance-floor-share reports how often it applies",
+        group="",
+        gt=0,
+        le=1,
+    )
+
 
 BN_VARIATES = Key.both(
     "bn-variates", "ArrayRecord: u and s down; count, mean, m2 of client i up"

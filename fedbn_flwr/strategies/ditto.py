@@ -49,17 +49,24 @@ from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.problems import Problem
 from fedbn_flwr.server.methods.method import Ask, Facts, HookContext
 from fedbn_flwr.server.methods.options import AGC, ClipGradients
-from fedbn_flwr.server.methods.params_by_method import DittoParams
+from fedbn_flwr.server.methods.params import setting
 from fedbn_flwr.server.methods.travels import Travels
 from fedbn_flwr.server.strategy import Strategy
 from fedbn_flwr.strategies.fedprox import (
     LARGE_MU,
     PROXIMAL_MU,
     FedProxMethod,
+    FedProxParams,
     ProximalTerm,
 )
 from fedbn_flwr.training.client_hook import OWN_MODEL, ClientHook, Entries, Extras
 from fedbn_flwr.training.model_state import copied, load_state
+
+
+class DittoParams(FedProxParams):
+    """Parameters of Ditto. Flower has no Ditto."""
+
+    proximal_mu: float = setting(0.01, "mu >= 0 of the proximal term", ge=0)
 
 
 class PersonalModel(ClientHook):

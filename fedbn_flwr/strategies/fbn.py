@@ -71,12 +71,14 @@ because no gradient flows through the statistics.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
+from pydantic import AfterValidator
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from typing_extensions import TypeVar
@@ -104,11 +106,7 @@ from fedbn_flwr.server.methods.moment_pool import (
     pooled_statistics,
     unmeasured,
 )
-from fedbn_flwr.server.methods.params_by_method import (
-    FBNParams,
-    PooledParams,
-    trimmed_share,
-)
+from fedbn_flwr.server.methods.params import Params, setting
 from fedbn_flwr.server.methods.travels import TRACKED, Extra, Travels
 from fedbn_flwr.server.strategy import Strategy
 from fedbn_flwr.training.batches import Batches
@@ -116,6 +114,66 @@ from fedbn_flwr.training.checkpointing import in_checkpoint
 from fedbn_flwr.training.client_hook import ClientHook, Entries, Extras
 from fedbn_flwr.training.freezing import force_eval
 from fedbn_flwr.training.settings import share_of
+
+
+class PooledParams(Params):
+    """Parameters of methods that train with pooled statistics."""
+
+    statistics_momentum: float = setting(
+        0.1,
+        "mu: the share of a round's pooled statistics in the global statistics; 0 keeps"
+        " the global ones unchanged",
+        ge=0,
+        le=1,
+    )
+    statistics_warm_up: int = setting(
+        1,
+        "rounds of plain FedAvg at the start; after each, the pooled statistics replace"
+        " the global statistics; 0 for a pretrained model",
+        ge=0,
+    )
+
+
+def trimmed_share(value: str) -> float | None:
+    """Return the share that a trimmed mean removes at each end, or None for the mean.
+
+    Raises:
+        ValueError: the value is not a mean or a trimmed mean.
+    """
+    if value == "mean":
+        return None
+    name, _, share = value.partition(":")
+    with contextlib.suppress(ValueError):
+        if name == "trimmed-mean" and 0 <= float(share) < 0.5:
+            return float(share)
+    raise ValueError(
+        f"{value!r} is neither mean nor trimmed-mean:SHARE with a share of at least 0"
+        " and below 0.5"
+    )
+
+
+def _check_aggregation(value: str) -> str:
+    trimmed_share(value)
+    return value
+
+
+class FBNParams(PooledParams):
+    """Parameters of FBN."""
+
+    fbn_measure: Literal["steps", "pass"] = setting(
+        "steps",
+        "the inputs of BN that give its statistics: steps uses all local steps, pass"
+        " uses one pass before the first step",
+    )
+    statistics_aggregation: Annotated[str, AfterValidator(_check_aggregation)] = (
+        setting(
+            "mean",
+            "pooling of the clients' statistics: mean; or trimmed-mean:SHARE (ours),"
+            " such as trimmed-mean:0.2, which leaves out floor(SHARE x clients of the"
+            " round) of the smallest and of the largest values",
+        )
+    )
+
 
 BN_MOMENTS = Key.up(
     "bn-moments", "ArrayRecord: count, mean and m2 of the inputs of each BN layer"

@@ -42,9 +42,18 @@ import numpy as np
 
 from fedbn_flwr.batchnorm.averaging import Array
 from fedbn_flwr.problems import Problem
-from fedbn_flwr.server.methods.params_by_method import FedAvgMParams
+from fedbn_flwr.server.methods.params import Params, setting
 from fedbn_flwr.server.strategy import Strategy
-from fedbn_flwr.strategies.fedopt import Moments, ServerStep
+from fedbn_flwr.strategies.fedopt import SERVER_RATE, Moments, ServerStep
+
+
+class FedAvgMParams(Params):
+    """Parameters of FedAvgM."""
+
+    server_learning_rate: float = setting(1.0, SERVER_RATE, gt=0)
+    server_momentum: float = setting(
+        0.0, "beta, the server's momentum", in_config=0.9, ge=0, lt=1
+    )
 
 
 class FedAvgMMethod(ServerStep[FedAvgMParams]):

@@ -54,11 +54,26 @@ from torch import nn
 
 from fedbn_flwr.messages.protocol import VALIDATION_LOSS, Key
 from fedbn_flwr.server.methods.method import Ask, Facts, Replies
-from fedbn_flwr.server.methods.params_by_method import FedBSParams
+from fedbn_flwr.server.methods.params import setting
 from fedbn_flwr.server.methods.travels import Extra, Travels
 from fedbn_flwr.server.strategy import Strategy
-from fedbn_flwr.strategies.fedprox import LARGE_MU, FedProxMethod
+from fedbn_flwr.strategies.fedprox import LARGE_MU, FedProxMethod, FedProxParams
 from fedbn_flwr.training.client_hook import ClientHook
+
+
+class FedBSParams(FedProxParams):
+    """Parameters of FedBS."""
+
+    proximal_mu: float = setting(0.01, "mu >= 0 of the proximal term", ge=0)
+    fedbs_eps: float = setting(
+        0.1, "eps: losses agree if their standard deviation is at most this", ge=0
+    )
+    fedbs_rounds: int = setting(
+        5, "r: consecutive rounds in which the losses agree before phase 2", ge=1
+    )
+    loss_key: str = setting(
+        "train-loss", "the metric in the clients' replies that is F_k", group=""
+    )
 
 
 class MeasureValidationLoss(ClientHook):

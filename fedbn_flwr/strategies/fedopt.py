@@ -67,14 +67,32 @@ from typing_extensions import TypeVar
 from fedbn_flwr.batchnorm.averaging import Array
 from fedbn_flwr.problems import Problem
 from fedbn_flwr.server.methods.method import Facts, Method, Replies
-from fedbn_flwr.server.methods.params import Params
-from fedbn_flwr.server.methods.params_by_method import (
-    AdaptiveParams,
-    FedAdagradParams,
-    FedYogiParams,
-)
+from fedbn_flwr.server.methods.params import Params, setting
 from fedbn_flwr.server.methods.travels import Travels
 from fedbn_flwr.server.strategy import Strategy
+
+SERVER_RATE = "the server's learning rate (eta_g)"
+
+
+class FedAdagradParams(Params):
+    """Parameters of FedAdagrad. ``eta`` is Flower's name for the learning rate."""
+
+    eta: float = setting(0.1, SERVER_RATE, key="server-learning-rate", gt=0)
+    tau: float = setting(1e-3, "tau, the degree of adaptivity", gt=0)
+
+
+class AdaptiveParams(FedAdagradParams):
+    """Parameters of FedAdam."""
+
+    beta_1: float = setting(0.9, "beta_1, decay of the first moment", ge=0, lt=1)
+    beta_2: float = setting(0.99, "beta_2, decay of the second moment", ge=0, lt=1)
+
+
+class FedYogiParams(AdaptiveParams):
+    """Parameters of FedYogi, as for FedAdam but with Flower's own default of eta."""
+
+    eta: float = setting(0.01, SERVER_RATE, key="server-learning-rate", gt=0)
+
 
 P = TypeVar("P", bound=Params, default=Params)
 Moments = Sequence[Any]  # the moments of an entry, as arrays in float64

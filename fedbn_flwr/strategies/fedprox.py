@@ -43,9 +43,18 @@ from typing_extensions import TypeVar
 from fedbn_flwr.messages.protocol import Key
 from fedbn_flwr.problems import Problem
 from fedbn_flwr.server.methods.method import Ask, Facts, Method
-from fedbn_flwr.server.methods.params_by_method import FedProxParams
+from fedbn_flwr.server.methods.params import Params, setting
 from fedbn_flwr.server.strategy import Strategy
 from fedbn_flwr.training.client_hook import ClientHook
+
+
+class FedProxParams(Params):
+    """Parameters of FedProx."""
+
+    proximal_mu: float = setting(
+        0.0, "mu >= 0 of the proximal term", in_config=0.01, ge=0
+    )
+
 
 PROXIMAL_MU = Key.down("fedbn-flwr.proximal-mu", "float: mu")
 

@@ -41,18 +41,33 @@ from __future__ import annotations
 from collections.abc import Collection
 
 import torch
+from pydantic import field_validator
 from torch import nn
 
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.messages.protocol import Key
 from fedbn_flwr.problems import Problem
 from fedbn_flwr.server.methods.method import Ask, Facts, Method
-from fedbn_flwr.server.methods.params_by_method import FedRepParams
+from fedbn_flwr.server.methods.params import Params, setting
 from fedbn_flwr.server.methods.travels import PERSONAL, Travels
 from fedbn_flwr.server.strategy import Strategy
 from fedbn_flwr.training.client_hook import ClientHook
 from fedbn_flwr.training.model_state import without_wrappers
 from fedbn_flwr.training.optimizer_hooks import parameters_of
+
+
+class FedRepParams(Params):
+    """Parameters of FedRep. Without ``personal`` the head is the last layer."""
+
+    head_steps: int = setting(
+        1, "tau_h: the first local steps of a round, which train only the head", ge=0
+    )
+
+    @field_validator("personal")
+    @classmethod
+    def _head(cls, personal: str) -> str:
+        return personal or "last-layer"
+
 
 HEAD_STEPS = Key.down("fedbn-flwr.head-steps", "int: tau_h")
 

@@ -92,7 +92,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from torch import nn
 
@@ -100,12 +100,50 @@ from fedbn_flwr.batchnorm.sync import Backward, ExchangeScheme, synchronised
 from fedbn_flwr.errors import DataError
 from fedbn_flwr.messages.protocol import FIRST_BATCH, Key
 from fedbn_flwr.server.methods.method import Ask, Facts, HookContext, Method
-from fedbn_flwr.server.methods.params_by_method import FedTANParams
+from fedbn_flwr.server.methods.params import Params, setting
 from fedbn_flwr.server.methods.travels import Exchanges, Travels
 from fedbn_flwr.server.strategy import Strategy
 from fedbn_flwr.training.client_hook import ClientHook
 from fedbn_flwr.transport import Reducer
 from fedbn_flwr.transport.step_transport import LinkSettings
+
+_CHANNEL = {"fedtan-transport": ("channel",)}
+
+
+class FedTANParams(Params):
+    """Parameters of FedTAN."""
+
+    fedtan_exchanges: Literal["3L+1", "2L+1"] = setting(
+        "3L+1", "exchanges of a round; 2L+1 sends mean and variance together"
+    )
+    fedtan_transport: Literal["messages", "channel"] = setting(
+        "messages",
+        "how exchanges travel between processes; in one process, clients wait at a"
+        " barrier instead",
+    )
+    fedtan_timeout: float = setting(
+        120.0,
+        "seconds that an exchange waits for its last client; in one process, for its"
+        " next client",
+        group="",
+        gt=0,
+    )
+    fedtan_bind: str = setting(
+        "127.0.0.1:0",
+        "address of the channel on the server, host:port; port 0 selects a free port",
+        only_if=_CHANNEL,
+    )
+    fedtan_address: str = setting(
+        "",
+        "host:port for the clients; empty uses fedtan-bind with the port in use",
+        only_if=_CHANNEL,
+    )
+    fedtan_tls_dir: str = setting(
+        "",
+        "folder with ca.crt, server.crt, server.key; empty allows loopback only",
+        only_if=_CHANNEL,
+    )
+
 
 EXCHANGES = Key.down("fedbn-flwr.fedtan-exchanges", "str: 3L+1 or 2L+1")
 BACKWARD = Key.down("fedbn-flwr.fedtan-backward", "str: global or own")

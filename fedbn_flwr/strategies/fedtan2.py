@@ -37,12 +37,30 @@ The law of FedTAN applies in rounds $1 \dots M$, and the law of FixBN after $T^*
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from fedbn_flwr.server.methods.method import Ask, Facts
-from fedbn_flwr.server.methods.params_by_method import FedTAN2Params
+from fedbn_flwr.server.methods.params import setting
 from fedbn_flwr.server.methods.travels import Travels
 from fedbn_flwr.server.strategy import Strategy
-from fedbn_flwr.strategies.fedtan import FedTANMethod
-from fedbn_flwr.strategies.fixbn import FixBNMethod, Frozen
+from fedbn_flwr.strategies.fedtan import FedTANMethod, FedTANParams
+from fedbn_flwr.strategies.fixbn import At, FixBNMethod, Frozen, WindowParams
+
+
+class FedTAN2Params(WindowParams, FedTANParams):
+    """Parameters of FedTAN-II."""
+
+    fedtan_rounds: At = setting(
+        0.1, "M: a round (int), a fraction of R (float) or `auto`"
+    )
+
+    # FedTAN-II freezes as FixBN does, and FixBN reads its settings under these names.
+    freeze_affine: ClassVar[bool] = False
+
+    @property
+    def freeze_at(self) -> At:
+        """M, the round after which BN is frozen."""
+        return self.fedtan_rounds
 
 
 class FedTAN2Method(FixBNMethod):

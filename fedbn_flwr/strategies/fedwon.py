@@ -51,8 +51,19 @@ from typing import Any
 from fedbn_flwr.errors import NormLayerError
 from fedbn_flwr.problems import Problem
 from fedbn_flwr.server.methods.method import Method
-from fedbn_flwr.server.methods.params_by_method import FedWonParams
+from fedbn_flwr.server.methods.params import Params, setting
 from fedbn_flwr.server.strategy import Strategy
+
+
+class FedWonParams(Params):
+    """Parameters of FedWon."""
+
+    agc: float = setting(
+        0.1,
+        "lambda of adaptive gradient clipping in every step; 0 disables it",
+        "local training",
+        ge=0,
+    )
 
 
 class FedWonMethod(Method[FedWonParams]):

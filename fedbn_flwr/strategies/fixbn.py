@@ -68,10 +68,11 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
 import torch
+from pydantic import AfterValidator
 from torch import Tensor, nn
 
 from fedbn_flwr.batchnorm.parts import batchnorm_layers, split_state
@@ -79,12 +80,64 @@ from fedbn_flwr.errors import NothingTrainedError
 from fedbn_flwr.messages.protocol import Key
 from fedbn_flwr.problems import Problem
 from fedbn_flwr.server.methods.method import Ask, Facts, Method, Replies
-from fedbn_flwr.server.methods.params_by_method import FixBNParams
+from fedbn_flwr.server.methods.params import Params, setting
 from fedbn_flwr.server.methods.travels import BATCHNORM, TRACKED, Extra, Travels
 from fedbn_flwr.server.strategy import Strategy
 from fedbn_flwr.training.client_hook import ClientHook
 from fedbn_flwr.training.freezing import force_eval
 from fedbn_flwr.training.settings import round_of
+
+
+def _check_at(at: int | float | str) -> int | float | str:
+    """Return ``at`` as a round >= 0 (int), a fraction in [0, 1] (float) or "auto".
+
+    Raises:
+        ValueError: the value is none of these.
+    """
+    # The type decides: 1 (int) is a round, and 1.0 (float) means all rounds.
+    if isinstance(at, str) and at != "auto":
+        raise ValueError(
+            f"{at!r} is not a round (int), a fraction of the rounds (float in [0, 1])"
+            " or 'auto'"
+        )
+    if isinstance(at, float) and not 0 <= at <= 1:
+        raise ValueError(f"{at} is not a fraction in [0, 1]; for a round write an int")
+    if isinstance(at, int) and at < 0:
+        raise ValueError(
+            f"{at} is not a round; the first is 1, and 0 freezes from the start"
+        )
+    return at
+
+
+At = Annotated[int | float | str, AfterValidator(_check_at)]
+_AUTO = {"freeze-at": ("auto",), "fedtan-rounds": ("auto",)}
+
+
+class WindowParams(Params):
+    """Parameters of the window rule for an automatic round."""
+
+    freeze_window: int = setting(
+        100,
+        "window W of an automatic round, in rounds; must be below R",
+        only_if=_AUTO,
+        ge=2,
+    )
+    freeze_tau: float = setting(
+        2e-3,
+        "threshold tau of an automatic round: the variance of delta",
+        only_if=_AUTO,
+        gt=0,
+    )
+
+
+class FixBNParams(WindowParams):
+    """Parameters of FixBN."""
+
+    freeze_at: At = setting(
+        0.5, "T*: a round (int), a fraction of R (float, T* = floor(f R)) or `auto`"
+    )
+    freeze_affine: bool = setting(False, "freeze gamma and beta as well (Table H)")
+
 
 DELTA = Key.up("statistics-delta", "float: delta_m")
 FREEZE_AFFINE = Key.down("fedbn-flwr.freeze-affine", "bool: gamma and beta")

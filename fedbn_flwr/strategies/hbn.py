@@ -90,16 +90,27 @@ from fedbn_flwr.batchnorm.replaced_forward import (
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.messages.protocol import Key
 from fedbn_flwr.server.methods.method import Ask, Facts, Replies
-from fedbn_flwr.server.methods.params_by_method import HBNParams
+from fedbn_flwr.server.methods.params import setting
 from fedbn_flwr.server.methods.travels import Extra, Travels
 from fedbn_flwr.server.strategy import Strategy
 from fedbn_flwr.strategies.fbn import (
     WARM_UP,
     Pooled,
+    PooledParams,
     PooledStatisticsMethod,
     SurveyedStatistics,
 )
 from fedbn_flwr.training.client_hook import Entries, Extras
+
+
+class HBNParams(PooledParams):
+    """Parameters of HBN."""
+
+    share_alpha: bool = setting(
+        False,
+        "clients share alpha; a client without its own alpha starts from the mean",
+    )
+
 
 ALPHA = Key.both("bn-alpha", "ArrayRecord: alpha of each BN layer")
 SHARE_ALPHA = Key.down("fedbn-flwr.share-alpha", "bool: the client sends its alpha")

@@ -79,11 +79,20 @@ from fedbn_flwr.server.methods.method import (
     Method,
     Replies,
 )
-from fedbn_flwr.server.methods.params_by_method import ScaffoldParams
+from fedbn_flwr.server.methods.params import Params, setting
 from fedbn_flwr.server.methods.travels import Extra, Travels
 from fedbn_flwr.server.strategy import Strategy
 from fedbn_flwr.training.client_hook import ClientHook, Entries, Extras
 from fedbn_flwr.training.optimizers import dense_gradient
+
+
+class ScaffoldParams(Params):
+    """Parameters of SCAFFOLD."""
+
+    server_learning_rate: float = setting(
+        1.0, "the server's learning rate (eta_g)", gt=0
+    )
+
 
 _NEEDS_SGD = (
     "scaffold corrects plain SGD: its variates are changes of the weights divided by K"

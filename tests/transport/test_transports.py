@@ -14,8 +14,8 @@ from flwr.clientapp import ClientApp
 
 from fedbn_flwr.engines import InProcessGrid
 from fedbn_flwr.messages.records import to_record
-from fedbn_flwr.server.methods.params_by_method import FedTANParams
 from fedbn_flwr.strategies import FedTAN
+from fedbn_flwr.strategies.fedtan import FedTANParams
 from fedbn_flwr.transport import Member
 from fedbn_flwr.transport.step_transport import Limits, LinkSettings
 from fedbn_flwr.transport.transports import TRANSPORTS

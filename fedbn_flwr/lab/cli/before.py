@@ -66,15 +66,15 @@ def inspect(
 ) -> None:
     """Show the BN layers of a model, and which entries a strategy shares or keeps."""
     from fedbn_flwr.lab.config import Config, read_overrides
-    from fedbn_flwr.server.methods.params_by_method import PARAMS
+    from fedbn_flwr.strategies import METHODS
 
     with exit_codes():
         given = read_overrides(set_ or [])
         strategy = str(given.get("strategy", strategy))
-        # strategy=centralized is not in PARAMS, because it sends no messages that could
+        # strategy=centralized is not in METHODS, because it sends no messages that could
         # be inspected.
-        if strategy not in PARAMS:
-            raise unknown_name("strategy", strategy, PARAMS)
+        if strategy not in METHODS:
+            raise unknown_name("strategy", strategy, METHODS)
         options = {"model": model, "norm": norm, "dataset": dataset}
         settings = Config.make({**options, **given, "strategy": strategy})
     from fedbn_flwr.lab.runs.inspection import inspect_model

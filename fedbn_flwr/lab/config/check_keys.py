@@ -1,4 +1,4 @@
-"""Checks of a config that need no torch.
+"""Checks of the keys of a config.
 
 They check the value of each key, names, conflicts between keys, and keys without effect.
 ``check_run.py`` has the checks that need the registries, the user's data or the methods.
@@ -13,12 +13,19 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 
 from fedbn_flwr.errors import FedBNError, unknown_name
-from fedbn_flwr.lab.config.fields import Fields, config_fields, methods_with, only_if_of
+from fedbn_flwr.lab.config.fields import (
+    PARAMS,
+    Fields,
+    config_fields,
+    methods_with,
+    only_if_of,
+)
 from fedbn_flwr.lab.config.values import CENTRALIZED, allowed, read_decays, split
 from fedbn_flwr.privacy.protection_settings import MASKED_UPDATES, DPSettings
 from fedbn_flwr.problems import Known, Problem, check
+from fedbn_flwr.server.methods.method import ROLES
 from fedbn_flwr.server.methods.params import EVALUATIONS, TEST_BN, of_pydantic, unmet
-from fedbn_flwr.server.methods.params_by_method import PARAMS
+from fedbn_flwr.strategies import METHODS
 
 
 def of_error(error: FedBNError, key: str = "") -> Problem:
@@ -52,8 +59,6 @@ def _unknown(key: str, keys: Collection[str]) -> Problem:
 
 F = TypeVar("F", bound=Fields)
 
-ROLES = ("local-part", "client-hooks", "server-step")
-"""The keys that add methods to the strategy."""
 # Keys that need clients. The reference run strategy=centralized has no clients and
 # cannot use them.
 _OF_A_FEDERATION = (
@@ -105,10 +110,11 @@ def problems_together(config: Fields) -> list[Problem]:
 
 def _of_names(config: Fields) -> Iterator[Problem]:
     """Yield a problem for each unknown name and each method that is named twice."""
-    yield from of_name("strategy", config.strategy, allowed("strategy"))
+    yield from of_name("strategy", config.strategy, [*METHODS, CENTRALIZED])
     for role in ROLES:
+        of_role = [name for name, method in METHODS.items() if method.role == role]
         for name in split(getattr(config, role.replace("-", "_"))):
-            yield from of_name(role, name, allowed(role))
+            yield from of_name(role, name, of_role)
     names = config.method_names
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:

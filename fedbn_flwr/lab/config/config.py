@@ -13,7 +13,10 @@ from fedbn_flwr.lab.config.check_keys import (
     problems_together,
     values_of,
 )
+from fedbn_flwr.lab.config.check_run import has_no_effect_in_run, problems_of_run
+from fedbn_flwr.lab.config.data import data_of
 from fedbn_flwr.lab.config.fields import GROUPS, Fields, config_fields
+from fedbn_flwr.lab.config.method_of_config import learning_rate_of, method_of
 from fedbn_flwr.lab.config.values import (
     CENTRALIZED,
     RENAMED,
@@ -49,7 +52,7 @@ class Config(Fields):
     def make(cls, values: Mapping[str, Any], *, complete: bool = False) -> Config:
         """Return the config of a flat mapping of keys to scalars.
 
-        Problems that can be found without torch are reported before its import.
+        Problems of single keys are reported before the problems of the run.
 
         Args:
             values: the settings; missing keys take their defaults.
@@ -61,10 +64,9 @@ class Config(Fields):
         Raises:
             ConfigError: all problems, one per line: unknown keys with the nearest known
                 key, wrong types, values out of range, settings that contradict each
-                other or have no effect. If some are found without torch, only these.
+                other or have no effect. If ``check_keys`` finds some, only these.
         """
-        # First the checks that do not import torch, so that a typing mistake is
-        # reported in a third of a second.
+        # First the checks of the keys, because the others need valid keys.
         config, problems = cls._first_half(values, complete)
         unused = has_no_effect(config)
         problems += _no_effect(config, unused, complete)
@@ -74,13 +76,7 @@ class Config(Fields):
         dropped = _defaults_for(cls, [key for key in preset if key in unused])
         config = config.model_copy(update=dropped)
 
-        # Then the checks that read the registries, the data and the methods. These
-        # checks import torch.
-        from fedbn_flwr.lab.config.check_run import (
-            has_no_effect_in_run,
-            problems_of_run,
-        )
-
+        # Then the checks that read the registries, the data and the methods.
         tell(problems_of_run(config), "")
         config = _with_nobody_held_out(config)
         unused |= has_no_effect_in_run(config)
@@ -89,7 +85,7 @@ class Config(Fields):
 
     @classmethod
     def check_keys(cls, values: Mapping[str, Any]) -> None:
-        """Raise the problems that ``make`` finds without torch.
+        """Raise the problems that ``make`` finds first.
 
         Raises:
             ConfigError: as ``make``.
@@ -103,10 +99,7 @@ class Config(Fields):
     def _first_half(
         cls, values: Mapping[str, Any], complete: bool = False
     ) -> tuple[Config, list[Problem]]:
-        """Return the config of the valid settings, and the problems of all settings.
-
-        The checks need no torch.
-        """
+        """Return the config of the valid settings, and the problems of all settings."""
         settings, problems = new_names(values)
         steps, epochs = settings.get("local-steps"), settings.get("local-epochs")
         # Flower's run config always has local-epochs: if the user has not set the key,
@@ -130,9 +123,6 @@ class Config(Fields):
         These are the split and the settings of the method. With ``local-steps``,
         ``local-epochs`` is 0.
         """
-        from fedbn_flwr.lab.config.data import data_of
-        from fedbn_flwr.lab.config.method_of_config import method_of
-
         update: dict[str, Any] = {"partition": data_of(self).split_name}
         if self.strategy != CENTRALIZED:
             params = method_of(self).params
@@ -180,11 +170,6 @@ class Config(Fields):
         config, problems = cls._first_half(settings)
         if problems:
             return {}
-        from fedbn_flwr.lab.config.check_run import (
-            has_no_effect_in_run,
-            problems_of_run,
-        )
-
         unused = has_no_effect(config)
         # Check with the default of each key without effect, because its value may be
         # one that a run refuses.
@@ -216,8 +201,6 @@ class Config(Fields):
 
     def late_decays(self) -> list[str]:
         """Return a warning for each decay that changes no rate of the run."""
-        from fedbn_flwr.lab.config.method_of_config import learning_rate_of
-
         rounds, rate = self.num_server_rounds, learning_rate_of(self)
         warnings = []
         for text, after, factor in zip(
@@ -234,8 +217,6 @@ class Config(Fields):
         """Return a line for each effect of these settings that may surprise a user."""
         if self.strategy == CENTRALIZED:
             return self.late_decays()
-        from fedbn_flwr.lab.config.method_of_config import method_of
-
         lines = self.late_decays()
         lines += [str(problem) for problem in method_of(self).problems("warn")]
         if (

@@ -1,9 +1,8 @@
 """The keys of a run, by group.
 
 Each key has a type, a default, limits, a meaning, and the conditions for its effect. A
-key is the kebab-case name of its field. This module does not import torch,
-so that a wrong key or value is reported immediately. The settings of the methods come
-from ``server.methods.params_by_method``, the settings of the protections from
+key is the kebab-case name of its field. The settings of the methods come from the
+``Params`` of each method, the settings of the protections from
 ``privacy.protection_settings``.
 """
 
@@ -35,7 +34,7 @@ from fedbn_flwr.server.methods.params import (
     Settings,
     extra_of,
 )
-from fedbn_flwr.server.methods.params_by_method import PARAMS
+from fedbn_flwr.strategies import METHODS
 
 # The value of state-dir that selects a folder in the run's folder, for clients on the
 # server's machine.
@@ -69,6 +68,12 @@ def key(
 
 
 # --- the settings of the methods ------------------------------------------------------
+PARAMS: Mapping[str, type[Params]] = {
+    name: method.Params for name, method in METHODS.items()
+}
+"""The settings of each method, in the order of the registry."""
+
+
 @functools.cache  # called in every check of a config, for every method
 def config_fields(kind: type[Settings]) -> dict[str, str]:
     """Return the name of each setting that is a config key, by the config's field.

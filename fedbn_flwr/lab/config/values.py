@@ -1,8 +1,8 @@
 """Reading of settings, and the allowed names of keys such as ``strategy``.
 
 Settings may come from files or the command line, and may have old names.
-``fedbn-flwr list`` shows the allowed names. The registries of these names need torch,
-so ``make generate`` writes the names into ``names.json``.
+``fedbn-flwr list`` shows the names of the registries. The registries need torch, so
+``make generate`` writes the names into ``names.json``.
 """
 
 from __future__ import annotations
@@ -176,7 +176,6 @@ def read_decays(at: str, factor: str) -> list[tuple[str, float]]:
 CENTRALIZED = "centralized"
 NAMES_FILE = "names.json"
 _REGISTRY_OF = {
-    "strategy": "strategies",
     "norm": "norms",
     "dataset": "datasets",
     "partition": "partitions",
@@ -203,7 +202,7 @@ def allowed(key: str) -> Collection[str]:
     """Return the allowed names of a key.
 
     Args:
-        key: strategy, norm, dataset, partition, task, or a role of methods.
+        key: norm, dataset, partition or task.
     """
     if key in _REGISTRY_OF:
         return [name for name, _, _ in rows(_REGISTRY_OF[key])]

@@ -6,7 +6,6 @@ Read the modules in this order:
   the facts of a round.
 - ``travels``: the declaration of the sent, local and frozen parts in each phase.
 - ``params``: the settings of all methods.
-- ``params_by_method``: the settings of single methods.
 - ``options``: options that every method can have; ``momentum`` and ``shared_bn`` are
   two of them.
 - ``moment_pool``: the clients' moments by layer, for methods that pool statistics.

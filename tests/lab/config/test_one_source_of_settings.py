@@ -10,13 +10,13 @@ import pytest
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.lab.config import RENAMED, Config, method_of
 from fedbn_flwr.lab.config.fields import (
+    PARAMS,
     config_fields,
     methods_with,
     own_defaults,
     settings_of_methods,
 )
 from fedbn_flwr.server.methods.params import Params, setting
-from fedbn_flwr.server.methods.params_by_method import PARAMS
 from fedbn_flwr.strategies import STRATEGIES
 
 
