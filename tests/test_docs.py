@@ -424,9 +424,10 @@ def test_generate_mends_what_is_stale(
         shutil.copy(ROOT / name, tmp_path)
     for name in ("docs", "apps/main/recipes", "studies"):
         shutil.copytree(ROOT / name, tmp_path / name)
-    names = Path("fedbn_flwr/lab/config/names.json")
-    (tmp_path / names.parent).mkdir(parents=True)
-    shutil.copy(ROOT / names, tmp_path / names)
+    for name in ("lab/config/names.json", "strategies/constructors.pyi"):
+        copy = tmp_path / "fedbn_flwr" / name
+        copy.parent.mkdir(parents=True)
+        shutil.copy(ROOT / "fedbn_flwr" / name, copy)
     (tmp_path / "pyproject.toml").write_text(
         (ROOT / "pyproject.toml").read_text().replace("\nseed = 0", "\nseed = 1")
     )

@@ -18,6 +18,7 @@ from typing import Any
 
 import yaml
 from doc_config import config_page
+from doc_constructors import STUB, constructors
 from doc_methods import method_pages, method_title, page_of
 from doc_names import names_of_registries
 from doc_papers import papers_block
@@ -60,6 +61,7 @@ def derived(root: Path) -> dict[Path, str]:
     """
     texts = {Path("docs/config.md"): config_page()} | method_pages(root)
     texts[_NAMES] = names_of_registries()
+    texts[STUB] = constructors()
     pyproject = (root / "pyproject.toml").read_text(encoding="utf-8")
     texts[Path("pyproject.toml")] = _with_defaults(pyproject)
     marked = {

@@ -167,7 +167,7 @@ class Strategy(FlowerFedAvg):
     ``load_state_dict`` the next ``start`` continues from it.
 
     The constructor is made from the settings. ``help`` shows all its arguments, and the
-    generated file ``strategies/__init__.pyi`` shows them to editors and type checkers.
+    generated file ``strategies/constructors.pyi`` shows them to editors and type checkers.
 
     Args:
         *flowers: the arguments of ``flwr.serverapp.strategy.FedAvg``, with their

@@ -17,7 +17,7 @@ import inspect
 import itertools
 import sys
 from collections.abc import Collection, Mapping
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import create_model
 
@@ -36,28 +36,35 @@ from fedbn_flwr.server.methods.options import OPTIONS
 from fedbn_flwr.server.methods.params import setting
 from fedbn_flwr.server.methods.travels import ALL, BATCHNORM, TRACKED, Extra, Travels
 from fedbn_flwr.server.strategy import Combination, Strategy
-from fedbn_flwr.strategies.bn_scaffold import BNScaffold
-from fedbn_flwr.strategies.ditto import Ditto
-from fedbn_flwr.strategies.fbn import FBN
-from fedbn_flwr.strategies.fedavg import FedAvg, FedAvgMethod
-from fedbn_flwr.strategies.fedavgm import FedAvgM
-from fedbn_flwr.strategies.fedbn import FedBN
-from fedbn_flwr.strategies.fedbs import FedBS
-from fedbn_flwr.strategies.feddna import FedDNA
-from fedbn_flwr.strategies.fedopt import FedAdagrad, FedAdam, FedYogi
-from fedbn_flwr.strategies.fedprox import FedProx
-from fedbn_flwr.strategies.fedrep import FedRep
-from fedbn_flwr.strategies.fedtan import FedTAN
-from fedbn_flwr.strategies.fedtan2 import FedTAN2
-from fedbn_flwr.strategies.fedwon import FedWon
-from fedbn_flwr.strategies.fixbn import FixBN
-from fedbn_flwr.strategies.hbn import HBN
-from fedbn_flwr.strategies.mtfl import MTFL
-from fedbn_flwr.strategies.scaffold import Scaffold
-from fedbn_flwr.strategies.silobn import SiloBN
-from fedbn_flwr.strategies.standalone import Standalone
-from fedbn_flwr.strategies.staticbn import StaticBN
+from fedbn_flwr.strategies.fedavg import FedAvgMethod
 from fedbn_flwr.training.client_hook import ClientHook
+
+# A type checker sees the same classes with the arguments of their constructors, which
+# ``make generate`` writes. At run time, ``Strategy`` makes them from the settings.
+if TYPE_CHECKING:
+    from fedbn_flwr.strategies.constructors import *  # noqa: F403
+else:
+    from fedbn_flwr.strategies.bn_scaffold import BNScaffold
+    from fedbn_flwr.strategies.ditto import Ditto
+    from fedbn_flwr.strategies.fbn import FBN
+    from fedbn_flwr.strategies.fedavg import FedAvg
+    from fedbn_flwr.strategies.fedavgm import FedAvgM
+    from fedbn_flwr.strategies.fedbn import FedBN
+    from fedbn_flwr.strategies.fedbs import FedBS
+    from fedbn_flwr.strategies.feddna import FedDNA
+    from fedbn_flwr.strategies.fedopt import FedAdagrad, FedAdam, FedYogi
+    from fedbn_flwr.strategies.fedprox import FedProx
+    from fedbn_flwr.strategies.fedrep import FedRep
+    from fedbn_flwr.strategies.fedtan import FedTAN
+    from fedbn_flwr.strategies.fedtan2 import FedTAN2
+    from fedbn_flwr.strategies.fedwon import FedWon
+    from fedbn_flwr.strategies.fixbn import FixBN
+    from fedbn_flwr.strategies.hbn import HBN
+    from fedbn_flwr.strategies.mtfl import MTFL
+    from fedbn_flwr.strategies.scaffold import Scaffold
+    from fedbn_flwr.strategies.silobn import SiloBN
+    from fedbn_flwr.strategies.standalone import Standalone
+    from fedbn_flwr.strategies.staticbn import StaticBN
 
 __all__ = [
     "ALL",
