@@ -125,6 +125,11 @@ class Problem:
         return f"{self.text}. Use {self.remedy}." if self.remedy else self.text
 
     @property
+    def with_code(self) -> str:
+        """The text with the code, which docs/reference/problems.md explains."""
+        return f"{self} [{self.code}]"
+
+    @property
     def key(self) -> str:
         """The key that is the subject, or "" if the subject is the whole run."""
         return self.keys.partition(" ")[0]
@@ -190,7 +195,8 @@ def tell(problems: Iterable[Problem], mark: str = "_", hint: str = "") -> None:
     misfits = [problem for problem in refused if problem.stage == "model"]
     refused = misfits or refused
     if refused:
-        text = "\n".join(filter(None, [*map(str, refused), hint]))
+        lines = [*(problem.with_code for problem in refused), hint]
+        text = "\n".join(filter(None, lines))
         error = refused[0].error(text)
         error.code, error.problems = refused[0].code, tuple(refused)
         raise error

@@ -147,7 +147,7 @@ class ServerStep(Method[P, ServerMoments]):
         averaged = facts.parts.buffers.union(facts.parts.whole.statistics)
         moments = dict(state.moments)
         for name, mean in model.items():
-            if name in averaged or name in facts.frozen:
+            if name in averaged:
                 continue
             if not np.issubdtype(mean.dtype, np.floating):
                 continue

@@ -133,22 +133,47 @@ def test_a_loop_that_steps_the_body_first_is_refused(mlp, points) -> None:
         train()
 
 
+@pytest.mark.parametrize("freezes", [True, False])
 def test_momentum_of_parameters_that_train_one_after_the_other_is_kept(
-    mlp, points
+    mlp, points, freezes: bool
 ) -> None:
-    """The loop freezes one part while the other part trains."""
-    model, data = mlp(), points(12, 1)
-    hook = MomentumBuffers("local", frozenset())
-    rules = Hooks(model, {"hook": hook})
-    with rules.block():
-        for part in (model[3], model[:2]):
-            model.requires_grad_(False)
-            part.requires_grad_(True)
-            sgd = torch.optim.SGD(part.parameters(), RATE, momentum=0.9)
-            rules.wrap(sgd)
-            data.loss(model).backward()
-            sgd.step()
-    assert hook.keep().keys() == dict(model.named_parameters()).keys()
+    """The loop may freeze one part while the other part trains.
+
+    Two rounds with new optimizers are one round with optimizers that a loop keeps.
+    """
+    (model, plain), data = (mlp(), mlp()), points(12, 1)
+
+    def freeze(net: nn.Module, part: slice | int) -> None:
+        net.requires_grad_(not freezes)
+        net[part].requires_grad_(True)
+
+    def step(net: nn.Module, part: slice | int, sgd: torch.optim.Optimizer) -> None:
+        freeze(net, part)
+        data.loss(net).backward()
+        sgd.step()
+        net.zero_grad()
+
+    def optimizer(net: nn.Module, part: slice | int) -> torch.optim.Optimizer:
+        return torch.optim.SGD(net[part].parameters(), RATE, momentum=0.9)
+
+    parts, kept = (3, slice(2)), {}
+    whole = [optimizer(plain, part) for part in parts]
+    for _ in range(2):
+        hook = MomentumBuffers("local", frozenset())
+        hook.receive({}, kept)
+        rules = Hooks(model, {"hook": hook})
+        with rules.block():
+            for part, own in zip(parts, whole, strict=True):
+                freeze(model, part)
+                sgd = optimizer(model, part)
+                rules.wrap(sgd)
+                step(model, part, sgd)
+                step(plain, part, own)
+        kept = hook.keep()
+    of_plain = {p: s["momentum_buffer"] for one in whole for p, s in one.state.items()}
+    assert kept.keys() == dict(plain.named_parameters()).keys()
+    for name, parameter in plain.named_parameters():
+        assert torch.equal(kept[name], of_plain[parameter]), name
 
 
 class AtItsStart(ClientHook):

@@ -396,13 +396,13 @@ def test_switched_off_tracking_is_told_once(points, mlp, caplog) -> None:
 def test_clients_without_a_partition_id_draw_from_streams_of_their_own(
     points, mlp
 ) -> None:
-    """The stream of such a client depends on its node id.
+    """The stream of such a client depends on its node id, and of others does not.
 
     Once, all such clients had one stream, so equal data gave equal batches and dropout.
     """
 
-    def trained(node_id: int) -> list[np.ndarray]:
-        alone = Context(1, node_id, {}, RecordDict(), {})
+    def trained(node_id: int, **named: int) -> list[np.ndarray]:
+        alone = Context(1, node_id, named, RecordDict(), {})
         client = TorchClient(
             mlp(dropout=0.2),
             points(10, 1),
@@ -413,9 +413,14 @@ def test_clients_without_a_partition_id_draw_from_streams_of_their_own(
         )
         return client.fit(arrays(mlp(dropout=0.2)), {"server-round": 1})[0]
 
-    one, again, other = trained(2**63 + 1), trained(2**63 + 1), trained(7)
-    assert all(np.array_equal(a, b) for a, b in zip(one, again, strict=True))
-    assert not all(np.array_equal(a, b) for a, b in zip(one, other, strict=True))
+    def same(one: list[np.ndarray], other: list[np.ndarray]) -> bool:
+        return all(np.array_equal(a, b) for a, b in zip(one, other, strict=True))
+
+    assert same(trained(2**63 + 1), trained(2**63 + 1))
+    assert not same(trained(2**63 + 1), trained(7))
+    for partition in (0, 1):
+        named = {"partition-id": partition}
+        assert same(trained(5, **named), trained(7, **named))
 
 
 def test_arrays_returned_by_fit_do_not_change_later(client) -> None:
@@ -427,6 +432,17 @@ def test_arrays_returned_by_fit_do_not_change_later(client) -> None:
     client.fit(first, {"server-round": 2})
     for held, kept in ((first, copies), (start, before)):
         assert all(np.array_equal(a, b) for a, b in zip(held, kept, strict=True))
+
+
+@pytest.mark.parametrize("error", [-1e-6, 0.0, 1e-6])
+def test_a_counter_that_is_a_float_average_is_rounded(
+    client, mlp, error: float
+) -> None:
+    place = [*mlp().state_dict()].index("1.num_batches_tracked")
+    start = client.get_parameters({})
+    start[place] = np.asarray(9 + error)
+    counter = client.fit(start, {"server-round": 1})[0][place]
+    assert counter == 9 + 3  # ten examples in batches of four
 
 
 def test_evaluate_with_named_test_sets(points, mlp) -> None:

@@ -135,7 +135,7 @@ def test_the_console_script_and_its_exit_codes(tmp_path: Path) -> None:
         check=False,
     )
     assert (bad.returncode, bad.stdout) == (2, "")
-    assert bad.stderr == "unknown key 'sed'. Did you mean 'seed'?\n"
+    assert bad.stderr == "unknown key 'sed'. Did you mean 'seed'? [unknown-key]\n"
     assert list(tmp_path.iterdir()) == []
 
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import random
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +33,8 @@ APART = {
     "fedrep": ("staticbn",),
 }
 """The methods that cannot be combined with a method."""
+SIZES = ("sizes", "rounds", "batch_size", "steps", "resumed_after", "head_steps")
+EVENTS = ("hidden", "faults")
 
 
 @dataclass(frozen=True)
@@ -166,13 +170,42 @@ def refusal(case: Case) -> str:
 @st.composite
 def cases(draw: Any) -> Case:
     """Draw a case with choices that make sense together."""
+    return _case(lambda *values: draw(st.sampled_from(values)))
 
-    def one(*values: Any) -> Any:
-        return draw(st.sampled_from(values))
+
+def covering(draws: int) -> list[Case]:
+    """Return few of these random cases with each pair of settings that they have."""
+    choice = random.Random(0).choice
+    having: dict[tuple[Any, ...], list[Case]] = {}
+    for case in {_case(lambda *values: choice(values)): None for _ in range(draws)}:
+        for pair in () if refusal(case) else _pairs(case):
+            having.setdefault(pair, []).append(case)
+    chosen, left = [], dict(sorted(having.items(), key=lambda item: len(item[1])))
+    while left:
+        some = next(iter(left.values()))[:20]
+        best = max(some, key=lambda case: sum(pair in left for pair in _pairs(case)))
+        chosen.append(best)
+        for pair in _pairs(best):
+            left.pop(pair, None)
+    return chosen
+
+
+def _pairs(case: Case) -> Iterator[tuple[Any, ...]]:
+    """Yield each pair of settings that are not the defaults."""
+    values = [("methods", name) for name in case.methods]
+    for field in dataclasses.fields(case)[1:]:
+        value = getattr(case, field.name)
+        if value != field.default and field.name not in SIZES:
+            values.append((field.name, value if field.name not in EVENTS else True))
+    return itertools.combinations(values, 2)
+
+
+def _case(one: Callable[..., Any]) -> Case:
+    """Return a case whose values are chosen by ``one(*values)``."""
 
     def some(value: Any, *more: Any) -> Any:
         """Draw any value in half of the cases, otherwise the default."""
-        return one(value, *more) if draw(st.booleans()) else value
+        return one(value, *more) if one(False, True) else value
 
     # The first method is drawn evenly, and the others only if they fit it.
     methods = [one("", *itertools.chain(*TOGETHER), *ALONE)]
@@ -190,9 +223,9 @@ def cases(draw: Any) -> Case:
     rounds = range(1, values["rounds"] + 1)
     values["fraction"] = some(1.0, 0.5, 0.7)
     values["hidden"], values["faults"] = (), ()
-    if draw(st.booleans()):
-        pairs = st.tuples(st.sampled_from(rounds), st.sampled_from(clients))
-        hidden = tuple(sorted(draw(st.sets(pairs, max_size=2))))
+    if one(False, True):
+        away = {(one(*rounds), one(*clients)) for _ in range(one(0, 1, 2))}
+        hidden = tuple(sorted(away))
         # somebody is there in each round
         if all(sum(r == t for r, _ in hidden) < len(clients) - 1 for t in rounds):
             values["hidden"] = hidden
@@ -245,14 +278,14 @@ def cases(draw: Any) -> Case:
     values["again"] = some("", "second-run", "resume")
     if values["again"] == "resume":
         values["resumed_after"] = one(*rounds[:-1])
-    if draw(st.booleans()):
-        values |= _way(draw, values)
+    if one(False, True):
+        values |= _way(one, values)
     return Case(**values)
 
 
-def _way(draw: Any, values: dict[str, Any]) -> dict[str, Any]:
+def _way(one: Callable[..., Any], values: dict[str, Any]) -> dict[str, Any]:
     """Draw another way to run than TorchClients in one process, and its limits."""
-    has, rare = {*values["methods"]}, draw(st.integers(0, 9))
+    has, rare = {*values["methods"]}, one(*range(10))
     if rare == 9:
         return {"engine": "workers"}
     if rare == 8 and not has & {"fedwon", "bn-scaffold"}:
@@ -275,7 +308,7 @@ def _way(draw: Any, values: dict[str, Any]) -> dict[str, Any]:
             return {}
         return {"way": "legacy", "hidden": (), "again": ""}
     # The loop does not drop a batch of one example, and has no second model.
-    changed = {"way": draw(st.sampled_from(LOOPS)), "sizes": (6, 9, 12), "fine_tune": 0}
+    changed = {"way": one(*LOOPS), "sizes": (6, 9, 12), "fine_tune": 0}
     changed["batch_size"] = values["batch_size"] and 3
     changed["methods"] = tuple(name for name in values["methods"] if name != "ditto")
     if values["faults"] or values["hidden"]:

@@ -13,11 +13,11 @@ from hypothesis import HealthCheck, Phase, assume, given, settings
 from fedbn_flwr.server.methods.params import Params
 from fedbn_flwr.strategies import STRATEGIES
 from tests.reference.compare import check
-from tests.reference.draws import Case, cases
+from tests.reference.draws import Case, cases, covering
 from tests.reference.methods import REFERENCES
 from tests.reference.package import SETTINGS
 
-DRAWS = 250
+DRAWS = 40
 """Draws of each half, all different; ``make laws`` has any number of others."""
 fixed = settings(
     max_examples=DRAWS,
@@ -29,30 +29,32 @@ fixed = settings(
 )
 
 
+HALVES = [pytest.param(i, marks=pytest.mark.xdist_group(f"ref-{i}")) for i in (0, 1)]
+"""Halves of the cases, one for each core."""
 equal: set[str] = set()
 
 
-def check_new(case: Case) -> None:
-    """Check a new case, because hypothesis repeats more than half of the cases."""
+@pytest.mark.parametrize("half", HALVES)
+def test_the_package_equals_the_reference(half: int) -> None:
+    """Every entry, dtype, shape, kept state and client's test; refusals are foretold.
+
+    The cases have each lawful pair of settings.
+    """
+    for case in covering(10_000)[half::2]:
+        check(case)
+        equal.add(repr(case))
+
+
+@pytest.mark.parametrize("half", HALVES)
+@fixed
+@given(case=cases())
+def test_the_package_equals_the_reference_in_random_draws(
+    half: int, case: Case
+) -> None:
+    # Hypothesis repeats more than half of the cases.
     assume(repr(case) not in equal)
     check(case)
     equal.add(repr(case))
-
-
-@pytest.mark.xdist_group("reference-1")
-@fixed
-@given(cases())
-def test_the_package_equals_the_reference(case: Case) -> None:
-    """Every entry, dtype, shape, kept state and client's test; refusals are foretold."""
-    check_new(case)
-
-
-@pytest.mark.xdist_group("reference-2")
-@fixed
-@given(cases())
-def test_the_package_equals_the_reference_in_other_draws(case: Case) -> None:
-    """The second half, for the second core."""
-    check_new(case)
 
 
 RARE = (

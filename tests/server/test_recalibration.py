@@ -124,6 +124,19 @@ def test_statistics_are_those_of_the_clients_that_are_there(
         torch.testing.assert_close(state["1.running_var"], seen.var(0))
 
 
+def test_a_client_with_an_unknown_number_of_examples_is_asked_as_well(
+    federate, datasets, mlp
+) -> None:
+    def fail(content: Any) -> None:
+        raise RuntimeError("no properties")
+
+    app = functools.partial(spoiling, fail, kind="query", who=range(len(SIZES)))
+    unknown = federate(FedAvg(recalibrate=True), mlp, datasets, rounds=2, wrap=app)
+    known = federate(FedAvg(recalibrate=True), mlp, datasets, rounds=2)
+    for name, value in known.state.items():  # the order of nodes may differ
+        np.testing.assert_allclose(unknown.state[name], value, rtol=1e-12)
+
+
 def spoil_statistics(change):
     """Return an app whose bad client changes the statistics that it sends."""
     return functools.partial(spoiling, spoil_state(change), kind="query.statistics")

@@ -18,10 +18,26 @@ SIZES = (6, 13, 9)
 UNTRACKED = ("1.running_mean", "1.running_var", "1.num_batches_tracked")
 
 
+class Own(nn.BatchNorm1d):
+    """A layer whose forward pass ignores whether it tracks statistics."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        named = (self.running_mean, self.running_var, self.weight, self.bias)
+        return nn.functional.batch_norm(
+            x, *named, self.training, self.momentum, self.eps
+        )
+
+
+def with_own(model: nn.Module) -> nn.Module:
+    model[1] = Own(4).double()
+    return model
+
+
+@pytest.mark.parametrize("change", [lambda model: model, with_own])
 def test_clients_receive_and_return_the_initial_statistics(
-    federate, datasets, mlp
+    federate, datasets, mlp, change
 ) -> None:
-    run = federate(StaticBN(), mlp, datasets)
+    run = federate(StaticBN(), lambda: change(mlp()), datasets)
     start = {name: tensor.numpy() for name, tensor in mlp().state_dict().items()}
     travelled = [
         m
@@ -34,26 +50,12 @@ def test_clients_receive_and_return_the_initial_statistics(
         assert all(state[name].tobytes() == start[name].tobytes() for name in UNTRACKED)
 
 
-class Own(nn.BatchNorm1d):
-    """A layer whose forward pass ignores whether it tracks statistics."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        named = (self.running_mean, self.running_var, self.weight, self.bias)
-        return nn.functional.batch_norm(
-            x, *named, self.training, self.momentum, self.eps
-        )
-
-
 @pytest.mark.parametrize("method", [StaticBN, FBN])
 def test_a_forward_pass_that_tracks_in_any_case_trains_as_the_plain_one(
     federate, datasets, mlp, same_bits, method
 ) -> None:
-    def own() -> nn.Module:
-        model = mlp()
-        model[1] = Own(4).double()
-        return model
-
-    runs = [federate(method(), model, datasets, rounds=2) for model in (own, mlp)]
+    models = (lambda: with_own(mlp()), mlp)
+    runs = [federate(method(), model, datasets, rounds=2) for model in models]
     same_bits(*(run.state for run in runs))
 
 

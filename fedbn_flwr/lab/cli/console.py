@@ -183,7 +183,9 @@ def exit_codes(*bad_input: type[FedBNError]) -> Iterator[None]:
         say(text, on=complaints)
         raise typer.Exit(143 if isinstance(error, _Terminated) else 130) from error
     except FedBNError as error:
-        say(error, "red", complaints)
+        # A declared problem has its code in its own line.
+        code = "" if error.problems or error.code == type(error).code else error.code
+        say(f"{error} [{code}]" if code else error, "red", complaints)
         of_input: tuple[type[FedBNError], ...]
         of_input = (ConfigError, DataError, NormLayerError, *bad_input)
         raise typer.Exit(2 if isinstance(error, of_input) else 1) from error

@@ -30,6 +30,7 @@ def problems(
     try:
         check(settings)
     except ConfigError as error:
+        assert all(f"[{one.code}]" in str(error) for one in error.problems)
         return [(problem.code, problem.key) for problem in error.problems]
     return []
 
