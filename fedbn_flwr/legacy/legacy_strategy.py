@@ -172,10 +172,12 @@ class LegacyStrategy(FlowerLegacyStrategy):
         self._fits += 1
         if self._fits > 1:
             run = self.strategy.run
-            self.strategy.prepare(self._initial, run.num_rounds, run.timeout)
+            self.strategy.prepare(
+                self._initial, run.start.num_rounds, run.start.timeout
+            )
         # Give each run its own id, because another run on the same nodes may use
         # another strategy object or another process.
-        self.strategy.run.start_id = secrets.token_hex(8)
+        self.strategy.run.start.start_id = secrets.token_hex(8)
         return _parameters(self._initial)
 
     def configure_fit(

@@ -75,11 +75,11 @@ def restored(
         workflow: Flower's ``SecAggPlusWorkflow``.
     """
     parts = run.parts.whole
-    frozen = run.parts.select(run.travels.frozen)
+    frozen = run.parts.select(run.round.travels.frozen)
     variances = {running_var for _, running_var in parts.moments()}
     found: dict[str, Array] = {}
     for name, average in entries.items():
-        sent = run.before.get(name, average)
+        sent = run.round.before.get(name, average)
         if name in parts.counters or (
             name in frozen and is_unchanged(average, sent, weights, workflow)
         ):

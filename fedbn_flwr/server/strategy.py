@@ -20,17 +20,17 @@ from flwr.serverapp.strategy import FedAvg as FlowerFedAvg
 from flwr.serverapp.strategy import Result
 
 from fedbn_flwr.batchnorm.parts import Part, Parts, name_layers
-from fedbn_flwr.compat.flower import is_default_aggregation, log_strategy_start_info
+from fedbn_flwr.compat.flower import is_default_aggregation
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.messages.protocol import SYNCHRONISES, Continuity, refuse_own_keys
 from fedbn_flwr.problems import Known, tell
+from fedbn_flwr.server.loops import Loop, OwnLoop, ShouldStop, TestModel
 from fedbn_flwr.server.methods.check_protections import of_wrapper
 from fedbn_flwr.server.methods.method import Method
 from fedbn_flwr.server.methods.params import Params, is_list
 from fedbn_flwr.server.methods.together import Methods
 from fedbn_flwr.server.methods.travels import PartSet
 from fedbn_flwr.server.rounds import testing
-from fedbn_flwr.server.rounds.recalibration import reestimate_before_tests
 from fedbn_flwr.server.rounds.round import (
     Played,
     close_round,
@@ -41,9 +41,16 @@ from fedbn_flwr.server.rounds.synchronised_training import train_synchronised
 from fedbn_flwr.server.runs import failures
 from fedbn_flwr.server.runs.nodes import NodeRegistry
 from fedbn_flwr.server.runs.protection import Protection
-from fedbn_flwr.server.runs.round_outcome import AVERAGED, RoundOutcome, average_metrics
+from fedbn_flwr.server.runs.round_outcome import RoundOutcome, average_metrics
 from fedbn_flwr.server.runs.run_listener import RunListener
-from fedbn_flwr.server.runs.run_state import OnReplies, OnRoundEnd, Options, Run
+from fedbn_flwr.server.runs.run_state import (
+    Half,
+    OnReplies,
+    OnRoundEnd,
+    Options,
+    Run,
+    Start,
+)
 from fedbn_flwr.training.run_memory import memory_of_run
 from fedbn_flwr.transport.polling_grid import polling
 
@@ -55,10 +62,6 @@ __all__ = [
 
 logger = logging.getLogger("flwr")
 _BY_NAME = inspect.Parameter.KEYWORD_ONLY
-
-TestModel = Callable[[int, ArrayRecord], MetricRecord | None]
-ShouldStop = Callable[[int, Result], bool]
-
 
 AggregateMetrics = Callable[[list[RecordDict], str], MetricRecord]
 """Merges the replies' metric records into one, as in Flower; the second argument is the
@@ -127,33 +130,6 @@ class Combination:
     def methods(self, params: Any) -> Methods:
         """Return the methods with these settings."""
         return Methods(self.kinds, params)
-
-
-def _aggregation_note(aggregate: object) -> str:
-    """Return a note that metrics are averages, or "" for a user's own function."""
-    return f" ({AVERAGED})" if aggregate is average_metrics else ""
-
-
-@dataclass
-class _Half:
-    """One half of a round, between its messages and their replies.
-
-    Attributes:
-        configure: name of the method that made the messages.
-        server_round: the round.
-        played: the generator that waits for the replies.
-        messages: the messages.
-        arrays: the model in the messages, as the loop passed it.
-        early_replies: replies of a synchronised round, which runs during the call of
-            ``configure_train``.
-    """
-
-    configure: str
-    server_round: int
-    played: Played
-    messages: Sequence[Message]
-    arrays: ArrayRecord
-    early_replies: Sequence[Message] = ()
 
 
 class Strategy(FlowerFedAvg):
@@ -286,11 +262,9 @@ class Strategy(FlowerFedAvg):
         self.completes_tests, self.num_partitions = completes_tests, num_partitions
         self.site_names: Mapping[str, str] = {}
         self.protection = Protection()
-        self._recording: RunListener | None = None
         self._saved: tuple[int, Mapping[str, Any]] | None = None
-        self._in_start = False
-        self._half: _Half | None = None
-        self.run = self._new_run(None, 3600.0, parts, None)
+        self._loop = Loop()
+        self.run = self._new_run(Start(parts_or_none=parts))
 
     def _arguments(
         self, combination: Combination, flowers: Sequence[Any], given: dict[str, Any]
@@ -356,7 +330,7 @@ class Strategy(FlowerFedAvg):
                 " strategy"
             )
         self.protection = protection
-        self._forget_run(self.run.num_rounds, self.run.timeout)
+        self.forget_run()
 
     # --- a run ------------------------------------------------------------------------
 
@@ -404,113 +378,24 @@ class Strategy(FlowerFedAvg):
                 DivergedError contain the result.
         """
         refuse_own_keys(train_config=train_config, evaluate_config=evaluate_config)
-
-        # The run follows Flower's loop, and reports to the recording.
-        self._in_start, self._recording = True, recording
+        configs = train_config or ConfigRecord(), evaluate_config or ConfigRecord()
+        self._loop = loop = OwnLoop(recording)
         try:
-            after = self.prepare(initial_arrays, num_rounds, timeout)
-            self.run.count_start(grid)
-            grid = polling(grid)
-            if recording is not None:
-                recording.begin(after)
-            result = self._run_rounds(
-                grid,
-                num_rounds,
-                train_config or ConfigRecord(),
-                evaluate_config or ConfigRecord(),
-                evaluate_fn,
-                should_stop,
-            )
+            self.prepare(initial_arrays, num_rounds, timeout)
+            result = loop.run(self, grid, num_rounds, configs, evaluate_fn, should_stop)
         finally:
             # Take the continuity of the recording, because only it includes the last
             # checkpoint.
             self._follow_recording()
-            self._in_start, self._recording = False, None
+            self._loop = Loop()
             # The options refer to the recording, which would keep the run in memory.
             self.run.options = self._options()
             self.run.close()
             # The flag applies to this run, not to the next one.
             self.stopped = False
-
-        # Complete the model of the result. A run that was stopped between two tests has
-        # no statistics for its last weights yet.
-        last = self.reports[-1].server_round if self.reports else num_rounds
-        untested = not self.run.tests_after(last)
-        if self.methods.reestimates and untested and not self.run.ends_diverged:
-            reestimate_before_tests(self.run, result.arrays, grid)
-        result.arrays = testing.completed(self.run, result.arrays)
         if self.completes_tests:
             testing.warn_of_nothing_shared(self.run)
         failures.raise_if_failed(self.run, result)
-        return result
-
-    def _run_rounds(
-        self,
-        grid: Grid,
-        num_rounds: int,
-        train_config: ConfigRecord,
-        evaluate_config: ConfigRecord,
-        test_model: TestModel | None,
-        should_stop: ShouldStop | None,
-    ) -> Result:
-        """Run the rounds like Flower's loop, but starting at any round."""
-        arrays, after = self.run.arrays, self.run.after
-        logger.info("Starting %s strategy:", self.name)
-        log_strategy_start_info(num_rounds, arrays, train_config, evaluate_config)
-        self.summary()
-        if after:
-            logger.info("Continuing after round %d", after)
-        result = Result(arrays=arrays)
-
-        def test(server_round: int) -> MetricRecord | None:
-            if test_model is None:
-                return None
-            model = self.for_evaluate_fn(server_round, arrays)
-            metrics = test_model(server_round, model)
-            if metrics is not None:
-                logger.info(
-                    "Evaluation of the global model, round %d: %s",
-                    server_round,
-                    metrics,
-                )
-                result.evaluate_metrics_serverapp[server_round] = metrics
-            return metrics
-
-        # As in Flower's loop, round 0 tests the initial model. A resumed run skips it.
-        if not after:
-            test(0)
-        for server_round in range(after + 1, num_rounds + 1):
-            if self.stops_after(server_round - 1):
-                break
-            logger.info("[ROUND %d/%d]", server_round, num_rounds)
-
-            # Train. Keep the last model if too few replies arrive for a new model.
-            messages = self.configure_train(server_round, arrays, train_config, grid)
-            replies = self.send_training(messages, grid)
-            averaged, metrics = self.aggregate_train(server_round, replies)
-            if averaged is not None:
-                result.arrays = arrays = averaged
-            if metrics is not None:
-                note = _aggregation_note(self.train_metrics_aggr_fn)
-                logger.info("Training%s: %s", note, metrics)
-                result.train_metrics_clientapp[server_round] = metrics
-
-            # Test on the clients.
-            messages = self.configure_evaluate(
-                server_round, arrays, evaluate_config, grid
-            )
-            replies = self.send_tests(messages, grid)
-            metrics = self.aggregate_evaluate(server_round, replies)
-            if metrics is not None:
-                note = _aggregation_note(self.evaluate_metrics_aggr_fn)
-                logger.info("Evaluation%s: %s", note, metrics)
-                result.evaluate_metrics_clientapp[server_round] = metrics
-
-            # Test on the server. The result may stop the run after this round.
-            tested = test(server_round)
-            if should_stop is not None and should_stop(server_round, result):
-                self.stopped = True
-            self.end_round(server_round, tested)
         return result
 
     def stops_after(self, server_round: int) -> bool:
@@ -520,7 +405,8 @@ class Strategy(FlowerFedAvg):
         """
         if self.stopped or self.run.ends_diverged:
             return True
-        if self._recording is not None and self._recording.finished:
+        recording = self._loop.recording
+        if recording is not None and recording.finished:
             return True
         return self.protection.stops_after(server_round)
 
@@ -541,7 +427,7 @@ class Strategy(FlowerFedAvg):
             ConfigError: a setting does not fit this run, or the initial arrays are not
                 finite.
         """
-        self._forget_run(num_rounds, timeout)
+        self.forget_run(num_rounds=num_rounds, timeout=timeout)
         self._follow_recording()
         self.run.arrays = initial_arrays
         self.run.set_model(initial_arrays)
@@ -549,7 +435,7 @@ class Strategy(FlowerFedAvg):
         # (on_divergence=continue).
         if self._saved is None:
             self.run.check_initial()
-        self._begin()
+        self.begin()
         if self._saved is None:
             return 0
         after, saved = self._saved
@@ -559,23 +445,14 @@ class Strategy(FlowerFedAvg):
         self._saved = None
         return after
 
-    def _forget_run(self, num_rounds: int | None, timeout: float) -> None:
-        """Make a new run with the split and the continuity of the earlier run."""
+    def forget_run(self, **changed: Any) -> None:
+        """Make a new run. Its start differs from the earlier one in ``changed``."""
         # Close the earlier run here, because Flower's loops do not, and its address
         # must be free again.
         self.run.close()
-        self.run = self._new_run(
-            num_rounds, timeout, self.run.parts_or_none, self.run.continuity
-        )
-        self._half = None
+        self.run = self._new_run(self.run.start.again(**changed))
 
-    def _new_run(
-        self,
-        num_rounds: int | None,
-        timeout: float,
-        parts: Parts | None,
-        continuity: Continuity | None,
-    ) -> Run:
+    def _new_run(self, start: Start) -> Run:
         # A client of a synchronised step reports whether its model can take part.
         asks: dict[str, Any] = {}
         synchronises = self.methods.whole.exchanges is not None
@@ -589,7 +466,7 @@ class Strategy(FlowerFedAvg):
         open_to_names = self.protection.publishes_metrics
         nodes = NodeRegistry(
             self.params.seed,
-            timeout,
+            start.timeout,
             asks,
             self.num_partitions,
             one_first=not must_answer,
@@ -600,21 +477,19 @@ class Strategy(FlowerFedAvg):
             nodes,
             self.protection,
             self._options(),
-            timeout,
-            parts,
-            continuity,
-            num_rounds=num_rounds,
+            start,
             states=self.methods.before_a_run,
         )
 
     def _follow_recording(self) -> None:
         """Take the continuity of the recording. It changes with each checkpoint."""
-        if self._recording is not None and self._recording.continuity is not None:
-            self.run.continuity = self._recording.continuity
+        recording = self._loop.recording
+        if recording is not None and recording.continuity is not None:
+            self.run.start.continuity = recording.continuity
 
     def _options(self) -> Options:
         """Return the current attributes. A user may change them between rounds."""
-        recording = self._recording
+        recording = self._loop.recording
         return Options(
             fraction_train=self.fraction_train,
             fraction_evaluate=self.fraction_evaluate,
@@ -635,27 +510,27 @@ class Strategy(FlowerFedAvg):
     def _frees_replies(self) -> bool:
         """Whether only the methods read the arrays of the replies in this run."""
         reads = self.on_replies is not None
-        if self._recording is not None:
-            reads = self._recording.whole_replies
+        if self._loop.recording is not None:
+            reads = self._loop.recording.whole_replies
         own = type(self).aggregate_train, type(self).send_training
         return (
-            self._in_start
+            self._loop.is_own
             and not reads
             and own == (Strategy.aggregate_train, Strategy.send_training)
             and self.train_metrics_aggr_fn is average_metrics
         )
 
-    def _begin(self) -> None:
+    def begin(self) -> None:
         """Check the model and begin the run, once."""
         run = self.run
         run.options = self._options()
         known = Known(
-            num_rounds=run.num_rounds,
-            recorded=self._recording is not None,
+            num_rounds=run.start.num_rounds,
+            recorded=self._loop.recording is not None,
             weighted_by_key=self.weighted_by_key,
             reads_each=self.protection.reads_each,
             parts=run.parts_with_ties,
-            shapes=run.shapes,
+            shapes=run.start.shapes,
         )
         tell(self.params.told(self.methods.problems(known)))
         others = run.parts.others
@@ -676,6 +551,11 @@ class Strategy(FlowerFedAvg):
         if own is not Strategy.aggregate_train and run.options.on_round_end is None:
             testing.warn_of_own_aggregation(run)
 
+    def check_wrapper(self) -> None:
+        """Refuse a strategy of Flower that wraps this one, if it does not suit it."""
+        if not self.run.reports:
+            tell(of_wrapper(self.methods, self.run.parts))
+
     # --- Flower's calls ---------------------------------------------------------------
 
     def configure_train(
@@ -688,28 +568,11 @@ class Strategy(FlowerFedAvg):
         returns no messages.
         """
         refuse_own_keys(config=config)
-        # If round 1 comes again, the user's loop has started a new run.
-        reports = self.run.reports
-        if reports and not self._in_start and server_round <= reports[0].server_round:
-            self._forget_run(self.run.num_rounds, self.run.timeout)
-        run = self.run
-        run.set_model(arrays)
-        if not run.reports:
-            tell(of_wrapper(self.methods, run.parts))
-        # In this case, the loop is the user's or Flower's, because our start and
-        # to_legacy call _begin.
-        if not run.begun:
-            self._begin()
-            run.count_start(grid)
-            if self.completes_tests and self.on_round_end is None:
-                testing.warn_of_own_start(run)
-        played = play_training(run, server_round, arrays, config, grid)
+        self._loop.open_round(self, server_round, arrays, grid)
+        played = play_training(self.run, server_round, arrays, config, grid)
         half = self._open("configure_train", server_round, played, arrays)
-        if self._in_start or not run.synchronises:
-            return half.messages
-        # Flower's loop sends messages once, but a synchronised step sends several.
-        half.early_replies = self.send_training(half.messages, grid)
-        return []
+        to_send, half.early_replies = self._loop.to_send(self, half.messages, grid)
+        return to_send
 
     def send_training(
         self, messages: Iterable[Message], grid: Grid
@@ -727,7 +590,7 @@ class Strategy(FlowerFedAvg):
     def send_tests(self, messages: Iterable[Message], grid: Grid) -> Sequence[Message]:
         """Send messages that need no exchanges, and return the replies in time."""
         messages = list(messages)
-        replies = polling(grid).receive(messages, timeout=self.run.timeout)
+        replies = polling(grid).receive(messages, timeout=self.run.start.timeout)
         return self._note_delivery(messages, replies)
 
     def _note_delivery(
@@ -735,7 +598,7 @@ class Strategy(FlowerFedAvg):
     ) -> Sequence[Message]:
         # A user's class may leave out messages before, and replies after this call.
         sent_to = frozenset(message.metadata.dst_node_id for message in messages)
-        self.run.delivery = sent_to, replies
+        self.run.round.delivery = sent_to, replies
         return replies
 
     def aggregate_train(
@@ -751,10 +614,7 @@ class Strategy(FlowerFedAvg):
                 second round if the number of rounds is unknown.
         """
         read = self._read("configure_train", server_round, replies)
-        # Our start raises this error at its end. Flower's loops would end without an
-        # error, so raise it here.
-        if not self._in_start:
-            failures.raise_if_nothing_trains(self.run)
+        self._loop.end_training(self)
         return read or (None, None)
 
     def configure_evaluate(
@@ -772,10 +632,7 @@ class Strategy(FlowerFedAvg):
         metrics: MetricRecord | None = self._read(
             "configure_evaluate", server_round, replies
         )
-        # In Flower's loops this is the last call of a round.
-        if not self._in_start:
-            self.end_round(server_round, None)
-            failures.raise_if_ends(self.run)
+        self._loop.end_tests(self, server_round)
         return metrics
 
     def end_round(self, server_round: int, server_test: MetricRecord | None) -> None:
@@ -785,13 +642,14 @@ class Strategy(FlowerFedAvg):
 
     def _open(
         self, configure: str, server_round: int, played: Played, arrays: ArrayRecord
-    ) -> _Half:
+    ) -> Half:
         """Run one half of a round up to its messages."""
         self._close_unread(arrays)
         self._follow_recording()
         self.run.options = self._options()
-        self.run.delivery = None
-        self._half = half = _Half(configure, server_round, played, next(played), arrays)
+        self.run.round.delivery = None
+        half = Half(configure, server_round, played, next(played), arrays)
+        self.run.round.half = half
         return half
 
     def _close_unread(self, arrays: ArrayRecord) -> None:
@@ -800,15 +658,14 @@ class Strategy(FlowerFedAvg):
         Flower's wrappers skip ``aggregate_train`` if a reply is an error. If the model
         has changed, the loop has aggregated the replies itself.
         """
-        half = self._half
+        half = self.run.round.half
         if half is None or half.configure != "configure_train":
             return
         # A synchronised round has early replies: its messages were already answered.
         if not half.messages or half.early_replies or arrays is not half.arrays:
             return
         self._read(half.configure, half.server_round, [])
-        if not self._in_start:
-            failures.raise_if_nothing_trains(self.run)
+        self._loop.end_training(self)
 
     def _read(
         self, configure: str, server_round: int, replies: Iterable[Message]
@@ -822,7 +679,7 @@ class Strategy(FlowerFedAvg):
                 method in this round.
         """
         self.run.options = self._options()
-        half, self._half = self._half, None
+        half, self.run.round.half = self.run.round.half, None
         opened = (half.configure, half.server_round) if half else None
         if half is None or opened != (configure, server_round) or not self.reports:
             # Nothing to read: a user's class may ask no client in a round.
@@ -858,11 +715,11 @@ class Strategy(FlowerFedAvg):
     @property
     def parts(self) -> Parts | None:
         """The split of the model's state, or None if it is still unknown."""
-        return self.run.parts_or_none
+        return self.run.start.parts_or_none
 
     @parts.setter
     def parts(self, parts: Parts | None) -> None:
-        self.run.parts_or_none = parts
+        self.run.start.parts_or_none = parts
 
     @property
     def local(self) -> PartSet:
@@ -872,16 +729,16 @@ class Strategy(FlowerFedAvg):
     @property
     def continuity(self) -> Continuity | None:
         """The id of the run for clients with a state folder, or None if not sent."""
-        return self.run.continuity
+        return self.run.start.continuity
 
     @continuity.setter
     def continuity(self, continuity: Continuity | None) -> None:
-        self.run.continuity = continuity
+        self.run.start.continuity = continuity
 
     def advice(self, server_round: int) -> list[str]:
         """Return the causes and the remedies of a non-finite loss in this round."""
         return self.methods.advice(
-            self.run.states, server_round, self.run.parts_or_none
+            self.run.states, server_round, self.run.start.parts_or_none
         )
 
     def for_evaluate_fn(self, server_round: int, arrays: ArrayRecord) -> ArrayRecord:
@@ -922,7 +779,8 @@ class Strategy(FlowerFedAvg):
             report for report in self.reports if report.server_round <= server_round
         ]
         self.load_state_dict(state, server_round)
-        self.prepare(arrays, self.run.num_rounds, self.run.timeout)
+        start = self.run.start
+        self.prepare(arrays, start.num_rounds, start.timeout)
         self.run.reports = reports
         return testing.completed(self.run, arrays)
 

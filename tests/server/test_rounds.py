@@ -27,13 +27,13 @@ from fedbn_flwr.engines import InProcessGrid
 from fedbn_flwr.errors import ConfigError, NothingTrainedError
 from fedbn_flwr.messages.protocol import Continuity
 from fedbn_flwr.messages.records import from_record, to_record
+from fedbn_flwr.server.loops import OwnLoop
 from fedbn_flwr.server.methods.method import Node
 from fedbn_flwr.server.rounds.dispatch import address, in_order
 from fedbn_flwr.server.runs.kept import Kept
 from fedbn_flwr.server.runs.round_outcome import RoundOutcome
 from fedbn_flwr.server.runs.run_listener import RunListener
 from fedbn_flwr.server.runs.run_state import Run
-from fedbn_flwr.server.strategy import Strategy
 from fedbn_flwr.strategies import FedAvg, FedAvgM, FedBN, FixBN, Scaffold, StaticBN
 from fedbn_flwr.training import LearningRate, LocalTraining
 from tests.support.bad_replies import lose_replies
@@ -48,7 +48,7 @@ def two(points: Any) -> list[Any]:
 
 def run_of(strategy: Any, timeout: float = 1.0) -> Run:
     """Return the strategy's run with another timeout."""
-    strategy.run.timeout = timeout
+    strategy.run.start.timeout = timeout
     return strategy.run
 
 
@@ -71,17 +71,20 @@ def test_our_loop_over_rounds_equals_flowers(
 
     ours, calls = run()
 
-    def flowers(
-        strategy, grid, num_rounds, train_config, evaluate_config, test_model, stop
-    ):
+    def flowers(loop, strategy, grid, num_rounds, configs, test_model, stop):
         run = strategy.run
-        assert run.after == 0
-        configs = train_config, evaluate_config
+        assert run.start.after == 0
         return FlowerFedAvg.start(
-            strategy, grid, run.arrays, num_rounds, run.timeout, *configs, test_model
+            strategy,
+            grid,
+            run.arrays,
+            num_rounds,
+            run.start.timeout,
+            *configs,
+            test_model,
         )
 
-    monkeypatch.setattr(Strategy, "_run_rounds", flowers)
+    monkeypatch.setattr(OwnLoop, "rounds", flowers)
     theirs, their_calls = run()
     assert calls == their_calls
     same_bits(ours.state, theirs.state)
@@ -184,7 +187,7 @@ def test_the_callback_gets_the_state_to_test_or_save(
         strategy = make(on_round_end=ends)
         if flowers_loop:
             strategy.start = functools.partial(FlowerFedAvg.start, strategy)  # type: ignore[method-assign]
-            strategy.run.num_rounds = 3
+            strategy.run.start.num_rounds = 3
         if flowers_loop and fails:
             with pytest.raises(fails):  # in the training of round 3, without a result
                 federate(strategy, mlp, data, rounds=3)
@@ -450,7 +453,7 @@ def test_nodes_without_a_reply_are_reported_with_the_true_cause(
             Message(Error(6, ""), reply_to=Message(RecordDict(), i, "train"))
             for i in came_from
         ]
-        run.delivery = (frozenset(sent_to), came)
+        run.round.delivery = (frozenset(sent_to), came)
     assert [node.node_id for node, _ in in_order(run, sent, replies)] == [7]
     assert list(report.reasons) == [8, 9]
     (text,) = set(report.reasons.values())

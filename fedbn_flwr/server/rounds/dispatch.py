@@ -87,7 +87,7 @@ def address(
     for extra in extras.values():
         traffic.count_down(num_bytes(extra))
     if not nodes:
-        return Sent(timeout=run.timeout)
+        return Sent(timeout=run.start.timeout)
 
     # The messages share equal records: Flower's constructors would check and copy a
     # model for each node.
@@ -103,7 +103,7 @@ def address(
             run.options.config_key: sent,
         }
         messages.append(readdressed(first, filled(RecordDict, records), node.node_id))
-    return Sent(nodes, messages, timeout=run.timeout)
+    return Sent(nodes, messages, timeout=run.start.timeout)
 
 
 def in_order(
@@ -199,8 +199,8 @@ def _no_reply(run: Run, sent: Sent, node: Node, others: str) -> str:
     The project's code left the reply or its message out, or the reply is late or lost.
     """
     seconds = time.monotonic() - sent.at
-    if run.delivery is not None:
-        sent_to, came = run.delivery
+    if run.round.delivery is not None:
+        sent_to, came = run.round.delivery
         if any(reply.metadata.src_node_id == node.node_id for reply in came):
             return (
                 "its reply came, but the project's own aggregate_... method did not"
@@ -213,7 +213,7 @@ def _no_reply(run: Run, sent: Sent, node: Node, others: str) -> str:
             )
     if seconds >= sent.timeout:
         return f"no reply within {sent.timeout:g} s{others}"
-    if run.delivery is not None:
+    if run.round.delivery is not None:
         return f"no reply, and the wait ended after {seconds:.1f} s{others}"
     return (
         f"no reply was passed on to the strategy ({seconds:.1f} s after its message was"
@@ -231,7 +231,7 @@ def raise_shared_error(
     work.
     """
     # An error that all clients raise comes from the config, so it ends the run.
-    if not any_works and not run.after:  # clients of a resumed run worked before
+    if not any_works and not run.start.after:  # clients of a resumed run worked before
         reasons = [
             str(reply.message.error.reason)
             for reply in refused
@@ -247,5 +247,5 @@ def raise_shared_test_error(run: Run, sent: Sent, refused: Sequence[Refused]) ->
     if it was tested before, or if it has trained and has not failed now.
     """
     failed = {reply.node.label for reply in refused}
-    works = run.tested or bool(run.trained - failed)
+    works = run.start.tested or bool(run.start.trained - failed)
     raise_shared_error(run, sent, refused, works)

@@ -80,7 +80,7 @@ def _ask(
 
     config = run.message_config(report.server_round).write()
     sent = address(run, nodes, STATISTICS_QUERY, arrays, config, traffic)
-    replies = list(grid.send_and_receive(sent.messages, timeout=run.timeout))
+    replies = list(grid.send_and_receive(sent.messages, timeout=run.start.timeout))
 
     # Skip replies that cannot be decoded, because a single bad reply must not spoil the
     # sum.
@@ -116,7 +116,7 @@ def _ask(
             run.methods.params.min_replies,
         )
         return {}
-    if not run.statistics_at_start:  # warn only the first time
+    if not run.round.statistics_at_start:  # warn only the first time
         left_out = unmeasured(run.parts, moments)
         if left_out:
             logger.warning("round %d: %s", report.server_round, left_out)

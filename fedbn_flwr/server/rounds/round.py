@@ -58,7 +58,7 @@ def play_training(
     # Determine the nodes, the methods' hooks, and the requirements for a reply.
     run.open_round(number)
     nodes = sample_for_training(run, number, grid)
-    facts = run.facts(number, run.travels)
+    facts = run.facts(number, run.round.travels)
     with with_refusals(run):
         asks = run.methods.on_clients(run.states, facts)
     terms = terms_of(run, facts, asks)
@@ -67,7 +67,7 @@ def play_training(
     # Send the messages. A protection may change them, and may first exchange messages
     # of its own, for example for masks.
     messages = yield run.protection.protect_messages(
-        facts, run.report, sent.pairs, grid, run.timeout
+        facts, run.report, sent.pairs, grid, run.start.timeout
     )
 
     # Read the replies in the order of the clients, each as soon as all replies before
@@ -121,7 +121,9 @@ def play_tests(
 def close_round(run: Run, number: int, server_test: MetricRecord | None) -> None:
     """End a round. Record the server's own test, and call ``on_round_end``."""
     if server_test is not None:
-        run.metrics["evaluate_metrics_serverapp"] = server_test
+        run.round.metrics["evaluate_metrics_serverapp"] = server_test
         note_losses(run, losses_not_finite({"": server_test}))
     if run.options.on_round_end is not None:
-        run.options.on_round_end(number, completed(run, run.arrays), dict(run.metrics))
+        run.options.on_round_end(
+            number, completed(run, run.arrays), dict(run.round.metrics)
+        )

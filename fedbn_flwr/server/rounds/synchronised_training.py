@@ -64,7 +64,7 @@ def train_synchronised(
 
 def _step(run: Run, messages: Sequence[Message], grid: Grid) -> StepResult:
     """Run the step at the grid's barrier, if any, or by the configured transport."""
-    exchanges = run.travels.exchanges
+    exchanges = run.round.travels.exchanges
     link = exchanges.link if exchanges else LinkSettings()
     members = _members(run, messages)
     # Send each member its batch size. The member must use it, because the other clients
@@ -78,7 +78,7 @@ def _step(run: Run, messages: Sequence[Message], grid: Grid) -> StepResult:
     # masks in the sum.
     limits = Limits(
         exchange_timeout=link.timeout,
-        reply_timeout=max(link.timeout, run.timeout),
+        reply_timeout=max(link.timeout, run.start.timeout),
         min_members=run.methods.params.min_replies,
     )
     limits = run.protection.limits(limits, members)
@@ -95,9 +95,9 @@ def _step(run: Run, messages: Sequence[Message], grid: Grid) -> StepResult:
         return step_by_barrier(grid, grid, own, members, limits)
     # Use one transport for all rounds: a channel stays open, and the transport
     # remembers its findings about the nodes' apps.
-    if run.transport is None:
-        run.transport = TRANSPORTS[link.transport](link)
-    return run.transport.step(grid, own, members, limits)
+    if run.start.transport is None:
+        run.start.transport = TRANSPORTS[link.transport](link)
+    return run.start.transport.step(grid, own, members, limits)
 
 
 def _lost(step: StepResult) -> dict[int, str]:

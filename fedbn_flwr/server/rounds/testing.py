@@ -74,7 +74,7 @@ def read_tests(run: Run, sent: Sent, replies: Iterable[Message]) -> list[Message
     usable, refused = read_replies(received, read, run.report, "evaluation")
     raise_shared_test_error(run, sent, refused)
     run.report.evaluations |= {test.node.label: test.read for test in usable}
-    run.tested |= bool(usable)
+    run.start.tested |= bool(usable)
     note_losses(run, losses_not_finite(run.report.evaluations, run.nodes.names))
     return [test.message for test in usable]
 
@@ -85,7 +85,7 @@ def test_metrics(run: Run, tests: Sequence[Message]) -> MetricRecord | None:
         return None
     contents = [message.content for message in tests]
     metrics = run.options.average_test_metrics(contents, run.options.weighted_by_key)
-    run.metrics["evaluate_metrics_clientapp"] = metrics
+    run.round.metrics["evaluate_metrics_clientapp"] = metrics
     return metrics
 
 
@@ -145,7 +145,7 @@ def warn_of_affine_elsewhere(run: Run) -> None:
 
     The entries have other names than gamma and beta, so they are treated like weights.
     """
-    found = affine_elsewhere(run.parts, run.shapes)
+    found = affine_elsewhere(run.parts, run.start.shapes)
     if not found:
         return
     path, names = next(iter(found.items()))

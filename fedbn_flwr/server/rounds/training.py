@@ -65,21 +65,21 @@ def sample_for_training(run: Run, number: int, grid: Grid) -> list[Node]:
     at_least = max(options.min_available_nodes, options.min_train_nodes)
     able = _able_to_train(run, run.present(grid, at_least))
     # N in the papers: the clients that can train, before some of them are sampled
-    run.num_able = len(able)
+    run.round.num_able = len(able)
     # Update these two even if the round is not used.
-    run.most_able = max(run.most_able, run.num_able)
+    run.most_able = max(run.most_able, run.round.num_able)
     run.seen.update(node.label for node in able if node.partition_id is not None)
     nodes = _drawn(run, able, number)
-    facts = run.facts(number, run.travels)
+    facts = run.facts(number, run.round.travels)
     # If the target epsilon is spent, no client is asked, and the run ends.
     if nodes and not run.protection.admits(facts, len(nodes)):
         return []
     run.report.missing = run.nodes.lost
-    could_train = run.num_able + len(run.report.missing)
+    could_train = run.round.num_able + len(run.report.missing)
     share = share_of(options.fraction_train, could_train)
     run.report.expected = min(max(share, options.min_train_nodes), could_train)
     logger.info(
-        "configure_train: Sampled %s nodes (out of %s)", len(nodes), run.num_able
+        "configure_train: Sampled %s nodes (out of %s)", len(nodes), run.round.num_able
     )
     return nodes
 
@@ -273,7 +273,7 @@ def read_training(
     run.nodes.initialised.difference_update(lost.node.node_id for lost in refused)
     replies = [one.read for one in usable]
     _report_usable(run, replies)
-    warn_of_other_counts(replies, run.options.weighted_by_key, run.other_counts)
+    warn_of_other_counts(replies, run.options.weighted_by_key, run.start.other_counts)
     _refuse_useless_apps(run, sent, bool(usable), refused)
     return usable, refused
 
@@ -306,7 +306,7 @@ def _report_usable(run: Run, replies: Sequence[Reply]) -> None:
         run.report.clients = {
             reply.node.label: dict(reply.metrics) for reply in replies
         }
-    run.trained.update(reply.node.label for reply in replies)
+    run.start.trained.update(reply.node.label for reply in replies)
 
 
 def _refuse_useless_apps(
@@ -321,7 +321,7 @@ def _refuse_useless_apps(
     for one in refused:
         if isinstance(one.error, ClientPartError) and not any_usable:
             raise one.error
-    raise_shared_error(run, sent, refused, bool(run.trained))
+    raise_shared_error(run, sent, refused, bool(run.start.trained))
 
 
 def release(run: Run, terms: Terms, usable: Sequence[Usable[Reply]]) -> Replies:
@@ -366,7 +366,7 @@ def note_kept(
     first round is undone has no local state, so it receives the whole state again.
     """
     replies = [one.read for one in usable]
-    if not run.travels.undo:
+    if not run.round.travels.undo:
         run.kept = run.kept.noted(replies, [(one.node, one.message) for one in refused])
     elif used:
         run.kept = run.kept.noted(replies)
@@ -389,7 +389,9 @@ def training_metrics(
     if model is None:
         return None
     if run.options.on_replies is not None:
-        run.options.on_replies(run.report.server_round, replies, run.before, model)
+        run.options.on_replies(
+            run.report.server_round, replies, run.round.before, model
+        )
     if not run.protection.publishes_metrics:
         return None
     contents = [one.message.content for one in usable]
@@ -397,5 +399,5 @@ def training_metrics(
     run.report.metrics = {
         key: value for key, value in metrics.items() if isinstance(value, (int, float))
     }
-    run.metrics["train_metrics_clientapp"] = metrics
+    run.round.metrics["train_metrics_clientapp"] = metrics
     return metrics

@@ -141,7 +141,9 @@ def _advice(run: Run) -> list[str]:
             if code in codes:
                 return [text]
     return [
-        *run.methods.advice(run.states, run.report.server_round, run.parts_or_none),
+        *run.methods.advice(
+            run.states, run.report.server_round, run.start.parts_or_none
+        ),
         "If you use your own training loop, check the inputs for NaN first.",
     ]
 
@@ -190,7 +192,7 @@ def note_too_few(run: Run, num_usable: int) -> None:
     # A single such round is no divergence, because the clients or batches of the next
     # round may be fine.
     since = run.not_finite_since = run.not_finite_since or report.server_round
-    if since < report.server_round or run.num_rounds == 1:
+    if since < report.server_round or run.start.num_rounds == 1:
         first = next(iter(report.reasons.values()))[-_LONGEST:]
         loss = (
             f"every reply since round {since} contains non-finite values (first:"
@@ -222,7 +224,7 @@ def raise_if_nothing_trains(run: Run) -> None:
     Such loops do not report when they end, so the check runs after the last round if
     the number of rounds is known, and after the second round otherwise.
     """
-    over = len(run.reports) >= (run.num_rounds or _PATIENCE)
+    over = len(run.reports) >= (run.start.num_rounds or _PATIENCE)
     if over and any(report.asked or report.rejected for report in run.reports):
         _raise_if_untrained(run)
 
@@ -230,7 +232,7 @@ def raise_if_nothing_trains(run: Run) -> None:
 def _raise_if_untrained(run: Run, result: Result | None = None) -> None:
     """Raise NothingTrainedError if a run that was meant to train used no reply."""
     # A resumed run may have trained before the resume; those reports are not available.
-    if run.options.fraction_train == 0 or run.after or not run.reports:
+    if run.options.fraction_train == 0 or run.start.after or not run.reports:
         return
     # A run that continues after a divergence may lack usable replies only because it
     # diverged.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -32,7 +32,7 @@ from fedbn_flwr.server.runs.round_outcome import RoundOutcome
 from fedbn_flwr.training.model_state import without_wrappers
 from fedbn_flwr.transport.step_transport import Transport
 
-__all__ = ["OnReplies", "OnRoundEnd", "Options", "Run"]
+__all__ = ["Half", "OnReplies", "OnRoundEnd", "Options", "Round", "Run", "Start"]
 
 # This registry has the number of starts of a strategy on each grid. The clients'
 # Context.state outlasts a start, so a later start tells the clients to discard its
@@ -75,89 +75,136 @@ class Options:
 
 
 @dataclass
-class Run:
-    """The server's knowledge of a run.
+class Start:
+    """What belongs to one start of a run. A checkpoint contains none of it.
 
     Attributes:
-        methods: the methods, with their settings.
-        nodes: the nodes.
-        protection: the protection of the replies before the methods see them.
-        options: Flower's arguments, with their values in this round.
         timeout: seconds to wait for replies.
+        num_rounds: R; None if Flower's loop does not report it.
         parts_or_none: the split of the model's state. If the user gives none, it is
             None before the first arrays.
         continuity: the run as it is sent to clients with a state folder.
+        after: the last round before this start; 0 if the run is not resumed.
         start_id: id of a later start in one run of a ServerApp; None if the clients'
             local state remains valid.
-        num_rounds: R; None if Flower's loop does not report it.
-        after: the last round before this start; 0 if the run is not resumed.
         begun: whether the methods have begun.
-        states: the state of each method after the last round. Before a run, only the
-            states of methods that declare their class.
-        kept: the clients' local states.
-        reports: the report of each round.
-        reestimated: re-estimated running statistics of the model after this round.
-        not_finite_since: the first round of the latest series of rounds in which no
-            reply was finite; 0 if the last round is not such a round.
-        most_able: the largest ``num_able`` so far, including unused rounds.
-        seen: labels of the clients that had training data in some round, used or not,
-            and have reported their partition.
-        measured: labels of the clients whose data gave the last re-estimated
-            statistics.
         shapes: the shapes of the model's entries.
-        trained: labels of the clients whose training was used since the start or the
-            resumption.
-        tested: whether a client was tested since the start or the resumption.
+        trained: labels of the clients whose training was used.
+        tested: whether a client was tested.
         other_counts: ids of the nodes whose reply had another count of examples than
             their answer to the query.
         transport: the transport of synchronised steps; created in the first such round.
-        arrays: the global model that training continues with; tests may complete it.
-        before: the global state that was sent in this round.
-        travels: the declaration of this round's phase.
-        metrics: the metrics of this round so far, under the names of Flower's
-            ``Result``.
-        num_able: number of nodes with training data; N in the papers.
-        statistics_at_start: re-estimated statistics at the start of this round.
-        delivery: the nodes that received messages in this half of the round, and the
-            replies that arrived; None if a loop other than our ``start`` sends them.
     """
 
-    # Values that are given at the start.
-    methods: Methods
-    nodes: NodeRegistry
-    protection: Protection
-    options: Options
     timeout: float = 3600.0
+    num_rounds: int | None = None
     parts_or_none: Parts | None = None
     continuity: Continuity | None = None
-    start_id: str | None = None
-    num_rounds: int | None = None
     after: int = 0
-
-    # Results of the rounds so far; ``saved`` writes those that a resumed run needs.
+    start_id: str | None = None
     begun: bool = False
-    states: States = field(default_factory=dict)
-    kept: Kept = field(default_factory=Kept)
-    reports: list[RoundOutcome] = field(default_factory=list)
-    reestimated: dict[str, Any] = field(default_factory=dict)
-    not_finite_since: int = 0
-    most_able: int = 0
-    seen: set[str] = field(default_factory=set)
-    measured: list[str] = field(default_factory=list)
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     trained: set[str] = field(default_factory=set)
     tested: bool = False
     other_counts: set[int] = field(default_factory=set)
     transport: Transport | None = None
 
-    # Values of this round.
-    arrays: ArrayRecord = field(default_factory=ArrayRecord)
-    before: State = field(default_factory=dict)
+    def again(self, **changed: Any) -> Start:
+        """Return a new start with the limits, the split and the continuity of this."""
+        kept = ("timeout", "num_rounds", "parts_or_none", "continuity")
+        return Start(**{**{name: getattr(self, name) for name in kept}, **changed})
+
+
+@dataclass
+class Half:
+    """One half of a round, between its messages and their replies.
+
+    Attributes:
+        configure: name of the method that made the messages.
+        server_round: the round.
+        played: the generator that waits for the replies.
+        messages: the messages.
+        arrays: the model in the messages, as the loop passed it.
+        early_replies: replies of a synchronised round, which runs during the call of
+            ``configure_train``.
+    """
+
+    configure: str
+    server_round: int
+    played: Generator[Any, Any, None]
+    messages: Sequence[Message]
+    arrays: ArrayRecord
+    early_replies: Sequence[Message] = ()
+
+
+@dataclass
+class Round:
+    """What the server knows in one round. The next round begins with a new value.
+
+    Attributes:
+        travels: the declaration of this round's phase.
+        before: the global state that was sent in this round.
+        num_able: number of nodes with training data; N in the papers.
+        statistics_at_start: re-estimated statistics at the start of this round.
+        metrics: the metrics of this round so far, under the names of Flower's
+            ``Result``.
+        half: the half of the round whose replies have not been read, if any.
+        delivery: the nodes that received messages in this half of the round, and the
+            replies that arrived; None if a loop other than our ``start`` sends them.
+    """
+
     travels: Travels = field(default_factory=Travels)
-    metrics: dict[str, MetricRecord] = field(default_factory=dict)
+    before: State = field(default_factory=dict)
     num_able: int = 0
     statistics_at_start: dict[str, Any] = field(default_factory=dict)
+    metrics: dict[str, MetricRecord] = field(default_factory=dict)
+    half: Half | None = None
     delivery: tuple[frozenset[int], Sequence[Message]] | None = None
+
+
+@dataclass
+class Run:
+    """The server's knowledge of a run: what a checkpoint saves, and its context.
+
+    Attributes:
+        methods: the methods, with their settings.
+        nodes: the nodes.
+        protection: the protection of the replies before the methods see them.
+        options: Flower's arguments, with their values in this round.
+        start: the facts of this start.
+        round: the facts of this round.
+        arrays: the global model that training continues with; tests may complete it.
+        states: the state of each method after the last round. Before a run, only the
+            states of methods that declare their class.
+        kept: the clients' local states.
+        reports: the report of each round.
+        reestimated: re-estimated running statistics of the model after this round.
+        measured: labels of the clients whose data gave the last re-estimated
+            statistics.
+        most_able: the largest ``num_able`` so far, including unused rounds.
+        seen: labels of the clients that had training data in some round, used or not,
+            and have reported their partition.
+        not_finite_since: the first round of the latest series of rounds in which no
+            reply was finite; 0 if the last round is not such a round.
+    """
+
+    methods: Methods
+    nodes: NodeRegistry
+    protection: Protection
+    options: Options
+    start: Start
+    round: Round = field(default_factory=Round)
+
+    # ``saved`` writes these, except the model and the reports.
+    arrays: ArrayRecord = field(default_factory=ArrayRecord)
+    states: States = field(default_factory=dict)
+    kept: Kept = field(default_factory=Kept)
+    reports: list[RoundOutcome] = field(default_factory=list)
+    reestimated: dict[str, Any] = field(default_factory=dict)
+    measured: list[str] = field(default_factory=list)
+    most_able: int = 0
+    seen: set[str] = field(default_factory=set)
+    not_finite_since: int = 0
 
     @property
     def report(self) -> RoundOutcome:
@@ -176,12 +223,12 @@ class Run:
         Raises:
             ConfigError: the split is still unknown.
         """
-        if self.parts_or_none is None:
+        if self.start.parts_or_none is None:
             raise ConfigError(
                 "the split of the state is unknown before the first arrays: pass"
                 " parts=split_state(model)"
             )
-        return self.parts_or_none
+        return self.start.parts_or_none
 
     @property
     def local_entries(self) -> tuple[str, ...]:
@@ -210,7 +257,7 @@ class Run:
         They are empty if the model has changed.
         """
         changed = bool(self.reports) and not self.report.kept_previous
-        return {} if changed else self.statistics_at_start
+        return {} if changed else self.round.statistics_at_start
 
     @property
     def tests_need_statistics(self) -> bool:
@@ -220,7 +267,7 @@ class Run:
     @property
     def synchronises(self) -> bool:
         """Whether the first local step of this round is synchronised."""
-        return self.travels.exchanges is not None
+        return self.round.travels.exchanges is not None
 
     @property
     def ends_diverged(self) -> bool:
@@ -232,11 +279,11 @@ class Run:
         """Return a round's facts for the methods. Round 0 is before the first round."""
         return Facts(
             number,
-            self.num_rounds,
+            self.start.num_rounds,
             self.parts,
-            self.before,
+            self.round.before,
             travels=travels or self.methods.whole,
-            num_able=self.num_able,
+            num_able=self.round.num_able,
             most_able=self.most_able,
             known=frozenset(self.seen.union(self.kept.hashes)),
         )
@@ -247,28 +294,28 @@ class Run:
         Raises:
             ConfigError: a setting or the model does not fit.
         """
-        self.begun = True
+        self.start.begun = True
         self.states = self.methods.begin(self.facts(0))
         self.protection.begin(self.methods)
 
     def close(self) -> None:
         """Close the transport that stays open between rounds."""
-        if self.transport is not None:
-            self.transport.close()
-            self.transport = None
+        if self.start.transport is not None:
+            self.start.transport.close()
+            self.start.transport = None
 
     def open_round(self, number: int) -> None:
         """Begin a round with the model of ``set_model``."""
-        self.travels = self.methods.phase(self.states, number)
-        if self.reports and self.travels.phase != self.report.phase:
-            logger.info("Round %d begins the phase %r.", number, self.travels.phase)
-        self.metrics = {}
+        travels = self.methods.phase(self.states, number)
+        if self.reports and travels.phase != self.report.phase:
+            logger.info("Round %d begins the phase %r.", number, travels.phase)
         # The model at the end of the last round is the model at the start of this
         # round. Read its statistics before the new report is added, because
         # ``known_statistics`` reads the last report.
-        self.statistics_at_start = self.reestimated or self.known_statistics
+        at_start = self.reestimated or self.known_statistics
+        self.round = Round(travels, self.round.before, statistics_at_start=at_start)
         self.reestimated = {}
-        self.reports.append(RoundOutcome(number, self.travels.phase))
+        self.reports.append(RoundOutcome(number, travels.phase))
 
     def present(self, grid: Grid, at_least: int) -> list[Node]:
         """Return the connected nodes of this round, at least ``at_least`` of them."""
@@ -284,8 +331,8 @@ class Run:
             personal=self.parts.personal,
             head=self._head,
             fine_tune=self.methods.params.fine_tune,
-            continuity=self.continuity,
-            start_id=self.start_id,
+            continuity=self.start.continuity,
+            start_id=self.start.start_id,
             seed=self.methods.params.seed,
         )
 
@@ -323,7 +370,10 @@ class Run:
 
         If they do, statistics are re-estimated as well.
         """
-        return number % self.methods.params.eval_every == 0 or number == self.num_rounds
+        return (
+            number % self.methods.params.eval_every == 0
+            or number == self.start.num_rounds
+        )
 
     def count_start(self, grid: Grid) -> None:
         """Count the start on this grid.
@@ -334,8 +384,8 @@ class Run:
         # run with a continuity already has a name.
         earlier = _STARTS.get(grid, 0)
         _STARTS[grid] = earlier + 1
-        if earlier and not self.after and self.continuity is None:
-            self.start_id = str(earlier)
+        if earlier and not self.start.after and self.start.continuity is None:
+            self.start.start_id = str(earlier)
 
     def set_model(self, arrays: ArrayRecord) -> None:
         """Store the global state, and split it or check the given split.
@@ -353,30 +403,32 @@ class Run:
             )
         # A user's aggregate_train may return only a part of the model. A model with
         # other names belongs to another run.
-        lost = [name for name in self.shapes if name not in arrays]
-        if lost and self.shapes.keys() > {*arrays}:
+        lost = [name for name in self.start.shapes if name not in arrays]
+        if lost and self.start.shapes.keys() > {*arrays}:
             raise ConfigError(
-                f"the model of round {self.after + len(self.reports) + 1} lacks"
+                f"the model of round {self.start.after + len(self.reports) + 1} lacks"
                 f" {len(lost)} of the entries that it had at the start ('{lost[0]}',"
                 " ...): your own aggregate_train must return the whole model. Give the"
                 " strategy a method with an `aggregate`, or call super()"
             )
-        self.shapes = {name: tuple(array.shape) for name, array in arrays.items()}
-        self.before = views(arrays)
+        self.start.shapes = {name: tuple(array.shape) for name, array in arrays.items()}
+        self.round.before = views(arrays)
         # Make a split by names again, because an earlier run may have had another
         # model.
-        if self.parts_or_none is None or self.parts_or_none.by_names:
-            self.parts_or_none = split_state(arrays)
+        if self.start.parts_or_none is None or self.start.parts_or_none.by_names:
+            self.start.parts_or_none = split_state(arrays)
         params = self.methods.params
-        parts = self.parts_or_none.only(params.layers)
-        self.parts_or_none = parts.with_personal(params.personal)
-        unknown = [name for name in arrays if name not in self.parts_or_none.part_of]
+        parts = self.start.parts_or_none.only(params.layers)
+        self.start.parts_or_none = parts.with_personal(params.personal)
+        unknown = [
+            name for name in arrays if name not in self.start.parts_or_none.part_of
+        ]
         if unknown:
             raise ConfigError(
                 f"parts= lacks {len(unknown)} of the arrays ({unknown[0]},"
                 " ...): it was made from another model"
             )
-        absent = [name for name in self.parts_or_none.names if name not in arrays]
+        absent = [name for name in self.start.parts_or_none.names if name not in arrays]
         if absent:
             raise ConfigError(
                 f"the arrays lack {len(absent)} of the entries of parts= ({absent[0]},"
@@ -392,19 +444,19 @@ class Run:
         """
         if not self.parts.by_names or not self.local_entries:
             return self.parts
-        return replace(self.parts, tied=equal_entries(self.before))
+        return replace(self.parts, tied=equal_entries(self.round.before))
 
     def check_initial(self) -> None:
         """Raise ConfigError if the initial state is not finite."""
         # Compare the state with itself, so that only non-finite values can be wrong.
         try:
-            check_state(self.before, self.before, self.parts)
+            check_state(self.round.before, self.round.before, self.parts)
         except ReplyError as error:
             remedy = (
                 "To keep a constant, such as a mask of -inf, out of the state dict, use"
                 " register_buffer(..., persistent=False)"
             )
-            if any(name.endswith(_OBSERVED) for name in self.before):
+            if any(name.endswith(_OBSERVED) for name in self.round.before):
                 remedy = (
                     "The observers of quantisation-aware training start with infinity:"
                     " pass a batch through the model when it is built, on the server"
@@ -454,7 +506,7 @@ class Run:
             )
         # The clients' present local states are unknown. Send each client the hash of
         # the local state that it must restore.
-        self.after = after
+        self.start.after = after
         # Restore the methods first, because the error about another method must precede
         # the error about its entries.
         self.states = self.methods.restored(self.states, saved["methods"])
@@ -470,7 +522,7 @@ class Run:
             )
         self.kept = Kept.resumed(saved["kept"])
         self.reestimated = dict(saved["reestimated"])
-        self.statistics_at_start = dict(saved["known_statistics"])
+        self.round.statistics_at_start = dict(saved["known_statistics"])
         self.measured, self.most_able = saved["measured"], saved["most_able"]
         self.seen = set(saved["seen"])
         self.not_finite_since = saved["not_finite_since"]

@@ -1,0 +1,217 @@
+"""The loops that call a strategy: its own ``start``, and every other loop.
+
+A strategy asks its loop wherever the two differ.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
+from flwr.serverapp import Grid
+from flwr.serverapp.strategy import Result
+
+from fedbn_flwr.compat.flower import log_strategy_start_info
+from fedbn_flwr.server.rounds import testing
+from fedbn_flwr.server.rounds.recalibration import reestimate_before_tests
+from fedbn_flwr.server.runs import failures
+from fedbn_flwr.server.runs.round_outcome import AVERAGED, average_metrics
+from fedbn_flwr.server.runs.run_listener import RunListener
+from fedbn_flwr.transport.polling_grid import polling
+
+if TYPE_CHECKING:
+    from fedbn_flwr.server.strategy import Strategy
+
+__all__ = ["Loop", "OwnLoop", "ShouldStop", "TestModel"]
+
+logger = logging.getLogger("flwr")
+
+TestModel = Callable[[int, ArrayRecord], MetricRecord | None]
+ShouldStop = Callable[[int, Result], bool]
+
+
+class Loop:
+    """Flower's loop, its legacy loop, or a loop of the user's.
+
+    It sends each message once, and it knows nothing about a run. So the calls of a
+    round begin and end the run.
+
+    Attributes:
+        is_own: whether the loop is ``start``.
+        recording: the listener of the run, only used by ``start``.
+    """
+
+    is_own = False
+    recording: RunListener | None = None
+
+    def open_round(
+        self, strategy: Strategy, server_round: int, arrays: ArrayRecord, grid: Grid
+    ) -> None:
+        """Begin the run before its first round."""
+        # If round 1 comes again, the loop has started a new run.
+        reports = strategy.reports
+        if reports and server_round <= reports[0].server_round:
+            strategy.forget_run()
+        run = strategy.run
+        run.set_model(arrays)
+        strategy.check_wrapper()
+        # ``to_legacy`` has begun the run.
+        if not run.start.begun:
+            strategy.begin()
+            run.count_start(grid)
+            if strategy.completes_tests and strategy.on_round_end is None:
+                testing.warn_of_own_start(run)
+
+    def to_send(
+        self, strategy: Strategy, messages: Sequence[Message], grid: Grid
+    ) -> tuple[Sequence[Message], Sequence[Message]]:
+        """Return the messages for the loop to send, and the replies to all others."""
+        if not strategy.run.synchronises:
+            return messages, ()
+        # The loop sends messages once, but a synchronised step sends several.
+        return (), strategy.send_training(messages, grid)
+
+    def end_training(self, strategy: Strategy) -> None:
+        """Raise NothingTrainedError if no round so far had enough usable replies."""
+        # Flower's loops would end without an error.
+        failures.raise_if_nothing_trains(strategy.run)
+
+    def end_tests(self, strategy: Strategy, server_round: int) -> None:
+        """End the round, because this is the last call of a round."""
+        strategy.end_round(server_round, None)
+        failures.raise_if_ends(strategy.run)
+
+
+class OwnLoop(Loop):
+    """The loop of ``start``: like Flower's, but it may begin after any round."""
+
+    is_own = True
+
+    def __init__(self, recording: RunListener | None) -> None:
+        self.recording = recording
+
+    def open_round(
+        self, strategy: Strategy, server_round: int, arrays: ArrayRecord, grid: Grid
+    ) -> None:
+        """Take the model of the round. ``prepare`` has begun the run."""
+        strategy.run.set_model(arrays)
+        strategy.check_wrapper()
+
+    def to_send(
+        self, strategy: Strategy, messages: Sequence[Message], grid: Grid
+    ) -> tuple[Sequence[Message], Sequence[Message]]:
+        """Return all messages, because this loop answers the exchanges of a step."""
+        return messages, ()
+
+    def end_training(self, strategy: Strategy) -> None:
+        """Do nothing: the end of ``run`` raises the errors."""
+
+    def end_tests(self, strategy: Strategy, server_round: int) -> None:
+        """Do nothing: the server's own test follows."""
+
+    def run(
+        self,
+        strategy: Strategy,
+        grid: Grid,
+        num_rounds: int,
+        configs: tuple[ConfigRecord, ConfigRecord],
+        test_model: TestModel | None,
+        should_stop: ShouldStop | None,
+    ) -> Result:
+        """Run the rounds of a prepared run, and return its result with the last model.
+
+        ``configs`` are those of training and of tests.
+        """
+        run = strategy.run
+        run.count_start(grid)
+        grid = polling(grid)
+        if self.recording is not None:
+            self.recording.begin(run.start.after)
+        result = self.rounds(
+            strategy, grid, num_rounds, configs, test_model, should_stop
+        )
+
+        # Complete the model of the result. A run that was stopped between two tests has
+        # no statistics for its last weights yet.
+        last = run.reports[-1].server_round if run.reports else num_rounds
+        untested = not run.tests_after(last)
+        if run.methods.reestimates and untested and not run.ends_diverged:
+            reestimate_before_tests(run, result.arrays, grid)
+        result.arrays = testing.completed(run, result.arrays)
+        return result
+
+    def rounds(
+        self,
+        strategy: Strategy,
+        grid: Grid,
+        num_rounds: int,
+        configs: tuple[ConfigRecord, ConfigRecord],
+        test_model: TestModel | None,
+        should_stop: ShouldStop | None,
+    ) -> Result:
+        """Run the rounds like Flower's loop, but starting at any round."""
+        arrays, after = strategy.run.arrays, strategy.run.start.after
+        logger.info("Starting %s strategy:", strategy.name)
+        log_strategy_start_info(num_rounds, arrays, *configs)
+        strategy.summary()
+        if after:
+            logger.info("Continuing after round %d", after)
+        result = Result(arrays=arrays)
+
+        def test(server_round: int) -> MetricRecord | None:
+            if test_model is None:
+                return None
+            model = strategy.for_evaluate_fn(server_round, arrays)
+            metrics = test_model(server_round, model)
+            if metrics is not None:
+                logger.info(
+                    "Evaluation of the global model, round %d: %s",
+                    server_round,
+                    metrics,
+                )
+                result.evaluate_metrics_serverapp[server_round] = metrics
+            return metrics
+
+        # As in Flower's loop, round 0 tests the initial model. A resumed run skips it.
+        if not after:
+            test(0)
+        for server_round in range(after + 1, num_rounds + 1):
+            if strategy.stops_after(server_round - 1):
+                break
+            logger.info("[ROUND %d/%d]", server_round, num_rounds)
+
+            # Train. Keep the last model if too few replies arrive for a new model.
+            messages = strategy.configure_train(server_round, arrays, configs[0], grid)
+            replies = strategy.send_training(messages, grid)
+            averaged, metrics = strategy.aggregate_train(server_round, replies)
+            if averaged is not None:
+                result.arrays = arrays = averaged
+            if metrics is not None:
+                note = _note(strategy.train_metrics_aggr_fn)
+                logger.info("Training%s: %s", note, metrics)
+                result.train_metrics_clientapp[server_round] = metrics
+
+            # Test on the clients.
+            messages = strategy.configure_evaluate(
+                server_round, arrays, configs[1], grid
+            )
+            replies = strategy.send_tests(messages, grid)
+            metrics = strategy.aggregate_evaluate(server_round, replies)
+            if metrics is not None:
+                note = _note(strategy.evaluate_metrics_aggr_fn)
+                logger.info("Evaluation%s: %s", note, metrics)
+                result.evaluate_metrics_clientapp[server_round] = metrics
+
+            # Test on the server. The result may stop the run after this round.
+            tested = test(server_round)
+            if should_stop is not None and should_stop(server_round, result):
+                strategy.stopped = True
+            strategy.end_round(server_round, tested)
+        return result
+
+
+def _note(aggregate: Any) -> str:
+    """Return a note that metrics are averages, or "" for a user's own function."""
+    return f" ({AVERAGED})" if aggregate is average_metrics else ""
