@@ -644,28 +644,16 @@ class Strategy(FlowerFedAvg):
         self, configure: str, server_round: int, played: Played, arrays: ArrayRecord
     ) -> Half:
         """Run one half of a round up to its messages."""
-        self._close_unread(arrays)
+        half = self.run.round.half
+        if half is not None and half.was_left(arrays):
+            self._read(half.configure, half.server_round, [])
+            self._loop.end_training(self)
         self._follow_recording()
         self.run.options = self._options()
         self.run.round.delivery = None
         half = Half(configure, server_round, played, next(played), arrays)
         self.run.round.half = half
         return half
-
-    def _close_unread(self, arrays: ArrayRecord) -> None:
-        """Report a training whose replies were never read, if the model is unchanged.
-
-        Flower's wrappers skip ``aggregate_train`` if a reply is an error. If the model
-        has changed, the loop has aggregated the replies itself.
-        """
-        half = self.run.round.half
-        if half is None or half.configure != "configure_train":
-            return
-        # A synchronised round has early replies: its messages were already answered.
-        if not half.messages or half.early_replies or arrays is not half.arrays:
-            return
-        self._read(half.configure, half.server_round, [])
-        self._loop.end_training(self)
 
     def _read(
         self, configure: str, server_round: int, replies: Iterable[Message]

@@ -136,6 +136,16 @@ class Half:
     arrays: ArrayRecord
     early_replies: Sequence[Message] = ()
 
+    def was_left(self, arrays: ArrayRecord) -> bool:
+        """Return whether a training's replies were not read, although one follows.
+
+        Flower's wrappers skip ``aggregate_train`` if a reply is an error. If the model
+        has changed to ``arrays``, the loop has aggregated the replies itself.
+        """
+        # A synchronised round has early replies: its messages were already answered.
+        asked = bool(self.messages) and not self.early_replies
+        return self.configure == "configure_train" and asked and arrays is self.arrays
+
 
 @dataclass
 class Round:
