@@ -30,6 +30,7 @@ LEVELS = (
     ("server/__init__", "server/methods", "engines"),
     ("server/runs",),
     ("server/rounds",),
+    ("server/loops",),
     ("server/strategy",),
     ("strategies", "privacy"),
     ("client",),

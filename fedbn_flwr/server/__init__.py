@@ -1,9 +1,10 @@
-"""The server code that all strategies share, in three packages and a module.
+"""The server code that all strategies share, in three packages and two modules.
 
 Each imports only from those before it:
 
 - ``methods``: everything that the author of a method needs.
 - ``runs``: the server's knowledge that lasts longer than a round.
 - ``rounds``: sending messages, reading replies, computing the next model.
-- ``strategy``: Flower's calls, and the loop of ``start``.
+- ``loops``: the loop of ``start``, and how it differs from every other loop.
+- ``strategy``: Flower's calls.
 """

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeAlias
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
@@ -21,13 +21,12 @@ from fedbn_flwr.server.runs.round_outcome import AVERAGED, average_metrics
 from fedbn_flwr.server.runs.run_listener import RunListener
 from fedbn_flwr.transport.polling_grid import polling
 
-if TYPE_CHECKING:
-    from fedbn_flwr.server.strategy import Strategy
-
 __all__ = ["Loop", "OwnLoop", "ShouldStop", "TestModel"]
 
 logger = logging.getLogger("flwr")
 
+Strategy: TypeAlias = Any
+"""A ``server.strategy.Strategy``. Its module imports this one."""
 TestModel = Callable[[int, ArrayRecord], MetricRecord | None]
 ShouldStop = Callable[[int, Result], bool]
 
