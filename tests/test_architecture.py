@@ -258,8 +258,9 @@ def test_the_page_of_a_room_names_each_of_its_files(room: str) -> None:
 
 
 def test_strategies_are_papers_and_nothing_else() -> None:
-    from fedbn_flwr.strategies import STRATEGIES
+    from fedbn_flwr.strategies import STRATEGIES, __all__
 
+    assert {strategy.__name__ for strategy in STRATEGIES.values()} <= {*__all__}
     files = {path.stem for path in (PACKAGE / "strategies").glob("*.py")} - {"__init__"}
     assert files == {
         strategy.__module__.rsplit(".")[-1] for strategy in STRATEGIES.values()

@@ -18,7 +18,7 @@ from fedbn_flwr.batchnorm import adaptation
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.norms import feature
 from fedbn_flwr.server.methods import momentum, shared_bn
-from fedbn_flwr.server.methods.params import Params
+from fedbn_flwr.server.methods.params import Params, extra_of
 from fedbn_flwr.server.rounds import recalibration
 from fedbn_flwr.strategies import METHODS, STRATEGIES, Strategy, combined
 
@@ -69,6 +69,11 @@ _REACHED = re.compile(
 )
 _RESULTS = {"papers.md": "the papers' tables", "which-method.md": "ten methods"}
 _UP = "../../"  # from docs/methods to the root of the checkout
+_SECTIONS = (
+    *("## When\n\nUse when: ", "\n\nNot when: ", "## Problem\n", "## Algorithm\n"),
+    *("## Differs from the paper\n", "## Law\n"),
+)
+"""What the docstring of a method's module must have, in this order."""
 StrategyClass = type[Strategy]
 
 
@@ -118,6 +123,7 @@ def method_title(method: StrategyClass) -> str:
 
 def _page(method: StrategyClass, root: Path, results: Mapping[str, Any]) -> str:
     file = method.__module__.replace(".", "/") + ".py"
+    _refuse_incomplete(method, file, root)
     first, body = _docstring(sys.modules[method.__module__])
     made = travels_section(METHODS[method.name](method.Params()))
     head, when, body = _with_when(body)
@@ -148,6 +154,24 @@ def _page(method: StrategyClass, root: Path, results: Mapping[str, Any]) -> str:
             "",
         ]
     )
+
+
+def _refuse_incomplete(method: StrategyClass, file: str, root: Path) -> None:
+    """Raise ValueError if a method lacks what its page is made from."""
+    text = inspect.cleandoc(sys.modules[method.__module__].__doc__ or "")
+    at = 0
+    for section in _SECTIONS:
+        at = text.find(section, at)
+        if at < 0:
+            raise ValueError(
+                f"{file}: the docstring has no {section.strip()!r}, or not in the order"
+                " of CONTRIBUTING.md"
+            )
+    if not (root / _recipe(method.name)).exists():
+        raise ValueError(
+            f"{file}: the method has no {_recipe(method.name)}, a config that runs in"
+            " seconds"
+        )
 
 
 def _with_when(body: str) -> tuple[str, list[str], str]:
@@ -250,7 +274,7 @@ def _settings(method: StrategyClass) -> Iterator[str]:
             )
             # Show both defaults if they differ, because Flower's class of the same name
             # has another default than our configs.
-            in_config = field.json_schema_extra["in_config"]
+            in_config = extra_of(field).get("in_config", field.default)
             if in_config != field.default:
                 default += f", in a config {in_config!r}"
             own.append(f"`{name}` ({default})")

@@ -52,6 +52,7 @@ else:
     from fedbn_flwr.strategies.fedbn import FedBN
     from fedbn_flwr.strategies.fedbs import FedBS
     from fedbn_flwr.strategies.feddna import FedDNA
+    from fedbn_flwr.strategies.fednova import FedNova
     from fedbn_flwr.strategies.fedopt import FedAdagrad, FedAdam, FedYogi
     from fedbn_flwr.strategies.fedprox import FedProx
     from fedbn_flwr.strategies.fedrep import FedRep
@@ -88,6 +89,7 @@ __all__ = [
     "FedBN",
     "FedBS",
     "FedDNA",
+    "FedNova",
     "FedProx",
     "FedRep",
     "FedTAN",
@@ -132,6 +134,7 @@ STRATEGIES: Mapping[str, type[Strategy]] = {
         FedAdam,
         FedYogi,
         FedAdagrad,
+        FedNova,
         FedBN,
         SiloBN,
         MTFL,

@@ -14,6 +14,7 @@ from fedbn_flwr.strategies.fedavgm import FedAvgM as _FedAvgM
 from fedbn_flwr.strategies.fedbn import FedBN as _FedBN
 from fedbn_flwr.strategies.fedbs import FedBS as _FedBS
 from fedbn_flwr.strategies.feddna import FedDNA as _FedDNA
+from fedbn_flwr.strategies.fednova import FedNova as _FedNova
 from fedbn_flwr.strategies.fedopt import FedAdagrad as _FedAdagrad
 from fedbn_flwr.strategies.fedopt import FedAdam as _FedAdam
 from fedbn_flwr.strategies.fedopt import FedYogi as _FedYogi
@@ -301,6 +302,40 @@ class FedDNA(_FedDNA):
         fedtan_bind: str = "127.0.0.1:0",
         fedtan_address: str = "",
         fedtan_tls_dir: str = "",
+        layers: str | Sequence[str] = "",
+        personal: str | Sequence[str] = "",
+        variance: Literal["mean", "pooled"] = "mean",
+        recalibrate: bool = False,
+        min_replies: int = 1,
+        cohort_rounds: int = 1,
+        eval_every: int = 1,
+        eval_on: str = "",
+        fine_tune: int = 0,
+        seed: int = 0,
+        on_divergence: Literal["stop", "continue"] = "stop",
+        momentum_scope: Literal["none", "local", "global"] = "none",
+        agc: float = 0.0,
+        parts: Parts | None = None,
+        on_round_end: OnRoundEnd | None = None,
+        on_replies: OnReplies | None = None,
+        completes_tests: bool = True,
+        num_partitions: int | None = None,
+    ) -> None: ...
+
+class FedNova(_FedNova):
+    def __init__(
+        self,
+        fraction_train: float = 1.0,
+        fraction_evaluate: float = 1.0,
+        min_train_nodes: int = 2,
+        min_evaluate_nodes: int = 2,
+        min_available_nodes: int = 2,
+        weighted_by_key: str = "num-examples",
+        arrayrecord_key: str = "arrays",
+        configrecord_key: str = "config",
+        train_metrics_aggr_fn: AggregateMetrics | None = None,
+        evaluate_metrics_aggr_fn: AggregateMetrics | None = None,
+        *,
         layers: str | Sequence[str] = "",
         personal: str | Sequence[str] = "",
         variance: Literal["mean", "pooled"] = "mean",

@@ -322,6 +322,7 @@ REFUSED = {
     "fedtan2": "exchanges of its first step",
     "feddna": "exchanges of its first step",
     "fedbs": "losses are the weights",
+    "fednova": "divides the change of each client",
     "staticbn": "collects statistics",
     "fbn": "moments of BatchNorm",
     "hbn": "moments of BatchNorm",

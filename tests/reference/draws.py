@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from tests.reference.networks import NETWORKS
 
 LOCAL = ("fedbn", "silobn", "mtfl")
-STEPS = ("fedadam", "fedavgm", "fedyogi", "fedadagrad")
+STEPS = ("fedadam", "fedavgm", "fedyogi", "fedadagrad", "fednova")
 ALONE = ("standalone", "feddna", "bn-scaffold", "fedbs", "fedwon")
 LOOPS = ("loop", "two-optimizers", "closure", "around", "named")
 STATISTICS = ("fixbn", "staticbn", "fbn", "hbn", "fedtan", "fedtan2")
@@ -236,10 +236,11 @@ def _case(one: Callable[..., Any]) -> Case:
     values["sampling"] = some("with-replacement", "without-replacement")
     values["optimizer"] = "sgd"
     if not has & {"scaffold", "bn-scaffold"}:
-        values["optimizer"] = some("sgd", "adam", "adamw")
+        if "fednova" not in has:
+            values["optimizer"] = some("sgd", "adam", "adamw")
         if values["optimizer"] == "sgd":
             values["momentum"] = some(0.0, 0.9)
-            if values["momentum"]:
+            if values["momentum"] and "fednova" not in has:
                 values["momentum_scope"] = some("none", "local", "global")
     values["weight_decay"] = some(0.0, 0.01)
     freezes = bool(has & {"fixbn", "fedtan2"})

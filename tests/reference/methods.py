@@ -330,6 +330,31 @@ class FedAdagrad(FedYogi):
         return v + square
 
 
+class FedNova(Method):
+    """x - (sum p tau) sum p (x - y) / tau, with tau = sum eta v and v <- rho v + 1."""
+
+    def begin(self, client: Client) -> None:
+        client.sends |= {"v": 0.0, "tau": 0.0}
+
+    def gradient(self, client: Client, g: dict[Any, Any]) -> None:
+        shared = [n for n in g if isinstance(n, str) and n not in self.fed.local]
+        if any(g[name] is not None for name in shared):
+            (group, *_) = client.optimizer.param_groups
+            client.sends["v"] = group["momentum"] * client.sends["v"] + 1
+            client.sends["tau"] += group["lr"] * client.sends["v"]
+
+    def server(self, turn: Turn) -> None:
+        tau = [client.sends["tau"] for client in turn.replies]
+        common = sum(map(operator.mul, turn.p, tau))
+        for name in self.fed.first_name:
+            if name in turn.fixed or not common:
+                continue
+            x, d = turn.before[name].double(), 0.0
+            for p, t, client in zip(turn.p, tau, turn.replies, strict=True):
+                d += p * (x - client.end[name].double()) / t if t else 0.0
+            turn.model[name] = (x - common * d).to(turn.before[name].dtype)
+
+
 # --- the statistics that BatchNorm normalises with --------------------------------------
 class FixBN(Method):
     """From round T* + 1 on, BatchNorm is in eval mode."""
@@ -760,6 +785,7 @@ REFERENCES: dict[str, type[Method]] = {
     "fedadam": FedAdam,
     "fedyogi": FedYogi,
     "fedadagrad": FedAdagrad,
+    "fednova": FedNova,
     "fedbn": FedBN,
     "silobn": SiloBN,
     "mtfl": MTFL,

@@ -6,6 +6,7 @@ The draws cross methods, models, clients, training and ways to run.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import pytest
 from hypothesis import HealthCheck, Phase, assume, given, settings
@@ -13,7 +14,7 @@ from hypothesis import HealthCheck, Phase, assume, given, settings
 from fedbn_flwr.server.methods.params import Params
 from fedbn_flwr.strategies import STRATEGIES
 from tests.reference.compare import check
-from tests.reference.draws import Case, cases, covering
+from tests.reference.draws import ALONE, TOGETHER, Case, cases, covering
 from tests.reference.methods import REFERENCES
 from tests.reference.package import SETTINGS
 
@@ -163,6 +164,13 @@ RARE = (
     ),
     Case(methods=("fedbs",), rounds=4, fraction=0.5),
     Case(
+        methods=("fednova", "mtfl"),
+        sizes=(8, 3, 7, 5),
+        steps=0,
+        batch_size=3,
+        momentum=0.9,
+    ),
+    Case(
         rounds=4,
         recalibrate=True,
         min_replies=3,
@@ -184,8 +192,9 @@ def test_the_package_equals_the_reference_in_rare_crossings(case: Case) -> None:
     check(case)
 
 
-def test_each_strategy_has_a_reference() -> None:
-    assert REFERENCES.keys() == STRATEGIES.keys()
+def test_each_strategy_has_a_reference_and_is_drawn() -> None:
+    drawn = {"fedavg", *itertools.chain(*TOGETHER), *ALONE}
+    assert REFERENCES.keys() == STRATEGIES.keys() == drawn
 
 
 NOT_DRAWN = {

@@ -13,6 +13,7 @@ from fedbn_flwr.batchnorm.parts import split_state
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.server.strategy import Strategy
 from fedbn_flwr.strategies import (
+    METHODS,
     STRATEGIES,
     Ditto,
     FedAdam,
@@ -27,8 +28,8 @@ from fedbn_flwr.strategies.fedbn import FedBNMethod
 from fedbn_flwr.strategies.fedopt import FedAdamMethod
 
 SIZES = (6, 14, 10, 8)
-LOCAL = ("fedbn", "silobn", "mtfl")
-STEP = ("fedavgm", "fedadam", "fedyogi", "fedadagrad")
+LOCAL = [name for name, method in METHODS.items() if method.role == "local-part"]
+STEP = [name for name, method in METHODS.items() if method.role == "server-step"]
 LAWFUL = [
     *itertools.product(LOCAL, ("fedprox", "scaffold", *STEP)),
     *itertools.product(

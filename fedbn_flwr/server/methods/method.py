@@ -165,6 +165,19 @@ class Facts:
         return {name: array for name, array in self.before.items() if name not in local}
 
     @cached_property
+    def stepped(self) -> tuple[str, ...]:
+        """The floating entries that a server step changes.
+
+        These are the shared entries that are neither frozen nor buffers.
+        """
+        averaged = self.parts.buffers.union(self.parts.whole.statistics, self.frozen)
+        names = []
+        for name, array in self.shared.items():
+            if name not in averaged and array.dtype.kind == "f":
+                names.append(name)
+        return tuple(names)
+
+    @cached_property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         """The shapes of the model's entries."""
         return {name: array.shape for name, array in self.before.items()}

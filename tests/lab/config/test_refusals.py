@@ -84,6 +84,8 @@ CASES: Mapping[str, dict[str, Any]] = {
     "needs-sgd": {"strategy": "scaffold", "optimizer": "adam"},
     "needs-plain-sgd": {"strategy": "scaffold", "sgd-momentum": 0.9},
     "needs-no-momentum": {"strategy": "scaffold", "momentum-scope": "local"},
+    "tau-needs-sgd": {"strategy": "fednova", "optimizer": "adam"},
+    "tau-of-one-round": {"strategy": "fednova", "momentum-scope": "local"},
     "momentum-without-sgd": {"momentum-scope": "local", "optimizer": "adam"},
     "momentum-of-zero": {"momentum-scope": "local", "sgd-momentum": 0.0},
     "no-body-step": {"strategy": "fedrep", "head-steps": 3, "local-steps": 3},

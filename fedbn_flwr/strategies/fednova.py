@@ -1,0 +1,194 @@
+r"""FedNova: each client's change divided by its steps, aware of BatchNorm.
+
+Wang, Liu, Liang, Joshi, Poor 2020, "Tackling the Objective Inconsistency Problem in
+Heterogeneous Federated Optimization", arXiv:2007.07481, section 4.
+
+## When
+
+Use when: the clients take different numbers of local steps, because they train by
+epochs and have different amounts of data.
+
+Not when: all clients take the same number of steps. Then the method equals FedAvg.
+
+## Problem
+
+A client with more steps moves further. The average then has more of this client than
+its share $p_i$, and the model converges to the optimum of another objective.
+
+## Algorithm
+
+Client $i$ moves from $x$ to $y_i$. Its change is a sum of gradients with the weights
+$a_i$, and $\tau_i$ is the sum of these weights times the learning rate:
+
+$$\tau_i = \eta \, \lVert a_i \rVert_1, \qquad d_i = \frac{x - y_i}{\tau_i}$$
+
+$\lVert a_i \rVert_1$ is the number of steps for SGD without momentum. With momentum
+$\rho$, each step counts $v \leftarrow \rho v + 1$, which starts at 0. The server takes
+
+$$x \leftarrow x - \Bigl( \sum_i p_i \tau_i \Bigr) \sum_i p_i d_i, \qquad p_i = \frac{|D_i|}{\sum_j |D_j|}$$
+
+for all parameters, including gamma and beta. Running statistics and buffers are averaged
+with $p_i$, as in FedAvg. BN's integer counters take the maximum.
+
+## Differs from the paper
+
+The paper has no BatchNorm. The paper includes $\eta$ in $x - y_i$ and not in $\tau_i$;
+the result is the same, and here a schedule within a round also counts. A proximal term
+(`client-hooks=fedprox`) does not change $a_i$ here. Server momentum and variance
+reduction of the paper's experiments are left out.
+
+## Law
+
+With equal $\tau_i$, FedNova equals FedAvg, bit for bit. If every gradient is 1, a
+client moves by $\tau_i$, for any momentum.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from fedbn_flwr.batchnorm.averaging import to_shares, weighted_sum
+from fedbn_flwr.batchnorm.parts import Part
+from fedbn_flwr.messages.protocol import Key
+from fedbn_flwr.problems import Problem
+from fedbn_flwr.server.methods.method import Ask, Facts, Method, Replies
+from fedbn_flwr.server.methods.travels import Extra, Travels
+from fedbn_flwr.server.strategy import Strategy
+from fedbn_flwr.training.client_hook import ClientHook
+
+TAU = Key.up("fednova-tau", "float: tau_i")
+
+
+class MeasureTau(ClientHook):
+    """Client code that measures tau_i, the way of gradients of 1."""
+
+    stage = "count"
+    of_all_steps = "tau depends on all steps: return the weights of the last step"
+
+    def __init__(self, local: frozenset[str] = frozenset()) -> None:
+        self._local = local
+        self._optimizers: list[torch.optim.Optimizer] = []
+        self._counted = -1
+        self._velocity = self._tau = 0.0
+
+    def start(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Store the optimizer, whose rate and momentum a schedule may change."""
+        self._optimizers.append(optimizer)
+
+    def gradients(self, model: nn.Module) -> None:
+        """Count a step that trains a shared parameter."""
+        # Several optimizers may step after the same backward pass.
+        if self.step == self._counted:
+            return
+        group = self._group(model)
+        if group is None:
+            return
+        self._counted = self.step
+        momentum = group.get("momentum", 0.0)
+        # As in torch, dampening does not apply to the first gradient.
+        new = 1 - group.get("dampening", 0.0) if self._velocity else 1.0
+        self._velocity = way = momentum * self._velocity + new
+        if group.get("nesterov"):
+            way = 1 + momentum * self._velocity
+        self._tau += float(group["lr"]) * way
+
+    def _group(self, model: nn.Module) -> dict[str, Any] | None:
+        """Return the optimizer's group of the first shared parameter that trains."""
+        for name, parameter in model.named_parameters():
+            if parameter.grad is None or name in self._local:
+                continue
+            for optimizer in self._optimizers:
+                for group in optimizer.param_groups:
+                    if any(parameter is one for one in group["params"]):
+                        return group
+        return None
+
+    def end(self, model: nn.Module) -> dict[str, float]:
+        """Return tau_i."""
+        return {TAU: self._tau}
+
+
+class FedNovaMethod(Method):
+    """FedAvg of the clients' changes, each divided by its tau_i."""
+
+    name = "fednova"
+    summary_line = "each client's change divided by its steps; BN statistics averaged"
+    source = "Wang 2020, arXiv:2007.07481"
+    role = "server-step"
+    client_hooks = {"measure-tau": lambda context: MeasureTau(context.local_entries)}
+
+    def travels(self, num_rounds: int | None = None) -> tuple[Travels, ...]:
+        """Return a phase in which the server reads each change and its tau."""
+        why = (
+            "the server divides the change of each client by its tau; use a fixed number"
+            " of local-steps and strategy=fedavg"
+        )
+        return (
+            Travels(
+                each=frozenset({Part.AFFINE, Part.REST}),
+                extras=(Extra(TAU, "scalar", why, required=True),),
+                decides=frozenset({"server step"}),
+            ),
+        )
+
+    def on_clients(self, state: None, facts: Facts) -> list[Ask]:
+        """Ask for tau."""
+        return [Ask("measure-tau")]
+
+    def aggregate(
+        self, state: None, facts: Facts, replies: Replies, model: dict[str, Any]
+    ) -> tuple[dict[str, Any], None]:
+        """Step the parameters by (sum p_i tau_i) sum p_i d_i."""
+        taus = [reply.metrics[TAU] for reply in replies]
+        # With equal tau, the factors below are 1 only up to rounding.
+        if len(set(taus)) == 1:
+            return model, state
+        shares = to_shares(replies.weights)
+        common = sum(p * tau for p, tau in zip(shares, taus, strict=True))
+        factors = []
+        for p, tau in zip(shares, taus, strict=True):
+            # A client without a step has not moved.
+            factors.append(p * common / tau if tau else 0.0)
+        for name in facts.stepped:
+            before = facts.before[name]
+            x = before.astype(float)
+            ways = [reply.state[name].astype(float) - x for reply in replies]
+            model[name] = (x + weighted_sum(ways, factors)).astype(before.dtype)
+        return model, state
+
+
+class FedNova(Strategy):
+    """FedAvg of the clients' changes, each divided by its tau_i.
+
+    Example, with ``app`` and ``arrays`` as in the example of ``InProcessGrid``::
+
+        >>> from fedbn_flwr.strategies import FedNova
+        >>> strategy = FedNova()
+        >>> with InProcessGrid(app, num_nodes=3) as grid:
+        ...     result = strategy.start(grid, arrays, num_rounds=2)
+    """
+
+    method = FedNovaMethod
+
+
+# --- what may be wrong ----------------------------------------------------------------
+FedNovaMethod.rows = (
+    Problem(
+        "tau-needs-sgd",
+        "{method.title} knows tau only for SGD: optimizer={known.optimizer} must be sgd",
+        "optimizer",
+        needs="optimizer",
+        when=lambda method, known: known.optimizer != "sgd",
+    ),
+    Problem(
+        "tau-of-one-round",
+        "{method.title} counts the momentum of one round:"
+        " momentum-scope={params.momentum_scope} must be none",
+        "momentum_scope",
+        stage="settings",
+        when=lambda method, known: method.params.momentum_scope != "none",
+    ),
+)

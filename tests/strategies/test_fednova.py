@@ -1,0 +1,64 @@
+"""FedNova's tau; ``tests/reference`` compares whole runs with the paper's formula."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from fedbn_flwr.strategies import FedAvg, FedNova
+from fedbn_flwr.strategies.fednova import TAU, MeasureTau
+
+STEPS = 4
+
+
+def way_and_tau(rates: list[float], **options: float) -> tuple[float, float]:
+    """Return how far SGD moves a weight whose gradients are 1, and the tau."""
+    model, hook = nn.Linear(1, 1, bias=False).double(), MeasureTau()
+    start = model.weight.detach().clone()
+    optimizer = torch.optim.SGD(model.parameters(), rates[0], **options)
+    hook.start(model, optimizer)
+    for step, rate in enumerate(rates):
+        optimizer.param_groups[0]["lr"] = rate
+        model.weight.grad = torch.ones_like(model.weight)
+        hook.step = step
+        hook.gradients(model)
+        hook.gradients(model)  # a second optimizer after the same backward pass
+        optimizer.step()
+    return float(start - model.weight.detach()), hook.end(model)[TAU]
+
+
+SGD = [
+    {},
+    {"momentum": 0.9},
+    {"momentum": 0.9, "dampening": 0.3},
+    {"momentum": 0.9, "nesterov": True},
+]
+
+
+@pytest.mark.parametrize("options", SGD, ids=repr)
+@pytest.mark.parametrize("rates", [[0.1] * STEPS, [0.1, 0.3, 0.2, 0.0]], ids=str)
+def test_tau_is_the_way_of_gradients_of_1(rates, options) -> None:
+    way, tau = way_and_tau(rates, **options)
+    assert tau == pytest.approx(way, rel=1e-12)
+
+
+@pytest.mark.parametrize("rho", [0.0, 0.5, 0.9])
+def test_tau_is_the_papers_norm_of_a(rho: float) -> None:
+    """Section 4: ||a||_1 = (K - rho (1 - rho^K) / (1 - rho)) / (1 - rho)."""
+    norm = (STEPS - rho * (1 - rho**STEPS) / (1 - rho)) / (1 - rho)
+    _, tau = way_and_tau([0.1] * STEPS, momentum=rho)
+    assert tau == pytest.approx(0.1 * norm, rel=1e-12)
+
+
+@pytest.mark.parametrize(("momentum", "train"), [(0.0, 1.0), (0.9, 1.0), (0.9, 0.5)])
+def test_with_equal_steps_it_is_fedavg_to_the_bit(
+    momentum, train, federate, points, mlp, same_bits
+) -> None:
+    datasets = [points(size, size) for size in (6, 9, 20)]
+    ends = []
+    for kind in (FedAvg, FedNova):
+        strategy = kind(train, min_train_nodes=1, variance="pooled")
+        options = {"local_steps": 3, "sgd_momentum": momentum, "rounds": 2}
+        ends.append(federate(strategy, mlp, datasets, **options).state)
+    same_bits(*ends)
