@@ -27,12 +27,13 @@ def problems(
     settings: dict[str, Any], check: Any = Config.make
 ) -> list[tuple[str, str]]:
     """Return the code and the key of each problem."""
+    text, found = "", ()
     try:
         check(settings)
     except ConfigError as error:
-        assert all(f"[{one.code}]" in str(error) for one in error.problems)
-        return [(problem.code, problem.key) for problem in error.problems]
-    return []
+        text, found = str(error), error.problems
+    assert all(f"[{problem.code}]" in text for problem in found)
+    return [(problem.code, problem.key) for problem in found]
 
 
 def test_there_are_at_most_99_keys_each_in_one_group() -> None:
