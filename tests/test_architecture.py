@@ -30,7 +30,7 @@ LEVELS = (
     ("server/__init__", "server/methods", "engines"),
     ("server/runs",),
     ("server/rounds",),
-    ("server/loops",),
+    ("server/loops", "server/run_view"),
     ("server/strategy",),
     ("strategies", "privacy"),
     ("client",),

@@ -1,4 +1,4 @@
-"""The server code that all strategies share, in three packages and two modules.
+"""The server code that all strategies share, in three packages and three modules.
 
 Each imports only from those before it:
 
@@ -6,5 +6,6 @@ Each imports only from those before it:
 - ``runs``: the server's knowledge that lasts longer than a round.
 - ``rounds``: sending messages, reading replies, computing the next model.
 - ``loops``: the loop of ``start``, and how it differs from every other loop.
+- ``run_view``: what a strategy tells its callers about its run.
 - ``strategy``: Flower's calls.
 """

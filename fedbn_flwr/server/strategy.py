@@ -22,14 +22,14 @@ from flwr.serverapp.strategy import Result
 from fedbn_flwr.batchnorm.parts import Part, Parts, name_layers
 from fedbn_flwr.compat.flower import is_default_aggregation
 from fedbn_flwr.errors import ConfigError
-from fedbn_flwr.messages.protocol import SYNCHRONISES, Continuity, refuse_own_keys
+from fedbn_flwr.messages.protocol import SYNCHRONISES, refuse_own_keys
 from fedbn_flwr.problems import Known, tell
 from fedbn_flwr.server.loops import Loop, OwnLoop, ShouldStop, TestModel
+from fedbn_flwr.server.methods.arguments import bound, signature_of, warn_of_ignored
 from fedbn_flwr.server.methods.check_protections import of_wrapper
 from fedbn_flwr.server.methods.method import Method
-from fedbn_flwr.server.methods.params import Params, is_list
+from fedbn_flwr.server.methods.params import is_list
 from fedbn_flwr.server.methods.together import Methods
-from fedbn_flwr.server.methods.travels import PartSet
 from fedbn_flwr.server.rounds import testing
 from fedbn_flwr.server.rounds.round import (
     Played,
@@ -38,10 +38,11 @@ from fedbn_flwr.server.rounds.round import (
     play_training,
 )
 from fedbn_flwr.server.rounds.synchronised_training import train_synchronised
+from fedbn_flwr.server.run_view import RunView
 from fedbn_flwr.server.runs import failures
 from fedbn_flwr.server.runs.nodes import NodeRegistry
 from fedbn_flwr.server.runs.protection import Protection
-from fedbn_flwr.server.runs.round_outcome import RoundOutcome, average_metrics
+from fedbn_flwr.server.runs.round_outcome import average_metrics
 from fedbn_flwr.server.runs.run_listener import RunListener
 from fedbn_flwr.server.runs.run_state import (
     Half,
@@ -108,31 +109,15 @@ class Combination:
         return ignored
 
     def signature(self, like: type[FlowerFedAvg]) -> inspect.Signature:
-        """Return the arguments of Flower and of the settings, with their defaults.
-
-        Args:
-            like: Flower's class for the method. Its arguments have the same place here;
-                those that are not settings have Flower's default.
-        """
-        fields = self.Params.model_fields
-        named = dict(inspect.signature(FlowerFedAvg).parameters)
-        for name, argument in inspect.signature(like).parameters.items():
-            if name in fields or name in self.ignored:
-                named.setdefault(name, argument)
-        # The settings of every method come last.
-        for name in sorted(fields, key=Params.model_fields.__contains__):
-            own = named.get(name) or inspect.Parameter(name, _BY_NAME)
-            field = fields[name]
-            annotation = str | Sequence[str] if is_list(field) else field.annotation
-            named[name] = own.replace(default=field.default, annotation=annotation)
-        return inspect.Signature([*named.values()])
+        """Return the arguments of Flower and of the settings (``signature_of``)."""
+        return signature_of(FlowerFedAvg, self.Params, like, self.ignored)
 
     def methods(self, params: Any) -> Methods:
         """Return the methods with these settings."""
         return Methods(self.kinds, params)
 
 
-class Strategy(FlowerFedAvg):
+class Strategy(RunView, FlowerFedAvg):
     """A method as a strategy of Flower, with Flower's arguments and its own settings.
 
     ``start`` runs all rounds. Flower's own loops use the single calls instead. A class
@@ -222,7 +207,15 @@ class Strategy(FlowerFedAvg):
     ) -> None:
         combination = combination or self.combination
         self.name = combination.name
-        given = self._arguments(combination, flowers, settings)
+        called = f"{type(self).__name__}.__init__() of strategy {self.name!r}"
+        shown = combination.signature(self.like)
+        warn_of_ignored(self.name, combination.ignored, shown, settings)
+        for name in settings.keys() - shown.parameters.keys():
+            hint = _hint(name, combination)
+            raise TypeError(
+                f"{called} got an unexpected keyword argument {name!r}{hint}"
+            )
+        given = bound(called, shown, flowers, settings)
         for name in ("fraction_train", "fraction_evaluate"):
             share = given[name]
             if not isinstance(share, Real) or not 0 <= float(share) <= 1:
@@ -265,47 +258,6 @@ class Strategy(FlowerFedAvg):
         self._saved: tuple[int, Mapping[str, Any]] | None = None
         self._loop = Loop()
         self.run = self._new_run(Start(parts_or_none=parts))
-
-    def _arguments(
-        self, combination: Combination, flowers: Sequence[Any], given: dict[str, Any]
-    ) -> dict[str, Any]:
-        """Return the value of each argument of Flower and of the settings.
-
-        Arguments of Flower's strategies without effect cause a warning.
-
-        Raises:
-            TypeError: an argument does not exist; the error suggests a similar name. Or
-                an argument is given twice.
-        """
-        shown = combination.signature(self.like)
-        for name in combination.ignored.keys() & given.keys():
-            value = given.pop(name)
-            # Ignore Flower's default, as in the signature, because the user did not set
-            # it.
-            known = shown.parameters.get(name)
-            if value is None or (known is not None and value == known.default):
-                continue
-            logger.warning(
-                "strategy %r: %s=%s has no effect, as in Flower: %s. Leave %s out.",
-                self.name,
-                name,
-                value,
-                combination.ignored[name],
-                name,
-            )
-        called = f"{type(self).__name__}.__init__() of strategy {self.name!r}"
-        for name in given:
-            if name not in shown.parameters:
-                raise TypeError(
-                    f"{called} got an unexpected keyword argument {name!r}"
-                    f"{_hint(name, combination)}"
-                )
-        try:
-            bound = shown.bind(*flowers, **given)
-        except TypeError as error:
-            raise TypeError(f"{called}: {error}") from None
-        bound.apply_defaults()
-        return bound.arguments
 
     def protect(self, protection: Protection) -> None:
         """Apply ``protection`` to the clients' replies before the method sees them.
@@ -682,69 +634,7 @@ class Strategy(FlowerFedAvg):
             replies = [*half.early_replies, *replies]
         return half.played.send(replies)
 
-    # --- what callers and checkpoints use ---------------------------------------------
-
-    @property
-    def reports(self) -> list[RoundOutcome]:
-        """The report of each round, oldest first."""
-        return self.run.reports
-
-    @property
-    def state(self) -> Any:
-        """The method's state as a value, such as ``FixBN().state.frozen_after``.
-
-        With several methods it is a mapping by name.
-        """
-        names = self.name.split("+")
-        if len(names) == 1:
-            return self.run.states.get(self.name)
-        return {name: self.run.states.get(name) for name in names}
-
-    @property
-    def parts(self) -> Parts | None:
-        """The split of the model's state, or None if it is still unknown."""
-        return self.run.start.parts_or_none
-
-    @parts.setter
-    def parts(self, parts: Parts | None) -> None:
-        self.run.start.parts_or_none = parts
-
-    @property
-    def local(self) -> PartSet:
-        """The parts of the model's state that stay with the clients."""
-        return self.methods.local
-
-    @property
-    def continuity(self) -> Continuity | None:
-        """The id of the run for clients with a state folder, or None if not sent."""
-        return self.run.start.continuity
-
-    @continuity.setter
-    def continuity(self, continuity: Continuity | None) -> None:
-        self.run.start.continuity = continuity
-
-    def advice(self, server_round: int) -> list[str]:
-        """Return the causes and the remedies of a non-finite loss in this round."""
-        return self.methods.advice(
-            self.run.states, server_round, self.run.start.parts_or_none
-        )
-
-    def for_evaluate_fn(self, server_round: int, arrays: ArrayRecord) -> ArrayRecord:
-        """Return the model for a round's test, with averaged BN if configured."""
-        if not self.completes_tests:
-            return testing.with_statistics(self.run, arrays)
-        return testing.tested_by_server(self.run, server_round, arrays)
-
-    def outcome(self, num_rounds: int) -> dict[str, Any]:
-        """Return the summary's entries about the methods and the protection."""
-        return {
-            **self.methods.outcome(self.run.states, num_rounds),
-            **self.protection.outcome(),
-        }
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state for a checkpoint, as JSON values and arrays."""
-        return self.run.saved()
+    # --- checkpoints -------------------------------------------------------------------
 
     def load_state_dict(self, state: Mapping[str, Any], server_round: int) -> None:
         """Let the next ``start`` continue after a round, with its ``state_dict``.

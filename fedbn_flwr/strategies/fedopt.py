@@ -145,16 +145,8 @@ class ServerStep(Method[P, ServerMoments]):
     ) -> tuple[dict[str, Any], ServerMoments]:
         """Step every floating entry except buffers from its previous value."""
         moments = dict(state.moments)
-<<<<<<< HEAD
-        for name, mean in model.items():
-            if name in averaged:
-                continue
-            if not np.issubdtype(mean.dtype, np.floating):
-                continue
-=======
         for name in facts.stepped:
             mean = model[name]
->>>>>>> wt/declare
             x = facts.before[name].astype(np.float64)
             delta = mean.astype(np.float64) - x
             step, moments[name] = self.step(facts.number, delta, moments.get(name, ()))
