@@ -32,6 +32,7 @@ from fedbn_flwr.client.model_spec import ModelSpec, StateLocation
 from fedbn_flwr.client.noted_model import NotedModel
 from fedbn_flwr.client.replay_log import replay
 from fedbn_flwr.errors import ConfigError, StateError
+from fedbn_flwr.messages.hook_context import HookContext
 from fedbn_flwr.messages.protocol import (
     APPLIED,
     ARRAY_NAMES,
@@ -41,7 +42,6 @@ from fedbn_flwr.messages.protocol import (
 )
 from fedbn_flwr.messages.records import from_record, of_kind, tensors
 from fedbn_flwr.problems import Known, tell
-from fedbn_flwr.server.methods.method import HookContext
 from fedbn_flwr.strategies import make_hooks, refuse_on_client
 from fedbn_flwr.training.batches import Batches
 from fedbn_flwr.training.checkpointing import in_checkpoint

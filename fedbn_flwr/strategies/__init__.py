@@ -22,13 +22,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from pydantic import create_model
 
 from fedbn_flwr.errors import ConfigError, unknown_name
+from fedbn_flwr.messages.hook_context import HookContext
 from fedbn_flwr.messages.protocol import PREFIX, Key
 from fedbn_flwr.problems import Known, Problem, check, tell
 from fedbn_flwr.server.methods.check_combinations import why_not_combined
 from fedbn_flwr.server.methods.method import (
     Ask,
     Facts,
-    HookContext,
     Method,
     Replies,
 )

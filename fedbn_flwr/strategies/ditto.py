@@ -46,8 +46,9 @@ from __future__ import annotations
 from torch import nn
 
 from fedbn_flwr.errors import ConfigError
+from fedbn_flwr.messages.hook_context import HookContext
 from fedbn_flwr.problems import Problem
-from fedbn_flwr.server.methods.method import Ask, Facts, HookContext
+from fedbn_flwr.server.methods.method import Ask, Facts
 from fedbn_flwr.server.methods.options import AGC, ClipGradients
 from fedbn_flwr.server.methods.params import setting
 from fedbn_flwr.server.methods.travels import Travels

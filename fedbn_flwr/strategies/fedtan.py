@@ -98,8 +98,9 @@ from torch import nn
 
 from fedbn_flwr.batchnorm.sync import Backward, ExchangeScheme, synchronised
 from fedbn_flwr.errors import DataError
+from fedbn_flwr.messages.hook_context import HookContext
 from fedbn_flwr.messages.protocol import FIRST_BATCH, Key
-from fedbn_flwr.server.methods.method import Ask, Facts, HookContext, Method
+from fedbn_flwr.server.methods.method import Ask, Facts, Method
 from fedbn_flwr.server.methods.params import Params, setting
 from fedbn_flwr.server.methods.travels import Exchanges, Travels
 from fedbn_flwr.server.strategy import Strategy

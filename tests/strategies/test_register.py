@@ -10,9 +10,10 @@ from torch import Tensor, nn
 
 from fedbn_flwr import strategies
 from fedbn_flwr.errors import ConfigError
+from fedbn_flwr.messages.hook_context import HookContext
 from fedbn_flwr.messages.protocol import Key
 from fedbn_flwr.mods import bn_rules
-from fedbn_flwr.server.methods.method import Ask, HookContext
+from fedbn_flwr.server.methods.method import Ask
 from fedbn_flwr.server.methods.params import setting
 from fedbn_flwr.strategies import (
     FedAvg,

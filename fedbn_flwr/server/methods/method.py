@@ -23,33 +23,27 @@ Two methods, the federated mean and a mean that only moves half of the way::
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, ClassVar, Generic, Literal, NamedTuple
 
-from torch import nn
 from typing_extensions import TypeVar
 
 from fedbn_flwr.batchnorm.averaging import State, to_shares, weighted_sum
 from fedbn_flwr.batchnorm.parts import Parts, entry_name
 from fedbn_flwr.errors import ConfigError
-from fedbn_flwr.messages.protocol import MessageConfig, ReplyInfo
-from fedbn_flwr.problems import Known, Problem
+from fedbn_flwr.messages.hook_context import HookFactory
+from fedbn_flwr.messages.protocol import ReplyInfo
+from fedbn_flwr.problems import Problem
 from fedbn_flwr.server.methods.params import Params
 from fedbn_flwr.server.methods.travels import ALL, Travels
 from fedbn_flwr.site_names import with_name
-from fedbn_flwr.training.client_hook import ClientHook
-from fedbn_flwr.training.model_state import without_wrappers
-from fedbn_flwr.transport import Reducer
-from fedbn_flwr.transport.transports import connect
 
 __all__ = [
     "ROLES",
     "Ask",
     "Facts",
-    "HookContext",
-    "HookFactory",
     "Method",
     "Node",
     "Replies",
@@ -314,49 +308,6 @@ class Ask(NamedTuple):
     tunes: bool = False
 
 
-@dataclass(frozen=True)
-class HookContext:
-    """The input of a ``HookFactory``.
-
-    Attributes:
-        config: the config of the training message; each method declares its keys in its
-            own file.
-        local_entries: names of the entries that stay with this client.
-        replayed: the reducer of a synchronised step by messages; None otherwise.
-        validation_loss: returns the loss of a model on the client's validation data,
-            and raises DataError if the client has none. None if the training loop
-            belongs to another project.
-        train: trains a model as the client does, with ``hooks``; None in a loop of
-            another project.
-        known: the facts of the client's training that the rows read; empty in a loop of
-            another project.
-    """
-
-    config: Mapping[str, Any]
-    local_entries: frozenset[str] = frozenset()
-    replayed: Reducer | None = None
-    validation_loss: Callable[[nn.Module], float] | None = None
-    train: Callable[..., object] | None = None
-    known: Known = field(default_factory=Known)
-
-    @property
-    def reducer(self) -> Reducer:
-        """The reducer of a synchronised step. Reading it opens a channel."""
-        return connect(self.config) if self.replayed is None else self.replayed
-
-    @property
-    def layers(self) -> tuple[str, ...]:
-        """The paths of the method's BatchNorm layers, or nothing for all layers."""
-        return MessageConfig.read(self.config).layers
-
-    @property
-    def personal(self) -> frozenset[str]:
-        """The names of ``MessageConfig.personal``, without a wrapper's prefix."""
-        names = MessageConfig.read(self.config).personal
-        return frozenset(map(without_wrappers, names))
-
-
-HookFactory = Callable[[HookContext], ClientHook]
 ROLES = ("local-part", "client-hooks", "server-step")
 """The things that a method may add to another method; each is a config key."""
 Role = Literal["", "local-part", "client-hooks", "server-step", "option"]
