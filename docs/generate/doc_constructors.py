@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,10 @@ def constructors() -> str:
 
 
 def _class(kind: type[Strategy]) -> str:
-    lines = [f"\nclass {kind.__name__}(_{kind.__name__}):", "    def __init__("]
+    # An editor shows the docstring of the class that it reads.
+    docstring = textwrap.indent(f'"""{inspect.getdoc(kind)}\n"""', "    ")
+    lines = [f"\nclass {kind.__name__}(_{kind.__name__}):", docstring, ""]
+    lines.append("    def __init__(")
     lines += [f"        {argument}," for argument in _arguments(kind)]
     return "\n".join([*lines, "    ) -> None: ...\n"])
 

@@ -13,7 +13,6 @@ own needs (``Method``, ``Travels``, ...).
 from __future__ import annotations
 
 import functools
-import inspect
 import itertools
 import sys
 from collections.abc import Collection, Mapping
@@ -285,11 +284,10 @@ def _overrides(strategy: StrategyClass) -> list[str]:
     for base in strategy.__mro__:
         if not issubclass(base, Strategy) or base.__module__.startswith(_PACKAGE):
             continue
-        names.update(name for name in vars(base) if not name.startswith("_"))
-        # A partialmethod comes from the package, for the defaults of the method.
-        if inspect.isfunction(vars(base).get("__init__")):
-            names.add("__init__")
-    return sorted(names - {"method", "combination", "name", "Params"})
+        for name in vars(base):
+            if name == "__init__" or not name.startswith("_"):
+                names.add(name)
+    return sorted(names - {"method", "combination", "name", "Params", "like"})
 
 
 def _rank(kind: type[Kind]) -> tuple[int, int, str]:

@@ -32,6 +32,16 @@ from fedbn_flwr.strategies.standalone import Standalone as _Standalone
 from fedbn_flwr.strategies.staticbn import StaticBN as _StaticBN
 
 class BNScaffold(_BNScaffold):
+    """SCAFFOLD that also corrects the statistics of BatchNorm in every step.
+
+    Example, with ``app`` and ``arrays`` as in the example of ``InProcessGrid``::
+
+        >>> from fedbn_flwr.strategies import BNScaffold
+        >>> strategy = BNScaffold(variance_floor=0.5)
+        >>> with InProcessGrid(app, num_nodes=3) as grid:
+        ...     result = strategy.start(grid, arrays, num_rounds=2)
+    """
+
     def __init__(
         self,
         fraction_train: float = 1.0,
@@ -68,6 +78,16 @@ class BNScaffold(_BNScaffold):
     ) -> None: ...
 
 class Ditto(_Ditto):
+    """FedAvg with an additional personal model for each client.
+
+    Example, with ``app`` and ``arrays`` as in the example of ``InProcessGrid``::
+
+        >>> from fedbn_flwr.strategies import Ditto
+        >>> strategy = Ditto(proximal_mu=0.1)
+        >>> with InProcessGrid(app, num_nodes=3) as grid:
+        ...     result = strategy.start(grid, arrays, num_rounds=2)
+    """
+
     def __init__(
         self,
         fraction_train: float = 1.0,
@@ -103,6 +123,16 @@ class Ditto(_Ditto):
     ) -> None: ...
 
 class FBN(_FBN):
+    """FedAvg whose BN trains with global statistics, pooled from steps or a pass.
+
+    Example, with ``app`` and ``arrays`` as in the example of ``InProcessGrid``::
+
+        >>> from fedbn_flwr.strategies import FBN
+        >>> strategy = FBN(fbn_measure="pass")
+        >>> with InProcessGrid(app, num_nodes=3) as grid:
+        ...     result = strategy.start(grid, arrays, num_rounds=2)
+    """
+
     def __init__(
         self,
         fraction_train: float = 1.0,
@@ -141,6 +171,16 @@ class FBN(_FBN):
     ) -> None: ...
 
 class FedAvg(_FedAvg):
+    """Federated averaging.
+
+    Example, with ``app`` and ``arrays`` as in the example of ``InProcessGrid``::
+
+        >>> from fedbn_flwr.strategies import FedAvg
+        >>> strategy = FedAvg(fraction_train=0.7, variance="pooled")
+        >>> with InProcessGrid(app, num_nodes=3) as grid:
+        ...     result = strategy.start(grid, arrays, num_rounds=2)
+    """
+
     def __init__(
         self,
         fraction_train: float = 1.0,
@@ -175,6 +215,16 @@ class FedAvg(_FedAvg):
     ) -> None: ...
 
 class FedAvgM(_FedAvgM):
+    """FedAvg with momentum on the server.
+
+    Example, with ``app`` and ``arrays`` as in the example of ``InProcessGrid``::
+
+        >>> from fedbn_flwr.strategies import FedAvgM
+        >>> strategy = FedAvgM(server_momentum=0.9)
+        >>> with InProcessGrid(app, num_nodes=3) as grid:
+        ...     result = strategy.start(grid, arrays, num_rounds=2)
+    """
+
     def __init__(
         self,
         fraction_train: float = 1.0,
@@ -211,6 +261,16 @@ class FedAvgM(_FedAvgM):
     ) -> None: ...
 
 class FedBN(_FedBN):
+    """FedAvg that keeps the whole of BN on the client.
+
+    Example, with ``app`` and ``arrays`` as in the example of ``InProcessGrid``::
+
+        >>> from fedbn_flwr.strategies import FedBN
+        >>> strategy = FedBN(eval_on="averaged-bn")
+        >>> with InProcessGrid(app, num_nodes=3) as grid:
+        ...     result = strategy.start(grid, arrays, num_rounds=2)
+    """
+
     def __init__(
         self,
         fraction_train: float = 1.0,
@@ -245,6 +305,19 @@ class FedBN(_FedBN):
     ) -> None: ...
 
 class FedBS(_FedBS):
+    """FedAvg weighted by losses until they agree (``switched_after``), then FedProx.
+
+    ``loss_key`` is the name of the metric F_k in the clients' replies. For
+    "validation-loss", a ``TorchClient`` reports the loss on its test set "validation".
+
+    Example, with ``app`` and ``arrays`` as in the example of ``InProcessGrid``::
+
+        >>> from fedbn_flwr.strategies import FedBS
+        >>> strategy = FedBS(fedbs_rounds=3)
+        >>> with InProcessGrid(app, num_nodes=3) as grid:
+        ...     result = strategy.start(grid, arrays, num_rounds=2)
+    """
+
     def __init__(
         self,
         fraction_train: float = 1.0,
@@ -283,6 +356,16 @@ class FedBS(_FedBS):
     ) -> None: ...
 
 class FedDNA(_FedDNA):
+    """FedTAN without the exchange of gradients.
+
+    Example, with ``app`` and ``arrays`` as in the example of ``InProcessGrid``::
+
+        >>> from fedbn_flwr.strategies import FedDNA
+        >>> strategy = FedDNA()
+        >>> with InProcessGrid(app, num_nodes=3) as grid:
+        ...     result = strategy.start(grid, arrays, num_rounds=2)
+    """
+
     def __init__(
         self,
         fraction_train: float = 1.0,
@@ -323,6 +406,16 @@ class FedDNA(_FedDNA):
     ) -> None: ...
 
 class FedNova(_FedNova):
+    """FedAvg of the clients' changes, each divided by its tau_i.
+
+    Example, with ``app`` and ``arrays`` as in the example of ``InProcessGrid``::
+
+        >>> from fedbn_flwr.strategies import FedNova
+        >>> strategy = FedNova()
+        >>> with InProcessGrid(app, num_nodes=3) as grid:
+        ...     result = strategy.start(grid, arrays, num_rounds=2)
+    """
+
     def __init__(
         self,
         fraction_train: float = 1.0,
@@ -357,6 +450,16 @@ class FedNova(_FedNova):
     ) -> None: ...
 
 class FedAdagrad(_FedAdagrad):
+    """Adaptive server step whose second moment only grows, by Delta^2.
+
+    Example, with ``app`` and ``arrays`` as in the example of ``InProcessGrid``::
+
+        >>> from fedbn_flwr.strategies import FedAdagrad
+        >>> strategy = FedAdagrad(eta=0.03)
+        >>> with InProcessGrid(app, num_nodes=3) as grid:
+        ...     result = strategy.start(grid, arrays, num_rounds=2)
+    """
+
     def __init__(
         self,
         fraction_train: float = 1.0,
@@ -394,6 +497,16 @@ class FedAdagrad(_FedAdagrad):
     ) -> None: ...
 
 class FedAdam(_FedAdam):
+    """Adam's bias-corrected server step, with v = beta_2 v + (1 - beta_2) Delta^2.
+
+    Example, with ``app`` and ``arrays`` as in the example of ``InProcessGrid``::
+
+        >>> from fedbn_flwr.strategies import FedAdam
+        >>> strategy = FedAdam(eta=0.03)
+        >>> with InProcessGrid(app, num_nodes=3) as grid:
+        ...     result = strategy.start(grid, arrays, num_rounds=2)
+    """
+
     def __init__(
         self,
         fraction_train: float = 1.0,
@@ -433,6 +546,16 @@ class FedAdam(_FedAdam):
     ) -> None: ...
 
 class FedYogi(_FedYogi):
+    """Yogi's server step, with v moving by (1 - beta_2) Delta^2 towards Delta^2.
+
+    Example, with ``app`` and ``arrays`` as in the example of ``InProcessGrid``::
+
+        >>> from fedbn_flwr.strategies import FedYogi
+        >>> strategy = FedYogi(eta=0.03)
+        >>> with InProcessGrid(app, num_nodes=3) as grid:
+        ...     result = strategy.start(grid, arrays, num_rounds=2)
+    """
+
     def __init__(
         self,
         fraction_train: float = 1.0,
@@ -472,6 +595,16 @@ class FedYogi(_FedYogi):
     ) -> None: ...
 
 class FedProx(_FedProx):
+    """FedAvg whose clients add a proximal term to their loss.
+
+    Example, with ``app`` and ``arrays`` as in the example of ``InProcessGrid``::
+
+        >>> from fedbn_flwr.strategies import FedProx
+        >>> strategy = FedProx(proximal_mu=0.01)
+        >>> with InProcessGrid(app, num_nodes=3) as grid:
+        ...     result = strategy.start(grid, arrays, num_rounds=2)
+    """
+
     def __init__(
         self,
         fraction_train: float = 1.0,
@@ -507,6 +640,16 @@ class FedProx(_FedProx):
     ) -> None: ...
 
 class FedRep(_FedRep):
+    """FedAvg of the body, after steps on each client's own head.
+
+    Example, with ``app`` and ``arrays`` as in the example of ``InProcessGrid``::
+
+        >>> from fedbn_flwr.strategies import FedRep
+        >>> strategy = FedRep(head_steps=1)
+        >>> with InProcessGrid(app, num_nodes=3) as grid:
+        ...     result = strategy.start(grid, arrays, num_rounds=2)
+    """
+
     def __init__(
         self,
         fraction_train: float = 1.0,
@@ -542,6 +685,16 @@ class FedRep(_FedRep):
     ) -> None: ...
 
 class FedTAN(_FedTAN):
+    """FedAvg whose first local step is synchronised layer by layer.
+
+    Example, with ``app`` and ``arrays`` as in the example of ``InProcessGrid``::
+
+        >>> from fedbn_flwr.strategies import FedTAN
+        >>> strategy = FedTAN()
+        >>> with InProcessGrid(app, num_nodes=3) as grid:
+        ...     result = strategy.start(grid, arrays, num_rounds=2)
+    """
+
     def __init__(
         self,
         fraction_train: float = 1.0,
@@ -582,6 +735,16 @@ class FedTAN(_FedTAN):
     ) -> None: ...
 
 class FedTAN2(_FedTAN2):
+    """FedTAN for M rounds, then frozen BN statistics (``frozen_after`` = M).
+
+    Example, with ``app`` and ``arrays`` as in the example of ``InProcessGrid``::
+
+        >>> from fedbn_flwr.strategies import FedTAN2
+        >>> strategy = FedTAN2(fedtan_rounds=1)
+        >>> with InProcessGrid(app, num_nodes=3) as grid:
+        ...     result = strategy.start(grid, arrays, num_rounds=2)
+    """
+
     def __init__(
         self,
         fraction_train: float = 1.0,
@@ -625,6 +788,18 @@ class FedTAN2(_FedTAN2):
     ) -> None: ...
 
 class FedWon(_FedWon):
+    """FedAvg with AGC, for a model without BatchNorm.
+
+    Example::
+
+        >>> from torch import nn
+        >>> from fedbn_flwr import replace_norm
+        >>> from fedbn_flwr.strategies import FedWon
+        >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU())
+        >>> without_norm, report = replace_norm(model, "wsconv")
+        >>> strategy = FedWon(agc=0.1)
+    """
+
     def __init__(
         self,
         fraction_train: float = 1.0,
@@ -659,6 +834,16 @@ class FedWon(_FedWon):
     ) -> None: ...
 
 class FixBN(_FixBN):
+    """FedAvg that freezes the BN statistics after round T* (``freeze_at``).
+
+    Example, with ``app`` and ``arrays`` as in the example of ``InProcessGrid``::
+
+        >>> from fedbn_flwr.strategies import FixBN
+        >>> strategy = FixBN(freeze_at=1)
+        >>> with InProcessGrid(app, num_nodes=3) as grid:
+        ...     result = strategy.start(grid, arrays, num_rounds=2)
+    """
+
     def __init__(
         self,
         fraction_train: float = 1.0,
@@ -697,6 +882,16 @@ class FixBN(_FixBN):
     ) -> None: ...
 
 class HBN(_HBN):
+    """FedAvg whose BN trains with a learned mixture of batch and global statistics.
+
+    Example, with ``app`` and ``arrays`` as in the example of ``InProcessGrid``::
+
+        >>> from fedbn_flwr.strategies import HBN
+        >>> strategy = HBN(share_alpha=True)
+        >>> with InProcessGrid(app, num_nodes=3) as grid:
+        ...     result = strategy.start(grid, arrays, num_rounds=2)
+    """
+
     def __init__(
         self,
         fraction_train: float = 1.0,
@@ -734,6 +929,16 @@ class HBN(_HBN):
     ) -> None: ...
 
 class MTFL(_MTFL):
+    """FedAvg that keeps gamma and beta on the client.
+
+    Example, with ``app`` and ``arrays`` as in the example of ``InProcessGrid``::
+
+        >>> from fedbn_flwr.strategies import MTFL
+        >>> strategy = MTFL()
+        >>> with InProcessGrid(app, num_nodes=3) as grid:
+        ...     result = strategy.start(grid, arrays, num_rounds=2)
+    """
+
     def __init__(
         self,
         fraction_train: float = 1.0,
@@ -768,6 +973,16 @@ class MTFL(_MTFL):
     ) -> None: ...
 
 class Scaffold(_Scaffold):
+    """Stochastic controlled averaging, with BN statistics averaged as in FedAvg.
+
+    Example, with ``app`` and ``arrays`` as in the example of ``InProcessGrid``::
+
+        >>> from fedbn_flwr.strategies import Scaffold
+        >>> strategy = Scaffold()
+        >>> with InProcessGrid(app, num_nodes=3) as grid:
+        ...     result = strategy.start(grid, arrays, num_rounds=2)
+    """
+
     def __init__(
         self,
         fraction_train: float = 1.0,
@@ -803,6 +1018,16 @@ class Scaffold(_Scaffold):
     ) -> None: ...
 
 class SiloBN(_SiloBN):
+    """FedAvg that keeps running statistics and counters on the client.
+
+    Example, with ``app`` and ``arrays`` as in the example of ``InProcessGrid``::
+
+        >>> from fedbn_flwr.strategies import SiloBN
+        >>> strategy = SiloBN()
+        >>> with InProcessGrid(app, num_nodes=3) as grid:
+        ...     result = strategy.start(grid, arrays, num_rounds=2)
+    """
+
     def __init__(
         self,
         fraction_train: float = 1.0,
@@ -837,6 +1062,16 @@ class SiloBN(_SiloBN):
     ) -> None: ...
 
 class Standalone(_Standalone):
+    """FedAvg that keeps the whole state on the client.
+
+    Example, with ``app`` and ``arrays`` as in the example of ``InProcessGrid``::
+
+        >>> from fedbn_flwr.strategies import Standalone
+        >>> strategy = Standalone()
+        >>> with InProcessGrid(app, num_nodes=3) as grid:
+        ...     result = strategy.start(grid, arrays, num_rounds=2)
+    """
+
     def __init__(
         self,
         fraction_train: float = 1.0,
@@ -871,6 +1106,16 @@ class Standalone(_Standalone):
     ) -> None: ...
 
 class StaticBN(_StaticBN):
+    """FedAvg that trains without running statistics and re-estimates them for tests.
+
+    Example, with ``app`` and ``arrays`` as in the example of ``InProcessGrid``::
+
+        >>> from fedbn_flwr.strategies import StaticBN
+        >>> strategy = StaticBN()
+        >>> with InProcessGrid(app, num_nodes=3) as grid:
+        ...     result = strategy.start(grid, arrays, num_rounds=2)
+    """
+
     def __init__(
         self,
         fraction_train: float = 1.0,

@@ -122,14 +122,13 @@ class FedNovaMethod(Method):
 
     def travels(self, num_rounds: int | None = None) -> tuple[Travels, ...]:
         """Return a phase in which the server reads each change and its tau."""
-        why = (
-            "the server divides the change of each client by its tau; use a fixed number"
-            " of local-steps and strategy=fedavg"
-        )
+        why = "the server divides the change of each client by its tau"
+        instead = "FedAvg with the same local-steps for all clients"
+        tau = Extra(TAU, "scalar", why, required=True, instead=instead)
         return (
             Travels(
                 each=frozenset({Part.AFFINE, Part.REST}),
-                extras=(Extra(TAU, "scalar", why, required=True),),
+                extras=(tau,),
                 decides=frozenset({"server step"}),
             ),
         )

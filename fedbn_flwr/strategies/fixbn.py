@@ -270,8 +270,15 @@ class FixBNMethod(Method[Any, Frozen]):
         """Return the phases before and after the freeze."""
         first = self.first_phase()
         if self.params.freeze_at == "auto":
-            why = f"{self.key}=auto follows delta_m of each client; use a fixed round"
-            delta = Extra(DELTA, "scalar", why, read="mean", required=True)
+            why = f"{self.key}=auto follows delta_m of each client"
+            delta = Extra(
+                DELTA,
+                "scalar",
+                why,
+                read="mean",
+                required=True,
+                instead="a fixed round",
+            )
             first = replace(first, extras=(delta,))
         last = None if num_rounds is None else self.freezes_after(num_rounds)
         frozen = Travels(

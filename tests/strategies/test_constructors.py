@@ -123,3 +123,4 @@ def test_a_methods_own_default_of_a_common_setting_holds() -> None:
     for kind in (Careful, type("Mine", (Careful,), {}), combined(Careful, FedBN)):
         assert kind().params.min_replies == 3
         assert kind(min_replies=1).params.min_replies == 1
+    assert defaults(Careful)["min_replies"] == 3

@@ -24,18 +24,22 @@ class Disclosure(NamedTuple):
         text: the value, and the reason why it reveals something about a client.
         masked: whether masked sums cover it. Differential privacy never does.
         key: its key in the reply; empty if it is not a record or a metric.
+        instead: the alternative. It is empty only before ``disclosures`` adds the
+            alternative of the method.
     """
 
     text: str
     masked: bool = False
     key: str = ""
+    instead: str = ""
 
 
 def disclosures(methods: Methods) -> list[Disclosure]:
     """Return the additional values that clients send or that the server reads."""
     sent: list[Disclosure] = []
     for method in methods:
-        sent += _sent_for(method)
+        for one in _sent_for(method):
+            sent.append(one._replace(instead=one.instead or method.instead))
     # Two methods may send the same value: list it once.
     return list(dict.fromkeys(sent))
 
@@ -50,7 +54,7 @@ def uncovered(methods: Methods, key: str, value: str) -> Iterator[Problem]:
         if disclosure.key:
             text += f" ({disclosure.key!r} in the reply)"
         if key != "masked-sums" or not disclosure.masked:
-            yield Problem("unprotected-value", text, key)
+            yield Problem("unprotected-value", text, key, remedy=disclosure.instead)
 
 
 def _sent_for(method: Method[Any, Any]) -> Iterator[Disclosure]:
@@ -65,7 +69,7 @@ def _sent_for(method: Method[Any, Any]) -> Iterator[Disclosure]:
     for extra in travels.extras:
         if extra.size != "scalar" or extra.read != "log":
             says_why = True
-            yield Disclosure(extra.why, key=extra.key)
+            yield Disclosure(extra.why, key=extra.key, instead=extra.instead)
     if travels.weights not in ("examples", "equal") and not says_why:
         yield Disclosure(
             f"the clients' {travels.weights} are the weights of the average"
@@ -84,8 +88,8 @@ def _sent_for(method: Method[Any, Any]) -> Iterator[Disclosure]:
     if reads_undeclared(type(method)):
         kind = type(method).__name__
         yield Disclosure(
-            f"{kind}.aggregate may read anything in single replies: declare in"
-            f" {kind}.travels which parts it reads"
+            f"{kind}.aggregate may read anything in single replies",
+            instead=f"{kind}.travels to declare which parts it reads",
         )
     elif travels.each and not says_why:
         yield Disclosure(
@@ -102,7 +106,8 @@ def _exchanges(exchanges: Exchanges) -> Disclosure:
     if exchanges.read == "mean":
         return Disclosure(text, masked=True)
     return Disclosure(
-        f"{text}; with fedtan-exchanges=2L+1 the server computes more than sums of them"
+        f"{text}; with fedtan-exchanges=2L+1 the server computes more than sums of them",
+        instead="masked-sums with fedtan-exchanges=3L+1, or FedAvg",
     )
 
 

@@ -49,13 +49,15 @@ def _of_tests(methods: Any, known: Known) -> Iterator[Problem]:
         # StaticBN re-estimates in every run, so the user can only change its personal
         # entries.
         asks = "recalibrate" if methods.params.recalibrate else "personal"
+        key = "eval-on" if RECALIBRATED in tests else asks
         yield Problem(
             "no-global-weights",
             f"strategy {methods.name!r} keeps {' and '.join(sorted(weights))} with its"
             " clients, so there are no global weights to re-estimate statistics with"
-            " (recalibrate, eval-on=recalibrated).",
-            "eval_on" if RECALIBRATED in tests else asks,
+            " (recalibrate, eval-on=recalibrated)",
+            key.replace("-", "_"),
             stage="settings",
+            remedy=f"a method that shares all weights (silobn), or leave {key} out",
         )
     asked = [name for name in tests if name.startswith("global")]
     if Part.REST in local and asked:

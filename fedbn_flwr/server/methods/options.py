@@ -71,10 +71,7 @@ class MomentumScope(Option[Momentum]):
         """Return a phase that declares the buffers that the server averages."""
         if self.params.momentum_scope == "local":
             return (Travels(kept="SGD's momentum"),)
-        why = (
-            "momentum-scope=global sends SGD's momentum in addition to the model; use"
-            " none or local"
-        )
+        why = "momentum-scope=global sends SGD's momentum in addition to the model"
         buffers = Extra(MOMENTUM, "trainable", why, down=True, read="mean")
         return (Travels(extras=(buffers,)),)
 

@@ -48,12 +48,13 @@ class Extra:
         size: "trainable" for arrays like the shared trainable entries; "moments" for
             count, mean and M2 of each BN layer; "channels" for a number per channel of
             BN; "local" for a copy of the client's local entries; "scalar" for a metric.
-        why: what it reveals about a client, and an alternative; used when privacy
-            refuses the method.
+        why: what it reveals about a client; used when privacy refuses the method.
         down: whether the server sends it as well, from round 2 on.
         read: "mean" if the average with the weights p_i is enough, "each" if the server
             uses single values, "log" if it is only reported.
         required: whether a reply without it is refused.
+        instead: the alternative in this refusal; by default the alternative of the
+            method.
     """
 
     key: Key
@@ -62,6 +63,7 @@ class Extra:
     down: bool = False
     read: Literal["mean", "each", "log"] = "each"
     required: bool = False
+    instead: str = ""
 
 
 @dataclass(frozen=True)

@@ -242,7 +242,7 @@ def test_what_the_compose_file_sets_for_every_run_is_left_out_where_it_has_no_ef
         Config.make(preset)
     with pytest.raises(
         ConfigError,
-        match=r"^proximal-mu=2\.0 has no effect: [^\n]* ditto \[no-effect\]$",
+        match=r"^proximal-mu=2\.0 has no effect: [^\n]* fedbs \[no-effect\]$",
     ):
         Config.make({**preset, "proximal-mu": 2.0}, complete=True)
 
