@@ -137,11 +137,11 @@ def bn_rules(
     # also needs two other things: the context, because the mod has put the arrays
     # there, and the names of the entries on the server.
     kept: KeptState | None = None
-    with_arrays = [
-        hook_name
+    with_arrays = {
+        hook_name: hook
         for hook_name, hook in hooks.items()
         if overrides(hook, "receive", "reply", "keep", "around")
-    ]
+    }
     # Entries and paths use the names of the server's model. If no hook has arrays, a
     # model with other names is allowed, such as a model with a second head.
     with nullcontext() if with_arrays else suppress(StateError):
@@ -151,7 +151,7 @@ def bn_rules(
     if with_arrays:
         if context is None or whole is None:
             raise ConfigError(
-                f"client hook '{with_arrays[0]}' sends or keeps arrays: write `with"
+                f"client hook '{next(iter(with_arrays))}' sends or keeps arrays: write `with"
                 " bn_rules(model, msg, context)`; in a NumPyClient (ClientApp with"
                 " mods=[bn_mod]) `with bn_rules(model, config, context)`"
             )
@@ -166,9 +166,7 @@ def bn_rules(
             record_name: tensors(from_record(record))
             for record_name, record in records_in(context, INBOX).items()
         }
-        for hook_name in with_arrays:
-            hook = hooks[hook_name]
-            hook.receive(extras, kept.hook_state(hook))
+        kept.hand_over(with_arrays, extras)
     name_once(model)
     tell(tied_apart(tied_entries(unwrap(model)), set(map(without_wrappers, local))))
     refuse_other_head(model, sent.head)
@@ -181,7 +179,7 @@ def bn_rules(
     if context is not None:
         fill_outbox(context, rules.metrics, hooks.values())
     if kept is not None:
-        kept.save_hook_state(hooks.values(), sent.server_round)
+        kept.save_hook_state(hooks, sent.server_round)
 
 
 def _refuse_second_block(context: Context | None, hooks: Iterable[ClientHook]) -> None:

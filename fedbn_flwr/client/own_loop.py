@@ -22,8 +22,9 @@ package. Example::
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Mapping, Sequence, Set
+from collections.abc import Callable, Generator, Mapping, Set
 from contextlib import closing
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -58,7 +59,7 @@ def train_by(
     *,
     learning_rate: float,
     stream: Callable[[str], torch.Generator],
-    hooks: Sequence[ClientHook] = (),
+    hooks: Mapping[str, ClientHook] = MappingProxyType({}),
     task: Task = CLASSIFICATION,
     layout: Layout | None = None,
     surveys: bool = True,
@@ -85,7 +86,7 @@ def train_by(
     device, prepared = device_of(layout), inputs_for(layout)
     model.train()
     sizes: list[int] = []
-    singles = SingleExamples(model, hooks)
+    singles = SingleExamples(model, hooks.values())
     named = f"loop {getattr(loop, '__qualname__', loop)}"
 
     def batches() -> Generator[tuple[Any, Tensor], None, None]:
@@ -108,7 +109,7 @@ def train_by(
                 targets = targets.float() if targets.dtype == torch.int64 else targets
             yield inputs, targets
 
-    rules = Hooks(model, {type(hook).__name__: hook for hook in hooks}, refuse)
+    rules = Hooks(model, hooks, refuse)
     modules = dict(model.named_modules())
     trained = {name: p.detach().clone() for name, p in _trained(model).items()}
     with rules.block():

@@ -64,7 +64,7 @@ class ClientHook:
             advice if the loop loads other weights after a step, such as the weights of
             the best epoch.
         kept_as: the name for storing the result of ``keep``. "" means the name of the
-            class. ``OWN_MODEL`` means that the result is the client's own model, used
+            hook. ``OWN_MODEL`` means that the result is the client's own model, used
             in tests and exports.
         stage: when ``gradients`` acts, independent of the order of the methods.
             "choose": it drops the gradients of parameters that do not train in this

@@ -1,15 +1,17 @@
 """Local training, with the hooks of a method.
 
-This is the only loop that trains. BatchNorm layers are in train mode, unless a hook
+This is the package's loop. BatchNorm layers are in train mode, unless a hook
 changes it, and the layers update their running statistics once per step. Torch only.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -82,7 +84,7 @@ def train(
     *,
     learning_rate: float,
     stream: Callable[[str], torch.Generator],
-    hooks: Sequence[ClientHook] = (),
+    hooks: Mapping[str, ClientHook] | Sequence[ClientHook] = MappingProxyType({}),
     task: Task = CLASSIFICATION,
     optimizer: torch.optim.Optimizer | None = None,
     layout: Layout | None = None,
@@ -97,7 +99,8 @@ def train(
         learning_rate: rate of this round.
         stream: returns a CPU generator for a purpose ("survey", "batches", "augment",
             "dropout").
-        hooks: the method's hooks.
+        hooks: the method's hooks by name. A list of hooks works as well, with a
+            warning.
         task: defines the loss and the counted targets.
         optimizer: an optimizer to continue with (the centralized reference keeps its
             momentum). None creates a new optimizer.
@@ -116,6 +119,9 @@ def train(
             message names the layer. Or a compiler fails at an in-place operation
             between layers that a hook computes.
     """
+    if not isinstance(hooks, Mapping):
+        hooks = _numbered(hooks)
+    acting = list(hooks.values())
     if len(data) == 0:
         raise DataError("no training examples: leave this client out or give it data")
     layout = layout or Layout(unwrap(model))
@@ -126,26 +132,26 @@ def train(
     if model is not bare or not layout.in_train_mode():
         model.train()
     # Hooks see the names without a wrapper's prefix; the passes use the wrapper.
-    with begun(hooks, bare):
+    with begun(acting, bare):
         # Measure the statistics of the data before a step, because they belong to the
         # received weights.
-        for hook in hooks if surveys else ():
+        for hook in acting if surveys else ():
             seed = stream("survey").initial_seed()
             hook.survey(bare, data, settings.batch_size, seed)
         # With hooks, collect the parameters again, because a hook may have replaced
         # some.
-        known = None if hooks else layout.parameters()
+        known = None if acting else layout.parameters()
         optimizer = optimizer or make_optimizer(model, settings, known)
         for group in optimizer.param_groups:
             group["lr"] = learning_rate
-        for hook in hooks:
+        for hook in acting:
             hook.start(bare, optimizer)
         # The order of the batches, their augmentation and dropout have separate
         # streams, so that a change of one does not affect the others.
         augment = stream("augment")
         loss_fn = task.training_loss or task.loss
-        steps = _Steps(model, bare, optimizer, hooks, task, loss_fn, settings.amp)
-        totals, singles = _Totals(task), SingleExamples(model, hooks)
+        steps = _Steps(model, bare, optimizer, acting, task, loss_fn, settings.amp)
+        totals, singles = _Totals(task), SingleExamples(model, acting)
         order = settings.batches(len(data), stream("batches"))
         with (
             seeded(stream("dropout").initial_seed()),
@@ -161,7 +167,7 @@ def train(
                 loss, outputs = steps.take(step, inputs, targets, size)
                 totals.add(loss, outputs, targets)
     metrics: dict[str, float] = {}
-    for hook in hooks:
+    for hook in acting:
         metrics |= hook.end(bare)
     if not totals.steps:
         raise nothing_trained(len(data))
@@ -171,6 +177,16 @@ def train(
     if not math.isfinite(result.loss):
         refuse_not_finite(data, prepared)
     return result
+
+
+def _numbered(hooks: Sequence[ClientHook]) -> dict[str, ClientHook]:
+    """Return the hooks of a list by number, with a warning."""
+    warnings.warn(
+        "train(hooks=[...]): give each client hook a name, hooks={'mine': hook}",
+        FutureWarning,
+        stacklevel=3,
+    )
+    return {str(number): hook for number, hook in enumerate(hooks)}
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ A BatchNorm layer may be unable to compute a variance from such a batch. Torch o
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -32,7 +32,7 @@ class SingleExamples:
     """
 
     model: nn.Module
-    hooks: Sequence[ClientHook]
+    hooks: Collection[ClientHook]
     dropped: int = 0
     fit: bool | None = None
 
@@ -77,7 +77,7 @@ def _raised_in(error: ValueError, model: nn.Module) -> str | None:
 
 
 def takes_one_example(
-    model: nn.Module, inputs: Any, hooks: Sequence[ClientHook] = ()
+    model: nn.Module, inputs: Any, hooks: Collection[ClientHook] = ()
 ) -> bool:
     """Return whether a model can be trained on a batch of one example.
 
@@ -88,7 +88,7 @@ def takes_one_example(
 
 
 def refusing_layers(
-    model: nn.Module, inputs: Any, hooks: Sequence[ClientHook] = ()
+    model: nn.Module, inputs: Any, hooks: Collection[ClientHook] = ()
 ) -> list[str]:
     """Return the paths of the BatchNorm layers that cannot use one example.
 
