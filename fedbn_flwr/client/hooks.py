@@ -222,6 +222,7 @@ class Hooks:
         model: the model.
         hooks: the client hooks by name.
         refuse: raises the problems that the methods have with the facts of the loop.
+        called: the model with its wrappers, as the loop calls it. None means ``model``.
 
     Attributes:
         metrics: the hooks' metrics and ``fedbn-flwr.hooks-applied``, set at the end of
@@ -235,6 +236,7 @@ class Hooks:
         model: nn.Module,
         hooks: Mapping[str, ClientHook],
         refuse: Callable[[Known], None] = lambda known: None,
+        called: nn.Module | None = None,
     ) -> None:
         self.metrics: dict[str, Any] = {}
         self._refuse = refuse
@@ -274,8 +276,9 @@ class Hooks:
         # Compare with the received weights before the first pass with gradients, because
         # the pass itself may limit weights. A survey must come before this pass as well.
         # Only hooks of the layers notice the pass in every kind of loop.
-        if not isinstance(model, torch.jit.ScriptModule):
-            self._exit.callback(model.register_forward_pre_hook(self._note).remove)
+        called = model if called is None else called
+        if not isinstance(called, torch.jit.ScriptModule):
+            self._exit.callback(called.register_forward_pre_hook(self._note).remove)
         if self._compares or any(overrides(hook, "survey") for hook in hooks.values()):
             self._exit.callback(self._watching.close)
             note = not_compiled(self._note)

@@ -109,7 +109,8 @@ def train_by(
                 targets = targets.float() if targets.dtype == torch.int64 else targets
             yield inputs, targets
 
-    rules = Hooks(model, hooks, refuse)
+    # Hooks see the names without a wrapper's prefix; the loop uses the wrapper.
+    rules = Hooks(layout.model, hooks, refuse, called=model)
     modules = dict(model.named_modules())
     trained = {name: p.detach().clone() for name, p in _trained(model).items()}
     with rules.block():

@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
 
 from fedbn_flwr import strategies
 from fedbn_flwr.client import client_app
@@ -23,7 +22,13 @@ from fedbn_flwr.messages.records import from_record
 from fedbn_flwr.strategies import Ask, Method, Strategy, Travels, register
 from fedbn_flwr.training import ClientHook, LearningRate, LocalTraining
 from tests.support.federation import torch_clients
-from tests.support.user_loops import BATCH, SIZES, compiled_loop, hooked_loop
+from tests.support.user_loops import (
+    BATCH,
+    SIZES,
+    compiled_loop,
+    hooked_loop,
+    loop_of_steps,
+)
 
 ROUNDS = 4
 
@@ -92,19 +97,6 @@ def strategy_with(second: type[Pull]) -> type[Strategy]:
     return type("Two", (Strategy,), {"method": register(TwoMethod)})
 
 
-def own(model: nn.Module, batches: Any, rules: Any, learning_rate: float) -> float:
-    optimizer = rules.wrap(torch.optim.SGD(model.parameters(), learning_rate))
-    losses = []
-    for inputs, targets in batches:
-        optimizer.zero_grad()
-        with rules.step(len(targets)):
-            loss = cross_entropy(model(inputs), targets)
-            loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return sum(losses) / len(losses)
-
-
 @pytest.fixture
 def trained(monkeypatch, tmp_path_factory, mlp, datasets, user_app, run_app) -> Any:
     """``trained(second, way, compiled)`` runs two rounds, and resumes the run."""
@@ -116,7 +108,7 @@ def trained(monkeypatch, tmp_path_factory, mlp, datasets, user_app, run_app) -> 
         if way == "bn_rules":
             app = user_app(compiled_loop if compiled else hooked_loop)
         else:
-            loop = own if way == "loop=" else None
+            loop = loop_of_steps if way == "loop=" else None
             settings = LocalTraining(
                 learning_rate=LearningRate(0.1), batch_size=BATCH, loop=loop
             )
