@@ -6,10 +6,8 @@ changes it, and the layers update their running statistics once per step. Torch 
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -17,15 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fedbn_flwr.errors import ConfigError, DataError, FedBNError
+from fedbn_flwr.errors import ConfigError, DataError
 from fedbn_flwr.training.attributes import Attributes
-from fedbn_flwr.training.batches import (
-    Batches,
-    device_of,
-    inputs_for,
-    refuse_not_finite,
-    with_positions,
-)
+from fedbn_flwr.training.batches import Batches, device_of
 from fedbn_flwr.training.client_hook import (
     ClientHook,
     LossAndOutputs,
@@ -34,22 +26,18 @@ from fedbn_flwr.training.client_hook import (
     begun,
     change_gradients,
 )
+from fedbn_flwr.training.feed import Feed
 from fedbn_flwr.training.losses import LossFn
-from fedbn_flwr.training.model_state import Layout, named_compiler, unwrap
+from fedbn_flwr.training.model_state import Layout, unwrap
 from fedbn_flwr.training.optimizers import make_optimizer, take_step
-from fedbn_flwr.training.randomness import Generators, seeded
+from fedbn_flwr.training.randomness import Generators
 from fedbn_flwr.training.settings import LocalTraining
-from fedbn_flwr.training.single_examples import SingleExamples, named_error
 from fedbn_flwr.training.tasks import CLASSIFICATION, TASKS, Task
 
 __all__ = ["TrainResult", "train"]
 
 # Examples per batch in the search for a target that counts (known and not ignored).
 _LOOKED_AT = 256
-ONE_BY_ONE = (
-    "batch-size=1 leaves one example in each batch, so BatchNorm cannot compute a"
-    " variance: use a batch-size above 1, or another norm"
-)
 
 
 @dataclass(frozen=True)
@@ -119,18 +107,12 @@ def train(
             message names the layer. Or a compiler fails at an in-place operation
             between layers that a hook computes.
     """
-    if not isinstance(hooks, Mapping):
+    if isinstance(hooks, (list, tuple)):
         hooks = _numbered(hooks)
     acting = list(hooks.values())
-    if len(data) == 0:
-        raise DataError("no training examples: leave this client out or give it data")
     layout = layout or Layout(unwrap(model))
     bare = layout.model
-    device, prepared = device_of(layout), inputs_for(layout)
-    # Call ``train`` only if it is needed. A wrapper has its own mode. For a model in
-    # train mode, this saves a walk over its modules.
-    if model is not bare or not layout.in_train_mode():
-        model.train()
+    feed = Feed(model, data, settings, stream, task, layout, acting)
     # Hooks see the names without a wrapper's prefix; the passes use the wrapper.
     with begun(acting, bare):
         # Measure the statistics of the data before a step, because they belong to the
@@ -146,36 +128,21 @@ def train(
             group["lr"] = learning_rate
         for hook in acting:
             hook.start(bare, optimizer)
-        # The order of the batches, their augmentation and dropout have separate
-        # streams, so that a change of one does not affect the others.
-        augment = stream("augment")
         loss_fn = task.training_loss or task.loss
-        steps = _Steps(model, bare, optimizer, acting, task, loss_fn, settings.amp)
-        totals, singles = _Totals(task), SingleExamples(model, acting)
-        order = settings.batches(len(data), stream("batches"))
-        with (
-            seeded(stream("dropout").initial_seed()),
-            named_compiler(model),
-            closing(with_positions(data, order, augment)) as batches,
-        ):
-            for positions, (inputs, targets) in batches:
-                inputs, targets = prepared(inputs), task.on_device(targets, device)
-                # A dropped batch does not count as a step.
-                size, step = positions.shape[0], totals.steps
-                if size == 1 and singles.drop(step, inputs):
-                    continue
-                loss, outputs = steps.take(step, inputs, targets, size)
+        steps = _Steps(feed, bare, optimizer, acting, loss_fn)
+        totals = _Totals(task)
+        with feed.batches() as batches:
+            for inputs, targets in batches:
+                loss, outputs = steps.take(inputs, targets)
                 totals.add(loss, outputs, targets)
     metrics: dict[str, float] = {}
     for hook in acting:
         metrics |= hook.end(bare)
-    if not totals.steps:
-        raise nothing_trained(len(data))
-    result = totals.result(singles.dropped, metrics)
+    feed.refuse_nothing()
+    result = totals.result(feed.dropped, metrics)
     if result.loss == 0:
         _refuse_without_targets(data, task)
-    if not math.isfinite(result.loss):
-        refuse_not_finite(data, prepared)
+    feed.refuse_loss(result.loss)
     return result
 
 
@@ -194,51 +161,41 @@ class _Steps:
     """The common data of all steps in a round.
 
     Attributes:
-        model: the model with its wrappers.
+        feed: the batches, with the model and its wrappers.
         bare: the module inside the wrappers.
         optimizer: takes the steps.
         hooks: the method's hooks.
-        task: checks outputs and targets.
         loss: the loss of a batch.
-        amp: whether forward passes use bfloat16 autocast.
     """
 
-    model: nn.Module
+    feed: Feed
     bare: nn.Module
     optimizer: torch.optim.Optimizer
     hooks: Sequence[ClientHook]
-    task: Task
     loss: LossFn
-    amp: bool
 
-    def take(
-        self, step: int, inputs: Any, targets: Tensor, size: int
-    ) -> LossAndOutputs:
-        """Take step ``step`` (from 0) with a batch of ``size`` examples."""
-        try:
-            if self.hooks:
-                loss, outputs = self._passes_in_hooks(step, inputs, targets, size)
-            else:
-                loss, outputs = self._passes(step, inputs, targets)
-        except ValueError as error:
-            named = named_error(error, self.bare, size)
-            if named is None:
-                raise
-            raise named from error
+    def take(self, inputs: Any, targets: Tensor) -> LossAndOutputs:
+        """Take a step with the feed's latest batch."""
+        step = len(self.feed.sizes) - 1
+        if self.hooks:
+            loss, outputs = self._passes_in_hooks(step, inputs, targets)
+        else:
+            loss, outputs = self._passes(inputs, targets)
         change_gradients(self.hooks, self.bare, step)
         take_step(self.optimizer)
         return loss, outputs
 
     def _passes_in_hooks(
-        self, step: int, inputs: Any, targets: Tensor, size: int
+        self, step: int, inputs: Any, targets: Tensor
     ) -> LossAndOutputs:
         """Run the forward and backward pass inside the contexts of the hooks.
 
         A synchronised step is repeated until it succeeds.
         """
+        size = self.feed.sizes[-1]
         if not any(hook.synchronises(step) for hook in self.hooks):
             with around_step(self.hooks, step, self.bare, size):
-                return self._passes(step, inputs, targets)
+                return self._passes(inputs, targets)
         # Another client may be lost during the step, and then the step is repeated.
         # This client has already updated running statistics and drawn dropout masks, so
         # restore both.
@@ -247,23 +204,21 @@ class _Steps:
         while True:
             try:
                 with around_step(self.hooks, step, self.bare, size):
-                    return self._passes(step, inputs, targets)
+                    return self._passes(inputs, targets)
             except RetryStep:
                 before.restore()
                 generators.restore()
 
-    def _passes(self, step: int, inputs: Any, targets: Tensor) -> LossAndOutputs:
+    def _passes(self, inputs: Any, targets: Tensor) -> LossAndOutputs:
         """Return the mean loss and the outputs, and set the gradients.
 
         A forward and a backward pass set the gradients of the optimizer's parameters.
         """
-        autocast: AbstractContextManager[Any] = nullcontext()
-        if self.amp:
-            autocast = torch.autocast(device_of(self.model).type, torch.bfloat16)
-        with autocast:
-            outputs = self.model(inputs)
-            self.task.check(outputs, targets)
-            loss = self.loss(outputs, targets)
+        if self.feed.settings.amp:
+            with torch.autocast(device_of(self.bare).type, torch.bfloat16):
+                loss, outputs = self._forward(inputs, targets)
+        else:
+            loss, outputs = self._forward(inputs, targets)
         total = loss
         for hook in self.hooks:
             penalty = hook.penalty(self.bare)
@@ -274,18 +229,24 @@ class _Steps:
             for parameter in group["params"]:
                 parameter.grad = None
         total.backward()  # type: ignore[no-untyped-call]
-        if (
-            step == 0
-            and self.loss is not TASKS.get(self.task.name, CLASSIFICATION).loss
-        ):
+        if len(self.feed.sizes) == 1:
             self._refuse_other_parameters(loss)
         return loss.detach(), outputs.detach()
+
+    def _forward(self, inputs: Any, targets: Tensor) -> LossAndOutputs:
+        """Return the mean loss and the outputs with their graphs."""
+        outputs = self.feed.model(inputs)
+        self.feed.task.check(outputs, targets)
+        return self.loss(outputs, targets), outputs
 
     def _refuse_other_parameters(self, loss: Tensor) -> None:
         """Raise ConfigError if the user's loss has parameters outside the model.
 
         No optimizer trains them, and their gradients add up over all clients.
         """
+        task = self.feed.task
+        if self.loss is TASKS.get(task.name, CLASSIFICATION).loss:
+            return
         # Walk from the loss to the leaves of its graph.
         nodes: set[Any] = {None}
         front: set[Any] = {loss.grad_fn}
@@ -298,7 +259,7 @@ class _Steps:
         for leaf in leaves.difference(self.bare.parameters()):
             if isinstance(leaf, nn.Parameter):
                 raise ConfigError(
-                    f"the training loss of task {self.task.name} has a parameter of"
+                    f"the training loss of task {task.name} has a parameter of"
                     f" shape {tuple(leaf.shape)} that is not in the model, so it would"
                     " be neither trained nor averaged. Make the module of the loss a"
                     " part of the model, or set requires_grad=False for its parameters."
@@ -310,7 +271,6 @@ class _Totals:
     """Sums over the steps, read from the device only at the end."""
 
     task: Task
-    steps: int = 0
     losses: list[Tensor] = field(default_factory=list)
     sizes: list[int] = field(default_factory=list)
     correct: list[Tensor] = field(default_factory=list)
@@ -322,7 +282,6 @@ class _Totals:
 
         The outputs are (B, classes, ...), the targets (B, ...).
         """
-        self.steps += 1
         self.losses.append(loss)
         self.sizes.append(outputs.shape[0])
         self.correct.append(self.task.correct(outputs, targets))
@@ -351,8 +310,9 @@ class _Totals:
         if "accuracy" in self.task.metrics:
             correct = int(torch.stack(self.correct).sum())
             accuracy = correct / max(sum(counted), 1)
+        steps = len(losses)
         return TrainResult(
-            total / processed, accuracy, processed, self.steps, dropped, metrics
+            total / processed, accuracy, processed, steps, dropped, metrics
         )
 
 
@@ -368,15 +328,4 @@ def _refuse_without_targets(data: Batches, task: Task) -> None:
     raise DataError(
         f"none of the {len(data)} training examples has a target that counts. Leave"
         " this client out or give it targets."
-    )
-
-
-def nothing_trained(num_examples: int) -> FedBNError:
-    """Return the error of a round in which all batches were dropped."""
-    if num_examples > 1:
-        return ConfigError(ONE_BY_ONE)
-    # A single example is a batch of one for every batch size.
-    return DataError(
-        "this client has one training example, so BatchNorm cannot compute a variance:"
-        " give it more examples, leave it out, or use another norm"
     )

@@ -18,7 +18,6 @@ from collections.abc import (
     Mapping,
     MutableMapping,
 )
-from contextlib import contextmanager
 from functools import cached_property
 from operator import attrgetter
 from typing import Any, ParamSpec, TypeVar
@@ -344,26 +343,21 @@ def compiled_modules(model: nn.Module) -> list[nn.Module]:
     return found
 
 
-@contextmanager
-def named_compiler(model: nn.Module) -> Iterator[None]:
-    """Name the compiler if the backward pass of the block fails because of it.
+def compiler_error(error: RuntimeError, model: nn.Module) -> NormLayerError | None:
+    """Return an error that names the compiler if a backward pass failed because of it.
 
-    Raises:
-        NormLayerError: replaces autograd's error about an in-place operation.
+    It replaces autograd's error about an in-place operation.
     """
-    try:
-        yield
-    except RuntimeError as error:
-        in_place = "modified by an inplace operation" in str(error)
-        if not in_place or not compiled_modules(model):
-            raise
-        raise NormLayerError(
-            "the backward pass of a compiled model failed at an in-place operation. A"
-            " method that computes BatchNorm ends a compiled part at each layer, and"
-            " some compilers (inductor, aot_eager) then fail at an in-place activation,"
-            " such as SiLU(inplace=True). Build the model with inplace=False, use"
-            " torch.compile(model, backend='eager'), or do not compile it."
-        ) from error
+    in_place = "modified by an inplace operation" in str(error)
+    if not in_place or not compiled_modules(model):
+        return None
+    return NormLayerError(
+        "the backward pass of a compiled model failed at an in-place operation. A"
+        " method that computes BatchNorm ends a compiled part at each layer, and"
+        " some compilers (inductor, aot_eager) then fail at an in-place activation,"
+        " such as SiLU(inplace=True). Build the model with inplace=False, use"
+        " torch.compile(model, backend='eager'), or do not compile it."
+    )
 
 
 def unwrap(model: nn.Module) -> nn.Module:

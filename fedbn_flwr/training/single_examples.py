@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Collection
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,29 +20,7 @@ from fedbn_flwr.training.freezing import is_scripted_batchnorm, layers_of
 from fedbn_flwr.training.model_state import copied
 from fedbn_flwr.training.randomness import seeded
 
-__all__ = ["SingleExamples", "named_error", "refusing_layers", "takes_one_example"]
-
-
-@dataclass
-class SingleExamples:
-    """Decides whether the batches of one example in a round are dropped.
-
-    They are dropped if a BatchNorm layer would get one value per channel.
-    """
-
-    model: nn.Module
-    hooks: Collection[ClientHook]
-    dropped: int = 0
-    fit: bool | None = None
-
-    def drop(self, step: int, inputs: Any) -> bool:
-        """Return whether step ``step`` (from 0) drops its batch, and count the drop."""
-        if any(hook.synchronises(step) for hook in self.hooks):
-            return False
-        if self.fit is None:  # only once a round, because it takes a forward pass
-            self.fit = takes_one_example(self.model, inputs, self.hooks)
-        self.dropped += not self.fit
-        return not self.fit
+__all__ = ["named_error", "refusing_layers", "takes_one_example"]
 
 
 def named_error(
