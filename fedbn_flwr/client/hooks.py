@@ -47,6 +47,7 @@ from fedbn_flwr.training.batches import Batches
 from fedbn_flwr.training.checkpointing import in_checkpoint
 from fedbn_flwr.training.client_hook import (
     ClientHook,
+    NamedHooks,
     around_step,
     begun,
     change_gradients,
@@ -234,7 +235,7 @@ class Hooks:
     def __init__(
         self,
         model: nn.Module,
-        hooks: Mapping[str, ClientHook],
+        hooks: NamedHooks,
         refuse: Callable[[Known], None] = lambda known: None,
         called: nn.Module | None = None,
     ) -> None:

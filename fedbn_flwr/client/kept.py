@@ -48,7 +48,7 @@ from fedbn_flwr.messages.records import (
     to_state,
     views,
 )
-from fedbn_flwr.training.client_hook import OWN_MODEL, ClientHook, Extras
+from fedbn_flwr.training.client_hook import OWN_MODEL, ClientHook, Extras, NamedHooks
 
 _VERSION = 1
 _RECORDS = (KEPT, KEPT_BY_HOOKS)
@@ -280,7 +280,7 @@ class KeptState:
         """Return the local entries for a test, including a hook's second model."""
         return {**self.load(names), **_below(OWN_MODEL, self._read(KEPT_BY_HOOKS))}
 
-    def hand_over(self, hooks: Mapping[str, ClientHook], sent: Extras) -> None:
+    def hand_over(self, hooks: NamedHooks, sent: Extras) -> None:
         """Give each client hook the server's records and its own kept entries.
 
         A hook has no entries before its first round. It raises the errors of ``load``.
@@ -305,9 +305,7 @@ class KeptState:
         """
         self._write(KEPT, entries, server_round)
 
-    def save_hook_state(
-        self, hooks: Mapping[str, ClientHook], server_round: int
-    ) -> None:
+    def save_hook_state(self, hooks: NamedHooks, server_round: int) -> None:
         """Keep the entries of the client hooks until the client's next round.
 
         It raises the errors of ``keep``.

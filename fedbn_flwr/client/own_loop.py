@@ -22,7 +22,6 @@ package. Example::
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Set
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -33,7 +32,7 @@ from fedbn_flwr.compat.flower import on_network_node
 from fedbn_flwr.errors import ConfigError, FedBNError, described
 from fedbn_flwr.problems import Known
 from fedbn_flwr.training.batches import Batches
-from fedbn_flwr.training.client_hook import ClientHook
+from fedbn_flwr.training.client_hook import NO_HOOKS, NamedHooks
 from fedbn_flwr.training.feed import Feed
 from fedbn_flwr.training.loop import TrainResult
 from fedbn_flwr.training.model_state import Layout, copied, unwrap
@@ -51,7 +50,7 @@ def train_by(
     *,
     learning_rate: float,
     stream: Callable[[str], torch.Generator],
-    hooks: Mapping[str, ClientHook] = MappingProxyType({}),
+    hooks: NamedHooks = NO_HOOKS,
     task: Task = CLASSIFICATION,
     layout: Layout | None = None,
     surveys: bool = True,

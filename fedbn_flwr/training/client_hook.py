@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from types import MappingProxyType
 from typing import Any, ClassVar, Literal, get_args
 
 import torch
@@ -16,11 +17,13 @@ from torch import Tensor, nn
 from fedbn_flwr.training.batches import Batches
 
 __all__ = [
+    "NO_HOOKS",
     "OWN_MODEL",
     "ClientHook",
     "Entries",
     "Extras",
     "LossAndOutputs",
+    "NamedHooks",
     "RetryStep",
     "Stage",
     "around_step",
@@ -208,6 +211,11 @@ def change_gradients(hooks: Iterable[ClientHook], model: nn.Module, step: int) -
     for hook in sorted(hooks, key=lambda hook: stages.index(hook.stage)):
         hook.step = step
         hook.gradients(model)
+
+
+NamedHooks = Mapping[str, ClientHook]
+"""The client hooks of a method by name, in the order of the message."""
+NO_HOOKS: NamedHooks = MappingProxyType({})
 
 
 def overrides(hook: ClientHook, *names: str) -> bool:

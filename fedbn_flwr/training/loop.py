@@ -7,9 +7,8 @@ changes it, and the layers update their running statistics once per step. Torch 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -19,18 +18,18 @@ from fedbn_flwr.errors import ConfigError, DataError
 from fedbn_flwr.training.attributes import Attributes
 from fedbn_flwr.training.batches import Batches, device_of
 from fedbn_flwr.training.client_hook import (
+    NO_HOOKS,
     ClientHook,
     LossAndOutputs,
+    NamedHooks,
     RetryStep,
-    around_step,
-    begun,
-    change_gradients,
 )
 from fedbn_flwr.training.feed import Feed
 from fedbn_flwr.training.losses import LossFn
 from fedbn_flwr.training.model_state import Layout, unwrap
 from fedbn_flwr.training.optimizers import make_optimizer, take_step
 from fedbn_flwr.training.randomness import Generators
+from fedbn_flwr.training.session import Session
 from fedbn_flwr.training.settings import LocalTraining
 from fedbn_flwr.training.tasks import CLASSIFICATION, TASKS, Task
 
@@ -72,7 +71,7 @@ def train(
     *,
     learning_rate: float,
     stream: Callable[[str], torch.Generator],
-    hooks: Mapping[str, ClientHook] | Sequence[ClientHook] = MappingProxyType({}),
+    hooks: NamedHooks | list[ClientHook] | tuple[ClientHook, ...] = NO_HOOKS,
     task: Task = CLASSIFICATION,
     optimizer: torch.optim.Optimizer | None = None,
     layout: Layout | None = None,
@@ -109,44 +108,37 @@ def train(
     """
     if isinstance(hooks, (list, tuple)):
         hooks = _numbered(hooks)
-    acting = list(hooks.values())
     layout = layout or Layout(unwrap(model))
-    bare = layout.model
-    feed = Feed(model, data, settings, stream, task, layout, acting)
+    feed = Feed(model, data, settings, stream, task, layout, hooks.values())
     # Hooks see the names without a wrapper's prefix; the passes use the wrapper.
-    with begun(acting, bare):
+    session, totals = Session(layout.model, hooks), _Totals(task)
+    with session.block():
         # Measure the statistics of the data before a step, because they belong to the
         # received weights.
-        for hook in acting if surveys else ():
+        if surveys and hooks:
             seed = stream("survey").initial_seed()
-            hook.survey(bare, data, settings.batch_size, seed)
+            session.survey(data, settings.batch_size, seed)
         # With hooks, collect the parameters again, because a hook may have replaced
         # some.
-        known = None if acting else layout.parameters()
+        known = None if hooks else layout.parameters()
         optimizer = optimizer or make_optimizer(model, settings, known)
         for group in optimizer.param_groups:
             group["lr"] = learning_rate
-        for hook in acting:
-            hook.start(bare, optimizer)
-        loss_fn = task.training_loss or task.loss
-        steps = _Steps(feed, bare, optimizer, acting, loss_fn)
-        totals = _Totals(task)
+        session.start(optimizer)
+        steps = _Steps(feed, session, optimizer, task.training_loss or task.loss)
         with feed.batches() as batches:
             for inputs, targets in batches:
                 loss, outputs = steps.take(inputs, targets)
                 totals.add(loss, outputs, targets)
-    metrics: dict[str, float] = {}
-    for hook in acting:
-        metrics |= hook.end(bare)
     feed.refuse_nothing()
-    result = totals.result(feed.dropped, metrics)
+    result = totals.result(feed.dropped, session.metrics)
     if result.loss == 0:
         _refuse_without_targets(data, task)
     feed.refuse_loss(result.loss)
     return result
 
 
-def _numbered(hooks: Sequence[ClientHook]) -> dict[str, ClientHook]:
+def _numbered(hooks: Iterable[ClientHook]) -> NamedHooks:
     """Return the hooks of a list by number, with a warning."""
     warnings.warn(
         "train(hooks=[...]): give each client hook a name, hooks={'mine': hook}",
@@ -162,48 +154,39 @@ class _Steps:
 
     Attributes:
         feed: the batches, with the model and its wrappers.
-        bare: the module inside the wrappers.
+        session: the method's hooks, with the module inside the wrappers.
         optimizer: takes the steps.
-        hooks: the method's hooks.
         loss: the loss of a batch.
     """
 
     feed: Feed
-    bare: nn.Module
+    session: Session
     optimizer: torch.optim.Optimizer
-    hooks: Sequence[ClientHook]
     loss: LossFn
 
     def take(self, inputs: Any, targets: Tensor) -> LossAndOutputs:
         """Take a step with the feed's latest batch."""
-        step = len(self.feed.sizes) - 1
-        if self.hooks:
-            loss, outputs = self._passes_in_hooks(step, inputs, targets)
-        else:
+        session = self.session
+        if not session.hooks:  # saves the time of the context
             loss, outputs = self._passes(inputs, targets)
-        change_gradients(self.hooks, self.bare, step)
+        elif session.synchronises:
+            loss, outputs = self._repeated_passes(inputs, targets)
+        else:
+            with session.step(self.feed.sizes[-1]):
+                loss, outputs = self._passes(inputs, targets)
+        session.change_gradients()
         take_step(self.optimizer)
         return loss, outputs
 
-    def _passes_in_hooks(
-        self, step: int, inputs: Any, targets: Tensor
-    ) -> LossAndOutputs:
-        """Run the forward and backward pass inside the contexts of the hooks.
-
-        A synchronised step is repeated until it succeeds.
-        """
-        size = self.feed.sizes[-1]
-        if not any(hook.synchronises(step) for hook in self.hooks):
-            with around_step(self.hooks, step, self.bare, size):
-                return self._passes(inputs, targets)
-        # Another client may be lost during the step, and then the step is repeated.
+    def _repeated_passes(self, inputs: Any, targets: Tensor) -> LossAndOutputs:
+        """Run the passes of a synchronised step until no client is lost in it."""
         # This client has already updated running statistics and drawn dropout masks, so
         # restore both.
-        before = Attributes(self.bare, with_state=True, of_passes=True)
+        before = Attributes(self.session.model, with_state=True, of_passes=True)
         generators = Generators.now()
         while True:
             try:
-                with around_step(self.hooks, step, self.bare, size):
+                with self.session.step(self.feed.sizes[-1]):
                     return self._passes(inputs, targets)
             except RetryStep:
                 before.restore()
@@ -215,15 +198,11 @@ class _Steps:
         A forward and a backward pass set the gradients of the optimizer's parameters.
         """
         if self.feed.settings.amp:
-            with torch.autocast(device_of(self.bare).type, torch.bfloat16):
+            with torch.autocast(device_of(self.session.model).type, torch.bfloat16):
                 loss, outputs = self._forward(inputs, targets)
         else:
             loss, outputs = self._forward(inputs, targets)
-        total = loss
-        for hook in self.hooks:
-            penalty = hook.penalty(self.bare)
-            if penalty is not None:
-                total = total + penalty
+        total = self.session.penalised(loss)
         # Use None instead of 0, so that the backward pass can use its own tensors.
         for group in self.optimizer.param_groups:
             for parameter in group["params"]:
@@ -256,7 +235,7 @@ class _Steps:
                 after for node in front for after, _ in node.next_functions
             } - nodes
         leaves = {getattr(node, "variable", None) for node in nodes}
-        for leaf in leaves.difference(self.bare.parameters()):
+        for leaf in leaves.difference(self.session.model.parameters()):
             if isinstance(leaf, nn.Parameter):
                 raise ConfigError(
                     f"the training loss of task {task.name} has a parameter of"
