@@ -81,8 +81,9 @@ def train_by(
     with rules.block():
         if surveys:
             seed = stream("survey").initial_seed()
-            rules.survey_data(data, settings.batch_size, seed)
-        rules.surveyed = True
+            rules.watch.survey()
+            rules.session.survey(data, settings.batch_size, seed)
+        rules.watch.surveyed = True
         try:
             with (
                 feed.batches() as batches,

@@ -5,11 +5,10 @@ It has one function for each point in a round of local training. Torch only.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from types import MappingProxyType
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -26,9 +25,6 @@ __all__ = [
     "NamedHooks",
     "RetryStep",
     "Stage",
-    "around_step",
-    "begun",
-    "change_gradients",
     "overrides",
 ]
 
@@ -172,45 +168,6 @@ class ClientHook:
     def keep(self) -> Entries:
         """Return the entries that the client keeps until its next round."""
         return {}
-
-
-@contextmanager
-def begun(hooks: Iterable[ClientHook], model: nn.Module) -> Iterator[None]:
-    """Begin the hooks, and end them if the block raises.
-
-    Ending the hooks restores the model, because a later round may use it again.
-    """
-    done: list[ClientHook] = []
-    try:
-        for hook in hooks:
-            hook.begin(model)
-            done.append(hook)
-        yield
-    except BaseException:
-        for hook in reversed(done):
-            with contextlib.suppress(Exception):  # the first error is the useful one
-                hook.end(model)
-        raise
-
-
-@contextmanager
-def around_step(
-    hooks: Iterable[ClientHook], step: int, model: nn.Module, batch_size: int
-) -> Iterator[None]:
-    """Let the hooks act around the forward and backward pass of a step."""
-    with ExitStack() as stack:
-        for hook in hooks:
-            stack.enter_context(hook.around(step, model, batch_size))
-        yield
-
-
-def change_gradients(hooks: Iterable[ClientHook], model: nn.Module, step: int) -> None:
-    """Let the hooks change the gradients of a step, in the order of their stages."""
-    stages = get_args(Stage)
-    # Hooks of the same stage keep their order, because sorting is stable.
-    for hook in sorted(hooks, key=lambda hook: stages.index(hook.stage)):
-        hook.step = step
-        hook.gradients(model)
 
 
 NamedHooks = Mapping[str, ClientHook]
