@@ -216,8 +216,8 @@ class Hooks:
         refuse: Callable[[Known], None] = lambda known: None,
         called: nn.Module | None = None,
     ) -> None:
-        self.metrics: dict[str, Any] = {}
         self.session = Session(model, hooks)
+        self.metrics = self.session.metrics
         self.watch = Watch(self.session, model if called is None else called, refuse)
         self._open_step = ExitStack()
         self._in_step = False
@@ -265,7 +265,7 @@ class Hooks:
         # Hooks cannot act in the steps of an optimizer that is not torch's, such as
         # fastai's. If no hook acts in steps, the loop may use it.
         is_of_torch = isinstance(optimizer, torch.optim.Optimizer)
-        acts = bool(self.session.acting)
+        acts = self.session.acting
         if not acts and hasattr(optimizer, "zero_grad") and not is_of_torch:
             return optimizer
         for stepping in stepping_optimizers(optimizer):
@@ -360,6 +360,5 @@ class Hooks:
                         " each backward pass"
                     )
                 self.watch.check()
-        self.metrics = self.session.metrics
         if self.session.hooks:
             self.metrics[APPLIED] = ",".join(self.session.hooks)

@@ -48,7 +48,7 @@ from fedbn_flwr.messages.records import (
     to_state,
     views,
 )
-from fedbn_flwr.training.client_hook import OWN_MODEL, ClientHook, Extras, NamedHooks
+from fedbn_flwr.training.client_hook import OWN_MODEL, Extras, NamedHooks
 
 _VERSION = 1
 _RECORDS = (KEPT, KEPT_BY_HOOKS)
@@ -287,7 +287,7 @@ class KeptState:
         """
         kept = self._read(KEPT_BY_HOOKS)
         for hook_name, hook in hooks.items():
-            entries = _below(_place(hook_name, hook), kept)
+            entries = _below(hook.kept_as or hook_name, kept)
             # Earlier versions stored the entries under the name of the class.
             if not entries and type(hook).__name__ not in hooks:
                 entries = _below(type(hook).__name__, kept)
@@ -312,7 +312,7 @@ class KeptState:
         """
         entries = {}
         for hook_name, hook in hooks.items():
-            place = _place(hook_name, hook)
+            place = hook.kept_as or hook_name
             for name, array in to_state(hook.keep()).items():
                 entries[f"{place}/{name}"] = array
         if entries:
@@ -424,10 +424,6 @@ class KeptState:
             about[START_ID] = self._start_id
         about |= {SERVER_ROUND: server_round, BEGUN: begun}
         self._records[KEPT_ABOUT] = filled(ConfigRecord, about)
-
-
-def _place(name: str, hook: ClientHook) -> str:
-    return hook.kept_as or name
 
 
 def _refuse_diverged(entries: State) -> None:

@@ -21,6 +21,7 @@ package. Example::
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Set
 from typing import Any
 
@@ -31,11 +32,11 @@ from fedbn_flwr.client.hooks import Hooks
 from fedbn_flwr.compat.flower import on_network_node
 from fedbn_flwr.errors import ConfigError, FedBNError, described
 from fedbn_flwr.problems import Known
-from fedbn_flwr.training.batches import Batches
-from fedbn_flwr.training.client_hook import NO_HOOKS, NamedHooks
+from fedbn_flwr.training.batches import Batches, refuse_not_finite
+from fedbn_flwr.training.client_hook import NamedHooks
 from fedbn_flwr.training.feed import Feed
 from fedbn_flwr.training.loop import TrainResult
-from fedbn_flwr.training.model_state import Layout, copied, unwrap
+from fedbn_flwr.training.model_state import Layout, copied
 from fedbn_flwr.training.randomness import seeded
 from fedbn_flwr.training.settings import LocalTraining
 from fedbn_flwr.training.tasks import CLASSIFICATION, Task
@@ -50,7 +51,7 @@ def train_by(
     *,
     learning_rate: float,
     stream: Callable[[str], torch.Generator],
-    hooks: NamedHooks = NO_HOOKS,
+    hooks: NamedHooks,
     task: Task = CLASSIFICATION,
     layout: Layout | None = None,
     surveys: bool = True,
@@ -71,22 +72,19 @@ def train_by(
         DataError: there are no examples, every batch had one example and was dropped,
             or the loss is not finite because of an input.
     """
-    layout = layout or Layout(unwrap(model))
-    feed = Feed(model, data, settings, stream, task, layout, hooks.values())
+    feed = Feed(model, data, settings, stream, task, layout)
     named = f"loop {getattr(loop, '__qualname__', loop)}"
     # Hooks see the names without a wrapper's prefix; the loop uses the wrapper.
-    rules = Hooks(layout.model, hooks, refuse, called=model)
+    rules = Hooks(feed.layout.model, hooks, refuse, called=model)
     modules = dict(model.named_modules())
     trained = {name: p.detach().clone() for name, p in _trained(model).items()}
     with rules.block():
+        rules.watch.survey()
         if surveys:
-            seed = stream("survey").initial_seed()
-            rules.watch.survey()
-            rules.session.survey(data, settings.batch_size, seed)
-        rules.watch.surveyed = True
+            feed.survey(rules.session)
         try:
             with (
-                feed.batches() as batches,
+                feed.batches(rules.session) as batches,
                 torch.enable_grad(),  # restores the gradient mode if the loop changes it
             ):
                 given = _in_columns(model, batches) if task.in_columns else batches
@@ -113,7 +111,8 @@ def train_by(
             f"{named} returned a {type(returned).__name__}. Return the mean training"
             " loss, a number."
         ) from None
-    feed.refuse_loss(loss)
+    if not math.isfinite(loss):
+        refuse_not_finite(data, feed.prepared)
     now = _trained(model)
     same = (torch.equal(p, now[name].to(p)) for name, p in trained.items())
     if learning_rate > 0 and trained and all(same):

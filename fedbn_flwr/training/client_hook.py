@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from types import MappingProxyType
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -16,7 +15,6 @@ from torch import Tensor, nn
 from fedbn_flwr.training.batches import Batches
 
 __all__ = [
-    "NO_HOOKS",
     "OWN_MODEL",
     "ClientHook",
     "Entries",
@@ -172,7 +170,6 @@ class ClientHook:
 
 NamedHooks = Mapping[str, ClientHook]
 """The client hooks of a method by name, in the order of the message."""
-NO_HOOKS: NamedHooks = MappingProxyType({})
 
 
 def overrides(hook: ClientHook, *names: str) -> bool:

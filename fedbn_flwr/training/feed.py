@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Collection, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,14 +14,13 @@ from fedbn_flwr.training.batches import (
     Batches,
     device_of,
     inputs_for,
-    refuse_not_finite,
     with_positions,
 )
-from fedbn_flwr.training.client_hook import ClientHook
-from fedbn_flwr.training.model_state import Layout, compiler_error
+from fedbn_flwr.training.model_state import Layout, name_compiler, unwrap
 from fedbn_flwr.training.randomness import seeded
+from fedbn_flwr.training.session import Session
 from fedbn_flwr.training.settings import LocalTraining
-from fedbn_flwr.training.single_examples import named_error, takes_one_example
+from fedbn_flwr.training.single_examples import name_layer, takes_one_example
 from fedbn_flwr.training.tasks import Task
 
 ONE_BY_ONE = (
@@ -39,6 +37,8 @@ class Feed:
     Attributes:
         sizes: the number of examples of each batch so far, without dropped batches.
         dropped: the number of dropped batches of one example.
+        layout: the layout of the model without wrappers.
+        prepared: moves inputs to the device of the model.
 
     Raises:
         DataError: there are no examples.
@@ -51,8 +51,7 @@ class Feed:
         settings: LocalTraining,
         stream: Callable[[str], torch.Generator],
         task: Task,
-        layout: Layout,
-        hooks: Collection[ClientHook],
+        layout: Layout | None,
     ) -> None:
         if not len(data):
             raise DataError(
@@ -62,17 +61,22 @@ class Feed:
         self.task = task
         self.sizes: list[int] = []
         self.dropped = 0
-        self._stream, self._layout = stream, layout
-        self._prepared = inputs_for(layout)
-        self._hooks = hooks
+        self.layout = layout or Layout(unwrap(model))
+        self._stream = stream
+        self.prepared = inputs_for(self.layout)
         self._takes_one: bool | None = None
         # Call ``train`` only if it is needed. A wrapper has its own mode. For a model
         # in train mode, this saves a walk over its modules.
-        if model is not layout.model or not layout.in_train_mode():
+        if model is not self.layout.model or not self.layout.in_train_mode():
             model.train()
 
+    def survey(self, session: Session) -> None:
+        """Let the hooks survey the data, with the seed of the round."""
+        seed = self._stream("survey").initial_seed()
+        session.survey(self.data, self.settings.batch_size, seed)
+
     @contextmanager
-    def batches(self) -> Iterator[Iterator[tuple[Any, Tensor]]]:
+    def batches(self, session: Session) -> Iterator[Iterator[tuple[Any, Tensor]]]:
         """Give the batches on the model's device, and seed the dropout of the block.
 
         Raises:
@@ -80,51 +84,47 @@ class Feed:
                 error names it.
         """
         with seeded(self._stream("dropout").initial_seed()):
-            batches = self._batches()
+            batches = self._batches(session)
             try:
                 yield batches
-            except (ValueError, RuntimeError) as error:
-                named = self._named(error)
-                if named is None:
-                    raise
-                raise named from error
+            except ValueError as error:
+                size = self.sizes[-1] if self.sizes else 0
+                name_layer(error, session.model, size)
+                raise
+            except RuntimeError as error:
+                name_compiler(error, self.model)
+                raise
             finally:
                 batches.close()
 
-    def _batches(self) -> Generator[tuple[Any, Tensor], None, None]:
-        device = device_of(self._layout)
+    def _batches(self, session: Session) -> Generator[tuple[Any, Tensor], None, None]:
+        device = device_of(self.layout)
         # The order of the batches, their augmentation and dropout have separate
         # streams, so that a change of one does not affect the others.
         order = self.settings.batches(len(self.data), self._stream("batches"))
         augment = self._stream("augment")
         for positions, (inputs, targets) in with_positions(self.data, order, augment):
-            inputs = self._prepared(inputs)
+            inputs = self.prepared(inputs)
             targets = self.task.on_device(targets, device)
             size = positions.shape[0]
             # A dropped batch does not count as a step.
-            if size == 1 and self._drops(inputs):
+            if size == 1 and self._drops(session, inputs):
                 self.dropped += 1
                 continue
             self.sizes.append(size)
             yield inputs, targets
 
-    def _drops(self, inputs: Any) -> bool:
+    def _drops(self, session: Session, inputs: Any) -> bool:
         """Return whether a batch of one example is dropped.
 
         It is dropped if a BatchNorm layer would get one value per channel.
         """
-        step = len(self.sizes)
-        if any(hook.synchronises(step) for hook in self._hooks):
+        if session.synchronises:
             return False
         if self._takes_one is None:  # once a round, because it takes a forward pass
-            self._takes_one = takes_one_example(self.model, inputs, self._hooks)
+            hooks = session.hooks.values()
+            self._takes_one = takes_one_example(self.model, inputs, hooks)
         return not self._takes_one
-
-    def _named(self, error: ValueError | RuntimeError) -> Exception | None:
-        if isinstance(error, RuntimeError):
-            return compiler_error(error, self.model)
-        size = self.sizes[-1] if self.sizes else 0
-        return named_error(error, self._layout.model, size)
 
     def refuse_nothing(self) -> None:
         """Raise the error of a round in which all batches were dropped."""
@@ -137,8 +137,3 @@ class Feed:
             "this client has one training example, so BatchNorm cannot compute a"
             " variance: give it more examples, leave it out, or use another norm"
         )
-
-    def refuse_loss(self, loss: float) -> None:
-        """Raise DataError if the loss is not finite because of an input."""
-        if not math.isfinite(loss):
-            refuse_not_finite(self.data, self._prepared)

@@ -6,9 +6,12 @@ changes it, and the layers update their running statistics once per step. Torch 
 
 from __future__ import annotations
 
+import math
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -16,9 +19,8 @@ from torch import Tensor, nn
 
 from fedbn_flwr.errors import ConfigError, DataError
 from fedbn_flwr.training.attributes import Attributes
-from fedbn_flwr.training.batches import Batches, device_of
+from fedbn_flwr.training.batches import Batches, device_of, refuse_not_finite
 from fedbn_flwr.training.client_hook import (
-    NO_HOOKS,
     ClientHook,
     LossAndOutputs,
     NamedHooks,
@@ -26,7 +28,7 @@ from fedbn_flwr.training.client_hook import (
 )
 from fedbn_flwr.training.feed import Feed
 from fedbn_flwr.training.losses import LossFn
-from fedbn_flwr.training.model_state import Layout, unwrap
+from fedbn_flwr.training.model_state import Layout
 from fedbn_flwr.training.optimizers import make_optimizer, take_step
 from fedbn_flwr.training.randomness import Generators
 from fedbn_flwr.training.session import Session
@@ -37,6 +39,7 @@ __all__ = ["TrainResult", "train"]
 
 # Examples per batch in the search for a target that counts (known and not ignored).
 _LOOKED_AT = 256
+_NOTHING = nullcontext()
 
 
 @dataclass(frozen=True)
@@ -71,7 +74,9 @@ def train(
     *,
     learning_rate: float,
     stream: Callable[[str], torch.Generator],
-    hooks: NamedHooks | list[ClientHook] | tuple[ClientHook, ...] = NO_HOOKS,
+    hooks: NamedHooks | list[ClientHook] | tuple[ClientHook, ...] = MappingProxyType(
+        {}
+    ),
     task: Task = CLASSIFICATION,
     optimizer: torch.optim.Optimizer | None = None,
     layout: Layout | None = None,
@@ -107,45 +112,44 @@ def train(
             between layers that a hook computes.
     """
     if isinstance(hooks, (list, tuple)):
-        hooks = _numbered(hooks)
-    layout = layout or Layout(unwrap(model))
-    feed = Feed(model, data, settings, stream, task, layout, hooks.values())
+        warnings.warn(
+            "train(hooks=[...]): give each client hook a name, hooks={'mine': hook}",
+            FutureWarning,
+            stacklevel=2,
+        )
+        hooks = {str(number): hook for number, hook in enumerate(hooks)}
+    feed = Feed(model, data, settings, stream, task, layout)
     # Hooks see the names without a wrapper's prefix; the passes use the wrapper.
-    session, totals = Session(layout.model, hooks), _Totals(task)
+    session, totals = Session(feed.layout.model, hooks), _Totals(task)
     with session.block():
         # Measure the statistics of the data before a step, because they belong to the
         # received weights.
         if surveys and hooks:
-            seed = stream("survey").initial_seed()
-            session.survey(data, settings.batch_size, seed)
+            feed.survey(session)
         # With hooks, collect the parameters again, because a hook may have replaced
         # some.
-        known = None if hooks else layout.parameters()
+        known = None if hooks else feed.layout.parameters()
         optimizer = optimizer or make_optimizer(model, settings, known)
         for group in optimizer.param_groups:
             group["lr"] = learning_rate
         session.start(optimizer)
-        steps = _Steps(feed, session, optimizer, task.training_loss or task.loss)
-        with feed.batches() as batches:
+        autocast: AbstractContextManager[Any] = _NOTHING
+        if settings.amp:
+            autocast = torch.autocast(device_of(feed.layout).type, torch.bfloat16)
+        loss_fn = task.training_loss or task.loss
+        steps = _Steps(feed, session, optimizer, loss_fn, autocast)
+        with feed.batches(session) as batches:
             for inputs, targets in batches:
                 loss, outputs = steps.take(inputs, targets)
                 totals.add(loss, outputs, targets)
-    feed.refuse_nothing()
+    if not feed.sizes:
+        feed.refuse_nothing()
     result = totals.result(feed.dropped, session.metrics)
     if result.loss == 0:
         _refuse_without_targets(data, task)
-    feed.refuse_loss(result.loss)
+    if not math.isfinite(result.loss):
+        refuse_not_finite(data, feed.prepared)
     return result
-
-
-def _numbered(hooks: Iterable[ClientHook]) -> NamedHooks:
-    """Return the hooks of a list by number, with a warning."""
-    warnings.warn(
-        "train(hooks=[...]): give each client hook a name, hooks={'mine': hook}",
-        FutureWarning,
-        stacklevel=3,
-    )
-    return {str(number): hook for number, hook in enumerate(hooks)}
 
 
 @dataclass(frozen=True)
@@ -157,12 +161,14 @@ class _Steps:
         session: the method's hooks, with the module inside the wrappers.
         optimizer: takes the steps.
         loss: the loss of a batch.
+        autocast: a context for forward passes.
     """
 
     feed: Feed
     session: Session
     optimizer: torch.optim.Optimizer
     loss: LossFn
+    autocast: AbstractContextManager[Any]
 
     def take(self, inputs: Any, targets: Tensor) -> LossAndOutputs:
         """Take a step with the feed's latest batch."""
@@ -197,11 +203,10 @@ class _Steps:
 
         A forward and a backward pass set the gradients of the optimizer's parameters.
         """
-        if self.feed.settings.amp:
-            with torch.autocast(device_of(self.session.model).type, torch.bfloat16):
-                loss, outputs = self._forward(inputs, targets)
-        else:
-            loss, outputs = self._forward(inputs, targets)
+        with self.autocast:
+            outputs = self.feed.model(inputs)
+            self.feed.task.check(outputs, targets)
+            loss = self.loss(outputs, targets)
         total = self.session.penalised(loss)
         # Use None instead of 0, so that the backward pass can use its own tensors.
         for group in self.optimizer.param_groups:
@@ -211,12 +216,6 @@ class _Steps:
         if len(self.feed.sizes) == 1:
             self._refuse_other_parameters(loss)
         return loss.detach(), outputs.detach()
-
-    def _forward(self, inputs: Any, targets: Tensor) -> LossAndOutputs:
-        """Return the mean loss and the outputs with their graphs."""
-        outputs = self.feed.model(inputs)
-        self.feed.task.check(outputs, targets)
-        return self.loss(outputs, targets), outputs
 
     def _refuse_other_parameters(self, loss: Tensor) -> None:
         """Raise ConfigError if the user's loss has parameters outside the model.

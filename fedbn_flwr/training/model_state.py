@@ -343,21 +343,21 @@ def compiled_modules(model: nn.Module) -> list[nn.Module]:
     return found
 
 
-def compiler_error(error: RuntimeError, model: nn.Module) -> NormLayerError | None:
-    """Return an error that names the compiler if a backward pass failed because of it.
+def name_compiler(error: RuntimeError, model: nn.Module) -> None:
+    """Name the compiler if a backward pass failed because of it.
 
-    It replaces autograd's error about an in-place operation.
+    Raises:
+        NormLayerError: replaces autograd's error about an in-place operation.
     """
     in_place = "modified by an inplace operation" in str(error)
-    if not in_place or not compiled_modules(model):
-        return None
-    return NormLayerError(
-        "the backward pass of a compiled model failed at an in-place operation. A"
-        " method that computes BatchNorm ends a compiled part at each layer, and"
-        " some compilers (inductor, aot_eager) then fail at an in-place activation,"
-        " such as SiLU(inplace=True). Build the model with inplace=False, use"
-        " torch.compile(model, backend='eager'), or do not compile it."
-    )
+    if in_place and compiled_modules(model):
+        raise NormLayerError(
+            "the backward pass of a compiled model failed at an in-place operation. A"
+            " method that computes BatchNorm ends a compiled part at each layer, and"
+            " some compilers (inductor, aot_eager) then fail at an in-place activation,"
+            " such as SiLU(inplace=True). Build the model with inplace=False, use"
+            " torch.compile(model, backend='eager'), or do not compile it."
+        ) from error
 
 
 def unwrap(model: nn.Module) -> nn.Module:

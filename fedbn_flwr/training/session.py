@@ -52,14 +52,11 @@ class Session:
     def __init__(self, model: nn.Module, hooks: NamedHooks) -> None:
         self.model, self.hooks = model, hooks
         self.acting: list[ClientHook] = []
-        self._around: list[ClientHook] = []
         self.passes = self.steps = 0
         self.metrics: dict[str, Any] = {}
         for hook in hooks.values():
             if overrides(hook, "start", "penalty", "gradients"):
                 self.acting.append(hook)
-            if overrides(hook, "around"):
-                self._around.append(hook)
         # Hooks of the same stage keep their order, because sorting is stable.
         self._by_stage = sorted(self.acting, key=lambda hook: _STAGES.index(hook.stage))
 
@@ -110,7 +107,7 @@ class Session:
     def step(self, batch_size: int) -> Iterator[None]:
         """Let the hooks act around the forward and backward pass of a step."""
         with ExitStack() as stack:
-            for hook in self._around:
+            for hook in self.hooks.values():
                 context = hook.around(self.passes, self.model, batch_size)
                 stack.enter_context(context)
             yield
@@ -118,11 +115,15 @@ class Session:
 
     def penalised(self, loss: Tensor) -> Tensor:
         """Return the loss of a step with the penalties of the hooks."""
+        for penalty in self._penalties():
+            loss = loss + penalty
+        return loss
+
+    def _penalties(self) -> Iterator[Tensor]:
         for hook in self.acting:
             penalty = hook.penalty(self.model)
             if penalty is not None:
-                loss = loss + penalty
-        return loss
+                yield penalty
 
     def change_gradients(self, again: bool = False) -> None:
         """Let the hooks change the gradients of a step, in the order of their stages.
@@ -152,26 +153,19 @@ class Session:
             elif p.grad is not None:
                 set_aside[p] = p.grad
                 p.grad = None
-        total = self._add_penalties(trained)
-        self.change_gradients(again)
-        for p, grad in set_aside.items():
-            p.grad = grad
-        return total
-
-    def _add_penalties(self, parameters: list[nn.Parameter]) -> float | Tensor:
-        """Add the gradients of the penalties, and return the sum of the penalties."""
+        with torch.enable_grad():  # a step runs without gradients
+            penalties = list(self._penalties())
         total: float | Tensor = 0.0
-        for hook in self.acting:
-            with torch.enable_grad():  # a step runs without gradients
-                penalty = hook.penalty(self.model)
-            if penalty is None or not parameters:
-                continue
+        for penalty in penalties if trained else ():
             # Add up tensors, because converting a tensor to a number would wait for the
             # device in each step.
             total = total + penalty.detach()
-            gradients = torch.autograd.grad(penalty, parameters, allow_unused=True)
-            for p, grad in zip(parameters, gradients, strict=True):
+            gradients = torch.autograd.grad(penalty, trained, allow_unused=True)
+            for p, grad in zip(trained, gradients, strict=True):
                 if grad is not None:
                     present = dense_gradient(p)
                     p.grad = grad if present is None else present.add_(grad)
+        self.change_gradients(again)
+        for p, grad in set_aside.items():
+            p.grad = grad
         return total

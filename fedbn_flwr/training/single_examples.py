@@ -20,26 +20,25 @@ from fedbn_flwr.training.freezing import is_scripted_batchnorm, layers_of
 from fedbn_flwr.training.model_state import copied
 from fedbn_flwr.training.randomness import seeded
 
-__all__ = ["named_error", "refusing_layers", "takes_one_example"]
+__all__ = ["name_layer", "refusing_layers", "takes_one_example"]
 
 
-def named_error(
-    error: ValueError, model: nn.Module, batch_size: int
-) -> NormLayerError | None:
-    """Return an error that names the BatchNorm layer that raised ``error``.
+def name_layer(error: ValueError, model: nn.Module, batch_size: int) -> None:
+    """Name the BatchNorm layer that raised ``error``, if a layer raised it.
 
-    An example is the error for one value per channel. The result is None if no
-    BatchNorm layer raised the error.
+    An example is the error for one value per channel.
+
+    Raises:
+        NormLayerError: replaces the error.
     """
     path = None if isinstance(error, FedBNError) else _raised_in(error, model)
-    if path is None:
-        return None
-    return NormLayerError(
-        f"BatchNorm layer '{path}' raised in a batch of {batch_size} examples: {error}."
-        " If the layer normalises virtual batches (ghost BatchNorm), the last virtual"
-        " batch has only one row. Choose batch-size and the numbers of examples so that"
-        " no single row is left."
-    )
+    if path is not None:
+        raise NormLayerError(
+            f"BatchNorm layer '{path}' raised in a batch of {batch_size} examples:"
+            f" {error}. If the layer normalises virtual batches (ghost BatchNorm), the"
+            " last virtual batch has only one row. Choose batch-size and the numbers of"
+            " examples so that no single row is left."
+        ) from error
 
 
 def _raised_in(error: ValueError, model: nn.Module) -> str | None:
