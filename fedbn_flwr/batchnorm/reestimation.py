@@ -32,7 +32,7 @@ from fedbn_flwr.training.channels import (
 from fedbn_flwr.training.checkpointing import is_recomputed
 from fedbn_flwr.training.freezing import layers_of, left_in_eval
 from fedbn_flwr.training.randomness import seeded
-from fedbn_flwr.training.single_examples import named_error, takes_one_example
+from fedbn_flwr.training.single_examples import name_layer, takes_one_example
 
 __all__ = [
     "MomentSums",
@@ -379,10 +379,8 @@ def reestimate_statistics(
                     (forward or model)(prepared(inputs))
                 except ValueError as error:
                     # torch's error for one value per channel does not name the layer
-                    named = named_error(error, model, len(positions))
-                    if named is None:
-                        raise
-                    raise named from error
+                    name_layer(error, model, len(positions))
+                    raise
     return gathered.by_path(model)
 
 

@@ -1,7 +1,7 @@
 """The client code, with ``TorchClient``, the mod and hooks for other training loops.
 
 A client refuses its optimizer and its steps by the rows of the methods
-(``strategies.refuse_on_client``). ``hooks`` refuses a training loop that leaves out a
+(``strategies.refuse_on_client``). ``watch`` refuses a training loop that leaves out a
 call, and ``model_cache`` a model that does not fit the server's model.
 """
 

@@ -10,7 +10,7 @@ each client's local state, and sends the hash from which a client continues.
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,7 +48,7 @@ from fedbn_flwr.messages.records import (
     to_state,
     views,
 )
-from fedbn_flwr.training.client_hook import OWN_MODEL, ClientHook, Entries
+from fedbn_flwr.training.client_hook import OWN_MODEL, Extras, NamedHooks
 
 _VERSION = 1
 _RECORDS = (KEPT, KEPT_BY_HOOKS)
@@ -280,14 +280,20 @@ class KeptState:
         """Return the local entries for a test, including a hook's second model."""
         return {**self.load(names), **_below(OWN_MODEL, self._read(KEPT_BY_HOOKS))}
 
-    def hook_state(self, hook: ClientHook) -> Entries:
-        """Return the entries that a client hook kept in the client's last round.
+    def hand_over(self, hooks: NamedHooks, sent: Extras) -> None:
+        """Give each client hook the server's records and its own kept entries.
 
-        They are empty if there are none. It raises the errors of ``load``.
+        A hook has no entries before its first round. It raises the errors of ``load``.
         """
-        entries = _below(_place(hook), self._read(KEPT_BY_HOOKS))
-        # Copy the arrays: the hook may change them, and the round may be undone.
-        return tensors({name: array.copy() for name, array in entries.items()})
+        kept = self._read(KEPT_BY_HOOKS)
+        for hook_name, hook in hooks.items():
+            entries = _below(hook.kept_as or hook_name, kept)
+            # Earlier versions stored the entries under the name of the class.
+            if not entries and type(hook).__name__ not in hooks:
+                entries = _below(type(hook).__name__, kept)
+            # Copy the arrays: the hook may change them, and the round may be undone.
+            copies = {name: array.copy() for name, array in entries.items()}
+            hook.receive(sent, tensors(copies))
 
     # After the round: keep the entries that the next round needs.
 
@@ -299,15 +305,16 @@ class KeptState:
         """
         self._write(KEPT, entries, server_round)
 
-    def save_hook_state(self, hooks: Iterable[ClientHook], server_round: int) -> None:
+    def save_hook_state(self, hooks: NamedHooks, server_round: int) -> None:
         """Keep the entries of the client hooks until the client's next round.
 
         It raises the errors of ``keep``.
         """
         entries = {}
-        for hook in hooks:
+        for hook_name, hook in hooks.items():
+            place = hook.kept_as or hook_name
             for name, array in to_state(hook.keep()).items():
-                entries[f"{_place(hook)}/{name}"] = array
+                entries[f"{place}/{name}"] = array
         if entries:
             self._write(KEPT_BY_HOOKS, entries, server_round)
 
@@ -417,10 +424,6 @@ class KeptState:
             about[START_ID] = self._start_id
         about |= {SERVER_ROUND: server_round, BEGUN: begun}
         self._records[KEPT_ABOUT] = filled(ConfigRecord, about)
-
-
-def _place(hook: ClientHook) -> str:
-    return hook.kept_as or type(hook).__name__
 
 
 def _refuse_diverged(entries: State) -> None:

@@ -22,8 +22,7 @@ package. Example::
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Mapping, Sequence, Set
-from contextlib import closing
+from collections.abc import Callable, Iterator, Mapping, Set
 from typing import Any
 
 import torch
@@ -31,21 +30,15 @@ from torch import Tensor, nn
 
 from fedbn_flwr.client.hooks import Hooks
 from fedbn_flwr.compat.flower import on_network_node
-from fedbn_flwr.errors import ConfigError, DataError, FedBNError, described
+from fedbn_flwr.errors import ConfigError, FedBNError, described
 from fedbn_flwr.problems import Known
-from fedbn_flwr.training.batches import (
-    Batches,
-    device_of,
-    inputs_for,
-    refuse_not_finite,
-    with_positions,
-)
-from fedbn_flwr.training.client_hook import ClientHook
-from fedbn_flwr.training.loop import TrainResult, nothing_trained
-from fedbn_flwr.training.model_state import Layout, copied, unwrap
+from fedbn_flwr.training.batches import Batches, refuse_not_finite
+from fedbn_flwr.training.client_hook import NamedHooks
+from fedbn_flwr.training.feed import Feed
+from fedbn_flwr.training.loop import TrainResult
+from fedbn_flwr.training.model_state import Layout, copied
 from fedbn_flwr.training.randomness import seeded
 from fedbn_flwr.training.settings import LocalTraining
-from fedbn_flwr.training.single_examples import SingleExamples
 from fedbn_flwr.training.tasks import CLASSIFICATION, Task
 
 
@@ -58,7 +51,7 @@ def train_by(
     *,
     learning_rate: float,
     stream: Callable[[str], torch.Generator],
-    hooks: Sequence[ClientHook] = (),
+    hooks: NamedHooks,
     task: Task = CLASSIFICATION,
     layout: Layout | None = None,
     surveys: bool = True,
@@ -79,61 +72,33 @@ def train_by(
         DataError: there are no examples, every batch had one example and was dropped,
             or the loss is not finite because of an input.
     """
-    if len(data) == 0:
-        raise DataError("no training examples: leave this client out or give it data")
-    layout = layout or Layout(unwrap(model))
-    device, prepared = device_of(layout), inputs_for(layout)
-    model.train()
-    sizes: list[int] = []
-    singles = SingleExamples(model, hooks)
+    feed = Feed(model, data, settings, stream, task, layout)
     named = f"loop {getattr(loop, '__qualname__', loop)}"
-
-    def batches() -> Generator[tuple[Any, Tensor], None, None]:
-        columns: bool | None = None
-        order = settings.batches(len(data), stream("batches"))
-        for positions, (inputs, targets) in with_positions(
-            data, order, stream("augment")
-        ):
-            inputs, targets = prepared(inputs), task.on_device(targets, device)
-            size = positions.shape[0]
-            if size == 1 and singles.drop(len(sizes), inputs):
-                continue
-            sizes.append(size)
-            if task.in_columns:
-                # Losses of torch compare outputs and targets of one shape and dtype.
-                # Ask the model once for the shape of its outputs.
-                if columns is None:
-                    columns = _num_dimensions(model, inputs) == 2
-                targets = targets.reshape(size, -1) if columns else targets.flatten()
-                targets = targets.float() if targets.dtype == torch.int64 else targets
-            yield inputs, targets
-
-    rules = Hooks(model, {type(hook).__name__: hook for hook in hooks}, refuse)
+    # Hooks see the names without a wrapper's prefix; the loop uses the wrapper.
+    rules = Hooks(feed.layout.model, hooks, refuse, called=model)
     modules = dict(model.named_modules())
     trained = {name: p.detach().clone() for name, p in _trained(model).items()}
     with rules.block():
+        rules.watch.survey()
         if surveys:
-            seed = stream("survey").initial_seed()
-            rules.survey_data(data, settings.batch_size, seed)
-        rules.surveyed = True
-        with (
-            seeded(stream("dropout").initial_seed()),
-            closing(batches()) as given,
-            torch.enable_grad(),  # restores the gradient mode if the loop changes it
-        ):
-            try:
+            feed.survey(rules.session)
+        try:
+            with (
+                feed.batches(rules.session) as batches,
+                torch.enable_grad(),  # restores the gradient mode if the loop changes it
+            ):
+                given = _in_columns(model, batches) if task.in_columns else batches
                 returned = loop(model, given, rules, learning_rate)
-            except FedBNError:
-                raise
-            except Exception as error:  # the user's code may raise anything
-                # A mean over no batches divides by zero. The reason is the batches.
-                if singles.dropped and not sizes:
-                    raise nothing_trained(len(data)) from error
-                # On a node of a network, the text may quote data.
-                why = described(error, with_text=not on_network_node())
-                raise ConfigError(f"{named} raised {why}") from error
-    if singles.dropped and not sizes:
-        raise nothing_trained(len(data))
+        except FedBNError:
+            raise
+        except Exception as error:  # the user's code may raise anything
+            # A mean over no batches divides by zero. The reason is the batches.
+            feed.refuse_nothing()
+            # On a node of a network, the text may quote data.
+            why = described(error, with_text=not on_network_node())
+            raise ConfigError(f"{named} raised {why}") from error
+    feed.refuse_nothing()
+    sizes = feed.sizes
     if not sizes:
         raise ConfigError(
             f"{named} took no batch. Write: for inputs, targets in batches."
@@ -147,7 +112,7 @@ def train_by(
             " loss, a number."
         ) from None
     if not math.isfinite(loss):
-        refuse_not_finite(data, prepared)
+        refuse_not_finite(data, feed.prepared)
     now = _trained(model)
     same = (torch.equal(p, now[name].to(p)) for name, p in trained.items())
     if learning_rate > 0 and trained and all(same):
@@ -155,9 +120,7 @@ def train_by(
             f"{named} changed no parameter of the model in {len(sizes)} steps. The loop"
             " may train a copy, or skip its steps. Train the model that it gets."
         )
-    return TrainResult(
-        loss, None, sum(sizes), len(sizes), singles.dropped, rules.metrics
-    )
+    return TrainResult(loss, None, sum(sizes), len(sizes), feed.dropped, rules.metrics)
 
 
 def _trained(model: nn.Module) -> dict[str, Tensor]:
@@ -184,8 +147,18 @@ def _refuse_changes(
         )
 
 
-def _num_dimensions(model: nn.Module, inputs: Any) -> int:
-    """Return the number of dimensions of the model's outputs."""
-    with seeded(0), torch.no_grad():
-        outputs: Tensor = copied(model).eval()(inputs)
-    return outputs.ndim
+def _in_columns(
+    model: nn.Module, batches: Iterator[tuple[Any, Tensor]]
+) -> Iterator[tuple[Any, Tensor]]:
+    """Yield the batches with targets of the shape and dtype of the outputs.
+
+    Losses of torch compare outputs and targets of one shape and dtype.
+    """
+    columns: bool | None = None
+    for inputs, targets in batches:
+        if columns is None:  # ask the model once for the shape of its outputs
+            with seeded(0), torch.no_grad():
+                columns = copied(model).eval()(inputs).ndim == 2
+        shape = (len(targets), -1) if columns else (-1,)
+        targets = targets.reshape(shape)
+        yield inputs, targets.float() if targets.dtype == torch.int64 else targets

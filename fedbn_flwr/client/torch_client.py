@@ -258,9 +258,9 @@ class TorchClient(NumPyClient):
         extras, prefix = load_received(
             cached, parameters, config, sent, kept.load(local)
         )
-        for hook in hooks.values():
-            hook.receive(extras, kept.hook_state(hook))
-        result = trained(cached.model, hooks=list(hooks.values()), layout=cached.layout)
+        if hooks:
+            kept.hand_over(hooks, extras)
+        result = trained(cached.model, hooks=hooks, layout=cached.layout)
         cached.refuse_made()
         # Check the number of steps taken, because dropped batches are not steps.
         refuse_on_client(sent.hooks, config, Known(local_steps=result.num_steps))
@@ -275,7 +275,7 @@ class TorchClient(NumPyClient):
         state = to_state(cached.state)
         if local:
             kept.keep({name: state[name] for name in local}, sent.server_round)
-        kept.save_hook_state(hooks.values(), sent.server_round)
+        kept.save_hook_state(hooks, sent.server_round)
         kept.save(sent.server_round)
         # The reply contains the shared entries. If these are not all entries, it also
         # contains their names.
@@ -319,13 +319,10 @@ class TorchClient(NumPyClient):
         Terms that depend on other clients are left out.
         """
         sent = TrainConfig.read(config)
-        hooks = make_hooks(sent.hooks, HookContext(config, local)).values()
-        for hook in hooks:
-            hook.receive({}, kept.hook_state(hook))
+        hooks = make_hooks(sent.hooks, HookContext(config, local))
+        kept.hand_over(hooks, {})
         steps = replace(self.settings, local_steps=sent.fine_tune, local_epochs=0)
-        self._training(sent, steps, config)(
-            cached.model, hooks=list(hooks), surveys=False
-        )
+        self._training(sent, steps, config)(cached.model, hooks=hooks, surveys=False)
 
     def evaluate(
         self, parameters: list[Array], config: Config

@@ -96,9 +96,9 @@ class PersonalModel(ClientHook):
         personal = copied(model)
         if self._own:
             load_state(personal, self._own)
-        hooks: list[ClientHook] = [ProximalTerm(self._strength, model)]
+        hooks: dict[str, ClientHook] = {"proximal": ProximalTerm(self._strength, model)}
         if self._clipping:
-            hooks.append(ClipGradients(self._clipping))
+            hooks["agc"] = ClipGradients(self._clipping)
         self._train(personal, hooks=hooks)
         self._own = personal.state_dict()
 

@@ -5,10 +5,9 @@ It has one function for each point in a round of local training. Torch only.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any, ClassVar, Literal, get_args
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -21,11 +20,9 @@ __all__ = [
     "Entries",
     "Extras",
     "LossAndOutputs",
+    "NamedHooks",
     "RetryStep",
     "Stage",
-    "around_step",
-    "begun",
-    "change_gradients",
     "overrides",
 ]
 
@@ -64,7 +61,7 @@ class ClientHook:
             advice if the loop loads other weights after a step, such as the weights of
             the best epoch.
         kept_as: the name for storing the result of ``keep``. "" means the name of the
-            class. ``OWN_MODEL`` means that the result is the client's own model, used
+            hook. ``OWN_MODEL`` means that the result is the client's own model, used
             in tests and exports.
         stage: when ``gradients`` acts, independent of the order of the methods.
             "choose": it drops the gradients of parameters that do not train in this
@@ -171,43 +168,8 @@ class ClientHook:
         return {}
 
 
-@contextmanager
-def begun(hooks: Iterable[ClientHook], model: nn.Module) -> Iterator[None]:
-    """Begin the hooks, and end them if the block raises.
-
-    Ending the hooks restores the model, because a later round may use it again.
-    """
-    done: list[ClientHook] = []
-    try:
-        for hook in hooks:
-            hook.begin(model)
-            done.append(hook)
-        yield
-    except BaseException:
-        for hook in reversed(done):
-            with contextlib.suppress(Exception):  # the first error is the useful one
-                hook.end(model)
-        raise
-
-
-@contextmanager
-def around_step(
-    hooks: Iterable[ClientHook], step: int, model: nn.Module, batch_size: int
-) -> Iterator[None]:
-    """Let the hooks act around the forward and backward pass of a step."""
-    with ExitStack() as stack:
-        for hook in hooks:
-            stack.enter_context(hook.around(step, model, batch_size))
-        yield
-
-
-def change_gradients(hooks: Iterable[ClientHook], model: nn.Module, step: int) -> None:
-    """Let the hooks change the gradients of a step, in the order of their stages."""
-    stages = get_args(Stage)
-    # Hooks of the same stage keep their order, because sorting is stable.
-    for hook in sorted(hooks, key=lambda hook: stages.index(hook.stage)):
-        hook.step = step
-        hook.gradients(model)
+NamedHooks = Mapping[str, ClientHook]
+"""The client hooks of a method by name, in the order of the message."""
 
 
 def overrides(hook: ClientHook, *names: str) -> bool:

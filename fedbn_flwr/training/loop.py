@@ -1,53 +1,45 @@
 """Local training, with the hooks of a method.
 
-This is the only loop that trains. BatchNorm layers are in train mode, unless a hook
+This is the package's loop. BatchNorm layers are in train mode, unless a hook
 changes it, and the layers update their running statistics once per step. Torch only.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, closing, nullcontext
+import warnings
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fedbn_flwr.errors import ConfigError, DataError, FedBNError
+from fedbn_flwr.errors import ConfigError, DataError
 from fedbn_flwr.training.attributes import Attributes
-from fedbn_flwr.training.batches import (
-    Batches,
-    device_of,
-    inputs_for,
-    refuse_not_finite,
-    with_positions,
-)
+from fedbn_flwr.training.batches import Batches, device_of, refuse_not_finite
 from fedbn_flwr.training.client_hook import (
     ClientHook,
     LossAndOutputs,
+    NamedHooks,
     RetryStep,
-    around_step,
-    begun,
-    change_gradients,
 )
+from fedbn_flwr.training.feed import Feed
 from fedbn_flwr.training.losses import LossFn
-from fedbn_flwr.training.model_state import Layout, named_compiler, unwrap
+from fedbn_flwr.training.model_state import Layout
 from fedbn_flwr.training.optimizers import make_optimizer, take_step
-from fedbn_flwr.training.randomness import Generators, seeded
+from fedbn_flwr.training.randomness import Generators
+from fedbn_flwr.training.session import Session
 from fedbn_flwr.training.settings import LocalTraining
-from fedbn_flwr.training.single_examples import SingleExamples, named_error
 from fedbn_flwr.training.tasks import CLASSIFICATION, TASKS, Task
 
 __all__ = ["TrainResult", "train"]
 
 # Examples per batch in the search for a target that counts (known and not ignored).
 _LOOKED_AT = 256
-ONE_BY_ONE = (
-    "batch-size=1 leaves one example in each batch, so BatchNorm cannot compute a"
-    " variance: use a batch-size above 1, or another norm"
-)
+_NOTHING = nullcontext()
 
 
 @dataclass(frozen=True)
@@ -82,7 +74,9 @@ def train(
     *,
     learning_rate: float,
     stream: Callable[[str], torch.Generator],
-    hooks: Sequence[ClientHook] = (),
+    hooks: NamedHooks | list[ClientHook] | tuple[ClientHook, ...] = MappingProxyType(
+        {}
+    ),
     task: Task = CLASSIFICATION,
     optimizer: torch.optim.Optimizer | None = None,
     layout: Layout | None = None,
@@ -97,7 +91,8 @@ def train(
         learning_rate: rate of this round.
         stream: returns a CPU generator for a purpose ("survey", "batches", "augment",
             "dropout").
-        hooks: the method's hooks.
+        hooks: the method's hooks by name. A list of hooks works as well, with a
+            warning.
         task: defines the loss and the counted targets.
         optimizer: an optimizer to continue with (the centralized reference keeps its
             momentum). None creates a new optimizer.
@@ -116,60 +111,44 @@ def train(
             message names the layer. Or a compiler fails at an in-place operation
             between layers that a hook computes.
     """
-    if len(data) == 0:
-        raise DataError("no training examples: leave this client out or give it data")
-    layout = layout or Layout(unwrap(model))
-    bare = layout.model
-    device, prepared = device_of(layout), inputs_for(layout)
-    # Call ``train`` only if it is needed. A wrapper has its own mode. For a model in
-    # train mode, this saves a walk over its modules.
-    if model is not bare or not layout.in_train_mode():
-        model.train()
+    if isinstance(hooks, (list, tuple)):
+        warnings.warn(
+            "train(hooks=[...]): give each client hook a name, hooks={'mine': hook}",
+            FutureWarning,
+            stacklevel=2,
+        )
+        hooks = {str(number): hook for number, hook in enumerate(hooks)}
+    feed = Feed(model, data, settings, stream, task, layout)
     # Hooks see the names without a wrapper's prefix; the passes use the wrapper.
-    with begun(hooks, bare):
+    session, totals = Session(feed.layout.model, hooks), _Totals(task)
+    with session.block():
         # Measure the statistics of the data before a step, because they belong to the
         # received weights.
-        for hook in hooks if surveys else ():
-            seed = stream("survey").initial_seed()
-            hook.survey(bare, data, settings.batch_size, seed)
+        if surveys and hooks:
+            feed.survey(session)
         # With hooks, collect the parameters again, because a hook may have replaced
         # some.
-        known = None if hooks else layout.parameters()
+        known = None if hooks else feed.layout.parameters()
         optimizer = optimizer or make_optimizer(model, settings, known)
         for group in optimizer.param_groups:
             group["lr"] = learning_rate
-        for hook in hooks:
-            hook.start(bare, optimizer)
-        # The order of the batches, their augmentation and dropout have separate
-        # streams, so that a change of one does not affect the others.
-        augment = stream("augment")
+        session.start(optimizer)
+        autocast: AbstractContextManager[Any] = _NOTHING
+        if settings.amp:
+            autocast = torch.autocast(device_of(feed.layout).type, torch.bfloat16)
         loss_fn = task.training_loss or task.loss
-        steps = _Steps(model, bare, optimizer, hooks, task, loss_fn, settings.amp)
-        totals, singles = _Totals(task), SingleExamples(model, hooks)
-        order = settings.batches(len(data), stream("batches"))
-        with (
-            seeded(stream("dropout").initial_seed()),
-            named_compiler(model),
-            closing(with_positions(data, order, augment)) as batches,
-        ):
-            for positions, (inputs, targets) in batches:
-                inputs, targets = prepared(inputs), task.on_device(targets, device)
-                # A dropped batch does not count as a step.
-                size, step = positions.shape[0], totals.steps
-                if size == 1 and singles.drop(step, inputs):
-                    continue
-                loss, outputs = steps.take(step, inputs, targets, size)
+        steps = _Steps(feed, session, optimizer, loss_fn, autocast)
+        with feed.batches(session) as batches:
+            for inputs, targets in batches:
+                loss, outputs = steps.take(inputs, targets)
                 totals.add(loss, outputs, targets)
-    metrics: dict[str, float] = {}
-    for hook in hooks:
-        metrics |= hook.end(bare)
-    if not totals.steps:
-        raise nothing_trained(len(data))
-    result = totals.result(singles.dropped, metrics)
+    if not feed.sizes:
+        feed.refuse_nothing()
+    result = totals.result(feed.dropped, session.metrics)
     if result.loss == 0:
         _refuse_without_targets(data, task)
     if not math.isfinite(result.loss):
-        refuse_not_finite(data, prepared)
+        refuse_not_finite(data, feed.prepared)
     return result
 
 
@@ -178,90 +157,63 @@ class _Steps:
     """The common data of all steps in a round.
 
     Attributes:
-        model: the model with its wrappers.
-        bare: the module inside the wrappers.
+        feed: the batches, with the model and its wrappers.
+        session: the method's hooks, with the module inside the wrappers.
         optimizer: takes the steps.
-        hooks: the method's hooks.
-        task: checks outputs and targets.
         loss: the loss of a batch.
-        amp: whether forward passes use bfloat16 autocast.
+        autocast: a context for forward passes.
     """
 
-    model: nn.Module
-    bare: nn.Module
+    feed: Feed
+    session: Session
     optimizer: torch.optim.Optimizer
-    hooks: Sequence[ClientHook]
-    task: Task
     loss: LossFn
-    amp: bool
+    autocast: AbstractContextManager[Any]
 
-    def take(
-        self, step: int, inputs: Any, targets: Tensor, size: int
-    ) -> LossAndOutputs:
-        """Take step ``step`` (from 0) with a batch of ``size`` examples."""
-        try:
-            if self.hooks:
-                loss, outputs = self._passes_in_hooks(step, inputs, targets, size)
-            else:
-                loss, outputs = self._passes(step, inputs, targets)
-        except ValueError as error:
-            named = named_error(error, self.bare, size)
-            if named is None:
-                raise
-            raise named from error
-        change_gradients(self.hooks, self.bare, step)
+    def take(self, inputs: Any, targets: Tensor) -> LossAndOutputs:
+        """Take a step with the feed's latest batch."""
+        session = self.session
+        if not session.hooks:  # saves the time of the context
+            loss, outputs = self._passes(inputs, targets)
+        elif session.synchronises:
+            loss, outputs = self._repeated_passes(inputs, targets)
+        else:
+            with session.step(self.feed.sizes[-1]):
+                loss, outputs = self._passes(inputs, targets)
+        session.change_gradients()
         take_step(self.optimizer)
         return loss, outputs
 
-    def _passes_in_hooks(
-        self, step: int, inputs: Any, targets: Tensor, size: int
-    ) -> LossAndOutputs:
-        """Run the forward and backward pass inside the contexts of the hooks.
-
-        A synchronised step is repeated until it succeeds.
-        """
-        if not any(hook.synchronises(step) for hook in self.hooks):
-            with around_step(self.hooks, step, self.bare, size):
-                return self._passes(step, inputs, targets)
-        # Another client may be lost during the step, and then the step is repeated.
+    def _repeated_passes(self, inputs: Any, targets: Tensor) -> LossAndOutputs:
+        """Run the passes of a synchronised step until no client is lost in it."""
         # This client has already updated running statistics and drawn dropout masks, so
         # restore both.
-        before = Attributes(self.bare, with_state=True, of_passes=True)
+        before = Attributes(self.session.model, with_state=True, of_passes=True)
         generators = Generators.now()
         while True:
             try:
-                with around_step(self.hooks, step, self.bare, size):
-                    return self._passes(step, inputs, targets)
+                with self.session.step(self.feed.sizes[-1]):
+                    return self._passes(inputs, targets)
             except RetryStep:
                 before.restore()
                 generators.restore()
 
-    def _passes(self, step: int, inputs: Any, targets: Tensor) -> LossAndOutputs:
+    def _passes(self, inputs: Any, targets: Tensor) -> LossAndOutputs:
         """Return the mean loss and the outputs, and set the gradients.
 
         A forward and a backward pass set the gradients of the optimizer's parameters.
         """
-        autocast: AbstractContextManager[Any] = nullcontext()
-        if self.amp:
-            autocast = torch.autocast(device_of(self.model).type, torch.bfloat16)
-        with autocast:
-            outputs = self.model(inputs)
-            self.task.check(outputs, targets)
+        with self.autocast:
+            outputs = self.feed.model(inputs)
+            self.feed.task.check(outputs, targets)
             loss = self.loss(outputs, targets)
-        total = loss
-        for hook in self.hooks:
-            penalty = hook.penalty(self.bare)
-            if penalty is not None:
-                total = total + penalty
+        total = self.session.penalised(loss)
         # Use None instead of 0, so that the backward pass can use its own tensors.
         for group in self.optimizer.param_groups:
             for parameter in group["params"]:
                 parameter.grad = None
         total.backward()  # type: ignore[no-untyped-call]
-        if (
-            step == 0
-            and self.loss is not TASKS.get(self.task.name, CLASSIFICATION).loss
-        ):
+        if len(self.feed.sizes) == 1:
             self._refuse_other_parameters(loss)
         return loss.detach(), outputs.detach()
 
@@ -270,6 +222,9 @@ class _Steps:
 
         No optimizer trains them, and their gradients add up over all clients.
         """
+        task = self.feed.task
+        if self.loss is TASKS.get(task.name, CLASSIFICATION).loss:
+            return
         # Walk from the loss to the leaves of its graph.
         nodes: set[Any] = {None}
         front: set[Any] = {loss.grad_fn}
@@ -279,10 +234,10 @@ class _Steps:
                 after for node in front for after, _ in node.next_functions
             } - nodes
         leaves = {getattr(node, "variable", None) for node in nodes}
-        for leaf in leaves.difference(self.bare.parameters()):
+        for leaf in leaves.difference(self.session.model.parameters()):
             if isinstance(leaf, nn.Parameter):
                 raise ConfigError(
-                    f"the training loss of task {self.task.name} has a parameter of"
+                    f"the training loss of task {task.name} has a parameter of"
                     f" shape {tuple(leaf.shape)} that is not in the model, so it would"
                     " be neither trained nor averaged. Make the module of the loss a"
                     " part of the model, or set requires_grad=False for its parameters."
@@ -294,7 +249,6 @@ class _Totals:
     """Sums over the steps, read from the device only at the end."""
 
     task: Task
-    steps: int = 0
     losses: list[Tensor] = field(default_factory=list)
     sizes: list[int] = field(default_factory=list)
     correct: list[Tensor] = field(default_factory=list)
@@ -306,7 +260,6 @@ class _Totals:
 
         The outputs are (B, classes, ...), the targets (B, ...).
         """
-        self.steps += 1
         self.losses.append(loss)
         self.sizes.append(outputs.shape[0])
         self.correct.append(self.task.correct(outputs, targets))
@@ -335,8 +288,9 @@ class _Totals:
         if "accuracy" in self.task.metrics:
             correct = int(torch.stack(self.correct).sum())
             accuracy = correct / max(sum(counted), 1)
+        steps = len(losses)
         return TrainResult(
-            total / processed, accuracy, processed, self.steps, dropped, metrics
+            total / processed, accuracy, processed, steps, dropped, metrics
         )
 
 
@@ -352,15 +306,4 @@ def _refuse_without_targets(data: Batches, task: Task) -> None:
     raise DataError(
         f"none of the {len(data)} training examples has a target that counts. Leave"
         " this client out or give it targets."
-    )
-
-
-def nothing_trained(num_examples: int) -> FedBNError:
-    """Return the error of a round in which all batches were dropped."""
-    if num_examples > 1:
-        return ConfigError(ONE_BY_ONE)
-    # A single example is a batch of one for every batch size.
-    return DataError(
-        "this client has one training example, so BatchNorm cannot compute a variance:"
-        " give it more examples, leave it out, or use another norm"
     )

@@ -18,7 +18,6 @@ from collections.abc import (
     Mapping,
     MutableMapping,
 )
-from contextlib import contextmanager
 from functools import cached_property
 from operator import attrgetter
 from typing import Any, ParamSpec, TypeVar
@@ -344,19 +343,14 @@ def compiled_modules(model: nn.Module) -> list[nn.Module]:
     return found
 
 
-@contextmanager
-def named_compiler(model: nn.Module) -> Iterator[None]:
-    """Name the compiler if the backward pass of the block fails because of it.
+def name_compiler(error: RuntimeError, model: nn.Module) -> None:
+    """Name the compiler if a backward pass failed because of it.
 
     Raises:
         NormLayerError: replaces autograd's error about an in-place operation.
     """
-    try:
-        yield
-    except RuntimeError as error:
-        in_place = "modified by an inplace operation" in str(error)
-        if not in_place or not compiled_modules(model):
-            raise
+    in_place = "modified by an inplace operation" in str(error)
+    if in_place and compiled_modules(model):
         raise NormLayerError(
             "the backward pass of a compiled model failed at an in-place operation. A"
             " method that computes BatchNorm ends a compiled part at each layer, and"

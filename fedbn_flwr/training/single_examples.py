@@ -6,9 +6,8 @@ A BatchNorm layer may be unable to compute a variance from such a batch. Torch o
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Collection
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,48 +20,25 @@ from fedbn_flwr.training.freezing import is_scripted_batchnorm, layers_of
 from fedbn_flwr.training.model_state import copied
 from fedbn_flwr.training.randomness import seeded
 
-__all__ = ["SingleExamples", "named_error", "refusing_layers", "takes_one_example"]
+__all__ = ["name_layer", "refusing_layers", "takes_one_example"]
 
 
-@dataclass
-class SingleExamples:
-    """Decides whether the batches of one example in a round are dropped.
+def name_layer(error: ValueError, model: nn.Module, batch_size: int) -> None:
+    """Name the BatchNorm layer that raised ``error``, if a layer raised it.
 
-    They are dropped if a BatchNorm layer would get one value per channel.
-    """
+    An example is the error for one value per channel.
 
-    model: nn.Module
-    hooks: Sequence[ClientHook]
-    dropped: int = 0
-    fit: bool | None = None
-
-    def drop(self, step: int, inputs: Any) -> bool:
-        """Return whether step ``step`` (from 0) drops its batch, and count the drop."""
-        if any(hook.synchronises(step) for hook in self.hooks):
-            return False
-        if self.fit is None:  # only once a round, because it takes a forward pass
-            self.fit = takes_one_example(self.model, inputs, self.hooks)
-        self.dropped += not self.fit
-        return not self.fit
-
-
-def named_error(
-    error: ValueError, model: nn.Module, batch_size: int
-) -> NormLayerError | None:
-    """Return an error that names the BatchNorm layer that raised ``error``.
-
-    An example is the error for one value per channel. The result is None if no
-    BatchNorm layer raised the error.
+    Raises:
+        NormLayerError: replaces the error.
     """
     path = None if isinstance(error, FedBNError) else _raised_in(error, model)
-    if path is None:
-        return None
-    return NormLayerError(
-        f"BatchNorm layer '{path}' raised in a batch of {batch_size} examples: {error}."
-        " If the layer normalises virtual batches (ghost BatchNorm), the last virtual"
-        " batch has only one row. Choose batch-size and the numbers of examples so that"
-        " no single row is left."
-    )
+    if path is not None:
+        raise NormLayerError(
+            f"BatchNorm layer '{path}' raised in a batch of {batch_size} examples:"
+            f" {error}. If the layer normalises virtual batches (ghost BatchNorm), the"
+            " last virtual batch has only one row. Choose batch-size and the numbers of"
+            " examples so that no single row is left."
+        ) from error
 
 
 def _raised_in(error: ValueError, model: nn.Module) -> str | None:
@@ -77,7 +53,7 @@ def _raised_in(error: ValueError, model: nn.Module) -> str | None:
 
 
 def takes_one_example(
-    model: nn.Module, inputs: Any, hooks: Sequence[ClientHook] = ()
+    model: nn.Module, inputs: Any, hooks: Collection[ClientHook] = ()
 ) -> bool:
     """Return whether a model can be trained on a batch of one example.
 
@@ -88,7 +64,7 @@ def takes_one_example(
 
 
 def refusing_layers(
-    model: nn.Module, inputs: Any, hooks: Sequence[ClientHook] = ()
+    model: nn.Module, inputs: Any, hooks: Collection[ClientHook] = ()
 ) -> list[str]:
     """Return the paths of the BatchNorm layers that cannot use one example.
 

@@ -369,7 +369,7 @@ def test_a_survey_passes_all_data_before_the_first_step(mlp, points) -> None:
     assert torch.equal(torch.cat(hook.batches), data.inputs), (
         "in order, and with the batch that the loader drops"
     )
-    rules._check()
+    rules.watch.check()
     with pytest.raises(
         ConfigError, match=r"rules\.survey\(loader\) was called after a step"
     ):
@@ -380,9 +380,9 @@ def test_a_survey_passes_all_data_before_the_first_step(mlp, points) -> None:
             r"client hook 'count' .*Write before the first step: rules\.survey\(loader"
         ),
     ):
-        Hooks(mlp(), {"count": hook})._check()
+        Hooks(mlp(), {"count": hook}).watch.check()
     surveyed_loop(mlp(), rules := Hooks(mlp(), {}), data, first=True)
-    rules._check()
+    rules.watch.check()
 
 
 def test_a_survey_takes_the_batch_size_of_a_batch_sampler_and_names_data_that_it_cannot_use(
@@ -512,7 +512,7 @@ def test_a_survey_after_steps_of_an_optimizer_that_is_not_wrapped_is_refused(
     model.train()
     rules.survey(loader)
     data.loss(model).backward()
-    with rules._exit:
+    with rules.watch.handles:
         hook.end(model)
     hook.begin(model)
     rules = Hooks(model, {"hook": hook})
@@ -521,7 +521,7 @@ def test_a_survey_after_steps_of_an_optimizer_that_is_not_wrapped_is_refused(
         ConfigError, match=r"rules\.survey\(loader\) was called after a step"
     ):
         rules.survey(loader)
-    with rules._exit:
+    with rules.watch.handles:
         hook.end(model)
     assert not changed(model)
     assert not any(layer._forward_pre_hooks for layer in model.modules())
@@ -542,7 +542,7 @@ def test_a_survey_after_a_step_of_a_compiled_model_is_refused(mlp, points) -> No
             match=r"called after a step, or after a forward pass in train mode",
         ):
             rules.survey(DataLoader(TensorDataset(data.inputs, data.targets), 4))
-        with rules._exit:
+        with rules.watch.handles:
             hook.end(model)
 
 

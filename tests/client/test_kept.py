@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -57,6 +59,9 @@ def test_what_is_kept_is_a_copy_and_is_loaded_again(mlp, same_bits) -> None:
 
 
 class Counting(ClientHook):
+    def receive(self, sent: Any, kept: Any) -> None:
+        self.found = kept
+
     def keep(self) -> dict[str, torch.Tensor]:
         return {"count": torch.ones(2)}
 
@@ -64,11 +69,20 @@ class Counting(ClientHook):
 def test_a_hook_may_change_the_entries_that_it_gets(mlp) -> None:
     """The kept state does not change, because the round may be undone."""
     context, model, hook = empty_context(), mlp(), Counting()
-    store(context, model).save_hook_state([hook], 4)
+    store(context, model).save_hook_state({"counting": hook}, 4)
     for _ in range(2):
-        found = store(context, model).hook_state(hook)["count"]
-        assert found.tolist() == [1, 1]
-        found += 1
+        store(context, model).hand_over({"counting": hook}, {})
+        assert hook.found["count"].tolist() == [1, 1]
+        hook.found["count"] += 1
+
+
+def test_entries_of_an_earlier_version_are_found_by_the_class_of_the_hook(mlp) -> None:
+    context, model, hook = empty_context(), mlp(), Counting()
+    store(context, model).save_hook_state({"Counting": hook}, 4)
+    store(context, model).hand_over({"one": hook}, {})
+    assert hook.found["count"].tolist() == [1, 1]
+    store(context, model).hand_over({"Counting": Counting(), "one": hook}, {})
+    assert not hook.found, "the entries belong to the hook of this name"
 
 
 @pytest.mark.parametrize("hook_too", [False, True])
@@ -81,7 +95,9 @@ def test_what_is_kept_has_begun_in_the_round_in_which_nothing_was_kept_before(
     for server_round in (4, 5, 9):
         keep(context, model, server_round)
         if hook_too:
-            store(context, model).save_hook_state([Counting()], server_round)
+            store(context, model).save_hook_state(
+                {"counting": Counting()}, server_round
+            )
         about = store(context, model).reply_metadata(server_round)
         began.append("fedbn-flwr.local-began" in about)
     assert began == [True, False, False]

@@ -273,7 +273,7 @@ def test_statistics_are_measured_on_plain_training_data(points, mlp, caplog) -> 
             settings,
             learning_rate=0.1,
             stream=lambda _: torch.Generator(),
-            hooks=[Sees()],
+            hooks={"sees": Sees()},
         )
     assert torch.equal(sent[1], sent[3])
     assert all(np.array_equal(a, b) for a, b in zip(sent[0], sent[2], strict=True))

@@ -45,7 +45,7 @@ def assert_mean(run: Outcome) -> None:
     variates = state_of(run).variates
     assert variates
     for name, c in variates.items():
-        key = next(key for key in own[0] if key.endswith(f"Variates/{name}"))
+        key = next(key for key in own[0] if key.endswith(f"variates/{name}"))
         total = np.sum([mine[key] for mine in own], axis=0)
         np.testing.assert_allclose(
             c, total / CLIENTS, rtol=1e-9, atol=1e-12, err_msg=name

@@ -47,6 +47,7 @@ from tests.support.user_loops import (
     compiled_loop,
     fixbn_loop,
     hooked_loop,
+    loop_of_steps,
 )
 
 ROUNDS = 3
@@ -137,6 +138,26 @@ class Ways:
         loop = functools.partial(compiled_loop, momentum=momentum_of(name))
         return self.app(name, loop, barrier=False, grid_options={"threads": 1})
 
+    def only_steps_compiled(self, name: str) -> Any:
+        """Run our own client with a compiled model and the user's steps."""
+        torch._dynamo.reset()
+        loop = functools.partial(loop_of_steps, momentum=momentum_of(name))
+        settings = LocalTraining(
+            learning_rate=LearningRate(0.1), batch_size=BATCH, loop=loop
+        )
+        clients = torch_clients(
+            lambda: torch.compile(self.mlp(), backend="eager"), self.datasets, settings
+        )
+        one = {"threads": 1}
+        return self.run_app(
+            ALL[name](),
+            client_app(clients),
+            model=self.mlp,
+            rounds=ROUNDS,
+            barrier=False,
+            grid_options=one,
+        )
+
     def numpy_fn(self, name: str) -> Any:
         rules = name != "fedbn"
         return numpy_clients(
@@ -208,6 +229,7 @@ TABLE: dict[str, Any] = {
     "by_messages": SYNCHRONISED,
     "closure_by_name": ("fedprox", "scaffold"),
     "compiled": ("bn-scaffold", "fixbn", "fbn", "hbn", "fedtan"),
+    "only_steps_compiled": ("scaffold", "bn-scaffold", "fbn", "hbn"),
     "numpy_client": (
         "fedbn",
         "scaffold",

@@ -145,7 +145,7 @@ def test_under_bfloat16_autocast_the_variates_are_those_of_float32(
             assert {batch.dtype for batch in batches} == {torch.bfloat16}
             want = moments_of(torch.cat(batches))
             for leaf in ("mean", "m2"):
-                found = kept[f"BNControlVariates/bn-variates/{path}.{leaf}"]
+                found = kept[f"bn-variates/bn-variates/{path}.{leaf}"]
                 np.testing.assert_allclose(
                     found, getattr(want, leaf).numpy(), rtol=1e-5, atol=1e-6
                 )

@@ -133,6 +133,26 @@ def closure_loop(
     return 0.0
 
 
+def loop_of_steps(
+    model: nn.Module,
+    batches: Any,
+    rules: Any,
+    learning_rate: float,
+    momentum: float = 0.0,
+) -> float:
+    """Take the steps of a round, as ``LocalTraining(loop=...)``."""
+    sgd = torch.optim.SGD(model.parameters(), learning_rate, momentum=momentum)
+    optimizer, losses = rules.wrap(sgd), []
+    for inputs, targets in batches:
+        optimizer.zero_grad()
+        with rules.step(len(targets)):
+            loss = F.cross_entropy(model(inputs), targets)
+            loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return sum(losses) / len(losses)
+
+
 def compiled_loop(
     model: nn.Module, data: Any, msg: Message, context: Context, momentum: float = 0.0
 ) -> float:

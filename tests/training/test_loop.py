@@ -215,7 +215,7 @@ def test_other_cases_that_take_a_batch_of_one(points, mlp, change: str) -> None:
     model = mlp(norm=change != "no norm")
     if "without statistics" in change:
         model[1] = nn.BatchNorm1d(4, track_running_stats=False).double()
-    hooks = [Freeze()] if "frozen" in change else []
+    hooks = {"freeze": Freeze()} if "frozen" in change else {}
     takes = change in ("no norm", "frozen norm")
     assert run(model, points(5), batch_size=4, hooks=hooks).num_dropped == (
         0 if takes else 1
@@ -266,7 +266,7 @@ def test_each_purpose_has_a_stream_of_its_own_and_takes_it_once(points, mlp) -> 
         taken.append(purpose)
         return stream(purpose)
 
-    rate = {"learning_rate": 0.1, "hooks": [ClientHook()]}
+    rate = {"learning_rate": 0.1, "hooks": {"none": ClientHook()}}
     train(mlp(), points(8), settings(batch_size=4), stream=noted, **rate)
     assert sorted(taken) == ["augment", "batches", "dropout", "survey"]
 
@@ -303,7 +303,8 @@ def test_hooks_are_called_in_order_and_a_penalty_is_not_in_the_loss(
     """The gradient of half the squared norm equals a weight decay of 1."""
     data, model, decayed = points(8), mlp(), mlp()
     hook = Noted(model)
-    result = run(model, data, batch_size=4, hooks=[hook, ClientHook()])
+    with pytest.warns(FutureWarning, match="give each client hook a name"):
+        result = run(model, data, batch_size=4, hooks=[hook, ClientHook()])
     plain = run(decayed, data, batch_size=4, weight_decay=1.0)
     assert hook.calls == ["begin", "penalty", "penalty", "end"]
     same(model, decayed)
@@ -321,8 +322,8 @@ class Fails(ClientHook):
 def test_after_an_error_the_hook_that_began_last_ends_first(points, mlp) -> None:
     """Each hook finds the model as it left it, even if a later hook changed it."""
     model, ended = mlp(), list[int]()
-    hooks = [Noted(model), Noted(model), Fails()]
-    for number, hook in enumerate(hooks):
+    hooks = {"a": Noted(model), "b": Noted(model), "c": Fails()}
+    for number, hook in enumerate(hooks.values()):
         hook.end = lambda model, number=number: ended.append(number)  # type: ignore[method-assign]
     with pytest.raises(RuntimeError, match="first step"):
         run(model, points(8), batch_size=4, hooks=hooks)
@@ -350,7 +351,7 @@ class Surveying(ClientHook):
 
 def test_a_hook_surveys_the_data_after_begin_and_before_start(points, mlp) -> None:
     hook = Surveying()
-    run(mlp(), points(8), batch_size=4, hooks=[hook])
+    run(mlp(), points(8), batch_size=4, hooks={"hook": hook})
     assert hook.calls == ["begin", (8, 4, stream("survey").initial_seed()), "start"]
 
 
@@ -360,7 +361,8 @@ def test_a_batch_of_one_is_used_where_a_hook_lets_every_layer_take_it(
     """Here, the layer has another forward pass than BatchNorm."""
     model = mlp()
     model[1].forward = nn.Identity().forward
-    assert run(model, points(5), batch_size=4, hooks=[Surveying()]).num_steps == 2
+    hooks = {"hook": Surveying()}
+    assert run(model, points(5), batch_size=4, hooks=hooks).num_steps == 2
     assert run(model, points(5), batch_size=4).num_dropped == 1
 
 
@@ -400,7 +402,7 @@ def test_a_training_that_fails_leaves_the_model_as_it_was(
     model, data = mlp().train(), points(12, 0)
     before = settings_of(model)
     for left in in_survey_or_step:
-        options = {"batch_size": 4, "local_steps": 3, "hooks": [make()]}
+        options = {"batch_size": 4, "local_steps": 3, "hooks": {"hook": make()}}
         with pytest.raises(error):
             run(model, Breaks(data, left, error()), **options)
         assert settings_of(model) == before

@@ -247,6 +247,7 @@ TRAINING: Any = {
     "settings": LocalTraining(learning_rate=LearningRate(0.1), batch_size=4),
     "learning_rate": 0.1,
     "stream": lambda _: torch.Generator(),
+    "hooks": {},
 }
 PASSES: dict[str, Callable[[Any], Any]] = {
     "training": lambda data: train(Breaks(), data, **TRAINING),

@@ -31,9 +31,9 @@ from fedbn_flwr.lab.setup import (
 from fedbn_flwr.machine import has_bfloat16
 from fedbn_flwr.privacy.counters import refuse_cumulative
 from fedbn_flwr.problems import Problem, tell
+from fedbn_flwr.training.feed import ONE_BY_ONE
 from fedbn_flwr.training.first_look import first_look
 from fedbn_flwr.training.freezing import layers_of
-from fedbn_flwr.training.loop import ONE_BY_ONE
 from fedbn_flwr.training.model_state import copied
 from fedbn_flwr.training.randomness import seeded
 from fedbn_flwr.training.settings import share_of

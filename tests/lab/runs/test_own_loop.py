@@ -26,7 +26,7 @@ from fedbn_flwr.lab.runs.run import run
 from fedbn_flwr.strategies import STRATEGIES
 from fedbn_flwr.training import LearningRate, LocalTraining
 from fedbn_flwr.training.client_hook import RetryStep
-from fedbn_flwr.training.loop import ONE_BY_ONE
+from fedbn_flwr.training.feed import ONE_BY_ONE
 from tests.support.every_key import BASE, OWN
 
 CASES: dict[str, dict[str, Any]] = {
