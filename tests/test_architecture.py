@@ -9,6 +9,7 @@ import ast
 import functools
 import importlib
 import re
+import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -265,6 +266,17 @@ def test_strategies_are_papers_and_nothing_else() -> None:
     assert files == {
         strategy.__module__.rsplit(".")[-1] for strategy in STRATEGIES.values()
     }
+
+
+def test_a_client_loads_no_module_of_the_server() -> None:
+    """It loads the methods when a message names a client hook."""
+    code = "import sys, fedbn_flwr.client; print(*sys.modules)"
+    loaded = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout.split()
+    apart = ("fedbn_flwr.server", "fedbn_flwr.strategies")
+    assert "fedbn_flwr.client.torch_client" in loaded
+    assert [name for name in loaded if name.startswith(apart)] == []
 
 
 def test_a_paper_needs_no_part_of_a_round_or_a_run() -> None:

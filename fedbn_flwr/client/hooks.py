@@ -25,6 +25,7 @@ from fedbn_flwr.batchnorm.parts import (
 from fedbn_flwr.client.kept import KeptState
 from fedbn_flwr.client.mailbox import fill_outbox, is_filled, records_in
 from fedbn_flwr.client.model_spec import ModelSpec, StateLocation
+from fedbn_flwr.client.named_hooks import make_hooks, refuse_on_client
 from fedbn_flwr.client.replay_log import replay
 from fedbn_flwr.client.watch import Watch
 from fedbn_flwr.errors import ConfigError, StateError
@@ -38,7 +39,6 @@ from fedbn_flwr.messages.protocol import (
 )
 from fedbn_flwr.messages.records import from_record, of_kind, tensors
 from fedbn_flwr.problems import Known, tell
-from fedbn_flwr.strategies import make_hooks, refuse_on_client
 from fedbn_flwr.training.client_hook import ClientHook, NamedHooks, overrides
 from fedbn_flwr.training.first_look import makes_no_entries
 from fedbn_flwr.training.loaded import LoadedBatches

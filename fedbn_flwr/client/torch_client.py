@@ -31,6 +31,7 @@ from fedbn_flwr.client.model_cache import (
     model_cache,
     returned_entries,
 )
+from fedbn_flwr.client.named_hooks import make_hooks, refuse_on_client
 from fedbn_flwr.client.own_loop import train_by
 from fedbn_flwr.client.replay_log import clear_log, log_answer, replay
 from fedbn_flwr.errors import ConfigError, StateError
@@ -65,7 +66,6 @@ from fedbn_flwr.messages.protocol import (
 from fedbn_flwr.messages.records import to_state
 from fedbn_flwr.privacy.counters import refuse_cumulative
 from fedbn_flwr.problems import Known
-from fedbn_flwr.strategies import make_hooks, refuse_on_client
 from fedbn_flwr.training.batches import inputs_for, refuse_not_finite
 from fedbn_flwr.training.client_hook import ClientHook
 from fedbn_flwr.training.evaluation import EvalResult, evaluate
