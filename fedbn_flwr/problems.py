@@ -144,7 +144,7 @@ class Problem:
         return replace(self, text=text, remedy=remedy, keys=keys)
 
 
-def check(
+def found_problems(
     rows: Iterable[Problem],
     subject: Any,
     known: Known,

@@ -50,7 +50,10 @@ from fedbn_flwr.compat.flower import (
     proxy_error,
 )
 from fedbn_flwr.errors import ConfigError
-from fedbn_flwr.legacy.secure_aggregation import check, restored
+from fedbn_flwr.legacy.secure_aggregation import (
+    refuse_under_secure_aggregation,
+    restored,
+)
 from fedbn_flwr.messages.numpy_client import (
     describe,
     open_message,
@@ -64,8 +67,7 @@ from fedbn_flwr.messages.protocol import (
     merged_config,
 )
 from fedbn_flwr.messages.records import from_record, to_record
-from fedbn_flwr.problems import Known, Problem, tell
-from fedbn_flwr.problems import check as check_rows
+from fedbn_flwr.problems import Known, Problem, found_problems, tell
 from fedbn_flwr.server.methods.params import RECALIBRATED
 from fedbn_flwr.server.runs.failures import losses_not_finite, note_losses
 from fedbn_flwr.server.runs.protection import Protection
@@ -187,7 +189,7 @@ class LegacyStrategy(FlowerLegacyStrategy):
         self._end_halted_fit()
         # Secure aggregation gives only an average, which some methods cannot use.
         if not self.strategy.reports and calling_object(SECURE_WORKFLOWS):
-            check(self.strategy)
+            refuse_under_secure_aggregation(self.strategy)
         opened = self._configure(
             self.strategy.configure_train,
             server_round,
@@ -570,7 +572,7 @@ def _prepare(
             f" strategy={strategy!r:.80} is not one. Write to_legacy(FedBN(), arrays),"
             " with the brackets"
         )
-    tell(check_rows(ROWS, strategy.methods, Known()))
+    tell(found_problems(ROWS, strategy.methods, Known()))
     after = strategy.prepare(initial_arrays, num_rounds, timeout)
     if after:
         raise ConfigError(

@@ -25,7 +25,7 @@ from fedbn_flwr.server.strategy import Strategy
 logger = logging.getLogger("flwr")
 
 
-def check(strategy: Strategy) -> None:
+def refuse_under_secure_aggregation(strategy: Strategy) -> None:
     """Refuse methods that need more than an average, and warn of lost counters.
 
     Raises:

@@ -70,7 +70,7 @@ from fedbn_flwr.privacy.differential import ClientLevelDP
 from fedbn_flwr.privacy.masked_round import MaskedRound
 from fedbn_flwr.privacy.protection_settings import MASKED_UPDATES, MaskSettings
 from fedbn_flwr.privacy.ring import split
-from fedbn_flwr.problems import Known, check, tell
+from fedbn_flwr.problems import Known, found_problems, tell
 from fedbn_flwr.server.methods.check_protections import uncovered
 from fedbn_flwr.server.methods.method import Facts, Node, Reply
 from fedbn_flwr.server.methods.together import Methods
@@ -116,7 +116,7 @@ class MaskedSums(Protection):
 
     def __init__(self, settings: MaskSettings, dp: ClientLevelDP | None = None) -> None:
         if dp:
-            tell(check([MASKED_UPDATES], dp.settings, Known()))
+            tell(found_problems([MASKED_UPDATES], dp.settings, Known()))
         self.settings = settings
         self._dp = dp
         self._inner: Protection = dp or Protection()

@@ -23,7 +23,7 @@ from pydantic import create_model
 from fedbn_flwr.errors import ConfigError, unknown_name
 from fedbn_flwr.messages.hook_context import HookContext
 from fedbn_flwr.messages.protocol import PREFIX, Key
-from fedbn_flwr.problems import Known, Problem, check, tell
+from fedbn_flwr.problems import Known, Problem, found_problems, tell
 from fedbn_flwr.server.methods.check_combinations import why_not_combined
 from fedbn_flwr.server.methods.method import (
     Ask,
@@ -373,7 +373,7 @@ def refuse_on_client(
         unsent = kind.Params.model_fields.keys() - own.keys()
         rows = [row for row in kind.rows if unsent.isdisjoint(row.keys.split())]
         # Leave out warnings, because the server has logged them.
-        found = check(rows, method, known, ["run"])
+        found = found_problems(rows, method, known, ["run"])
         problems += [problem for problem in found if problem.effect == "refuse"]
     tell(dict.fromkeys(problems), "")
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from fedbn_flwr.lab.config import Config, method_of
-from fedbn_flwr.lab.runs.check_start import check
+from fedbn_flwr.lab.runs.check_start import checked_config
 from fedbn_flwr.lab.runs.run import run
 from fedbn_flwr.lab.studies.check_study import load_study
 from fedbn_flwr.strategies import STRATEGIES
@@ -42,7 +42,7 @@ def test_every_strategy_has_one_recipe_and_so_have_two_options() -> None:
 def test_a_recipe_loads_and_says_how_to_run_it(name: str) -> None:
     path = FOLDER / f"{name}.yaml"
     config = Config.load(path)
-    check(config)
+    checked_config(config)
     header = HEADER.match(path.read_text())
     assert header is not None
     assert header["file"] == name

@@ -18,7 +18,7 @@ from fedbn_flwr.lab.config import Config, data_of
 from fedbn_flwr.lab.config.fields import config_fields
 from fedbn_flwr.lab.partitioned.partitioned_data import partitioned_data
 from fedbn_flwr.lab.runs import simulation
-from fedbn_flwr.lab.runs.check_start import check
+from fedbn_flwr.lab.runs.check_start import checked_config
 from fedbn_flwr.lab.runs.node import client_fn
 from fedbn_flwr.lab.runs.run import run
 from fedbn_flwr.lab.runs.serve import _server_data
@@ -275,7 +275,7 @@ def test_bfloat16_that_this_machine_emulates_is_told(
             "_is_mkldnn_bf16_supported",
             lambda supported=supported: supported,
         )
-        lines = check(config).warnings
+        lines = checked_config(config).warnings
         assert len(lines) == (amp and not supported)
         assert all(
             "no instructions for bfloat16" in line and "Leave amp out" in line
@@ -313,7 +313,7 @@ def test_fedwons_mobilenet_on_cifar_at_32_pixels() -> None:
     assert data_of(Config.make(settings)).shape == (3, 64, 64)
     config = Config.make({**settings, "image-size": 32})
     assert data_of(config).shape == (3, 32, 32)
-    check(config)
+    checked_config(config)
     with pytest.raises(
         ConfigError,
         match=(

@@ -16,7 +16,7 @@ from torch import nn
 from fedbn_flwr.engines import InProcessGrid
 from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.files import read_metrics
-from fedbn_flwr.lab.runs.check_start import check
+from fedbn_flwr.lab.runs.check_start import checked_config
 from fedbn_flwr.lab.runs.default_app import client_app
 from fedbn_flwr.lab.runs.serve import serve
 from fedbn_flwr.lab.setup import make_model
@@ -32,7 +32,7 @@ def serve_nodes(
     with InProcessGrid(
         client_app, len(nodes), run_config=config.to_mapping(), node_configs=given
     ) as grid:
-        return serve(grid, check(config), out)
+        return serve(grid, checked_config(config), out)
 
 
 def write_rows(path: Path, count: int, **arrays: NDArray[Any]) -> str:

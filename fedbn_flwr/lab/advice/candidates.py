@@ -22,7 +22,7 @@ from fedbn_flwr.lab.config import (
     read_overrides,
 )
 from fedbn_flwr.lab.early_stopping import validation_metric
-from fedbn_flwr.lab.runs.check_start import check
+from fedbn_flwr.lab.runs.check_start import checked_config
 from fedbn_flwr.strategies import STRATEGIES
 
 Settings = Mapping[str, Scalar]
@@ -105,7 +105,7 @@ def candidates(
             break
         try:
             config = Config.make_of_shared(base, one.settings)[0]
-            check(config)
+            checked_config(config)
             if config.eval_on == "global" and method_of(config).methods.own_models:
                 raise ConfigError(
                     "its sites keep a part of the model, so there is no single model for"

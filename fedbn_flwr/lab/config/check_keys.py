@@ -22,7 +22,7 @@ from fedbn_flwr.lab.config.fields import (
 )
 from fedbn_flwr.lab.config.values import CENTRALIZED, allowed, read_decays, split
 from fedbn_flwr.privacy.protection_settings import MASKED_UPDATES, DPSettings
-from fedbn_flwr.problems import Known, Problem, check
+from fedbn_flwr.problems import Known, Problem, found_problems
 from fedbn_flwr.server.methods.method import ROLES
 from fedbn_flwr.server.methods.params import EVALUATIONS, TEST_BN, of_pydantic, unmet
 from fedbn_flwr.strategies import METHODS
@@ -204,7 +204,7 @@ def _of_privacy(config: Fields) -> Iterator[Problem]:
     # These rows are in the module of the settings, so this check imports no code of the
     # protections.
     rows = [*DPSettings.rows, *([MASKED_UPDATES] if config.masked_sums else [])]
-    for problem in check(rows, config, Known()):
+    for problem in found_problems(rows, config, Known()):
         if problem.effect == "refuse":
             yield problem.spelled("-")
     if config.dp == "off":
@@ -262,7 +262,7 @@ def has_no_effect(config: Fields) -> dict[str, str]:
             reason = "" if misspelt else f"it is for {', '.join(others[key])}"
         if reason:
             unused[key] = reason
-    for problem in check(DPSettings.rows, config, Known()):
+    for problem in found_problems(DPSettings.rows, config, Known()):
         if problem.effect == "no-effect":
             unused[problem.key.replace("_", "-")] = problem.text
     return unused

@@ -10,7 +10,7 @@ from typing import Any
 from fedbn_flwr.client import client_app
 from fedbn_flwr.engines import InProcessGrid
 from fedbn_flwr.lab.config import CENTRALIZED, Config, Scalar, data_of, method_of
-from fedbn_flwr.lab.runs.check_start import check
+from fedbn_flwr.lab.runs.check_start import checked_config
 from fedbn_flwr.lab.runs.node import client_fn
 from fedbn_flwr.lab.runs.serve import serve
 from fedbn_flwr.messages.protocol import STATE_DIR
@@ -67,7 +67,7 @@ def try_rounds(config: Config, node: Mapping[str, Any]) -> None:
             seed=config.seed,
         ) as grid,
     ):
-        serve(grid, check(alone), Path(out) / "run")
+        serve(grid, checked_config(alone), Path(out) / "run")
 
 
 def _alone(config: Config) -> Config:

@@ -56,7 +56,7 @@ class CheckedConfig:
     warnings: tuple[str, ...]
 
 
-def check(config: Config) -> CheckedConfig:
+def checked_config(config: Config) -> CheckedConfig:
     """Check that a run can start here: device, folders, and the layers of the model.
 
     The model does forward passes on two examples, in eval mode and in train mode. They

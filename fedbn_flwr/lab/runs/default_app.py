@@ -29,12 +29,12 @@ def main(grid: Grid, context: Context) -> None:
     """
     # Import here, because only the server needs these modules, but each client imports
     # this module as well.
-    from fedbn_flwr.lab.runs.check_start import check
+    from fedbn_flwr.lab.runs.check_start import checked_config
     from fedbn_flwr.lab.runs.serve import serve
 
     config = Config.make(context.run_config, complete=True)
     out = _out(config, context.run_id)
-    checked = check(config)
+    checked = checked_config(config)
     # docker/run.py repeats the last line with "resume=true" if the run fails.
     if config.checkpoint_every:
         logger.info(

@@ -19,7 +19,7 @@ from fedbn_flwr.lab.partitioned.partitioned_data import count_clients, partition
 from fedbn_flwr.lab.runs.centralized import centralized
 from fedbn_flwr.lab.runs.check_start import (
     CheckedConfig,
-    check,
+    checked_config,
     refuse_too_few_clients,
 )
 from fedbn_flwr.lab.runs.node import RunClients
@@ -70,7 +70,7 @@ def preflight(config: Config, out: Path) -> CheckedConfig:
 
     # Check the model before the data are split. The split may determine the number of
     # clients, so count the clients before the checks of the data.
-    checked = check(config)
+    checked = checked_config(config)
     config = config.model_copy(update={"num_clients": count_clients(config)})
     refuse_too_few_clients(config, config.num_clients)
     refuse_no_tests(partitioned_data(config, config.num_clients), config)

@@ -25,7 +25,7 @@ from fedbn_flwr.lab.output.folder import DIVERGED_AT, lock_folder, writing
 from fedbn_flwr.lab.output.result_writer import OnRound
 from fedbn_flwr.lab.partitioned.counts import has_other_data
 from fedbn_flwr.lab.partitioned.partitioned_data import count_clients, partitioned_data
-from fedbn_flwr.lab.runs.check_start import check
+from fedbn_flwr.lab.runs.check_start import checked_config
 from fedbn_flwr.lab.studies.check_study import EVERYTHING, Selection
 from fedbn_flwr.lab.studies.one_run import (
     changed,
@@ -272,7 +272,7 @@ def check_data(cells: Sequence[Cell]) -> None:
     problems: dict[str, str] = {}
     for cell in first.values():
         try:
-            check(cell.config)
+            checked_config(cell.config)
             partitioned_data(cell.config, count_clients(cell.config))
         except FedBNError as error:
             problems.setdefault(str(error), cell.name)

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from pydantic.fields import FieldInfo
 
 from fedbn_flwr.errors import unknown_name
-from fedbn_flwr.problems import Known, Problem, check, tell
+from fedbn_flwr.problems import Known, Problem, found_problems, tell
 
 __all__ = [
     "EVALUATIONS",
@@ -240,7 +240,7 @@ class Settings(BaseModel):
             if reason:
                 keys = " ".join((name, *conditions))
                 yield Problem("no-effect", reason, keys, "settings", "no-effect")
-        yield from check(self.rows, self, known)
+        yield from found_problems(self.rows, self, known)
 
     def told(self, problems: Iterable[Problem]) -> Iterator[Problem]:
         """Yield the problems, without unused settings that have their default value."""

@@ -12,7 +12,14 @@ from typing import Any
 
 from fedbn_flwr.batchnorm.parts import Part, Parts
 from fedbn_flwr.errors import ConfigError
-from fedbn_flwr.problems import BEFORE_A_RUN, Known, Problem, Stage, check, tell
+from fedbn_flwr.problems import (
+    BEFORE_A_RUN,
+    Known,
+    Problem,
+    Stage,
+    found_problems,
+    tell,
+)
 from fedbn_flwr.server.methods.check_models import problems_of_model
 from fedbn_flwr.server.methods.check_settings import problems_of_settings
 from fedbn_flwr.server.methods.method import (
@@ -190,7 +197,7 @@ class Methods:
         told = [TOO_LARGE_STEPS]
         for method in self._methods:
             known = Known(number=number, state=states[method.name], parts=parts)
-            for problem in check(method.rows, method, known, ["diverged"]):
+            for problem in found_problems(method.rows, method, known, ["diverged"]):
                 if problem.effect == "cause":
                     told[0] = problem.text
                 else:
@@ -262,7 +269,7 @@ class Methods:
         found += problems_of_model(self, known)
         found = [problem for problem in found if problem.stage in stages]
         for method in self._methods:
-            found += check(method.rows, method, known, stages)
+            found += found_problems(method.rows, method, known, stages)
         # FedTAN-II has FixBN's rows as well: return each problem once.
         return list(dict.fromkeys(found))
 
@@ -301,7 +308,7 @@ def _tell_in_round(
 ) -> None:
     """Log the warnings of a round, and raise the problem that ends the run."""
     known = Known(number=facts.number, state=state, facts=facts, replies=replies)
-    tell(check(method.rows, method, known, [stage]))
+    tell(found_problems(method.rows, method, known, [stage]))
 
 
 def _fields_of(saved: Mapping[str, Mapping[str, Any]]) -> set[str]:

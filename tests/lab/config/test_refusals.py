@@ -26,8 +26,7 @@ from fedbn_flwr.batchnorm.parts import split_state
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.lab.config import Config, method_of
 from fedbn_flwr.lab.config.check_keys import defaults_of
-from fedbn_flwr.lab.runs.check_start import check as check_start
-from fedbn_flwr.lab.runs.check_start import refuse_too_few_clients
+from fedbn_flwr.lab.runs.check_start import checked_config, refuse_too_few_clients
 from fedbn_flwr.lab.studies.check_study import load_study
 from fedbn_flwr.lab.studies.study import Study
 from fedbn_flwr.legacy.legacy_strategy import LegacyStrategy
@@ -39,7 +38,7 @@ from fedbn_flwr.privacy.protection_settings import (
     DPSettings,
     MaskSettings,
 )
-from fedbn_flwr.problems import Known, Problem, check
+from fedbn_flwr.problems import Known, Problem, found_problems
 from fedbn_flwr.server.methods.method import Facts, Node
 from fedbn_flwr.server.methods.options import OPTIONS
 from fedbn_flwr.server.methods.params import Params
@@ -280,7 +279,7 @@ def test_a_planted_case_is_told_with_its_subject(
         return
     if code == "tensorboard-missing":
         monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    seen = told(lambda: check_start(Config.make(settings)))
+    seen = told(lambda: checked_config(Config.make(settings)))
     assert any(one in seen or "{" in one[1] for one in of_code(code)), seen
     assert {one for one, _ in of_code(code)} <= {one for one, _ in seen}
 
@@ -297,11 +296,11 @@ def test_a_planted_case_of_a_study_is_told(code: str, tmp_path: Path) -> None:
 def test_a_planted_case_of_a_round_is_told(code: str) -> None:
     (row, *_) = TABLE[code]
     method, known = IN_A_ROUND[code]
-    found = check(method.rows, method, known, [row.stage])
+    found = found_problems(method.rows, method, known, [row.stage])
     assert (code, row.effect) in [(one.code, one.effect) for one in found]
     # Before the first round of another method, nobody has the problem.
     plain = of("fedavg")
-    assert not [*check(plain.rows, plain, known, [row.stage])]
+    assert not [*found_problems(plain.rows, plain, known, [row.stage])]
 
 
 EDGES = [
@@ -460,7 +459,7 @@ def test_config_strategy_and_legacy_loop_refuse_the_same_settings(
                 strategy.prepare(start, 20, 1)
 
         def of_config(config: dict[str, Any] = config) -> None:
-            check_start(Config.make(config))
+            checked_config(Config.make(config))
 
         found = {one for one in told(of_config) if one[0] not in unknown}
         assert found == told(lambda: in_python(legacy=False)), (key, value)
@@ -577,6 +576,6 @@ def test_clients_refuse_the_training_that_a_config_refuses(
 
 def test_a_row_whose_facts_are_unknown_is_skipped() -> None:
     method = METHODS["scaffold"](METHODS["scaffold"].Params())
-    assert not [*check(method.rows, method, Known())]
-    (problem,) = check(method.rows, method, Known(optimizer="adam"))
+    assert not [*found_problems(method.rows, method, Known())]
+    (problem,) = found_problems(method.rows, method, Known(optimizer="adam"))
     assert problem.code == "needs-sgd"

@@ -532,10 +532,10 @@ def test_odd_files_are_named(
 
 
 def start(settings: dict[str, object]) -> None:
-    from fedbn_flwr.lab.runs.check_start import check
+    from fedbn_flwr.lab.runs.check_start import checked_config
 
     config = Config.make(settings)
-    check(config)
+    checked_config(config)
     partitioned_data(config, count_clients(config))
 
 

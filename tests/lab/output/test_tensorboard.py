@@ -19,7 +19,7 @@ from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.output.folder import RunFolder
 from fedbn_flwr.lab.output.tensorboard_log import TensorBoardLog
-from fedbn_flwr.lab.runs.check_start import check
+from fedbn_flwr.lab.runs.check_start import checked_config
 
 PAGE = Path(__file__).parents[3] / "docs/reference/output-folder.md"
 LINE = {
@@ -106,7 +106,7 @@ def test_a_missing_package_is_an_error_before_the_run(
         lambda name: find_spec(name) if name != "tensorboard" else None,
     )
     with pytest.raises(ConfigError, match="needs the package tensorboard"):
-        check(Config.make({"num-clients": 2, "tensorboard": True}))
+        checked_config(Config.make({"num-clients": 2, "tensorboard": True}))
 
 
 @pytest.mark.parametrize(

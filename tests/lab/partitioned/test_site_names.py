@@ -28,7 +28,7 @@ from fedbn_flwr.lab.files import read_json, read_metrics
 from fedbn_flwr.lab.finished_runs.sites import sites_of_run
 from fedbn_flwr.lab.report import write_report
 from fedbn_flwr.lab.run_files import RunFiles
-from fedbn_flwr.lab.runs.check_start import check
+from fedbn_flwr.lab.runs.check_start import checked_config
 from fedbn_flwr.lab.runs.node import client_fn
 from fedbn_flwr.lab.runs.run import run
 
@@ -264,7 +264,7 @@ def test_bad_names_of_a_function_are_refused_before_any_work(
     never.site_names = names  # type: ignore[attr-defined]
     module.rows = never  # type: ignore[attr-defined]
     with pytest.raises((ConfigError, DataError)) as refused:
-        check(Config.make(by_function(module)))
+        checked_config(Config.make(by_function(module)))
     assert f"dataset='{module.__name__}:rows': site_names: " in str(refused.value)
     assert fault in str(refused.value)
 
@@ -283,4 +283,4 @@ def test_bad_values_of_a_column_are_refused(tmp_path: Path) -> None:
     x, y = np.zeros((8, 2), np.float32), np.arange(8) % 2
     np.savez(tmp_path / "data.npz", x=x, y=y, client=["a", "b\n"] * 4)
     with pytest.raises(ConfigError, match=r"no usable name: .*U\+000A"):
-        check(Config.make({**SETTINGS, "dataset": f"npz:{tmp_path}/data.npz"}))
+        checked_config(Config.make({**SETTINGS, "dataset": f"npz:{tmp_path}/data.npz"}))

@@ -19,7 +19,7 @@ from fedbn_flwr.lab.cli import app
 from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.partitioned.partitioned_data import partitioned_data
 from fedbn_flwr.lab.runs import serve
-from fedbn_flwr.lab.runs.check_start import check
+from fedbn_flwr.lab.runs.check_start import checked_config
 from fedbn_flwr.lab.runs.node import RunClients, client_fn, describe_data
 from fedbn_flwr.lab.setup import make_strategy
 from fedbn_flwr.training.evaluation import evaluate
@@ -35,7 +35,10 @@ def test_validation_examples_are_put_aside_on_each_client_and_never_trained_on(
     config, whole = quick_config(**SHARE), quick_config()
     split = partitioned_data(config, 3)
     before = partitioned_data(whole, 3)
-    labels, clients = split.dataset.train.labels.numpy(), RunClients.of(check(config))
+    labels, clients = (
+        split.dataset.train.labels.numpy(),
+        RunClients.of(checked_config(config)),
+    )
     for client in range(3):
         train, aside = split.train[client], split.validation[client]
         assert np.array_equal(

@@ -15,7 +15,7 @@ from fedbn_flwr.engines import InProcessGrid
 from fedbn_flwr.errors import ConfigError, EngineError, FedBNError
 from fedbn_flwr.lab.cli import app
 from fedbn_flwr.lab.config import Config, read_overrides
-from fedbn_flwr.lab.runs.check_start import check
+from fedbn_flwr.lab.runs.check_start import checked_config
 from fedbn_flwr.lab.runs.default_app import client_app, main
 from fedbn_flwr.lab.runs.serve import serve
 from fedbn_flwr.transport import polling_grid
@@ -104,7 +104,7 @@ def test_a_federation_without_nodes_is_refused(
             EngineError,
             match=r"no nodes connected within 0\.1 s. Start the SuperNodes first",
         ):
-            serve(grid, check(quick_config()), tmp_path / "out")
+            serve(grid, checked_config(quick_config()), tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -137,7 +137,7 @@ def test_over_a_network_all_nodes_are_as_many_as_the_data_have_parts(
         **{"num-clients": 0, "held-out-clients": held_out, "eval-every": 2}
     )
     with Late(client_app, 3, run_config=config.to_mapping()) as grid:
-        serve(grid, check(config), tmp_path / "out")
+        serve(grid, checked_config(config), tmp_path / "out")
     assert Config.load(tmp_path / "out/config.yaml").num_clients == 3
     assert [line["participants"] for line in lines_of(tmp_path / "out")] == [
         [0, 1, 2]
@@ -146,7 +146,7 @@ def test_over_a_network_all_nodes_are_as_many_as_the_data_have_parts(
     monkeypatch.setattr("fedbn_flwr.lab.runs.serve.NODE_GRACE", 0.0)
     monkeypatch.setattr(Late, "connect_at", 99)
     with Late(client_app, 3, run_config=config.to_mapping()) as grid:
-        serve(grid, check(config), tmp_path / "alone")
+        serve(grid, checked_config(config), tmp_path / "alone")
     assert Config.load(tmp_path / "alone/config.yaml").num_clients == 3
     assert "num-partitions=3, but the run begins with 1 node(s)" in caplog.text
 
@@ -167,7 +167,7 @@ def test_held_out_clients_need_nodes_that_split_as_the_server_does(
             ),
         ),
     ):
-        serve(grid, check(config), tmp_path / "out")
+        serve(grid, checked_config(config), tmp_path / "out")
 
 
 def test_flwr_run_refuses_the_centralised_reference_and_a_relative_folder(
@@ -177,7 +177,7 @@ def test_flwr_run_refuses_the_centralised_reference_and_a_relative_folder(
     centralized = quick_config(strategy="centralized")
     with InProcessGrid(client_app, 1) as grid:
         with pytest.raises(ConfigError) as caught:
-            serve(grid, check(centralized), tmp_path / "out")
+            serve(grid, checked_config(centralized), tmp_path / "out")
         assert (
             str(caught.value)
             == "strategy='centralized' is a reference without clients: run it with"

@@ -23,7 +23,7 @@ from fedbn_flwr.lab.config import Config, check_run
 from fedbn_flwr.lab.runs import check_start
 from fedbn_flwr.lab.runs import default_app as flower_app
 from fedbn_flwr.lab.runs import run as run_module
-from fedbn_flwr.lab.runs.check_start import check
+from fedbn_flwr.lab.runs.check_start import checked_config
 from fedbn_flwr.lab.runs.node import RunClients
 from fedbn_flwr.training.freezing import stays_in_eval
 from tests.support.options import set_options
@@ -110,7 +110,7 @@ def test_clients_get_the_model_as_it_is_built(settings: dict[str, Any]) -> None:
     Frozen parts and the memory format are also the same.
     """
     config = Config.make({**SMALL, **settings})
-    checked = check(config)
+    checked = checked_config(config)
     clients = RunClients.of(checked)
     with torch.no_grad():
         # the server changes its own model
@@ -145,7 +145,9 @@ def about(model: nn.Module) -> list[Any]:
 def test_a_new_process_gets_the_config_and_no_weights() -> None:
     import cloudpickle
 
-    checked = check(Config.make({**SMALL, "model": "resnet20", "dataset": "cifar10"}))
+    checked = checked_config(
+        Config.make({**SMALL, "model": "resnet20", "dataset": "cifar10"})
+    )
     clients: Callable[..., Any] = RunClients.of(checked).client
     assert len(cloudpickle.dumps(clients)) < 20_000
     there = cloudpickle.loads(cloudpickle.dumps(clients)).__self__

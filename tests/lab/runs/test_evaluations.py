@@ -34,7 +34,7 @@ from fedbn_flwr.lab.data.readers import Loaded
 from fedbn_flwr.lab.data.samples import Samples
 from fedbn_flwr.lab.output.run_tests import client_means, client_means_by_domain
 from fedbn_flwr.lab.partitioned.partitioned_data import partitioned_data
-from fedbn_flwr.lab.runs.check_start import check
+from fedbn_flwr.lab.runs.check_start import checked_config
 from fedbn_flwr.lab.setup import make_model
 from fedbn_flwr.lab.studies.check_study import load_study
 from fedbn_flwr.lab.studies.sweep import sweep
@@ -397,7 +397,7 @@ def test_what_needs_batchnorm_is_refused_before_the_run(
 ) -> None:
     config = Config.make(settings)
     with pytest.raises(NormLayerError):
-        check(config)
+        checked_config(config)
 
 
 def test_domains_are_tested_of_data_that_have_some(quick_run) -> None:

@@ -97,7 +97,7 @@ from flwr.serverapp import ServerApp
 from fedbn_flwr.client import client_app
 from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.runs.serve import serve
-from fedbn_flwr.lab.runs.check_start import check
+from fedbn_flwr.lab.runs.check_start import checked_config
 from fedbn_flwr.lab.runs.node import client_fn
 from numpyclient import client_app as other_client, server_app as other_server
 
@@ -133,7 +133,7 @@ def main(grid, context):
                 settings = json.loads(path.read_text())
                 other_server.app(grid, Context(context.run_id, context.node_id, {}, RecordDict(), settings))
                 continue
-            serve(grid, check(Config.make(json.loads(path.read_text()), complete=True)), folder / path.stem)
+            serve(grid, checked_config(Config.make(json.loads(path.read_text()), complete=True)), folder / path.stem)
         except Exception:
             (folder / f"{path.stem}.error").write_text(traceback.format_exc())
 '''

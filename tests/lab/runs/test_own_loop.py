@@ -21,7 +21,7 @@ from torch.utils.data import TensorDataset
 from fedbn_flwr.errors import ConfigError, FedBNError
 from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.files import read_metrics
-from fedbn_flwr.lab.runs.check_start import check
+from fedbn_flwr.lab.runs.check_start import checked_config
 from fedbn_flwr.lab.runs.run import run
 from fedbn_flwr.strategies import STRATEGIES
 from fedbn_flwr.training import LearningRate, LocalTraining
@@ -211,7 +211,7 @@ def test_settings_that_do_not_fit_a_loop_are_refused(
     settings: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(ConfigError, match=words):
-        check(Config.make({**BASE, "loop": f"{__name__}:sgd", **settings}))
+        checked_config(Config.make({**BASE, "loop": f"{__name__}:sgd", **settings}))
 
 
 @pytest.mark.parametrize(

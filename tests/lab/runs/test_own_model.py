@@ -22,7 +22,7 @@ from fedbn_flwr.lab.doctor import diagnose_run
 from fedbn_flwr.lab.finished_runs.evaluate import evaluate_run
 from fedbn_flwr.lab.finished_runs.export import export, load_exported
 from fedbn_flwr.lab.models import build_model
-from fedbn_flwr.lab.runs.check_start import check, moved_buffers
+from fedbn_flwr.lab.runs.check_start import checked_config, moved_buffers
 from fedbn_flwr.lab.runs.run import run
 from fedbn_flwr.lab.setup import make_model
 from tests.support.runs import moved_entries
@@ -178,7 +178,7 @@ def test_batchnorm_that_its_function_left_in_eval_mode_stays_so(
 def test_what_is_frozen_by_the_function_is_told(quick_config: Any) -> None:
     told = [
         text
-        for text in check(quick_config(model="my_nets:in_eval")).warnings
+        for text in checked_config(quick_config(model="my_nets:in_eval")).warnings
         if "eval mode" in text
     ]
     assert len(told) == 1
@@ -258,7 +258,7 @@ def test_what_is_wrong_is_said_before_round_1(
     model: str, problem: str, quick_config: Any
 ) -> None:
     with pytest.raises(ConfigError, match=problem):
-        check(quick_config(model=model))
+        checked_config(quick_config(model=model))
 
 
 def test_draws_outside_of_torch_are_seeded_too() -> None:

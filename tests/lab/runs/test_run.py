@@ -31,7 +31,7 @@ from fedbn_flwr.lab.output.curves import draw_curves
 from fedbn_flwr.lab.output.folder import STATISTICS_FILE
 from fedbn_flwr.lab.partitioned.partitioned_data import partitioned_data
 from fedbn_flwr.lab.runs.centralized import centralized
-from fedbn_flwr.lab.runs.check_start import check
+from fedbn_flwr.lab.runs.check_start import checked_config
 from fedbn_flwr.lab.runs.default_app import client_app
 from fedbn_flwr.lab.runs.inspection import inspect_model
 from fedbn_flwr.lab.runs.run import preflight, run
@@ -197,12 +197,12 @@ def test_the_config_of_a_run_repeats_it_with_one_worker_too(
     summary, out = runs[name]
     config = Config.load(out / "config.yaml")
     if name == CENTRALIZED:
-        again = centralized(check(config), tmp_path / "again")
+        again = centralized(checked_config(config), tmp_path / "again")
     else:
         with InProcessGrid(
             client_app, 3, run_config=config.to_mapping(), seed=9
         ) as grid:
-            again = serve(grid, check(config), tmp_path / "again")
+            again = serve(grid, checked_config(config), tmp_path / "again")
     assert again["sha256"] == summary["sha256"]
     assert again["final"] == summary["final"]
     assert (tmp_path / "again/model.safetensors").read_bytes() == (
@@ -265,7 +265,7 @@ def test_a_run_without_a_usable_reply_fails(quick_config, tmp_path: Path) -> Non
             ),
         ),
     ):
-        serve(grid, check(quick_config()), tmp_path / "out")
+        serve(grid, checked_config(quick_config()), tmp_path / "out")
     assert not (tmp_path / "out" / "summary.json").exists()
 
 

@@ -15,7 +15,7 @@ from fedbn_flwr.errors import ConfigError, NormLayerError
 from fedbn_flwr.lab.cli import app
 from fedbn_flwr.lab.finished_runs.evaluate import evaluate_run
 from fedbn_flwr.lab.finished_runs.saved_model import Choice, load_model
-from fedbn_flwr.lab.runs.check_start import check
+from fedbn_flwr.lab.runs.check_start import checked_config
 from fedbn_flwr.lab.runs.run import run
 from fedbn_flwr.training.freezing import stays_in_eval
 from tests.support.runs import moved_entries
@@ -67,7 +67,7 @@ def test_a_method_for_batchnorm_is_refused_if_none_learns(
     settings: dict[str, Any], quick_config: Any
 ) -> None:
     with pytest.raises(NormLayerError) as caught:
-        check(quick_config(**HEAD, **settings))
+        checked_config(quick_config(**HEAD, **settings))
     assert "2 BatchNorm layers (norm1, norm2), and train-only=fc3 freezes" in str(
         caught.value
     )
@@ -77,7 +77,7 @@ def test_a_method_for_batchnorm_is_refused_if_none_learns(
     "settings", [{"strategy": "fedbn", "frozen-bn": "train"}, {"strategy": "scaffold"}]
 )
 def test_other_methods_are_not(settings: dict[str, Any], quick_config: Any) -> None:
-    check(quick_config(**HEAD, **settings))
+    checked_config(quick_config(**HEAD, **settings))
 
 
 def test_a_bad_path_is_an_error_before_anything_is_written(

@@ -12,7 +12,7 @@ from torch import Tensor
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.lab.data.datasets import IMAGENET_MEAN, IMAGENET_STD, DatasetInfo
 from fedbn_flwr.lab.data.own.function import function_info
-from fedbn_flwr.lab.data.own.own_examples import load, read, stamp_of
+from fedbn_flwr.lab.data.own.own_examples import load, read_own_examples, stamp_of
 from fedbn_flwr.lab.data.own.request import FUNCTION, OwnData, chosen_task
 from fedbn_flwr.lab.data.readers import Loaded
 from fedbn_flwr.lab.data.samples import Shape, per_channel
@@ -42,7 +42,7 @@ def own_info(request: OwnData) -> DatasetInfo:
 def _info(request: OwnData, stamp: tuple[int, ...]) -> DatasetInfo:
     # Only images have channels and a height that a model can change. The shape of other
     # inputs stays unchanged.
-    records = read(request, stamp)
+    records = read_own_examples(request, stamp)
     inputs = records.inputs
     shape: tuple[int, ...] = ()
     channels, height = 3, 0

@@ -37,7 +37,7 @@ _TEST_SEED = 0
 
 
 @functools.lru_cache(maxsize=8)
-def read(request: OwnData, stamp: tuple[int, ...]) -> Records:
+def read_own_examples(request: OwnData, stamp: tuple[int, ...]) -> Records:
     """Return the records of own data, read again only if the stamp differs.
 
     Raises:
@@ -80,7 +80,7 @@ def load(
     """Return the training and the test examples, see ``DatasetInfo.loader``."""
     # ``folder`` is the folder of registered data sets. Own data have their own path.
     del folder
-    records = read(request, stamp)
+    records = read_own_examples(request, stamp)
     if not request.image_size and len(set(records.sizes)) > 1:
         _warn_of_sizes(request, records.sizes, shape)
     parts = parts_of(request, records)
@@ -165,7 +165,7 @@ def is_divided(request: OwnData) -> bool:
     # A user's function returns training and test examples in separate calls.
     if request.kind == FUNCTION:
         return True
-    return read(request, stamp_of(request)).tests is not None
+    return read_own_examples(request, stamp_of(request)).tests is not None
 
 
 def own_tests(request: OwnData) -> dict[str, list[int | str]]:
@@ -175,7 +175,7 @@ def own_tests(request: OwnData) -> dict[str, list[int | str]]:
         ConfigError: keys do not fit the data.
         DataError: the data cannot be used.
     """
-    records = read(request, stamp_of(request))
+    records = read_own_examples(request, stamp_of(request))
     _, tests = parts_of(request, records)
     if isinstance(records.inputs, Tensor):
         columns: dict[str, list[int | str]] = {"row": tests.tolist()}
@@ -213,7 +213,7 @@ def own_sha256(request: OwnData) -> str:
 def _sha256(request: OwnData, stamp: tuple[int, ...]) -> str:
     # Do not change the order of the entries, because runs save this digest in
     # data.json: unchanged data would look changed.
-    records, digest = read(request, stamp), hashlib.sha256()
+    records, digest = read_own_examples(request, stamp), hashlib.sha256()
     if isinstance(records.inputs, Tensor):
         digest.update(records.inputs.contiguous().numpy().tobytes())
     else:
