@@ -504,7 +504,7 @@ def test_every_pass_reads_scaled_inputs(
         seen.clear()  # the trial of the model reads noise
         return found
 
-    monkeypatch.setattr(run_module, "check", check)
+    monkeypatch.setattr(run_module, "checked_config", check)
     hook = register_module_forward_pre_hook(note)
     try:
         run(config, tmp_path / "run")
