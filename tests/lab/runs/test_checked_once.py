@@ -19,7 +19,8 @@ from typer.testing import CliRunner
 from fedbn_flwr import InProcessGrid
 from fedbn_flwr.lab import setup
 from fedbn_flwr.lab.cli import app
-from fedbn_flwr.lab.config import Config, check_run
+from fedbn_flwr.lab.config import Config
+from fedbn_flwr.lab.config import config as configs
 from fedbn_flwr.lab.runs import check_start
 from fedbn_flwr.lab.runs import default_app as flower_app
 from fedbn_flwr.lab.runs import run as run_module
@@ -48,7 +49,7 @@ def counts(monkeypatch: pytest.MonkeyPatch) -> Counts:
 
         monkeypatch.setattr(module, name, counting)
 
-    count(check_run, "problems_of_run")
+    count(configs, "problems_of_run")
     count(run_module, "checked_config")
     count(check_start, "checked_config")  # the server app takes it when it runs
     count(setup, "build_model")
