@@ -162,6 +162,8 @@ def stock_round() -> float:
 def answers(turns: int) -> str:
     """Return the table of the commands that only answer."""
     rows = []
+    # A config is checked with the methods, which import torch.
+    targets = ("<= 0.3 s, 80 MB", "<= 4 s")
     for command in ANSWERS:
         costs = [cost("-c", _MAIN, *command.split()) for _ in range(turns + 1)][1:]
         seconds, cpu, megabytes = (
@@ -173,7 +175,7 @@ def answers(turns: int) -> str:
                 f"{seconds:.2f}",
                 f"{cpu:.2f}",
                 f"{megabytes:.0f}",
-                "<= 0.3 s, 80 MB",
+                targets[command.startswith("run --set")],
             ]
         )
     return table(["command", "seconds", "CPU seconds", "MB", "target"], rows)
