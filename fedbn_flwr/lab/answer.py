@@ -127,7 +127,7 @@ def facts_of(
         facts.append(Fact(about, value, more, tone))
     totals = run.summary.get("ledger") or ledger_of(run.lines)
     mebibytes = (totals.get("bytes-down", 0) + totals.get("bytes-up", 0)) / 2**20
-    more = f"sent and received, a broadcast once; {sum(line['seconds'] for line in run.lines):,.1f} s"
+    more = f"sent and received, a broadcast counted once; {sum(line['seconds'] for line in run.lines):,.1f} s"
     if totals.get("exchanges"):
         more += f", exchanges: {totals['exchanges']:,}"
     facts.append(Fact("Cost", f"{mebibytes:,.2f} MiB", more))
