@@ -2,27 +2,33 @@
 
 from __future__ import annotations
 
-import shlex
+import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from statistics import NormalDist, fmean
+from pathlib import Path
+from shlex import quote
+from statistics import fmean
 from typing import Any
 
+import jinja2
 import pandas as pd
+from markupsafe import Markup, escape
 
 from fedbn_flwr.errors import FedBNError
 from fedbn_flwr.lab.files import ledger_of, site_label, trained
 from fedbn_flwr.lab.references import (
     ALONE,
     Comparison,
+    Mean,
     alone_command,
     changed_command,
+    half_of,
+    mean_of,
     name_of,
     with_alone,
 )
 from fedbn_flwr.lab.run_files import RunFiles
-from fedbn_flwr.server.runs.round_outcome import listed
 from fedbn_flwr.training.tasks import (
     REGRESSION,
     higher_is_better,
@@ -62,129 +68,78 @@ def facts_of(
         sites: rows of ``site_rows``.
         comparisons: the comparisons with other runs.
     """
-    metric = quantity_of(run.headline)
-    unit, points = (" %", " points") if in_percent(metric) else ("", "")
-    best = max if higher_is_better(metric) else min
-    tested = [row for row in sites if row.get("value") is not None]
-    known = trained(tested)
-    held_out = [row for row in tested if row not in known]
-    facts = []
-
-    if run.diverged_at:
-        value = "continued" if run.has_model else "No usable model"
-        more = f"diverged in round {run.diverged_at}: {run.divergence}"
-        facts.append(Fact("The run", value, more, "bad"))
-    curve = run.curve(run.headline)
-    if run.has_model and curve and run.final.get(run.headline) is not None:
-        about = f"Test {directed(metric)}"
-        if run.headline.startswith("personal-"):
-            # Perhaps not all sites had a test in this round.
-            tests = run.lines[run.final["round"] - 1].get("clients", {}).values()
-            own = run.headline.removeprefix("personal-")
-            count = sum(of_site.get(own) is not None for of_site in tests)
-            about = f"Mean test {directed(metric)} of {counted(count, 'site')}"
-            about += " that trained" if held_out else ""
-        more = f"after round {run.final['round']}"
-        at = best(curve, key=lambda tested: curve[tested])
-        value, peak = shown(run.final[run.headline], metric), shown(curve[at], metric)
-        if peak != value:
-            more += f"; best {peak} after round {at}"
-        facts.append(Fact(about, value + unit, more))
-    if run.has_model and len(known) > 1:
-        facts.append(_worst_site(known, metric, unit))
-    if run.has_model and held_out:
-        value = shown(fmean(row["value"] for row in held_out), metric)
-        more = f"never trained: {_named([row['site'] for row in held_out])}"
-        about = f"Mean test {directed(metric)} of held-out sites"
-        facts.append(Fact(about, value + unit, more))
-    # A site that was tested has other metrics.
-    undefined = [
-        site_label(row)
-        for row in sites
-        if row.get("value") is None and {*row["metrics"].values()} - {None}
-    ]
-    if undefined:
-        of_all = f"{len(undefined)} of {counted(len(sites), 'site')}"
-        more = f"{listed(undefined)}: the targets of the test examples are all equal"
-        facts.append(Fact(f"Without {metric}", of_all, more))
-    for one in comparisons:
-        tone = ""
-        if one.established:
-            tone = "good" if one.gain > 0 else "bad"
-        facts.append(
-            Fact(
-                f"Compared with {name_of(one.reference)}",
-                shown(one.difference, metric, "+") + points,
-                _by_site(one),
-                tone,
-            )
-        )
-    totals = run.summary.get("ledger") or ledger_of(run.lines)
-    mebibytes = (totals.get("bytes-down", 0) + totals.get("bytes-up", 0)) / 2**20
-    more = f"sent and received; {sum(line['seconds'] for line in run.lines):,.1f} s"
-    if totals.get("exchanges"):
-        more += f", exchanges: {totals['exchanges']:,}"
-    facts.append(Fact("Cost", f"{mebibytes:,.2f} MiB", more))
-    return facts
+    contents = {
+        "run": run,
+        "sites": sites,
+        "comparisons": comparisons,
+        "mean": mean_of(sites),
+        "totals": run.summary.get("ledger") or ledger_of(run.lines),
+    }
+    made: Any = template(Path(__file__).with_name("facts.txt")).make_module(contents)
+    return [Fact(*map(str, fact)) for fact in made.facts]
 
 
-def _worst_site(known: Sequence[Mapping[str, Any]], metric: str, unit: str) -> Fact:
-    """Return the fact about the site with the worst value, or about several sites."""
-    worst = min if higher_is_better(metric) else max
-    value = worst(row["value"] for row in known)
-    rows = [row for row in known if row["value"] == value]
-    row, sizes = rows[0], [one["examples"] for one in rows]
-    more = site_label(row)
-    if len(rows) > 1:
-        size = " to ".join(map(str, dict.fromkeys((min(sizes), max(sizes)))))
-        more = f"{len(rows)} of {len(known)} sites, {size} test examples each"
-    elif row.get("low") is not None:
-        low, high = shown(row["low"], metric), shown(row["high"], metric)
-        more += f", 95 % interval {low} to {high}"
-    if "low" in row and row["low"] is None and value in (0, 1):
-        more += "; no interval, because all examples are alike"
-    return Fact("Worst site", shown(value, metric) + unit, more)
+def template(path: Path) -> jinja2.Template:
+    """Return a template of the laboratory. The templates have the words."""
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(path.parent),
+        autoescape=path.suffix == ".html",
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
+    )
+    environment.tests |= {"percent": in_percent, "rising": higher_is_better}
+    environment.filters |= {"shown": shown, "interval": interval_text}
+    environment.filters |= {"named": name_of, "label": site_label, "quoted": quote}
+    environment.filters |= {"directed": directed, "trained": trained}
+    environment.filters |= {"quantity": quantity_of, "key": label_of, "code": _code}
+    return environment.get_template(path.name)
 
 
-def odd_site(sites: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the row of the site furthest from the mean of the others.
+def _code(text: object) -> Markup:
+    """Return a text of a page, with code elements instead of backticks."""
+    return Markup(re.sub("`([^`]+)`", r"<code>\1</code>", escape(text)))
+
+
+def interval_text(mean: Mean, metric: str, sign: str = "") -> str:
+    """Return "; 95 % interval ..." with the sites that are not in it, or ""."""
+    if mean.half is None:
+        return f"; no interval: {mean.why}" if mean.why else ""
+    ends = [mean.value - mean.half, mean.value + mean.half]
+    if in_percent(metric):
+        ends = [min(max(end, -1 if sign else 0), 1) for end in ends]
+    low, high = (shown(end, metric, sign) for end in ends)
+    text = f"; 95 % interval {low} to {high} from {mean.examples:,} test examples"
+    without = [f"{site} ({why})" for site, why in mean.left_out.items()]
+    return f"{text}, without {', '.join(without)}" if without else text
+
+
+def odd_site(
+    sites: Sequence[Mapping[str, Any]], key: str = "", of: int = 1
+) -> dict[str, Any]:
+    """Return the row of the site furthest from the mean of the others in a number.
 
     The row has in addition this ``mean``, ``half`` of the interval of the difference,
     and the number of ``sites`` with an interval. The furthest of n sites is often far
-    by chance, so the interval has the level 1 - 0.05 / n (Bonferroni). Fewer than three
-    intervals give no row.
+    by chance, so the interval has the level 1 - 0.05 / n / of (Bonferroni). Fewer than
+    three intervals give no row.
+
+    Args:
+        sites: rows of ``site_rows``.
+        key: the beginning of the keys of the number, such as "yes-".
+        of: how many numbers are compared.
     """
-    frame = pd.DataFrame([row for row in sites if row.get("low") is not None])
-    n = len(frame)
-    if n < 3:
-        return {}
-    wider = NormalDist().inv_cdf(1 - 0.025 / n) / NormalDist().inv_cdf(0.975)
-    squares = (wider * (frame["high"] - frame["low"]) / 2) ** 2
-    frame["mean"] = (frame["value"].sum() - frame["value"]) / (n - 1)
-    # The sites are independent, so the squares of half their intervals add up.
-    others = (squares.sum() - squares) / (n - 1) ** 2
-    frame["half"] = (squares + others) ** 0.5
-    excess = (frame["value"] - frame["mean"]).abs() - frame["half"]
-    return {**frame.loc[excess.idxmax()].dropna(), "sites": n}
-
-
-def _by_site(one: Comparison) -> str:
-    """Return the numbers of sites on both sides of the reference, with names of few."""
-    side, words = 1, ("higher", "equal", "lower")
-    if one.half is not None:
-        side, words = one.sign, ("clearly better", "unclear", "clearly worse")
-    above, below = one.sites(side), one.sites(-side)
-    every = len(trained(one.by_site.values()))
-    rest = every - len(above) - len(below)
-    return (
-        f"{words[0]} at {_named(above)}, {words[1]} at {rest}, {words[2]} at"
-        f" {_named(below)} of {every} sites"
-    )
-
-
-def _named(sites: Sequence[str]) -> str:
-    few = f" ({', '.join(sites)})" if 0 < len(sites) < 4 else ""
-    return f"{len(sites)}{few}"
+    value, spread = f"{key}value", f"{key}spread"
+    rows = [row for row in trained(sites) if row.get(spread) is not None]
+    n, found = len(rows), []
+    for row in rows if n > 2 else ():
+        others = [other for other in rows if other is not row]
+        spreads = [row[spread], *(other[spread] / (n - 1) for other in others)]
+        half = half_of(spreads, [one["groups"] for one in (row, *others)], of=of * n)
+        mean = fmean(other[value] for other in others)
+        excess = abs(row[value] - mean) - half
+        found.append({**row, "mean": mean, "half": half, "excess": excess, "sites": n})
+    return max(found, key=lambda row: row["excess"], default={})
 
 
 def ask_alone(run: RunFiles) -> str:
@@ -206,7 +161,7 @@ def next_step(
         comparisons: the comparisons with other runs.
         findings: the doctor's findings, as in ``doctor.json``.
     """
-    resume = f"fedbn-flwr run --out {shlex.quote(str(run.folder))} --resume"
+    resume = f"fedbn-flwr run --out {quote(str(run.folder))} --resume"
     if not run.has_model:
         rate = run.config.learning_rate
         lower = min(rate / 10, 0.1)  # a usual rate, however high the rate was
@@ -216,8 +171,11 @@ def next_step(
         return _step(why, changed_command(run, f"learning-rate={lower:g}"))
     if not run.summary:
         return None if run.running else _step("Continue the run.", resume)
+    compared = [f"strategy={one.reference.config.strategy}" for one in comparisons]
     for finding in findings:
         for remedy in finding["remedies"]:
+            if remedy["setting"] in compared:  # the page has its result
+                continue
             # a remedy in words, or one that does not fit the run
             with suppress(FedBNError):
                 command = changed_command(run, *remedy["setting"].split())
@@ -268,11 +226,11 @@ def shown(value: float | None, key: str, sign: str = "") -> str:
     return f"{100 * value:{sign}.1f}" if in_percent(key) else f"{value:{sign}.4f}"
 
 
-def counted(count: int, noun: str) -> str:
-    """Return a count with its noun, such as "1 site" or "2 sites"."""
-    return f"{count} {noun}{'' if count == 1 else 's'}"
-
-
 def directed(metric: str) -> str:
     """Return a metric with a note if lower values are better."""
     return metric if higher_is_better(metric) else f"{metric} (lower is better)"
+
+
+def label_of(metric: str) -> str:
+    """Return the name of a metric with its unit, and its direction if lower is better."""
+    return f"{metric}, %" if in_percent(metric) else directed(metric)

@@ -9,14 +9,14 @@ has the facts and the pictures. The page of an unfinished run shows its present 
 from __future__ import annotations
 
 import itertools
+import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from importlib.metadata import version
 from pathlib import Path
-from shlex import quote
 from typing import Any
 
-import jinja2
 import pandas as pd
 from markupsafe import Markup
 
@@ -29,7 +29,7 @@ from fedbn_flwr.lab.answer import (
     facts_of,
     next_step,
     odd_site,
-    shown,
+    template,
 )
 from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.files import (
@@ -60,6 +60,8 @@ from fedbn_flwr.training.tasks import higher_is_better, in_percent, quantity_of
 
 REPORT_FILE = "report.html"
 _GENERATOR = '<meta name="generator" content="fedbn-flwr report">'
+_DIFFER = ("", "yes-", "excess-")
+"""The result, the labels and the threshold: the numbers in which a site may differ."""
 _SHOWN = 20
 """The most sites in a picture; the table has all of them."""
 
@@ -94,36 +96,25 @@ def write_report(
             f"out={str(target)!r} is there and is not a report. Choose another file."
         )
 
-    if (folder / STUDY_FILE).is_file():
-        if against:
-            raise ConfigError(f"{folder} is a study: --against compares two runs.")
-        page = _study_page(folder)
-    else:
-        refuse_no_results(folder)
-        page = _run_page(RunFiles.read(folder), against)
-
+    if (folder / STUDY_FILE).is_file() and against:
+        raise ConfigError(f"{folder} is a study: --against compares two runs.")
     # The style is in the page, because a report is sent as one file.
     here = Path(__file__).parent
-    page["style"] = Markup((here / "report.css").read_text(encoding="utf-8"))
-    page["generator"] = Markup(_GENERATOR)
-    page["reload_after"] = reload_after
-    page["version"] = version("fedbn-flwr")
-    page["now"] = datetime.now()
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(here),
-        autoescape=True,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        undefined=jinja2.StrictUndefined,
-    )
-    environment.tests["percent"] = in_percent
-    environment.filters |= {"shown": shown, "key": pictures.label_of}
-    environment.filters |= {"named": name_of, "label": site_label, "quoted": quote}
-    environment.filters |= {"directed": directed, "trained": trained}
-    text = environment.get_template("report.html").render(page)
+    page: dict[str, Any] = {
+        "style": Markup((here / "report.css").read_text(encoding="utf-8")),
+        "generator": Markup(_GENERATOR),
+        "reload_after": reload_after,
+        "version": version("fedbn-flwr"),
+        "now": datetime.now(),
+    }
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(target, text)
+        if (folder / STUDY_FILE).is_file():
+            page |= _study_page(folder, target)
+        else:
+            refuse_no_results(folder)
+            page |= _run_page(RunFiles.read(folder), against)
+        write_atomically(target, template(here / "report.html").render(page))
     except OSError as error:
         raise ConfigError(f"out={str(target)!r} cannot be written: {error}") from error
     return target
@@ -141,7 +132,7 @@ def _run_page(run: RunFiles, against: Sequence[Path]) -> dict[str, Any]:
         rows = sites
         if reference is not references[0]:
             rows, _ = site_rows(run, reference)
-        comparison = compare(run, reference, rows)
+        comparison = compare(run, reference, rows, len(references))
         if comparison:
             comparisons.append(comparison)
     diagnosis = read_json(run.folder / "doctor.json")
@@ -152,13 +143,13 @@ def _run_page(run: RunFiles, against: Sequence[Path]) -> dict[str, Any]:
         "title": f"{run.title} on {run.config.dataset}",
         "run": run,
         "metric": quantity_of(run.headline),
-        "odd": odd_site(trained(sites)),
         "num_sites": len(trained(run.sites())),
         "tests": TESTS,
         "sites": sites,
         "columns": dict.fromkeys(itertools.chain(*(row["metrics"] for row in sites))),
         "comparisons": comparisons,
         "facts": facts_of(run, sites, comparisons),
+        "odd": {key: odd_site(sites, key, len(_DIFFER)) for key in _DIFFER},
         "warnings": [*run_warnings(run), unknown],
         "step": next_step(run, comparisons, findings),
         "suggested": "" if with_alone(comparisons) else ask_alone(run),
@@ -288,8 +279,11 @@ def _statistics(run: RunFiles) -> Iterator[str]:
         )
 
 
-def _study_page(folder: Path) -> dict[str, Any]:
-    """Return the contents of the page of a study."""
+def _study_page(folder: Path, target: Path) -> dict[str, Any]:
+    """Return the contents of the page of a study.
+
+    The pictures for a paper are files beside the page ``target``.
+    """
     study = Study.read(folder / STUDY_FILE)
     rows = rows_of(study, folder)
     states: dict[str, list[str]] = {"diverged": [], "failed": [], "not finished": []}
@@ -328,7 +322,9 @@ def _study_page(folder: Path) -> dict[str, Any]:
             for method, own in of_split.items()
         }
         finals = _finals(same)
-        drawn += _study_pictures(same, finals, metric, where, numbers)
+        name = re.sub(r"[^A-Za-z0-9._+=-]", "_", split) if len(runs) > 1 else ""
+        file = target.with_name(f"{target.stem}{name and '-'}{name}")
+        drawn += _study_pictures(same, finals, metric, where, numbers, file)
         if finals.count().any():
             verdicts[split] = _verdict(finals, metric, alone)
     results = table(rows)
@@ -339,9 +335,10 @@ def _study_page(folder: Path) -> dict[str, Any]:
     ]
     tuning = folder / "tuning.md"
     return {
-        "title": study.name,
+        "title": study.name.replace("advice for ", "Which method suits ", 1),
         "counts": {"methods": study.methods, "splits": study.splits, "runs": cells},
         "states": states,
+        "files": target.stem,
         "failures": failures,
         "pictures": drawn,
         "verdicts": verdicts,
@@ -372,7 +369,9 @@ def _verdict(finals: pd.DataFrame, metric: str, alone: Sequence[str]) -> dict[st
     for other in others:
         if other in (others[0], *alone):
             gap = (finals[best] - finals[other]).dropna()
-            gaps[other] = (gap.mean(), half_interval(gap), len(gap))
+            # The best method is known only after the comparison of all pairs.
+            half = half_interval(gap, math.comb(len(means), 2))
+            gaps[other] = (gap.mean(), half, len(gap))
     return {"best": best, "mean": means[best], "metric": metric, "gaps": gaps}
 
 
@@ -382,6 +381,7 @@ def _study_pictures(
     metric: str,
     where: str,
     numbers: Mapping[str, int],
+    file: Path,
 ) -> Iterator[str]:
     """Yield the final main metric of each method, and the curves of the best three."""
     mean, half = finals.mean(), finals.apply(half_interval)
@@ -391,7 +391,8 @@ def _study_pictures(
         points = points.clip(0, 1)
     if len(points):
         caption = f"Final {directed(metric)}{where}: mean and 95 % interval over seeds."
-        yield pictures.rows(points, metric, caption, numbers)
+        final = file.with_name(f"{file.name}-final")
+        yield pictures.rows(points, metric, caption, numbers, final)
     curves = {}
     for method, of_seeds in runs.items():
         frame = pd.DataFrame([run.curve(run.headline) for run in of_seeds])
@@ -406,4 +407,6 @@ def _study_pictures(
         )
         bands = {name: (curves[name].min(), curves[name].max()) for name in best}
         top = {name: means[name] for name in best}
-        yield pictures.curves(top, metric, caption, bands=bands, numbers=numbers)
+        rounds = file.with_name(f"{file.name}-rounds")
+        about: dict[str, Any] = {"bands": bands, "numbers": numbers, "file": rounds}
+        yield pictures.curves(top, metric, caption, **about)

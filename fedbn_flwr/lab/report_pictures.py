@@ -5,13 +5,14 @@ from __future__ import annotations
 import html
 import io
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 from markupsafe import Markup
 
-from fedbn_flwr.lab.answer import directed
+from fedbn_flwr.lab.answer import label_of
 from fedbn_flwr.training.tasks import in_percent
 
 if TYPE_CHECKING:
@@ -40,13 +41,12 @@ def short(name: str) -> str:
     return name.lstrip("_")
 
 
-def label_of(metric: str) -> str:
-    """Return the name of a metric with its unit, and its direction if lower is better."""
-    return f"{metric}, %" if in_percent(metric) else directed(metric)
-
-
 def rows(
-    found: pd.DataFrame, metric: str, caption: str, numbers: Mapping[str, int] = NONE
+    found: pd.DataFrame,
+    metric: str,
+    caption: str,
+    numbers: Mapping[str, int] = NONE,
+    file: Path | None = None,
 ) -> str:
     """Return a picture with a row of points for each site or method.
 
@@ -57,6 +57,7 @@ def rows(
         caption: the text below.
         numbers: the numbers of the colours of the rows, by name. By default, a kind of
             point has one colour.
+        file: the picture is also in these files, see ``_picture``.
     """
 
     def draw(axes: Axes) -> None:
@@ -83,7 +84,7 @@ def rows(
         axes.tick_params(axis="y", length=0)
         _write_metric(axes.xaxis, metric)
 
-    return _picture(draw, caption, 1.3 + 0.26 * len(found))
+    return _picture(draw, caption, 1.3 + 0.26 * len(found), file)
 
 
 def curves(
@@ -96,6 +97,7 @@ def curves(
     bands: Mapping[str, tuple[Curve, Curve]] = NONE,
     log: bool = False,
     numbers: Mapping[str, int] = NONE,
+    file: Path | None = None,
 ) -> str:
     """Return a picture of curves over the rounds.
 
@@ -109,6 +111,7 @@ def curves(
         log: whether the values are lengths on a logarithmic axis.
         numbers: the numbers of the colours and dashes, by the short names of the
             curves. By default, these are the places of the curves.
+        file: the picture is also in these files, see ``_picture``.
     """
     # Imported here, because a command without pictures does not need matplotlib.
     from matplotlib.ticker import LogFormatter, MaxNLocator
@@ -149,7 +152,7 @@ def curves(
         else:
             _write_metric(axes.yaxis, metric)
 
-    return _picture(draw, caption, 2.9 + 0.17 * (len(shown) // 2))
+    return _picture(draw, caption, 2.9 + 0.17 * (len(shown) // 2), file)
 
 
 def _write_metric(axis: Axis, metric: str) -> None:
@@ -195,10 +198,16 @@ def _points(curve: Curve) -> tuple[tuple[int, ...], tuple[float, ...]]:
     return rounds, values
 
 
-def _picture(draw: Callable[[Axes], None], caption: str, height: float) -> Markup:
-    """Return a drawing as inline SVG, even for a screen of 400 pixels."""
+def _picture(
+    draw: Callable[[Axes], None], caption: str, height: float, file: Path | None = None
+) -> Markup:
+    """Return a drawing as inline SVG, even for a screen of 400 pixels.
+
+    If a file is given, the drawing is also written with the endings svg, pdf and png.
+    """
     import matplotlib
     from matplotlib.figure import Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
 
     settings: dict[Any, Any] = {
         # Text stays text, so that readers can search it, and "$" in a name stays "$".
@@ -215,7 +224,9 @@ def _picture(draw: Callable[[Axes], None], caption: str, height: float) -> Marku
     }
     written = io.StringIO()
     with matplotlib.rc_context(settings):
-        figure = Figure(figsize=(4.6, height), layout="constrained")
+        # Leave room for half of the last label of the axis.
+        layout = ConstrainedLayoutEngine(rect=(0, 0, 0.96, 1))
+        figure = Figure(figsize=(3.8, height), layout=layout)
         axes = figure.subplots()
         draw(axes)
         # The legend is below the picture, so that it covers nothing.
@@ -223,6 +234,8 @@ def _picture(draw: Callable[[Axes], None], caption: str, height: float) -> Marku
             figure.legend(loc="outside lower center", ncols=2)
         about = {"Date": None, "Creator": None}
         figure.savefig(written, format="svg", transparent=True, metadata=about)
+        for ending in ("svg", "pdf", "png") if file else ():
+            figure.savefig(f"{file}.{ending}", format=ending, dpi=300)
 
     # Remove the XML's own head, and add a name for screen readers.
     text = html.escape(caption)

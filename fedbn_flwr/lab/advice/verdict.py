@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +13,17 @@ import pandas as pd
 from fedbn_flwr.errors import RunFailedError
 from fedbn_flwr.lab.advice.candidates import ALONE, FEDAVG
 from fedbn_flwr.lab.advice.halving import Point, Rung, score_of
-from fedbn_flwr.lab.answer import shown
+from fedbn_flwr.lab.answer import interval_text, shown, template
 from fedbn_flwr.lab.config import Config
-from fedbn_flwr.lab.files import STUDY_FILE, site_label
-from fedbn_flwr.lab.references import site_rows
+from fedbn_flwr.lab.files import site_label, trained
+from fedbn_flwr.lab.references import WHY, compare, mean_of, over_seeds, site_rows
 from fedbn_flwr.lab.run_files import RunFiles
 from fedbn_flwr.lab.studies.one_run import is_done
-from fedbn_flwr.lab.studies.results import half_interval
 from fedbn_flwr.lab.studies.study import Study
-from fedbn_flwr.training.tasks import higher_is_better, in_percent, quantity_of
+from fedbn_flwr.training.tasks import higher_is_better, in_percent
+
+_COSTS = ["bytes-down", "bytes-up", "exchanges"]
+_DIFFERENCE = ("difference", "half", "established", "gain", "text")
 
 
 def verdict(
@@ -39,176 +41,132 @@ def verdict(
     Raises:
         RunFailedError: no method has a score with every seed.
     """
-    runs: dict[str, list[RunFiles]] = {}
     scores: dict[str, dict[int, float | None]] = {}
     for cell in study.cells():
         if is_done(cell, out):
-            runs.setdefault(cell.method, []).append(RunFiles.read(cell.folder(out)))
             scores.setdefault(cell.method, {})[cell.seed] = score_of(cell, out)
     frame = pd.DataFrame(scores, index=study.seeds, dtype=float).dropna(axis="columns")
-    known = {p.candidate.name: p for p in points if p.candidate.name in frame}
-    ranked = [name for name, p in known.items() if p.candidate.metric == metric]
-    if not ranked:
+    of_metric = [p.candidate.name for p in points if p.candidate.metric == metric]
+    means = frame[[name for name in of_metric if name in frame]].mean()
+    if means.empty:
         raise RunFailedError(
             f"no method has a score with all of the seeds {study.seeds}, so there is no"
             f" advice. The results so far are in {out}."
         )
+    # The choice: the only use of the validation examples.
+    chosen = means.sort_values(ascending=not higher_is_better(metric)).to_dict()
+    return benefit(study, {str(name): one for name, one in chosen.items()}, metric, out)
 
-    # Rank by the mean score over the seeds, with paired differences from the best.
-    means = frame[ranked].mean().sort_values(ascending=not higher_is_better(metric))
-    best = str(means.index[0])
+
+def benefit(
+    study: Study, chosen: Mapping[str, float], metric: str, out: Path
+) -> dict[str, Any]:
+    """Return the advice after the choice, from test examples only.
+
+    Args:
+        study: the final runs.
+        chosen: the methods with their scores, the best first.
+        metric: the name of the score.
+        out: the folder of all runs.
+    """
+    runs: dict[str, list[RunFiles]] = {}
+    for cell in study.cells():
+        if is_done(cell, out):
+            runs.setdefault(cell.method, []).append(RunFiles.read(cell.folder(out)))
+    best, *others = chosen
+    federated = next((name for name in chosen if name != ALONE), "")
+    # A comparison that is asked twice is done once.
+    pairs = dict.fromkeys((best, other) for other in others)
+    if federated and ALONE in runs:
+        pairs[federated, ALONE] = None
+    compared = {
+        (one, other): _compared(runs[one], runs[other], len(pairs))
+        for one, other in pairs
+    }
+
     ranking = []
-    for name in map(str, means.index):
-        gap = frame[best] - frame[name]
-        half = half_interval(gap)
-        tests = pd.Series([run.final.get(run.headline) for run in runs[name]])
-        seconds = (sum(line["seconds"] for line in run.lines) for run in runs[name])
-        ledgers = [run.summary["ledger"] for run in runs[name]]
+    for name, score in chosen.items():
+        of_method, comparison = runs[name], compared.get((best, name), {})
+        tests: list[Any] = [run.final.get(run.headline) for run in of_method]
+        ledgers = pd.DataFrame([run.summary["ledger"] for run in of_method])
+        costs = ledgers.reindex(columns=_COSTS, fill_value=0).mean()
+        seconds = (sum(line["seconds"] for line in run.lines) for run in of_method)
         ranking.append(
             {
                 "method": name,
-                "learning-rate": known[name].rate,
-                "score": frame[name].mean(),
-                "difference": None if name == best else gap.mean(),
-                "half": None if math.isnan(half) else half,
-                "test": None if tests.hasnans else tests.mean(),
-                "bytes": statistics.fmean(
-                    one.get("bytes-down", 0) + one.get("bytes-up", 0) for one in ledgers
-                ),
-                "exchanges": statistics.fmean(
-                    one.get("exchanges", 0) for one in ledgers
-                ),
+                "learning-rate": study.methods[name]["learning-rate"],
+                "score": score,
+                "test": None if None in tests else statistics.fmean(tests),
+                "bytes": costs["bytes-down"] + costs["bytes-up"],
+                "exchanges": costs["exchanges"],
                 "seconds": statistics.fmean(seconds),
+                **{key: comparison.get(key) for key in _DIFFERENCE},
             }
         )
-    federated = next((row["method"] for row in ranking if row["method"] != ALONE), "")
-    sites, unknown = _sites(runs.get(federated, ()), runs.get(ALONE, ()))
     advice = {
         "metric": metric,
         "best": best,
         "federated": federated,
         "seeds": study.seeds,
         "ranking": ranking,
-        "sites": sites,
+        "alone": compared.get((federated, ALONE), {}),
+        "interval": next(iter(compared.values()))["interval"] if others else "",
     }
-    return {**advice, "answer": [*sentences(advice), *unknown]}
+    return {**advice, "answer": _lines("answer.txt", advice)}
 
 
-def _sites(
-    federated: Sequence[RunFiles], alone: Sequence[RunFiles]
-) -> tuple[list[dict[str, Any]], list[str]]:
-    """Return the difference from training alone at each site, or why it is unknown.
+def _lines(name: str, contents: Mapping[str, Any]) -> list[str]:
+    """Return the sentences of a template of this folder."""
+    text = template(Path(__file__).with_name(name)).render(contents)
+    return [line for line in text.splitlines() if line.strip()]
 
-    Difference and interval are means over the seeds. The interval covers other test
-    examples of the site.
-    """
+
+def _compared(
+    mine: Sequence[RunFiles], others: Sequence[RunFiles], of: int
+) -> dict[str, Any]:
+    """Return the difference of two methods on test examples, over seeds and sites."""
     # Runs with one seed have the same test examples. A run may lack its counterpart.
-    others = {run.config.seed: run for run in alone}
-    found = []
-    for run in federated if others else ():
-        rows, unknown = site_rows(run, others.get(run.config.seed))
-        if unknown:
-            return [], [unknown]
-        found += [{**row, "site": site_label(row)} for row in rows]
-    if not found:
-        return [], []
-    ends = ["difference", "difference-low", "difference-high"]
-    frame = pd.DataFrame(found, columns=["site", *ends])
-    # A difference is unknown if a seed lacks it: AUROC needs both classes at the site.
-    means = frame.groupby("site", sort=False)[ends].agg(
-        lambda values: values.astype(float).mean(skipna=False)
-    )
-    rows = means.astype(object).where(means.notna(), None).reset_index()
-    return rows.to_dict("records"), []
-
-
-def sentences(advice: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the answer in plain words."""
-    metric = advice["metric"]
-    unit = " %" if in_percent(metric) else ""
-    first, *others = advice["ranking"]
-    if advice["best"] == ALONE:
-        yield "Train each site alone: this has the best score."
-    else:
-        yield f"Use {first['method']} with learning-rate={first['learning-rate']}."
-    text = (
-        f"Its {quantity_of(metric)} on the validation examples is"
-        f" {shown(first['score'], metric)}{unit}, the mean of"
-        f" {len(advice['seeds'])} seeds"
-    )
-    if first["test"] is not None:
-        text += f"; on the test examples it is {shown(first['test'], metric)}{unit}"
-    yield f"{text}."
-    better: list[str] = []
-    cheaper: list[str] = []
-    undecided: list[str] = []
-    for row in others:
-        gap, half = row["difference"], row["half"]
-        spread = "with every seed"
-        if half is not None:
-            low, high = (shown(end, metric, "+") for end in (gap - half, gap + half))
-            spread = f"95 % interval {low} to {high}"
-        text = f"{row['method']} ({shown(gap, metric, '+')}, {spread})"
-        # Equal differences have no interval, so they establish nothing.
-        if abs(gap) > (half or math.inf):
-            better.append(text)
-            continue
-        undecided.append(text)
-        if row["exchanges"] < first["exchanges"]:
-            cheaper.append(f"{row['method']} {row['exchanges']:g}")
-    if better:
-        yield f"It is better than {' and '.join(better)}."
-    if undecided:
-        yield f"No difference from {' or from '.join(undecided)} is established."
-    if cheaper:
-        yield (
-            f"If the difference does not matter to you, take a cheaper method. Exchanges:"
-            f" {first['method']} {first['exchanges']:g}, {', '.join(cheaper)}."
-        )
-    if advice["sites"]:
-        yield (
-            f"On the test examples of each site, {advice['federated']} compared with"
-            f" training alone is {_worth(advice)} of {len(advice['sites'])} sites."
-        )
-        if not metric.startswith("personal"):
-            yield (
-                "The ranking compares single models for all sites. Training alone makes a"
-                " model for each site and is not in the ranking."
-            )
-
-
-def _worth(advice: Mapping[str, Any]) -> str:
-    """Return the names of the sites with a better, a worse or an unclear result."""
-    sign = 1 if higher_is_better(advice["metric"]) else -1
-    found: dict[str, list[str]] = {
-        side: [] for side in ("better", "worse", "not clearly different", "not known")
+    by_seed = {run.config.seed: run for run in others}
+    tables, unknown = [], ""
+    for run in mine:
+        if run.config.seed in by_seed:
+            rows, unknown = site_rows(run, by_seed[run.config.seed])
+            tables.append(rows)
+    rows, metric = over_seeds(tables), mine[0].headline
+    found = compare(mine[0], others[0], rows, of)
+    if found is None:
+        why = unknown or "no site has a test of both methods"
+        return {"why": why, "text": f"not known: {why}", "sites": []}
+    mean, why = found.mean, found.too_few or unknown
+    text = f"{shown(mean.value, metric, '+')}{interval_text(mean, metric, '+')}"
+    result = mean_of(rows) if metric.startswith("personal-own") else None
+    keys = ("examples", *_DIFFERENCE[:1], "difference-low", "difference-high")
+    return {
+        "difference": mean.value,
+        "half": mean.half,
+        "established": found.established,
+        "gain": found.gain,
+        "why": why,
+        "text": f"not known: {why}" if why else text,
+        "interval": interval_text(result, metric) if result else "",
+        "sites": [
+            {"site": site_label(row), **{key: row.get(key) for key in (*keys, WHY)}}
+            for row in trained(found.by_site.values())
+        ],
     }
-    for row in advice["sites"]:
-        side = "not known"
-        if row["difference-low"] is not None:
-            ends = [sign * row["difference-low"], sign * row["difference-high"]]
-            side = "not clearly different"
-            if min(ends) > 0 or max(ends) < 0:
-                side = "better" if min(ends) > 0 else "worse"
-        found[side].append(row["site"])
-    return ", ".join(
-        f"{side} at {len(names)}" + f" ({', '.join(names)})" * (len(names) < 5)
-        for side, names in found.items()
-        if names
-    )
 
 
 def dropped_by_chance(
     rungs: Sequence[Rung], advice: Mapping[str, Any], num_examples: int
-) -> str:
-    """Return a sentence with the methods whose drop chance may explain, or "".
+) -> dict[str, float]:
+    """Return the methods whose drop chance may explain, with two standard errors.
 
     The score of such a method is less than two standard errors below a method that
     continued. Both scores are shares of ``num_examples`` right answers.
     """
     metric = advice["metric"]
     if not (in_percent(metric) and higher_is_better(metric)):
-        return ""
+        return {}
     continued = [{point.candidate.name for point in rung.scores} for rung in rungs[1:]]
     found: dict[str, float] = {}
     for rung, kept in zip(
@@ -221,14 +179,7 @@ def dropped_by_chance(
         least = min((best[n] for n in best if n in kept - {FEDAVG, ALONE}), default=1.0)
         half = 2 * math.sqrt(2 * least * (1 - least) / num_examples)
         found |= {n: half for n in best if n not in kept and best[n] > least - half}
-    if not found:
-        return ""
-    return (
-        f"Chance may have dropped {', '.join(found)}: {num_examples} validation examples"
-        f" do not distinguish scores within {100 * max(found.values()):.0f} points. Use"
-        " more rounds or a larger validation-share, or compare them by"
-        " `fedbn-flwr sweep`."
-    )
+    return found
 
 
 def conditions(
@@ -238,8 +189,8 @@ def conditions(
     tried: Config,
     given: Config,
     counts: Sequence[int],
-) -> Iterator[str]:
-    """Yield the conditions that could change the answer.
+) -> list[str]:
+    """Return the conditions that could change the answer.
 
     Args:
         advice: the result of ``verdict``.
@@ -250,9 +201,6 @@ def conditions(
         counts: the validation examples of each site.
     """
     first = rungs[0]
-    chance = dropped_by_chance(rungs, advice, sum(counts))
-    if chance:
-        yield chance
     rates = sorted({point.rate for point in first.scores})
     ends = []
     for row in advice["ranking"]:
@@ -265,36 +213,17 @@ def conditions(
         # Equal scores of all rates do not show that another rate would be better.
         if rate in (rates[0], rates[-1]) and len({*scores.values()}) > 1:
             ends.append(f"{row['method']} at {rate}")
-    if ends:
-        yield (
-            f"A further rate may be better: {', '.join(ends)} is at the end of the tried"
-            f" rates {', '.join(map(str, rates))}. Try other --rates."
-        )
-    if rounds[0] < rounds[1]:
-        yield (
-            f"The final runs had {rounds[0]} of {rounds[1]} rounds, because of the"
-            " budget. Slow methods may gain from more rounds."
-        )
-    if len(advice["ranking"]) > 1:
-        yield (
-            f"More seeds make the intervals narrower: add seeds to {STUDY_FILE}, and"
-            " sweep it into the same folder."
-        )
-    if tried.eval_on.startswith("personal"):
-        yield (
-            "Each site was tested on its own examples. If you need one model for all"
-            " sites, set eval-on=global and ask again."
-        )
-    if given.early_stopping:
-        yield (
-            f"The compared runs had no early stopping, and the recommended config has"
-            f" early-stopping={given.early_stopping}."
-        )
-    yield (
-        f"The sites kept {100 * tried.validation_share:g} % of their training examples to"
-        f" choose the method. The recommended config keeps"
-        f" {100 * given.validation_share:g} %. {validation_text(counts)}"
-    )
+    contents = {
+        "chance": dropped_by_chance(rungs, advice, sum(counts)),
+        "ends": ends,
+        "rates": rates,
+        "rounds": rounds,
+        "tried": tried,
+        "given": given,
+        "counts": counts,
+        "validation": validation_text(counts),
+    }
+    return _lines("conditions.txt", {**advice, **contents})
 
 
 def validation_text(counts: Sequence[int]) -> str:
