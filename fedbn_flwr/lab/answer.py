@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from statistics import NormalDist, fmean
+from statistics import fmean
 from typing import Any
 
 import pandas as pd
@@ -16,8 +16,11 @@ from fedbn_flwr.lab.files import ledger_of, site_label, trained
 from fedbn_flwr.lab.references import (
     ALONE,
     Comparison,
+    Mean,
     alone_command,
     changed_command,
+    half_of,
+    mean_of,
     name_of,
     with_alone,
 )
@@ -88,7 +91,12 @@ def facts_of(
         at = best(curve, key=lambda tested: curve[tested])
         value, peak = shown(run.final[run.headline], metric), shown(curve[at], metric)
         if peak != value:
-            more += f"; best {peak} after round {at}"
+            more += (
+                f"; the best test, {peak} after round {at}, is best in part by chance"
+            )
+        mean = mean_of(sites)
+        if mean and run.headline.startswith("personal-own"):
+            more += interval_text(mean, metric)
         facts.append(Fact(about, value + unit, more))
     if run.has_model and len(known) > 1:
         facts.append(_worst_site(known, metric, unit))
@@ -111,17 +119,15 @@ def facts_of(
         tone = ""
         if one.established:
             tone = "good" if one.gain > 0 else "bad"
-        facts.append(
-            Fact(
-                f"Compared with {name_of(one.reference)}",
-                shown(one.difference, metric, "+") + points,
-                _by_site(one),
-                tone,
-            )
-        )
+        value, more = "not known", one.too_few
+        if not more:
+            value = shown(one.mean.value, metric, "+") + points
+            more = _by_site(one) + interval_text(one.mean, metric, "+")
+        about = f"Compared with {name_of(one.reference)}"
+        facts.append(Fact(about, value, more, tone))
     totals = run.summary.get("ledger") or ledger_of(run.lines)
     mebibytes = (totals.get("bytes-down", 0) + totals.get("bytes-up", 0)) / 2**20
-    more = f"sent and received; {sum(line['seconds'] for line in run.lines):,.1f} s"
+    more = f"sent and received, a broadcast counted once; {sum(line['seconds'] for line in run.lines):,.1f} s"
     if totals.get("exchanges"):
         more += f", exchanges: {totals['exchanges']:,}"
     facts.append(Fact("Cost", f"{mebibytes:,.2f} MiB", more))
@@ -141,37 +147,56 @@ def _worst_site(known: Sequence[Mapping[str, Any]], metric: str, unit: str) -> F
     elif row.get("low") is not None:
         low, high = shown(row["low"], metric), shown(row["high"], metric)
         more += f", 95 % interval {low} to {high}"
-    if "low" in row and row["low"] is None and value in (0, 1):
-        more += "; no interval, because all examples are alike"
+    elif row.get("why"):
+        more += f"; no interval: {row['why']}"
     return Fact("Worst site", shown(value, metric) + unit, more)
 
 
-def odd_site(sites: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the row of the site furthest from the mean of the others.
+def interval_text(mean: Mean, metric: str, sign: str = "") -> str:
+    """Return "; 95 % interval ..." with the sites that are not in it, or ""."""
+    if mean.half is None:
+        return f"; no interval: {mean.why}" if mean.why else ""
+    ends = [mean.value - mean.half, mean.value + mean.half]
+    if in_percent(metric):
+        ends = [min(max(end, -1 if sign else 0), 1) for end in ends]
+    low, high = (shown(end, metric, sign) for end in ends)
+    text = f"; 95 % interval {low} to {high} from {mean.examples:,} test examples"
+    without = [f"{site} ({why})" for site, why in mean.left_out.items()]
+    return f"{text}, without {', '.join(without)}" if without else text
+
+
+def odd_site(
+    sites: Sequence[Mapping[str, Any]], key: str = "", of: int = 1
+) -> dict[str, Any]:
+    """Return the row of the site furthest from the mean of the others in a number.
 
     The row has in addition this ``mean``, ``half`` of the interval of the difference,
     and the number of ``sites`` with an interval. The furthest of n sites is often far
-    by chance, so the interval has the level 1 - 0.05 / n (Bonferroni). Fewer than three
-    intervals give no row.
+    by chance, so the interval has the level 1 - 0.05 / n / of (Bonferroni). Fewer than
+    three intervals give no row.
+
+    Args:
+        sites: rows of ``site_rows``.
+        key: the beginning of the keys of the number, such as "yes-".
+        of: how many numbers are compared.
     """
-    frame = pd.DataFrame([row for row in sites if row.get("low") is not None])
-    n = len(frame)
-    if n < 3:
-        return {}
-    wider = NormalDist().inv_cdf(1 - 0.025 / n) / NormalDist().inv_cdf(0.975)
-    squares = (wider * (frame["high"] - frame["low"]) / 2) ** 2
-    frame["mean"] = (frame["value"].sum() - frame["value"]) / (n - 1)
-    # The sites are independent, so the squares of half their intervals add up.
-    others = (squares.sum() - squares) / (n - 1) ** 2
-    frame["half"] = (squares + others) ** 0.5
-    excess = (frame["value"] - frame["mean"]).abs() - frame["half"]
-    return {**frame.loc[excess.idxmax()].dropna(), "sites": n}
+    value, spread = f"{key}value", f"{key}spread"
+    rows = [row for row in trained(sites) if row.get(spread) is not None]
+    n, found = len(rows), []
+    for row in rows if n > 2 else ():
+        others = [other for other in rows if other is not row]
+        spreads = [row[spread], *(other[spread] / (n - 1) for other in others)]
+        half = half_of(spreads, [one["groups"] for one in (row, *others)], of=of * n)
+        mean = fmean(other[value] for other in others)
+        excess = abs(row[value] - mean) - half
+        found.append({**row, "mean": mean, "half": half, "excess": excess, "sites": n})
+    return max(found, key=lambda row: row["excess"], default={})
 
 
 def _by_site(one: Comparison) -> str:
     """Return the numbers of sites on both sides of the reference, with names of few."""
     side, words = 1, ("higher", "equal", "lower")
-    if one.half is not None:
+    if one.mean.half is not None:
         side, words = one.sign, ("clearly better", "unclear", "clearly worse")
     above, below = one.sites(side), one.sites(-side)
     every = len(trained(one.by_site.values()))

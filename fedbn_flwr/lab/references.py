@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import shlex
+import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -13,13 +15,21 @@ from typing import Any
 from fedbn_flwr.errors import ConfigError, FedBNError
 from fedbn_flwr.lab.config import Config, read_overrides
 from fedbn_flwr.lab.config.fields import config_fields
-from fedbn_flwr.lab.files import CONFIG_FILE, refuse_no_run, trained
+from fedbn_flwr.lab.files import CONFIG_FILE, refuse_no_run, site_label, trained
 from fedbn_flwr.lab.output.folder import RunFolder
 from fedbn_flwr.lab.run_files import RunFiles
 from fedbn_flwr.server.methods.params_by_method import PARAMS
 from fedbn_flwr.training.tasks import higher_is_better, quantity_of
 
 ALONE = "standalone"
+FEW = 30
+"""With fewer test examples, a page gives no difference."""
+
+SPREAD, WHY = "difference-spread", "difference-why"
+"""The keys of the standard error of a difference, and of the reason without one."""
+
+_MANY = 20  # sites whose deviation gives an interval
+_ROUNDING = 1e-9
 
 
 def references_of(run: RunFiles, against: Sequence[Path] = ()) -> list[RunFiles]:
@@ -117,73 +127,206 @@ def _comparable(run: RunFiles, folder: Path) -> RunFiles:
 
 
 @dataclass(frozen=True)
+class Mean:
+    """A mean over the sites that trained, with its 95 % interval.
+
+    Attributes:
+        value: the mean over the sites with an interval; over all sites if there is none.
+        half: half of the interval; None if there is no interval.
+        why: the reason why there is no interval.
+        examples: the test examples of these sites.
+        left_out: the sites that are not in the mean, with the reasons.
+    """
+
+    value: float
+    half: float | None
+    why: str
+    examples: int
+    left_out: Mapping[str, str]
+
+    @property
+    def established(self) -> bool:
+        """Whether the interval excludes 0.
+
+        Every page, table and sentence calls a difference established by this rule only.
+        """
+        return self.half is not None and abs(self.value) > self.half
+
+
+def mean_of(
+    rows: Iterable[Mapping[str, Any]], key: str = "value", of: int = 1
+) -> Mean | None:
+    """Return the mean over the sites that trained, or None if no site has a value.
+
+    A site without an interval of its own is left out, so it does not take the interval
+    from the others.
+
+    Args:
+        rows: rows of ``site_rows`` or ``over_seeds``.
+        key: "value" or "difference".
+        of: the number of means that are compared. The interval has the level
+            1 - 0.05 / of (Bonferroni).
+    """
+    spread, why = ("spread", "why") if key == "value" else (SPREAD, WHY)
+    known = [row for row in trained(rows) if row.get(key) is not None]
+    kept = [row for row in known if row.get(spread) is not None]
+    reasons = {site_label(row): row.get(why, "") for row in known if row not in kept}
+    if not known:
+        return None
+    used = kept or known
+    value = math.fsum(row[key] for row in used) / len(used)
+    examples = sum(row.get("examples", 0) for row in used)
+    spreads = [row[spread] / len(kept) for row in kept]
+    groups = [row["groups"] for row in kept]
+    if len(used) > _MANY and not kept:
+        # Many sites without an interval of their own are a sample of sites.
+        deviation = statistics.stdev(row[key] for row in used)
+        spreads, groups, reasons = [deviation / len(used) ** 0.5], [len(used)], {}
+    if not any(spreads):
+        return Mean(value, None, next(iter(reasons.values()), ""), examples, {})
+    by_seed = zip(*(row.get(f"{key}-by-seed", [row[key]]) for row in used), strict=True)
+    means = [math.fsum(values) / len(used) for values in by_seed]
+    half = half_of(spreads, groups, means, of)
+    text = "" if half else "equal with every seed"
+    return Mean(value, half, text, examples, reasons)
+
+
+def half_of(
+    spreads: Sequence[float],
+    groups: Sequence[int],
+    by_seed: Sequence[float] = (),
+    of: int = 1,
+) -> float | None:
+    """Return half of the 95 % interval of a sum of independent numbers (Welch).
+
+    It is None if the sum is equal with every seed, because then nothing is known of the
+    spread over seeds.
+
+    Args:
+        spreads: the standard errors over the test examples.
+        groups: the numbers of groups that give the standard errors.
+        by_seed: the sum with each seed. With several seeds, the interval also covers
+            other seeds.
+        of: the number of intervals, see ``mean_of``.
+    """
+    from scipy import stats
+
+    variances = [spread**2 for spread in spreads]
+    freedom = [count - 1 for count in groups]
+    if len(by_seed) > 1:
+        variances.append(statistics.variance(by_seed) / len(by_seed))
+        freedom.append(len(by_seed) - 1)
+        if max(by_seed) - min(by_seed) <= _ROUNDING:
+            return None
+    total = math.fsum(variances)
+    shares = [
+        (one / total) ** 2 / df for one, df in zip(variances, freedom, strict=True)
+    ]
+    t = stats.t.ppf(1 - 0.025 / of, 1 / math.fsum(shares))
+    return float(t * math.sqrt(total))
+
+
+def over_seeds(
+    tables: Sequence[Sequence[Mapping[str, Any]]],
+) -> list[dict[str, Any]]:
+    """Return the mean row of each site over runs with different seeds.
+
+    The standard errors of the seeds are not independent, because the seeds may have the
+    same test examples. So their mean is kept. A number that a seed lacks is None.
+    """
+    by_site: dict[str, list[Mapping[str, Any]]] = {}
+    for row in itertools.chain.from_iterable(tables):
+        by_site.setdefault(row["site"], []).append(row)
+    found = []
+    for rows in by_site.values():
+        mean = dict(itertools.chain.from_iterable(row.items() for row in rows))
+        mean["groups"] = min(row.get("groups", 0) for row in rows)
+        for key in ("value", "spread", "difference", SPREAD):
+            values = [row.get(key) for row in rows]
+            complete = len(rows) == len(tables) and None not in values
+            mean[key] = statistics.fmean(values) if complete else None
+            mean[f"{key}-by-seed"] = values
+        found.append(mean)
+    return found
+
+
+@dataclass(frozen=True)
 class Comparison:
-    """The difference between a run and a reference, as a mean over trained sites.
+    """The difference between a run and a reference.
 
     Attributes:
         reference: the other run.
-        by_site: the row of each site with a difference, by its name.
+        by_site: the row of each site with a difference, by its name. The intervals are
+            corrected for comparing the sites.
         sign: 1 if higher values are better, -1 if lower values are better.
-        difference: the mean over the sites that trained, in the unit of the metric.
-        half: half of its 95 % interval, from the sites' paired bootstraps; None if a
-            site has no interval.
+        mean: the mean difference of the sites that trained.
     """
 
     reference: RunFiles
     by_site: Mapping[str, Mapping[str, Any]]
     sign: int
-    difference: float
-    half: float | None
+    mean: Mean
 
     @property
     def gain(self) -> float:
         """The difference, positive if the run is better."""
-        return self.sign * self.difference
+        return self.sign * self.mean.value
+
+    @property
+    def too_few(self) -> str:
+        """The reason why the page shows no number, or ""."""
+        if 0 < self.mean.examples < FEW:
+            return f"only {self.mean.examples} test examples; {FEW} are needed"
+        return self.mean.why
 
     @property
     def established(self) -> bool:
-        """Whether the interval excludes 0."""
-        return self.half is not None and abs(self.difference) > self.half
+        """Whether there are enough examples and the interval excludes 0."""
+        return not self.too_few and self.mean.established
 
     def sites(self, side: int) -> list[str]:
         """Return the trained sites at which the value is higher (1) or lower (-1).
 
-        If all sites have intervals, these are the sites whose interval excludes 0.
+        If there are intervals, these are the sites whose interval excludes 0.
         """
         end = "difference"
-        if self.half is not None:
+        if self.mean.half is not None:
             end += "-low" if side > 0 else "-high"
         rows = trained(self.by_site.values())
         return [row["site"] for row in rows if side * (row.get(end) or 0) > 0]
 
 
 def compare(
-    run: RunFiles, reference: RunFiles, sites: Sequence[Mapping[str, Any]]
+    run: RunFiles,
+    reference: RunFiles,
+    sites: Sequence[Mapping[str, Any]],
+    of: int = 1,
 ) -> Comparison | None:
     """Return the comparison, or None if no site that trained has a difference.
 
     Args:
         run: the run.
         reference: the other run.
-        sites: rows of ``site_rows(run, reference)``.
+        sites: rows of ``site_rows(run, reference)``, or of ``over_seeds``.
+        of: the number of comparisons on the page.
     """
-    paired = {row["site"]: row for row in sites if row.get("difference") is not None}
-    in_mean = trained(paired.values())
-    if not in_mean:
+    mean = mean_of(sites, "difference", of)
+    if mean is None:
         return None
-    mean = math.fsum(row["difference"] for row in in_mean) / len(in_mean)
-    # The sites are independent, so the squares of half their intervals add up. If a
-    # site has no interval, the mean has no interval.
-    widths = [
-        row["difference-high"] - row["difference-low"]
-        for row in in_mean
-        if row.get("difference-high") is not None
-    ]
-    half = None
-    if len(widths) == len(in_mean):
-        half = math.hypot(*widths) / (2 * len(widths))
+    by_site = {}
+    paired = [row for row in sites if row.get("difference") is not None]
+    for row in paired:
+        about, value = {**row}, row["difference"]
+        seeds = row.get("difference-by-seed", ())
+        half = None
+        if row.get(SPREAD) is not None:
+            half = half_of([row[SPREAD]], [row["groups"]], seeds, len(paired))
+            about.setdefault(WHY, "equal with every seed")
+        ends = (None, None) if half is None else (value - half, value + half)
+        about["difference-low"], about["difference-high"] = ends
+        by_site[row["site"]] = about
     sign = 1 if higher_is_better(run.headline) else -1
-    return Comparison(reference, paired, sign, mean, half)
+    return Comparison(reference, by_site, sign, mean)
 
 
 def with_alone(comparisons: Iterable[Comparison]) -> list[Comparison]:

@@ -9,6 +9,7 @@ has the facts and the pictures. The page of an unfinished run shows its present 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from importlib.metadata import version
@@ -27,6 +28,7 @@ from fedbn_flwr.lab.answer import (
     ask_alone,
     directed,
     facts_of,
+    interval_text,
     next_step,
     odd_site,
     shown,
@@ -60,6 +62,8 @@ from fedbn_flwr.training.tasks import higher_is_better, in_percent, quantity_of
 
 REPORT_FILE = "report.html"
 _GENERATOR = '<meta name="generator" content="fedbn-flwr report">'
+_DIFFER = ("", "yes-", "excess-")
+"""The result, the labels and the threshold: the numbers in which a site may differ."""
 _SHOWN = 20
 """The most sites in a picture; the table has all of them."""
 
@@ -119,7 +123,7 @@ def write_report(
     environment.tests["percent"] = in_percent
     environment.filters |= {"shown": shown, "key": pictures.label_of}
     environment.filters |= {"named": name_of, "label": site_label, "quoted": quote}
-    environment.filters |= {"directed": directed, "trained": trained}
+    environment.filters |= {"directed": directed, "interval": interval_text}
     text = environment.get_template("report.html").render(page)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -141,7 +145,7 @@ def _run_page(run: RunFiles, against: Sequence[Path]) -> dict[str, Any]:
         rows = sites
         if reference is not references[0]:
             rows, _ = site_rows(run, reference)
-        comparison = compare(run, reference, rows)
+        comparison = compare(run, reference, rows, len(references))
         if comparison:
             comparisons.append(comparison)
     diagnosis = read_json(run.folder / "doctor.json")
@@ -152,13 +156,13 @@ def _run_page(run: RunFiles, against: Sequence[Path]) -> dict[str, Any]:
         "title": f"{run.title} on {run.config.dataset}",
         "run": run,
         "metric": quantity_of(run.headline),
-        "odd": odd_site(trained(sites)),
         "num_sites": len(trained(run.sites())),
         "tests": TESTS,
         "sites": sites,
         "columns": dict.fromkeys(itertools.chain(*(row["metrics"] for row in sites))),
         "comparisons": comparisons,
         "facts": facts_of(run, sites, comparisons),
+        "odd": {key: odd_site(sites, key, len(_DIFFER)) for key in _DIFFER},
         "warnings": [*run_warnings(run), unknown],
         "step": next_step(run, comparisons, findings),
         "suggested": "" if with_alone(comparisons) else ask_alone(run),
@@ -372,7 +376,9 @@ def _verdict(finals: pd.DataFrame, metric: str, alone: Sequence[str]) -> dict[st
     for other in others:
         if other in (others[0], *alone):
             gap = (finals[best] - finals[other]).dropna()
-            gaps[other] = (gap.mean(), half_interval(gap), len(gap))
+            # The best method is known only after the comparison of all pairs.
+            half = half_interval(gap, math.comb(len(means), 2))
+            gaps[other] = (gap.mean(), half, len(gap))
     return {"best": best, "mean": means[best], "metric": metric, "gaps": gaps}
 
 

@@ -13,15 +13,17 @@ import pandas as pd
 from fedbn_flwr.errors import RunFailedError
 from fedbn_flwr.lab.advice.candidates import ALONE, FEDAVG
 from fedbn_flwr.lab.advice.halving import Point, Rung, score_of
-from fedbn_flwr.lab.answer import shown
+from fedbn_flwr.lab.answer import interval_text, shown
 from fedbn_flwr.lab.config import Config
-from fedbn_flwr.lab.files import STUDY_FILE, site_label
-from fedbn_flwr.lab.references import site_rows
+from fedbn_flwr.lab.files import STUDY_FILE, site_label, trained
+from fedbn_flwr.lab.references import WHY, compare, mean_of, over_seeds, site_rows
 from fedbn_flwr.lab.run_files import RunFiles
 from fedbn_flwr.lab.studies.one_run import is_done
-from fedbn_flwr.lab.studies.results import half_interval
 from fedbn_flwr.lab.studies.study import Study
 from fedbn_flwr.training.tasks import higher_is_better, in_percent, quantity_of
+
+_COSTS = ["bytes-down", "bytes-up", "exchanges"]
+_DIFFERENCE = ("difference", "half", "established", "gain", "text")
 
 
 def verdict(
@@ -39,136 +41,157 @@ def verdict(
     Raises:
         RunFailedError: no method has a score with every seed.
     """
-    runs: dict[str, list[RunFiles]] = {}
     scores: dict[str, dict[int, float | None]] = {}
     for cell in study.cells():
         if is_done(cell, out):
-            runs.setdefault(cell.method, []).append(RunFiles.read(cell.folder(out)))
             scores.setdefault(cell.method, {})[cell.seed] = score_of(cell, out)
     frame = pd.DataFrame(scores, index=study.seeds, dtype=float).dropna(axis="columns")
-    known = {p.candidate.name: p for p in points if p.candidate.name in frame}
-    ranked = [name for name, p in known.items() if p.candidate.metric == metric]
-    if not ranked:
+    of_metric = [p.candidate.name for p in points if p.candidate.metric == metric]
+    means = frame[[name for name in of_metric if name in frame]].mean()
+    if means.empty:
         raise RunFailedError(
             f"no method has a score with all of the seeds {study.seeds}, so there is no"
             f" advice. The results so far are in {out}."
         )
+    # The choice: the only use of the validation examples.
+    chosen = means.sort_values(ascending=not higher_is_better(metric)).to_dict()
+    return benefit(study, {str(name): one for name, one in chosen.items()}, metric, out)
 
-    # Rank by the mean score over the seeds, with paired differences from the best.
-    means = frame[ranked].mean().sort_values(ascending=not higher_is_better(metric))
-    best = str(means.index[0])
+
+def benefit(
+    study: Study, chosen: Mapping[str, float], metric: str, out: Path
+) -> dict[str, Any]:
+    """Return the advice after the choice, from test examples only.
+
+    Args:
+        study: the final runs.
+        chosen: the methods with their scores, the best first.
+        metric: the name of the score.
+        out: the folder of all runs.
+    """
+    runs: dict[str, list[RunFiles]] = {}
+    for cell in study.cells():
+        if is_done(cell, out):
+            runs.setdefault(cell.method, []).append(RunFiles.read(cell.folder(out)))
+    best, *others = chosen
+    federated = next((name for name in chosen if name != ALONE), "")
+    # A comparison that is asked twice is done once.
+    pairs = dict.fromkeys((best, other) for other in others)
+    if federated and ALONE in runs:
+        pairs[federated, ALONE] = None
+    compared = {pair: _compared(*map(runs.get, pair), len(pairs)) for pair in pairs}
+
     ranking = []
-    for name in map(str, means.index):
-        gap = frame[best] - frame[name]
-        half = half_interval(gap)
-        tests = pd.Series([run.final.get(run.headline) for run in runs[name]])
-        seconds = (sum(line["seconds"] for line in run.lines) for run in runs[name])
-        ledgers = [run.summary["ledger"] for run in runs[name]]
+    for name, score in chosen.items():
+        of_method, comparison = runs[name], compared.get((best, name), {})
+        tests = [run.final.get(run.headline) for run in of_method]
+        ledgers = pd.DataFrame([run.summary["ledger"] for run in of_method])
+        costs = ledgers.reindex(columns=_COSTS, fill_value=0).mean()
+        seconds = (sum(line["seconds"] for line in run.lines) for run in of_method)
         ranking.append(
             {
                 "method": name,
-                "learning-rate": known[name].rate,
-                "score": frame[name].mean(),
-                "difference": None if name == best else gap.mean(),
-                "half": None if math.isnan(half) else half,
-                "test": None if tests.hasnans else tests.mean(),
-                "bytes": statistics.fmean(
-                    one.get("bytes-down", 0) + one.get("bytes-up", 0) for one in ledgers
-                ),
-                "exchanges": statistics.fmean(
-                    one.get("exchanges", 0) for one in ledgers
-                ),
+                "learning-rate": study.methods[name]["learning-rate"],
+                "score": score,
+                "test": None if None in tests else statistics.fmean(tests),
+                "bytes": costs["bytes-down"] + costs["bytes-up"],
+                "exchanges": costs["exchanges"],
                 "seconds": statistics.fmean(seconds),
+                **{key: comparison.get(key) for key in _DIFFERENCE},
             }
         )
-    federated = next((row["method"] for row in ranking if row["method"] != ALONE), "")
-    sites, unknown = _sites(runs.get(federated, ()), runs.get(ALONE, ()))
     advice = {
         "metric": metric,
         "best": best,
         "federated": federated,
         "seeds": study.seeds,
         "ranking": ranking,
-        "sites": sites,
+        "alone": compared.get((federated, ALONE), {}),
+        "interval": next(iter(compared.values()))["interval"] if others else "",
     }
-    return {**advice, "answer": [*sentences(advice), *unknown]}
+    return {**advice, "answer": [*sentences(advice)]}
 
 
-def _sites(
-    federated: Sequence[RunFiles], alone: Sequence[RunFiles]
-) -> tuple[list[dict[str, Any]], list[str]]:
-    """Return the difference from training alone at each site, or why it is unknown.
-
-    Difference and interval are means over the seeds. The interval covers other test
-    examples of the site.
-    """
+def _compared(
+    mine: Sequence[RunFiles], others: Sequence[RunFiles], of: int
+) -> dict[str, Any]:
+    """Return the difference of two methods on test examples, over seeds and sites."""
     # Runs with one seed have the same test examples. A run may lack its counterpart.
-    others = {run.config.seed: run for run in alone}
-    found = []
-    for run in federated if others else ():
-        rows, unknown = site_rows(run, others.get(run.config.seed))
-        if unknown:
-            return [], [unknown]
-        found += [{**row, "site": site_label(row)} for row in rows]
-    if not found:
-        return [], []
-    ends = ["difference", "difference-low", "difference-high"]
-    frame = pd.DataFrame(found, columns=["site", *ends])
-    # A difference is unknown if a seed lacks it: AUROC needs both classes at the site.
-    means = frame.groupby("site", sort=False)[ends].agg(
-        lambda values: values.astype(float).mean(skipna=False)
-    )
-    rows = means.astype(object).where(means.notna(), None).reset_index()
-    return rows.to_dict("records"), []
+    by_seed = {run.config.seed: run for run in others}
+    tables, unknown = [], ""
+    for run in mine:
+        if run.config.seed in by_seed:
+            rows, unknown = site_rows(run, by_seed[run.config.seed])
+            tables.append(rows)
+    rows, metric = over_seeds(tables), mine[0].headline
+    found = compare(mine[0], others[0], rows, of)
+    if found is None:
+        why = unknown or "no site has a test of both methods"
+        return {"why": why, "text": f"not known: {why}", "sites": []}
+    mean, why = found.mean, found.too_few or unknown
+    text = f"{shown(mean.value, metric, '+')}{interval_text(mean, metric, '+')}"
+    result = mean_of(rows) if metric.startswith("personal-own") else None
+    keys = ("examples", *_DIFFERENCE[:1], "difference-low", "difference-high")
+    return {
+        "difference": mean.value,
+        "half": mean.half,
+        "established": found.established,
+        "gain": found.gain,
+        "why": why,
+        "text": f"not known: {why}" if why else text,
+        "interval": interval_text(result, metric) if result else "",
+        "sites": [
+            {"site": site_label(row), **{key: row.get(key) for key in (*keys, WHY)}}
+            for row in trained(found.by_site.values())
+        ],
+    }
 
 
 def sentences(advice: Mapping[str, Any]) -> Iterator[str]:
     """Yield the answer in plain words."""
-    metric = advice["metric"]
-    unit = " %" if in_percent(metric) else ""
-    first, *others = advice["ranking"]
-    if advice["best"] == ALONE:
-        yield "Train each site alone: this has the best score."
-    else:
-        yield f"Use {first['method']} with learning-rate={first['learning-rate']}."
-    text = (
-        f"Its {quantity_of(metric)} on the validation examples is"
-        f" {shown(first['score'], metric)}{unit}, the mean of"
-        f" {len(advice['seeds'])} seeds"
-    )
+    metric, (first, *others) = advice["metric"], advice["ranking"]
+    name, seeds = first["method"], len(advice["seeds"])
+    start = f"Use {name} with learning-rate={first['learning-rate']}"
+    if name == ALONE:
+        start = "Train each site alone"
+    yield f"{start}: it has the best score on the validation examples, which only choose."
     if first["test"] is not None:
-        text += f"; on the test examples it is {shown(first['test'], metric)}{unit}"
-    yield f"{text}."
-    better: list[str] = []
+        unit = " %" if in_percent(metric) else ""
+        yield (
+            f"Its {quantity_of(metric)} on the test examples is"
+            f" {shown(first['test'], metric)}{unit}, the mean of {seeds} seeds"
+            f"{advice['interval']}."
+        )
+    groups: dict[str, list[str]] = {"better": [], "worse": [], "undecided": []}
     cheaper: list[str] = []
-    undecided: list[str] = []
     for row in others:
-        gap, half = row["difference"], row["half"]
-        spread = "with every seed"
-        if half is not None:
-            low, high = (shown(end, metric, "+") for end in (gap - half, gap + half))
-            spread = f"95 % interval {low} to {high}"
-        text = f"{row['method']} ({shown(gap, metric, '+')}, {spread})"
-        # Equal differences have no interval, so they establish nothing.
-        if abs(gap) > (half or math.inf):
-            better.append(text)
-            continue
-        undecided.append(text)
-        if row["exchanges"] < first["exchanges"]:
-            cheaper.append(f"{row['method']} {row['exchanges']:g}")
-    if better:
-        yield f"It is better than {' and '.join(better)}."
-    if undecided:
-        yield f"No difference from {' or from '.join(undecided)} is established."
+        side = "undecided"
+        if row.get("established"):
+            side = "better" if row["gain"] > 0 else "worse"
+        groups[side].append(f"{row['method']} ({row['text']})")
+        # A method is cheaper if it has fewer bytes or exchanges, and not more of both.
+        costs = [(row[key], first[key]) for key in ("bytes", "exchanges")]
+        less = all(own <= best for own, best in costs) and any(a < b for a, b in costs)
+        if less and side != "better":
+            cheaper.append(_cost_text(row))
+    texts = {side: " and ".join(found) for side, found in groups.items() if found}
+    on_tests = "on the test examples"
+    if "better" in texts:
+        yield f"It is better than {texts['better']}, {on_tests}."
+    if "worse" in texts:
+        yield f"But {on_tests} it is worse than {texts['worse']}: prefer that method."
+    if "undecided" in texts:
+        yield f"No difference from {texts['undecided']} is established {on_tests}."
     if cheaper:
         yield (
-            f"If the difference does not matter to you, take a cheaper method. Exchanges:"
-            f" {first['method']} {first['exchanges']:g}, {', '.join(cheaper)}."
+            "If the difference does not matter to you, take a cheaper method:"
+            f" {'; '.join(cheaper)}, instead of {_cost_text(first)}."
         )
-    if advice["sites"]:
+    if advice["alone"].get("sites"):
         yield (
             f"On the test examples of each site, {advice['federated']} compared with"
-            f" training alone is {_worth(advice)} of {len(advice['sites'])} sites."
+            f" training alone is {_worth(advice)} of"
+            f" {len(advice['alone']['sites'])} sites."
         )
         if not metric.startswith("personal"):
             yield (
@@ -177,13 +200,20 @@ def sentences(advice: Mapping[str, Any]) -> Iterator[str]:
             )
 
 
+def _cost_text(row: Mapping[str, Any]) -> str:
+    mebibytes = row["bytes"] / 2**20
+    return (
+        f"{row['method']} with {mebibytes:.2f} MiB and {row['exchanges']:g} exchanges"
+    )
+
+
 def _worth(advice: Mapping[str, Any]) -> str:
     """Return the names of the sites with a better, a worse or an unclear result."""
     sign = 1 if higher_is_better(advice["metric"]) else -1
     found: dict[str, list[str]] = {
         side: [] for side in ("better", "worse", "not clearly different", "not known")
     }
-    for row in advice["sites"]:
+    for row in advice["alone"]["sites"]:
         side = "not known"
         if row["difference-low"] is not None:
             ends = [sign * row["difference-low"], sign * row["difference-high"]]

@@ -2,21 +2,31 @@
 
 A row has the main metric with an interval, and the paired difference to the other run.
 
-The interval is the percentile bootstrap of ``scipy.stats`` over the groups of a site
-(patients): all examples of a group are drawn together. It covers other groups of the
-same site, but not other seeds of the training.
+The interval is the value ± t times its standard error. The standard error is the
+standard deviation of bootstrap draws of the groups of a site (patients): all examples
+of a group are drawn together. It covers other groups of the same site, but not other
+seeds of the training. These rules make it hold at small sites:
+
+- t is the quantile of Student's distribution for the number of groups. The standard
+  error is corrected for n - 1. If the metric needs two classes, n counts only the
+  groups with the rarer class.
+- A draw without a class, in which the metric is undefined, is left out. If more than
+  half of the draws are undefined, there is no interval.
+- If all draws are equal, for example because all predictions are right, a share of n
+  groups is uncertain by 3 / n ("rule of three").
+- Without two groups there is no interval. A row contains the reason.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from fedbn_flwr.errors import ConfigError, DataError, StateError
@@ -32,11 +42,13 @@ from fedbn_flwr.lab.setup import on_device
 from fedbn_flwr.server.methods.params import TEST_BN
 from fedbn_flwr.training.evaluation import evaluate
 from fedbn_flwr.training.metrics import confusion, dice, mean_iou
-from fedbn_flwr.training.tasks import Task
+from fedbn_flwr.training.tasks import Task, in_percent
 
 LEVEL = 0.95
-_RESAMPLES = 1000
+_RESAMPLES = 400  # enough for a standard error
+_ROUNDING = 1e-12
 _SEED = 0
+Numbers = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -69,7 +81,7 @@ class SiteTest:
         score = self.task.score
         if score == "accuracy":
             correct, counted = self._correct[groups].sum(0)
-            return float(correct) / float(counted)
+            return float(correct / counted)
         # Take the examples of the groups. If each group has one example, use one array
         # instead of many: a thousand draws would otherwise take a minute.
         if len(self.groups) == len(self.targets):
@@ -94,6 +106,60 @@ class SiteTest:
             correct = self.task.correct(outputs, targets)
             rows.append((int(correct), int(self.task.counted(targets))))
         return np.array(rows)
+
+    @functools.cached_property
+    def draws(self) -> Numbers:
+        """The metric over all groups, then over draws of the groups.
+
+        All tests of equally many groups have the same draws. A metric may be NaN,
+        because a draw may lack a class.
+        """
+        # Import here, because only these draws need scikit-learn.
+        import sklearn
+
+        # The checks of many draws of the same examples would take longer than the
+        # metrics.
+        unchecked = {"assume_finite": True, "skip_parameter_validation": True}
+        count, draw = len(self.groups), np.random.default_rng(_SEED)
+        chosen = [np.arange(count)] if count else []
+        if self.units > 1:
+            chosen += [draw.integers(count, size=count) for _ in range(_RESAMPLES)]
+        with np.errstate(all="ignore"), sklearn.config_context(**unchecked):
+            return np.array([self.metric(groups) for groups in chosen])
+
+    @functools.cached_property
+    def units(self) -> int:
+        """The number of groups, or of those with the rarer of two classes.
+
+        The rarer class decides how certain a metric of classes, such as AUROC, is.
+        """
+        classes = self.targets[~self.targets.isnan()].unique()
+        by_class = self.task.score not in ("accuracy", "loss")
+        if not by_class or self.task.by_pixel or len(classes) != 2:
+            return len(self.groups)
+        has = [
+            [bool((self.targets[g] == c).any()) for g in self.groups] for c in classes
+        ]
+        return min(map(sum, has))
+
+    @property
+    def decisions(self) -> dict[str, float]:
+        """For a yes or no: the shares of yes among the targets and the predictions.
+
+        The two shares and ``excess``, their difference, have standard errors.
+        """
+        found: dict[str, float] = {}
+        if getattr(self.task, "single", False) and self.groups:
+            known = ~self.targets.flatten().isnan()
+            yes = (self.targets.flatten()[known] > 0).double()
+            called = (self.outputs.flatten()[known] > 0).double()
+            numbers = {"yes": yes, "called": called, "excess": called - yes}
+            for name, values in numbers.items():
+                # Even if all are alike, a few examples do not make a share certain.
+                variance = float(values.var(correction=0)) + 1 / len(self.groups)
+                found[f"{name}-value"] = float(values.mean())
+                found[f"{name}-spread"] = (variance / len(self.groups)) ** 0.5
+        return found
 
     @property
     def words(self) -> dict[str, str]:
@@ -157,25 +223,26 @@ test_site.__test__ = False  # type: ignore[attr-defined]  # pytest must not coll
 
 
 class Interval(NamedTuple):
-    """A metric or a difference, and the ends of its interval.
+    """A metric or a difference with its interval. An undefined number is None.
 
-    A number is None if it is undefined.
+    Attributes:
+        value: the number.
+        low: the lower end of the interval.
+        high: the upper end of the interval.
+        spread: the standard error.
+        why: the reason why there is no interval.
     """
 
     value: float | None = None
     low: float | None = None
     high: float | None = None
+    spread: float | None = None
+    why: str = ""
 
 
 def interval(site: SiteTest) -> Interval:
-    """Return the main metric of a site, with its interval.
-
-    The interval is left out if all draws give the same metric.
-    """
-    found = _bootstrap(site.metric, len(site.groups))
-    # If all examples are alike, such as all wrong, so are all draws, and their interval
-    # would promise a certainty that a few examples do not give.
-    return Interval(found.value) if found.low == found.high else found
+    """Return the main metric of a site, with its interval."""
+    return _of_draws(site, site.draws, 0)
 
 
 def difference(one: SiteTest, other: SiteTest) -> Interval:
@@ -183,46 +250,39 @@ def difference(one: SiteTest, other: SiteTest) -> Interval:
 
     Both tests have the same examples.
     """
-    # Use each draw for both models, so that the difference does not depend on how hard
-    # the drawn examples are.
-    return _bootstrap(
-        lambda groups: one.metric(groups) - other.metric(groups), len(one.groups)
-    )
+    # Each draw is used for both models, so that the difference does not depend on how
+    # hard the drawn examples are.
+    return _of_draws(one, one.draws - other.draws, -1)
 
 
-def _bootstrap(metric: Callable[[Indices], float], num_groups: int) -> Interval:
-    if not num_groups:
-        return Interval()
-    everyone = np.arange(num_groups)
-    value = metric(everyone)
-    # A single group has no interval, because all draws are equal.
-    if not np.isfinite(value) or num_groups == 1:
-        return Interval(_or_none(value))
+def _of_draws(site: SiteTest, draws: Numbers, lowest: int) -> Interval:
+    """Return a number of a site; if it is a share, it lies between ``lowest`` and 1."""
+    if not len(site.groups):
+        return Interval(why="no test examples")
+    value, draws = float(draws[0]), draws[1:][np.isfinite(draws[1:])]
+    if not np.isfinite(value):
+        return Interval(why="the targets of the test examples are all equal")
+    units, share = site.units, in_percent(site.task.score)
+    if units < 2:
+        return Interval(
+            value, why="only one test example or patient, or one of a class"
+        )
+    if len(draws) < _RESAMPLES / 2:
+        return Interval(value, why="more than half of the draws lack a class")
     # Import here, because SciPy takes long to import, and only this table needs it.
-    import sklearn
     from scipy import stats
 
-    # The first value was checked. The checks of a thousand draws of the same examples
-    # would take longer than the metrics.
-    unchecked = {"assume_finite": True, "skip_parameter_validation": True}
-    with np.errstate(all="ignore"), sklearn.config_context(**unchecked):
-        found = stats.bootstrap(
-            (everyone,),
-            metric,
-            vectorized=False,
-            rng=np.random.default_rng(_SEED),
-            confidence_level=LEVEL,
-            n_resamples=_RESAMPLES,
-            method="percentile",
-        )
-        ends = found.confidence_interval
-    # A draw may lack a class, so that a metric such as AUROC is undefined. The ends are
-    # then NaN, and the interval is left out.
-    return Interval(value, _or_none(ends.low), _or_none(ends.high))
-
-
-def _or_none(value: float) -> float | None:
-    return float(value) if np.isfinite(value) else None
+    t = stats.t.ppf((1 + LEVEL) / 2, len(site.groups) - 1)
+    # The deviation in n examples is smaller than the deviation in their population.
+    spread = draws.std() * (units / (units - 1)) ** 0.5
+    if np.ptp(draws) <= _ROUNDING:
+        if not share:
+            return Interval(value, why="all draws of the test examples are equal")
+        spread = 3 / len(site.groups) / t
+    ends = np.array([value - t * spread, value + t * spread])
+    if share:
+        ends = ends.clip(lowest, 1)
+    return Interval(value, *map(float, ends), float(spread))
 
 
 def sites_of_run(run: Path, against: Path | None = None) -> list[dict[str, Any]]:
@@ -250,8 +310,7 @@ def sites_of_run(run: Path, against: Path | None = None) -> list[dict[str, Any]]
         row["groups"] = len(site.groups)
         if isinstance(key, int):
             row["client"] = key
-        row |= interval(site)._asdict()
-        row |= {key: text for key, text in site.words.items() if text}
+        row |= {**interval(site)._asdict(), **site.decisions, **site.words}
         if against:
             other = others.get(key)
             # A site without a model in one of the runs has no difference.
@@ -264,13 +323,13 @@ def sites_of_run(run: Path, against: Path | None = None) -> list[dict[str, Any]]
                     " of clients or split (partition, seed, test-share) differ."
                     " Compare runs on one split."
                 )
-            found = difference(site, other) if len(pair) == 2 else Interval()
-            row |= {
-                "difference": found.value,
-                "difference-low": found.low,
-                "difference-high": found.high,
-            }
-        rows.append(row)
+            found = Interval(why="no model of the site")
+            if len(pair) == 2:
+                found = difference(site, other)
+            row |= {f"difference-{key}": one for key, one in found._asdict().items()}
+            row["difference"] = row.pop("difference-value")
+        # A reason that is absent has no key.
+        rows.append({key: one for key, one in row.items() if one != ""})
     return rows
 
 

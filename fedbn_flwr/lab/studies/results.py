@@ -7,6 +7,7 @@ as an uninterrupted study.
 from __future__ import annotations
 
 import logging
+import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -241,8 +242,9 @@ def paired_tests(
 ) -> dict[tuple[str, str], tuple[float, float]]:
     """Return (difference, p) of each split and method, compared with the first method.
 
-    The difference is the mean over the seeds; p is the p value of the paired t test. Two
-    runs with the same seed have the same data split and the same initial weights, so
+    The difference is the mean over the seeds; p is the p value of the paired t test, times
+    the number of pairs of methods (Bonferroni), so copies of one method rarely get a p
+    below 0.05. Two runs with the same seed have the same data split and the same initial weights, so
     runs are paired by seed. Main metrics of one quantity are compared, even if their
     tests differ: FedBN's accuracy belongs to the clients' models, and FedAvg's accuracy
     to the global model. p is NaN with one seed, or if all differences are equal.
@@ -275,14 +277,15 @@ def paired_tests(
             p = _NAN
             if differences.max() - differences.min() > _ROUNDING:
                 p = float(ttest_rel(both[method], both[first]).pvalue)
+                p = min(1.0, p * math.comb(len(finals.columns), 2))
             tests[split, method] = float(differences.mean()), p
     return tests
 
 
-def half_interval(values: pd.Series) -> float:
+def half_interval(values: pd.Series, of: int = 1) -> float:
     """Return half of the 95 % interval of the mean over the seeds.
 
-    It is NaN with one seed, or if all values are equal, because then nothing is known
+    If there are several such intervals, the level is 1 - 0.05 / of (Bonferroni). It is NaN with one seed, or if all values are equal, because then nothing is known
     of their spread.
     """
     if values.max() - values.min() <= _ROUNDING:
@@ -291,7 +294,7 @@ def half_interval(values: pd.Series) -> float:
     # need it.
     from scipy import stats
 
-    return float(stats.t.ppf(0.975, values.count() - 1) * values.sem())
+    return float(stats.t.ppf(1 - 0.025 / of, values.count() - 1) * values.sem())
 
 
 def markdown(shown: pd.DataFrame) -> str:

@@ -104,7 +104,8 @@ def test_the_best_validation_score_is_recommended_in_a_config_that_runs(
     assert names == [FEDAVG, ALONE, "FedAvg+GN", "FedBN"]
     assert [len(trial["scores"]) for trial in advice["trials"]] == [12]
     best, *_ = advice["ranking"]
-    assert [site["site"] for site in advice["sites"]] == ["north", "south", "west"]
+    sites = [site["site"] for site in advice["alone"]["sites"]]
+    assert sites == ["north", "south", "west"]
     assert advice["seeds"] == [2, 3, 4]
     for row in advice["ranking"]:
         late = [

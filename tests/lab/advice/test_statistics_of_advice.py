@@ -25,13 +25,13 @@ from fedbn_flwr.lab.run_files import RunFiles
 from fedbn_flwr.lab.studies.study import Cell, Study
 
 OUT, ROUNDS, METRIC = Path("out"), 96, "personal-validation-accuracy"
+OWN = "personal-own-accuracy"
 POINTS = [
     Point(Candidate(name, {}, "", METRIC), rate)
     for name in (FEDAVG, ALONE, "C", "D")
     for rate in (0.1, 0.3, 0.9)
 ]
 COSTS = ["bytes-down", "bytes-up", "exchanges", "seconds"]
-ENDS = ["difference", "difference-low", "difference-high"]
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -67,91 +67,141 @@ def test_the_better_half_of_the_trials_continues(
     assert left == 0 if seed == 7 else left >= 0
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_a_ranking_has_the_numbers_of_scipy(
-    sign: int, seed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    draw, names = np.random.default_rng(seed), [FEDAVG, ALONE, "C", "D"]
-    study = Study(name="", methods={name: {} for name in names}, seeds=[0, 1, 2])
-    # In the fifth case, the methods differ by the same with every seed.
-    noise = draw.random((3, 4)) * (1, 0.1, 1, 0.1, 0, 0.1)[seed]
-    scores = pd.DataFrame(sign * (np.arange(4) / 4 + noise), columns=names)
-    tests = scores + 1
-    if seed == 5:
-        scores.loc[1, "D"], tests.loc[1, "C"] = math.nan, math.nan
-    costs = draw.integers(3, size=(3, 4, 4))
-    # The sites are better, undecided and worse.
-    ends = draw.random((3, 3, 3)) + np.array([[0.2], [-0.5], [-1.2]])
-    ends = np.sort(sign * ends)[..., [1, 0, 2]]
-    used = set()
+NAMES = [FEDAVG, ALONE, "C", "D"]
 
-    def read(cell: Cell) -> RunFiles:
-        ledger = dict(
-            zip(COSTS, costs[cell.seed, names.index(cell.method)], strict=True)
-        )
-        test = tests[cell.method][cell.seed]
-        summary = {"headline": METRIC, "final": {METRIC: test}, "ledger": ledger}
+
+class Drawn:
+    """Final runs of four methods with three seeds, at up to six sites.
+
+    The validation scores and the tests are drawn. The difference of two methods at a
+    site has a standard error, or a reason why it has none.
+    """
+
+    def __init__(self, seed: int, sign: int, patch: pytest.MonkeyPatch) -> None:
+        draw = np.random.default_rng(seed)
+        methods = {name: {"learning-rate": 0.1} for name in NAMES}
+        self.study = Study(name="", methods=methods, seeds=[0, 1, 2])
+        self.scores = pd.DataFrame(sign * draw.random((3, 4)), columns=NAMES)
+        self.sites = int(draw.integers(1, 7))
+        # (seed, method, site): in some draws, a method is far better.
+        shift = draw.choice([0, 3]) * np.array([0, -1, 1, 0])[:, None]
+        self.values = shift + draw.normal(0, 0.3, (3, 4, self.sites))
+        self.spreads = draw.random(self.sites)
+        self.known = draw.random(self.sites) < 0.8
+        self.groups = draw.integers(2, 400, self.sites)
+        self.costs = draw.integers(3, size=(3, 4, 4))
+        self.missing = {(ALONE, 0)} if seed % 4 == 0 else set()
+        patch.setattr(Cell, "folder", lambda cell, out: cell)
+        patch.setattr(RunFiles, "read", self.read)
+        patch.setattr(verdict, "site_rows", self.rows)
+        patch.setattr(verdict, "score_of", lambda c, out: self.scores[c.method][c.seed])
+        there = lambda c, out: (c.method, c.seed) not in self.missing  # noqa: E731
+        patch.setattr(verdict, "is_done", there)
+
+    def read(self, cell: Cell) -> RunFiles:
+        at = NAMES.index(cell.method)
+        ledger = dict(zip(COSTS, self.costs[cell.seed, at].tolist(), strict=True))
+        final = {OWN: float(self.values[cell.seed, at].mean())}
+        summary = {"headline": OWN, "final": final, "ledger": ledger}
         config = Config(seed=cell.seed)
         return RunFiles(Path(cell.method), config, [ledger] * 2, summary, "", False)
 
-    def site_rows(run: RunFiles, other: RunFiles | None) -> Any:
-        used.add(run.folder.name)
-        assert other is None or (other.folder.name, other.config) == (ALONE, run.config)
-        known = ends[run.config.seed] if other else [[math.nan] * 3] * 3
-        rows = pd.DataFrame(known, columns=ENDS).assign(site=[*"xyz"])
-        return rows.to_dict("records"), ""
+    def rows(self, run: RunFiles, other: RunFiles) -> Any:
+        assert run.config == other.config
+        of = self.values[run.config.seed]
+        one, two = (NAMES.index(each.folder.name) for each in (run, other))
+        rows = []
+        for site in range(self.sites):
+            row = {"site": f"s{site}", "examples": 50, "groups": self.groups[site]}
+            row |= {"value": of[one, site], "difference": of[one, site] - of[two, site]}
+            why = {"difference-why": "one class"}
+            if self.known[site]:
+                why = {"difference-spread": self.spreads[site]}
+            rows.append(row | why)
+        return rows, ""
 
-    monkeypatch.setattr(Cell, "folder", lambda cell, out: cell)
-    monkeypatch.setattr(RunFiles, "read", read)
-    monkeypatch.setattr(verdict, "site_rows", site_rows)
-    of = lambda cell, out: scores[cell.method][cell.seed]  # noqa: E731
-    monkeypatch.setattr(verdict, "score_of", of)
-    # In half of the cases, a run of training alone is missing.
-    there = lambda cell, out: (cell.method, cell.seed) != (ALONE, seed)  # noqa: E731
-    monkeypatch.setattr(verdict, "is_done", there)
-    advice = verdict.verdict(study, POINTS, METRIC, OUT)
-    ranking, text = advice["ranking"], " ".join(advice["answer"])
+    def half(self, one: str, two: str, of: int) -> tuple[Any, float | None]:
+        """The mean difference and half of its interval, by Welch and Satterthwaite."""
+        at = [s for s in range(3) if not {(one, s), (two, s)} & self.missing]
+        gaps = self.values[at, NAMES.index(one)] - self.values[at, NAMES.index(two)]
+        if not self.known.any():
+            return gaps.mean(), None
+        by_seed, n = gaps[:, self.known].mean(1), self.known.sum()
+        parts = [*(self.spreads[self.known] / n) ** 2, by_seed.var(ddof=1) / len(at)]
+        df = np.array([*self.groups[self.known], len(at)]) - 1
+        freedom = sum(parts) ** 2 / (np.square(parts) / df).sum()
+        half = stats.t.ppf(1 - 0.025 / of, freedom) * sum(parts) ** 0.5
+        return by_seed.mean(), half
 
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_ranking_has_the_numbers_of_the_test_examples(
+    sign: int, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Validation scores give the order, and test examples give all that is said."""
+    drawn = Drawn(seed, sign, monkeypatch)
+    advice = verdict.verdict(drawn.study, POINTS, METRIC, OUT)
     # The methods with a score for each seed are ranked.
-    scores = scores.drop(columns=ALONE if seed < 3 else []).dropna(axis="columns")
+    scores = drawn.scores.drop(columns=[name for name, _ in drawn.missing])
     first, *others = sorted(scores, key=lambda name: -sign * scores[name].mean())
+    ranking, (use, _, *text) = advice["ranking"], advice["answer"]
     assert [row["method"] for row in ranking] == [first, *others]
+    assert use.startswith("Train each" if first == ALONE else f"Use {first} with")
+    federated = others[0] if first == ALONE else first
+    count = len({*((first, other) for other in others), (federated, ALONE)})
     for row in ranking:
         name = row["method"]
-        gap, of_tests = scores[first] - scores[name], tests[name]
-        down, up, exchanges, seconds = costs[:, names.index(name)].mean(0)
-        interval = stats.ttest_1samp(gap, 0).confidence_interval(0.95)
-        known = np.ptp(gap) > 1e-9
+        at = NAMES.index(name)
+        down, up, exchanges, seconds = drawn.costs[:, at].mean(0)
         expected = {"score": scores[name].mean(), "bytes": down + up}
         expected |= {"exchanges": exchanges, "seconds": 2 * seconds}
-        expected["test"] = None if of_tests.hasnans else of_tests.mean()
-        expected["difference"] = None if name == first else gap.mean()
-        expected["half"] = np.ptp(interval) / 2 if known else None
+        expected["test"] = drawn.values[:, at].mean()
+        if name != first:
+            gap, half = drawn.half(first, name, count)
+            expected |= {"difference": gap, "half": half}
+            few = 50 * (drawn.known.sum() or drawn.sites) < 30
+            established = half is not None and abs(gap) > half and not few
+            assert row["established"] == established
+            kind = "No difference from"
+            if established:
+                kind = "It is better" if sign * gap > 0 else "But on the test"
+            (said,) = (one for one in text if f"{name} ({row['text']})" in one)
+            assert said.startswith(kind)
+            ours = [*drawn.costs[:, NAMES.index(first)].mean(0)]
+            costs, best = (down + up, exchanges), (ours[0] + ours[1], ours[2])
+            less = all(a <= b for a, b in zip(costs, best, strict=True)) and costs != best
+            cheaper = less and not kind.startswith("It is")
+            named = [one for one in text if "take a cheaper method" in one]
+            assert any(f"{name} with" in one for one in named) == cheaper
         assert {key: row[key] for key in expected} == pytest.approx(expected)
-        if name == first:
-            continue
-        low, high = 100 * np.array(interval)
-        spread = (
-            f"95 % interval {low:+.1f} to {high:+.1f}" if known else "with every seed"
-        )
-        said = f"{name} ({100 * gap.mean():+.1f}, {spread})"
-        (sentence,) = (one for one in advice["answer"] if said in one)
-        established = known and low * high > 0
-        assert sentence.startswith("It is better than") == established
-        cheaper = exchanges < ranking[0]["exchanges"] and not established
-        assert (f"{name} {exchanges:g}" in text) == cheaper
 
-    # A site is better with the best federated method if its whole interval is.
-    best = others[0] if first == ALONE else first
-    assert used == {best} == {advice["federated"]}
-    ends[[seed] * (seed < 3)] = math.nan
-    found = pd.DataFrame(advice["sites"]).set_index("site").astype(float)
-    assert found.to_numpy() == pytest.approx(ends.mean(0), nan_ok=True)
-    for site, (_, low, high) in zip("xyz", sign * ends.mean(0), strict=True):
-        side = "not known" if low != low else "not clearly different"
-        if low * high > 0:
-            side = "better" if low > 0 else "worse"
-        assert re.search(rf"{side} at \d \([xyz, ]*{site}", text)
+    # The answer of the sites is that of training alone, with the same rule.
+    alone = advice["alone"]
+    gap, half = drawn.half(federated, ALONE, count)
+    assert (alone["difference"], alone["half"]) == pytest.approx((gap, half))
+    assert len(alone["sites"]) == drawn.sites
+    for row in alone["sites"]:
+        side = "not known"
+        if row["difference-low"] is not None:
+            low, high = sign * row["difference-low"], sign * row["difference-high"]
+            side = "not clearly different"
+            if low * high > 0:
+                side = "better" if low > 0 else "worse"
+        words = " ".join(text)
+        few = rf"{side} at \d \([s\d, ]*{row['site']}"
+        assert re.search(few, words) or re.search(rf"{side} at [5-9]", words)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_no_statement_on_benefit_reads_validation_examples(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If all validation results change after the choice, the advice is the same."""
+    drawn = Drawn(seed, 1, monkeypatch)
+    before = verdict.verdict(drawn.study, POINTS, METRIC, OUT)
+    chosen = {row["method"]: row["score"] for row in before["ranking"]}
+    drawn.scores = drawn.scores.sample(frac=1, axis="columns", random_state=seed) * 0.1
+    assert verdict.benefit(drawn.study, chosen, METRIC, OUT) == before
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["a trial", "the ranking"])

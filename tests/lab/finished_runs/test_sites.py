@@ -6,6 +6,7 @@ Its figures equal the clients' tests, and its intervals the bootstrap's.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,7 @@ from fedbn_flwr.training.tasks import (
     MULTI_LABEL,
     REGRESSION,
     SEGMENTATION,
+    Task,
 )
 from tests.support.runs import lines_of, model_of
 
@@ -79,8 +81,10 @@ def test_a_client_has_one_model_fine_tuned_or_not(
         rows = sites_of_run(out, out)
         assert [row["value"] for row in rows] == wanted
         for row in rows:
-            ends = (row["difference-low"], row["difference-high"])
-            assert (row["difference"], *ends) == (0, 0, 0)
+            # All draws are equal, but a few examples do not make 0 certain.
+            ends = (-row["difference-low"], row["difference-high"])
+            half = pytest.approx(min(1, 3 / row["examples"]))
+            assert (row["difference"], *ends) == (0, half, half)
         for client, value in enumerate(wanted):
             view = partitioned_data(config, 3).test_view(client)
             model = model_of(out, personal_state(out, client))
@@ -163,8 +167,8 @@ def patients(seed: int) -> SiteTest:
     return SiteTest(BINARY, scores, torch.from_numpy(truth.astype(float)), groups)
 
 
-def test_intervals_are_the_percentile_bootstrap_over_patients() -> None:
-    """The accuracy is the patients' mean, so scipy can resample it."""
+def test_intervals_are_those_of_student_over_patients() -> None:
+    """The accuracy is the patients' mean, so scipy has its interval."""
     one, other = patients(1), patients(2)
     right = [
         (site.outputs[:, 0] > 0)
@@ -175,50 +179,78 @@ def test_intervals_are_the_percentile_bootstrap_over_patients() -> None:
         .numpy()
         for site in (one, other)
     ]
-    settings = {"n_resamples": 1000, "method": "percentile", "vectorized": False}
     for found, means in (
         (interval(one), right[0]),
         (difference(one, other), right[0] - right[1]),
     ):
-        expected = stats.bootstrap(
-            (means,), np.mean, rng=np.random.default_rng(0), **settings
-        ).confidence_interval
-        assert found == pytest.approx((means.mean(), expected.low, expected.high))
+        low, high = stats.ttest_1samp(means, 0).confidence_interval()
+        ends = pytest.approx((low, high), abs=0.1 * (high - low))
+        assert (found.value, found[1:3]) == (pytest.approx(means.mean()), ends)
+        assert found.spread == pytest.approx(stats.sem(means), rel=0.1)
 
 
-def test_a_site_differs_from_itself_by_0(monkeypatch) -> None:
-    """Each task uses its main metric."""
-    monkeypatch.setattr("fedbn_flwr.lab.finished_runs.sites._RESAMPLES", 5)
-    draw = torch.Generator().manual_seed(0)
-    rows = torch.randn(60, 1, generator=draw, dtype=torch.float64)
-    several = torch.randn(60, 4, generator=draw, dtype=torch.float64)
-    known = torch.randint(2, (60, 1), generator=draw).double()
-    pixels = torch.randint(9, (60, 4, 4), generator=draw)
-    inputs = {
-        BINARY: (rows, known[:, 0]),
-        BINARY.scored_by("auroc"): (rows, known[:, 0]),
-        MULTI_LABEL: (several, (several.roll(1) > 0).double()),
-        CLASSIFICATION: (several, torch.randint(4, (60,), generator=draw)),
-        REGRESSION: (rows, known),
-        SEGMENTATION: (pixels, pixels.sum(2)),
-    }
-    groups = [np.arange(first, first + 3) for first in range(0, 60, 3)]
-    for task, (outputs, targets) in inputs.items():
-        site = SiteTest(task, outputs, targets, groups)
-        assert difference(site, site) == (0, 0, 0), task.score
+def only(metric: str) -> Task:
+    """Return a yes-or-no task with one metric, as ``test_site`` makes it."""
+    return replace(BINARY.scored_by(metric), metrics=(metric,))
 
 
-def test_where_nothing_can_be_said_there_is_no_interval() -> None:
+@pytest.mark.parametrize("seed", range(4))
+def test_an_interval_of_auroc_is_as_wide_as_that_of_new_patients(seed: int) -> None:
+    """Its standard error is about the deviation between samples of the same size."""
+    draw = np.random.default_rng(seed)
+    events, others = int(draw.integers(5, 30)), int(draw.integers(20, 200))
+    auroc, values, errors = only("auroc"), [], []
+    truth = torch.arange(events + others) < events
+    for at in range(150):
+        scores = torch.from_numpy(truth.numpy() + draw.normal(size=len(truth)))[:, None]
+        groups = [np.array([row]) for row in range(len(truth))]
+        site = SiteTest(auroc, scores, truth.double(), groups)
+        values.append(site.metric(np.arange(len(truth))))
+        if at < 5:
+            errors.append(interval(site).spread)
+    assert np.mean(errors) == pytest.approx(np.std(values), rel=0.35)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_every_number_has_an_interval_above_0_or_a_reason(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """This includes sites with one class, with equal predictions and with 1 example."""
+    monkeypatch.setattr("fedbn_flwr.lab.finished_runs.sites._RESAMPLES", 20)
+    draw = np.random.default_rng(seed)
+    size, share = int(draw.integers(0, 16)), draw.choice([0, 0.1, 0.5])
+    truth = torch.from_numpy(1.0 * (draw.random(size) < share))
+    tasks = [*map(only, ("accuracy", "auroc", "auprc", "f1")), BINARY.scored_by("loss")]
+    tasks += [REGRESSION, REGRESSION.scored_by("r2")]
+    units = draw.integers(0, size + 1, size)
+    groups = [np.flatnonzero(units == unit) for unit in np.unique(units)]
+    for task in tasks:
+        targets = truth if task.name == "binary" else truth[:, None]
+        outputs = [torch.from_numpy(draw.normal(size=(size, 1))) for _ in range(2)]
+        outputs += outputs[:1]
+        one, other, copy = (SiteTest(task, each, targets, groups) for each in outputs)
+        for found in (interval(one), difference(one, other), difference(one, copy)):
+            if found.why:
+                assert found[1:4] == (None, None, None)
+            else:
+                assert found.low <= found.value <= found.high
+                assert found.low < found.high
+                assert found.spread > 0
+        copied = difference(one, copy)
+        assert copied.value in (0, None)
+        assert copied.why or copied.low < 0 < copied.high
+
+
+def test_a_row_of_a_yes_or_no_has_the_shares_of_yes() -> None:
+    """Their errors are those of shares with one example more of each kind."""
     site = patients(1)
-    auroc = BINARY.scored_by("auroc")
-    empty = SiteTest(BINARY, site.outputs[:0], site.targets[:0], [])
-    assert interval(empty) == (None, None, None)
-    healthy = SiteTest(auroc, site.outputs, torch.zeros(120), site.groups)
-    assert interval(healthy) == (None, None, None)
-    alone = SiteTest(BINARY, site.outputs[:3], site.targets[:3], site.groups[:1])
-    assert interval(alone)[1:] == (None, None)
-    right = SiteTest(BINARY, site.outputs, (site.outputs > 0).float(), site.groups)
-    assert interval(right) == (1, None, None), "all examples are alike"
+    found = site.decisions
+    called, yes = (site.outputs[:, 0] > 0).double(), site.targets
+    for name, values in (("yes", yes), ("called", called), ("excess", called - yes)):
+        error = ((values.var(correction=0) + 1 / 40) / 40) ** 0.5
+        assert found[f"{name}-value"] == pytest.approx(float(values.mean()))
+        assert found[f"{name}-spread"] == pytest.approx(float(error))
+    assert SiteTest(REGRESSION, site.outputs, yes, site.groups).decisions == {}
 
 
 def test_two_models_see_the_same_pixels_of_a_segmentation() -> None:
