@@ -241,8 +241,11 @@ def next_step(
         return _step(why, changed_command(run, f"learning-rate={lower:g}"))
     if not run.summary:
         return None if run.running else _step("Continue the run.", resume)
+    compared = [f"strategy={one.reference.config.strategy}" for one in comparisons]
     for finding in findings:
         for remedy in finding["remedies"]:
+            if remedy["setting"] in compared:  # the page has its result
+                continue
             # a remedy in words, or one that does not fit the run
             with suppress(FedBNError):
                 command = changed_command(run, *remedy["setting"].split())

@@ -48,6 +48,7 @@ from fedbn_flwr.lab.output.summary import ModelDescription
 from fedbn_flwr.lab.partitioned.counts import has_other_data, names_of
 from fedbn_flwr.lab.partitioned.partitioned_data import count_clients, partitioned_data
 from fedbn_flwr.lab.run_files import RunFiles, run_warnings
+from fedbn_flwr.lab.runs.check_start import misfits
 from fedbn_flwr.lab.setup import make_model, on_device
 from fedbn_flwr.machine import threads
 from fedbn_flwr.messages.records import tensors, to_state
@@ -385,6 +386,9 @@ def _fits(setting: str, settings: Mapping[str, Any], config: Config) -> bool:
     asked = read_overrides(words)
     try:
         then, _ = Config.make_of_shared(settings, asked)
+        # The model may not allow it: FedWon needs convolutions.
+        if misfits(then, make_model(then)):
+            return False
     except FedBNError:
         return False
     # With batch-size=0, a batch has all examples of a client. No other batch size is

@@ -181,7 +181,11 @@ def advise_config(
         if hours:
             budget = int(hours * 3600 * (parallel or 1) / one_round)
         whole = affordable(budget, len(points), full)
-        found = [" ".join([one.what, *one.evidence[:1]]) for one in findings]
+        found = [
+            f"{one.what} Try: {remedy.setting} ({remedy.why})."
+            for one in findings
+            for remedy in one.remedies[:1]
+        ]
         counts = _validation_counts(look.config)
         hour = cost(whole, len(points)) * one_round / (parallel or 1) / 3600
         for text in (
