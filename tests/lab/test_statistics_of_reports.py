@@ -49,7 +49,7 @@ def rows_of(values: Any, spread: Any, groups: Any = 10**6) -> list[dict[str, Any
 
 @pytest.mark.parametrize("seed", range(8))
 def test_half_of_an_interval_is_that_of_welch_and_student(seed: int) -> None:
-    """scipy has the cases of two samples, and of one."""
+    """Scipy has the cases of two samples, and of one."""
     draw = np.random.default_rng(seed)
     one, two = draw.normal(size=3 + seed), 5 * draw.normal(size=9)
     found = half_of([stats.sem(one), stats.sem(two)], [len(one), len(two)])

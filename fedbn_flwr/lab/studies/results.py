@@ -285,7 +285,8 @@ def paired_tests(
 def half_interval(values: pd.Series, of: int = 1) -> float:
     """Return half of the 95 % interval of the mean over the seeds.
 
-    If there are several such intervals, the level is 1 - 0.05 / of (Bonferroni). It is NaN with one seed, or if all values are equal, because then nothing is known
+    If there are several such intervals, the level is 1 - 0.05 / of (Bonferroni). The
+    half is NaN with one seed, or if all values are equal, because then nothing is known
     of their spread.
     """
     if values.max() - values.min() <= _ROUNDING:

@@ -169,7 +169,9 @@ def test_a_ranking_has_the_numbers_of_the_test_examples(
             assert said.startswith(kind)
             ours = [*drawn.costs[:, NAMES.index(first)].mean(0)]
             costs, best = (down + up, exchanges), (ours[0] + ours[1], ours[2])
-            less = all(a <= b for a, b in zip(costs, best, strict=True)) and costs != best
+            less = (
+                all(a <= b for a, b in zip(costs, best, strict=True)) and costs != best
+            )
             cheaper = less and not kind.startswith("It is")
             named = [one for one in text if "take a cheaper method" in one]
             assert any(f"{name} with" in one for one in named) == cheaper

@@ -38,8 +38,6 @@ from fedbn_flwr.strategies import STRATEGIES
 from fedbn_flwr.training.evaluation import evaluate
 from fedbn_flwr.training.tasks import (
     BINARY,
-    CLASSIFICATION,
-    MULTI_LABEL,
     REGRESSION,
     SEGMENTATION,
     Task,
