@@ -107,7 +107,7 @@ def claims_of(
     for row in re.findall(r'<tr><th scope="row">.*?</tr>', by_site, re.S):
         for cell in re.findall(r"<td>(.*?)</td>", row)[:3]:
             # A number has its interval, or the reason why it has none.
-            assert re.fullmatch(r"-|[+-]?[\d.]+ \((\S+ to \S+|no interval: .+)\)", cell)
+            assert re.fullmatch(r"-( .*)?|[+-]?[\d.]+ \((\S+ to \S+|no interval: .+)\)", cell)
             ends = re.findall(r"\((\S+) to (\S+)\)", cell)
             assert all(float(low) < float(high) for low, high in ends)
     tiles = re.findall(r'<div class="tile">.*?</div>', text, re.S)
