@@ -113,7 +113,8 @@ def facts_of(
     ]
     if undefined:
         of_all = f"{len(undefined)} of {counted(len(sites), 'site')}"
-        more = f"{listed(undefined)}: the targets of the test examples are all equal"
+        more = f"{listed(undefined)}: the targets of the test examples are all equal."
+        more += " Use more test examples there, or a metric such as accuracy"
         facts.append(Fact(f"Without {metric}", of_all, more))
     for one in comparisons:
         tone = ""
@@ -123,6 +124,8 @@ def facts_of(
         if not more:
             value = shown(one.mean.value, metric, "+") + points
             more = _by_site(one) + interval_text(one.mean, metric, "+")
+        if one.differs:
+            more += f"; there, other settings: {one.differs}"
         about = f"Compared with {name_of(one.reference)}"
         facts.append(Fact(about, value, more, tone))
     totals = run.summary.get("ledger") or ledger_of(run.lines)

@@ -260,12 +260,15 @@ class Comparison:
             corrected for comparing the sites.
         sign: 1 if higher values are better, -1 if lower values are better.
         mean: the mean difference of the sites that trained.
+        differs: the settings of the reference's model and local training that are not
+            the settings of the run.
     """
 
     reference: RunFiles
     by_site: Mapping[str, Mapping[str, Any]]
     sign: int
     mean: Mean
+    differs: str = ""
 
     @property
     def gain(self) -> float:
@@ -326,7 +329,10 @@ def compare(
         about["difference-low"], about["difference-high"] = ends
         by_site[row["site"]] = about
     sign = 1 if higher_is_better(run.headline) else -1
-    return Comparison(reference, by_site, sign, mean)
+    mine, theirs = (one.config.to_mapping() for one in (run, reference))
+    keys = (*Config.keys("model"), *Config.keys("local training"))
+    differs = [f"{key}={theirs[key]}" for key in keys if theirs[key] != mine[key]]
+    return Comparison(reference, by_site, sign, mean, ", ".join(differs))
 
 
 def with_alone(comparisons: Iterable[Comparison]) -> list[Comparison]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from importlib.metadata import version
@@ -98,21 +99,17 @@ def write_report(
             f"out={str(target)!r} is there and is not a report. Choose another file."
         )
 
-    if (folder / STUDY_FILE).is_file():
-        if against:
-            raise ConfigError(f"{folder} is a study: --against compares two runs.")
-        page = _study_page(folder)
-    else:
-        refuse_no_results(folder)
-        page = _run_page(RunFiles.read(folder), against)
-
+    if (folder / STUDY_FILE).is_file() and against:
+        raise ConfigError(f"{folder} is a study: --against compares two runs.")
     # The style is in the page, because a report is sent as one file.
     here = Path(__file__).parent
-    page["style"] = Markup((here / "report.css").read_text(encoding="utf-8"))
-    page["generator"] = Markup(_GENERATOR)
-    page["reload_after"] = reload_after
-    page["version"] = version("fedbn-flwr")
-    page["now"] = datetime.now()
+    page: dict[str, Any] = {
+        "style": Markup((here / "report.css").read_text(encoding="utf-8")),
+        "generator": Markup(_GENERATOR),
+        "reload_after": reload_after,
+        "version": version("fedbn-flwr"),
+        "now": datetime.now(),
+    }
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(here),
         autoescape=True,
@@ -124,9 +121,14 @@ def write_report(
     environment.filters |= {"shown": shown, "key": pictures.label_of}
     environment.filters |= {"named": name_of, "label": site_label, "quoted": quote}
     environment.filters |= {"directed": directed, "interval": interval_text}
-    text = environment.get_template("report.html").render(page)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
+        if (folder / STUDY_FILE).is_file():
+            page |= _study_page(folder, target)
+        else:
+            refuse_no_results(folder)
+            page |= _run_page(RunFiles.read(folder), against)
+        text = environment.get_template("report.html").render(page)
         write_atomically(target, text)
     except OSError as error:
         raise ConfigError(f"out={str(target)!r} cannot be written: {error}") from error
@@ -292,8 +294,11 @@ def _statistics(run: RunFiles) -> Iterator[str]:
         )
 
 
-def _study_page(folder: Path) -> dict[str, Any]:
-    """Return the contents of the page of a study."""
+def _study_page(folder: Path, target: Path) -> dict[str, Any]:
+    """Return the contents of the page of a study.
+
+    The pictures for a paper are files beside the page ``target``.
+    """
     study = Study.read(folder / STUDY_FILE)
     rows = rows_of(study, folder)
     states: dict[str, list[str]] = {"diverged": [], "failed": [], "not finished": []}
@@ -332,7 +337,9 @@ def _study_page(folder: Path) -> dict[str, Any]:
             for method, own in of_split.items()
         }
         finals = _finals(same)
-        drawn += _study_pictures(same, finals, metric, where, numbers)
+        name = re.sub(r"[^A-Za-z0-9._+=-]", "_", split) if len(runs) > 1 else ""
+        file = target.with_name(f"{target.stem}{name and '-'}{name}")
+        drawn += _study_pictures(same, finals, metric, where, numbers, file)
         if finals.count().any():
             verdicts[split] = _verdict(finals, metric, alone)
     results = table(rows)
@@ -346,6 +353,7 @@ def _study_page(folder: Path) -> dict[str, Any]:
         "title": study.name,
         "counts": {"methods": study.methods, "splits": study.splits, "runs": cells},
         "states": states,
+        "files": target.stem,
         "failures": failures,
         "pictures": drawn,
         "verdicts": verdicts,
@@ -388,6 +396,7 @@ def _study_pictures(
     metric: str,
     where: str,
     numbers: Mapping[str, int],
+    file: Path,
 ) -> Iterator[str]:
     """Yield the final main metric of each method, and the curves of the best three."""
     mean, half = finals.mean(), finals.apply(half_interval)
@@ -397,7 +406,8 @@ def _study_pictures(
         points = points.clip(0, 1)
     if len(points):
         caption = f"Final {directed(metric)}{where}: mean and 95 % interval over seeds."
-        yield pictures.rows(points, metric, caption, numbers)
+        final = file.with_name(f"{file.name}-final")
+        yield pictures.rows(points, metric, caption, numbers, final)
     curves = {}
     for method, of_seeds in runs.items():
         frame = pd.DataFrame([run.curve(run.headline) for run in of_seeds])
@@ -412,4 +422,6 @@ def _study_pictures(
         )
         bands = {name: (curves[name].min(), curves[name].max()) for name in best}
         top = {name: means[name] for name in best}
-        yield pictures.curves(top, metric, caption, bands=bands, numbers=numbers)
+        rounds = file.with_name(f"{file.name}-rounds")
+        about = {"bands": bands, "numbers": numbers, "file": rounds}
+        yield pictures.curves(top, metric, caption, **about)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 import io
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -46,7 +47,11 @@ def label_of(metric: str) -> str:
 
 
 def rows(
-    found: pd.DataFrame, metric: str, caption: str, numbers: Mapping[str, int] = NONE
+    found: pd.DataFrame,
+    metric: str,
+    caption: str,
+    numbers: Mapping[str, int] = NONE,
+    file: Path | None = None,
 ) -> str:
     """Return a picture with a row of points for each site or method.
 
@@ -57,6 +62,7 @@ def rows(
         caption: the text below.
         numbers: the numbers of the colours of the rows, by name. By default, a kind of
             point has one colour.
+        file: the picture is also in these files, see ``_picture``.
     """
 
     def draw(axes: Axes) -> None:
@@ -83,7 +89,7 @@ def rows(
         axes.tick_params(axis="y", length=0)
         _write_metric(axes.xaxis, metric)
 
-    return _picture(draw, caption, 1.3 + 0.26 * len(found))
+    return _picture(draw, caption, 1.3 + 0.26 * len(found), file)
 
 
 def curves(
@@ -96,6 +102,7 @@ def curves(
     bands: Mapping[str, tuple[Curve, Curve]] = NONE,
     log: bool = False,
     numbers: Mapping[str, int] = NONE,
+    file: Path | None = None,
 ) -> str:
     """Return a picture of curves over the rounds.
 
@@ -109,6 +116,7 @@ def curves(
         log: whether the values are lengths on a logarithmic axis.
         numbers: the numbers of the colours and dashes, by the short names of the
             curves. By default, these are the places of the curves.
+        file: the picture is also in these files, see ``_picture``.
     """
     # Imported here, because a command without pictures does not need matplotlib.
     from matplotlib.ticker import LogFormatter, MaxNLocator
@@ -149,7 +157,7 @@ def curves(
         else:
             _write_metric(axes.yaxis, metric)
 
-    return _picture(draw, caption, 2.9 + 0.17 * (len(shown) // 2))
+    return _picture(draw, caption, 2.9 + 0.17 * (len(shown) // 2), file)
 
 
 def _write_metric(axis: Axis, metric: str) -> None:
@@ -195,8 +203,13 @@ def _points(curve: Curve) -> tuple[tuple[int, ...], tuple[float, ...]]:
     return rounds, values
 
 
-def _picture(draw: Callable[[Axes], None], caption: str, height: float) -> Markup:
-    """Return a drawing as inline SVG, even for a screen of 400 pixels."""
+def _picture(
+    draw: Callable[[Axes], None], caption: str, height: float, file: Path | None = None
+) -> Markup:
+    """Return a drawing as inline SVG, even for a screen of 400 pixels.
+
+    If a file is given, the drawing is also written with the endings svg, pdf and png.
+    """
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -215,7 +228,7 @@ def _picture(draw: Callable[[Axes], None], caption: str, height: float) -> Marku
     }
     written = io.StringIO()
     with matplotlib.rc_context(settings):
-        figure = Figure(figsize=(4.6, height), layout="constrained")
+        figure = Figure(figsize=(3.8, height), layout="constrained")
         axes = figure.subplots()
         draw(axes)
         # The legend is below the picture, so that it covers nothing.
@@ -223,6 +236,8 @@ def _picture(draw: Callable[[Axes], None], caption: str, height: float) -> Marku
             figure.legend(loc="outside lower center", ncols=2)
         about = {"Date": None, "Creator": None}
         figure.savefig(written, format="svg", transparent=True, metadata=about)
+        for ending in ("svg", "pdf", "png") if file else ():
+            figure.savefig(f"{file}.{ending}", format=ending, dpi=300)
 
     # Remove the XML's own head, and add a name for screen readers.
     text = html.escape(caption)

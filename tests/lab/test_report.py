@@ -223,9 +223,9 @@ def test_pictures_of_short_runs_are_readable() -> None:
 
 
 def test_a_page_fits_a_screen_of_400_pixels(folder: Path) -> None:
-    """No drawing is so wide that its 9-point letters shrink below 7 pixels.
+    """The letters of 8.5 points have 11 pixels, in the 368 pixels between the margins.
 
-    Tables scroll in their own boxes.
+    Tables scroll in their own boxes with a shadow, and commands have several lines.
     """
     text, _ = read(write_report(folder))
     assert 'content="width=device-width, initial-scale=1"' in text
@@ -233,7 +233,9 @@ def test_a_page_fits_a_screen_of_400_pixels(folder: Path) -> None:
         float(width) for width in re.findall(r'<svg[^>]* width="([\d.]+)pt"', text)
     ]
     assert widths
-    assert all(10 * 400 / (width * 96 / 72) > 7 for width in widths)
+    assert all(8.5 * 368 / width > 11 for width in widths)
+    assert "pre { white-space: pre-wrap;" in text
+    assert re.search(r"\.table \{[^}]*local,[^}]*scroll; \}", text)
     assert text.count("<table") == len(
         re.findall('<div class="table" [^>]*><table', text)
     )

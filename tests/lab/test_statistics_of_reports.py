@@ -189,7 +189,7 @@ def test_the_page_of_a_study_has_the_intervals_of_scipy(
     }
     table = report._finals(runs)
     found = report._verdict(table, METRIC, ["1"])
-    [*report._study_pictures(runs, table, METRIC, "", {})]
+    [*report._study_pictures(runs, table, METRIC, "", {}, Path("page"))]
     order = sorted(runs, key=lambda name: -sign * finals[int(name)].mean())
     best = finals[int(order[0])]
     assert (found["best"], found["mean"]) == (order[0], pytest.approx(best.mean()))
@@ -206,6 +206,7 @@ def test_the_page_of_a_study_has_the_intervals_of_scipy(
         expected = np.clip([values.mean(), *ends], 0, 1)
         assert [*points.loc[name]] == pytest.approx([*expected])
     assert [*curves] == order[:3]
+    assert options["file"] == Path("page-rounds")
     for name, (low, high) in options["bands"].items():
         values = finals[int(name)]
         assert [*curves[name]] == pytest.approx([0.1, values.mean()])

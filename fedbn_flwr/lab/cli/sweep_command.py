@@ -136,6 +136,9 @@ def _show(table: pd.DataFrame, title: str) -> None:
     say(shown)
 
 
+_MINUTE = 60
+
+
 class Display:
     """A progress bar over the runs of a study, and a line for each run that ended.
 
@@ -159,14 +162,17 @@ class Display:
         """Return the function that shows the rounds of a run in this process."""
         from fedbn_flwr.lab.config import data_of
 
-        self._started[cell.name] = time.monotonic()
+        self._started[cell.name] = self._said = time.monotonic()
         scores = Scores(data_of(cell.config).task.score)
 
         def on_round(line: Any) -> None:
             self._shown = scores.after(line)
-            self._progress.update(
-                self._bar, shown=f"{cell.name}, round {line['round']}: {self._shown}"
-            )
+            text = f"{cell.name}, round {line['round']}: {self._shown}"
+            self._progress.update(self._bar, shown=text)
+            # A log has no bar, so a long run has a line each minute.
+            if not complaints.is_terminal and time.monotonic() - self._said > _MINUTE:
+                self._said = time.monotonic()
+                say(text, on=complaints)
 
         return on_round
 
