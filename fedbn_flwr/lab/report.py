@@ -110,17 +110,6 @@ def write_report(
         "version": version("fedbn-flwr"),
         "now": datetime.now(),
     }
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(here),
-        autoescape=True,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        undefined=jinja2.StrictUndefined,
-    )
-    environment.tests["percent"] = in_percent
-    environment.filters |= {"shown": shown, "key": pictures.label_of}
-    environment.filters |= {"named": name_of, "label": site_label, "quoted": quote}
-    environment.filters |= {"directed": directed, "interval": interval_text}
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         if (folder / STUDY_FILE).is_file():
@@ -128,11 +117,27 @@ def write_report(
         else:
             refuse_no_results(folder)
             page |= _run_page(RunFiles.read(folder), against)
-        text = environment.get_template("report.html").render(page)
-        write_atomically(target, text)
+        write_atomically(target, rendered(here / "report.html", page))
     except OSError as error:
         raise ConfigError(f"out={str(target)!r} cannot be written: {error}") from error
     return target
+
+
+def rendered(template: Path, page: Mapping[str, Any]) -> str:
+    """Return the text of a template, which has the words, with these contents."""
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(template.parent),
+        autoescape=template.suffix == ".html",
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
+    )
+    environment.tests |= {"percent": in_percent, "rising": higher_is_better}
+    environment.filters |= {"shown": shown, "key": pictures.label_of}
+    environment.filters |= {"named": name_of, "label": site_label, "quoted": quote}
+    environment.filters |= {"directed": directed, "interval": interval_text}
+    environment.filters["quantity"] = quantity_of
+    return environment.get_template(template.name).render(page)
 
 
 def _run_page(run: RunFiles, against: Sequence[Path]) -> dict[str, Any]:

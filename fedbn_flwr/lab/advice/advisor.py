@@ -235,9 +235,9 @@ def advise_config(
             }
             for rung in rungs
         ],
-        "conditions": [
-            *conditions(advice, rungs, (whole, full), look.config, config, counts)
-        ],
+        "conditions": conditions(
+            advice, rungs, (whole, full), look.config, config, counts
+        ),
     }
     chosen = next(p for p in last if p.candidate.name == advice["best"])
     with writing(out, _AGAIN):

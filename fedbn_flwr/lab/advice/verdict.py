@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +15,13 @@ from fedbn_flwr.lab.advice.candidates import ALONE, FEDAVG
 from fedbn_flwr.lab.advice.halving import Point, Rung, score_of
 from fedbn_flwr.lab.answer import interval_text, shown
 from fedbn_flwr.lab.config import Config
-from fedbn_flwr.lab.files import STUDY_FILE, site_label, trained
+from fedbn_flwr.lab.files import site_label, trained
 from fedbn_flwr.lab.references import WHY, compare, mean_of, over_seeds, site_rows
+from fedbn_flwr.lab.report import rendered
 from fedbn_flwr.lab.run_files import RunFiles
 from fedbn_flwr.lab.studies.one_run import is_done
 from fedbn_flwr.lab.studies.study import Study
-from fedbn_flwr.training.tasks import higher_is_better, in_percent, quantity_of
+from fedbn_flwr.training.tasks import higher_is_better, in_percent
 
 _COSTS = ["bytes-down", "bytes-up", "exchanges"]
 _DIFFERENCE = ("difference", "half", "established", "gain", "text")
@@ -109,7 +110,13 @@ def benefit(
         "alone": compared.get((federated, ALONE), {}),
         "interval": next(iter(compared.values()))["interval"] if others else "",
     }
-    return {**advice, "answer": [*sentences(advice)]}
+    return {**advice, "answer": _lines("answer.txt", advice)}
+
+
+def _lines(template: str, contents: Mapping[str, Any]) -> list[str]:
+    """Return the sentences of a template of this folder."""
+    text = rendered(Path(__file__).with_name(template), contents)
+    return [line for line in text.splitlines() if line.strip()]
 
 
 def _compared(
@@ -147,98 +154,17 @@ def _compared(
     }
 
 
-def sentences(advice: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the answer in plain words."""
-    metric, (first, *others) = advice["metric"], advice["ranking"]
-    name, seeds = first["method"], len(advice["seeds"])
-    start = f"Use {name} with learning-rate={first['learning-rate']}"
-    if name == ALONE:
-        start = "Train each site alone"
-    yield f"{start}: it has the best score on the validation examples, which only choose."
-    if first["test"] is not None:
-        unit = " %" if in_percent(metric) else ""
-        yield (
-            f"Its {quantity_of(metric)} on the test examples is"
-            f" {shown(first['test'], metric)}{unit}, the mean of {seeds} seeds"
-            f"{advice['interval']}."
-        )
-    groups: dict[str, list[str]] = {"better": [], "worse": [], "undecided": []}
-    cheaper: list[str] = []
-    for row in others:
-        side = "undecided"
-        if row.get("established"):
-            side = "better" if row["gain"] > 0 else "worse"
-        groups[side].append(f"{row['method']} ({row['text']})")
-        # A method is cheaper if it has fewer bytes or exchanges, and not more of both.
-        costs = [(row[key], first[key]) for key in ("bytes", "exchanges")]
-        less = all(own <= best for own, best in costs) and any(a < b for a, b in costs)
-        if less and side != "better":
-            cheaper.append(_cost_text(row))
-    texts = {side: " and ".join(found) for side, found in groups.items() if found}
-    on_tests = "on the test examples"
-    if "better" in texts:
-        yield f"It is better than {texts['better']}, {on_tests}."
-    if "worse" in texts:
-        yield f"But {on_tests} it is worse than {texts['worse']}: prefer that method."
-    if "undecided" in texts:
-        yield f"No difference from {texts['undecided']} is established {on_tests}."
-    if cheaper:
-        yield (
-            "If the difference does not matter to you, take a cheaper method:"
-            f" {'; '.join(cheaper)}, instead of {_cost_text(first)}."
-        )
-    if advice["alone"].get("sites"):
-        yield (
-            f"On the test examples of each site, {advice['federated']} compared with"
-            f" training alone is {_worth(advice)} of"
-            f" {len(advice['alone']['sites'])} sites."
-        )
-        if not metric.startswith("personal"):
-            yield (
-                "The ranking compares single models for all sites. Training alone makes a"
-                " model for each site and is not in the ranking."
-            )
-
-
-def _cost_text(row: Mapping[str, Any]) -> str:
-    mebibytes = row["bytes"] / 2**20
-    return (
-        f"{row['method']} with {mebibytes:.2f} MiB and {row['exchanges']:g} exchanges"
-    )
-
-
-def _worth(advice: Mapping[str, Any]) -> str:
-    """Return the names of the sites with a better, a worse or an unclear result."""
-    sign = 1 if higher_is_better(advice["metric"]) else -1
-    found: dict[str, list[str]] = {
-        side: [] for side in ("better", "worse", "not clearly different", "not known")
-    }
-    for row in advice["alone"]["sites"]:
-        side = "not known"
-        if row["difference-low"] is not None:
-            ends = [sign * row["difference-low"], sign * row["difference-high"]]
-            side = "not clearly different"
-            if min(ends) > 0 or max(ends) < 0:
-                side = "better" if min(ends) > 0 else "worse"
-        found[side].append(row["site"])
-    return ", ".join(
-        f"{side} at {len(names)}" + f" ({', '.join(names)})" * (len(names) < 5)
-        for side, names in found.items()
-        if names
-    )
-
-
 def dropped_by_chance(
     rungs: Sequence[Rung], advice: Mapping[str, Any], num_examples: int
-) -> str:
-    """Return a sentence with the methods whose drop chance may explain, or "".
+) -> dict[str, float]:
+    """Return the methods whose drop chance may explain, with two standard errors.
 
     The score of such a method is less than two standard errors below a method that
     continued. Both scores are shares of ``num_examples`` right answers.
     """
     metric = advice["metric"]
     if not (in_percent(metric) and higher_is_better(metric)):
-        return ""
+        return {}
     continued = [{point.candidate.name for point in rung.scores} for rung in rungs[1:]]
     found: dict[str, float] = {}
     for rung, kept in zip(
@@ -251,14 +177,7 @@ def dropped_by_chance(
         least = min((best[n] for n in best if n in kept - {FEDAVG, ALONE}), default=1.0)
         half = 2 * math.sqrt(2 * least * (1 - least) / num_examples)
         found |= {n: half for n in best if n not in kept and best[n] > least - half}
-    if not found:
-        return ""
-    return (
-        f"Chance may have dropped {', '.join(found)}: {num_examples} validation examples"
-        f" do not distinguish scores within {100 * max(found.values()):.0f} points. Use"
-        " more rounds or a larger validation-share, or compare them by"
-        " `fedbn-flwr sweep`."
-    )
+    return found
 
 
 def conditions(
@@ -268,8 +187,8 @@ def conditions(
     tried: Config,
     given: Config,
     counts: Sequence[int],
-) -> Iterator[str]:
-    """Yield the conditions that could change the answer.
+) -> list[str]:
+    """Return the conditions that could change the answer.
 
     Args:
         advice: the result of ``verdict``.
@@ -280,9 +199,6 @@ def conditions(
         counts: the validation examples of each site.
     """
     first = rungs[0]
-    chance = dropped_by_chance(rungs, advice, sum(counts))
-    if chance:
-        yield chance
     rates = sorted({point.rate for point in first.scores})
     ends = []
     for row in advice["ranking"]:
@@ -295,36 +211,17 @@ def conditions(
         # Equal scores of all rates do not show that another rate would be better.
         if rate in (rates[0], rates[-1]) and len({*scores.values()}) > 1:
             ends.append(f"{row['method']} at {rate}")
-    if ends:
-        yield (
-            f"A further rate may be better: {', '.join(ends)} is at the end of the tried"
-            f" rates {', '.join(map(str, rates))}. Try other --rates."
-        )
-    if rounds[0] < rounds[1]:
-        yield (
-            f"The final runs had {rounds[0]} of {rounds[1]} rounds, because of the"
-            " budget. Slow methods may gain from more rounds."
-        )
-    if len(advice["ranking"]) > 1:
-        yield (
-            f"More seeds make the intervals narrower: add seeds to {STUDY_FILE}, and"
-            " sweep it into the same folder."
-        )
-    if tried.eval_on.startswith("personal"):
-        yield (
-            "Each site was tested on its own examples. If you need one model for all"
-            " sites, set eval-on=global and ask again."
-        )
-    if given.early_stopping:
-        yield (
-            f"The compared runs had no early stopping, and the recommended config has"
-            f" early-stopping={given.early_stopping}."
-        )
-    yield (
-        f"The sites kept {100 * tried.validation_share:g} % of their training examples to"
-        f" choose the method. The recommended config keeps"
-        f" {100 * given.validation_share:g} %. {validation_text(counts)}"
-    )
+    contents = {
+        "chance": dropped_by_chance(rungs, advice, sum(counts)),
+        "ends": ends,
+        "rates": rates,
+        "rounds": rounds,
+        "tried": tried,
+        "given": given,
+        "counts": counts,
+        "validation": validation_text(counts),
+    }
+    return _lines("conditions.txt", {**advice, **contents})
 
 
 def validation_text(counts: Sequence[int]) -> str:
