@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
+from shlex import quote
 from statistics import fmean
 from typing import Any
 
+import jinja2
 import pandas as pd
 
 from fedbn_flwr.errors import FedBNError
@@ -25,7 +27,6 @@ from fedbn_flwr.lab.references import (
     with_alone,
 )
 from fedbn_flwr.lab.run_files import RunFiles
-from fedbn_flwr.server.runs.round_outcome import listed
 from fedbn_flwr.training.tasks import (
     REGRESSION,
     higher_is_better,
@@ -65,94 +66,32 @@ def facts_of(
         sites: rows of ``site_rows``.
         comparisons: the comparisons with other runs.
     """
-    metric = quantity_of(run.headline)
-    unit, points = (" %", " points") if in_percent(metric) else ("", "")
-    best = max if higher_is_better(metric) else min
-    tested = [row for row in sites if row.get("value") is not None]
-    known = trained(tested)
-    held_out = [row for row in tested if row not in known]
-    facts = []
-
-    if run.diverged_at:
-        value = "continued" if run.has_model else "No usable model"
-        more = f"diverged in round {run.diverged_at}: {run.divergence}"
-        facts.append(Fact("The run", value, more, "bad"))
-    curve = run.curve(run.headline)
-    if run.has_model and curve and run.final.get(run.headline) is not None:
-        about = f"Test {directed(metric)}"
-        if run.headline.startswith("personal-"):
-            # Perhaps not all sites had a test in this round.
-            tests = run.lines[run.final["round"] - 1].get("clients", {}).values()
-            own = run.headline.removeprefix("personal-")
-            count = sum(of_site.get(own) is not None for of_site in tests)
-            about = f"Mean test {directed(metric)} of {counted(count, 'site')}"
-            about += " that trained" if held_out else ""
-        more = f"after round {run.final['round']}"
-        at = best(curve, key=lambda tested: curve[tested])
-        value, peak = shown(run.final[run.headline], metric), shown(curve[at], metric)
-        if peak != value:
-            more += (
-                f"; the best test, {peak} after round {at}, is best in part by chance"
-            )
-        mean = mean_of(sites)
-        if mean and run.headline.startswith("personal-own"):
-            more += interval_text(mean, metric)
-        facts.append(Fact(about, value + unit, more))
-    if run.has_model and len(known) > 1:
-        facts.append(_worst_site(known, metric, unit))
-    if run.has_model and held_out:
-        value = shown(fmean(row["value"] for row in held_out), metric)
-        more = f"never trained: {_named([row['site'] for row in held_out])}"
-        about = f"Mean test {directed(metric)} of held-out sites"
-        facts.append(Fact(about, value + unit, more))
-    # A site that was tested has other metrics.
-    undefined = [
-        site_label(row)
-        for row in sites
-        if row.get("value") is None and {*row["metrics"].values()} - {None}
-    ]
-    if undefined:
-        of_all = f"{len(undefined)} of {counted(len(sites), 'site')}"
-        more = f"{listed(undefined)}: the targets of the test examples are all equal."
-        more += " Use more test examples there, or a metric such as accuracy"
-        facts.append(Fact(f"Without {metric}", of_all, more))
-    for one in comparisons:
-        tone = ""
-        if one.established:
-            tone = "good" if one.gain > 0 else "bad"
-        value, more = "not known", one.too_few
-        if not more:
-            value = shown(one.mean.value, metric, "+") + points
-            more = _by_site(one) + interval_text(one.mean, metric, "+")
-        if one.differs:
-            more += f"; there, other settings: {one.differs}"
-        about = f"Compared with {name_of(one.reference)}"
-        facts.append(Fact(about, value, more, tone))
-    totals = run.summary.get("ledger") or ledger_of(run.lines)
-    mebibytes = (totals.get("bytes-down", 0) + totals.get("bytes-up", 0)) / 2**20
-    more = f"sent and received, a broadcast counted once; {sum(line['seconds'] for line in run.lines):,.1f} s"
-    if totals.get("exchanges"):
-        more += f", exchanges: {totals['exchanges']:,}"
-    facts.append(Fact("Cost", f"{mebibytes:,.2f} MiB", more))
-    return facts
+    contents = {
+        "run": run,
+        "sites": sites,
+        "comparisons": comparisons,
+        "mean": mean_of(sites),
+        "totals": run.summary.get("ledger") or ledger_of(run.lines),
+    }
+    made = template(Path(__file__).with_name("facts.txt")).make_module(contents)
+    return [Fact(*map(str, fact)) for fact in made.facts]
 
 
-def _worst_site(known: Sequence[Mapping[str, Any]], metric: str, unit: str) -> Fact:
-    """Return the fact about the site with the worst value, or about several sites."""
-    worst = min if higher_is_better(metric) else max
-    value = worst(row["value"] for row in known)
-    rows = [row for row in known if row["value"] == value]
-    row, sizes = rows[0], [one["examples"] for one in rows]
-    more = site_label(row)
-    if len(rows) > 1:
-        size = " to ".join(map(str, dict.fromkeys((min(sizes), max(sizes)))))
-        more = f"{len(rows)} of {len(known)} sites, {size} test examples each"
-    elif row.get("low") is not None:
-        low, high = shown(row["low"], metric), shown(row["high"], metric)
-        more += f", 95 % interval {low} to {high}"
-    elif row.get("why"):
-        more += f"; no interval: {row['why']}"
-    return Fact("Worst site", shown(value, metric) + unit, more)
+def template(path: Path) -> jinja2.Template:
+    """Return a template of the laboratory. The templates have the words."""
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(path.parent),
+        autoescape=path.suffix == ".html",
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
+    )
+    environment.tests |= {"percent": in_percent, "rising": higher_is_better}
+    environment.filters |= {"shown": shown, "interval": interval_text}
+    environment.filters |= {"named": name_of, "label": site_label, "quoted": quote}
+    environment.filters |= {"directed": directed, "trained": trained}
+    environment.filters |= {"quantity": quantity_of, "key": label_of}
+    return environment.get_template(path.name)
 
 
 def interval_text(mean: Mean, metric: str, sign: str = "") -> str:
@@ -196,25 +135,6 @@ def odd_site(
     return max(found, key=lambda row: row["excess"], default={})
 
 
-def _by_site(one: Comparison) -> str:
-    """Return the numbers of sites on both sides of the reference, with names of few."""
-    side, words = 1, ("higher", "equal", "lower")
-    if one.mean.half is not None:
-        side, words = one.sign, ("clearly better", "unclear", "clearly worse")
-    above, below = one.sites(side), one.sites(-side)
-    every = len(trained(one.by_site.values()))
-    rest = every - len(above) - len(below)
-    return (
-        f"{words[0]} at {_named(above)}, {words[1]} at {rest}, {words[2]} at"
-        f" {_named(below)} of {every} sites"
-    )
-
-
-def _named(sites: Sequence[str]) -> str:
-    few = f" ({', '.join(sites)})" if 0 < len(sites) < 4 else ""
-    return f"{len(sites)}{few}"
-
-
 def ask_alone(run: RunFiles) -> str:
     """Return the command that trains each site alone, "" if it is of no use."""
     if run.config.strategy == ALONE or run.diverged_at or not run.sites():
@@ -234,7 +154,7 @@ def next_step(
         comparisons: the comparisons with other runs.
         findings: the doctor's findings, as in ``doctor.json``.
     """
-    resume = f"fedbn-flwr run --out {shlex.quote(str(run.folder))} --resume"
+    resume = f"fedbn-flwr run --out {quote(str(run.folder))} --resume"
     if not run.has_model:
         rate = run.config.learning_rate
         lower = min(rate / 10, 0.1)  # a usual rate, however high the rate was
@@ -299,11 +219,11 @@ def shown(value: float | None, key: str, sign: str = "") -> str:
     return f"{100 * value:{sign}.1f}" if in_percent(key) else f"{value:{sign}.4f}"
 
 
-def counted(count: int, noun: str) -> str:
-    """Return a count with its noun, such as "1 site" or "2 sites"."""
-    return f"{count} {noun}{'' if count == 1 else 's'}"
-
-
 def directed(metric: str) -> str:
     """Return a metric with a note if lower values are better."""
     return metric if higher_is_better(metric) else f"{metric} (lower is better)"
+
+
+def label_of(metric: str) -> str:
+    """Return the name of a metric with its unit, and its direction if lower is better."""
+    return f"{metric}, %" if in_percent(metric) else directed(metric)

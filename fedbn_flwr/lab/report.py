@@ -15,10 +15,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from importlib.metadata import version
 from pathlib import Path
-from shlex import quote
 from typing import Any
 
-import jinja2
 import pandas as pd
 from markupsafe import Markup
 
@@ -29,10 +27,9 @@ from fedbn_flwr.lab.answer import (
     ask_alone,
     directed,
     facts_of,
-    interval_text,
     next_step,
     odd_site,
-    shown,
+    template,
 )
 from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.files import (
@@ -117,27 +114,10 @@ def write_report(
         else:
             refuse_no_results(folder)
             page |= _run_page(RunFiles.read(folder), against)
-        write_atomically(target, rendered(here / "report.html", page))
+        write_atomically(target, template(here / "report.html").render(page))
     except OSError as error:
         raise ConfigError(f"out={str(target)!r} cannot be written: {error}") from error
     return target
-
-
-def rendered(template: Path, page: Mapping[str, Any]) -> str:
-    """Return the text of a template, which has the words, with these contents."""
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(template.parent),
-        autoescape=template.suffix == ".html",
-        trim_blocks=True,
-        lstrip_blocks=True,
-        undefined=jinja2.StrictUndefined,
-    )
-    environment.tests |= {"percent": in_percent, "rising": higher_is_better}
-    environment.filters |= {"shown": shown, "key": pictures.label_of}
-    environment.filters |= {"named": name_of, "label": site_label, "quoted": quote}
-    environment.filters |= {"directed": directed, "interval": interval_text}
-    environment.filters["quantity"] = quantity_of
-    return environment.get_template(template.name).render(page)
 
 
 def _run_page(run: RunFiles, against: Sequence[Path]) -> dict[str, Any]:

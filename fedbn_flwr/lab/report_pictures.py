@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 from markupsafe import Markup
 
-from fedbn_flwr.lab.answer import directed
+from fedbn_flwr.lab.answer import label_of
 from fedbn_flwr.training.tasks import in_percent
 
 if TYPE_CHECKING:
@@ -39,11 +39,6 @@ def short(name: str) -> str:
         name = f"{name[: _NAME // 2]}…{name[1 - _NAME // 2 :]}"
     # matplotlib leaves out names that begin with an underscore
     return name.lstrip("_")
-
-
-def label_of(metric: str) -> str:
-    """Return the name of a metric with its unit, and its direction if lower is better."""
-    return f"{metric}, %" if in_percent(metric) else directed(metric)
 
 
 def rows(

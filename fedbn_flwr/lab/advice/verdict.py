@@ -13,11 +13,10 @@ import pandas as pd
 from fedbn_flwr.errors import RunFailedError
 from fedbn_flwr.lab.advice.candidates import ALONE, FEDAVG
 from fedbn_flwr.lab.advice.halving import Point, Rung, score_of
-from fedbn_flwr.lab.answer import interval_text, shown
+from fedbn_flwr.lab.answer import interval_text, shown, template
 from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.files import site_label, trained
 from fedbn_flwr.lab.references import WHY, compare, mean_of, over_seeds, site_rows
-from fedbn_flwr.lab.report import rendered
 from fedbn_flwr.lab.run_files import RunFiles
 from fedbn_flwr.lab.studies.one_run import is_done
 from fedbn_flwr.lab.studies.study import Study
@@ -113,9 +112,9 @@ def benefit(
     return {**advice, "answer": _lines("answer.txt", advice)}
 
 
-def _lines(template: str, contents: Mapping[str, Any]) -> list[str]:
+def _lines(name: str, contents: Mapping[str, Any]) -> list[str]:
     """Return the sentences of a template of this folder."""
-    text = rendered(Path(__file__).with_name(template), contents)
+    text = template(Path(__file__).with_name(name)).render(contents)
     return [line for line in text.splitlines() if line.strip()]
 
 
