@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from typing import Any
 
 import jinja2
 import pandas as pd
+from markupsafe import Markup, escape
 
 from fedbn_flwr.errors import FedBNError
 from fedbn_flwr.lab.files import ledger_of, site_label, trained
@@ -90,8 +92,13 @@ def template(path: Path) -> jinja2.Template:
     environment.filters |= {"shown": shown, "interval": interval_text}
     environment.filters |= {"named": name_of, "label": site_label, "quoted": quote}
     environment.filters |= {"directed": directed, "trained": trained}
-    environment.filters |= {"quantity": quantity_of, "key": label_of}
+    environment.filters |= {"quantity": quantity_of, "key": label_of, "code": _code}
     return environment.get_template(path.name)
+
+
+def _code(text: object) -> Markup:
+    """Return a text of a page, with code elements instead of backticks."""
+    return Markup(re.sub("`([^`]+)`", r"<code>\1</code>", escape(text)))
 
 
 def interval_text(mean: Mean, metric: str, sign: str = "") -> str:

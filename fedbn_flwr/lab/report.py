@@ -335,7 +335,7 @@ def _study_page(folder: Path, target: Path) -> dict[str, Any]:
     ]
     tuning = folder / "tuning.md"
     return {
-        "title": study.name,
+        "title": study.name.replace("advice for ", "Which method suits ", 1),
         "counts": {"methods": study.methods, "splits": study.splits, "runs": cells},
         "states": states,
         "files": target.stem,

@@ -224,6 +224,8 @@ def _picture(
     written = io.StringIO()
     with matplotlib.rc_context(settings):
         figure = Figure(figsize=(3.8, height), layout="constrained")
+        # Leave room for half of the last label of the axis.
+        figure.get_layout_engine().set(rect=(0, 0, 0.96, 1))
         axes = figure.subplots()
         draw(axes)
         # The legend is below the picture, so that it covers nothing.

@@ -89,6 +89,13 @@ def test_intervals_over_sites_are_those_of_simulated_sites(seed: int) -> None:
     assert odd["half"] == pytest.approx(halves[at], rel=0.03)
     assert odd["excess"] == pytest.approx(abs(gaps[at]) - odd["half"])
 
+    # A reference with other settings of the training is named with them.
+    assert found.differs == ""
+    other = replace(run, config=CONFIG.model_copy(update={"learning_rate": 0.7}))
+    assert compare(run, other, rows).differs == "learning-rate=0.7"
+    named = facts_of(run, rows, [compare(run, other, rows)])
+    assert named[-2].more.endswith("; there, other settings: learning-rate=0.7")
+
     # n equal sites have a half width of w / sqrt n, and two are too few.
     alike = rows_of(np.ones(sites), 0.5)
     found = compare(run, run, alike)
@@ -162,6 +169,13 @@ def test_the_facts_of_a_run_name_its_best_and_its_worst(seed: int, sign: int) ->
     *_, hidden, _ = facts_of(run, rows, [few])
     assert (few.established, hidden.value) == (False, "not known")
     assert hidden.more == "only 27 test examples; 30 are needed"
+
+    # A remedy whose result is on the page is not the next step.
+    for setting, named in (("strategy=standalone", False), ("norm=group", True)):
+        remedy = {"setting": setting, "why": "why"}
+        findings = [{"what": "A fault.", "remedies": [remedy]}]
+        step = next_step(run, [found], findings)
+        assert step.more.startswith("A fault. Use norm") == named
 
     # More rounds help if the last fifth has a twentieth of the gain.
     step: Any = next_step(run, [found], [])
