@@ -75,7 +75,7 @@ def facts_of(
         "mean": mean_of(sites),
         "totals": run.summary.get("ledger") or ledger_of(run.lines),
     }
-    made = template(Path(__file__).with_name("facts.txt")).make_module(contents)
+    made: Any = template(Path(__file__).with_name("facts.txt")).make_module(contents)
     return [Fact(*map(str, fact)) for fact in made.facts]
 
 

@@ -408,5 +408,5 @@ def _study_pictures(
         bands = {name: (curves[name].min(), curves[name].max()) for name in best}
         top = {name: means[name] for name in best}
         rounds = file.with_name(f"{file.name}-rounds")
-        about = {"bands": bands, "numbers": numbers, "file": rounds}
+        about: dict[str, Any] = {"bands": bands, "numbers": numbers, "file": rounds}
         yield pictures.curves(top, metric, caption, **about)

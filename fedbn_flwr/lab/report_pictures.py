@@ -207,6 +207,7 @@ def _picture(
     """
     import matplotlib
     from matplotlib.figure import Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
 
     settings: dict[Any, Any] = {
         # Text stays text, so that readers can search it, and "$" in a name stays "$".
@@ -223,9 +224,9 @@ def _picture(
     }
     written = io.StringIO()
     with matplotlib.rc_context(settings):
-        figure = Figure(figsize=(3.8, height), layout="constrained")
         # Leave room for half of the last label of the axis.
-        figure.get_layout_engine().set(rect=(0, 0, 0.96, 1))
+        layout = ConstrainedLayoutEngine(rect=(0, 0, 0.96, 1))
+        figure = Figure(figsize=(3.8, height), layout=layout)
         axes = figure.subplots()
         draw(axes)
         # The legend is below the picture, so that it covers nothing.

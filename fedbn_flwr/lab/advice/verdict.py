@@ -79,12 +79,15 @@ def benefit(
     pairs = dict.fromkeys((best, other) for other in others)
     if federated and ALONE in runs:
         pairs[federated, ALONE] = None
-    compared = {pair: _compared(*map(runs.get, pair), len(pairs)) for pair in pairs}
+    compared = {
+        (one, other): _compared(runs[one], runs[other], len(pairs))
+        for one, other in pairs
+    }
 
     ranking = []
     for name, score in chosen.items():
         of_method, comparison = runs[name], compared.get((best, name), {})
-        tests = [run.final.get(run.headline) for run in of_method]
+        tests: list[Any] = [run.final.get(run.headline) for run in of_method]
         ledgers = pd.DataFrame([run.summary["ledger"] for run in of_method])
         costs = ledgers.reindex(columns=_COSTS, fill_value=0).mean()
         seconds = (sum(line["seconds"] for line in run.lines) for run in of_method)

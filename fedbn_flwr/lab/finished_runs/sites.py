@@ -133,7 +133,7 @@ class SiteTest:
 
         The rarer class decides how certain a metric of classes, such as AUROC, is.
         """
-        classes = self.targets[~self.targets.isnan()].unique()
+        classes = torch.unique(self.targets[~self.targets.isnan()])
         by_class = self.task.score not in ("accuracy", "loss")
         if not by_class or self.task.by_pixel or len(classes) != 2:
             return len(self.groups)
@@ -279,10 +279,10 @@ def _of_draws(site: SiteTest, draws: Numbers, lowest: int) -> Interval:
         if not share:
             return Interval(value, why="all draws of the test examples are equal")
         spread = 3 / len(site.groups) / t
-    ends = np.array([value - t * spread, value + t * spread])
+    low, high = value - t * spread, value + t * spread
     if share:
-        ends = ends.clip(lowest, 1)
-    return Interval(value, *map(float, ends), float(spread))
+        low, high = max(low, lowest), min(high, 1)
+    return Interval(value, float(low), float(high), float(spread))
 
 
 def sites_of_run(run: Path, against: Path | None = None) -> list[dict[str, Any]]:
