@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import math
+import random
+import re
+import shutil
 import statistics
 from collections.abc import Mapping
 from pathlib import Path
@@ -28,10 +32,12 @@ from fedbn_flwr.lab.advice.halving import (
     lengths,
     of_length,
 )
+from fedbn_flwr.lab.advice.verdict import benefit
 from fedbn_flwr.lab.cli import app
 from fedbn_flwr.lab.config import Config, learning_rate_of
-from fedbn_flwr.lab.files import ADVICE_FILE, read_metrics
+from fedbn_flwr.lab.files import ADVICE_FILE, STUDY_FILE, read_metrics
 from fedbn_flwr.lab.report import write_report
+from fedbn_flwr.lab.studies.study import Study
 from fedbn_flwr.lab.studies.sweep import LogFollower
 
 
@@ -159,6 +165,28 @@ def test_an_advice_that_is_killed_gives_the_same_answer_when_it_continues(
         for row in one["ranking"]:
             del row["seconds"]
     assert json.loads(json.dumps(again)) == advice
+
+
+def test_validation_results_after_the_choice_change_nothing(
+    out: Path, advice: dict[str, Any], tmp_path: Path
+) -> None:
+    """The page and the benefit are those of the test examples."""
+    other = shutil.copytree(out, tmp_path / "other")
+    draw = random.Random(0)
+    for file in other.glob("*/all/seed-*/metrics.jsonl"):
+        lines = read_metrics(file)
+        keys = [key for key in lines[-1] if "validation" in key]
+        assert keys
+        for key, line in itertools.product(keys, lines):
+            line[key] = draw.random()
+        file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    chosen = {row["method"]: row["score"] for row in advice["ranking"]}
+    study = Study.read(other / STUDY_FILE)
+    again = benefit(study, chosen, advice["metric"], other)
+    assert {key: advice[key] for key in again} == json.loads(json.dumps(again))
+    first, second = (write_report(each).read_text() for each in (out, other))
+    of_place = rf"Made by .*|{re.escape(str(tmp_path))}\S*|{re.escape(str(out))}\S*"
+    assert re.sub(of_place, "", first) == re.sub(of_place, "", second)
 
 
 @pytest.mark.parametrize(
