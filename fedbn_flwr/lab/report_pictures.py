@@ -140,7 +140,7 @@ def curves(
             _name_ends(axes, {**thin, **shown})
         for mark in marks:
             axes.axvline(mark, color="#888888", linewidth=0.8, linestyle=":")
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+        axes.xaxis.set_major_locator(MaxNLocator(5, integer=True, min_n_ticks=1))
         axes.set_xlabel("round")
         axes.grid(linewidth=0.5)
         if log:
