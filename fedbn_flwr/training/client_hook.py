@@ -74,7 +74,8 @@ class ClientHook:
         passes: the function that ``survey`` calls with the inputs of each batch. None
             means the model.
         step: the number of the current step, from 0, in ``gradients``. Optimizers that
-            step after the same backward pass have the same number.
+            step after the same backward pass have the same number. In a loop of the
+            user's, it counts inside the block of ``bn_rules``.
     """
 
     compares_with_start: ClassVar[bool] = False

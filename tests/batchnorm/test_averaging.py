@@ -78,7 +78,7 @@ def exact_variance(means: Any, variances: Any, weights: Any) -> Fraction:
     ),
     st.integers(-8, 0),
 )
-# the spread of the means alone does not exceed the largest number
+# only the sum with the variances exceeds the largest number
 @example(np.float16, [(1, 1.0, 1.0), (1, -1.0, 1.0)], -8)
 def test_pooled_statistics_are_finite_or_left_out(
     dtype: Any, drawn: list[tuple[int, float, float]], magnitude: int

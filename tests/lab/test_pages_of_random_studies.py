@@ -1,4 +1,4 @@
-"""Pages of random small studies: each is written, and claims little about copies.
+"""Pages of random small studies are written and claim little about copies.
 
 A study has one to six sites of 5 to 400 rows with 0 to 50 % events. Its six runs are
 copies of one method: their scores have the same signal, and noise of the same size. The
@@ -95,7 +95,7 @@ def written(template: Path, folder: Path, tests: list[SiteTest]) -> None:
 def claims_of(
     seed: int, template: Path, out: Path, patch: pytest.MonkeyPatch
 ) -> list[bool]:
-    """Write the pages of a study; return what a page and an advice establish."""
+    """Write the pages of a study, and return their established differences."""
     draw = np.random.default_rng(seed)
     tests = dict(zip(RUNS, drawn(draw), strict=True))
     found = lambda folder, metric: dict(enumerate(tests[folder.name]))  # noqa: E731

@@ -38,7 +38,7 @@ def run_of(curve: Any, seed: int = 0) -> RunFiles:
 
 
 def rows_of(values: Any, spread: Any, groups: Any = 10**6) -> list[dict[str, Any]]:
-    """Return rows of sites whose values differ from another run's by the same."""
+    """Return rows of sites with a constant difference from another run's rows."""
     frame = pd.DataFrame({"value": values, "spread": spread, "groups": groups})
     frame["difference"], frame["difference-spread"] = frame["value"], frame["spread"]
     half = 1.96 * frame["spread"]
@@ -105,7 +105,7 @@ def test_intervals_over_sites_are_those_of_simulated_sites(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(8))
 def test_one_site_never_removes_the_answer_for_all(seed: int) -> None:
-    """The others have the interval that they have without the site, which is named."""
+    """The site is named, and the others have their interval without it."""
     draw, run = np.random.default_rng(seed), run_of([0.5])
     rows = rows_of(draw.normal(size=6), draw.random(6), draw.integers(2, 400, 6))
     lost = draw.permutation(6)[: 1 + seed % 5]
@@ -118,7 +118,7 @@ def test_one_site_never_removes_the_answer_for_all(seed: int) -> None:
     assert found.mean.left_out == {str(at): f"why {at}" for at in sorted(lost)}
     text = interval_text(found.mean, METRIC, "+")
     assert all(f"{at} (why {at})" in text for at in lost)
-    # Without any interval, the reason of the first is that of the mean.
+    # Without any interval, the mean has the reason of the first.
     for row in rest:
         row |= {"difference-spread": None, "difference-why": "why"}
     none: Any = compare(run, run, rows)
@@ -164,7 +164,7 @@ def test_the_facts_of_a_run_name_its_best_and_its_worst(seed: int, sign: int) ->
         few = f" ({names})" if 0 < sites.sum() < 4 else ""
         assert f"clearly {side} at {sites.sum()}{few}" in other.more
 
-    # With few examples there is no number.
+    # A page gives no number for a few examples.
     few: Any = compare(run, run, rows_of(values, 0.1, 3))
     *_, hidden, _ = facts_of(run, rows, [few])
     assert (few.established, hidden.value) == (False, "not known")

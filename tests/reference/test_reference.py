@@ -37,7 +37,7 @@ equal: set[str] = set()
 
 @pytest.mark.parametrize("half", HALVES)
 def test_the_package_equals_the_reference(half: int) -> None:
-    """Every entry, dtype, shape, kept state and client's test; refusals are foretold.
+    """Every entry, dtype, shape, kept state, client's test and refusal is equal.
 
     The cases have each lawful pair of settings.
     """

@@ -170,7 +170,7 @@ def test_an_advice_that_is_killed_gives_the_same_answer_when_it_continues(
 def test_validation_results_after_the_choice_change_nothing(
     out: Path, advice: dict[str, Any], tmp_path: Path
 ) -> None:
-    """The page and the benefit are those of the test examples."""
+    """The page and the benefit are made from the test examples."""
     other = shutil.copytree(out, tmp_path / "other")
     draw = random.Random(0)
     for file in other.glob("*/all/seed-*/metrics.jsonl"):

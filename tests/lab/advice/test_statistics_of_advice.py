@@ -62,7 +62,7 @@ def test_the_better_half_of_the_trials_continues(
     names = dict.fromkeys(p.candidate.name for p in rungs[-1].comparable(METRIC))
     best = [name for name in names if name != ALONE][:2]
     assert {*last} == {*best, FEDAVG, ALONE} & {*names}
-    # The runs cost what was promised at most, and once as much.
+    # The runs cost at most the promised number, and once as much.
     left = cost(ROUNDS, len(POINTS)) - sum(spent) - ROUNDS * SEEDS * len(last)
     assert left == 0 if seed == 7 else left >= 0
 
@@ -138,7 +138,7 @@ class Drawn:
 def test_a_ranking_has_the_numbers_of_the_test_examples(
     sign: int, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Validation scores give the order, and test examples give all that is said."""
+    """Validation scores give the order, and test examples give each statement."""
     drawn = Drawn(seed, sign, monkeypatch)
     advice = verdict.verdict(drawn.study, POINTS, METRIC, OUT)
     # The methods with a score for each seed are ranked.
@@ -177,7 +177,7 @@ def test_a_ranking_has_the_numbers_of_the_test_examples(
             assert any(f"{name} with" in one for one in named) == cheaper
         assert {key: row[key] for key in expected} == pytest.approx(expected)
 
-    # The answer of the sites is that of training alone, with the same rule.
+    # For the sites, the answer compares with local training, by the same rule.
     alone = advice["alone"]
     gap, half = drawn.half(federated, ALONE, count)
     assert (alone["difference"], alone["half"]) == pytest.approx((gap, half))
@@ -198,7 +198,7 @@ def test_a_ranking_has_the_numbers_of_the_test_examples(
 def test_no_statement_on_benefit_reads_validation_examples(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If all validation results change after the choice, the advice is the same."""
+    """The advice does not change with validation results that change after the choice."""
     drawn = Drawn(seed, 1, monkeypatch)
     before = verdict.verdict(drawn.study, POINTS, METRIC, OUT)
     chosen = {row["method"]: row["score"] for row in before["ranking"]}
@@ -208,7 +208,7 @@ def test_no_statement_on_benefit_reads_validation_examples(
 
 @pytest.mark.parametrize("late", [False, True], ids=["a trial", "the ranking"])
 def test_chance_drops_a_method_within_two_standard_errors(late: bool) -> None:
-    """The error is that of the difference of two simulated shares of right answers.
+    """It is the error of the difference of two simulated shares of right answers.
 
     A reference continues with any score, so it is not the least score that continued.
     """

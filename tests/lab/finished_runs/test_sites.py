@@ -240,7 +240,7 @@ def test_every_number_has_an_interval_above_0_or_a_reason(
 
 
 def test_a_row_of_a_yes_or_no_has_the_shares_of_yes() -> None:
-    """Their errors are those of shares with one example more of each kind."""
+    """Their errors belong to shares with one example more of each kind."""
     site = patients(1)
     found = site.decisions
     called, yes = (site.outputs[:, 0] > 0).double(), site.targets
@@ -252,7 +252,7 @@ def test_a_row_of_a_yes_or_no_has_the_shares_of_yes() -> None:
 
 
 def test_two_models_see_the_same_pixels_of_a_segmentation() -> None:
-    """Their predictions differ, but the pixels of each class are the same."""
+    """Their predictions differ, but the pixels of each class are equal."""
 
     class Images:
         units = None
