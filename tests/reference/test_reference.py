@@ -18,7 +18,7 @@ from tests.reference.draws import ALONE, TOGETHER, Case, cases, covering
 from tests.reference.methods import REFERENCES
 from tests.reference.package import SETTINGS
 
-DRAWS = 40
+DRAWS = 20
 """Draws of each half, all different; ``make laws`` has any number of others."""
 fixed = settings(
     max_examples=DRAWS,
