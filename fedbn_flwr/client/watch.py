@@ -1,4 +1,4 @@
-"""``Watch``: finds the mistakes that only a user's training loop can make.
+"""``Watch`` finds the mistakes that only a user's training loop can make.
 
 The loop of the package does not need it.
 """
@@ -290,5 +290,5 @@ class Watch:
                     " changed inside `with bn_rules(...)` after a step, for example by"
                     " loading the best epoch or an average. Client hook"
                     f" '{name}': {hook.of_all_steps}. If the loop limits all weights,"
-                    " use optimizer.register_step_post_hook for it."
+                    " limit them in optimizer.register_step_post_hook."
                 )

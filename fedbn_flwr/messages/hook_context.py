@@ -1,4 +1,4 @@
-"""What a method's client hooks are made from, in a message and at the client."""
+"""The input from which a client makes the hooks of a method."""
 
 from __future__ import annotations
 

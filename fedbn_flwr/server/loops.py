@@ -1,6 +1,6 @@
-"""The loops that call a strategy: its own ``start``, and every other loop.
+"""The loop of ``start``, and its differences from all other loops.
 
-A strategy asks its loop wherever the two differ.
+A strategy calls its loop at each difference.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ ShouldStop = Callable[[int, Result], bool]
 class Loop:
     """Flower's loop, its legacy loop, or a loop of the user's.
 
-    It sends each message once, and it knows nothing about a run. So the calls of a
-    round begin and end the run.
+    It sends each message once, and it neither begins nor ends a run. The calls of a
+    round do this.
 
     Attributes:
         is_own: whether the loop is ``start``.
@@ -84,12 +84,29 @@ class Loop:
 
 
 class OwnLoop(Loop):
-    """The loop of ``start``: like Flower's, but it may begin after any round."""
+    """The loop of ``start``, which may begin after any round.
+
+    Args:
+        recording: the listener of the run.
+        num_rounds: the number of rounds of the run.
+        configs: the configs of training and of tests.
+        test_model: the server's own test.
+        should_stop: ends the run after a round.
+    """
 
     is_own = True
 
-    def __init__(self, recording: RunListener | None) -> None:
+    def __init__(
+        self,
+        recording: RunListener | None,
+        num_rounds: int,
+        configs: tuple[ConfigRecord, ConfigRecord],
+        test_model: TestModel | None,
+        should_stop: ShouldStop | None,
+    ) -> None:
         self.recording = recording
+        self.num_rounds, self.configs = num_rounds, configs
+        self.test_model, self.should_stop = test_model, should_stop
 
     def open_round(
         self, strategy: Strategy, server_round: int, arrays: ArrayRecord, grid: Grid
@@ -105,65 +122,45 @@ class OwnLoop(Loop):
         return messages, ()
 
     def end_training(self, strategy: Strategy) -> None:
-        """Do nothing: the end of ``run`` raises the errors."""
+        """Do nothing, because the end of ``start`` raises the errors."""
 
     def end_tests(self, strategy: Strategy, server_round: int) -> None:
-        """Do nothing: the server's own test follows."""
+        """Do nothing, because the server's own test follows."""
 
-    def run(
-        self,
-        strategy: Strategy,
-        grid: Grid,
-        num_rounds: int,
-        configs: tuple[ConfigRecord, ConfigRecord],
-        test_model: TestModel | None,
-        should_stop: ShouldStop | None,
-    ) -> Result:
-        """Run the rounds of a prepared run, and return its result with the last model.
-
-        ``configs`` are those of training and of tests.
-        """
+    def run(self, strategy: Strategy, grid: Grid) -> Result:
+        """Run the rounds of a prepared run, and return the completed last model."""
         run = strategy.run
         run.count_start(grid)
         grid = polling(grid)
         if self.recording is not None:
             self.recording.begin(run.start.after)
-        result = self.rounds(
-            strategy, grid, num_rounds, configs, test_model, should_stop
-        )
+        result = self.rounds(strategy, grid)
 
         # Complete the model of the result. A run that was stopped between two tests has
         # no statistics for its last weights yet.
-        last = run.reports[-1].server_round if run.reports else num_rounds
+        last = run.reports[-1].server_round if run.reports else self.num_rounds
         untested = not run.tests_after(last)
         if run.methods.reestimates and untested and not run.ends_diverged:
             reestimate_before_tests(run, result.arrays, grid)
         result.arrays = testing.completed(run, result.arrays)
         return result
 
-    def rounds(
-        self,
-        strategy: Strategy,
-        grid: Grid,
-        num_rounds: int,
-        configs: tuple[ConfigRecord, ConfigRecord],
-        test_model: TestModel | None,
-        should_stop: ShouldStop | None,
-    ) -> Result:
+    def rounds(self, strategy: Strategy, grid: Grid) -> Result:
         """Run the rounds like Flower's loop, but starting at any round."""
         arrays, after = strategy.run.arrays, strategy.run.start.after
+        num_rounds, (train_config, test_config) = self.num_rounds, self.configs
         logger.info("Starting %s strategy:", strategy.name)
-        log_strategy_start_info(num_rounds, arrays, *configs)
+        log_strategy_start_info(num_rounds, arrays, *self.configs)
         strategy.summary()
         if after:
             logger.info("Continuing after round %d", after)
         result = Result(arrays=arrays)
 
         def test(server_round: int) -> MetricRecord | None:
-            if test_model is None:
+            if self.test_model is None:
                 return None
             model = strategy.for_evaluate_fn(server_round, arrays)
-            metrics = test_model(server_round, model)
+            metrics = self.test_model(server_round, model)
             if metrics is not None:
                 logger.info(
                     "Evaluation of the global model, round %d: %s",
@@ -182,7 +179,9 @@ class OwnLoop(Loop):
             logger.info("[ROUND %d/%d]", server_round, num_rounds)
 
             # Train. Keep the last model if too few replies arrive for a new model.
-            messages = strategy.configure_train(server_round, arrays, configs[0], grid)
+            messages = strategy.configure_train(
+                server_round, arrays, train_config, grid
+            )
             replies = strategy.send_training(messages, grid)
             averaged, metrics = strategy.aggregate_train(server_round, replies)
             if averaged is not None:
@@ -194,7 +193,7 @@ class OwnLoop(Loop):
 
             # Test on the clients.
             messages = strategy.configure_evaluate(
-                server_round, arrays, configs[1], grid
+                server_round, arrays, test_config, grid
             )
             replies = strategy.send_tests(messages, grid)
             metrics = strategy.aggregate_evaluate(server_round, replies)
@@ -205,6 +204,7 @@ class OwnLoop(Loop):
 
             # Test on the server. The result may stop the run after this round.
             tested = test(server_round)
+            should_stop = self.should_stop
             if should_stop is not None and should_stop(server_round, result):
                 strategy.stopped = True
             strategy.end_round(server_round, tested)

@@ -1,4 +1,4 @@
-"""What a strategy tells its callers about its run."""
+"""The properties of a strategy that read its run."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class RunView:
     def state(self) -> Any:
         """The method's state as a value, such as ``FixBN().state.frozen_after``.
 
-        With several methods it is a mapping by name.
+        With several methods, it is a mapping by name.
         """
         names = self.name.split("+")
         if len(names) == 1:

@@ -210,10 +210,11 @@ class Strategy(RunView, FlowerFedAvg):
         called = f"{type(self).__name__}.__init__() of strategy {self.name!r}"
         shown = combination.signature(self.like)
         warn_of_ignored(self.name, combination.ignored, shown, settings)
-        for name in settings.keys() - shown.parameters.keys():
-            hint = _hint(name, combination)
+        unknown = [name for name in settings if name not in shown.parameters]
+        if unknown:
+            hint = _hint(unknown[0], combination)
             raise TypeError(
-                f"{called} got an unexpected keyword argument {name!r}{hint}"
+                f"{called} got an unexpected keyword argument {unknown[0]!r}{hint}"
             )
         given = bound(called, shown, flowers, settings)
         for name in ("fraction_train", "fraction_evaluate"):
@@ -331,10 +332,11 @@ class Strategy(RunView, FlowerFedAvg):
         """
         refuse_own_keys(train_config=train_config, evaluate_config=evaluate_config)
         configs = train_config or ConfigRecord(), evaluate_config or ConfigRecord()
-        self._loop = loop = OwnLoop(recording)
+        loop = OwnLoop(recording, num_rounds, configs, evaluate_fn, should_stop)
+        self._loop = loop
         try:
             self.prepare(initial_arrays, num_rounds, timeout)
-            result = loop.run(self, grid, num_rounds, configs, evaluate_fn, should_stop)
+            result = loop.run(self, grid)
         finally:
             # Take the continuity of the recording, because only it includes the last
             # checkpoint.

@@ -23,7 +23,7 @@ $a_i$, and $\tau_i$ is the sum of these weights times the learning rate:
 $$\tau_i = \eta \, \lVert a_i \rVert_1, \qquad d_i = \frac{x - y_i}{\tau_i}$$
 
 $\lVert a_i \rVert_1$ is the number of steps for SGD without momentum. With momentum
-$\rho$, each step counts $v \leftarrow \rho v + 1$, which starts at 0. The server takes
+$\rho$, each step counts $v \leftarrow \rho v + 1$, from $v = 0$. The server takes
 
 $$x \leftarrow x - \Bigl( \sum_i p_i \tau_i \Bigr) \sum_i p_i d_i, \qquad p_i = \frac{|D_i|}{\sum_j |D_j|}$$
 
@@ -75,7 +75,7 @@ class MeasureTau(ClientHook):
         self._velocity = self._tau = 0.0
 
     def start(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Store the optimizer, whose rate and momentum a schedule may change."""
+        """Store the optimizer, because a schedule may change its rate and momentum."""
         self._optimizers.append(optimizer)
 
     def gradients(self, model: nn.Module) -> None:
@@ -121,7 +121,7 @@ class FedNovaMethod(Method):
     client_hooks = {"measure-tau": lambda context: MeasureTau(context.local_entries)}
 
     def travels(self, num_rounds: int | None = None) -> tuple[Travels, ...]:
-        """Return a phase in which the server reads each change and its tau."""
+        """Return a phase with single replies and the tau of each."""
         why = "the server divides the change of each client by its tau"
         instead = "FedAvg with the same local-steps for all clients"
         tau = Extra(TAU, "scalar", why, required=True, instead=instead)

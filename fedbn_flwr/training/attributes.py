@@ -1,9 +1,9 @@
-"""Everything that a model holds besides its state, to notice changes and undo them.
+"""The attributes of a model that are not in its state: finds and undoes changes.
 
 A layer may keep values in plain attributes, in lists or in objects of its own: moving
 averages, flags, counters, caches. They are not in the state dict, so no message
 contains them, but one model serves all clients of a process. ``Attributes`` takes them
-down, and ``restore`` puts them back, so that no client sees the values of another one.
+down, and ``restore`` puts them back, so that no client sees the values of another client.
 """
 
 from __future__ import annotations
@@ -174,7 +174,7 @@ class Attributes:
                 del self._seen[id(module)]
                 self._look(module, Attribute(path, "training"))
             elif "_orig_mod" in module._modules:
-                continue  # a wrapper that holds the compiler
+                continue  # a wrapper of the compiler
             elif not (of_passes and type(module).__module__.startswith(_OF_TORCH)):
                 held = vars(module)
                 if not with_state:
@@ -186,7 +186,7 @@ class Attributes:
                     for name, value in vars(kind).items():
                         if not name.startswith("__"):
                             self._look(value, Attribute(path, name))
-        # The containers and their copies alone, to compare them all at once.
+        # All containers, and all copies, to compare them in one operation.
         self._now = [held.value for held in self._containers]
         self._before = [held.before for held in self._containers]
 

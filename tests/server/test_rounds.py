@@ -71,17 +71,17 @@ def test_our_loop_over_rounds_equals_flowers(
 
     ours, calls = run()
 
-    def flowers(loop, strategy, grid, num_rounds, configs, test_model, stop):
+    def flowers(loop, strategy, grid):
         run = strategy.run
         assert run.start.after == 0
         return FlowerFedAvg.start(
             strategy,
             grid,
             run.arrays,
-            num_rounds,
+            loop.num_rounds,
             run.start.timeout,
-            *configs,
-            test_model,
+            *loop.configs,
+            loop.test_model,
         )
 
     monkeypatch.setattr(OwnLoop, "rounds", flowers)

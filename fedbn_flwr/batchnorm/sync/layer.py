@@ -153,7 +153,7 @@ class BatchNormCall:
         ):
             logger.warning(
                 "%s: this client has %.4g elements per example, but all clients have"
-                " %.4g. The server reads only masked sums, so the statistics weigh"
+                " %.4g on average. The server reads only masked sums, so the statistics weigh"
                 " clients by examples, and the step is not the step on the union. Use"
                 " examples of one size, or no masked sums.",
                 self._layer,

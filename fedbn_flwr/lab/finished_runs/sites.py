@@ -10,11 +10,11 @@ seeds of the training. These rules make it hold at small sites:
 - t is the quantile of Student's distribution for the number of groups. The standard
   error is corrected for n - 1. If the metric needs two classes, n counts only the
   groups with the rarer class.
-- A draw without a class, in which the metric is undefined, is left out. If more than
-  half of the draws are undefined, there is no interval.
+- If the metric of a draw is undefined, because the draw lacks a class, it is left out.
+  If more than half of the draws are left out, the site has no interval.
 - If all draws are equal, for example because all predictions are right, a share of n
   groups is uncertain by 3 / n ("rule of three").
-- Without two groups there is no interval. A row contains the reason.
+- A site with fewer than two groups has no interval. Its row contains the reason.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ class SiteTest:
 
     @functools.cached_property
     def units(self) -> int:
-        """The number of groups, or of those with the rarer of two classes.
+        """The number of groups, or of the groups with the rarer of two classes.
 
         The rarer class decides how certain a metric of classes, such as AUROC, is.
         """
@@ -256,7 +256,7 @@ def difference(one: SiteTest, other: SiteTest) -> Interval:
 
 
 def _of_draws(site: SiteTest, draws: Numbers, lowest: int) -> Interval:
-    """Return a number of a site; if it is a share, it lies between ``lowest`` and 1."""
+    """Return a number of a site. A share has the limits ``lowest`` and 1."""
     if not len(site.groups):
         return Interval(why="no test examples")
     value, draws = float(draws[0]), draws[1:][np.isfinite(draws[1:])]

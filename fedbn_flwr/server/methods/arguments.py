@@ -1,4 +1,4 @@
-"""The arguments of a strategy's constructor, which is made from its settings."""
+"""The settings of a method as the arguments of its strategy's constructor."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def warn_of_ignored(
     """Remove arguments of Flower's strategies that have no effect, with a warning."""
     for name in ignored.keys() & given.keys():
         value = given.pop(name)
-        # Ignore Flower's default, as in the signature, because the user did not set it.
+        # Ignore Flower's default in the signature, because the user did not set it.
         known = shown.parameters.get(name)
         if value is None or (known is not None and value == known.default):
             continue

@@ -76,7 +76,7 @@ class Options:
 
 @dataclass
 class Start:
-    """What belongs to one start of a run. A checkpoint contains none of it.
+    """The facts of one start of a run. A checkpoint contains none of them.
 
     Attributes:
         timeout: seconds to wait for replies.
@@ -149,7 +149,7 @@ class Half:
 
 @dataclass
 class Round:
-    """What the server knows in one round. The next round begins with a new value.
+    """The server's knowledge of one round. The next round begins with a new value.
 
     Attributes:
         travels: the declaration of this round's phase.
@@ -174,7 +174,7 @@ class Round:
 
 @dataclass
 class Run:
-    """The server's knowledge of a run: what a checkpoint saves, and its context.
+    """The server's knowledge of a run, with everything that a checkpoint saves.
 
     Attributes:
         methods: the methods, with their settings.
