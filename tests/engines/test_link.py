@@ -13,6 +13,7 @@ import pytest
 
 from fedbn_flwr.engines.link import Broadcasts, Packed, WorkerPipe
 from fedbn_flwr.messages.records import from_record, to_record
+from tests.support.descriptors import open_files
 
 
 def numbers(value: Any) -> list[list[float]]:
@@ -43,7 +44,7 @@ def test_what_is_received_is_what_was_sent_in_any_order(
         return [*arrays, to_record({"w": arrays[0][:1]})]
 
     monkeypatch.setattr(os, "writev", full)
-    before = len(os.listdir("/proc/self/fd"))
+    before = open_files()
     pipes = [multiprocessing.Pipe() for _ in range(3)]
     ends = [[WorkerPipe(end, os.getpid()) for end in pipe] for pipe in pipes]
     messages = [value() for _ in range(4)]
@@ -79,4 +80,4 @@ def test_what_is_received_is_what_was_sent_in_any_order(
     for end in [*ends[0], *ends[1], *ends[2]]:
         end.close()
         end.pipe.close()
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert open_files() <= before

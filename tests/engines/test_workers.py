@@ -62,6 +62,7 @@ from fedbn_flwr.training.turns import turn
 from fedbn_flwr.transport import Barrier, Member, RetryStep, in_process_reducer
 from fedbn_flwr.transport.step_by_barrier import step_by_barrier
 from fedbn_flwr.transport.step_transport import Limits, StepResult
+from tests.support.descriptors import open_files
 from tests.support.federation import Outcome
 from tests.support.many_layers import EveryType
 from tests.support.written_out import close
@@ -503,6 +504,7 @@ def test_a_signal_to_the_whole_group_acts_as_on_the_command_alone(
 
     process = context.Process(target=command)
     process.start()
+    theirs.close()  # so that the pipe ends if the command fails
     workers = ours.recv()
     assert begun.acquire(timeout=20)
     assert begun.acquire(timeout=20)
@@ -563,13 +565,13 @@ def test_a_message_that_cannot_be_sent_fails_its_client_only(
         messages = to(grid, 0, 1, 2, content=content)
         replies = grid.send_and_receive(messages, timeout=30)
         for _ in range(3):
-            opened.append(len(os.listdir("/proc/self/fd")))
+            opened.append(open_files())
             grid.send_and_receive(messages, timeout=30)
     assert errors(replies) == [True, False, False]
     said = {"room": "OSError: [Errno 28]", "a pickle": "TypeError: cannot pickle"}
     words = f"could not be sent to a worker process: {said[lacks]}"
     assert words in replies[0].error.reason
-    assert opened[0] == opened[2]
+    assert opened[2] <= opened[0]
 
 
 def member_work(message: Message, context: Context) -> Message:

@@ -174,7 +174,10 @@ def cases(draw: Any) -> Case:
 
 
 def covering(draws: int) -> list[Case]:
-    """Return few of these random cases with each pair of settings that they have."""
+    """Return few of these random cases with each pair of settings that they have.
+
+    The first cases have most of the pairs.
+    """
     choice = random.Random(0).choice
     having: dict[tuple[Any, ...], list[Case]] = {}
     for case in {_case(lambda *values: choice(values)): None for _ in range(draws)}:
@@ -187,7 +190,12 @@ def covering(draws: int) -> list[Case]:
         chosen.append(best)
         for pair in _pairs(best):
             left.pop(pair, None)
-    return chosen
+    of_case = {case: set(_pairs(case)) for case in chosen}
+    ordered, new = [], set(having)
+    while of_case:
+        ordered.append(max(of_case, key=lambda case: len(of_case[case] & new)))
+        new -= of_case.pop(ordered[-1])
+    return ordered
 
 
 def _pairs(case: Case) -> Iterator[tuple[Any, ...]]:
