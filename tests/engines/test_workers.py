@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import faulthandler
 import functools
 import gc
 import multiprocessing
@@ -493,6 +494,7 @@ def test_a_signal_to_the_whole_group_acts_as_on_the_command_alone(
         return Message(RecordDict(), reply_to=message)
 
     def command() -> None:
+        faulthandler.dump_traceback_later(60, exit=True, file=sys.__stderr__)
         os.setpgid(0, 0)
         for kind in kinds:
             usual = signal.default_int_handler if kind == signal.SIGINT else 0
