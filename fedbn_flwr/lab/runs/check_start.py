@@ -18,7 +18,7 @@ from torch import nn
 from fedbn_flwr.batchnorm.parts import split_state
 from fedbn_flwr.errors import ConfigError, FedBNError, NormLayerError, install_extra
 from fedbn_flwr.lab.config import CENTRALIZED, STATE_IN_OUT, Config, data_of, method_of
-from fedbn_flwr.lab.config.check_keys import of_error
+from fedbn_flwr.lab.config.check_config import of_error
 from fedbn_flwr.lab.models import build_model
 from fedbn_flwr.lab.models.initial import FILES
 from fedbn_flwr.lab.own_code import own_function

@@ -11,8 +11,12 @@ import pytest
 
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.lab.config import CENTRALIZED, GROUPS, Config
-from fedbn_flwr.lab.config.check_keys import defaults_of
-from fedbn_flwr.lab.config.fields import config_fields, methods_with, only_if_of
+from fedbn_flwr.lab.config.fields import (
+    config_fields,
+    defaults_of,
+    methods_with,
+    only_if_of,
+)
 from fedbn_flwr.lab.config.values import allowed
 from fedbn_flwr.lab.data import DATASETS, PARTITIONS
 from fedbn_flwr.norms import NORMS
