@@ -136,6 +136,15 @@ class Problem:
         """The key that is the subject, or "" if the subject is the whole run."""
         return self.keys.partition(" ")[0]
 
+    def with_value(self, value: Any) -> Problem:
+        """Return the refusal of a setting without effect, which has this value.
+
+        ``text`` is the reason before, and the whole sentence after.
+        """
+        key = self.key.replace("_", "-")
+        text = f"{key}={value!r} has no effect: {self.text}"
+        return replace(self, code="no-effect", text=text, reason=self.text)
+
     def spelled(self, mark: str) -> Problem:
         """Return the problem with ``mark``, "-" or "_", in all names of its keys."""
         text, remedy = self.text, self.remedy

@@ -3,8 +3,8 @@
 1. ``check_fields``: each key alone. Unknown keys, types, limits and names.
 2. ``check_rows``: the keys together. ``ROWS`` has the keys that exclude each other, and
    ``only_if`` at a key has the condition for its effect.
-3. ``check_data_and_methods``: the data with the model and the task, then the methods, then the
-   protections, then keys without effect on these data and tests.
+3. ``check_data_and_methods``: the data with the model and the task, then the methods,
+   then the protections, then keys without effect on these data and tests.
 
 Each of the stages 1 and 2 reports all its problems. Stage 3 reports all problems of its
 first part that has some, because each part needs the parts before it.
@@ -328,13 +328,8 @@ def _without_effect(config: Fields, reasons: Mapping[str, str]) -> Iterator[Prob
     given = _given(config)
     for key, reason in reasons.items():
         if reason and key in given:
-            yield Problem(
-                "no-effect",
-                f"{key}={given[key]!r} has no effect: {reason}",
-                key,
-                effect="no-effect",
-                reason=reason,
-            )
+            problem = Problem("no-effect", reason, key, effect="no-effect")
+            yield problem.with_value(given[key])
 
 
 # --- stage 3: the data and the methods ------------------------------------------------

@@ -361,6 +361,19 @@ def test_a_key_whose_conditions_are_not_met_has_no_effect(key: str) -> None:
     assert "has no effect: it is for " in text
 
 
+@pytest.mark.parametrize("name", METHODS)
+def test_a_shared_key_without_effect_is_left_out(name: str) -> None:
+    """The conditions of a key are those of the method that reads it."""
+    for key in CONDITIONAL:
+        shared = {key: another(key)}
+        try:
+            config, dropped = Config.make_of_shared(shared, {"strategy": name})
+        except ConfigError as error:
+            assert "no-effect" not in {problem.code for problem in error.problems}
+            continue
+        assert (key in dropped) == (config == Config.make({"strategy": name})), key
+
+
 def _problems_of(settings: dict[str, Any]) -> Any:
     with pytest.raises(ConfigError) as caught:
         Config.check_keys(settings)
