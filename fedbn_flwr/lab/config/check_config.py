@@ -69,6 +69,14 @@ def of_name(key: str, name: str, allowed: Collection[str]) -> list[Problem]:
     return [of_error(unknown_name(key, name, allowed), key)]
 
 
+def of_reading(key: str, read: Callable[[], object]) -> Iterator[Problem]:
+    """Call ``read``, and yield its error, if any, as a problem of a key."""
+    try:
+        read()
+    except FedBNError as error:
+        yield of_error(error, key)
+
+
 def checked_keys(
     kind: type[F], values: Mapping[str, Any], complete: bool = False
 ) -> tuple[F, list[Problem]]:
@@ -308,9 +316,13 @@ def check_rows(config: Fields) -> list[Problem]:
             reasons[key] = unmet(ONLY_IF[key], ours, defaults)
         elif not misspelt:
             reasons[key] = f"it is for {', '.join(USERS[key])}"
-    reasons |= {one.key: one.text for one in found if one.effect == "no-effect"}
     refused = [one for one in found if one.effect == "refuse"]
-    return [*refused, *_without_effect(config, reasons)]
+    unused = {one.key: one.text for one in found if one.effect == "no-effect"}
+    return [
+        *refused,
+        *_without_effect(config, reasons),
+        *_without_effect(config, unused),
+    ]
 
 
 def _given(config: Fields) -> dict[str, Any]:
@@ -360,16 +372,16 @@ def _of_data(config: Fields, data: RunData) -> Iterator[Problem]:
         )
     # The checks below need the data set, the model and the augmentation.
     unreadable = [
-        *_of_reading("dataset", lambda: data.info),
-        *_of_reading("model", lambda: model_info(config.model)),
-        *_of_reading("augment", lambda: data.augmentation),
+        *of_reading("dataset", lambda: data.info),
+        *of_reading("model", lambda: model_info(config.model)),
+        *of_reading("augment", lambda: data.augmentation),
     ]
     if unreadable:
         yield from unreadable
         return
     info, augment = data.info, data.augmentation
     yield from of_name("partition", data.split_name, allowed("partition"))
-    yield from _of_reading("task", lambda: _check_task(config, data))
+    yield from of_reading("task", lambda: _check_task(config, data))
 
     # The number of classes of own data comes from the data or from num-classes, so only
     # a registered data set has a number to compare with.
@@ -400,14 +412,6 @@ def _of_data(config: Fields, data: RunData) -> Iterator[Problem]:
                 f" leave {name} out",
                 "augment",
             )
-
-
-def _of_reading(key: str, read: Callable[[], object]) -> Iterator[Problem]:
-    """Call ``read``, and yield its error, if any, as a problem of a key."""
-    try:
-        read()
-    except FedBNError as error:
-        yield of_error(error, key)
 
 
 def _check_task(config: Fields, data: RunData) -> None:

@@ -506,17 +506,6 @@ else:
         "SettingsOfMethods", __base__=Group, **settings_of_methods(), **_PROTECTIONS
     )
 
-_OWN_GROUPS: tuple[type[Group], ...] = (
-    MethodKeys,
-    Data,
-    Clients,
-    Model,
-    Rounds,
-    TrainingKeys,
-    Tests,
-    Files,
-)
-
 
 class Fields(
     MethodKeys,
@@ -567,8 +556,8 @@ class Fields(
     def keys(cls, group: str) -> list[str]:
         """Return the keys of a group, in order."""
         names: list[str] = []
-        for kind in _OWN_GROUPS:
-            if kind.group == group:
+        for kind in cls.__mro__:
+            if issubclass(kind, Group) and vars(kind).get("group") == group:
                 names += kind.model_fields
         # The settings of methods and protections are not in a class of their group.
         # Each of them declares its group.

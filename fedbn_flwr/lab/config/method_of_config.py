@@ -166,21 +166,17 @@ class MethodOfConfig:
         )
 
 
-def rounds_of_decays(config: Fields) -> list[int | str]:
-    """Return the rounds after which the learning rate decays, or "freeze"."""
+def learning_rate_of(config: Fields) -> LearningRate:
+    """Return the learning rate over the rounds, the same in every engine."""
+    # A decay comes after a round, or at "freeze".
     after: list[int | str] = []
-    for text, _ in read_decays(config.lr_decay_at, config.lr_decay_factor):
+    factors = []
+    for text, factor in read_decays(config.lr_decay_at, config.lr_decay_factor):
         value = number(text)
         at = None if value is None else round_of(value, config.num_server_rounds)
         after.append(text if at is None else at)
-    return after
-
-
-def learning_rate_of(config: Fields) -> LearningRate:
-    """Return the learning rate over the rounds, the same in every engine."""
-    decays = read_decays(config.lr_decay_at, config.lr_decay_factor)
-    factors = tuple(factor for _, factor in decays)
-    return LearningRate(config.learning_rate, tuple(rounds_of_decays(config)), factors)
+        factors.append(factor)
+    return LearningRate(config.learning_rate, tuple(after), tuple(factors))
 
 
 def schedule_changes(config: Fields, begun_with: int) -> list[str]:
