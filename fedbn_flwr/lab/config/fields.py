@@ -144,7 +144,8 @@ def settings_of_methods(params: Mapping[str, type[Params]] = PARAMS) -> dict[str
         if name in differing:
             field.default, field.metadata = differing[name], []
             field.description += (
-                f"; {differing[name]:g} selects the method's own default"
+                f"; {differing[name]:g} selects the method's own default, and the run's"
+                " config.yaml has its value"
             )
         fields[name] = (field.annotation, field)
     return fields
