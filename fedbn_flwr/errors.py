@@ -358,6 +358,10 @@ REMOVED = {
         " Folding was removed in 0.3, because --format onnx folds BatchNorm by itself. In"
         " torch, use torch.fx.experimental.optimization.fuse."
     ),
+    "partition --out": (
+        " Pictures of splits were removed in 0.3. pandas draws the printed table:"
+        " DataFrame(partition_counts(...)).plot.bar(stacked=True)."
+    ),
 }
 """A sentence about each removed name and option."""
 
