@@ -354,6 +354,10 @@ REMOVED = {
         " Batch renormalisation was removed in 0.3. For batches of a few examples, use"
         " norm=group."
     ),
+    "dataset 'cityscapes'": (
+        " Its reader was removed in 0.3. Read the files in your own function,"
+        " dataset=module:function."
+    ),
     "--fold-bn": (
         " Folding was removed in 0.3, because --format onnx folds BatchNorm by itself. In"
         " torch, use torch.fx.experimental.optimization.fuse."

@@ -15,7 +15,7 @@ file, and add an entry to ``datasets``:
 - ``readers``: public data sets in torchvision's files, and the embedded digits.
 - ``folders``: folders of image files (ImageNet); ``image_files`` decodes the files.
 - ``domains``: data sets of several domains, with a group for each.
-- ``digits_domains``, ``cityscapes``: one data set each.
+- ``digits_domains``: the digits in five domains.
 
 Data of a user:
 
