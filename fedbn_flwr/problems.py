@@ -7,8 +7,8 @@ conditions in ``only_if``, and a protection has its rows at its settings. The mo
 
 - ``server.methods``: what follows from the declarations of methods, in
   ``check_models``, ``check_settings``, ``check_combinations`` and ``check_protections``.
-- ``lab``: a config in ``config.check_keys`` and ``config.check_run``, the machine and
-  the built model in ``runs.check_start``, and a study in ``studies.check_study``.
+- ``lab``: a config in ``config.check_config``, the machine and the built model in
+  ``runs.check_start``, and a study in ``studies.check_study``.
 
 A fault that appears in data, bytes or objects of a user during the work is an exception
 at the place that finds it: a reply in ``server.rounds.replies``, the values and shapes
@@ -108,6 +108,7 @@ class Problem:
             skipped.
         when: a function of the subject and a ``Known``; a true result means that they
             have the problem.
+        reason: the reason alone, if ``text`` also names a setting without effect.
     """
 
     code: str
@@ -119,6 +120,7 @@ class Problem:
     error: type[FedBNError] = ConfigError
     needs: str = ""
     when: Callable[[Any, Known], object] | None = None
+    reason: str = ""
 
     def __str__(self) -> str:
         """Return the text with the remedy."""
@@ -133,6 +135,15 @@ class Problem:
     def key(self) -> str:
         """The key that is the subject, or "" if the subject is the whole run."""
         return self.keys.partition(" ")[0]
+
+    def with_value(self, value: Any) -> Problem:
+        """Return the refusal of a setting without effect, which has this value.
+
+        ``text`` is the reason before, and the whole sentence after.
+        """
+        key = self.key.replace("_", "-")
+        text = f"{key}={value!r} has no effect: {self.text}"
+        return replace(self, code="no-effect", text=text, reason=self.text)
 
     def spelled(self, mark: str) -> Problem:
         """Return the problem with ``mark``, "-" or "_", in all names of its keys."""

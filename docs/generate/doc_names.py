@@ -17,9 +17,7 @@ __all__ = ["names_of_registries"]
 
 
 def names_of_registries() -> str:
-    """Return the text of ``names.json``: (name, summary, source) by registry, and the
-    names that other keys take.
-    """
+    """Return the text of ``names.json``: (name, summary, source) by registry."""
     methods = [
         (name, method.summary_line, method.source) for name, method in METHODS.items()
     ]
@@ -44,7 +42,9 @@ def names_of_registries() -> str:
     for form in (*KINDS.values(), FUNCTION_FORM):
         name, _, what = form.partition(", ")
         content["datasets"].append((name, what, "own data"))
-    content["allowed"] = {"task": [*TASKS], "dataset": [*DATASETS]}
+    content["tasks"] = [
+        (name, f"main metric: {task.score}", "-") for name, task in TASKS.items()
+    ]
     text = json.dumps(content, ensure_ascii=False)
     # Write a line for each entry.
     return text.replace("]], ", "]],\n").replace("], [", "],\n [") + "\n"

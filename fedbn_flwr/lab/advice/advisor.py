@@ -161,8 +161,10 @@ def advise_config(
         )
     if hours is not None and not 0 < hours < math.inf:
         raise ConfigError(f"hours={hours} must be a finite number above 0.")
-    # The three references are always tried.
-    least = 3 * len(tried_rates)
+    # The doctor's findings can only add methods, so refuse a budget that is too small
+    # for the methods without them before any work.
+    fewest, _ = candidates(settings, base, [], methods)
+    least = len(fewest) * len(tried_rates)
     affordable(rounds or cost(full, least), least, full)
     follower = follower or LogFollower()
 

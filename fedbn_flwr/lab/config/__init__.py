@@ -4,13 +4,8 @@ The sources are YAML, ``--set``, ``--run-config`` and ``[tool.flwr.app.config]``
 
 ``fields.py`` has the keys; keys of the methods come from the ``Params`` in the files of
 ``strategies/``. ``config.py`` reads and writes configs, with ``values.py`` and
-``yaml_text.py``. Two modules check a config:
-
-- ``check_keys.py`` refuses unknown keys and names, values out of range, keys that
-  exclude each other, and keys without effect. Its problems are reported first.
-- ``check_run.py`` checks the task, the model and the classes of the data, and the
-  methods. It refuses keys without effect on these data and tests, and results that a
-  protection does not cover.
+``yaml_text.py``. ``check_config.py`` has every refusal of a config, in three stages: each
+key alone, the keys together, and the data with the methods.
 
 ``data.py`` and ``method_of_config.py`` resolve the settings: ``data_of(config)``,
 ``method_of(config)``. A name of this package imports its module when it is used.

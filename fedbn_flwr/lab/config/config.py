@@ -2,40 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fedbn_flwr.lab.config.check_keys import (
-    checked,
-    defaults_of,
-    has_no_effect,
-    problems_together,
-    values_of,
-)
-from fedbn_flwr.lab.config.check_run import has_no_effect_in_run, problems_of_run
+from fedbn_flwr.errors import ConfigError
+from fedbn_flwr.lab.config.check_config import check_data_and_methods, checked_keys
 from fedbn_flwr.lab.config.data import data_of
-from fedbn_flwr.lab.config.fields import GROUPS, Fields, config_fields
+from fedbn_flwr.lab.config.fields import (
+    GROUPS,
+    Fields,
+    config_fields,
+)
 from fedbn_flwr.lab.config.method_of_config import learning_rate_of, method_of
 from fedbn_flwr.lab.config.values import (
     CENTRALIZED,
     RENAMED,
     merged,
-    new_names,
     read_settings,
     split,
 )
-from fedbn_flwr.problems import Problem, tell
+from fedbn_flwr.problems import tell
 
 Scalar = str | int | float | bool
-# The service `cli` of docker-compose.yml sets these keys in every run config, and a
-# user cannot leave them out there. A run that cannot use them therefore ignores them.
-_OF_THE_COMPOSE_FILE = (
-    "fedtan-transport",
-    "fedtan-bind",
-    "fedtan-address",
-    "fedtan-tls-dir",
-)
 
 
 class Config(Fields):
@@ -64,66 +53,36 @@ class Config(Fields):
         Raises:
             ConfigError: all problems, one per line: unknown keys with the nearest known
                 key, wrong types, values out of range, settings that contradict each
-                other or have no effect. If ``check_keys`` finds some, only these.
+                other or have no effect. The problems of the data and the methods are
+                reported if the keys have none.
         """
-        # First the checks of the keys, because the others need valid keys.
-        config, problems = cls._first_half(values, complete)
-        unused = has_no_effect(config)
-        problems += _no_effect(config, unused, complete)
+        # Stages 1 and 2: each key alone, and the keys together.
+        config, problems = checked_keys(cls, values, complete)
         tell(problems, "")
-        # Keys of the compose file without effect count as not set.
-        preset = _OF_THE_COMPOSE_FILE if complete else ()
-        dropped = _defaults_for(cls, [key for key in preset if key in unused])
-        config = config.model_copy(update=dropped)
-
-        # Then the checks that read the registries, the data and the methods.
-        tell(problems_of_run(config), "")
-        config = _with_nobody_held_out(config)
-        unused |= has_no_effect_in_run(config)
-        tell(_no_effect(config, unused, complete), "")
+        # Stage 3: the data, the methods and the protections, which need valid keys.
+        tell(check_data_and_methods(config), "")
         return config._resolved()
 
     @classmethod
     def check_keys(cls, values: Mapping[str, Any]) -> None:
-        """Raise the problems that ``make`` finds first.
+        """Raise the problems of the keys, which ``make`` finds first.
 
         Raises:
             ConfigError: as ``make``.
         """
-        config, problems = cls._first_half(values)
-        tell(
-            [*problems, *_no_effect(config, has_no_effect(config), complete=False)], ""
-        )
-
-    @classmethod
-    def _first_half(
-        cls, values: Mapping[str, Any], complete: bool = False
-    ) -> tuple[Config, list[Problem]]:
-        """Return the config of the valid settings, and the problems of all settings."""
-        settings, problems = new_names(values)
-        steps, epochs = settings.get("local-steps"), settings.get("local-epochs")
-        # Flower's run config always has local-epochs: if the user has not set the key,
-        # it has the default 1.
-        not_set = 1 if complete else 0
-        if steps and epochs and epochs != not_set:
-            problems.append(
-                Problem(
-                    "two-lengths",
-                    f"local-steps={steps} and local-epochs={epochs} are both set. Set one"
-                    " of them",
-                    "local-steps",
-                )
-            )
-        config, invalid = checked(cls, settings)
-        return config, [*problems, *invalid, *problems_together(config)]
+        tell(checked_keys(cls, values)[1], "")
 
     def _resolved(self) -> Config:
         """Return the config in which actual values replace "not set".
 
-        These are the split and the settings of the method. With ``local-steps``,
-        ``local-epochs`` is 0.
+        These are the split, the held-out clients and the settings of the method. With
+        ``local-steps``, ``local-epochs`` is 0.
         """
-        update: dict[str, Any] = {"partition": data_of(self).split_name}
+        data = data_of(self)
+        update: dict[str, Any] = {
+            "partition": data.split_name,
+            "held_out_clients": data.held_out,
+        }
         if self.strategy != CENTRALIZED:
             params = method_of(self).params
             for name, setting in config_fields(type(params)).items():
@@ -152,32 +111,16 @@ class Config(Fields):
         dropped: dict[str, str] = {}
         # Repeat, because the removal of one key may leave another key without effect.
         while True:
-            unused = cls._unused(settings)
-            drop = {key: why for key, why in unused.items() if key not in stay}
-            if not drop:
+            try:
                 return cls.make(settings), dropped
-            dropped |= drop
+            except ConfigError as error:
+                unused = {one.key: one.reason for one in error.problems if one.reason}
+                drop = [key for key in unused if key not in stay]
+                if not drop or len(unused) < len(error.problems):
+                    raise
             for key in drop:
+                dropped[key] = unused[key]
                 del settings[key]
-
-    @classmethod
-    def _unused(cls, settings: Mapping[str, Any]) -> dict[str, str]:
-        """Return the keys that are set but have no effect, with the reason.
-
-        The result is empty if the settings have other problems, because ``make``
-        reports these problems.
-        """
-        config, problems = cls._first_half(settings)
-        if problems:
-            return {}
-        unused = has_no_effect(config)
-        # Check with the default of each key without effect, because its value may be
-        # one that a run refuses.
-        used = config.model_copy(update=_defaults_for(cls, unused))
-        if not problems_of_run(used):
-            unused |= has_no_effect_in_run(_with_nobody_held_out(config))
-        found = _no_effect(config, unused, complete=False)
-        return {problem.key: unused[problem.key] for problem in found}
 
     @classmethod
     def load(cls, path: Path | None = None, overrides: Sequence[str] = ()) -> Config:
@@ -196,7 +139,7 @@ class Config(Fields):
 
         ``make`` of this mapping returns an equal config.
         """
-        values: dict[str, Scalar] = values_of(self)
+        values: dict[str, Scalar] = self.model_dump(by_alias=True)
         return {key: values[key] for key in _KEYS}
 
     def late_decays(self) -> list[str]:
@@ -234,44 +177,6 @@ class Config(Fields):
 
 # all keys, in the order of the tables in docs/config.md
 _KEYS = [key for group in GROUPS for key in Config.keys(group)]
-
-
-def _no_effect(
-    config: Config, unused: Mapping[str, str], complete: bool
-) -> list[Problem]:
-    """Return the problems of keys that are set but have no effect."""
-    values, defaults = values_of(config), defaults_of(type(config))
-    preset = _OF_THE_COMPOSE_FILE if complete else ()
-    problems = []
-    for key, needs in unused.items():
-        if values[key] != defaults[key] and key not in preset:
-            problems.append(
-                Problem(
-                    "no-effect", f"{key}={values[key]!r} has no effect: {needs}", key
-                )
-            )
-    return problems
-
-
-def _defaults_for(kind: type[Config], keys: Iterable[str]) -> dict[str, Any]:
-    """Return the default of each key, by the name of its field."""
-    defaults = defaults_of(kind)
-    return {key.replace("-", "_"): defaults[key] for key in keys}
-
-
-def _with_nobody_held_out(config: Config) -> Config:
-    """Return the config with no held-out client if ``held-out-clients`` is 0.
-
-    If a client has the name 0, the config does not change.
-    """
-    if config.held_out_clients.strip() != "0":
-        return config
-    from fedbn_flwr.lab.config.data import data_of
-
-    data = data_of(config)
-    if data.split_name == "natural" and "0" in data.info.client_names:
-        return config
-    return config.model_copy(update={"held_out_clients": ""})
 
 
 def state_in_out(config: Config) -> Path:

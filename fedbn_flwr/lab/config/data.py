@@ -126,6 +126,15 @@ class RunData:
         return "natural" if self.info.grouped else "iid"
 
     @property
+    def held_out(self) -> str:
+        """``held-out-clients``, or "" if it is 0 and no client has the name 0."""
+        text = self.config.held_out_clients
+        if text.strip() != "0":
+            return text
+        is_name = self.split_name == "natural" and "0" in self.info.client_names
+        return text if is_name else ""
+
+    @property
     def plain_task(self) -> Task:
         """The learning task with its own metrics."""
         of_data = self.info.task

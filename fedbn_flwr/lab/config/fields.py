@@ -25,7 +25,7 @@ from pydantic import (
 from pydantic.fields import FieldInfo
 
 from fedbn_flwr.errors import ConfigError
-from fedbn_flwr.lab.config.values import refuse_bool, split
+from fedbn_flwr.lab.config.values import split
 from fedbn_flwr.privacy.protection_settings import DPSettings, MaskSettings
 from fedbn_flwr.server.methods.params import (
     SET,
@@ -506,17 +506,6 @@ else:
         "SettingsOfMethods", __base__=Group, **settings_of_methods(), **_PROTECTIONS
     )
 
-_OWN_GROUPS: tuple[type[Group], ...] = (
-    MethodKeys,
-    Data,
-    Clients,
-    Model,
-    Rounds,
-    TrainingKeys,
-    Tests,
-    Files,
-)
-
 
 class Fields(
     MethodKeys,
@@ -567,8 +556,8 @@ class Fields(
     def keys(cls, group: str) -> list[str]:
         """Return the keys of a group, in order."""
         names: list[str] = []
-        for kind in _OWN_GROUPS:
-            if kind.group == group:
+        for kind in cls.__mro__:
+            if issubclass(kind, Group) and vars(kind).get("group") == group:
                 names += kind.model_fields
         # The settings of methods and protections are not in a class of their group.
         # Each of them declares its group.
@@ -577,12 +566,20 @@ class Fields(
                 names.append(name)
         return [name.replace("_", "-") for name in names]
 
+    # Pydantic would read true as 1 and false as 0.
     @field_validator("*", mode="before")
     @classmethod
-    def _no_bool(cls, value: Any, info: ValidationInfo) -> Any:
-        name = info.field_name or ""
-        wanted = getattr(cls.model_fields[name].annotation, "__name__", "")
-        return refuse_bool(name, value, wanted)
+    def _refuse_bool(cls, value: Any, info: ValidationInfo) -> Any:
+        wanted = cls.model_fields[str(info.field_name)].annotation
+        # YAML reads dp: off as false.
+        if value is False and info.field_name == "dp":
+            return "off"
+        if isinstance(value, bool) and wanted is not bool:
+            hint = ""
+            if wanted is str:
+                hint = """ (YAML reads yes, no, on and off as true or false; use quotes, "'yes'")"""
+            raise ValueError(f"{str(value).lower()} is neither a number nor text{hint}")
+        return value
 
     @field_validator(
         "dataset",
@@ -610,3 +607,19 @@ def only_if_of(kind: type[BaseModel], key: str) -> dict[str, Any]:
     field = kind.model_fields[key.replace("-", "_")]
     conditions: dict[str, Any] = extra_of(field).get("only_if", {})
     return conditions
+
+
+def defaults_of(kind: type[Fields]) -> dict[str, Any]:
+    """Return the default of each key."""
+    fields = kind.model_fields.items()
+    return {field.alias or name: field.default for name, field in fields}
+
+
+ONLY_IF: Mapping[str, dict[str, Any]] = {
+    key: only_if_of(Fields, key) for key in defaults_of(Fields)
+}
+"""The condition for the effect of a key."""
+USERS: Mapping[str, list[str]] = {
+    key: methods_with(key.replace("-", "_")) for key in defaults_of(Fields)
+}
+"""The methods that have a key, or [] if every method has it."""

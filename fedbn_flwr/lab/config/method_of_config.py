@@ -41,14 +41,13 @@ def method_of(config: Fields) -> MethodOfConfig:
 
 @dataclass(frozen=True)
 class MethodOfConfig:
-    """The method of a run; with ``strategy=centralized``, only its tests."""
+    """The method of a run.
+
+    ``strategy=centralized``, the reference on all data without clients, has FedAvg's
+    settings and tests.
+    """
 
     config: Fields
-
-    @property
-    def centralized(self) -> bool:
-        """Whether the run is the reference on all data, without clients."""
-        return self.config.strategy == CENTRALIZED
 
     @cached_property
     def strategy(self) -> StrategyClass:
@@ -57,7 +56,8 @@ class MethodOfConfig:
         Raises:
             ConfigError: two of the methods cannot be combined.
         """
-        return combined(*(STRATEGIES[name] for name in self.config.method_names))
+        names = self.config.method_names
+        return combined(*(STRATEGIES[name] for name in names if name != CENTRALIZED))
 
     @cached_property
     def params(self) -> Params:
@@ -87,8 +87,6 @@ class MethodOfConfig:
             learning: use ``learning_parts`` instead of ``split_state``.
         """
         split = learning_parts if learning else split_state
-        if self.centralized:
-            return split(model)
         # Some models show their head only in a forward pass. The pass uses two random
         # inputs.
         return split(
@@ -130,33 +128,30 @@ class MethodOfConfig:
             return asked
         # If clients keep parts of the model, no client uses the plain global model, so
         # test the clients' own models.
-        if not self.centralized and self.methods.own_models:
+        if self.methods.own_models:
             return ("personal-own",)
         return ("global",)
 
     @property
     def tests_own_models(self) -> bool:
         """Whether the main test tests each client's own model."""
-        if self.centralized or not self.tests[0].startswith("personal"):
-            return False
-        return self.methods.own_models or self.params.fine_tune > 0
+        own = self.methods.own_models or self.params.fine_tune > 0
+        return own and self.tests[0].startswith("personal")
 
     @property
     def reestimates(self) -> bool:
         """Whether BN statistics are re-estimated before tests."""
-        if self.centralized:
-            return False
         return self.methods.reestimates or "recalibrated" in self.tests
 
     @property
     def freezes_bn(self) -> bool:
         """Whether the method freezes BN in some round."""
-        return not self.centralized and self.methods.freezes_bn
+        return self.methods.freezes_bn
 
     @property
     def shares_nothing(self) -> bool:
         """Whether the clients share no part of the model."""
-        return not self.centralized and Part.REST in self.methods.local
+        return Part.REST in self.methods.local
 
     @property
     def dp(self) -> DPSettings:
@@ -171,21 +166,17 @@ class MethodOfConfig:
         )
 
 
-def rounds_of_decays(config: Fields) -> list[int | str]:
-    """Return the rounds after which the learning rate decays, or "freeze"."""
+def learning_rate_of(config: Fields) -> LearningRate:
+    """Return the learning rate over the rounds, the same in every engine."""
+    # A decay comes after a round, or at "freeze".
     after: list[int | str] = []
-    for text, _ in read_decays(config.lr_decay_at, config.lr_decay_factor):
+    factors = []
+    for text, factor in read_decays(config.lr_decay_at, config.lr_decay_factor):
         value = number(text)
         at = None if value is None else round_of(value, config.num_server_rounds)
         after.append(text if at is None else at)
-    return after
-
-
-def learning_rate_of(config: Fields) -> LearningRate:
-    """Return the learning rate over the rounds, the same in every engine."""
-    decays = read_decays(config.lr_decay_at, config.lr_decay_factor)
-    factors = tuple(factor for _, factor in decays)
-    return LearningRate(config.learning_rate, tuple(rounds_of_decays(config)), factors)
+        factors.append(factor)
+    return LearningRate(config.learning_rate, tuple(after), tuple(factors))
 
 
 def schedule_changes(config: Fields, begun_with: int) -> list[str]:

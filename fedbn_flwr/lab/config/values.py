@@ -16,7 +16,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.problems import Problem, tell
 
 RENAMED = {"fedtan-exchange": "fedtan-transport"}
@@ -82,29 +81,6 @@ def new_names(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]
     return {RENAMED.get(key, key): value for key, value in values.items()}, twice
 
 
-def refuse_bool(key: str, value: Any, wanted: str) -> Any:
-    """Return the value of a key, but refuse true and false for a number or a text.
-
-    Pydantic would read true as 1 and false as 0.
-
-    Args:
-        key: the key or the field's name; ``dp`` reads YAML's ``off``.
-        value: the given value.
-        wanted: the type of the key: "bool", "str", or another type.
-
-    Raises:
-        ValueError: the value is true or false, and another type is wanted.
-    """
-    if value is False and key == "dp":
-        return "off"
-    if isinstance(value, bool) and wanted != "bool":
-        hint = ""
-        if wanted == "str":
-            hint = """ (YAML reads yes, no, on and off as true or false; use quotes, "'yes'")"""
-        raise ValueError(f"{str(value).lower()} is neither a number nor text{hint}")
-    return value
-
-
 # --- values that are texts ------------------------------------------------------------
 def split(text: str) -> list[str]:
     """Return the texts between commas, stripped, without empty texts.
@@ -137,49 +113,37 @@ def read_decays(at: str, factor: str) -> list[tuple[str, float]]:
     """Return (time, factor) of each decay of the learning rate, with time as text.
 
     Args:
-        at: ``lr-decay-at``.
-        factor: ``lr-decay-factor``.
-
-    Raises:
-        ConfigError: an entry is neither a round, a fraction of the rounds nor "freeze",
-            or the factors do not fit.
+        at: ``lr-decay-at``; an entry is a round, a share of the rounds or "freeze".
+        factor: ``lr-decay-factor``, one for all decays or one for each.
     """
-    # Read the times of the decays. Each entry is a round, a share of the rounds or
-    # "freeze".
-    entries = split(at)
-    for entry in entries:
+    times, factors = split(at), [float(text) for text in split(factor)]
+    if len(factors) == 1:
+        factors *= len(times)
+    return list(zip(times, factors, strict=True))
+
+
+def wrong_decay_time(at: str) -> str:
+    """Return the first entry of ``lr-decay-at`` that is not allowed, or ""."""
+    for entry in split(at):
         value = number(entry)
         is_round = isinstance(value, int) and value >= 0
         is_fraction = isinstance(value, float) and 0 <= value <= 1
         if not (entry == "freeze" or is_round or is_fraction):
-            raise ConfigError(
-                f"lr-decay-at: {entry!r} is not a round (int), a fraction in [0, 1] or"
-                " 'freeze'",
-                code="decay-time",
-            )
+            return entry
+    return ""
 
-    # Read the factors: one for all decays, or one for each decay. A text that is not a
-    # number counts as 0 and is refused below.
-    factors = [float(number(text) or 0) for text in split(factor)]
-    positive = all(one > 0 for one in factors)
-    if not positive or len(factors) not in (1, len(entries)):
-        raise ConfigError(
-            f"lr-decay-factor={factor!r} must be one number above 0, or one for each of"
-            f" the {len(entries)} entries of lr-decay-at",
-            code="decay-factors",
-        )
-    if len(factors) == 1:
-        factors *= len(entries)
-    return list(zip(entries, factors, strict=True))
+
+def wrong_decay_factors(at: str, factor: str) -> str:
+    """Return the number of decays if the factors do not fit them, or ""."""
+    # A text that is not a number counts as 0 and is refused.
+    factors = [number(text) or 0 for text in split(factor)]
+    decays = len(split(at))
+    fits = len(factors) in (1, decays) and all(one > 0 for one in factors)
+    return "" if fits else str(decays)
 
 
 CENTRALIZED = "centralized"
 NAMES_FILE = "names.json"
-_REGISTRY_OF = {
-    "norm": "norms",
-    "dataset": "datasets",
-    "partition": "partitions",
-}
 
 
 @functools.cache
@@ -193,7 +157,7 @@ def rows(registry: str) -> list[tuple[str, str, str]]:
     """Return (name, summary, source) of each entry of a registry.
 
     Args:
-        registry: strategies, norms, models, datasets or partitions.
+        registry: strategies, norms, models, datasets, partitions or tasks.
     """
     return [(name, summary, source) for name, summary, source in _content()[registry]]
 
@@ -204,7 +168,4 @@ def allowed(key: str) -> Collection[str]:
     Args:
         key: norm, dataset, partition or task.
     """
-    if key in _REGISTRY_OF:
-        return [name for name, _, _ in rows(_REGISTRY_OF[key])]
-    names: list[str] = _content()["allowed"][key]
-    return names
+    return [name for name, _, _ in rows(f"{key}s")]

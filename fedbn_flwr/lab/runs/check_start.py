@@ -18,7 +18,7 @@ from torch import nn
 from fedbn_flwr.batchnorm.parts import split_state
 from fedbn_flwr.errors import ConfigError, FedBNError, NormLayerError, install_extra
 from fedbn_flwr.lab.config import CENTRALIZED, STATE_IN_OUT, Config, data_of, method_of
-from fedbn_flwr.lab.config.check_keys import of_error
+from fedbn_flwr.lab.config.check_config import of_reading
 from fedbn_flwr.lab.models import build_model
 from fedbn_flwr.lab.models.initial import FILES
 from fedbn_flwr.lab.own_code import own_function
@@ -95,15 +95,9 @@ def checked_config(config: Config) -> CheckedConfig:
 def _problems_here(config: Config) -> Iterator[Problem]:
     """Yield each reason why the run cannot start on this machine."""
     # Check the device, and the packages of extras.
-    try:
-        pick_device(config.device)
-    except ConfigError as error:
-        yield of_error(error, "device")
+    yield from of_reading("device", lambda: pick_device(config.device))
     if config.loop:
-        try:
-            own_function("loop", config.loop)
-        except ConfigError as error:
-            yield of_error(error, "loop")
+        yield from of_reading("loop", lambda: own_function("loop", config.loop))
     if config.tensorboard and importlib.util.find_spec("tensorboard") is None:
         yield Problem(
             "tensorboard-missing",

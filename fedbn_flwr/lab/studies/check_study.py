@@ -9,7 +9,7 @@ from typing import Any
 
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.lab.config import read_overrides
-from fedbn_flwr.lab.config.check_keys import of_name
+from fedbn_flwr.lab.config.check_config import of_name
 from fedbn_flwr.lab.config.values import merged
 from fedbn_flwr.lab.studies.study import Cell, Study
 from fedbn_flwr.problems import Problem, tell

@@ -221,6 +221,11 @@ OPTIONS: tuple[type[Option[Any]], ...] = (
 """The options, in the order in which they act."""
 
 
+def chosen_options(params: Any) -> list[type[Option[Any]]]:
+    """Return the options that the settings ask for."""
+    return [kind for kind in OPTIONS if kind.chosen(params)]
+
+
 # --- what may be wrong ----------------------------------------------------------------
 MomentumScope.rows = (
     Problem(

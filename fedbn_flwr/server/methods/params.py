@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, ClassVar, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
@@ -250,9 +249,7 @@ class Settings(BaseModel):
                 value = getattr(self, problem.key, None)
                 if field is None or value == field.default:
                     continue
-                key = problem.key.replace("_", "-")
-                text = f"{key}={value!r} has no effect: {problem.text}"
-                problem = replace(problem, code="no-effect", text=text)
+                problem = problem.with_value(value)
             yield problem
 
 

@@ -31,7 +31,7 @@ from fedbn_flwr.server.methods.method import (
     declared,
     reestimates,
 )
-from fedbn_flwr.server.methods.options import OPTIONS
+from fedbn_flwr.server.methods.options import chosen_options
 from fedbn_flwr.server.methods.params import Params, tests_in
 from fedbn_flwr.server.methods.travels import (
     TRACKED,
@@ -72,11 +72,10 @@ class Methods:
         self.params: Params | Any = params
         self.tests = tests_in(params.eval_on)
         self.name = "+".join(kind.name for kind in kinds)
-        options = [kind for kind in OPTIONS if kind.chosen(params)]
         # Options come first, because a method must see the model that the options
         # leave.
         self._methods: tuple[Method[Any, Any], ...] = tuple(
-            kind(params) for kind in (*options, *kinds)
+            kind(params) for kind in (*chosen_options(params), *kinds)
         )
 
     def __iter__(self) -> Iterator[Method[Any, Any]]:

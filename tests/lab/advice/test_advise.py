@@ -192,7 +192,7 @@ def test_validation_results_after_the_choice_change_nothing(
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"rounds": 60}, "too small for one halving of 9 trials. Give at least 101 "),
+        ({"rounds": 60}, "too small for one halving of 12 trials. Give at least 113 "),
         ({"rounds": 101}, "too small for one halving of 12 trials. Give at least 113 "),
         ({"rounds": 60, "hours": 1.0}, "two budgets"),
         ({"rates": [0.1, 0.2, 0.1]}, "three different"),
@@ -233,9 +233,10 @@ def test_a_folder_with_another_use_is_refused(out: Path, tmp_path: Path) -> None
     (tmp_path / "notes.txt").touch()
     with pytest.raises(ConfigError, match="new or empty folder"):
         advice_of(tmp_path)
-    for rounds in (101, 102):  # no trial was done, so other settings are allowed
+    for rounds in (101, 102):
         with pytest.raises(ConfigError, match=f"budget of {rounds} rounds"):
             advice_of(tmp_path / "new", rounds=rounds)
+        assert not (tmp_path / "new").exists(), "refused before any work"
     with pytest.raises(ConfigError, match="metrics"):
         advice_of(out, metric="auroc")
 

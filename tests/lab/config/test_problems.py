@@ -11,8 +11,12 @@ import pytest
 
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.lab.config import CENTRALIZED, GROUPS, Config
-from fedbn_flwr.lab.config.check_keys import defaults_of
-from fedbn_flwr.lab.config.fields import config_fields, methods_with, only_if_of
+from fedbn_flwr.lab.config.fields import (
+    config_fields,
+    defaults_of,
+    methods_with,
+    only_if_of,
+)
 from fedbn_flwr.lab.config.values import allowed
 from fedbn_flwr.lab.data import DATASETS, PARTITIONS
 from fedbn_flwr.norms import NORMS
@@ -355,6 +359,18 @@ def test_a_key_whose_conditions_are_not_met_has_no_effect(key: str) -> None:
         p.text for p in _problems_of({**unmet, key: another(key)}) if p.key == key
     ]
     assert "has no effect: it is for " in text
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_shared_key_without_effect_is_left_out(name: str) -> None:
+    """The conditions of a key are those of the method that reads it."""
+    for key in CONDITIONAL:
+        own, shared = {"strategy": name}, {key: another(key)}
+        told = problems(shared, lambda base, own=own: Config.make_of_shared(base, own))
+        assert "no-effect" not in {code for code, _ in told}
+        if not told:
+            config, dropped = Config.make_of_shared(shared, own)
+            assert (key in dropped) == (config == Config.make(own)), key
 
 
 def _problems_of(settings: dict[str, Any]) -> Any:

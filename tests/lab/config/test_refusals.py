@@ -25,7 +25,7 @@ from fedbn_flwr import client_app
 from fedbn_flwr.batchnorm.parts import split_state
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.lab.config import Config, method_of
-from fedbn_flwr.lab.config.check_keys import defaults_of
+from fedbn_flwr.lab.config.fields import defaults_of
 from fedbn_flwr.lab.runs.check_start import checked_config, refuse_too_few_clients
 from fedbn_flwr.lab.studies.check_study import load_study
 from fedbn_flwr.lab.studies.study import Study

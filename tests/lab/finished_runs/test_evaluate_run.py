@@ -189,7 +189,7 @@ def test_other_classes_are_refused(
     info = dataclasses.replace(DATASETS["digits"], name="others", num_classes=count)
     monkeypatch.setitem(DATASETS, "others", info)
     monkeypatch.setattr(
-        "fedbn_flwr.lab.config.check_keys.allowed",
+        "fedbn_flwr.lab.config.check_config.allowed",
         lambda key: DATASETS if key == "dataset" else allowed(key),
     )
     with pytest.raises(

@@ -49,7 +49,7 @@ def counts(monkeypatch: pytest.MonkeyPatch) -> Counts:
 
         monkeypatch.setattr(module, name, counting)
 
-    count(configs, "problems_of_run")
+    count(configs, "check_data_and_methods")
     count(run_module, "checked_config")
     count(check_start, "checked_config")  # the server app takes it when it runs
     count(setup, "build_model")
@@ -64,7 +64,11 @@ def test_the_command_checks_and_builds_once(counts: Counts, tmp_path: Path) -> N
     assert result.exit_code == 0, result.output
     assert (tmp_path / "out/summary.json").is_file()
     # The answer at the end reads the config from the folder, which checks it again.
-    assert counts == {"problems_of_run": 2, "checked_config": 1, "build_model": 1}
+    assert counts == {
+        "check_data_and_methods": 2,
+        "checked_config": 1,
+        "build_model": 1,
+    }
 
 
 @pytest.mark.parametrize(
@@ -79,7 +83,11 @@ def test_so_does_a_run_from_python(
 ) -> None:
     workers = more.pop("workers", 0)
     run_module.run(Config.make({**SMALL, **more}), tmp_path / "out", workers=workers)
-    assert counts == {"problems_of_run": 1, "checked_config": 1, "build_model": 1}
+    assert counts == {
+        "check_data_and_methods": 1,
+        "checked_config": 1,
+        "build_model": 1,
+    }
 
 
 def test_under_flower_the_server_and_the_clients_do_so_each_in_its_process(
@@ -92,7 +100,7 @@ def test_under_flower_the_server_and_the_clients_do_so_each_in_its_process(
         flower_app.server_app(grid, context)
     assert (tmp_path / "out/summary.json").is_file()
     assert counts == {
-        "problems_of_run": 2,
+        "check_data_and_methods": 2,
         "checked_config": 1,
         "build_model": 2,
     }, "the server's, and one for all three clients"

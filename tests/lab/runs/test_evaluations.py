@@ -430,7 +430,7 @@ def own_task(
         DATASETS, "mine", dataclasses.replace(DATASETS["digits"], **own)
     )
     monkeypatch.setattr(
-        "fedbn_flwr.lab.config.check_keys.allowed",
+        "fedbn_flwr.lab.config.check_config.allowed",
         lambda key: DATASETS if key == "dataset" else allowed(key),
     )
     _load.cache_clear()

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import json
 import os
 import shutil
 from collections.abc import Generator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pandas as pd
 import pytest
 import torch
 import yaml
+from rich.console import Console
+from rich.progress import Progress
 
 from fedbn_flwr.errors import ConfigError, EngineError, RunFailedError, StateError
+from fedbn_flwr.lab.cli import sweep_command
 from fedbn_flwr.lab.config import RENAMED
 from fedbn_flwr.lab.output.folder import lock_folder
 from fedbn_flwr.lab.studies import one_run
@@ -633,3 +638,26 @@ def test_a_refused_study_leaves_that_of_the_folder(
     with pytest.raises(ConfigError, match="nowhere"):
         sweep(other, out)
     assert (out / "study.yaml").read_text() == before
+
+
+@pytest.mark.parametrize("seconds", [7.0, 25.0, 60.0, 61.0, 90.0])
+def test_a_log_has_a_line_of_a_long_run_each_minute(
+    seconds: float, study: Study, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A line comes in the first round that ends more than a minute after the last."""
+    clock, log = [0.0], io.StringIO()
+    timer = SimpleNamespace(monotonic=lambda: clock[0])
+    monkeypatch.setattr(sweep_command, "time", timer)
+    monkeypatch.setattr(sweep_command, "complaints", Console(file=log, width=100))
+    display = sweep_command.Display(Progress(disable=True), "small")
+    cell = next(iter(study.cells()))
+    display.plan([cell], [cell])
+    on_round = display.begin(cell)
+    wanted, last = [], 0.0
+    for number in range(1, 40):
+        clock[0] = seconds * number
+        on_round({"round": number, "train-loss": 0.5})
+        if clock[0] - last > 60:
+            wanted.append(f"{cell.name}, round {number}: loss 0.5000")
+            last = clock[0]
+    assert log.getvalue().splitlines() == wanted

@@ -1,0 +1,555 @@
+"""The refusals of a config. ``Config.make`` calls these stages in order.
+
+1. ``check_fields``: each key alone. Unknown keys, types, limits and names.
+2. ``check_rows``: the keys together. ``ROWS`` has the keys that exclude each other, and
+   ``only_if`` at a key has the condition for its effect.
+3. ``check_data_and_methods``: the data with the model and the task, then the methods,
+   then the protections, then keys without effect on these data and tests.
+
+Each of the stages 1 and 2 reports all its problems. Stage 3 reports all problems of its
+first part that has some, because each part needs the parts before it.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from pydantic import ValidationError
+
+from fedbn_flwr.errors import ConfigError, FedBNError, unknown_name
+from fedbn_flwr.lab.config.data import RunData, data_of
+from fedbn_flwr.lab.config.fields import (
+    ONLY_IF,
+    PARAMS,
+    USERS,
+    Fields,
+    defaults_of,
+)
+from fedbn_flwr.lab.config.method_of_config import MethodOfConfig, method_of
+from fedbn_flwr.lab.config.values import (
+    CENTRALIZED,
+    allowed,
+    new_names,
+    split,
+    wrong_decay_factors,
+    wrong_decay_time,
+)
+from fedbn_flwr.lab.models import MODELS, model_info
+from fedbn_flwr.messages.protocol import SERIES_PATTERN
+from fedbn_flwr.privacy.protection_settings import MASKED_UPDATES, DPSettings
+from fedbn_flwr.problems import Known, Problem, found_problems
+from fedbn_flwr.server.methods.check_protections import uncovered
+from fedbn_flwr.server.methods.method import ROLES
+from fedbn_flwr.server.methods.params import EVALUATIONS, TEST_BN, of_pydantic, unmet
+from fedbn_flwr.strategies import METHODS
+
+# The service `cli` of docker-compose.yml sets these keys in every run config, and a
+# user cannot leave them out there. A run that cannot use them therefore ignores them.
+_OF_THE_COMPOSE_FILE = (
+    "fedtan-transport",
+    "fedtan-bind",
+    "fedtan-address",
+    "fedtan-tls-dir",
+)
+F = TypeVar("F", bound=Fields)
+
+
+def of_error(error: FedBNError, key: str = "") -> Problem:
+    """Return an error about a value of the config as a problem of its key."""
+    return Problem(error.code, str(error), key)
+
+
+def of_name(key: str, name: str, allowed: Collection[str]) -> list[Problem]:
+    """Return the problem of a name that is not allowed, or [] if it is allowed."""
+    if name in allowed:
+        return []
+    return [of_error(unknown_name(key, name, allowed), key)]
+
+
+def of_reading(key: str, read: Callable[[], object]) -> Iterator[Problem]:
+    """Call ``read``, and yield its error, if any, as a problem of a key."""
+    try:
+        read()
+    except FedBNError as error:
+        yield of_error(error, key)
+
+
+def checked_keys(
+    kind: type[F], values: Mapping[str, Any], complete: bool = False
+) -> tuple[F, list[Problem]]:
+    """Return the config of the valid settings, and the problems of stages 1 and 2.
+
+    Args:
+        kind: the class to return.
+        values: the settings, under new or old names.
+        complete: whether ``values`` has all keys, see ``Config.make``.
+    """
+    config, problems = check_fields(kind, values, complete)
+    problems += check_rows(config)
+    # Keys of the compose file without effect count as not set.
+    preset = _OF_THE_COMPOSE_FILE if complete else ()
+    unused = [one for one in problems if one.reason and one.key in preset]
+    defaults = defaults_of(kind)
+    not_set = {one.key.replace("-", "_"): defaults[one.key] for one in unused}
+    refused = [one for one in problems if one not in unused]
+    return config.model_copy(update=not_set), refused
+
+
+# --- stage 1: each key alone ----------------------------------------------------------
+def check_fields(
+    kind: type[F], values: Mapping[str, Any], complete: bool
+) -> tuple[F, list[Problem]]:
+    """Return the valid settings, and the problems of single keys.
+
+    A setting with a problem has its default in the result. The arguments are those of
+    ``checked_keys``.
+    """
+    settings, problems = new_names(values)
+    # The default of local-epochs does not count if local-steps is set, so compare the
+    # given values. Flower's run config always has local-epochs: the value 1 then counts
+    # as not set.
+    steps, epochs = settings.get("local-steps"), settings.get("local-epochs")
+    if steps and epochs and epochs != (1 if complete else 0):
+        problems.append(
+            Problem(
+                "two-lengths",
+                f"local-steps={steps} and local-epochs={epochs} are both set. Set one of"
+                " them",
+                "local-steps",
+            )
+        )
+
+    # Check the keys, and the type and the limits of each value.
+    fields = {field.alias or name: field for name, field in kind.model_fields.items()}
+    try:
+        config = kind.model_validate(dict(settings))
+    except ValidationError as error:
+        for problem in of_pydantic(error, fields):
+            if problem.key not in fields:
+                problem = _unknown_key(problem.key, fields)
+            problems.append(problem)
+            settings = {k: v for k, v in settings.items() if str(k) != problem.key}
+        config = kind.model_validate(settings)
+
+    # Check the names of methods, norms, data sets, splits, tasks and tests.
+    return config, [*problems, *_wrong_names(config)]
+
+
+def _unknown_key(key: str, keys: Collection[str]) -> Problem:
+    """Return the problem of an unknown key, with the nearest keys.
+
+    These are the keys with its initials or with its word, or else a similar key.
+    """
+    hint = " No key has a similar name."
+    near = []
+    for known in keys:
+        words = known.split("-")
+        if key in (*words, "".join(word[0] for word in words)):
+            near.append(known)
+    near = near or difflib.get_close_matches(key, keys, n=1)
+    if near:
+        hint = f" Did you mean {' or '.join(map(repr, near))}?"
+    return Problem("unknown-key", f"unknown key {key!r}.{hint}", key)
+
+
+def _wrong_names(config: Fields) -> Iterator[Problem]:
+    """Yield a problem for each unknown name, and for methods that are named twice."""
+    yield from of_name("strategy", config.strategy, [*METHODS, CENTRALIZED])
+    for role in ROLES:
+        of_role = [name for name, method in METHODS.items() if method.role == role]
+        for name in split(getattr(config, role.replace("-", "_"))):
+            yield from of_name(role, name, of_role)
+    names = config.method_names
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        yield Problem(
+            "method-named-twice",
+            f"{', '.join(twice)}: strategy, local-part, client-hooks and server-step name"
+            " this method twice; name it once",
+            "strategy",
+        )
+    yield from of_name("norm", config.norm, allowed("norm"))
+    # A name with a colon is own data, such as npz:PATH, and not a registered data set.
+    if ":" not in config.dataset:
+        yield from of_name("dataset", config.dataset, allowed("dataset"))
+    if config.partition:
+        yield from of_name("partition", config.partition, allowed("partition"))
+    if config.task:
+        yield from of_name("task", config.task, allowed("task"))
+    for name in split(config.eval_on):
+        yield from of_name("eval-on", name, EVALUATIONS)
+
+
+# --- stage 2: the keys together -------------------------------------------------------
+ROWS: Sequence[Problem] = (
+    # rounds, steps and the learning rate
+    Problem(
+        "early-stopping-without-validation",
+        "early-stopping={params.early_stopping} needs validation-share above 0: the"
+        " score comes from examples that no client trains on",
+        "early-stopping",
+        when=lambda config, _: config.early_stopping and not config.validation_share,
+    ),
+    Problem(
+        "early-stopping-without-checkpoint",
+        "early-stopping={params.early_stopping} goes back to the checkpoint of the best"
+        " round: set checkpoint-every above 0",
+        "early-stopping",
+        when=lambda config, _: config.early_stopping and not config.checkpoint_every,
+    ),
+    Problem(
+        "no-local-step",
+        "local-steps and local-epochs are both 0: nothing to train; set one of them"
+        " above 0",
+        "local-steps",
+        when=lambda config, _: not config.local_steps and not config.local_epochs,
+    ),
+    Problem(
+        "decay-time",
+        "lr-decay-at: {found!r} is not a round (int), a fraction in [0, 1] or 'freeze'",
+        "lr-decay-at",
+        when=lambda config, _: wrong_decay_time(config.lr_decay_at),
+    ),
+    Problem(
+        "decay-factors",
+        "lr-decay-factor={params.lr_decay_factor!r} must be one number above 0, or one"
+        " for each of the {found} entries of lr-decay-at",
+        "lr-decay-at",
+        when=lambda config, _: wrong_decay_factors(
+            config.lr_decay_at, config.lr_decay_factor
+        ),
+    ),
+    # tests
+    Problem(
+        "no-main-metric",
+        "the first test of eval-on gives the run's main metric, but personal-domains has"
+        " no mean: name another test before it",
+        "eval-on",
+        when=lambda config, _: split(config.eval_on)[:1] == ["personal-domains"],
+    ),
+    Problem(
+        "test-without-test-bn",
+        "eval-on={found} needs test-bn: set test-bn to batch or mix",
+        "test-bn",
+        when=lambda config, _: (
+            not config.test_bn
+            and ",".join(
+                name for name in split(config.eval_on) if name.endswith(TEST_BN)
+            )
+        ),
+    ),
+    # protections
+    Problem(
+        "protection-without-clients",
+        "strategy=centralized has no clients to protect: leave dp and masked-sums out",
+        "dp masked-sums",
+        when=lambda config, _: config.protected and config.strategy == CENTRALIZED,
+    ),
+    Problem(
+        "masked-sum-of-one",
+        "masked-sums=true needs at least 2 clients, but num-clients=1: a sum over one"
+        " client is this client's update",
+        "masked-sums",
+        when=lambda config, _: config.masked_sums and config.num_clients == 1,
+    ),
+    *DPSettings.rows,
+    replace(
+        MASKED_UPDATES,
+        when=lambda config, _: config.masked_sums and config.dp == "server",
+    ),
+    # Noise covers only the model. Whether a round has a result, and which round is the
+    # best, must therefore not depend on the clients' data.
+    Problem(
+        "dp-counts-replies",
+        "min-replies={params.min_replies} conflicts with dp, because a round with noise"
+        " has a result even without replies; leave min-replies out",
+        "min-replies",
+        when=lambda config, _: config.dp != "off" and config.min_replies > 1,
+    ),
+    Problem(
+        "dp-stops-early",
+        "early-stopping={params.early_stopping} chooses a round by the clients'"
+        " validation examples, which epsilon does not cover; leave early-stopping out",
+        "early-stopping",
+        when=lambda config, _: config.dp != "off" and config.early_stopping,
+    ),
+)
+"""The keys of a config that exclude each other."""
+
+# Keys that need clients. The reference run strategy=centralized has no clients and
+# cannot use them.
+_OF_A_FEDERATION = (
+    *(
+        "fraction-train",
+        "cohort-rounds",
+        "fraction-evaluate",
+        "min-replies",
+        "round-timeout",
+        "variance",
+    ),
+    *("momentum-scope", "agc", "recalibrate", *ROLES, "state-dir", "series"),
+    *("layers", "personal", "fine-tune", "loop"),
+)
+
+
+def check_rows(config: Fields) -> list[Problem]:
+    """Return the problems of keys that exclude each other, then keys without effect."""
+    found = [one.spelled("-") for one in found_problems(ROWS, config, Known())]
+
+    # Conditions are about the keys of this run. If the name of a method is misspelt, its
+    # keys are unknown.
+    names = config.method_names
+    misspelt = not {*PARAMS, CENTRALIZED}.issuperset(names)
+    ours = {}
+    for key, value in config.model_dump(by_alias=True).items():
+        if not USERS[key] or any(name in USERS[key] for name in names):
+            ours[key] = value
+
+    reasons, defaults = {}, defaults_of(type(config))
+    for key in _given(config):
+        if key in _OF_A_FEDERATION and config.strategy == CENTRALIZED:
+            reasons[key] = "strategy=centralized has no clients"
+        elif key in ours:
+            reasons[key] = unmet(ONLY_IF[key], ours, defaults)
+        elif not misspelt:
+            reasons[key] = f"it is for {', '.join(USERS[key])}"
+    refused = [one for one in found if one.effect == "refuse"]
+    unused = {one.key: one.text for one in found if one.effect == "no-effect"}
+    return [
+        *refused,
+        *_without_effect(config, reasons),
+        *_without_effect(config, unused),
+    ]
+
+
+def _given(config: Fields) -> dict[str, Any]:
+    """Return the values of the keys; a key with its default counts as not set."""
+    return config.model_dump(by_alias=True, exclude_defaults=True)
+
+
+def _without_effect(config: Fields, reasons: Mapping[str, str]) -> Iterator[Problem]:
+    """Yield a problem for each key that is set although it has no effect.
+
+    Args:
+        config: the settings.
+        reasons: the reason by key; "" if the key has an effect.
+    """
+    given = _given(config)
+    for key, reason in reasons.items():
+        if reason and key in given:
+            problem = Problem("no-effect", reason, key, effect="no-effect")
+            yield problem.with_value(given[key])
+
+
+# --- stage 3: the data and the methods ------------------------------------------------
+def check_data_and_methods(config: Fields) -> list[Problem]:
+    """Return the problems of the data, the methods and the protections.
+
+    If there are none, return the keys without effect on these data and tests.
+    """
+    data, method = data_of(config), method_of(config)
+    problems = [*_of_data(config, data)]
+    if not problems and config.strategy != CENTRALIZED:
+        try:
+            problems = [one.spelled("-") for one in method.problems("refuse")]
+            problems = problems or _of_protections(config, data, method)
+        except FedBNError as error:
+            problems = [of_error(error, "strategy")]
+    return problems or [*_without_effect(config, _unused(config, data, method))]
+
+
+def _of_data(config: Fields, data: RunData) -> Iterator[Problem]:
+    """Yield the problems of the data, their model, the task and the split."""
+    if config.series and not SERIES_PATTERN.fullmatch(config.series):
+        yield Problem(
+            "series-name",
+            f"series={config.series!r} must have 1 to 64 characters: letters, digits,"
+            " '.', '-' and '_', with no '.' at the beginning",
+            "series",
+        )
+    # The checks below need the data set, the model and the augmentation.
+    unreadable = [
+        *of_reading("dataset", lambda: data.info),
+        *of_reading("model", lambda: model_info(config.model)),
+        *of_reading("augment", lambda: data.augmentation),
+    ]
+    if unreadable:
+        yield from unreadable
+        return
+    info, augment = data.info, data.augmentation
+    yield from of_name("partition", data.split_name, allowed("partition"))
+    yield from of_reading("task", lambda: _check_task(config, data))
+
+    # The number of classes of own data comes from the data or from num-classes, so only
+    # a registered data set has a number to compare with.
+    classes = 0 if data.is_own else info.num_classes
+    if config.partition in ("", "classes") and 0 < classes < config.classes_per_client:
+        yield Problem(
+            "too-many-classes",
+            f"classes-per-client={config.classes_per_client} is more than the {classes}"
+            f" classes of dataset={config.dataset}; use 1 to {classes}",
+            "classes-per-client",
+        )
+    if 0 < config.num_classes < classes:
+        yield Problem(
+            "too-few-classes",
+            f"num-classes={config.num_classes} is less than the {classes} classes of"
+            f" dataset={config.dataset}",
+            "num-classes",
+        )
+
+    # torchvision's automatic augmentations move the pixels of an image but not its
+    # targets, so they do not fit classes of pixels.
+    augmentations = augment.each if augment and info.task.by_pixel else ()
+    for name in augmentations:
+        if name.endswith("-augment"):
+            yield Problem(
+                "augment-of-pixels",
+                f"augment={name} would move the image but not the classes of its pixels;"
+                f" leave {name} out",
+                "augment",
+            )
+
+
+def _check_task(config: Fields, data: RunData) -> None:
+    """Raise ConfigError if labels, metrics, model or feature-norm do not fit the task."""
+    info = data.info
+    # ``shape`` raises an error if the model does not accept an example of these data.
+    _ = data.shape
+    if config.task and config.task != info.task.name:
+        raise ConfigError(
+            f"task={config.task}: the labels of dataset={config.dataset} are for"
+            f" {info.task.name}. Leave task out, or use data of your own that have"
+            " such labels.",
+            code="task-of-labels",
+        )
+    # ``per_pixel`` is None for a user's own model, because its outputs are unknown
+    # here.
+    task, per_pixel = data.task, model_info(config.model).per_pixel
+    if per_pixel is not None and per_pixel != task.by_pixel:
+        fitting = []
+        for name, model in MODELS.items():
+            if model.per_pixel in (task.by_pixel, None):
+                fitting.append(name)
+        gives = "one vector of outputs for each example"
+        if per_pixel:
+            gives = "outputs for each pixel"
+        raise ConfigError(
+            f"dataset={config.dataset} is for {task.name}, but model={config.model} gives"
+            f" {gives}. Use another data set, or one of the models {', '.join(fitting)}",
+            code="model-of-task",
+        )
+    if config.feature_norm and task.by_pixel:
+        raise ConfigError(
+            "feature-norm is for a vector of features before a linear classifier, but"
+            f" the task {task.name} has a prediction for each pixel. Leave it out.",
+            code="feature-norm-of-pixels",
+        )
+
+
+def _of_protections(
+    config: Fields, data: RunData, method: MethodOfConfig
+) -> list[Problem]:
+    """Return the problems of values and results that dp or masks do not cover."""
+    problems: list[Problem] = []
+    if config.dp != "off":
+        problems += uncovered(method.methods, "dp", config.dp)
+        problems += _uncovered_results(config, method, "dp", "epsilon does")
+        # If the data determine the number of classes, one example with a new class adds
+        # an output to the model of all clients.
+        has_classes = data.info.task.name in ("classification", "segmentation")
+        if data.is_own and has_classes and not config.num_classes:
+            problems.append(
+                Problem(
+                    "dp-reads-classes",
+                    f"dp={config.dp}: the data decide the number of classes, which"
+                    " epsilon does not cover: set num-classes",
+                    "dp",
+                )
+            )
+    # If the settings of dp have problems, the checks of masks would report the same
+    # problems again.
+    if config.masked_sums and not problems:
+        problems += uncovered(method.methods, "masked-sums", "true")
+        problems += _uncovered_results(config, method, "masked-sums", "masks do")
+    return problems
+
+
+def _uncovered_results(
+    config: Fields, method: MethodOfConfig, key: str, protects: str
+) -> Iterator[Problem]:
+    """Yield a problem for each setting that reports results on the clients' data.
+
+    The protection covers only the updates of the clients, not these results.
+
+    Args:
+        config: the settings.
+        method: the method of the run.
+        key: the key of the protection.
+        protects: subject and verb of the message, such as "epsilon does".
+    """
+    tests = [
+        name
+        for name in method.tests
+        if name.startswith("personal") or name == "global-train"
+    ]
+    remedies = {
+        f"eval-on={','.join(tests)}": tests and "use eval-on=global",
+        "validation-share": config.validation_share and "leave it out",
+        "held-out-clients": config.held_out_clients and "leave it out",
+    }
+    for setting, remedy in remedies.items():
+        if remedy:
+            yield Problem(
+                "unprotected-report",
+                f"{setting} reports results on the clients' data, which {protects} not"
+                f" cover: {remedy}",
+                key,
+            )
+
+
+def _unused(config: Fields, data: RunData, method: MethodOfConfig) -> dict[str, str]:
+    """Return the reason why a key has no effect in this run, by key; "" if it has one."""
+    info, task, tests = data.info, data.plain_task, method.tests
+    metrics = split(config.metrics)
+    unused: dict[str, Any] = {
+        # the data
+        "augment": info.input_shape and "it is for images",
+        "image-size": not info.input_shape
+        and config.image_size not in (0, data.shape[1])
+        and f"model={config.model} takes images of {data.shape[1]} pixels",
+        "data-dir": not info.files and f"dataset={config.dataset} needs no files",
+        # The model of such a task has one output for any number of classes.
+        "num-classes": task.outputs(2) != 2 and f"task {task.name} has one output",
+        "metrics": metrics[:1] == [task.score]
+        and {*metrics} <= {*task.metrics}
+        and f"task {task.name} always reports it",
+        "classes-per-client": data.split_name != "classes"
+        and "it is for partition=classes",
+        "held-out-clients": data.held_out
+        and (
+            (method.shares_nothing and f"{config.title} shares no model")
+            or (data.on_nodes and "only the nodes have the data")
+        ),
+        # the tests
+        "fraction-evaluate": not any(test.startswith("personal") for test in tests)
+        and "no test of eval-on is done by clients",
+        "test-bn": not data.held_out
+        and not any(test.endswith(TEST_BN) for test in tests)
+        and "it is for tests of eval-on that end in -test-bn, and for held-out-clients",
+        "eval-on": config.strategy == CENTRALIZED
+        and not all(test.startswith(("global", "personal")) for test in tests)
+        and "strategy=centralized has one model: use tests whose names begin with global"
+        " or personal",
+        # the methods
+        "lr-decay-at": "freeze" in split(config.lr_decay_at)
+        and not method.freezes_bn
+        and f"freeze is for fixbn and fedtan2, and {config.title} never freezes BN",
+    }
+    if config.strategy != CENTRALIZED:
+        for problem in method.problems("no-effect"):
+            unused[problem.key.replace("_", "-")] = problem.text
+    return unused
