@@ -7,11 +7,9 @@ something.
 from __future__ import annotations
 
 import importlib
-import sys
 from typing import TYPE_CHECKING, Any
 
 from fedbn_flwr.lazy import imported_when_used
-from fedbn_flwr.moved import OldNames
 
 if TYPE_CHECKING:
     from fedbn_flwr.batchnorm.parts import split_state
@@ -79,8 +77,3 @@ if not TYPE_CHECKING:  # hidden: with __getattr__, a type checker would accept a
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__, *_ROOMS})
-
-
-# Add OldNames after Python's own finders, so that Python asks it only for modules
-# without a file.
-sys.meta_path.append(OldNames())

@@ -354,9 +354,17 @@ REMOVED = {
         " Batch renormalisation was removed in 0.3. For batches of a few examples, use"
         " norm=group."
     ),
+    "dataset 'cityscapes'": (
+        " Its reader was removed in 0.3. Read the files in your own function,"
+        " dataset=module:function."
+    ),
     "--fold-bn": (
         " Folding was removed in 0.3, because --format onnx folds BatchNorm by itself. In"
         " torch, use torch.fx.experimental.optimization.fuse."
+    ),
+    "partition --out": (
+        " Pictures of splits were removed in 0.3. pandas draws the printed table:"
+        " DataFrame(partition_counts(...)).plot.bar(stacked=True)."
     ),
 }
 """A sentence about each removed name and option."""

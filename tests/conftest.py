@@ -38,7 +38,6 @@ import pytest
 import torch
 from flwr.app import Context
 from flwr.clientapp import ClientApp
-from PIL import Image
 from torch import nn
 from torchvision.models.shufflenetv2 import ShuffleNetV2
 
@@ -258,49 +257,6 @@ def points() -> MakePoints:
 def datasets(request: pytest.FixtureRequest, points: MakePoints) -> list[Points]:
     """The data of clients, of the sizes in the module's ``SIZES``."""
     return [points(size, client) for client, size in enumerate(request.module.SIZES)]
-
-
-WriteCityscapes = Callable[
-    [Path, Mapping[str, int], Mapping[str, int], tuple[int, int]], Path
-]
-
-
-@pytest.fixture(scope="session")
-def write_cityscapes() -> WriteCityscapes:
-    """Provide ``write_cityscapes(folder, train, val, size)`` to write images.
-
-    The images of (height, width) have Cityscapes' layout, per city. The red value of a
-    pixel is its label id, drawn at random in 4 by 4 blocks of the image.
-    """
-
-    def write(
-        folder: Path,
-        train: Mapping[str, int],
-        val: Mapping[str, int],
-        size: tuple[int, int],
-    ) -> Path:
-        images = []
-        for part, cities in (("train", train), ("val", val)):
-            for city, count in cities.items():
-                images += [(part, city, number) for number in range(count)]
-        for part, city, number in images:
-            ids = np.random.default_rng(number).integers(0, 34, (4, 4)).astype(np.uint8)
-            ids = np.kron(ids, np.ones((size[0] // 4, size[1] // 4), np.uint8))
-            ids[0, 0] = 255  # the licence plate's -1, as a byte
-            name, root = f"{city}_{number:06}_000019", folder / "cityscapes"
-            image = np.stack([ids, 0 * ids, 0 * ids], axis=2)
-            files = (
-                ("leftImg8bit", "", image),
-                ("gtFine", "_labelIds", ids),
-                ("gtFine", "_instanceIds", ids + 1),
-            )
-            for kind, suffix, array in files:
-                path = root / kind / part / city / f"{name}_{kind}{suffix}.png"
-                path.parent.mkdir(parents=True, exist_ok=True)
-                Image.fromarray(array).save(path)
-        return folder
-
-    return write
 
 
 MakeModel = Callable[..., nn.Module]

@@ -17,6 +17,7 @@ from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.models import build_model
 from fedbn_flwr.norms import use_feature_norm
 from fedbn_flwr.norms.feature import NormalisedLinear
+from tests.support.pixels import SETTINGS as SEGMENTATION
 
 
 @pytest.mark.parametrize(
@@ -145,9 +146,7 @@ class Branching(HeadFirst):
         return super().forward(x if x.sum() > 0 else -x)
 
 
-def test_a_layer_that_is_not_the_classifier_is_refused_by_name(
-    write_cityscapes, tmp_path, monkeypatch
-) -> None:
+def test_a_layer_that_is_not_the_classifier_is_refused_by_name(monkeypatch) -> None:
     pytest.importorskip("segmentation_models_pytorch")
     sizes = {"num_classes": 5, "channels": 3, "size": 32, "feature_norm": "sqrt-d"}
     with pytest.raises(
@@ -170,9 +169,9 @@ def test_a_layer_that_is_not_the_classifier_is_refused_by_name(
         NormLayerError, match=r"the classifier .*'second', makes 2 outputs, .*\. Use"
     ):
         use_feature_norm(TwoHeads(), num_classes=5)
-    folder = write_cityscapes(tmp_path, {"aachen": 2}, {"lindau": 1}, (32, 64))
-    data = {"dataset": "cityscapes", "data-dir": str(folder), "partition": "natural"}
     with pytest.raises(
         ConfigError, match=r"feature-norm is for a vector of features .* segmentation"
     ):
-        Config.make({**data, "model": "smp:Unet/mit_b0", "feature-norm": "sqrt-d"})
+        Config.make(
+            {**SEGMENTATION, "model": "smp:Unet/mit_b0", "feature-norm": "sqrt-d"}
+        )

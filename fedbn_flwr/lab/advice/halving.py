@@ -9,7 +9,6 @@ All trials have one seed, so they have the same data, initial weights and batche
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,11 +16,9 @@ from pathlib import Path
 from fedbn_flwr.errors import ConfigError, RunFailedError
 from fedbn_flwr.lab.advice.candidates import ALONE, FEDAVG, Candidate, Settings
 from fedbn_flwr.lab.config import Scalar, number, split
-from fedbn_flwr.lab.early_stopping import validation_metric
-from fedbn_flwr.lab.files import read_metrics
-from fedbn_flwr.lab.output.folder import DIVERGED_AT
-from fedbn_flwr.lab.studies.one_run import failure_of, is_done, summary_of
+from fedbn_flwr.lab.studies.one_run import failure_of, is_done
 from fedbn_flwr.lab.studies.study import Cell, trial_name
+from fedbn_flwr.lab.studies.tuning import score_of
 from fedbn_flwr.training.tasks import higher_is_better
 
 SHORTEST = 4
@@ -226,20 +223,6 @@ def halve(
                 f" results are in {out / 'tune'}. Give lower --rates."
             )
     return rungs, failed
-
-
-def score_of(cell: Cell, out: Path) -> float | None:
-    """Return the mean score of a run in its last quarter, or None if it diverged."""
-    # The mean over several tests has less noise than the last test.
-    folder = cell.folder(out)
-    if DIVERGED_AT in summary_of(folder):
-        return None
-    metric = validation_metric(cell.config)
-    first = 0.75 * cell.config.num_server_rounds
-    lines = read_metrics(folder / "metrics.jsonl")
-    late = [line.get(metric) for line in lines if line["round"] > first]
-    values = [value for value in late if value is not None and math.isfinite(value)]
-    return statistics.fmean(values) if values else None
 
 
 def _better_half(rung: Rung, metric: str) -> list[Point]:

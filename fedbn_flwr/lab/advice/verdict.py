@@ -12,7 +12,7 @@ import pandas as pd
 
 from fedbn_flwr.errors import RunFailedError
 from fedbn_flwr.lab.advice.candidates import ALONE, FEDAVG
-from fedbn_flwr.lab.advice.halving import Point, Rung, score_of
+from fedbn_flwr.lab.advice.halving import Point, Rung
 from fedbn_flwr.lab.answer import interval_text, shown, template
 from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.files import site_label, trained
@@ -20,6 +20,7 @@ from fedbn_flwr.lab.references import WHY, compare, mean_of, over_seeds, site_ro
 from fedbn_flwr.lab.run_files import RunFiles
 from fedbn_flwr.lab.studies.one_run import is_done
 from fedbn_flwr.lab.studies.study import Study
+from fedbn_flwr.lab.studies.tuning import score_of
 from fedbn_flwr.training.tasks import higher_is_better, in_percent
 
 _COSTS = ["bytes-down", "bytes-up", "exchanges"]

@@ -6,7 +6,6 @@ These commands show the choices for a run, its messages, and the split of its da
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
@@ -201,15 +200,11 @@ def _costs(inspection: Inspection) -> Iterator[str]:
 
 @app.add(
     BEFORE,
-    "partition --set partition=dirichlet --set num-clients=10 --out runs/split.png",
+    "partition --set partition=dirichlet --set num-clients=10",
 )
 def partition(
     config: ConfigFile = None,
     set_: Overrides = None,
-    out: Annotated[
-        Path | None,
-        typer.Option(help="New PNG file for a picture of the classes by client."),
-    ] = None,
 ) -> None:
     """Show the number of examples of each client by class, and by domain if any.
 
@@ -227,18 +222,14 @@ def partition(
         count_clients,
         partitioned_data,
     )
-    from fedbn_flwr.lab.partitioned.splitting import count_split, draw_split
+    from fedbn_flwr.lab.partitioned.splitting import count_split
 
     with exit_codes():
         report_own_data(settings)
-        tables = count_split(settings)
-        for table in tables:
+        for table in count_split(settings):
             say(f"{table.of} examples by {table.what}")
             text = partition_table(table.counts, table.names)
             say(text + "\n")
         split = partitioned_data(settings, count_clients(settings))
         for line in data_warnings(split, settings):
             say(f"warning: {line}", style="yellow")
-        if out:
-            draw_split(settings, tables[0], out)
-            say(f"picture: {out.absolute()}")

@@ -55,7 +55,8 @@ class _Command(TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Return the remaining arguments, after expanding ``~`` in paths."""
-        for word in REMOVED.keys() & {*args}:
+        words = {*args, *(f"{ctx.info_name} {word}" for word in args)}
+        for word in REMOVED.keys() & words:
             ctx.fail(f"no such option: {word}.{REMOVED[word]}")
         # Expand ``~`` only in arguments that are paths: in another text, ``~`` is an
         # ordinary character.

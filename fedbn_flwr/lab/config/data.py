@@ -108,7 +108,7 @@ class RunData:
         channels, height = input_shape(
             self.config.model, info.channels, asked or info.size, asked=bool(asked)
         )
-        return channels, height, info.aspect * height
+        return channels, height, height
 
     @property
     def num_outputs(self) -> int:

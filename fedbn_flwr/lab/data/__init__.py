@@ -15,7 +15,7 @@ file, and add an entry to ``datasets``:
 - ``readers``: public data sets in torchvision's files, and the embedded digits.
 - ``folders``: folders of image files (ImageNet); ``image_files`` decodes the files.
 - ``domains``: data sets of several domains, with a group for each.
-- ``digits_domains``, ``cityscapes``: one data set each.
+- ``digits_domains``: the digits in five domains.
 
 Data of a user:
 
@@ -29,7 +29,7 @@ The split of the examples over the clients. To add a split, write a function of 
   test examples in the same proportions.
 - ``splits``, ``shards``, ``group_splits``: the splits by class, shard and group.
 - ``validation``: sets a seeded part of some examples apart.
-- ``picture``: a split as a picture and a table.
+- ``split_table``: the examples of each class on each client, as a table.
 
 ``server.rounds.testing`` determines the clients that a round tests.
 """
@@ -57,8 +57,8 @@ from fedbn_flwr.lab.data.partitioning import (
     partition_test_set,
     split_dataset,
 )
-from fedbn_flwr.lab.data.picture import partition_picture, partition_table
 from fedbn_flwr.lab.data.samples import Dataset, Samples
+from fedbn_flwr.lab.data.split_table import partition_table
 from fedbn_flwr.lab.data.splits import PartitionRequest
 from fedbn_flwr.lab.data.subset import Subset
 from fedbn_flwr.lab.data.validation import split_off
@@ -101,7 +101,6 @@ __all__ = [
     "own_sha256",
     "own_tests",
     "partition_counts",
-    "partition_picture",
     "partition_table",
     "partition_test_set",
     "split_dataset",

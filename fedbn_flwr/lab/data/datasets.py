@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fedbn_flwr.lab.data.cityscapes import read_cityscapes
 from fedbn_flwr.lab.data.digits_domains import read_digits_domains
 from fedbn_flwr.lab.data.domains import (
     DOMAINNET10,
@@ -19,7 +18,7 @@ from fedbn_flwr.lab.data.readers import (
     read_idx,
     read_torchvision,
 )
-from fedbn_flwr.training.tasks import CLASSIFICATION, SEGMENTATION, Task
+from fedbn_flwr.training.tasks import CLASSIFICATION, Task
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,10 +38,9 @@ class DatasetInfo:
             data set.
         mean: mean of the training pixels per channel, pixels scaled to [0, 1]. If this
             mean depends on the files or the size, the field has the value that the
-            papers' authors use (ImageNet's mean for DomainNet, ImageNet, Cityscapes).
+            papers' authors use (ImageNet's mean for DomainNet and ImageNet).
         std: standard deviation, in the same way.
-        aspect: width of the images divided by their height.
-        grouped: the samples have groups (domains, cities), for the splits that need
+        grouped: the samples have groups (domains), for the splits that need
             them.
         task: the learning task.
         input_shape: shape of an example that is not an image, such as (features,); ()
@@ -61,7 +59,6 @@ class DatasetInfo:
     files: str
     mean: tuple[float, ...]
     std: tuple[float, ...]
-    aspect: int = 1
     grouped: bool = False
     task: Task = CLASSIFICATION
 
@@ -267,26 +264,6 @@ _INFOS = (
         files="imagenet/ with train/WNID/*.JPEG and val/WNID/*.JPEG",
         mean=IMAGENET_MEAN,
         std=IMAGENET_STD,
-    ),
-    DatasetInfo(
-        "cityscapes",
-        num_classes=19,
-        channels=3,
-        size=512,
-        summary=(
-            "3,475 street scenes of 21 cities with 19 classes of pixels, 1024x512 RGB"
-        ),
-        source="Cordts et al. 2016",
-        loader=read_cityscapes,
-        files=(
-            "cityscapes/ with leftImg8bit/{train,val}/CITY/*_leftImg8bit.png and "
-            "gtFine/{train,val}/CITY/*_gtFine_labelIds.png"
-        ),
-        mean=IMAGENET_MEAN,
-        std=IMAGENET_STD,
-        aspect=2,
-        grouped=True,
-        task=SEGMENTATION,
     ),
 )
 

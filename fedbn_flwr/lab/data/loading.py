@@ -41,8 +41,7 @@ def load_dataset(
         channels: 1 or 3; None keeps the published channels. Grey is repeated over 3
             channels (without a copy); RGB becomes grey by ITU-R 601 luma, and its mean
             and std are averaged over the channels.
-        size: height in pixels; the width is the height times the data set's ``aspect``.
-            None keeps the published size. Images are resized once, bilinear with
+        size: height and width in pixels; None keeps the published size. Images are resized once, bilinear with
             antialiasing, and rounded to bytes; mean and std belong to the published
             size.
         device: device of the samples.
@@ -66,7 +65,7 @@ def load_dataset(
     # Bring the arguments into one form first, because the cache would otherwise load
     # the data again for another spelling of the same arguments.
     folder, device = _folder(info, data_dir), str(torch.device(device))
-    shape = Shape(channels, size, info.aspect * size, originals)
+    shape = Shape(channels, size, size, originals)
     with _LOADING:
         return _load(info, folder, shape, device)
 

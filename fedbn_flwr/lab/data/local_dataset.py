@@ -56,7 +56,7 @@ def load_local_dataset(
     """
     info = DATASETS[like]
     num_classes = num_classes or info.num_classes
-    shape = Shape(channels, size, info.aspect * size)
+    shape = Shape(channels, size, size)
     where = Path(path)
     if not where.is_absolute():
         raise DataError(

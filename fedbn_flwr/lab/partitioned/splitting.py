@@ -1,14 +1,11 @@
-"""The tables and the picture of a split: examples by client, and by class or group."""
+"""The tables of a split: examples by client, and by class or group."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
-from fedbn_flwr.checked_file import write_atomically
-from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.lab.config import Config
-from fedbn_flwr.lab.data import partition_counts, partition_picture
+from fedbn_flwr.lab.data import partition_counts
 from fedbn_flwr.lab.data.splits import Indices
 from fedbn_flwr.lab.partitioned.partitioned_data import count_clients, partitioned_data
 
@@ -61,27 +58,3 @@ def count_split(config: Config) -> tuple[Counts, ...]:
             counts = partition_counts(of_clients, numbers, len(names))
             tables.append(Counts(what, counts, names, of))
     return tuple(tables)
-
-
-def draw_split(config: Config, table: Counts, path: Path) -> None:
-    """Write a table as a picture, see ``partition_picture``.
-
-    Raises:
-        ConfigError: the file exists, or it cannot be written.
-    """
-    if path.exists():
-        raise ConfigError(
-            f"out={str(path)!r} already exists, and is not overwritten. Choose"
-            " another file."
-        )
-    title = (
-        f"{config.dataset}, partition={config.partition}, {len(table.counts)} clients,"
-        f" seed {config.seed}"
-    )
-    names = () if table.what == "class" else table.names
-    picture = partition_picture(table.counts, title, names)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, picture)
-    except OSError as error:
-        raise ConfigError(f"out={str(path)!r} cannot be written: {error}") from error

@@ -13,6 +13,7 @@ import pandas as pd
 
 from fedbn_flwr.lab.config import data_of
 from fedbn_flwr.lab.early_stopping import validation_metric
+from fedbn_flwr.lab.files import read_metrics
 from fedbn_flwr.lab.output.folder import DIVERGED_AT
 from fedbn_flwr.lab.studies.one_run import is_done, summary_of
 from fedbn_flwr.lab.studies.results import markdown
@@ -60,12 +61,16 @@ def tuned(study: Study, out: Path) -> tuple[list[Tuned], dict[str, StudySettings
 
         # Find the mean score of each point over the seeds, and the best point.
         config = cells[0].config
-        scores = {}
+        scores: dict[str, float | None] = {}
         usable = {}
         for trial, repeats in _grouped(cells, lambda cell: cell.trial).items():
-            score = scores[trial] = _score(repeats, out)
-            if score is not None:
-                usable[trial] = score
+            finals = [score_of(cell, out, last=0) for cell in repeats]
+            # Without the score of a seed, the mean over the other seeds would favour
+            # this point.
+            scores[trial] = None
+            known = [final for final in finals if final is not None]
+            if len(known) == len(finals):
+                scores[trial] = usable[trial] = statistics.fmean(known)
         choose = max if data_of(config).task.higher_is_better else min
         best = choose(usable, key=usable.__getitem__, default=None)
         results.append(Tuned(name, validation_metric(config), scores, best))
@@ -112,21 +117,28 @@ def _grouped(
     return groups
 
 
-def _score(cells: Sequence[Cell], out: Path) -> float | None:
-    """Return the mean of the runs' final validation scores.
+def score_of(cell: Cell, out: Path, last: float = 0.25) -> float | None:
+    """Return the mean validation score of a run, or None if it diverged or has none.
 
-    It is None if a run diverged or has no score.
+    Args:
+        cell: the run.
+        out: the folder of all runs.
+        last: the last share of the rounds, whose tests count. The mean over several
+            tests has less noise than one test. 0 selects the run's final result.
     """
-    # Return None if a seed has no score, because the mean over the other seeds would
-    # favour this point.
-    values = []
-    for cell in cells:
-        summary = summary_of(cell.folder(out))
-        value = summary["final"].get(validation_metric(cell.config))
-        if DIVERGED_AT in summary or value is None or not math.isfinite(value):
-            return None
-        values.append(value)
-    return statistics.fmean(values)
+    folder = cell.folder(out)
+    summary = summary_of(folder)
+    if DIVERGED_AT in summary:
+        return None
+    tests = [summary["final"]]
+    if last:
+        lines = read_metrics(folder / "metrics.jsonl")
+        first = (1 - last) * cell.config.num_server_rounds
+        tests = [line for line in lines if line["round"] > first]
+    metric = validation_metric(cell.config)
+    scores = [test.get(metric) for test in tests]
+    finite = [score for score in scores if score is not None and math.isfinite(score)]
+    return statistics.fmean(finite) if finite else None
 
 
 def _shown(tried: Tuned, trial: str) -> str:

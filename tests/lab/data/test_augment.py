@@ -63,6 +63,17 @@ def test_equals_the_oracle(
     )
 
 
+@pytest.mark.parametrize("seed", range(10))
+def test_classes_of_pixels_move_with_their_image(seed: int) -> None:
+    """Padding around an image is ignored."""
+    generator = torch.Generator().manual_seed(seed)
+    inputs = images(6, 1, 5, 7, seed) % 254 + 1  # neither 0, the padding, nor 255
+    augment = Augment(crop=seed % 4, flip=seed % 3 > 0)
+    draw = augment.draw(len(inputs), generator)
+    moved, classes = augment.apply(inputs, inputs[:, 0], draw)
+    assert classes.equal(torch.where(moved == 0, 255, moved)[:, 0])
+
+
 def test_spaces_and_order_do_not_matter_and_an_empty_text_is_none() -> None:
     assert (
         Augment.parse(" flip , crop4")

@@ -43,6 +43,7 @@ from fedbn_flwr.training.tasks import (
     REGRESSION,
     Task,
 )
+from tests.support.pixels import DATA as SEGMENTATION
 from tests.support.runs import model_of, write_rows
 
 
@@ -160,7 +161,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
             "config",
             "model, learning-rate",
         ),
-        ("batch", {"dataset": "cityscapes"}, "", "model-of-task", "segmentation"),
+        ("batch", SEGMENTATION, "", "model-of-task", "segmentation"),
         ("batch", {"dataset": "usps"}, "", "data", "data-dir"),
         ("batch", DIGITS, "own", "config", "own:CLIENT"),
         ("batch", DIGITS, "own:7", "config", "0 to 2"),

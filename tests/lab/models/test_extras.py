@@ -19,6 +19,7 @@ from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.models import build_model, input_shape, load_initial
 from fedbn_flwr.lab.runs.run import run
 from fedbn_flwr.norms import batchnorm_places
+from tests.support.pixels import SETTINGS as SEGMENTATION
 
 TIMM, FUSED, SEG = (
     "timm:test_resnet",
@@ -143,9 +144,7 @@ def test_published_weights_without_a_network(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize(
     ("name", "strategy"), [(FUSED, "fedtan"), (FUSED, "fixbn"), (SEG, "silobn")]
 )
-def test_strategies_run_on_them(
-    name: str, strategy: str, tmp_path: Path, write_cityscapes: Any
-) -> None:
+def test_strategies_run_on_them(name: str, strategy: str, tmp_path: Path) -> None:
     settings = {
         "strategy": strategy,
         "model": name,
@@ -160,14 +159,8 @@ def test_strategies_run_on_them(
         "freeze-at": 0,
     }
     if name == SEG:
-        folder = write_cityscapes(
-            tmp_path, {"aachen": 2, "bremen": 2}, {"ulm": 1}, (64, 128)
-        )
-        settings |= {
-            "dataset": "cityscapes",
-            "data-dir": str(folder),
-            "partition": "natural",
-        }
+        del settings["image-size"]
+        settings |= SEGMENTATION
     else:
         settings |= {"dataset": "digits", "partition": "iid", "image-size": 32}
     config, _ = Config.make_of_shared(

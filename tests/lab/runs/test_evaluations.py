@@ -41,6 +41,7 @@ from fedbn_flwr.lab.studies.sweep import sweep
 from fedbn_flwr.server.runs.round_outcome import RoundOutcome
 from fedbn_flwr.training.evaluation import evaluate
 from fedbn_flwr.training.tasks import BINARY, REGRESSION, Task
+from tests.support.pixels import SETTINGS as SEGMENTATION
 from tests.support.runs import lines_of, model_of, serve_nodes, summary_of
 
 DOMAINS = {"dataset": "digits-domains", "partition": "domain", "num-clients": 5}
@@ -165,9 +166,8 @@ def test_a_global_test_with_untrained_bn_is_never_silent(quick_run, caplog) -> N
         ({"image-size": 512, "batch-size": 2000}, 500),
         (
             {
-                "dataset": "cityscapes",
+                **SEGMENTATION,
                 "model": "torchvision-seg:lraspp_mobilenet_v3_large",
-                "image-size": 512,
             },
             8,
         ),

@@ -8,14 +8,12 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from fedbn_flwr.errors import DataError
 from fedbn_flwr.machine import num_cores
 
-Bytes = npt.NDArray[np.uint8]
 Result = TypeVar("Result")
 
 _MODES = (
@@ -38,13 +36,8 @@ _MODES = (
 _CHUNK = 4096
 
 
-def pixels(path: str, mode: str = "RGB") -> Tensor:
-    """Return one image as bytes, (C, H, W).
-
-    Args:
-        path: the file.
-        mode: Pillow's mode of the result; "" returns the values as stored, for example
-            the numbers of a palette.
+def pixels(path: str) -> Tensor:
+    """Return one image as RGB bytes, (3, H, W).
 
     Raises:
         DataError: the file cannot be read as an image with 8-bit channels.
@@ -57,11 +50,9 @@ def pixels(path: str, mode: str = "RGB") -> Tensor:
             # Convert a palette with transparency to RGBA first, because Pillow would
             # otherwise print a warning without the name of the file.
             picture: Image.Image = image
-            if mode and image.mode == "P" and image.has_transparency_data:
+            if image.mode == "P" and image.has_transparency_data:
                 picture = image.convert("RGBA")
-            values = np.array(
-                picture.convert(mode) if mode else picture, dtype=np.uint8
-            )
+            values = np.array(picture.convert("RGB"), dtype=np.uint8)
     # Pillow's readers raise these exceptions for damaged files.
     except (
         OSError,
@@ -71,8 +62,6 @@ def pixels(path: str, mode: str = "RGB") -> Tensor:
         Image.DecompressionBombError,
     ) as error:
         raise DataError(f"image {path} cannot be read: {error}") from error
-    if values.ndim == 2:
-        values = values[:, :, None]
     return torch.from_numpy(values).permute(2, 0, 1)
 
 
