@@ -14,6 +14,7 @@ from fedbn_flwr.lazy import imported_when_used
 from fedbn_flwr.moved import OldNames
 
 if TYPE_CHECKING:
+    from fedbn_flwr.batchnorm.calibration import calibrate
     from fedbn_flwr.batchnorm.parts import split_state
     from fedbn_flwr.client import TorchClient, client_app
     from fedbn_flwr.client.personal_model import global_state, personal_state
@@ -30,6 +31,7 @@ __all__ = [
     "InProcessGrid",
     "LegacyStrategy",
     "TorchClient",
+    "calibrate",
     "client_app",
     "diagnose",
     "global_state",
@@ -46,6 +48,7 @@ _WHERE = {
     "InProcessGrid": "engines",
     "LegacyStrategy": "legacy.legacy_strategy",
     "TorchClient": "client",
+    "calibrate": "batchnorm.calibration",
     "client_app": "client",
     "diagnose": "doctor",
     "global_state": "client.personal_model",
