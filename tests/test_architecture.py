@@ -54,7 +54,7 @@ LEVELS = (
     ("lab/runs", "lab/finished_runs"),
     ("lab/studies", "lab/node_check"),
     ("lab/answer", "lab/references", "lab/run_files"),
-    ("lab/report", "lab/report_pictures"),
+    ("lab/report", "lab/report_pictures", "lab/new_site"),
     ("lab/doctor",),
     ("lab/advice",),
     ("lab/cli",),
