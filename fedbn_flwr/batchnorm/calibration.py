@@ -68,6 +68,8 @@ _LESS = 0.75
 _AGREEMENT = 0.75
 _SURE = 0.5
 _FEW = 16
+# Smallest share of a class in an estimated mix.
+_RARE = 1e-4
 # Without classes: the doctor's smallest shift that counts, in standard deviations.
 _SHIFT = 0.15
 # Half of the width of the interval of the accuracy that labels must give.
@@ -263,7 +265,8 @@ class _Guesses:
         self.doubt = ""
         if examples < _FEW:
             self.doubt = f"{examples} examples are fewer than {_FEW}"
-        elif self.sureness - 2 * error < needed:
+        # also if the outputs are NaN
+        elif not self.sureness - 2 * error >= needed:
             self.doubt = (
                 f"the mean probability of the predicted classes is {self.sureness:.2f},"
                 f" and more than {needed:.2f} is needed with certainty"
@@ -278,12 +281,13 @@ def _choice(guesses: Mapping[str, _Guesses]) -> str:
     """Return the way that "auto" chooses."""
     others = [name for name in guesses if name != "matched"]
     way = max(others, key=lambda name: guesses[name].sureness)
-    surest, matched = guesses[way], guesses.get("matched")
+    surest = guesses[way]
     if surest.doubt:
         return "none"
-    agrees = matched is not None and matched.agreement(surest) >= _AGREEMENT
-    if agrees and matched.sureness >= surest.sureness:
-        way = "matched"
+    for matched in [guesses[name] for name in guesses if name == "matched"]:
+        agrees = matched.agreement(surest) >= _AGREEMENT
+        if agrees and matched.sureness >= surest.sureness:
+            way = "matched"
     unsure = 1 - guesses[way].sureness
     return way if unsure <= _LESS * (1 - guesses["none"].sureness) else "none"
 
@@ -322,7 +326,8 @@ def estimated_mix(probabilities: Tensor, prior: Tensor, start: Tensor) -> Tensor
     """
     mix = start
     for _ in range(20):
-        weighted = probabilities * (mix / prior)
-        mix = (weighted / weighted.sum(1, keepdim=True)).mean(0).clamp(min=1e-4)
+        # A class may be absent in the training.
+        weighted = probabilities * (mix / prior.clamp(min=_RARE))
+        mix = (weighted / weighted.sum(1, keepdim=True)).mean(0).clamp(min=_RARE)
         mix = mix / mix.sum()
     return mix
