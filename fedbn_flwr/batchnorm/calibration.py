@@ -1,75 +1,79 @@
 r"""Calibration of a model at a site that did not train, without labels.
 
-The BatchNorm statistics of the model are replaced by statistics that fit the inputs of
-the new site. Weights do not change.
+BatchNorm statistics that fit the inputs of the new site replace those of the model.
+Weights do not change.
 
 ## Algorithm
 
-Layer $l$ has the statistics $(m_l, v_l)$. The inputs of this layer at the new site,
-under the statistics already chosen for the layers before it, have mean $a_l$ and biased
-variance $b_l$ over all $n$ examples. The statistics of the layer become
+Layer $l$ has the statistics $(m_l, v_l)$. Its inputs at the new site, under the
+statistics already chosen for the layers before it, have mean $a_l$ and biased variance
+$b_l$ over all $n$ examples. Its new statistics are
 
 - `none`: $(m_l, v_l)$;
 - `all`: $(a_l, b_l)$ (AdaBN, Li et al. 2016, arXiv:1603.04779);
 - `mix`: $w (m_l, v_l) + (1 - w) (a_l, b_l)$, $w = N / (N + n)$, $N = 16$ (Schneider et
   al. 2020, arXiv:2006.16971);
 - `early`: $(a_l, b_l)$ in the first $h$ layers, $(m_l, v_l)$ in all others (Vianna et
-  al. 2025, PMLR 274);
-- `matched`: $(a_l - s (M_p - M_\pi), s^2 V_\pi)$ with $s = \sqrt{b_l / V_p}$. $M_p$ and
-  $V_p$ are mean and variance of the training sites' normalised inputs under the class
-  mix $p$ of the new site, $\pi$ is the mix of the training (see ``class_moments``). The
+  al. 2025, PMLR 274); $h$ is half of the layers, rounded up;
+- `matched`: $(a_l - s (M_p - M_\pi), s^2 V_\pi)$, $s = \sqrt{b_l / V_p}$. $M_p$ and $V_p$
+  are mean and variance of the training sites' normalised inputs under the class mix
+  $p$ of the new site, and $\pi$ is the mix of the training (``class_moments``). So the
   shift that the classes explain is removed, and the shift of the inputs remains. $p$
-  is estimated from the model's predictions (EM, Saerens et al. 2002), 15 times, damped
-  by half.
+  is estimated by EM (Saerens et al. 2002) from the predictions of `early`, and once
+  more, damped by half, from those of `matched`.
+
+`auto` takes the way whose predictions are surest. It keeps `none` unless another way
+removes a quarter of the unsureness, 1 - the mean of the largest probability. It takes
+`matched` only if three quarters of its predictions are those of the surest other way. A
+model is trusted if its mean sureness is certainly more than halfway from guessing, 1/K,
+to 1, and if it has seen 16 examples. If `auto` trusts no way, it returns `none`.
 
 ## Laws
 
 `early` with all layers is `all`. `matched` with $p = \pi$ is `all`. `mix` with $N = 0$
-is `all`, and with $N = \infty$ it is `none`. The order of the examples, the batch size
-and labels change nothing.
+is `all`, and with $N = \infty$ `none`. The order of the examples, the batch size and
+labels change nothing.
 """
 
 from __future__ import annotations
 
-import functools
-import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from fedbn_flwr.batchnorm.adaptation import PRIOR
 from fedbn_flwr.batchnorm.class_moments import ClassMoments
-from fedbn_flwr.batchnorm.reestimation import Moments, merge, moments_of
-from fedbn_flwr.batchnorm.replaced_forward import watch_inputs
-from fedbn_flwr.errors import ConfigError, DataError, NormLayerError
-from fedbn_flwr.training.attributes import in_eval_mode
-from fedbn_flwr.training.batches import inputs_for
-from fedbn_flwr.training.freezing import layers_of, refuse_scripted
-from fedbn_flwr.training.model_state import copied, unwrap
+from fedbn_flwr.batchnorm.site_passes import (
+    Site,
+    Tried,
+    use_all,
+    use_matched,
+    use_mix,
+)
+from fedbn_flwr.errors import ConfigError
+from fedbn_flwr.training.tasks import CLASSIFICATION, LabelTask, Task
 
-__all__ = ["WAYS", "Calibration", "CalibrationWay", "calibrate"]
+__all__ = ["WAYS", "Calibration", "CalibrationWay", "calibrate", "estimated_mix"]
 
 CalibrationWay = Literal["auto", "none", "all", "mix", "early", "matched"]
-"""How the statistics of the new site are computed; "auto" chooses one of the others."""
+"""The source of the new statistics; "auto" chooses one of the others."""
 WAYS = get_args(CalibrationWay)
 
-Statistics = tuple[Tensor, Tensor]
-"""Mean and biased variance of a layer, (C,) each, in float64."""
-Rule = Callable[[Statistics, Moments, str], Statistics]
-"""``rule(stored, moments, path)`` returns the new statistics of a layer."""
-
-# Batches are joined up to this number of elements: one batch needs one pass, and more
-# need a pass for each layer.
-_JOINED = 1 << 21
-# Number of estimates of the class mix in "matched".
-_ROUNDS = 15
-# Smallest variance of a normalised channel in "matched".
-_SMALL = 1e-3
+# Rules of "auto". They were found on digits at unseen scanners (benchmarks/new_site.py).
+_LESS = 0.75
+_AGREEMENT = 0.75
+_SURE = 0.5
+_FEW = 16
+# Smallest share of a class in an estimated mix.
+_RARE = 1e-4
+# Without classes: the doctor's smallest shift that counts, in standard deviations.
+_SHIFT = 0.15
+# Half of the width of the interval of the accuracy that labels must give.
+_PRECISION = 0.1
 
 
 @dataclass(frozen=True)
@@ -78,21 +82,22 @@ class Calibration:
 
     Attributes:
         model: a copy of the model with the chosen statistics.
-        way: the way that was used, never "auto".
+        way: the way of these statistics, never "auto".
         reason: a sentence with the reason for this way.
-        trusted: whether the model can be recommended at this site.
-        warning: why it cannot be recommended, and what to do; "" if it can.
+        trusted: whether the predictions are sure enough to recommend the model.
+        warning: why the model is not recommended, and what to do; "" if it is trusted.
         num_examples: number of examples of the new site.
         shifts: distance of the inputs of each BatchNorm layer from its running
-            statistics, by path, in standard deviations: the root mean square over
-            channels of the Wasserstein distance of two normal distributions.
-        class_mix: estimated share of each class at the site, or None without classes.
-        changed: share of the predictions that differ from the predictions of the model
-            before calibration, by way; empty without classes.
-        examples_to_label: number of examples to label before the model is used; 0 if
-            it is trusted.
-        probabilities: class probabilities (num_examples, K) under the chosen
-            statistics, float64, in the order of the examples; None without classes.
+            statistics before the calibration, by path, in standard deviations: the root
+            mean square, over channels, of the Wasserstein distance of two normal
+            distributions.
+        class_mix: estimated share of each class at the site; None without classes.
+        changed: share of predictions that differ from those of "none", for each way
+            that was tried; empty without classes.
+        examples_to_label: number of random examples whose labels give the accuracy to
+            10 points in 95 % of cases; 0 if the model is trusted.
+        probabilities: class probabilities (num_examples, K) of the model, float64, in
+            the order of the examples; None without classes.
     """
 
     model: nn.Module
@@ -116,312 +121,213 @@ def calibrate(
     class_moments: ClassMoments | None = None,
     prior_examples: float = PRIOR,
     early: int | None = None,
-    scores: bool = True,
+    task: Task = CLASSIFICATION,
 ) -> Calibration:
-    """Return a copy of the model whose BatchNorm statistics fit a new site.
+    """Return a copy of a model with statistics that fit a new site, and a judgement.
 
     Labels are not used. The order of the examples and the batch size do not matter.
 
     Args:
-        model: the model with averaged BN statistics. It does not change.
-        batches: the inputs of the new site, as an iterable that can be read again, such
-            as a list or a DataLoader without shuffling: tensors (B, ...), or tuples
-            whose first element is the input.
-        way: a way of ``WAYS``; "auto" chooses one and judges it.
+        model: the model, with averaged BN statistics. It does not change.
+        batches: the inputs of the new site: tensors (B, ...), or tuples whose first
+            element is the input. They are read several times, so pass a list, or a
+            DataLoader without random transforms.
+        way: one of ``WAYS``.
         class_moments: pooled class moments of the training sites, for "matched".
         prior_examples: N of "mix": the weight of the running statistics, in examples.
-        early: number of layers that "early" changes. None means the first half,
-            rounded up.
-        scores: whether outputs (B, K) are scores (logits) of K > 1 classes. Other
-            outputs have neither probabilities nor a class mix.
+        early: the number of layers that "early" changes; None means half, rounded up.
+        task: defines the class probabilities. Tasks without one class for each example
+            (numbers, several labels, pixels) have no judgement and no "matched".
 
     Raises:
         ConfigError: an argument is not allowed, or does not fit the model.
-        DataError: there are fewer than two examples, or an input is not finite.
-        NormLayerError: the model has no BatchNorm layer with running statistics, or
-            calls a layer twice.
+        DataError: there are fewer than two examples, an input is not finite, or the
+            inputs can be read only once.
+        NormLayerError: no BatchNorm layer has running statistics, or a layer is called
+            twice in a pass or is in TorchScript.
     """
-    site = _Site(model, batches)
+    site = Site(model, batches)
+    before = probabilities_of(site.plain.outputs, task)
     problems = []
     if way not in WAYS:
         problems.append(f"way={way!r} is unknown. Allowed: {', '.join(WAYS)}.")
     if not prior_examples >= 0:
-        problems.append(f"prior_examples={prior_examples} must be at least 0.")
+        problems.append(f"prior_examples={prior_examples} must be 0 or more.")
     if early is not None and not 0 <= early <= len(site.order):
+        problems.append(f"early={early} must be 0 to {len(site.order)}, all layers.")
+    if way == "matched" and (class_moments is None or before is None):
         problems.append(
-            f"early={early} must be 0 to {len(site.order)}, the number of layers."
+            "way='matched' needs class_moments of the training sites, and a task with"
+            " one class for each example. Pass them, or choose another way."
         )
-    plain = _Tried(site.plain, site.stored)
-    scores = scores and plain.outputs.dim() == 2 and plain.outputs.shape[1] > 1
-    if way == "matched" and not (class_moments and scores):
+    known = class_moments if before is not None else None
+    if known and not known.fits(site.channels, before.shape[1]):  # type: ignore[union-attr]
         problems.append(
-            "way='matched' needs class scores and class_moments, which the training"
-            " sites compute. Pass them, or use another way."
+            "class_moments have other layers, channels or classes than the model. Pass"
+            " those of the run that trained it."
         )
-    if class_moments and scores:
-        problems += class_moments.problems(site.stored, plain.outputs.shape[1])
     if problems:
         raise ConfigError("calibrate: " + " ".join(problems))
-    early = (len(site.order) + 1) // 2 if early is None else early
-    rules = {"all": _all, "mix": _mix(prior_examples, site.examples)}
-    tried = {"none": plain}
-    for name, rule in rules.items():
-        tried[name] = site.tried(rule, site.order)
-    tried["early"] = site.tried(_all, site.order[:early])
-    mix = None
-    if class_moments and scores:
-        tried["matched"], mix = _tried_matched(site, class_moments)
-    reason = f"The way {way} was given."
-    if way == "auto":
-        way = "early"
-        reason = "early"
-    chosen = tried[way]
-    site.load(chosen.statistics)
+
+    # Try the way, or all ways.
+    examples = len(site.plain.outputs)
+    half = (len(site.order) + 1) // 2
+    tried = {"none": site.plain}
+    if way in ("auto", "all"):
+        tried["all"] = site.tried(use_all, site.order)
+    if way in ("auto", "mix"):
+        tried["mix"] = site.tried(use_mix(prior_examples, examples), site.order)
+    if way in ("auto", "early", "matched"):
+        first = site.order[: half if early is None else early]
+        tried["early"] = site.tried(use_all, first)
+    if known and way in ("auto", "matched"):
+        tried["matched"] = _matched(site, known, tried["early"], task)
+
+    return _judged(site, tried, way, known, task)
+
+
+def _judged(
+    site: Site,
+    tried: Mapping[str, Tried],
+    way: str,
+    known: ClassMoments | None,
+    task: Task,
+) -> Calibration:
+    """Return the result of a way; choose the way if it is "auto"."""
+    guesses = {}
+    for name, one in tried.items():
+        found = probabilities_of(one.outputs, task)
+        if found is not None:
+            guesses[name] = _Guesses(found)
+    examples, auto = len(site.plain.outputs), way == "auto"
+    path = max(site.shifts, key=site.shifts.__getitem__)
+    reason = f"layer '{path}' sees a shift of {site.shifts[path]:.2f} deviations"
+    doubt = "nothing shows whether predictions of this task are right"
+    class_mix, changed, probabilities = None, dict[str, float](), None
+    if guesses:
+        way = _choice(guesses) if auto else way
+        plain, judged = guesses["none"], guesses[way]
+        doubt, probabilities = judged.doubt, judged.probabilities
+        changed = {name: 1 - one.agreement(plain) for name, one in guesses.items()}
+        prior = known.class_mix if known else torch.full_like(probabilities[0], 1)
+        prior = prior / prior.sum()
+        mix = estimated_mix(probabilities, prior, prior)
+        class_mix = tuple(mix.tolist())
+        reason += (
+            f", {changed[way]:.0%} of the predictions change, their mean probability is"
+            f" {judged.sureness:.2f} (before: {plain.sureness:.2f}), and the estimated"
+            f" class mix differs by {float((mix - prior).abs().sum()) / 2:.0%} from"
+            f" {'the training' if known else 'equal classes'}"
+        )
+    elif auto:
+        way = "early" if site.shifts[path] >= _SHIFT else "none"
+    to_label, warning = 0, ""
+    if doubt:
+        # The sample of an interval of 95 %, out of ``examples``.
+        endless = (0.98 / _PRECISION) ** 2
+        to_label = math.ceil(endless / (1 + (endless - 1) / examples))
+        warning = (
+            f"Do not use this model here yet: {doubt}. Label {to_label} of the"
+            f" {examples} examples, drawn at random, and test the model on them."
+        )
+    site.load(tried[way].statistics)
     return Calibration(
-        site.model,
-        way,
-        reason,
-        True,
-        "",
-        site.examples,
-        site.shifts(),
-        None if mix is None else tuple(mix.tolist()),
-        {},
-        0,
-        chosen.probabilities if scores else None,
+        model=site.model,
+        way=way,
+        reason=f"{way} was {'chosen' if auto else 'given'}: {reason}.",
+        trusted=not doubt,
+        warning=warning,
+        num_examples=examples,
+        shifts=site.shifts,
+        class_mix=class_mix,
+        changed=changed,
+        examples_to_label=to_label,
+        probabilities=probabilities,
     )
 
 
-# The ways: each function is the rule, or returns the rule.
+class _Guesses:
+    """The predictions under a way, and how sure they are.
+
+    Attributes:
+        probabilities: of the classes, (N, K).
+        sureness: mean probability of the predicted classes.
+        doubt: why the predictions are not trusted; "" if they are.
+    """
+
+    def __init__(self, probabilities: Tensor) -> None:
+        self.probabilities = probabilities
+        sure, self._classes = probabilities.max(1)
+        self.sureness = float(sure.mean())
+        examples, classes = probabilities.shape
+        needed = (1 + 1 / classes) * _SURE
+        error = float(sure.std()) / math.sqrt(examples)
+        self.doubt = ""
+        if examples < _FEW:
+            self.doubt = f"{examples} examples are fewer than {_FEW}"
+        # also if the outputs are NaN
+        elif not self.sureness - 2 * error >= needed:
+            self.doubt = (
+                f"the mean probability of the predicted classes is {self.sureness:.2f},"
+                f" and more than {needed:.2f} is needed with certainty"
+            )
+
+    def agreement(self, other: _Guesses) -> float:
+        """Return the share of equal predictions."""
+        return float((self._classes == other._classes).double().mean())
 
 
-def _all(stored: Statistics, moments: Moments, path: str) -> Statistics:
-    return moments.mean, moments.m2 / moments.count
+def _choice(guesses: Mapping[str, _Guesses]) -> str:
+    """Return the way that "auto" chooses."""
+    others = [name for name in guesses if name != "matched"]
+    way = max(others, key=lambda name: guesses[name].sureness)
+    surest = guesses[way]
+    if surest.doubt:
+        return "none"
+    for matched in [guesses[name] for name in guesses if name == "matched"]:
+        agrees = matched.agreement(surest) >= _AGREEMENT
+        if agrees and matched.sureness >= surest.sureness:
+            way = "matched"
+    unsure = 1 - guesses[way].sureness
+    return way if unsure <= _LESS * (1 - guesses["none"].sureness) else "none"
 
 
-def _mix(prior: float, examples: int) -> Rule:
-    # 1 - w, so that an infinite N is exact.
-    share = examples / (prior + examples)
-
-    def rule(stored: Statistics, moments: Moments, path: str) -> Statistics:
-        (m, v), (a, b) = stored, _all(stored, moments, path)
-        return (1 - share) * m + share * a, (1 - share) * v + share * b
-
-    return rule
-
-
-def _matched(known: ClassMoments, mix: Tensor) -> Rule:
-    def rule(stored: Statistics, moments: Moments, path: str) -> Statistics:
-        a, b = _all(stored, moments, path)
-        mean_p, var_p = known.mean_and_variance(path, mix)
-        mean_0, var_0 = known.mean_and_variance(path, known.class_mix)
-        # A class may have almost no variance in a channel.
-        square = b / var_p.clamp(min=_SMALL).to(b)
-        shift = square.sqrt() * (mean_p - mean_0).to(a)
-        return a - shift, square * var_0.clamp(min=_SMALL).to(b)
-
-    return rule
+def _matched(site: Site, known: ClassMoments, early: Tried, task: Task) -> Tried:
+    """Return the result of "matched"."""
+    prior = known.class_mix
+    first: Any = probabilities_of(early.outputs, task)
+    mix = estimated_mix(first, prior, prior)
+    # Estimate once more, damped by half. More estimates of a site with one class run
+    # away to another class.
+    tried = site.tried(use_matched(known, mix), site.order)
+    second: Any = probabilities_of(tried.outputs, task)
+    mix = (mix + estimated_mix(second, prior, mix)) / 2
+    return site.tried(use_matched(known, mix), site.order)
 
 
-def _tried_matched(site: _Site, known: ClassMoments) -> tuple[_Tried, Tensor]:
-    """Return the result of "matched", and the class mix (K,) that it estimated."""
-    mix = known.class_mix
-    for _ in range(_ROUNDS):
-        tried = site.tried(_matched(known, mix), site.order)
-        found = estimated_mix(tried.probabilities, known.class_mix, mix)
-        mix = (mix + found) / 2
-    return site.tried(_matched(known, mix), site.order), mix
+def probabilities_of(outputs: Tensor, task: Task) -> Tensor | None:
+    """Return class probabilities (N, K), float64, or None without classes."""
+    outputs = outputs.double()
+    if isinstance(task, LabelTask) and task.single:
+        positive = outputs.reshape(-1, 1).sigmoid()
+        return torch.cat([1 - positive, positive], 1)
+    if task.in_columns or outputs.dim() != 2 or outputs.shape[1] < 2:
+        return None
+    return outputs.softmax(1)
 
 
 def estimated_mix(probabilities: Tensor, prior: Tensor, start: Tensor) -> Tensor:
-    """Return the class mix (K,) of examples, by EM (Saerens et al. 2002).
+    """Return the class mix (K,) of examples, by 20 steps of EM (Saerens et al. 2002).
 
     Args:
-        probabilities: class probabilities of the model, (N, K).
-        prior: the class mix of the training, (K,).
+        probabilities: class probabilities of a model, (N, K).
+        prior: the class mix of its training, (K,).
         start: the first estimate, (K,).
     """
     mix = start
     for _ in range(20):
-        weighted = probabilities * (mix / prior)
-        mix = (weighted / weighted.sum(1, keepdim=True)).mean(0).clamp(min=1e-4)
+        # A class may be absent in the training.
+        weighted = probabilities * (mix / prior.clamp(min=_RARE))
+        mix = (weighted / weighted.sum(1, keepdim=True)).mean(0).clamp(min=_RARE)
         mix = mix / mix.sum()
     return mix
-
-
-class _Reached(BaseException):
-    """Ends a forward pass at the layer to measure, even if the model catches errors."""
-
-
-@dataclass(frozen=True)
-class _Tried:
-    """The outputs under the statistics of a way."""
-
-    outputs: Tensor
-    statistics: Mapping[str, Statistics]
-
-    @property
-    def probabilities(self) -> Tensor:
-        """The softmax (N, K) of the outputs, in float64."""
-        return self.outputs.double().softmax(1)
-
-
-class _Site:
-    """A copy of the model, and the inputs of the new site.
-
-    Attributes:
-        model: the copy.
-        examples: number of examples.
-        order: paths of the layers, in the order of their calls.
-        stored: the statistics of the model.
-        moments: moments of the layers' inputs under these statistics.
-        plain: outputs under these statistics, on the CPU.
-    """
-
-    def __init__(self, model: nn.Module, batches: Iterable[Any]) -> None:
-        refuse_scripted(model, "calibration")
-        if iter(batches) is batches:
-            raise DataError(
-                "calibrate: batches can be read only once. Pass a list, or another"
-                " iterable that can be read again."
-            )
-        self.model = copied(unwrap(model))
-        self._layers: dict[str, Any] = {}
-        self.stored: dict[str, Statistics] = {}
-        for path, layer in layers_of(self.model).items():
-            if layer.running_mean is not None:
-                self._layers[path] = layer
-                mean, var = layer.running_mean, layer.running_var
-                self.stored[path] = mean.double().clone(), var.double().clone()
-        if not self._layers:
-            raise NormLayerError(
-                f"calibrate: a {type(model).__name__} has no BatchNorm layer with"
-                " running statistics, so there is nothing to calibrate. Use the model"
-                " as it is."
-            )
-        self._batches = batches
-        # Keep the inputs if they fit into one batch.
-        first = [*itertools.islice(self._read(), 2)]
-        self._whole = first if len(first) == 1 else None
-        self.moments: dict[str, Moments] = {}
-        self.plain = self._first_pass()
-        self.order = [*self.moments]
-        self.examples = len(self.plain)
-
-    def _read(self) -> Iterator[Any]:
-        """Yield the prepared inputs; small batches are joined."""
-        prepared = inputs_for(self.model)
-        waiting: list[Tensor] = []
-        for batch in self._batches:
-            inputs = prepared(batch[0] if isinstance(batch, list | tuple) else batch)
-            alike = isinstance(inputs, Tensor) and (
-                not waiting or inputs.shape[1:] == waiting[0].shape[1:]
-            )
-            size = sum(map(torch.numel, waiting))
-            if waiting and not (alike and size + inputs.numel() <= _JOINED):
-                yield torch.cat(waiting)
-                waiting = []
-            if isinstance(inputs, Tensor):
-                waiting.append(inputs)
-            else:
-                yield inputs
-        if waiting:
-            yield torch.cat(waiting)
-
-    def _first_pass(self) -> Tensor:
-        """Return the outputs under the stored statistics, and note all moments."""
-        seen: dict[str, list[Moments]] = {}
-        calls: list[str] = []
-
-        def note(path: str, _: nn.Module, x: Tensor) -> None:
-            calls.append(path)
-            seen.setdefault(path, []).append(moments_of(x))
-
-        outputs = []
-        with self._watched(note):
-            for inputs in self._whole or self._read():
-                if any(not x.isfinite().all() for x in tree_leaves(inputs)):
-                    raise DataError(
-                        "calibrate: inputs contain NaN or infinity. Replace these"
-                        " values, or drop the examples."
-                    )
-                calls.clear()
-                outputs.append(self.model(inputs).cpu())
-                twice = [path for path in calls if calls.count(path) > 1]
-                if twice:
-                    raise NormLayerError(
-                        f"calibrate: the model calls BatchNorm layer '{twice[0]}' twice"
-                        " in a pass, but its two inputs need different statistics. Give"
-                        " each call a separate layer."
-                    )
-        if sum(map(len, outputs)) < 2:
-            raise DataError(
-                f"calibrate: got {sum(map(len, outputs))} examples. Pass two or more,"
-                " because one example has no variance."
-            )
-        self.moments = {path: merge(moments) for path, moments in seen.items()}
-        return torch.cat(outputs)
-
-    @contextmanager
-    def _watched(
-        self, note: Callable[[str, nn.Module, Tensor], None]
-    ) -> Iterator[None]:
-        """Call ``note`` with the input of each layer, in passes in eval mode."""
-        with ExitStack() as stack:
-            stack.enter_context(torch.no_grad())
-            stack.enter_context(in_eval_mode(self.model))
-            for path, layer in self._layers.items():
-                watched = watch_inputs(layer, functools.partial(note, path))
-                stack.callback(watched)
-            yield
-
-    def tried(self, rule: Rule, paths: Sequence[str]) -> _Tried:
-        """Apply a rule to the layers ``paths``, and return the outputs.
-
-        The statistics of a layer are measured under those chosen for all layers before
-        it. This needs one pass per layer; if there is only one batch, it needs one.
-        """
-        chosen = dict(self.stored)
-        self.load(chosen)
-        waiting = list(paths)
-        seen: list[Moments] = []
-
-        def choose() -> None:
-            path = waiting.pop(0)
-            chosen[path] = rule(self.stored[path], merge(seen), path)
-            seen.clear()
-            self.load({path: chosen[path]})
-
-        def note(path: str, _: nn.Module, x: Tensor) -> None:
-            if waiting and path == waiting[0]:
-                seen.append(moments_of(x))
-                if self._whole is None:
-                    raise _Reached
-                choose()
-
-        with self._watched(note):
-            while True:
-                outputs = []
-                for inputs in self._whole or self._read():
-                    with suppress(_Reached):
-                        outputs.append(self.model(inputs).cpu())
-                if not waiting:
-                    return _Tried(torch.cat(outputs), chosen)
-                choose()
-
-    def load(self, statistics: Mapping[str, Statistics]) -> None:
-        """Load statistics into the copy."""
-        for path, (mean, var) in statistics.items():
-            layer = self._layers[path]
-            layer.running_mean.copy_(mean)
-            layer.running_var.copy_(var)
-
-    def shifts(self) -> dict[str, float]:
-        """Return the shift of each layer, see ``Calibration``."""
-        shifts = {}
-        for path, moments in self.moments.items():
-            (m, v), (a, b) = self.stored[path], _all(self.stored[path], moments, path)
-            unit = v + self._layers[path].eps
-            square = ((a - m).square() + (b.sqrt() - v.sqrt()).square()) / unit
-            shifts[path] = float(square.mean().sqrt())
-        return shifts
