@@ -10,7 +10,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
 import torch
 from markupsafe import Markup
 from torch import Tensor
@@ -22,7 +21,6 @@ from fedbn_flwr.batchnorm.calibration import (
     calibrate,
 )
 from fedbn_flwr.errors import ConfigError, unknown_name
-from fedbn_flwr.lab import report_pictures as pictures
 from fedbn_flwr.lab.answer import template
 from fedbn_flwr.lab.config.data import in_test_batches, measuring
 from fedbn_flwr.lab.data import (
@@ -42,7 +40,7 @@ from fedbn_flwr.lab.output.summary import ModelDescription
 from fedbn_flwr.lab.setup import pick_device
 from fedbn_flwr.training.attributes import in_eval_mode
 from fedbn_flwr.training.batches import inputs_for
-from fedbn_flwr.training.tasks import CLASSIFICATION, TASKS, Task
+from fedbn_flwr.training.tasks import TASKS, Task
 
 logger = logging.getLogger("flwr")
 
@@ -142,8 +140,7 @@ def calibrate_run(
     samples = site.examples.samples
     plain = saved.model.to(samples.device)
     inputs = _Inputs(site.examples, task.plain_test_batch)
-    scores = task.name == CLASSIFICATION.name
-    found = calibrate(plain, inputs, way, scores=scores)
+    found = calibrate(plain, inputs, way, task=task)
     what = f"{saved.what}; calibrated by {found.way}"
     tests, files = {}, {}
     if samples.labelled:
@@ -153,7 +150,7 @@ def calibrate_run(
         columns = {**site.where, **_predicted(found.model, inputs, task, site.classes)}
         files["predictions.csv"] = evaluate.as_csv(columns)
     on_cpu = replace(saved, model=found.model.cpu(), what=what)
-    check = str(export.export_model(on_cpu, file, format, samples).check)
+    check = str(export.export_model(on_cpu, file, format).check)
     done = CalibratedSite(saved.what, found, check, task.score, tests)
     # Report only the last part of a path, because others read these files.
     kind, colon, path = dataset.partition(":")
@@ -246,16 +243,10 @@ def _page(site: CalibratedSite, about: Mapping[str, Any]) -> str:
     """Return the page of a calibration."""
     here = Path(__file__).parent
     style = Markup((here / "report.css").read_text(encoding="utf-8"))
-    drawn = []
-    if about["class-mix"]:
-        mix = pd.DataFrame({"estimate": about["class-mix"]}, about["classes"])
-        mix["low"] = mix["high"] = float("nan")
-        drawn.append(pictures.rows(mix, "share", "Classes of the site, estimated."))
     return template(here / "calibration.html").render(
         site=site,
         found=site.calibration,
         about=about,
-        pictures=drawn,
         style=style,
         version=version("fedbn-flwr"),
     )

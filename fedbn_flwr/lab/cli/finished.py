@@ -160,8 +160,8 @@ def calibrate(
         settings = read_overrides(set_ or [])
         refuse_no_run(run)
     from fedbn_flwr.lab.answer import shown
-    from fedbn_flwr.lab.finished_runs.sites import LEVEL
     from fedbn_flwr.lab.new_site import calibrate_run
+    from fedbn_flwr.training.tasks import in_percent
 
     with exit_codes():
         done = calibrate_run(
@@ -177,19 +177,14 @@ def calibrate(
         found = done.calibration
         say(f"model: {done.what}")
         say(f"examples: {found.num_examples}, used without labels")
-        say(f"way: {found.way}. {found.reason}")
+        say(f"way: {found.reason}")
         say(f"trusted: {'yes' if found.trusted else 'no'}. {found.warning}".rstrip())
-        if found.examples_to_label:
-            say(f"label: {found.examples_to_label} examples before anybody uses it")
+        metric = done.metric
         for name, test in done.tests.items():
-            ends = (
-                f"{LEVEL:.0%} interval {shown(test.low, done.metric)} to"
-                f" {shown(test.high, done.metric)}"
-            )
-            say(
-                f"test {name} the calibration, from labels: {done.metric}"
-                f" {shown(test.value, done.metric)} ({test.why or ends})"
-            )
+            low, high = shown(test.low, metric), shown(test.high, metric)
+            ends = test.why or f"95 % interval {low} to {high}"
+            value = shown(test.value, metric) + " %" * in_percent(metric)
+            say(f"from labels, {name} the calibration: {metric} {value} ({ends})")
         say(f"page: {(out / 'calibration.html').absolute()}")
 
 

@@ -172,11 +172,6 @@ def in_test_batches(task: Task, shape: tuple[int, ...], batch_size: int) -> Task
     Larger examples get smaller test batches, to limit the memory. But a test batch may
     have as many examples as a training batch, because training needs more memory than a
     test.
-
-    Args:
-        task: the task.
-        shape: the shape of an example.
-        batch_size: number of examples in a training batch.
     """
     fits = _TEST_VALUES // math.prod(shape)
     examples = max(batch_size, fits, 1)

@@ -27,7 +27,6 @@ from fedbn_flwr.errors import (
     StateError,
     unknown_name,
 )
-from fedbn_flwr.lab.data import Samples
 from fedbn_flwr.lab.export import (
     encode_onnx,
     encode_torch_export,
@@ -133,32 +132,15 @@ def export(
     return export_model(load_model(run, choice or Choice()), out, format)
 
 
-def export_model(
-    saved: SavedModel, out: Path, format: Format, samples: Samples | None = None
-) -> Exported:
-    """Write a loaded model as a new file, see ``export``.
-
-    Args:
-        saved: the model.
-        out: the file to write, with the suffix of the format.
-        format: the format of the file.
-        samples: the inputs for the check; by default, test data of the run.
-
-    Raises:
-        ConfigError: the file of a user's model has changed.
-        StateError: the model's outputs are not finite.
-        EngineError: the file cannot be written, or its outputs differ.
-    """
+def export_model(saved: SavedModel, out: Path, format: Format) -> Exported:
+    """Write a loaded model as a new file, see ``export``."""
     # Refuse changed code of the user's model: the file would contain another model, and
     # the check at the end compares two models of today's code, so it would not notice
     # the change.
     changed = saved.description.code_changed()
     if changed:
         raise ConfigError(changed)
-    if samples is None:
-        inputs, what = _inputs(saved)
-    else:
-        inputs, what = _some_of(samples), "the new data"
+    inputs, what = _inputs(saved)
     # Export a copy, because the check compares the file with the saved model.
     normalise = saved.description.normalise()
     model = copied(saved.model).to(memory_format=torch.contiguous_format)
@@ -249,16 +231,19 @@ def _inputs(saved: SavedModel) -> tuple[Tensor, str]:
     The inputs are float32, in the form of the data.
     """
     count, taken = sum(_BATCHES), saved.description
+    # Use test examples of the run, evenly spread over the test part.
     why = "the data of the run are not here"
     with suppress(DataError, ConfigError):
         test = load_data(saved.config.model_copy(update={"device": "cpu"})).test
         if test.shape == taken.shape and len(test):
+            positions = torch.linspace(0, len(test) - 1, count).long()
+            inputs, _ = test.take(positions)
             # Report only the last part of a path, because the text goes into a report
             # that others read.
             kind, colon, path = saved.config.dataset.partition(":")
             name = f"{kind}{colon}{Path(path).name}"
             used = min(count, len(test))
-            return _some_of(test), f"{used} test examples of {name}"
+            return inputs.float(), f"{used} test examples of {name}"
         why = "the data have changed since the run"
     # Without the run's data, use random inputs of the same kind. Pixels are whole
     # numbers.
@@ -267,13 +252,6 @@ def _inputs(saved: SavedModel) -> tuple[Tensor, str]:
     if taken.as_bytes:
         inputs = (inputs * 256).floor()
     return inputs, f"{count} random inputs, since {why}"
-
-
-def _some_of(samples: Samples) -> Tensor:
-    """Return the inputs of examples that are evenly spread over the samples."""
-    positions = torch.linspace(0, len(samples) - 1, sum(_BATCHES)).long()
-    inputs, _ = samples.take(positions.to(samples.device))
-    return inputs.float().cpu()
 
 
 def _encode(

@@ -27,7 +27,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
@@ -134,22 +133,17 @@ class _InputsOnly:
 def _sites(request: OwnData) -> dict[str, list[Site]]:
     parts = sites_of(request.path, request.sites, _given_names(request))
     if request.known_classes:
-        everywhere = list(itertools.chain.from_iterable(parts.values()))
-        # If one site lacks targets, use no target of any site.
-        if any(map(_lacks_target, everywhere)):
-            return {part: [*map(_inputs_only, sites)] for part, sites in parts.items()}
+        parts = {part: [*map(_maybe_unlabelled, sites)] for part, sites in parts.items()}
     return parts
 
 
-def _lacks_target(site: Site) -> bool:
-    """Return whether the first example of a site is an input without a target."""
+def _maybe_unlabelled(site: Site) -> Site:
+    """Return a site whose data have targets, ``UNKNOWN`` if the first example has none."""
     if not len(site):
-        return False
+        return site
     example = _called(f"{site.name}, example 0", site.data.__getitem__, 0)
-    return not isinstance(example, (tuple, list)) or len(example) == 1
-
-
-def _inputs_only(site: Site) -> Site:
+    if isinstance(example, (tuple, list)) and len(example) > 1:
+        return site
     classes = (UNKNOWN,) * len(site)
     return replace(site, data=_InputsOnly(site.data), classes=classes)
 
