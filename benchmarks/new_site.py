@@ -252,10 +252,6 @@ def _inputs(x: np.ndarray) -> Tensor:
     return images.permute(0, 3, 1, 2) if images.ndim == 4 else images[:, None]
 
 
-def _classes(sites: Sites) -> int:
-    return 1 + max(int(y.max()) for _, y in sites.values())
-
-
 def train(
     source: Source, sites: Sites, method: str, seed: int, folder: Path
 ) -> Trained:
@@ -295,7 +291,7 @@ def train(
         model = load_exported(folder / f"{name}.safetensors")
         rows = ~parts[name]
         labelled = (_inputs(x[rows]), torch.from_numpy(y[rows]))
-        moments.append(class_moments(model, [labelled], _classes(sites)))
+        moments.append(class_moments(model, [labelled]))
     averaged_model = load_exported(folder / "averaged.safetensors")
     return Trained(averaged_model, pool_class_moments(moments))
 

@@ -55,7 +55,7 @@ from fedbn_flwr.batchnorm.site_passes import (
     use_mix,
 )
 from fedbn_flwr.errors import ConfigError
-from fedbn_flwr.training.tasks import CLASSIFICATION, LabelTask, Task
+from fedbn_flwr.training.tasks import CLASSIFICATION, Task
 
 __all__ = ["WAYS", "Calibration", "CalibrationWay", "calibrate", "estimated_mix"]
 
@@ -147,7 +147,7 @@ def calibrate(
             twice in a pass or is in TorchScript.
     """
     site = Site(model, batches)
-    before = probabilities_of(site.plain.outputs, task)
+    before = task.class_probabilities(site.plain.outputs)
     problems = []
     if way not in WAYS:
         problems.append(f"way={way!r} is unknown. Allowed: {', '.join(WAYS)}.")
@@ -196,7 +196,7 @@ def _judged(
     """Return the result of a way; choose the way if it is "auto"."""
     guesses = {}
     for name, one in tried.items():
-        found = probabilities_of(one.outputs, task)
+        found = task.class_probabilities(one.outputs)
         if found is not None:
             guesses[name] = _Guesses(found)
     examples, auto = len(site.plain.outputs), way == "auto"
@@ -295,25 +295,14 @@ def _choice(guesses: Mapping[str, _Guesses]) -> str:
 def _matched(site: Site, known: ClassMoments, early: Tried, task: Task) -> Tried:
     """Return the result of "matched"."""
     prior = known.class_mix
-    first: Any = probabilities_of(early.outputs, task)
+    first: Any = task.class_probabilities(early.outputs)
     mix = estimated_mix(first, prior, prior)
     # Estimate once more, damped by half. More estimates of a site with one class run
     # away to another class.
     tried = site.tried(use_matched(known, mix), site.order)
-    second: Any = probabilities_of(tried.outputs, task)
+    second: Any = task.class_probabilities(tried.outputs)
     mix = (mix + estimated_mix(second, prior, mix)) / 2
     return site.tried(use_matched(known, mix), site.order)
-
-
-def probabilities_of(outputs: Tensor, task: Task) -> Tensor | None:
-    """Return class probabilities (N, K), float64, or None without classes."""
-    outputs = outputs.double()
-    if isinstance(task, LabelTask) and task.single:
-        positive = outputs.reshape(-1, 1).sigmoid()
-        return torch.cat([1 - positive, positive], 1)
-    if task.in_columns or outputs.dim() != 2 or outputs.shape[1] < 2:
-        return None
-    return outputs.softmax(1)
 
 
 def estimated_mix(probabilities: Tensor, prior: Tensor, start: Tensor) -> Tensor:

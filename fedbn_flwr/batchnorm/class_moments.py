@@ -10,23 +10,34 @@ added.
 
 from __future__ import annotations
 
+import functools
+import io
+import zipfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedbn_flwr.batchnorm.replaced_forward import watch_inputs
-from fedbn_flwr.errors import DataError
+from fedbn_flwr.errors import DataError, StateError
 from fedbn_flwr.training.batches import inputs_for
 from fedbn_flwr.training.channels import per_channel
 from fedbn_flwr.training.freezing import layers_of, refuse_scripted
 from fedbn_flwr.training.model_state import copied, unwrap
+from fedbn_flwr.training.tasks import CLASSIFICATION, Task
 
-__all__ = ["ClassMoments", "class_moments", "pool_class_moments"]
+__all__ = [
+    "ClassMoments",
+    "class_moments",
+    "encode_class_moments",
+    "pool_class_moments",
+    "read_class_moments",
+]
 
 
 @dataclass(frozen=True)
@@ -63,7 +74,7 @@ class ClassMoments:
 
 
 def class_moments(
-    model: nn.Module, batches: Iterable[tuple[Any, Tensor]], num_classes: int
+    model: nn.Module, batches: Iterable[tuple[Any, Tensor]], task: Task = CLASSIFICATION
 ) -> ClassMoments:
     """Return the class moments of a site's training examples.
 
@@ -71,49 +82,48 @@ def class_moments(
 
     Args:
         model: the site's own model, with its running statistics. It does not change.
-        batches: inputs, and their classes (B,) in 0..num_classes-1.
-        num_classes: the number K of classes.
+        batches: inputs, and the number of the class of each example (B,) or (B, 1).
+        task: a task with one class for each example.
 
     Raises:
-        DataError: a class is not allowed.
+        DataError: the task or a target is no class of the model.
         NormLayerError: a layer is in TorchScript.
         StateError: the model cannot be copied.
     """
     refuse_scripted(model, "class moments")
     model = copied(unwrap(model)).eval()
-    counts = torch.zeros(num_classes, dtype=torch.float64)
-    first: dict[str, Tensor] = {}
-    second: dict[str, Tensor] = {}
-    paths: dict[_BatchNorm, str] = {}
-    one_hot = counts
+    seen: list[tuple[str, Tensor]] = []
+    sums: list[dict[str, Tensor]] = [{}, {}]
+    counts = torch.zeros(0)
 
-    def add(layer: _BatchNorm, x: Tensor) -> None:
-        wide, mean, var = x.double(), layer.running_mean, layer.running_var
-        z = wide - per_channel(mean.double(), x)  # type: ignore[union-attr]
-        z /= per_channel((var.double() + layer.eps).sqrt(), x)  # type: ignore[union-attr]
-        z = z.reshape(*z.shape[:2], -1)
-        of_classes, path = one_hot.to(z.device), paths[layer]
-        for sums, values in ((first, z), (second, z.square())):
-            added = (of_classes @ values.mean(2)).cpu()
-            sums[path] = sums[path] + added if path in sums else added
+    def note(path: str, layer: Any, x: Tensor) -> None:
+        z = x.double() - per_channel(layer.running_mean.double(), x)
+        z /= per_channel((layer.running_var.double() + layer.eps).sqrt(), x)
+        seen.append((path, z.reshape(*z.shape[:2], -1)))
 
     for path, layer in layers_of(model).items():
         if layer.running_mean is not None:
-            paths[layer] = path
-            watch_inputs(layer, add)
+            watch_inputs(layer, functools.partial(note, path))
     prepared = inputs_for(model)
     with torch.no_grad():
         for inputs, targets in batches:
-            if targets.min() < 0 or targets.max() >= num_classes:
+            seen.clear()
+            guesses = task.class_probabilities(model(prepared(inputs)))
+            labels = targets.reshape(-1).cpu()
+            classes = 0 if guesses is None else guesses.shape[1]
+            if not bool(((labels >= 0) & (labels < classes)).all()):
                 raise DataError(
-                    f"class moments: the classes are {int(targets.min())} to"
-                    f" {int(targets.max())}. Allowed: 0 to {num_classes - 1}. Correct"
-                    " the labels, or num_classes."
+                    f"class moments: task {task.name} with {classes} classes has the"
+                    f" targets {labels.min()} to {labels.max()}. Each example needs one"
+                    " class, from 0 to the number of classes - 1."
                 )
-            one_hot = functional.one_hot(targets.long().cpu(), num_classes).T.double()
-            counts += one_hot.sum(1)
-            model(prepared(inputs))
-    return ClassMoments(counts, first, second)
+            of_class = functional.one_hot(labels.long(), classes).T.double()
+            counts = of_class.sum(1) + (counts if len(counts) else 0)
+            for path, z in seen:
+                for total, values in zip(sums, (z, z.square()), strict=True):
+                    added = of_class @ values.mean(2).cpu()
+                    total[path] = added + total.get(path, 0)
+    return ClassMoments(counts, *sums)
 
 
 def pool_class_moments(moments: Sequence[ClassMoments]) -> ClassMoments:
@@ -131,3 +141,38 @@ def pool_class_moments(moments: Sequence[ClassMoments]) -> ClassMoments:
         added([one.first for one in moments]),
         added([one.second for one in moments]),
     )
+
+
+def encode_class_moments(moments: ClassMoments) -> bytes:
+    """Return the content of ``class_moments.npz``.
+
+    Its arrays are ``counts``, ``first/PATH`` and ``second/PATH``.
+    """
+    arrays = {"counts": moments.counts.numpy()}
+    for name, sums in (("first", moments.first), ("second", moments.second)):
+        arrays |= {f"{name}/{path}": one.numpy() for path, one in sums.items()}
+    file = io.BytesIO()
+    np.savez(file, **arrays)  # type: ignore[arg-type]
+    return file.getvalue()
+
+
+def read_class_moments(path: str | Path) -> ClassMoments:
+    """Return the class moments in ``class_moments.npz`` of a run's folder.
+
+    Raises:
+        StateError: the file is missing, or a run did not write it.
+    """
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            arrays = {name: torch.from_numpy(file[name]) for name in file}
+        counts = arrays.pop("counts")
+    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+        raise StateError(
+            f"{path} has no class moments ({error}). Take class_moments.npz from the"
+            " folder of a run with class-moments=true."
+        ) from error
+    first, second = dict[str, Tensor](), dict[str, Tensor]()
+    for name, sums in arrays.items():
+        kind, _, layer = name.partition("/")
+        (first if kind == "first" else second)[layer] = sums
+    return ClassMoments(counts, first, second)

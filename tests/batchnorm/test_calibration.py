@@ -78,7 +78,7 @@ class Drawn:
         self.shape = SHAPES[kind]
         self.sites = [self.examples(30), self.examples(24)]
         self.x, _ = self.examples(40, shift=2.0)
-        of_sites = [class_moments(self.model, [one], CLASSES) for one in self.sites]
+        of_sites = [class_moments(self.model, [one]) for one in self.sites]
         self.known = pool_class_moments(of_sites)
 
     def moved(self, model: nn.Module) -> nn.Module:
@@ -330,7 +330,7 @@ def test_pooled_class_moments_are_those_of_the_pooled_data(drawn: Drawn) -> None
     x, y = (torch.cat(parts) for parts in zip(*drawn.sites, strict=True))
     order = torch.randperm(len(y))
     batches = list(zip(x[order].split(7), y[order].split(7), strict=True))
-    whole = class_moments(drawn.model, batches, CLASSES)
+    whole = class_moments(drawn.model, batches)
     torch.testing.assert_close(whole.counts, drawn.known.counts, **CLOSE)
     for number, (path, first) in enumerate(drawn.known.first.items()):
         torch.testing.assert_close(whole.first[path], first, **CLOSE)
@@ -350,10 +350,10 @@ def test_class_moments_do_not_depend_on_the_scanner_of_a_site() -> None:
     drawn = Drawn("rows", 0)
     (x, y), layer = drawn.sites[0], copy.deepcopy(drawn.model[0])
     layer.eps = 0.0
-    plain = class_moments(nn.Sequential(layer), [(x, y)], CLASSES)
+    plain = class_moments(nn.Sequential(layer), [(x, y)])
     layer.running_mean = 3 * layer.running_mean - 7
     layer.running_var = 9 * layer.running_var
-    other = class_moments(nn.Sequential(layer), [(3 * x - 7, y)], CLASSES)
+    other = class_moments(nn.Sequential(layer), [(3 * x - 7, y)])
     torch.testing.assert_close(plain.first["0"], other.first["0"])
     torch.testing.assert_close(plain.second["0"], other.second["0"])
 
@@ -468,8 +468,10 @@ def test_bad_calls_are_refused_before_a_way_is_tried() -> None:
     for bad in (iter([x]), [x[:1]], [torch.full_like(x, math.nan)]):
         with pytest.raises(DataError):
             calibrate(model, bad)
-    with pytest.raises(DataError, match="0 to 1"):
-        class_moments(model, [(x, torch.full((40,), 2))], 2)
+    with pytest.raises(DataError, match="targets 2 to 3"):
+        class_moments(model, [(x, torch.arange(40) % 2 + 2)])
+    with pytest.raises(DataError, match="regression"):
+        class_moments(model, [(x, torch.zeros(40))], REGRESSION)
     other = ClassMoments(drawn.known.counts, {}, {})
     with pytest.raises(ConfigError) as refused:
         calibrate(

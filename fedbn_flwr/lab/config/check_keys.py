@@ -70,7 +70,15 @@ _OF_A_FEDERATION = (
         "round-timeout",
         "variance",
     ),
-    *("momentum-scope", "agc", "recalibrate", *ROLES, "state-dir", "series"),
+    *(
+        "momentum-scope",
+        "agc",
+        "recalibrate",
+        "class-moments",
+        *ROLES,
+        "state-dir",
+        "series",
+    ),
     *("layers", "personal", "fine-tune", "loop"),
 )
 
@@ -152,6 +160,13 @@ def _of_rounds(config: Fields) -> Iterator[Problem]:
             f"{stopping} goes back to the checkpoint of the best round: set"
             " checkpoint-every above 0",
             "early-stopping",
+        )
+    if config.early_stopping and config.class_moments:
+        yield Problem(
+            "early-stopping-with-class-moments",
+            f"{stopping} goes back to the best round, but class-moments=true measures the"
+            " model of the last round: leave one of them out",
+            "class-moments early-stopping",
         )
     if not config.local_steps and not config.local_epochs:
         yield Problem(

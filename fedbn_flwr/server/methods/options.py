@@ -192,6 +192,29 @@ class TestRecalibrated(Recalibrate):
         return RECALIBRATED in tests_in(params.eval_on)
 
 
+class CollectedClassMoments(Option):
+    """The moments of BN's inputs for each class, for the calibration at new sites.
+
+    Each site sends, once, the number of its examples of each class, and for each class,
+    BN layer and channel the sums of the normalised inputs and of their squares. The
+    counts reveal the site's class mix. A sum over few examples reveals much about these
+    examples, and a class with one example reveals the mean activations of this example.
+    The server sees the sums of each site; the file has only the sums over all sites.
+    """
+
+    name = "class-moments=true"
+    instead = "class-moments=false"
+
+    @staticmethod
+    def chosen(params: Any) -> bool:
+        """Return whether the moments are collected."""
+        return bool(params.class_moments)
+
+    def travels(self, num_rounds: int | None = None) -> tuple[Travels, ...]:
+        """Return a phase that collects the moments after the last round."""
+        return (Travels(class_moments=True),)
+
+
 class PooledVariance(Option):
     """The average of running variances, including the spread of the clients' means."""
 
@@ -216,6 +239,7 @@ OPTIONS: tuple[type[Option[Any]], ...] = (
     PersonalEntries,
     Recalibrate,
     TestRecalibrated,
+    CollectedClassMoments,
     PooledVariance,
 )
 """The options, in the order in which they act."""
