@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from markupsafe import Markup
@@ -20,6 +20,7 @@ from fedbn_flwr.batchnorm.calibration import (
     CalibrationWay,
     calibrate,
 )
+from fedbn_flwr.batchnorm.class_moments import read_class_moments
 from fedbn_flwr.errors import ConfigError, unknown_name
 from fedbn_flwr.lab.answer import template
 from fedbn_flwr.lab.config.data import in_test_batches, measuring
@@ -32,6 +33,7 @@ from fedbn_flwr.lab.data import (
     load_dataset,
     own_info,
 )
+from fedbn_flwr.lab.files import CLASS_MOMENTS_FILE
 from fedbn_flwr.lab.finished_runs import evaluate, export
 from fedbn_flwr.lab.finished_runs.saved_model import Choice, load_model
 from fedbn_flwr.lab.finished_runs.sites import Interval, interval, test_site
@@ -48,8 +50,7 @@ logger = logging.getLogger("flwr")
 _OF_DATA = ("data-dir", "device")
 
 
-@dataclass(frozen=True)
-class CalibratedSite:
+class CalibratedSite(NamedTuple):
     """The result of ``calibrate_run``.
 
     Attributes:
@@ -57,8 +58,8 @@ class CalibratedSite:
         calibration: the calibrated model and the judgement.
         check: the comparison of the written model with the calibrated model.
         metric: the main metric of the run.
-        tests: if the data have labels, this metric of the model "before" and "after"
-            the calibration, otherwise {}.
+        tests: this metric of the model "before" and "after" the calibration, if the
+            data have labels.
     """
 
     what: str
@@ -86,7 +87,7 @@ def calibrate_run(
     split. Labels change no file.
 
     Args:
-        run: the run's folder.
+        run: the run's folder. Its ``class_moments.npz`` is used if it is there.
         dataset: the new data, maybe without labels. A function is called for site 0.
         out: a new folder for ``model.*``, ``calibration.json``, ``calibration.html``
             and, with ``with_predictions``, ``predictions.csv``.
@@ -105,7 +106,8 @@ def calibrate_run(
         EngineError: the folder cannot be written.
     """
     # Check all arguments before any work.
-    file, settings = out / f"model{export.SUFFIXES.get(format, '')}", settings or {}
+    file = out / f"model{export.SUFFIXES.get(format, '')}"
+    moments_file, settings = run / CLASS_MOMENTS_FILE, settings or {}
     RunFolder.refuse_used(out)
     export.check_place(file, format)
     if way not in WAYS:
@@ -116,32 +118,25 @@ def calibrate_run(
             f"{others}: calibrate takes only {' and '.join(_OF_DATA)}. All other"
             " settings come from the run. Remove these keys."
         )
+    if way == "matched" and not moments_file.is_file():
+        raise ConfigError(
+            f"way=matched needs {moments_file}, which a run with class-moments=true"
+            " writes. Use another way, or train again."
+        )
     saved = load_model(run, Choice(client=client))
-    ran, description = saved.config, saved.description
-    if is_own(dataset) and evaluate.place(dataset) == evaluate.place(ran.dataset):
-        raise ConfigError(
-            f"dataset={dataset!r} are the data of the run. calibrate is for a site that"
-            " did not train: give its data. For the run's own sites, use `fedbn-flwr"
-            " evaluate`."
-        )
-    task = measuring(TASKS[description.task], ran.metrics)
-    task = in_test_batches(task, description.shape, ran.batch_size)
-    if with_predictions and task.by_pixel:
-        raise ConfigError(
-            "predictions: the model has a prediction for each pixel, too many for a"
-            " table. Leave predictions out."
-        )
+    description, ran = saved.description, saved.config.dataset
+    task = measuring(TASKS[description.task], saved.config.metrics)
+    task = in_test_batches(task, description.shape, saved.config.batch_size)
+    _check_run(description, ran, dataset, with_predictions and task.by_pixel)
     site = _Site.read(description, dataset, settings)
-    for warning in (description.code_changed(), evaluate.overlap(ran.dataset, dataset)):
-        if warning:
-            logger.warning("%s", warning)
+    if evaluate.overlap(ran, dataset):
+        logger.warning("%s", evaluate.overlap(ran, dataset))
 
-    # Write the model first, because its check may fail.
-    samples = site.examples.samples
+    # Calibrate without targets, and test with them if they are there.
+    samples, inputs = site.examples.samples, _Inputs(site.examples, task)
     plain = saved.model.to(samples.device)
-    inputs = _Inputs(site.examples, task.plain_test_batch)
-    found = calibrate(plain, inputs, way, task=task)
-    what = f"{saved.what}; calibrated by {found.way}"
+    moments = read_class_moments(moments_file) if moments_file.is_file() else None
+    found = calibrate(plain, inputs, way, class_moments=moments, task=task)
     tests, files = {}, {}
     if samples.labelled:
         for name, model in (("before", plain), ("after", found.model)):
@@ -149,26 +144,51 @@ def calibrate_run(
     if with_predictions:
         columns = {**site.where, **_predicted(found.model, inputs, task, site.classes)}
         files["predictions.csv"] = evaluate.as_csv(columns)
-    on_cpu = replace(saved, model=found.model.cpu(), what=what)
-    check = str(export.export_model(on_cpu, file, format).check)
+
+    # Write the model first, because its check may fail.
+    what = f"{saved.what}; calibrated by {found.way}"
+    written = replace(saved, model=found.model.cpu(), what=what)
+    check = str(export.export_model(written, file, format).check)
     done = CalibratedSite(saved.what, found, check, task.score, tests)
     # Report only the last part of a path, because others read these files.
     kind, colon, path = dataset.partition(":")
-    about = {
-        "run": run.resolve().name,
-        "dataset": f"{kind}{colon}{Path(path).name}",
-        "model": saved.what,
-        "classes": site.classes,
-        **{
-            key.replace("_", "-"): value
-            for key, value in vars(found).items()
-            if key not in ("model", "probabilities")
-        },
-    }
-    files["calibration.html"] = _page(done, about)
-    files["calibration.json"] = json.dumps(about, indent=2) + "\n"
+    about: dict[str, Any] = {"run": run.resolve().name, "model": saved.what}
+    about |= {"dataset": f"{kind}{colon}{Path(path).name}", "classes": site.classes}
+    for key, value in vars(found).items():
+        if key not in ("model", "probabilities"):
+            about[key.replace("_", "-")] = value
+    here = Path(__file__).parent
+    page = template(here / "calibration.html").render(
+        site=done,
+        found=found,
+        about=about,
+        style=Markup((here / "report.css").read_text(encoding="utf-8")),
+        version=version("fedbn-flwr"),
+    )
+    text = json.dumps(about, indent=2) + "\n"
+    files |= {"calibration.html": page, "calibration.json": text}
     evaluate.write_files(out, files)
     return done
+
+
+def _check_run(
+    description: ModelDescription, ran: str, dataset: str, pixels: bool
+) -> None:
+    """Raise ConfigError if the model or the data of a run cannot be used."""
+    problems = [description.code_changed()]
+    if is_own(dataset) and evaluate.place(dataset) == evaluate.place(ran):
+        problems.append(
+            f"dataset={dataset!r} are the data of the run. calibrate is for a site that"
+            " did not train: give its data. For the run's own sites, use `fedbn-flwr"
+            " evaluate`."
+        )
+    if pixels:
+        problems.append(
+            "predictions: the model has a prediction for each pixel, too many for a"
+            " table. Leave predictions out."
+        )
+    if any(problems):
+        raise ConfigError("\n".join(filter(None, problems)))
 
 
 @dataclass(frozen=True)
@@ -216,9 +236,9 @@ class _Site:
 class _Inputs:
     """The inputs of examples in batches, without targets. It can be read again."""
 
-    def __init__(self, examples: Subset, batch_size: int) -> None:
-        self._examples = examples
-        self._order = torch.split(torch.arange(len(examples)), batch_size)
+    def __init__(self, examples: Subset, task: Task) -> None:
+        self._examples, positions = examples, torch.arange(len(examples))
+        self._order = torch.split(positions, task.plain_test_batch)
 
     def __iter__(self) -> Iterator[Tensor]:
         for inputs, _ in self._examples.batches(self._order):
@@ -237,16 +257,3 @@ def _predicted(
         return {**columns}
     named = [classes[int(number)] for number in columns["prediction"]]
     return {"class": named, **columns}
-
-
-def _page(site: CalibratedSite, about: Mapping[str, Any]) -> str:
-    """Return the page of a calibration."""
-    here = Path(__file__).parent
-    style = Markup((here / "report.css").read_text(encoding="utf-8"))
-    return template(here / "calibration.html").render(
-        site=site,
-        found=site.calibration,
-        about=about,
-        style=style,
-        version=version("fedbn-flwr"),
-    )

@@ -265,6 +265,7 @@ def test_bad_input_is_refused_before_any_file_is_written(
     own = Config.load(scans / "config.yaml").dataset
     cases: list[tuple[type[FedBNError], str, Path, str, dict[str, Any]]] = [
         (ConfigError, "way 'best'", scans, good, {"way": "best"}),
+        (ConfigError, "class_moments.npz", scans, good, {"way": "matched"}),
         (ConfigError, "format 'h5'", scans, good, {"format": "h5"}),
         (ConfigError, "num-clients", scans, good, {"settings": {"num-clients": 2}}),
         (ConfigError, "client=9", scans, good, {"client": 9}),

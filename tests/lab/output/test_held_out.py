@@ -162,6 +162,18 @@ def test_the_tests_are_those_of_the_saved_model_by_hand(
         mean = summary["final"][f"held-out-{test}-loss"]
         assert mean == pytest.approx(np.mean(of_both), rel=1e-4)
     sites = summary["sites"]
+    for row in sites[2:]:
+        share = {"none": 1.0, "all": 0.0, "early": 0.0, "mix": 16 / (16 + 30)}[
+            row["way"]
+        ]
+        inputs, _ = table.rows(row["site"], False)
+        before = inputs @ saved["hidden.weight"].T + saved["hidden.bias"]
+        state = {**saved}
+        for entry, own in (("mean", before.mean(0)), ("var", before.var(0))):
+            entry = f"norm.running_{entry}"
+            state[entry] = share * saved[entry] + (1 - share) * own
+        _, loss = accuracy_and_loss(state, *table.rows(row["site"], True))
+        assert row["calibrated"] == pytest.approx(loss, rel=1e-4)
     held_out = [(row["site"], row["examples"]) for row in sites if "held-out" in row]
     assert held_out == [("a", 10), ("d", 10)]
     values = [row["value"] for row in sites]

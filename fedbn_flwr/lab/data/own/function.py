@@ -133,7 +133,9 @@ class _InputsOnly:
 def _sites(request: OwnData) -> dict[str, list[Site]]:
     parts = sites_of(request.path, request.sites, _given_names(request))
     if request.known_classes:
-        parts = {part: [*map(_maybe_unlabelled, sites)] for part, sites in parts.items()}
+        parts = {
+            part: [*map(_maybe_unlabelled, sites)] for part, sites in parts.items()
+        }
     return parts
 
 
