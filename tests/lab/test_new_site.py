@@ -134,7 +134,7 @@ def forms(folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
         "folder+": write_images(
             folder / "by-class", x, [f"{y[at]}/{at:02}" for at in numbers]
         ),
-        "folder": write_images(folder / "flat", x, flat),
+        "folder": write_images(folder / "2", x, flat),
         "patients": write_images(
             folder / "deep", x, [f"p{at % 5}/scan/{at:02}" for at in numbers]
         ),
