@@ -48,7 +48,7 @@ from torch import Tensor, nn
 from fedbn_flwr.batchnorm.adaptation import PRIOR
 from fedbn_flwr.batchnorm.class_moments import ClassMoments
 from fedbn_flwr.batchnorm.site_passes import (
-    Site,
+    NewSite,
     Tried,
     use_all,
     use_matched,
@@ -146,7 +146,7 @@ def calibrate(
         NormLayerError: no BatchNorm layer has running statistics, or a layer is called
             twice in a pass or is in TorchScript.
     """
-    site = Site(model, batches)
+    site = NewSite(model, batches)
     before = task.class_probabilities(site.plain.outputs)
     problems = []
     if way not in WAYS:
@@ -187,7 +187,7 @@ def calibrate(
 
 
 def _judged(
-    site: Site,
+    site: NewSite,
     tried: Mapping[str, Tried],
     way: str,
     known: ClassMoments | None,
@@ -292,7 +292,7 @@ def _choice(guesses: Mapping[str, _Guesses]) -> str:
     return way if unsure <= _LESS * (1 - guesses["none"].sureness) else "none"
 
 
-def _matched(site: Site, known: ClassMoments, early: Tried, task: Task) -> Tried:
+def _matched(site: NewSite, known: ClassMoments, early: Tried, task: Task) -> Tried:
     """Return the result of "matched"."""
     prior = known.class_mix
     first: Any = task.class_probabilities(early.outputs)

@@ -80,7 +80,7 @@ class _Reached(BaseException):
     """Ends a pass at the layer to measure, even if the model catches errors."""
 
 
-class Site:
+class NewSite:
     """A copy of the model, and the inputs of the new site.
 
     Attributes:

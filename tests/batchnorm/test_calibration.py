@@ -27,7 +27,7 @@ from fedbn_flwr.batchnorm.class_moments import (
     pool_class_moments,
 )
 from fedbn_flwr.batchnorm.reestimation import reestimate_statistics
-from fedbn_flwr.batchnorm.site_passes import Site, use_all, use_matched
+from fedbn_flwr.batchnorm.site_passes import NewSite, use_all, use_matched
 from fedbn_flwr.errors import ConfigError, DataError, NormLayerError
 from fedbn_flwr.training.tasks import BINARY, CLASSIFICATION, REGRESSION
 
@@ -255,7 +255,7 @@ def test_the_ends_of_each_way_are_other_ways(drawn: Drawn) -> None:
             nothing,
         ),
     }
-    site = Site(drawn.model, [drawn.x])
+    site = NewSite(drawn.model, [drawn.x])
     matched = site.tried(use_matched(drawn.known, drawn.known.class_mix), site.order)
     ends["matched, training mix"] = (matched.outputs.softmax(1), everything)
     for name, (got, expected) in ends.items():
@@ -492,7 +492,7 @@ def test_a_layer_without_calls_keeps_its_statistics() -> None:
     drawn = Drawn("rows", 0)
     drawn.model.register_module("idle", nn.BatchNorm1d(7).double())
     drawn.model.forward = drawn.model[:-1].forward  # type: ignore[method-assign]
-    site = Site(drawn.model, [drawn.x])
+    site = NewSite(drawn.model, [drawn.x])
     assert len(site.order) == 3
     idle: Any = site.model.get_submodule("idle")
     site.load(site.tried(use_all, site.order).statistics)
