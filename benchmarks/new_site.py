@@ -32,6 +32,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -389,16 +390,141 @@ def cells(out: Path, data_dir: Path, only: list[str]) -> None:
                     print(name, left_out, method, seed, flush=True)
 
 
+# The page.
+
+COLUMNS = {
+    "none": "averaged BN",
+    **{way: way for way in WAYS[1:]},
+    "auto": "auto",
+    "auto-": "auto, no moments",
+}
+Cell = tuple[str, str, str, int, str]
+Rows = list[tuple[Cell, Mapping[str, Any]]]
+"""Each draw, with its cell (data set, new site, method, seed, class mix)."""
+
+
+def draws_in(path: Path) -> Rows:
+    """Return all draws of a file of cells."""
+    rows: Rows = []
+    for line in path.read_text().splitlines():
+        read = json.loads(line)
+        rows += [(tuple(read["cell"]), draw) for draw in read["draws"] if draw]
+    return rows
+
+
+def _means(draws: list[Mapping[str, Any]]) -> str:
+    """Return the cells of a row: accuracies, the choice of auto, and its trust."""
+    accuracies = [
+        f"{100 * float(np.mean([draw[key] for draw in draws])):.1f}" for key in COLUMNS
+    ]
+    ways = Counter(draw["auto way"] for draw in draws)
+    chosen = ", ".join(f"{way} {n}" for way, n in ways.most_common())
+    trusted = sum(draw["auto trusted"] for draw in draws)
+    return f"{' | '.join(accuracies)} | {chosen} | {trusted} of {len(draws)} |"
+
+
+def _table(rows: Rows, names: Mapping[str, Callable[[Cell], Any]]) -> Iterator[str]:
+    """Yield a table with a row for each value of the named columns."""
+    yield f"| {' | '.join([*names, *COLUMNS.values(), 'way of auto', 'trusted'])} |"
+    yield "|---" * (len(names) + len(COLUMNS) + 2) + "|"
+    groups: dict[tuple[str, ...], list[Mapping[str, Any]]] = {}
+    for cell, draw in rows:
+        key = tuple(str(value(cell)) for value in names.values())
+        groups.setdefault(key, []).append(draw)
+    for key, draws in groups.items():
+        yield f"| {' | '.join(key)} | {_means(draws)}"
+
+
+def _missing(rows: Rows, data_dir: Path) -> str:
+    """Return a sentence on the cells without a result."""
+    done = {cell[:4] for cell, _ in rows}
+    missing = []
+    for name, source in SOURCES.items():
+        found = [cell for cell in done if cell[0] == name]
+        if not found:
+            missing.append(f"{name} (all)")
+            continue
+        sites, unseen = source.read(data_dir)
+        for site in (*sites, *unseen):
+            for method in METHODS:
+                for seed in source.seeds:
+                    if (name, site, method, seed) not in done:
+                        missing.append(f"{name}, {site}, {method}, seed {seed}")
+    return f"Missing: {'; '.join(missing) or 'no cell'}."
+
+
+def page(rows: Rows, data_dir: Path) -> str:
+    """Return the page of the results."""
+    order = {mix: number for number, mix in enumerate(MIXES)}
+    rows = sorted(
+        rows, key=lambda row: (row[0][0], row[0][1], order[row[0][4]], row[0][2])
+    )
+    lines = [
+        "---",
+        "hide:",
+        "  - toc",
+        "---",
+        "",
+        "# A site that did not train",
+        "",
+        "Accuracy in per cent at a new site, after a calibration without labels. Each row"
+        " is the mean over seeds and draws of a class mix. *way of auto* and *trusted*"
+        " count draws. `benchmarks/new_site.py` has the protocol, and computes this page.",
+        "",
+        _missing(rows, data_dir),
+    ]
+    for key, name in (("auto", "with class moments"), ("auto-", "without them")):
+        trusted = [one for one in rows if one[1][f"{key} trusted"]]
+        wrong = [one for one in trusted if one[1][key] < one[1]["none"] - 0.05]
+        places = "; ".join(
+            f"{', '.join(map(str, cell))}: {100 * draw[key]:.1f} instead of"
+            f" {100 * draw['none']:.1f}"
+            for cell, draw in wrong
+        )
+        lines += [
+            "",
+            f"`auto` {name} is trusted in {len(trusted)} of {len(rows)} draws. In"
+            f" {len(wrong)} of these, it is more than 5 points below averaged BN"
+            f"{f' ({places})' if wrong else ''}.",
+        ]
+    lines += ["", "## All sites", ""]
+    # No way works with the inverted scanner, so it has rows of its own.
+    lines += _table(
+        sorted(rows, key=lambda row: (row[0][1] == "inverted", row[0][0])),
+        {
+            "data": lambda cell: cell[0] + ", inverted" * (cell[1] == "inverted"),
+            "classes": lambda cell: cell[4],
+        },
+    )
+    for name in SOURCES:
+        of_data = [row for row in rows if row[0][0] == name]
+        if of_data:
+            lines += ["", f"## {name}", ""]
+            lines += _table(
+                of_data,
+                {
+                    "new site": lambda cell: cell[1],
+                    "classes": lambda cell: cell[4],
+                    "training": lambda cell: cell[2],
+                },
+            )
+    return "\n".join(lines) + "\n"
+
+
 def main(
     out: Annotated[Path, typer.Option(help="folder of trainings and cells")],
     data_dir: Annotated[Path, typer.Option(help="folder of the data sets")] = Path("."),
     only: Annotated[str, typer.Option(help="data sets, by comma")] = ",".join(SOURCES),
+    write: Annotated[Path | None, typer.Option(help="write only the page")] = None,
 ) -> None:
-    """Compute the missing cells, or write the table."""
+    """Compute the missing cells, or write the page of those that are there."""
     torch.set_num_threads(1)
     # The runs import the models of this file and of apps.heart.
     sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
-    cells(out, data_dir, only.split(","))
+    if write is None:
+        cells(out, data_dir, only.split(","))
+        return
+    write.write_text(page(draws_in(out / "cells.jsonl"), data_dir))
 
 
 if __name__ == "__main__":
