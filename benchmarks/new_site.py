@@ -31,6 +31,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -261,6 +262,8 @@ def train(
     names = list(sites)
     parts = {name: draw.random(len(y)) < 0.25 for name, (_, y) in sites.items()}
     if not (folder / "averaged.safetensors").exists():
+        # Remove what a killed training has left.
+        shutil.rmtree(folder, ignore_errors=True)
         data = folder / "data.npz"
         folder.mkdir(parents=True, exist_ok=True)
         np.savez(

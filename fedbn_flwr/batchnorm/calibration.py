@@ -201,7 +201,10 @@ def _judged(
             guesses[name] = _Guesses(found)
     examples, auto = len(site.plain.outputs), way == "auto"
     path = max(site.shifts, key=site.shifts.__getitem__)
-    reason = f"layer '{path}' sees a shift of {site.shifts[path]:.2f} deviations"
+    reason = (
+        f"the inputs of layer '{path}' are {site.shifts[path]:.2f} standard deviations"
+        " from the model's statistics"
+    )
     doubt = "nothing shows whether predictions of this task are right"
     class_mix, changed, probabilities = None, dict[str, float](), None
     if guesses:
@@ -214,9 +217,9 @@ def _judged(
         mix = estimated_mix(probabilities, prior, prior)
         class_mix = tuple(mix.tolist())
         reason += (
-            f", {changed[way]:.0%} of the predictions change, their mean probability is"
-            f" {judged.sureness:.2f} (before: {plain.sureness:.2f}), and the estimated"
-            f" class mix differs by {float((mix - prior).abs().sum()) / 2:.0%} from"
+            f", {changed[way]:.0%} of the predictions change, their mean probability"
+            f" becomes {judged.sureness:.2f} (before: {plain.sureness:.2f}), and the"
+            f" estimated class mix is {float((mix - prior).abs().sum()) / 2:.0%} from"
             f" {'the training' if known else 'equal classes'}"
         )
     elif auto:
