@@ -22,13 +22,14 @@ The protocol was fixed before the first run:
   over the draws. Each draw has the accuracy of every way, the choice of "auto" and its
   judgement.
 
-``calibrate`` was designed with seed 0 and FedBN at the digits scanners E, gamma,
-blurred and inverted. All other cells are a check. Finished trainings and cells are
+``calibrate`` was designed with seed 0 and FedBN, at the digits scanners A, E, gamma,
+blurred and inverted and at the hospitals. All other cells are a check. Finished trainings and cells are
 kept, so a later call continues.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shutil
@@ -393,6 +394,30 @@ def cells(out: Path, data_dir: Path, only: list[str]) -> None:
                     print(name, left_out, method, seed, flush=True)
 
 
+def design(out: Path, data_dir: Path) -> None:
+    """Compute, on the cells of the design, the accuracy of "early" by its layers."""
+    rows: dict[str, list[list[float]]] = {}
+    sites, unseen = SOURCES["digits"].read(data_dir)
+    new_sites = {"A": ["A"], "E": ["E", "gamma", "blurred"]}
+    for left_out, names in new_sites.items():
+        rest = {k: v for k, v in sites.items() if k != left_out}
+        folder = out / "digits" / f"{left_out}-FedBN-0"
+        trained = train(SOURCES["digits"], rest, "FedBN", 0, folder)
+        for mix, name in itertools.product(MIXES, names):
+            x, y = (sites | unseen)[name]
+            for chosen in mixes(y, mix, trained.moments.class_mix.numpy()):
+                right = []
+                for layers in range(len(trained.moments.first) + 1):
+                    found = calibrate(
+                        trained.model, [_inputs(x[chosen])], "early", early=layers
+                    ).probabilities
+                    assert found is not None
+                    right.append(float((found.argmax(1).numpy() == y[chosen]).mean()))
+                rows.setdefault(mix, []).append(right)
+    means = {mix: np.mean(values, 0).tolist() for mix, values in rows.items()}
+    (out / "design.json").write_text(json.dumps(means))
+
+
 # The page.
 
 COLUMNS = {
@@ -456,8 +481,11 @@ def _missing(rows: Rows, data_dir: Path) -> str:
     return f"Missing: {'; '.join(missing) or 'no cell'}."
 
 
-def page(rows: Rows, data_dir: Path) -> str:
-    """Return the page of the results."""
+def page(rows: Rows, data_dir: Path, of_design: Mapping[str, list[float]]) -> str:
+    """Return the page of the results.
+
+    ``of_design``: accuracies of "early" by the number of its layers, by class mix.
+    """
     order = {mix: number for number, mix in enumerate(MIXES)}
     rows = sorted(
         rows, key=lambda row: (row[0][0], row[0][1], order[row[0][4]], row[0][2])
@@ -499,6 +527,22 @@ def page(rows: Rows, data_dir: Path) -> str:
             "classes": lambda cell: cell[4],
         },
     )
+    if of_design:
+        lines += [
+            "",
+            "## Layers of `early`",
+            "",
+            "Accuracy with the first layers of four, on the digits of the design (FedBN,"
+            " seed 0, new sites A, E, gamma and blurred). 0 layers are averaged BN, and 4"
+            " are `all`. Half of the layers is the default: one more layer gains with the"
+            " classes of the training, and loses more with one class.",
+            "",
+            "| classes | 0 | 1 | 2 | 3 | 4 |",
+            "|---|---|---|---|---|---|",
+        ]
+        for mix, accuracies in of_design.items():
+            shown = " | ".join(f"{100 * one:.1f}" for one in accuracies)
+            lines.append(f"| {mix} | {shown} |")
     for name in SOURCES:
         of_data = [row for row in rows if row[0][0] == name]
         if of_data:
@@ -527,7 +571,10 @@ def main(
     if write is None:
         cells(out, data_dir, only.split(","))
         return
-    write.write_text(page(draws_in(out / "cells.jsonl"), data_dir))
+    if not (out / "design.json").exists():
+        design(out, data_dir)
+    of_design = json.loads((out / "design.json").read_text())
+    write.write_text(page(draws_in(out / "cells.jsonl"), data_dir, of_design))
 
 
 if __name__ == "__main__":
