@@ -609,8 +609,8 @@ ROWS = (
     Problem(
         "legacy-loop-re-estimates",
         "strategy {method.name!r} collects BN statistics from its clients outside the"
-        f" training (re-estimation, class-moments), {_BUT} A NumPyClient has no method that measures statistics. Make the"
-        " client a TorchClient in fedbn_flwr.client_app(client_fn), or use an app of"
+        f" training (re-estimation, class-moments), {_BUT} A NumPyClient has no method"
+        " that measures statistics. Make the client a TorchClient in fedbn_flwr.client_app(client_fn), or use an app of"
         " the Message API with answer_statistics.",
         "strategy",
         when=lambda methods, known: (
