@@ -356,8 +356,8 @@ def measured(
     return found
 
 
-def cells(out: Path, data_dir: Path, only: list[str]) -> None:
-    """Compute all missing cells, into ``cells.jsonl``."""
+def cells(out: Path, data_dir: Path, only: list[str], methods: list[str]) -> None:
+    """Compute the missing cells of data sets and methods, into ``cells.jsonl``."""
     out.mkdir(parents=True, exist_ok=True)
     path = out / "cells.jsonl"
     lines = path.read_text().splitlines() if path.exists() else []
@@ -367,7 +367,7 @@ def cells(out: Path, data_dir: Path, only: list[str]) -> None:
         sites, unseen = source.read(data_dir)
         for seed in source.seeds:
             for left_out in sites:
-                for method in METHODS:
+                for method in methods:
                     rest = {k: v for k, v in sites.items() if k != left_out}
                     new = {left_out: sites[left_out]}
                     new |= unseen if left_out == list(sites)[-1] else {}
@@ -562,6 +562,7 @@ def main(
     out: Annotated[Path, typer.Option(help="folder of trainings and cells")],
     data_dir: Annotated[Path, typer.Option(help="folder of the data sets")] = Path("."),
     only: Annotated[str, typer.Option(help="data sets, by comma")] = ",".join(SOURCES),
+    methods: Annotated[str, typer.Option(help="by comma")] = ",".join(METHODS),
     write: Annotated[Path | None, typer.Option(help="write only the page")] = None,
 ) -> None:
     """Compute the missing cells, or write the page of those that are there."""
@@ -569,7 +570,7 @@ def main(
     # The runs import the models of this file and of apps.heart.
     sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
     if write is None:
-        cells(out, data_dir, only.split(","))
+        cells(out, data_dir, only.split(","), methods.split(","))
         return
     if not (out / "design.json").exists():
         design(out, data_dir)
