@@ -22,16 +22,19 @@ The protocol was fixed before the first run:
   over the draws. Each draw has the accuracy of every way, the choice of "auto" and its
   judgement.
 
-``calibrate`` was designed with seed 0 and FedBN at the digits scanners E, gamma,
-blurred and inverted. All other cells are a check. Finished trainings and cells are
+``calibrate`` was designed with seed 0 and FedBN, at the digits scanners A, E, gamma,
+blurred and inverted and at the hospitals. All other cells are a check. Finished trainings and cells are
 kept, so a later call continues.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
+import shutil
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -260,6 +263,8 @@ def train(
     names = list(sites)
     parts = {name: draw.random(len(y)) < 0.25 for name, (_, y) in sites.items()}
     if not (folder / "averaged.safetensors").exists():
+        # Remove what a killed training has left.
+        shutil.rmtree(folder, ignore_errors=True)
         data = folder / "data.npz"
         folder.mkdir(parents=True, exist_ok=True)
         np.savez(
@@ -351,8 +356,8 @@ def measured(
     return found
 
 
-def cells(out: Path, data_dir: Path, only: list[str]) -> None:
-    """Compute all missing cells, into ``cells.jsonl``."""
+def cells(out: Path, data_dir: Path, only: list[str], methods: list[str]) -> None:
+    """Compute the missing cells of data sets and methods, into ``cells.jsonl``."""
     out.mkdir(parents=True, exist_ok=True)
     path = out / "cells.jsonl"
     lines = path.read_text().splitlines() if path.exists() else []
@@ -362,7 +367,7 @@ def cells(out: Path, data_dir: Path, only: list[str]) -> None:
         sites, unseen = source.read(data_dir)
         for seed in source.seeds:
             for left_out in sites:
-                for method in METHODS:
+                for method in methods:
                     rest = {k: v for k, v in sites.items() if k != left_out}
                     new = {left_out: sites[left_out]}
                     new |= unseen if left_out == list(sites)[-1] else {}
@@ -389,16 +394,188 @@ def cells(out: Path, data_dir: Path, only: list[str]) -> None:
                     print(name, left_out, method, seed, flush=True)
 
 
+def design(out: Path, data_dir: Path) -> None:
+    """Compute, on the cells of the design, the accuracy of "early" by its layers."""
+    rows: dict[str, list[list[float]]] = {}
+    sites, unseen = SOURCES["digits"].read(data_dir)
+    new_sites = {"A": ["A"], "E": ["E", "gamma", "blurred"]}
+    for left_out, names in new_sites.items():
+        rest = {k: v for k, v in sites.items() if k != left_out}
+        folder = out / "digits" / f"{left_out}-FedBN-0"
+        trained = train(SOURCES["digits"], rest, "FedBN", 0, folder)
+        for mix, name in itertools.product(MIXES, names):
+            x, y = (sites | unseen)[name]
+            for chosen in mixes(y, mix, trained.moments.class_mix.numpy()):
+                right = []
+                for layers in range(len(trained.moments.first) + 1):
+                    found = calibrate(
+                        trained.model, [_inputs(x[chosen])], "early", early=layers
+                    ).probabilities
+                    assert found is not None
+                    right.append(float((found.argmax(1).numpy() == y[chosen]).mean()))
+                rows.setdefault(mix, []).append(right)
+    means = {mix: np.mean(values, 0).tolist() for mix, values in rows.items()}
+    (out / "design.json").write_text(json.dumps(means))
+
+
+# The page.
+
+COLUMNS = {
+    "none": "averaged BN",
+    **{way: way for way in WAYS[1:]},
+    "auto": "auto",
+    "auto-": "auto, no moments",
+}
+Cell = tuple[str, str, str, int, str]
+Rows = list[tuple[Cell, Mapping[str, Any]]]
+"""Each draw, with its cell (data set, new site, method, seed, class mix)."""
+
+
+def draws_in(path: Path) -> Rows:
+    """Return all draws of a file of cells."""
+    rows: Rows = []
+    for line in path.read_text().splitlines():
+        read = json.loads(line)
+        rows += [(tuple(read["cell"]), draw) for draw in read["draws"] if draw]
+    return rows
+
+
+def _means(draws: list[Mapping[str, Any]]) -> str:
+    """Return the cells of a row: accuracies, the choice of auto, and its trust."""
+    accuracies = [
+        f"{100 * float(np.mean([draw[key] for draw in draws])):.1f}" for key in COLUMNS
+    ]
+    ways = Counter(draw["auto way"] for draw in draws)
+    chosen = ", ".join(f"{way} {n}" for way, n in ways.most_common())
+    trusted = sum(draw["auto trusted"] for draw in draws)
+    return f"{' | '.join(accuracies)} | {chosen} | {trusted} of {len(draws)} |"
+
+
+def _table(rows: Rows, names: Mapping[str, Callable[[Cell], Any]]) -> Iterator[str]:
+    """Yield a table with a row for each value of the named columns."""
+    yield f"| {' | '.join([*names, *COLUMNS.values(), 'way of auto', 'trusted'])} |"
+    yield "|---" * (len(names) + len(COLUMNS) + 2) + "|"
+    groups: dict[tuple[str, ...], list[Mapping[str, Any]]] = {}
+    for cell, draw in rows:
+        key = tuple(str(value(cell)) for value in names.values())
+        groups.setdefault(key, []).append(draw)
+    for key, draws in groups.items():
+        yield f"| {' | '.join(key)} | {_means(draws)}"
+
+
+def _missing(rows: Rows, data_dir: Path) -> str:
+    """Return a sentence on the cells without a result."""
+    done = {cell[:4] for cell, _ in rows}
+    missing = []
+    for name, source in SOURCES.items():
+        found = [cell for cell in done if cell[0] == name]
+        if not found:
+            missing.append(f"{name} (all)")
+            continue
+        sites, unseen = source.read(data_dir)
+        for site in (*sites, *unseen):
+            for method in METHODS:
+                for seed in source.seeds:
+                    if (name, site, method, seed) not in done:
+                        missing.append(f"{name}, {site}, {method}, seed {seed}")
+    return f"Missing: {'; '.join(missing) or 'no cell'}."
+
+
+def page(rows: Rows, data_dir: Path, of_design: Mapping[str, list[float]]) -> str:
+    """Return the page of the results.
+
+    ``of_design``: accuracies of "early" by the number of its layers, by class mix.
+    """
+    order = {mix: number for number, mix in enumerate(MIXES)}
+    rows = sorted(
+        rows, key=lambda row: (row[0][0], row[0][1], order[row[0][4]], row[0][2])
+    )
+    lines = [
+        "---",
+        "hide:",
+        "  - toc",
+        "---",
+        "",
+        "# A site that did not train",
+        "",
+        "Accuracy in per cent at a new site, after a calibration without labels. Each row"
+        " is the mean over seeds and draws of a class mix. *way of auto* and *trusted*"
+        " count draws. `benchmarks/new_site.py` has the protocol, and computes this page.",
+        "",
+        _missing(rows, data_dir),
+    ]
+    for key, name in (("auto", "with class moments"), ("auto-", "without them")):
+        trusted = [one for one in rows if one[1][f"{key} trusted"]]
+        wrong = [one for one in trusted if one[1][key] < one[1]["none"] - 0.05]
+        places = "; ".join(
+            f"{', '.join(map(str, cell))}: {100 * draw[key]:.1f} instead of"
+            f" {100 * draw['none']:.1f}"
+            for cell, draw in wrong
+        )
+        lines += [
+            "",
+            f"`auto` {name} is trusted in {len(trusted)} of {len(rows)} draws. In"
+            f" {len(wrong)} of these, it is more than 5 points below averaged BN"
+            f"{f' ({places})' if wrong else ''}.",
+        ]
+    lines += ["", "## All sites", ""]
+    # No way works with the inverted scanner, so it has rows of its own.
+    lines += _table(
+        sorted(rows, key=lambda row: (row[0][1] == "inverted", row[0][0])),
+        {
+            "data": lambda cell: cell[0] + ", inverted" * (cell[1] == "inverted"),
+            "classes": lambda cell: cell[4],
+        },
+    )
+    if of_design:
+        lines += [
+            "",
+            "## Layers of `early`",
+            "",
+            "Accuracy with the first layers of four, on the digits of the design (FedBN,"
+            " seed 0, new sites A, E, gamma and blurred). 0 layers are averaged BN, and 4"
+            " are `all`. Half of the layers is the default: one more layer gains with the"
+            " classes of the training, and loses more with one class.",
+            "",
+            "| classes | 0 | 1 | 2 | 3 | 4 |",
+            "|---|---|---|---|---|---|",
+        ]
+        for mix, accuracies in of_design.items():
+            shown = " | ".join(f"{100 * one:.1f}" for one in accuracies)
+            lines.append(f"| {mix} | {shown} |")
+    for name in SOURCES:
+        of_data = [row for row in rows if row[0][0] == name]
+        if of_data:
+            lines += ["", f"## {name}", ""]
+            lines += _table(
+                of_data,
+                {
+                    "new site": lambda cell: cell[1],
+                    "classes": lambda cell: cell[4],
+                    "training": lambda cell: cell[2],
+                },
+            )
+    return "\n".join(lines) + "\n"
+
+
 def main(
     out: Annotated[Path, typer.Option(help="folder of trainings and cells")],
     data_dir: Annotated[Path, typer.Option(help="folder of the data sets")] = Path("."),
     only: Annotated[str, typer.Option(help="data sets, by comma")] = ",".join(SOURCES),
+    methods: Annotated[str, typer.Option(help="by comma")] = ",".join(METHODS),
+    write: Annotated[Path | None, typer.Option(help="write only the page")] = None,
 ) -> None:
-    """Compute the missing cells, or write the table."""
+    """Compute the missing cells, or write the page of those that are there."""
     torch.set_num_threads(1)
     # The runs import the models of this file and of apps.heart.
     sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
-    cells(out, data_dir, only.split(","))
+    if write is None:
+        cells(out, data_dir, only.split(","), methods.split(","))
+        return
+    if not (out / "design.json").exists():
+        design(out, data_dir)
+    of_design = json.loads((out / "design.json").read_text())
+    write.write_text(page(draws_in(out / "cells.jsonl"), data_dir, of_design))
 
 
 if __name__ == "__main__":

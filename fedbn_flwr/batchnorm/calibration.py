@@ -48,7 +48,7 @@ from torch import Tensor, nn
 from fedbn_flwr.batchnorm.adaptation import PRIOR
 from fedbn_flwr.batchnorm.class_moments import ClassMoments
 from fedbn_flwr.batchnorm.site_passes import (
-    Site,
+    NewSite,
     Tried,
     use_all,
     use_matched,
@@ -146,7 +146,7 @@ def calibrate(
         NormLayerError: no BatchNorm layer has running statistics, or a layer is called
             twice in a pass or is in TorchScript.
     """
-    site = Site(model, batches)
+    site = NewSite(model, batches)
     before = task.class_probabilities(site.plain.outputs)
     problems = []
     if way not in WAYS:
@@ -187,7 +187,7 @@ def calibrate(
 
 
 def _judged(
-    site: Site,
+    site: NewSite,
     tried: Mapping[str, Tried],
     way: str,
     known: ClassMoments | None,
@@ -201,7 +201,10 @@ def _judged(
             guesses[name] = _Guesses(found)
     examples, auto = len(site.plain.outputs), way == "auto"
     path = max(site.shifts, key=site.shifts.__getitem__)
-    reason = f"layer '{path}' sees a shift of {site.shifts[path]:.2f} deviations"
+    reason = (
+        f"the inputs of layer '{path}' are {site.shifts[path]:.2f} standard deviations"
+        " from the model's statistics"
+    )
     doubt = "nothing shows whether predictions of this task are right"
     class_mix, changed, probabilities = None, dict[str, float](), None
     if guesses:
@@ -214,9 +217,9 @@ def _judged(
         mix = estimated_mix(probabilities, prior, prior)
         class_mix = tuple(mix.tolist())
         reason += (
-            f", {changed[way]:.0%} of the predictions change, their mean probability is"
-            f" {judged.sureness:.2f} (before: {plain.sureness:.2f}), and the estimated"
-            f" class mix differs by {float((mix - prior).abs().sum()) / 2:.0%} from"
+            f", {changed[way]:.0%} of the predictions change, their mean probability"
+            f" becomes {judged.sureness:.2f} (before: {plain.sureness:.2f}), and the"
+            f" estimated class mix is {float((mix - prior).abs().sum()) / 2:.0%} from"
             f" {'the training' if known else 'equal classes'}"
         )
     elif auto:
@@ -292,7 +295,7 @@ def _choice(guesses: Mapping[str, _Guesses]) -> str:
     return way if unsure <= _LESS * (1 - guesses["none"].sureness) else "none"
 
 
-def _matched(site: Site, known: ClassMoments, early: Tried, task: Task) -> Tried:
+def _matched(site: NewSite, known: ClassMoments, early: Tried, task: Task) -> Tried:
     """Return the result of "matched"."""
     prior = known.class_mix
     first: Any = task.class_probabilities(early.outputs)

@@ -92,14 +92,15 @@ def class_moments(
     """
     refuse_scripted(model, "class moments")
     model = copied(unwrap(model)).eval()
-    seen: list[tuple[str, Tensor]] = []
+    seen: list[tuple[str, Tensor, Tensor]] = []
     sums: list[dict[str, Tensor]] = [{}, {}]
     counts = torch.zeros(0)
 
     def note(path: str, layer: Any, x: Tensor) -> None:
         z = x.double() - per_channel(layer.running_mean.double(), x)
         z /= per_channel((layer.running_var.double() + layer.eps).sqrt(), x)
-        seen.append((path, z.reshape(*z.shape[:2], -1)))
+        z = z.reshape(*z.shape[:2], -1)
+        seen.append((path, z.mean(2).cpu(), z.square().mean(2).cpu()))
 
     for path, layer in layers_of(model).items():
         if layer.running_mean is not None:
@@ -119,10 +120,9 @@ def class_moments(
                 )
             of_class = functional.one_hot(labels.long(), classes).T.double()
             counts = of_class.sum(1) + (counts if len(counts) else 0)
-            for path, z in seen:
-                for total, values in zip(sums, (z, z.square()), strict=True):
-                    added = of_class @ values.mean(2).cpu()
-                    total[path] = added + total.get(path, 0)
+            for path, *of_example in seen:
+                for total, values in zip(sums, of_example, strict=True):
+                    total[path] = of_class @ values + total.get(path, 0)
     return ClassMoments(counts, *sums)
 
 

@@ -80,7 +80,7 @@ class _Reached(BaseException):
     """Ends a pass at the layer to measure, even if the model catches errors."""
 
 
-class Site:
+class NewSite:
     """A copy of the model, and the inputs of the new site.
 
     Attributes:
@@ -172,19 +172,28 @@ class Site:
         outputs = []
         with self._watched(note):
             for inputs in self._whole or self._read():
-                if not all(bool(x.isfinite().all()) for x in tree_leaves(inputs)):
+                leaves = [x for x in tree_leaves(inputs) if isinstance(x, Tensor)]
+                if not all(bool(x.isfinite().all()) for x in leaves):
                     raise DataError(
                         "calibrate: an input is NaN or infinite. Replace these values,"
                         " or drop the examples."
                     )
                 called.clear()
-                outputs.append(self.model(inputs).cpu())
+                outputs.append(self.model(inputs))
+                if not isinstance(outputs[-1], Tensor):
+                    raise DataError(
+                        "calibrate: the model must return one tensor, but returns a"
+                        f" {type(outputs[-1]).__name__}. Wrap the model so that it"
+                        " returns only the scores."
+                    )
         examples = sum(map(len, outputs))
         if examples < 2:
             raise DataError(
                 f"calibrate: {examples} examples have no variance. Pass two or more."
             )
-        return {path: merge(each) for path, each in seen.items()}, torch.cat(outputs)
+        return {path: merge(each) for path, each in seen.items()}, torch.cat(
+            outputs
+        ).cpu()
 
     @contextmanager
     def _watched(

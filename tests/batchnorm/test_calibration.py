@@ -27,7 +27,7 @@ from fedbn_flwr.batchnorm.class_moments import (
     pool_class_moments,
 )
 from fedbn_flwr.batchnorm.reestimation import reestimate_statistics
-from fedbn_flwr.batchnorm.site_passes import Site, use_all, use_matched
+from fedbn_flwr.batchnorm.site_passes import NewSite, use_all, use_matched
 from fedbn_flwr.errors import ConfigError, DataError, NormLayerError
 from fedbn_flwr.training.tasks import BINARY, CLASSIFICATION, REGRESSION
 
@@ -255,7 +255,7 @@ def test_the_ends_of_each_way_are_other_ways(drawn: Drawn) -> None:
             nothing,
         ),
     }
-    site = Site(drawn.model, [drawn.x])
+    site = NewSite(drawn.model, [drawn.x])
     matched = site.tried(use_matched(drawn.known, drawn.known.class_mix), site.order)
     ends["matched, training mix"] = (matched.outputs.softmax(1), everything)
     for name, (got, expected) in ends.items():
@@ -392,7 +392,7 @@ def surely(model: nn.Module, factor: float) -> nn.Module:
 
 def test_unsure_predictions_and_few_examples_are_not_trusted(drawn: Drawn) -> None:
     sure, unsure = surely(drawn.model, 1e4), surely(drawn.model, 1e-2)
-    for way in WAYS:
+    for way in ("auto", "none", "matched"):
         got = calibrate(sure, [drawn.x], way, class_moments=drawn.known)
         assert (got.trusted, got.warning, got.examples_to_label) == (True, "", 0)
         few = calibrate(sure, [drawn.x[:15]], way, class_moments=drawn.known)
@@ -468,6 +468,8 @@ def test_bad_calls_are_refused_before_a_way_is_tried() -> None:
     for bad in (iter([x]), [x[:1]], [torch.full_like(x, math.nan)]):
         with pytest.raises(DataError):
             calibrate(model, bad)
+    with pytest.raises(DataError, match="returns a tuple"):
+        calibrate(nn.Sequential(shared, nn.LSTM(5, 2).double()), [x])
     with pytest.raises(DataError, match="targets 2 to 3"):
         class_moments(model, [(x, torch.arange(40) % 2 + 2)])
     with pytest.raises(DataError, match="regression"):
@@ -492,7 +494,7 @@ def test_a_layer_without_calls_keeps_its_statistics() -> None:
     drawn = Drawn("rows", 0)
     drawn.model.register_module("idle", nn.BatchNorm1d(7).double())
     drawn.model.forward = drawn.model[:-1].forward  # type: ignore[method-assign]
-    site = Site(drawn.model, [drawn.x])
+    site = NewSite(drawn.model, [drawn.x])
     assert len(site.order) == 3
     idle: Any = site.model.get_submodule("idle")
     site.load(site.tried(use_all, site.order).statistics)

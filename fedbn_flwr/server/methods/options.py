@@ -193,14 +193,7 @@ class TestRecalibrated(Recalibrate):
 
 
 class CollectedClassMoments(Option):
-    """The moments of BN's inputs for each class, for the calibration at new sites.
-
-    Each site sends, once, the number of its examples of each class, and for each class,
-    BN layer and channel the sums of the normalised inputs and of their squares. The
-    counts reveal the site's class mix. A sum over few examples reveals much about these
-    examples, and a class with one example reveals the mean activations of this example.
-    The server sees the sums of each site; the file has only the sums over all sites.
-    """
+    """Moments of BN's inputs for each class, for the calibration at new sites."""
 
     name = "class-moments=true"
     instead = "class-moments=false"

@@ -16,6 +16,18 @@ merges the answers, in the order of partition ids, as in [StaticBN](staticbn.md)
   an int64 count
 - cost: $F$ floats down (one broadcast), $S$ up per client, in one exchange before each
   test; $S$ is the number of floats of the running statistics
+
+## Class moments
+
+With `class-moments=true`, the server sends the last model once more, and every client
+with data answers with $K$ counts of its classes and $K S$ float64 sums
+(`batchnorm/class_moments.py`); the cost is in the last round's numbers of the tests.
+
+**What they reveal.** The counts are the class mix of the site. Each sum is the mean
+activation of the examples of a class, times their number: with few examples of a class
+it describes these examples, and with one it describes a single person. The server sees
+the sums of each site, and `class_moments.npz` has only the sums over all sites. Neither
+differential privacy nor masked sums cover them, so both refuse the option.
 """
 
 from __future__ import annotations
