@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from fedbn_flwr.lazy import imported_when_used
 
 if TYPE_CHECKING:
+    from fedbn_flwr.batchnorm.calibration import calibrate
     from fedbn_flwr.batchnorm.parts import split_state
     from fedbn_flwr.client import TorchClient, client_app
     from fedbn_flwr.client.personal_model import global_state, personal_state
@@ -28,6 +29,7 @@ __all__ = [
     "InProcessGrid",
     "LegacyStrategy",
     "TorchClient",
+    "calibrate",
     "client_app",
     "diagnose",
     "global_state",
@@ -44,6 +46,7 @@ _WHERE = {
     "InProcessGrid": "engines",
     "LegacyStrategy": "legacy.legacy_strategy",
     "TorchClient": "client",
+    "calibrate": "batchnorm.calibration",
     "client_app": "client",
     "diagnose": "doctor",
     "global_state": "client.personal_model",

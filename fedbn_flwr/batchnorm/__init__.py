@@ -10,6 +10,9 @@ In reading order:
 - ``replaced_forward``: a method's forward pass instead of a layer's own, and
   normalisation with given statistics.
 - ``adaptation``: test-time BatchNorm, with statistics of the test inputs.
+- ``calibration``: statistics for a site that did not train, and a judgement of the
+  model there. ``site_passes``: its passes over the inputs. ``class_moments``: the
+  moments of each class at the training sites.
 - ``sync``: BatchNorm over the batches of all clients of a round, as in FedTAN.
 - ``outer_affine``: finds gamma and beta that the module around a layer applies.
 """

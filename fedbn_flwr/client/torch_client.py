@@ -11,14 +11,17 @@ import functools
 import json
 import math
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
+import torch
 from flwr.app import Context
 from flwr.client import NumPyClient
 from torch import nn
 
 from fedbn_flwr.batchnorm.averaging import Array
+from fedbn_flwr.batchnorm.class_moments import ClassMoments, class_moments
 from fedbn_flwr.batchnorm.parts import Parts
 from fedbn_flwr.batchnorm.reestimation import reestimate_statistics
 from fedbn_flwr.client.client_data import ClientData, ClientStreams, Examples
@@ -36,12 +39,17 @@ from fedbn_flwr.client.own_loop import train_by
 from fedbn_flwr.client.replay_log import clear_log, log_answer, replay
 from fedbn_flwr.errors import ConfigError, StateError
 from fedbn_flwr.messages.hook_context import HookContext
-from fedbn_flwr.messages.moment_record import encode_moments
+from fedbn_flwr.messages.moment_record import (
+    COUNTS,
+    encode_moments,
+    encode_moments_of_classes,
+)
 from fedbn_flwr.messages.numpy_client import Config
 from fedbn_flwr.messages.protocol import (
     APPLIED,
     ARRAY_NAMES,
     BATCH_SIZE,
+    CLASS_MOMENTS,
     DROPPED_BATCHES,
     EXAMPLES_PROCESSED,
     EXAMPLES_TESTED,
@@ -66,7 +74,7 @@ from fedbn_flwr.messages.protocol import (
 from fedbn_flwr.messages.records import to_state
 from fedbn_flwr.privacy.counters import refuse_cumulative
 from fedbn_flwr.problems import Known
-from fedbn_flwr.training.batches import inputs_for, refuse_not_finite
+from fedbn_flwr.training.batches import inputs_for, refuse_not_finite, with_positions
 from fedbn_flwr.training.client_hook import ClientHook
 from fedbn_flwr.training.evaluation import EvalResult, evaluate
 from fedbn_flwr.training.loop import TrainResult, train
@@ -374,12 +382,14 @@ class TorchClient(NumPyClient):
     ) -> tuple[list[Array], int, Config]:
         """Re-estimate BN statistics with the received weights.
 
-        This is one pass over the training data; nothing is kept.
+        This is one pass over the training data; nothing is kept. If the server asks for
+        class moments, the client's own model is used, with its own statistics.
 
         Returns:
             ``PATH.count``, ``PATH.mean`` and ``PATH.m2`` of each BN layer, the size of
             the training set, and their names in ``fedbn-flwr.array-names``. See
-            ``batchnorm.reestimation``.
+            ``batchnorm.reestimation``. With class moments: ``counts``, and
+            ``PATH.first`` and ``PATH.second`` of each layer.
         """
         sent = MessageConfig.read(config)
         with self._cached_model() as cached:
@@ -387,16 +397,28 @@ class TorchClient(NumPyClient):
                 entries_that_stay(cached, sent)
             )
             prefix = load_received(cached, parameters, config, sent, own).prefix
-            moments = reestimate_statistics(
-                cached.plain,
-                self.data.train,
-                batch_size=self.settings.batch_size,
-                seed=self.streams.generator(sent, "statistics").initial_seed(),
-                measured=sent.layers,
-            )
-            entries = to_state(encode_moments(moments, cached.state))
-        names = json.dumps([prefix + name for name in entries])
-        return list(entries.values()), len(self.data.train), {ARRAY_NAMES: names}
+            if CLASS_MOMENTS in config:
+                encoded = encode_moments_of_classes(self._class_moments(cached.plain))
+            else:
+                moments = reestimate_statistics(
+                    cached.plain,
+                    self.data.train,
+                    batch_size=self.settings.batch_size,
+                    seed=self.streams.generator(sent, "statistics").initial_seed(),
+                    measured=sent.layers,
+                )
+                encoded = encode_moments(moments, cached.state)
+            entries = to_state(encoded)
+        names = [name if name == COUNTS else prefix + name for name in entries]
+        metrics: Config = {ARRAY_NAMES: json.dumps(names)}
+        return list(entries.values()), len(self.data.train), metrics
+
+    def _class_moments(self, model: nn.Module) -> ClassMoments:
+        """Return the class moments of the training data, with the model's statistics."""
+        size = self.task.test_batch
+        order = torch.split(torch.arange(len(self.data.train)), size)
+        with closing(with_positions(self.data.train, order)) as batches:
+            return class_moments(model, (batch for _, batch in batches), self.task)
 
     def _open_kept(
         self, cached: CachedModel, config: Config, sent: MessageConfig

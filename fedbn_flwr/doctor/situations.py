@@ -108,10 +108,10 @@ _SILOBN = Remedy(
     "strategy=silobn",
     "each client keeps only its statistics; gamma and beta are shared",
 )
-_ADAPT = Remedy(
-    "fedbn-flwr evaluate RUN --dataset NEW --bn adapt",
-    "for one model on data of a new site: re-estimates statistics from the inputs,"
-    " without targets",
+_CALIBRATE = Remedy(
+    "fedbn-flwr calibrate RUN --dataset NEW --out DIR",
+    "for a site that did not train: fits the BatchNorm statistics to its inputs,"
+    " without labels",
 )
 
 # There is a situation for each heading of docs/choose.md. FedTAN comes first if its
@@ -167,7 +167,7 @@ FEW_MESSAGES = Situation(
 FEATURE_SHIFT = Situation(
     "feature shift: other cameras, scanners, styles",
     "feature-shift",
-    (FEDBN, _SILOBN, FEDWON, _ADAPT),
+    (FEDBN, _SILOBN, FEDWON, _CALIBRATE),
     "less traffic, a model for each client, and none for a client that never trained",
     (
         StudyGain(
@@ -201,10 +201,7 @@ NEW_CLIENTS = Situation(
             "strategy=fedbn eval-on=averaged-bn",
             "uses the average of the BatchNorm layers that the clients keep",
         ),
-        Remedy(
-            "eval-on=global-test-bn test-bn=mix",
-            "uses BatchNorm with statistics of the client's own test inputs",
-        ),
+        _CALIBRATE,
     ),
     "each client sends the BatchNorm that it keeps, once before a test",
 )

@@ -202,6 +202,11 @@ def next_step(
             # settings of the run's method may not fit FedBN
             with suppress(FedBNError):
                 return _step(why, changed_command(run, "strategy=fedbn"))
+    if any("calibrated" in row for row in run.sites()):
+        command = (
+            f"fedbn-flwr calibrate {quote(str(run.folder))} --dataset NEW --out DIR"
+        )
+        return _step("Fit the model to a site that did not train.", command)
     again = changed_command(run, f"seed={run.config.seed + 1}")
     return _step("Repeat the run with other seeds, because seeds differ.", again)
 

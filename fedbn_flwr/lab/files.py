@@ -13,6 +13,7 @@ from typing import Any
 from fedbn_flwr.errors import ConfigError, StateError
 
 CONFIG_FILE = "config.yaml"  # the settings of a run, in its folder
+CLASS_MOMENTS_FILE = "class_moments.npz"  # read_class_moments reads it
 ADVICE_FILE = "advice.json"
 STUDY_FILE = "study.yaml"  # the study with its final settings, in its folder
 

@@ -608,13 +608,15 @@ ROWS = (
     ),
     Problem(
         "legacy-loop-re-estimates",
-        "strategy {method.name!r} re-estimates BN statistics from its clients before"
-        f" tests, {_BUT} A NumPyClient has no method that measures statistics. Make the"
-        " client a TorchClient in fedbn_flwr.client_app(client_fn), or use an app of"
+        "strategy {method.name!r} collects BN statistics from its clients outside the"
+        f" training (re-estimation, class-moments), {_BUT} A NumPyClient has no method"
+        " that measures statistics. Make the client a TorchClient in fedbn_flwr.client_app(client_fn), or use an app of"
         " the Message API with answer_statistics.",
         "strategy",
         when=lambda methods, known: (
-            methods.reestimates or RECALIBRATED in methods.tests
+            methods.reestimates
+            or RECALIBRATED in methods.tests
+            or methods.whole.class_moments
         ),
     ),
 )

@@ -1,6 +1,7 @@
 """The moments of BatchNorm layers as entries of a message.
 
-Each layer has the entries ``PATH.count``, ``PATH.mean`` and ``PATH.m2``.
+Each layer has the entries ``PATH.count``, ``PATH.mean`` and ``PATH.m2``. Class moments
+have the entries ``counts``, and ``PATH.first`` and ``PATH.second`` of each layer.
 """
 
 from __future__ import annotations
@@ -11,9 +12,13 @@ import numpy as np
 import torch
 
 from fedbn_flwr.batchnorm.averaging import State, check_finite
+from fedbn_flwr.batchnorm.class_moments import ClassMoments
 from fedbn_flwr.batchnorm.parts import Parts, entry_name
 from fedbn_flwr.batchnorm.reestimation import Moments
 from fedbn_flwr.errors import ReplyError
+
+COUNTS = "counts"
+"""The entry of class moments with the number of examples of each class."""
 
 
 def encode_moments(
@@ -94,3 +99,45 @@ def decode_moments(state: State, like: State, parts: Parts) -> dict[str, Moments
             f"'{next(iter(left))}' ({len(left)} such) is not from a BatchNorm layer"
         )
     return moments
+
+
+def encode_moments_of_classes(moments: ClassMoments) -> dict[str, torch.Tensor]:
+    """Return the entries to send, in float64."""
+    entries = {COUNTS: moments.counts}
+    for path, first in moments.first.items():
+        entries[entry_name(path, "first")] = first
+        entries[entry_name(path, "second")] = moments.second[path]
+    return entries
+
+
+def decode_moments_of_classes(state: State, like: State) -> ClassMoments:
+    """Return a client's class moments.
+
+    Args:
+        state: the entries that the client sent.
+        like: the global state.
+
+    Raises:
+        ReplyError: an entry is missing, unknown, misshapen or not finite, or a count or
+            a sum of squares is negative.
+    """
+    check_finite(state)
+    left = {name: torch.from_numpy(np.array(one)) for name, one in state.items()}
+    counts = left.pop(COUNTS, torch.zeros(()))
+    fits = counts.dim() == 1 and bool((counts >= 0).all()) and bool(counts.sum())
+    first, second = {}, {}
+    for name in [name for name in left if name.endswith("first")]:
+        path = name.removesuffix("first").removesuffix(".")
+        other = left.pop(entry_name(path, "second"), counts)
+        mean = like.get(entry_name(path, "running_mean"))
+        first[path], second[path] = left.pop(name), other
+        shape = None if mean is None else (*counts.shape, *mean.shape)
+        fits = fits and first[path].shape == shape == other.shape
+        fits = fits and bool((other >= 0).all())
+    if left or not first or not fits:
+        raise ReplyError(
+            "the reply does not have the class moments of the server's model: counts"
+            " (classes,), and first and second (classes, channels) of each BatchNorm"
+            " layer. Use a TorchClient with the server's model."
+        )
+    return ClassMoments(counts, first, second)

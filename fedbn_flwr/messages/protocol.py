@@ -142,6 +142,10 @@ HEAD = Key.down(
     "str, JSON list: the personal entries that a server without the model takes for the"
     " head; the client compares them with its model's head",
 )
+CLASS_MOMENTS = Key.down(
+    "fedbn-flwr.class-moments",
+    "bool, in a query of statistics: the answer has the moments of each class",
+)
 FINE_TUNE = Key.down(
     "fedbn-flwr.fine-tune", "int: steps by which a client trains before its test"
 )

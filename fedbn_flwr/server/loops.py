@@ -15,7 +15,10 @@ from flwr.serverapp.strategy import Result
 
 from fedbn_flwr.compat.flower import log_strategy_start_info
 from fedbn_flwr.server.rounds import testing
-from fedbn_flwr.server.rounds.recalibration import reestimate_before_tests
+from fedbn_flwr.server.rounds.recalibration import (
+    collect_class_moments,
+    reestimate_before_tests,
+)
 from fedbn_flwr.server.runs import failures
 from fedbn_flwr.server.runs.round_outcome import AVERAGED, average_metrics
 from fedbn_flwr.server.runs.run_listener import RunListener
@@ -207,6 +210,11 @@ class OwnLoop(Loop):
             should_stop = self.should_stop
             if should_stop is not None and should_stop(server_round, result):
                 strategy.stopped = True
+            # Ask before the end of the round, which writes its traffic.
+            run = strategy.run
+            last = server_round == num_rounds or strategy.stops_after(server_round)
+            if last and run.methods.whole.class_moments and not run.ends_diverged:
+                collect_class_moments(run, arrays, grid)
             strategy.end_round(server_round, tested)
         return result
 

@@ -155,6 +155,16 @@ class Task:
         """
         return nn.Softmax(1)
 
+    def class_probabilities(self, outputs: Tensor) -> Tensor | None:
+        """Return the probabilities (N, K), float64, of K classes of each example.
+
+        The result is None if the task or the outputs do not have one class for each
+        example.
+        """
+        if outputs.ndim != 2 or outputs.shape[1] < 2:
+            return None
+        return outputs.double().softmax(1)
+
     def counting(self, targets: Tensor) -> Tensor:
         """Return a mask of the targets that count."""
         return targets != self.ignore
@@ -259,6 +269,10 @@ class _ColumnTask(Task):
     # computes metrics from their names, the outputs and the targets, in columns
     _metrics: ClassVar[Callable[..., dict[str, float]]]
 
+    def class_probabilities(self, outputs: Tensor) -> Tensor | None:
+        """Return None, because targets in columns are no classes of an example."""
+        return None
+
     def counting(self, targets: Tensor) -> Tensor:
         """Return a mask of the known targets."""
         return ~targets.isnan()
@@ -324,6 +338,13 @@ class LabelTask(_ColumnTask):
     def outputs(self, num_classes: int) -> int:
         """Return 1 for one label, else the number of labels."""
         return 1 if self.single else num_classes
+
+    def class_probabilities(self, outputs: Tensor) -> Tensor | None:
+        """Return the probabilities of no and yes (N, 2) if there is one label."""
+        if not self.single:
+            return None
+        positive = outputs.double().reshape(-1, 1).sigmoid()
+        return torch.cat([1 - positive, positive], 1)
 
     def probabilities(self) -> nn.Module:
         """Return the sigmoid, because each label has its own probability."""

@@ -170,6 +170,7 @@ UNSUPPORTED = {
     "fedavg, tested with re-estimated statistics": lambda: FedAvg(
         eval_on="global,recalibrated"
     ),
+    "fedavg, class moments": lambda: FedAvg(class_moments=True),
 }
 
 

@@ -144,6 +144,7 @@ ELSEWHERE = {
     "state-dir": "tests/client/test_kept_files.py",
     "series": "tests/client/test_kept_files.py",
     "resume": "tests/lab/runs/test_resume.py",
+    "class-moments": "tests/server/test_class_moments.py",
     "early-stopping": "tests/lab/test_early_stopping.py",
     # Masks do not change the result.
     "masked-threshold": "tests/privacy/test_masked_sums.py",

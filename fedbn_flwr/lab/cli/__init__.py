@@ -1,6 +1,7 @@
 """The command line.
 
-``fedbn-flwr run | sweep | advise | report | doctor | list | inspect | partition | check-node | evaluate | export``
+``fedbn-flwr run | sweep | advise | report | doctor | list | inspect | partition | check-node | evaluate | calibrate |
+export``
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""``fedbn-flwr evaluate`` and ``export``: a run's model on other data, and as a file."""
+"""``fedbn-flwr evaluate``, ``calibrate`` and ``export``: the model of a run, later."""
 
 from __future__ import annotations
 
@@ -110,6 +110,82 @@ def evaluate(
             say("Each value is computed over all these examples together.")
         if out:
             say(f"results: {out.absolute()}")
+
+
+@app.add(
+    AFTERWARDS,
+    "calibrate runs/fedbn --dataset folder:/data/new --out runs/new --predictions",
+)
+def calibrate(
+    run: Annotated[
+        Path,
+        typer.Argument(help="Folder of the run; its config.yaml and model suffice."),
+    ],
+    dataset: Annotated[
+        str, typer.Option(help="Data of the new site; labels optional.")
+    ],
+    out: Annotated[
+        Path, typer.Option(help="New folder for the model, its page and its files.")
+    ],
+    way: Annotated[
+        Literal["auto", "none", "all", "mix", "early", "matched"],
+        typer.Option(help="BatchNorm statistics to use. auto chooses without labels."),
+    ] = "auto",
+    set_: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="data-dir=PATH or device=NAME; repeatable."),
+    ] = None,
+    client: Annotated[
+        int | None,
+        typer.Option(
+            help=(
+                "Client whose own model to start from. Default: the global model, with"
+                " averaged BN."
+            )
+        ),
+    ] = None,
+    format: Annotated[
+        Literal["torch", "torch-export", "onnx"],
+        typer.Option(help="Format of the model."),
+    ] = "torch",
+    predictions: Annotated[
+        bool, typer.Option("--predictions", help="Write predictions.csv.")
+    ] = False,
+) -> None:
+    """Fit the BatchNorm statistics of a run's model to a new site, without labels.
+
+    Labels that are there are used only for a test.
+    """
+    with exit_codes():
+        settings = read_overrides(set_ or [])
+        refuse_no_run(run)
+    from fedbn_flwr.lab.answer import shown
+    from fedbn_flwr.lab.new_site import calibrate_run
+    from fedbn_flwr.training.tasks import in_percent
+
+    with exit_codes():
+        done = calibrate_run(
+            run,
+            dataset,
+            out,
+            way,
+            settings=settings,
+            client=client,
+            format=format,
+            with_predictions=predictions,
+        )
+        found = done.calibration
+        say(f"model: {done.what}")
+        say(f"examples: {found.num_examples}, used without labels")
+        say(f"way: {found.reason}")
+        say(f"trusted: {'yes' if found.trusted else 'no'}. {found.warning}".rstrip())
+        metric = done.metric
+        for name, test in done.tests.items():
+            low, high = shown(test.low, metric), shown(test.high, metric)
+            ends = test.why or f"95 % interval {low} to {high}"
+            value = shown(test.value, metric) + " %" * in_percent(metric)
+            say(f"from labels, {name} the calibration: {metric} {value} ({ends})")
+        say(f"page: {(out / 'calibration.html').absolute()}")
 
 
 @app.add(

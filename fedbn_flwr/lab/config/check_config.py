@@ -213,6 +213,13 @@ ROWS: Sequence[Problem] = (
         when=lambda config, _: config.early_stopping and not config.validation_share,
     ),
     Problem(
+        "early-stopping-with-class-moments",
+        "early-stopping={params.early_stopping} goes back to the best round, but"
+        " class-moments=true measures the model of the last round: leave one of them out",
+        "class-moments early-stopping",
+        when=lambda config, _: config.early_stopping and config.class_moments,
+    ),
+    Problem(
         "early-stopping-without-checkpoint",
         "early-stopping={params.early_stopping} goes back to the checkpoint of the best"
         " round: set checkpoint-every above 0",
@@ -309,7 +316,8 @@ _OF_A_FEDERATION = (
         "round-timeout",
         "variance",
     ),
-    *("momentum-scope", "agc", "recalibrate", *ROLES, "state-dir", "series"),
+    *("momentum-scope", "agc", "recalibrate", "class-moments", *ROLES),
+    *("state-dir", "series"),
     *("layers", "personal", "fine-tune", "loop"),
 )
 

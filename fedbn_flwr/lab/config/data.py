@@ -145,26 +145,12 @@ class RunData:
     @property
     def task(self) -> Task:
         """The learning task with its loss, its metrics, and the counted targets."""
-        task, names = self.plain_task, split(self.config.metrics)
-        if not names:
-            return task
-        # Every test reports the loss anyway. If the run is judged by the loss, measure
-        # only the other metrics in addition.
-        further = names[1:] if names[0] == "loss" else names
-        return task.measuring(further).scored_by(names[0])
+        return measuring(self.plain_task, self.config.metrics)
 
     @property
     def test_task(self) -> Task:
-        """The learning task with the number of examples in a batch of a test.
-
-        Larger examples get smaller test batches, to limit the memory. But a test batch
-        may have as many examples as a training batch, because training needs more
-        memory than a test.
-        """
-        task = self.task
-        fits = _TEST_VALUES // math.prod(self.shape)
-        examples = max(self.config.batch_size, fits, 1)
-        return replace(task, plain_test_batch=min(task.test_batch, examples))
+        """The learning task with the number of examples in a batch of a test."""
+        return in_test_batches(self.task, self.shape, self.config.batch_size)
 
     @property
     def augmentation(self) -> Augment | None:
@@ -176,3 +162,26 @@ class RunData:
         if not self.config.augment.strip():
             return None
         return Augment.parse(self.config.augment)
+
+
+def measuring(task: Task, metrics: str) -> Task:
+    """Return the task with the ``metrics`` of a config."""
+    names = split(metrics)
+    if not names:
+        return task
+    # Every test reports the loss anyway. If the run is judged by the loss, measure only
+    # the other metrics in addition.
+    further = names[1:] if names[0] == "loss" else names
+    return task.measuring(further).scored_by(names[0])
+
+
+def in_test_batches(task: Task, shape: tuple[int, ...], batch_size: int) -> Task:
+    """Return the task with the number of examples in a batch of a test.
+
+    Larger examples get smaller test batches, to limit the memory. But a test batch may
+    have as many examples as a training batch, because training needs more memory than a
+    test.
+    """
+    fits = _TEST_VALUES // math.prod(shape)
+    examples = max(batch_size, fits, 1)
+    return replace(task, plain_test_batch=min(task.test_batch, examples))

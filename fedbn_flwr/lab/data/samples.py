@@ -99,6 +99,8 @@ def _resized(images: Tensor, size: tuple[int, int]) -> Tensor:
 
 
 _TARGETS = (torch.int64, torch.uint8, torch.float32)
+UNKNOWN = -1
+"""The class of every example of data without targets."""
 
 
 class LazyInputs(ABC):
@@ -314,6 +316,11 @@ class Samples:
     def by_class(self) -> bool:
         """Whether every example has one class."""
         return self._targets is not None and self._targets.dtype == torch.int64
+
+    @property
+    def labelled(self) -> bool:
+        """Whether the examples have targets."""
+        return not self.by_class or bool((self.labels != UNKNOWN).all())
 
     @property
     def targets(self) -> Tensor:

@@ -121,7 +121,10 @@ def evaluate_run(
     model, task = on_device(saved.model, config), data_of(config).test_task
     if bn == ADAPT:
         _adapt(model, examples.all, task, saved)
-    warnings = [saved.description.code_changed(), _overlap(saved.config, config)]
+    warnings = [
+        saved.description.code_changed(),
+        overlap(saved.config.dataset, config.dataset),
+    ]
     warnings = [warning for warning in warnings if warning]
     for warning in warnings:
         logger.warning("%s", warning)
@@ -145,8 +148,8 @@ def evaluate_run(
         if outputs:
             targets, classes = examples.all.targets, saved.description.classes
             columns = predictions(torch.cat(outputs), targets, task, classes)
-            files["predictions.csv"] = _csv(examples.where, columns)
-        _write(out, files)
+            files["predictions.csv"] = as_csv({**examples.where, **columns})
+        write_files(out, files)
     return Evaluation(what, rows)
 
 
@@ -243,12 +246,13 @@ def _examples(saved: SavedModel, config: Config) -> _Examples:
     """
     taken = saved.description
     # Check the task before loading the data, because loading may take long.
-    _refuse_other_task(taken, config)
+    info = data_of(config).info
+    refuse_other_task(taken, data_of(config).task, info.num_classes, config.dataset)
     # If own data have no split, use all examples as test examples. But if they are the
     # run's data, use the test examples of the run.
     which = "on the test examples"
     if is_own(config.dataset) and not is_divided(data_of(config).own):
-        if _place(config) != _place(saved.config):
+        if place(config.dataset) != place(saved.config.dataset):
             which = "on all examples"
             config = config.model_copy(update={"test_share": 1.0})
         elif has_other_data(saved.run, config):
@@ -259,45 +263,58 @@ def _examples(saved: SavedModel, config: Config) -> _Examples:
                 " examples that the run has not seen into a separate folder."
             )
     data = load_data(config, taken.shape if len(taken.shape) == 3 else ())
-    _refuse_unfit(taken, data, config.dataset)
+    refuse_unfit(taken, data, config.dataset)
 
     # Use the run's mean and std, because the model was trained on inputs with this
     # normalisation.
     def view(indices: Tensor | None = None) -> Subset:
         return Subset(data.test, indices, mean=taken.mean, std=taken.std)
 
-    where: dict[str, Sequence[Any]] = {"index": range(len(data.test))}
     groups = {}
     numbers = data.test.groups
     if numbers is not None:
-        where["group"] = [data.group_names[number] for number in numbers.tolist()]
         for number in torch.unique(numbers).tolist():
             chosen = torch.nonzero(numbers == number).flatten()
             groups[data.group_names[number]] = view(chosen)
+    own = data_of(config).own if is_own(config.dataset) else None
+    return _Examples(view(), groups, where_in(data, own), which)
+
+
+def where_in(data: Dataset, own: OwnData | None) -> dict[str, Sequence[Any]]:
+    """Return the columns that show the place of each test example in the user's data.
+
+    Args:
+        data: the data.
+        own: the request of own data; None for registered data.
+    """
     # Name the file or the row of each example, because the user cannot find an example
     # by its position in the data set.
-    if is_own(config.dataset) and not data_of(config).by_function:
-        where = {**own_tests(data_of(config).own)}
-    return _Examples(view(), groups, where, which)
+    if own is not None and own.kind != FUNCTION:
+        return {**own_tests(own)}
+    where: dict[str, Sequence[Any]] = {"index": range(len(data.test))}
+    if data.test.groups is not None:
+        numbers = data.test.groups.tolist()
+        where["group"] = [data.group_names[number] for number in numbers]
+    return where
 
 
-def _place(config: Config) -> tuple[str, Path | str]:
-    """Return the kind and the place of a config's data, with a resolved path.
+def place(dataset: str) -> tuple[str, Path | str]:
+    """Return the kind and the place of data, with a resolved path.
 
-    Two configs with the same data have equal results.
+    Two names of the same data have equal results.
     """
-    kind, _, path = config.dataset.partition(":")
+    kind, _, path = dataset.partition(":")
     return kind, Path(path).resolve() if path else path
 
 
-def _overlap(ran: Config, config: Config) -> str:
+def overlap(ran: str, dataset: str) -> str:
     """Return a sentence if one of two folders of data contains the other, or "".
 
     Args:
-        ran: the config of the run.
-        config: the config of the new data.
+        ran: the ``dataset`` of the run.
+        dataset: the name of the new data.
     """
-    (kind, here), (other, there) = _place(config), _place(ran)
+    (kind, here), (other, there) = place(dataset), place(ran)
     # If both have the same place, they are the run's own data, and only their test
     # examples are used.
     if kind != other or here == there:
@@ -307,28 +324,29 @@ def _overlap(ran: Config, config: Config) -> str:
     if not (here.is_relative_to(there) or there.is_relative_to(here)):
         return ""
     return (
-        f"dataset={config.dataset!r} and the data of the run, {ran.dataset!r}, have"
+        f"dataset={dataset!r} and the data of the run, {ran!r}, have"
         " files in common. Training examples of the run may be among them, unless they"
         " belong to a held-out client."
     )
 
 
-def _refuse_other_task(taken: ModelDescription, config: Config) -> None:
+def refuse_other_task(
+    taken: ModelDescription, task: Task, num_classes: int, dataset: str
+) -> None:
     """Raise ConfigError if the data have another task or number of classes."""
-    task, num_classes = data_of(config).task.name, data_of(config).info.num_classes
-    if task != taken.task:
+    if task.name != taken.task:
         raise ConfigError(
-            f"the model is for {taken.task}, but the data are for {task}."
+            f"the model is for {taken.task}, but the data are for {task.name}."
         )
     if num_classes != taken.num_classes:
         raise ConfigError(
             f"the data of the run have {taken.num_classes} classes, but"
-            f" dataset={config.dataset} has {num_classes}. Give these data the classes"
+            f" dataset={dataset} has {num_classes}. Give these data the classes"
             " of the run, in the same order."
         )
 
 
-def _refuse_unfit(taken: ModelDescription, data: Dataset, dataset: str) -> None:
+def refuse_unfit(taken: ModelDescription, data: Dataset, dataset: str) -> None:
     """Raise ConfigError if the data have another shape or other names of classes."""
     if data.test.shape != taken.shape:
         raise ConfigError(
@@ -352,20 +370,22 @@ def _names(classes: Sequence[str]) -> tuple[str, ...]:
 
 
 def predictions(
-    outputs: Tensor, targets: Tensor, task: Task, classes: Sequence[str]
+    outputs: Tensor, targets: Tensor | None, task: Task, classes: Sequence[str]
 ) -> dict[str, list[float]]:
     """Return the columns target, prediction and probability of ``predictions.csv``.
 
     Args:
         outputs: the model's outputs (N, ...).
-        targets: the targets of the examples (N, ...).
+        targets: the targets of the examples (N, ...); None leaves the column out.
         task: the learning task.
         classes: the names of the classes or labels.
     """
     count = len(outputs)
     # Compute in double precision. In single precision, probabilities near 1 become 1.
     outputs, probabilities = outputs.double().reshape(count, -1), task.probabilities()
-    values = {"target": targets.cpu().reshape(count, -1)}
+    values = {}
+    if targets is not None:
+        values["target"] = targets.cpu().reshape(count, -1)
     if isinstance(task, LabelTask):
         # An output above 0 is a probability above one half.
         values["prediction"] = (outputs > 0).long()
@@ -387,12 +407,11 @@ def predictions(
     return columns
 
 
-def _csv(
-    where: Mapping[str, Sequence[Any]], columns: Mapping[str, Sequence[float]]
-) -> str:
+def as_csv(columns: Mapping[str, Sequence[Any]]) -> str:
+    """Return a table as the text of a CSV file."""
     import pandas as pd
 
-    table = pd.DataFrame({**where, **columns})
+    table = pd.DataFrame(columns)
     # Nine digits give the same float32 when the file is read again.
     text: str = table.to_csv(index=False, float_format="%.9g", na_rep="nan")
     return text
@@ -412,7 +431,12 @@ def _json(about: Mapping[str, Any], rows: Sequence[Row]) -> str:
     return json.dumps({**about, "results": results}, indent=2, allow_nan=False) + "\n"
 
 
-def _write(out: Path, files: Mapping[str, str]) -> None:
+def write_files(out: Path, files: Mapping[str, str]) -> None:
+    """Write files into a folder, each atomically.
+
+    Raises:
+        EngineError: they cannot be written.
+    """
     try:
         out.mkdir(parents=True, exist_ok=True)
         for name, text in files.items():

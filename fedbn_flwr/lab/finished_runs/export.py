@@ -128,8 +128,12 @@ def export(
         EngineError: the outputs differ by more than ``BOUND``, or the file cannot be
             written; no file is left.
     """
-    _check_place(out, format)
-    saved = load_model(run, choice or Choice())
+    check_place(out, format)
+    return export_model(load_model(run, choice or Choice()), out, format)
+
+
+def export_model(saved: SavedModel, out: Path, format: Format) -> Exported:
+    """Write a loaded model as a new file, see ``export``."""
     # Refuse changed code of the user's model: the file would contain another model, and
     # the check at the end compares two models of today's code, so it would not notice
     # the change.
@@ -202,7 +206,8 @@ _LOADERS: dict[str, Callable[[Path], Any]] = {
 """The function that returns the model of a file, by format."""
 
 
-def _check_place(out: Path, format: str) -> None:
+def check_place(out: Path, format: str) -> None:
+    """Raise ConfigError if a file exists, or its name or its format is not allowed."""
     if format not in FORMATS:
         raise unknown_name("format", format, FORMATS)
     problems = []

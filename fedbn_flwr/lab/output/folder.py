@@ -17,6 +17,7 @@ import numpy as np
 import yaml
 
 from fedbn_flwr.batchnorm.averaging import State
+from fedbn_flwr.batchnorm.class_moments import ClassMoments, encode_class_moments
 from fedbn_flwr.checked_file import (
     encode_safetensors,
     remove_leftovers,
@@ -26,7 +27,7 @@ from fedbn_flwr.client.personal_model import client_file
 from fedbn_flwr.errors import ConfigError, EngineError, NotResumableError
 from fedbn_flwr.lab.config import Config, data_of
 from fedbn_flwr.lab.config.yaml_text import read_yaml
-from fedbn_flwr.lab.files import read_metrics
+from fedbn_flwr.lab.files import CLASS_MOMENTS_FILE, read_metrics
 from fedbn_flwr.lab.output.tensorboard_log import TensorBoardLog
 
 __all__ = [
@@ -328,6 +329,12 @@ class RunFolder:
         text = json.dumps(_clean(content), indent=2)
         with self._writing():
             write_atomically(self.path / name, text + "\n")
+
+    def save_class_moments(self, moments: ClassMoments) -> None:
+        """Write ``class_moments.npz``."""
+        content = encode_class_moments(moments)
+        with self._writing():
+            write_atomically(self.path / CLASS_MOMENTS_FILE, content, mode=0o600)
 
     def finish(
         self, state: State, about: Mapping[str, str], summary: Mapping[str, Any]

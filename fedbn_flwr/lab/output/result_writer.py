@@ -359,6 +359,8 @@ class ResultWriter:
             about[DIVERGED_AT] = str(since)
         if tunes:
             about[FINE_TUNED] = str(tunes)
+        if strategy and strategy.run.class_moments:
+            self._folder.save_class_moments(strategy.run.class_moments)
         self._folder.finish(shared, about, summary)
 
         # Make the extras last, because they can be made again if they fail.

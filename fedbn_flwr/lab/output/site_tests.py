@@ -5,12 +5,16 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from fedbn_flwr.batchnorm.averaging import State
+from fedbn_flwr.batchnorm.calibration import calibrate
+from fedbn_flwr.batchnorm.class_moments import ClassMoments
 from fedbn_flwr.client.personal_model import client_file, read_state
 from fedbn_flwr.errors import FedBNError
 from fedbn_flwr.lab.config import Config, data_of, method_of
@@ -27,6 +31,7 @@ from fedbn_flwr.site_names import texts_of
 from fedbn_flwr.strategies import Strategy
 from fedbn_flwr.training.evaluation import evaluate
 from fedbn_flwr.training.model_state import load_state
+from fedbn_flwr.training.tasks import Task
 
 logger = logging.getLogger("flwr")
 
@@ -36,6 +41,8 @@ HELD_OUT = "held-out"
 # With more clients, a table with a row for each is of little use, and the tests may
 # cost more than the run.
 _MOST_SITES = 50
+# The inputs of a calibration: at most this number of values, but this number of examples.
+_VALUES, _FEW = 2**21, 16
 
 
 def site_names(data: PartitionedData, names: Mapping[str, str]) -> list[str]:
@@ -120,9 +127,37 @@ def table_of_run(
         # parts that clients keep.
         load_state(model, tensors(state))
     for at, name in enumerate(data.held_out_names):
-        add(name, data.held_out_views(at)[1], **{HELD_OUT: True})
+        inputs, tests = data.held_out_views(at)
+        moments = strategy.run.class_moments if strategy else None
+        inputs = inputs if len(inputs) else tests
+        found = _calibrated(model, inputs, tests, task, moments)
+        add(name, tests, **{HELD_OUT: True}, **found)
     model.cpu()
     return rows
+
+
+def _calibrated(
+    model: nn.Module,
+    inputs: Subset,
+    tests: Subset,
+    task: Task,
+    moments: ClassMoments | None,
+) -> dict[str, Any]:
+    """Return the result of a new site after a calibration, or {} if there is none.
+
+    The calibration uses one batch of its inputs, because more batches would need a pass
+    for each layer.
+    """
+    fits = max(_FEW, _VALUES // math.prod(inputs.samples.shape))
+    chosen = torch.linspace(0, len(inputs) - 1, min(fits, len(inputs))).long()
+    # For example, the model has no BatchNorm.
+    with suppress(FedBNError):
+        batch, _ = inputs.batch(chosen)
+        found = calibrate(model, [batch], class_moments=moments, task=task)
+        value = evaluate(found.model, tests, task=task).named()[task.score]
+        if math.isfinite(value):
+            return {"calibrated": value, "way": found.way, "trusted": found.trusted}
+    return {}
 
 
 def _without_own_model(run: Run, client: str) -> str:

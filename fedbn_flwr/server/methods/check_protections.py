@@ -84,6 +84,12 @@ def _sent_for(method: Method[Any, Any]) -> Iterator[Disclosure]:
             " data"
         )
 
+    if travels.class_moments:
+        yield Disclosure(
+            f"{method.title} collects the moments of each client's BN inputs for each"
+            " class"
+        )
+
     # List reads of single replies, unless a record has already revealed as much.
     if reads_undeclared(type(method)):
         kind = type(method).__name__

@@ -192,6 +192,22 @@ class TestRecalibrated(Recalibrate):
         return RECALIBRATED in tests_in(params.eval_on)
 
 
+class CollectedClassMoments(Option):
+    """Moments of BN's inputs for each class, for the calibration at new sites."""
+
+    name = "class-moments=true"
+    instead = "class-moments=false"
+
+    @staticmethod
+    def chosen(params: Any) -> bool:
+        """Return whether the moments are collected."""
+        return bool(params.class_moments)
+
+    def travels(self, num_rounds: int | None = None) -> tuple[Travels, ...]:
+        """Return a phase that collects the moments after the last round."""
+        return (Travels(class_moments=True),)
+
+
 class PooledVariance(Option):
     """The average of running variances, including the spread of the clients' means."""
 
@@ -216,6 +232,7 @@ OPTIONS: tuple[type[Option[Any]], ...] = (
     PersonalEntries,
     Recalibrate,
     TestRecalibrated,
+    CollectedClassMoments,
     PooledVariance,
 )
 """The options, in the order in which they act."""

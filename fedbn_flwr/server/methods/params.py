@@ -299,6 +299,14 @@ class Params(Settings):
         " eval-on=recalibrated tests with them, but saves the model as trained",
         "tests",
     )
+    class_moments: bool = setting(
+        False,
+        "after the last round, each client sends the moments of the BN inputs for each"
+        " class, once. The run's folder keeps their sums in class_moments.npz, for the"
+        " calibration at new sites (way matched)",
+        "tests",
+        only_if={"norm": ("batch",)},
+    )
     min_replies: int = setting(
         1, "a round with fewer usable replies keeps the previous model", "rounds", ge=1
     )

@@ -113,6 +113,7 @@ class Travels:
         extras: the records and metrics in addition to the model.
         exchanges: the exchanges of the first local step; None if there are none.
         reestimates: whether BN statistics are re-estimated before tests.
+        class_moments: whether clients send class moments after the last round.
         undo: whether a client whose reply is not used returns to its earlier local
             state, because the server's state mirrors it.
         decides: decisions that only one method of a run may make: "gradients",
@@ -136,6 +137,7 @@ class Travels:
     extras: tuple[Extra, ...] = ()
     exchanges: Exchanges | None = None
     reestimates: bool = False
+    class_moments: bool = False
     undo: bool = False
     decides: frozenset[str] = frozenset()
     needs: tuple[PartSet, ...] = ()
@@ -199,6 +201,7 @@ def together(declarations: Iterable[Travels]) -> Travels:
             + tuple(extra for extra in one.extras if extra not in total.extras),
             exchanges=one.exchanges or total.exchanges,
             reestimates=total.reestimates or one.reestimates,
+            class_moments=total.class_moments or one.class_moments,
             undo=total.undo or one.undo,
             decides=total.decides | one.decides,
             needs=total.needs
@@ -302,7 +305,7 @@ def model_needs(travels: Travels) -> list[PartSet]:
 
     The empty set stands for any BN.
     """
-    measured = travels.reestimates or _sends_moments(travels)
+    measured = travels.reestimates or travels.class_moments or _sends_moments(travels)
     needs: list[PartSet] = []
     # A client that keeps the whole model needs no particular layer.
     own = travels.local - PERSONAL

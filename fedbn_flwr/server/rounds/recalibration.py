@@ -16,27 +16,52 @@ merges the answers, in the order of partition ids, as in [StaticBN](staticbn.md)
   an int64 count
 - cost: $F$ floats down (one broadcast), $S$ up per client, in one exchange before each
   test; $S$ is the number of floats of the running statistics
+
+## Class moments
+
+With `class-moments=true`, the server sends the last model once more, and every client
+with data answers with $K$ counts of its classes and $K S$ float64 sums
+(`batchnorm/class_moments.py`); the cost is in the last round's numbers of the tests.
+
+**What they reveal.** The counts are the class mix of the site. Each sum is the mean
+activation of the examples of a class, times their number: with few examples of a class
+it describes these examples, and with one it describes a single person. The server sees
+the sums of each site, and `class_moments.npz` has only the sums over all sites. Neither
+differential privacy nor masked sums cover them, so both refuse the option.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 from flwr.app import ArrayRecord, Message
 from flwr.serverapp import Grid
 
+from fedbn_flwr.batchnorm.averaging import State
+from fedbn_flwr.batchnorm.class_moments import ClassMoments, pool_class_moments
 from fedbn_flwr.batchnorm.reestimation import Moments, merge
 from fedbn_flwr.compat.flower import is_app_error, lacks_function
 from fedbn_flwr.errors import ClientPartError, split_code
-from fedbn_flwr.messages.moment_record import decode_moments
-from fedbn_flwr.messages.protocol import NUM_EXAMPLES, STATISTICS_QUERY
-from fedbn_flwr.messages.records import views
+from fedbn_flwr.messages.moment_record import decode_moments, decode_moments_of_classes
+from fedbn_flwr.messages.protocol import (
+    CLASS_MOMENTS,
+    NUM_EXAMPLES,
+    STATISTICS_QUERY,
+)
+from fedbn_flwr.messages.records import Traffic, views
 from fedbn_flwr.server.methods.method import Node
 from fedbn_flwr.server.methods.moment_pool import pooled_statistics, unmeasured
-from fedbn_flwr.server.rounds.dispatch import address, in_order, raise_shared_test_error
+from fedbn_flwr.server.rounds.dispatch import (
+    Sent,
+    address,
+    in_order,
+    raise_shared_test_error,
+)
 from fedbn_flwr.server.rounds.replies import (
+    Refused,
+    Usable,
     error_text,
     read_arrays,
     read_metrics,
@@ -45,6 +70,8 @@ from fedbn_flwr.server.rounds.replies import (
 from fedbn_flwr.server.runs.run_state import Run
 
 logger = logging.getLogger("flwr")
+
+Answer = TypeVar("Answer")
 
 
 def reestimate_before_tests(run: Run, arrays: ArrayRecord, grid: Grid) -> None:
@@ -82,20 +109,10 @@ def _ask(
     sent = address(run, nodes, STATISTICS_QUERY, arrays, config, traffic)
     replies = list(grid.send_and_receive(sent.messages, timeout=run.start.timeout))
 
-    # Skip replies that cannot be decoded, because a single bad reply must not spoil the
-    # sum.
-    def read(node: Node, message: Message) -> Mapping[str, Moments]:
-        # This refuses a reply without a count, even if counts do not weight the models.
-        read_metrics(message, NUM_EXAMPLES)
-        state, _, sizes = read_arrays(message, run.options.arrays_key)
-        moments = decode_moments(state, before, run.parts)
-        for size in sizes:
-            traffic.count_up(size)
-        return moments
+    def decode(state: State) -> Mapping[str, Moments]:
+        return decode_moments(state, before, run.parts)
 
-    good, refused = read_replies(
-        in_order(run, sent, replies), read, report, "statistics"
-    )
+    good, refused = _read(run, sent, replies, traffic, decode)
     raise_shared_test_error(run, sent, refused)
     _refuse_apps_without_answer(run, replies)
 
@@ -124,6 +141,68 @@ def _ask(
     return {
         name: array.astype(before[name].dtype) for name, array in statistics.items()
     }
+
+
+def _read(
+    run: Run,
+    sent: Sent,
+    replies: Sequence[Message],
+    traffic: Traffic,
+    decode: Callable[[State], Answer],
+) -> tuple[list[Usable[Answer]], list[Refused]]:
+    """Return the usable and the refused answers, in the order of partition ids.
+
+    Replies that cannot be decoded are skipped, because a single bad reply must not
+    spoil the sum.
+    """
+
+    def read(node: Node, message: Message) -> Answer:
+        # This refuses a reply without a count, even if counts do not weight the models.
+        read_metrics(message, NUM_EXAMPLES)
+        state, _, sizes = read_arrays(message, run.options.arrays_key)
+        answer = decode(state)
+        for size in sizes:
+            traffic.count_up(size)
+        return answer
+
+    return read_replies(in_order(run, sent, replies), read, run.report, "statistics")
+
+
+def collect_class_moments(run: Run, arrays: ArrayRecord, grid: Grid) -> None:
+    """Ask every client with data for its class moments, and note the pooled sums.
+
+    Nothing is noted with fewer than ``min_replies`` usable answers.
+
+    Args:
+        run: the run, after its last round.
+        arrays: the last global model.
+        grid: the nodes.
+    """
+    present = run.present(grid, max(run.options.min_available_nodes, 1))
+    nodes = [node for node in present if node.num_examples != 0]
+    report, before = run.report, views(arrays)
+    config = run.message_config(report.server_round).write() | {CLASS_MOMENTS: True}
+    sent = address(run, nodes, STATISTICS_QUERY, arrays, config, report.evaluate)
+    replies = list(grid.send_and_receive(sent.messages, timeout=run.start.timeout))
+
+    def decode(state: State) -> ClassMoments:
+        return decode_moments_of_classes(state, before)
+
+    good, refused = _read(run, sent, replies, report.evaluate, decode)
+    raise_shared_test_error(run, sent, refused)
+    moments = [reply.read for reply in good]
+    # Clients with another number of classes have another model.
+    same = len({len(one.counts) for one in moments}) == 1
+    if same and len(moments) >= run.methods.params.min_replies:
+        run.class_moments = pool_class_moments(moments)
+        return
+    logger.warning(
+        "round %d: there are no class moments, because too few answers are usable (%d,"
+        " min-replies=%d), or their numbers of classes differ",
+        report.server_round,
+        len(good),
+        run.methods.params.min_replies,
+    )
 
 
 def _refuse_apps_without_answer(run: Run, replies: Sequence[Message]) -> None:

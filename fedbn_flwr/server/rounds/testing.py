@@ -189,7 +189,10 @@ def warn_of_initial_values(run: Run) -> None:
 
 
 def warn_of_own_start(run: Run) -> None:
-    """Warn that only the package's ``start`` completes the tested and final model."""
+    """Warn that only the package's ``start`` completes the tested and final model.
+
+    Only this ``start`` collects class moments, too.
+    """
     if SHARED_BN in run.methods.tests or run.methods.reestimates:
         logger.warning(
             "strategy %r re-estimates or averages BN entries for tests, but this run"
@@ -198,6 +201,11 @@ def warn_of_own_start(run: Run) -> None:
             " strategy.for_evaluate_fn(server_round, arrays), because it returns the"
             " model with them, or pass on_round_end= to the strategy.",
             run.methods.name,
+        )
+    if run.methods.whole.class_moments:
+        logger.warning(
+            "class_moments=True has no effect, because this run uses your own start()."
+            " Use the start() of the strategy."
         )
 
 

@@ -12,6 +12,7 @@ from flwr.app import ArrayRecord, Message, MetricRecord
 from flwr.serverapp import Grid
 
 from fedbn_flwr.batchnorm.averaging import State, check_state
+from fedbn_flwr.batchnorm.class_moments import ClassMoments
 from fedbn_flwr.batchnorm.parts import (
     LAST_LAYER,
     Parts,
@@ -191,6 +192,7 @@ class Run:
         reestimated: re-estimated running statistics of the model after this round.
         measured: labels of the clients whose data gave the last re-estimated
             statistics.
+        class_moments: the class moments of all sites, after the last round.
         most_able: the largest ``num_able`` so far, including unused rounds.
         seen: labels of the clients that had training data in some round, used or not,
             and have reported their partition.
@@ -205,13 +207,14 @@ class Run:
     start: Start
     round: Round = field(default_factory=Round)
 
-    # ``saved`` writes these, except the model and the reports.
+    # ``saved`` writes these, except the model, the reports and the class moments.
     arrays: ArrayRecord = field(default_factory=ArrayRecord)
     states: States = field(default_factory=dict)
     kept: Kept = field(default_factory=Kept)
     reports: list[RoundOutcome] = field(default_factory=list)
     reestimated: dict[str, Any] = field(default_factory=dict)
     measured: list[str] = field(default_factory=list)
+    class_moments: ClassMoments | None = None
     most_able: int = 0
     seen: set[str] = field(default_factory=set)
     not_finite_since: int = 0

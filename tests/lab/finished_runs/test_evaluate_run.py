@@ -27,11 +27,11 @@ from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.config.values import allowed
 from fedbn_flwr.lab.data import DATASETS, Subset
 from fedbn_flwr.lab.finished_runs.evaluate import (
-    _csv,
-    _overlap,
-    _refuse_unfit,
+    as_csv,
     evaluate_run,
+    overlap,
     predictions,
+    refuse_unfit,
 )
 from fedbn_flwr.lab.partitioned.partitioned_data import partitioned_data
 from fedbn_flwr.lab.runs.run import run
@@ -237,7 +237,7 @@ def test_predictions_of_each_task(
     columns = predictions(
         torch.tensor(outputs), torch.tensor(targets), task, ("a", "b")
     )
-    assert _csv({"index": range(len(targets))}, columns).splitlines() == lines
+    assert as_csv({"index": range(len(targets)), **columns}).splitlines() == lines
 
 
 def test_each_group_has_a_row(quick_run) -> None:
@@ -385,11 +385,7 @@ def write_images(folder: Path, classes: str) -> None:
 def test_data_in_or_around_the_folder_of_the_runs_are_warned_of(
     given: str, overlaps: bool
 ) -> None:
-    ran, config = (
-        SimpleNamespace(dataset="folder:/data/run"),
-        SimpleNamespace(dataset=given),
-    )
-    assert bool(_overlap(ran, config)) is overlaps
+    assert bool(overlap("folder:/data/run", given)) is overlaps
 
 
 @pytest.mark.parametrize(
@@ -409,7 +405,7 @@ def test_classes_are_compared_where_both_have_names(
     taken = SimpleNamespace(shape=(3,), classes=of_run)
     data = SimpleNamespace(test=SimpleNamespace(shape=(3,)), class_names=given)
     with nullcontext() if fits else pytest.raises(ConfigError):
-        _refuse_unfit(taken, data, "folder:/data")
+        refuse_unfit(taken, data, "folder:/data")
 
 
 def test_images_of_the_run_are_warned_of_and_other_classes_refused(

@@ -5,6 +5,7 @@ Each of their tests is computed by hand in float64.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -125,12 +126,15 @@ def test_the_run_has_the_bits_of_one_without_their_data(
 
 @pytest.mark.parametrize("strategy", ["fedavg", "fedbn"])
 def test_the_tests_are_those_of_the_saved_model_by_hand(
-    strategy: str, start: Start, tmp_path: Path
+    strategy: str, start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Statistics are the saved ones, those of the training rows, or both mixed.
 
     Test-time BN mixes in the statistics of a client's own 10 test rows.
     """
+    # The table of sites calibrates in the way "all".
+    in_all_layers = functools.partial(site_tests.calibrate, way="all")
+    monkeypatch.setattr(site_tests, "calibrate", in_all_layers)
     table, which = Table(), {"fedavg": "global", "fedbn": "averaged"}[strategy]
     keys = {"strategy": strategy, "metrics": "loss", "test_bn": "mix"}
     summary, lines, out = start(
@@ -162,6 +166,8 @@ def test_the_tests_are_those_of_the_saved_model_by_hand(
         mean = summary["final"][f"held-out-{test}-loss"]
         assert mean == pytest.approx(np.mean(of_both), rel=1e-4)
     sites = summary["sites"]
+    calibrated = [row["calibrated"] for row in sites[2:]]
+    assert calibrated == pytest.approx(losses["adapted"], rel=1e-4)
     held_out = [(row["site"], row["examples"]) for row in sites if "held-out" in row]
     assert held_out == [("a", 10), ("d", 10)]
     values = [row["value"] for row in sites]

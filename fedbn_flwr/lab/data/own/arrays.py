@@ -44,7 +44,8 @@ def read_arrays(request: OwnData) -> Records:
     features (N, F), signals (N, C, L) of C channels and L steps, images (N, C, H, W).
     ``y``: classes 0 to K - 1 (N,), labels or targets (N, K), or classes of pixels (N,
     H, W). ``client`` and ``group``: whole numbers or text (N,); ``split``: "train" and
-    "test", or 0 and 1. Other arrays are not used.
+    "test", or 0 and 1. Other arrays are not used. With ``known_classes``, ``y`` may be
+    absent.
 
     Raises:
         ConfigError: the targets do not fit the config.
@@ -53,7 +54,6 @@ def read_arrays(request: OwnData) -> Records:
     """
     arrays = _load(request)
     inputs = _inputs(request, arrays["x"])
-    read = _targets(request, arrays["y"], inputs)
     given: dict[str, Any] = {}
     if "client" in arrays:
         values = arrays["client"].tolist()
@@ -63,6 +63,9 @@ def read_arrays(request: OwnData) -> Records:
         given["units"], given["unit_names"] = numbered(values)
     if "split" in arrays:
         given["tests"] = _tests(request, arrays["split"])
+    if "y" not in arrays:
+        return Records.unlabelled(request, inputs, **given)
+    read = _targets(request, arrays["y"], inputs)
     return Records(
         inputs=inputs,
         targets=read.targets,
@@ -97,7 +100,7 @@ def _load(request: OwnData) -> dict[str, Any]:
             shown(others),
             ", ".join(_OF_EXAMPLES),
         )
-    for name in ("x", "y"):
+    for name in ("x",) if request.known_classes else ("x", "y"):
         if name not in arrays:
             raise request.problem(f"no array {name}. It has {', '.join(names)}.")
     x = arrays["x"]

@@ -2,7 +2,9 @@
 
 The layouts are ``class/file``, ``client/class/file``, ``{train,test}/class/file`` and
 ``client/{train,test}/class/file``. The names of the class folders, in the order of the
-alphabet, are the classes. Files of other kinds are left out.
+alphabet, are the classes. Files of other kinds are left out. For a finished model
+(``known_classes``), the classes are its classes. Images in folders with other names,
+in any layout, then have no classes.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ import logging
 import os
 import unicodedata
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -56,6 +58,8 @@ def read_folder(request: OwnData) -> Records:
     # all or none are in a train or test folder.
     root = request.existing()
     folders = _image_folders(root)
+    if request.known_classes and not _are_classes(request, folders):
+        return _without_classes(request, folders)
     places = {folder: _place(request, folder.relative_to(root)) for folder in folders}
     layouts = {(bool(place.client), bool(place.part)) for place in places.values()}
     if len(layouts) > 1:
@@ -73,7 +77,7 @@ def read_folder(request: OwnData) -> Records:
             f"no image files ({', '.join(SUFFIXES)}) in folders below it. Put them into"
             " class/file, client/class/file or client/train/class/file."
         )
-    classes = sorted({place.label for place in places.values()})
+    classes = [*request.known_classes] or sorted({at.label for at in places.values()})
     # Two names are spellings of one class, unless a client has a folder for each class.
     folded = {unicodedata.normalize("NFKC", label).casefold() for label in classes}
     most = max(Counter(place[:2] for place in places.values()).values())
@@ -104,6 +108,23 @@ def read_folder(request: OwnData) -> Records:
         tests=_tests(request, [place.part for place in of_files]),
         **given,
     )
+
+
+def _are_classes(request: OwnData, folders: Mapping[Path, list[str]]) -> bool:
+    """Return whether the folders with images have the names of known classes."""
+    names = {folder.name for folder, images in folders.items() if images}
+    in_root = folders.get(Path(request.path))
+    return not in_root and bool(names) and names <= {*request.known_classes}
+
+
+def _without_classes(request: OwnData, folders: Mapping[Path, list[str]]) -> Records:
+    """Return all images of the folders, in the order of their paths."""
+    paths = [folder / name for folder, names in folders.items() for name in names]
+    if not paths:
+        raise request.problem(
+            f"no image files ({', '.join(SUFFIXES)}) in it. Put the images there."
+        )
+    return Records.unlabelled(request, sorted(paths), sizes=_sizes(sorted(paths)))
 
 
 def _sizes(paths: Sequence[Path]) -> list[tuple[int, int]]:

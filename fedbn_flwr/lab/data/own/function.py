@@ -18,6 +18,9 @@ then also needs ``task`` and ``num-classes``.
 The names of the sites are another attribute, ``function.site_names``: a list with a text
 for each site in the order of their numbers, or a function that returns the list, or None
 if the names are unknown on this machine.
+
+For a finished model (``known_classes``), an example may be an input without a target, or
+a tuple of an input only.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ from __future__ import annotations
 import functools
 import hashlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -40,7 +43,7 @@ from fedbn_flwr.lab.data.datasets import DatasetInfo
 from fedbn_flwr.lab.data.own.read_inputs import ReadInputs
 from fedbn_flwr.lab.data.own.request import COMPLEX, KINDS, OwnData, chosen_task
 from fedbn_flwr.lab.data.readers import Loaded
-from fedbn_flwr.lab.data.samples import Samples, Shape
+from fedbn_flwr.lab.data.samples import UNKNOWN, Samples, Shape
 from fedbn_flwr.lab.own_code import own_function, own_module, sha256_of_code
 from fedbn_flwr.site_names import fault_of_list, with_name
 from fedbn_flwr.training.losses import IGNORED_PIXEL
@@ -113,8 +116,38 @@ def _given_names(request: OwnData) -> tuple[str, ...]:
     return names
 
 
+class _InputsOnly:
+    """A data set whose examples all have the target ``UNKNOWN``."""
+
+    def __init__(self, data: Any) -> None:
+        self._data = data
+
+    def __len__(self) -> int:
+        return len(self._data)
+
+    def __getitem__(self, at: int) -> tuple[Any, int]:
+        example = self._data[at]
+        return example[0] if isinstance(example, (tuple, list)) else example, UNKNOWN
+
+
 def _sites(request: OwnData) -> dict[str, list[Site]]:
-    return sites_of(request.path, request.sites, _given_names(request))
+    parts = sites_of(request.path, request.sites, _given_names(request))
+    if request.known_classes:
+        parts = {
+            part: [*map(_maybe_unlabelled, sites)] for part, sites in parts.items()
+        }
+    return parts
+
+
+def _maybe_unlabelled(site: Site) -> Site:
+    """Return a site whose data have targets, ``UNKNOWN`` if the first example has none."""
+    if not len(site):
+        return site
+    example = _called(f"{site.name}, example 0", site.data.__getitem__, 0)
+    if isinstance(example, (tuple, list)) and len(example) > 1:
+        return site
+    classes = (UNKNOWN,) * len(site)
+    return replace(site, data=_InputsOnly(site.data), classes=classes)
 
 
 # Cached, because the user's function may read files, and several callers ask for its
@@ -231,7 +264,7 @@ def _example(
             f"{where} has inputs that are NaN or infinite. Replace them in the"
             " function."
         )
-    if task is not None:
+    if task is not None and not isinstance(site.data, _InputsOnly):
         target = _target(where, target, task, tuple(inputs.shape[1:]), classes)
     return inputs, target
 
@@ -320,6 +353,9 @@ def function_info(request: OwnData) -> DatasetInfo:
     if not shape or task is None or not classes:
         sites = _sites(request)
         with_examples = [site for site in sites["train"] if len(site)]
+        # A site without training has only the part "test".
+        if request.known_classes:
+            with_examples += [site for site in sites["test"] if len(site)]
         if not with_examples:
             raise request.problem("no site has a training example.")
         inputs, target = _example(with_examples[0], 0, None, shape, 0)
@@ -391,7 +427,7 @@ def _classes_of(site: Site, classes: int) -> Sequence[int]:
         return found
     # Check only the smallest and the largest value. If these are classes of the model,
     # all values between them are.
-    if site.classes:
+    if site.classes and not isinstance(site.data, _InputsOnly):
         for value in (min(site.classes), max(site.classes)):
             _target(site.name, torch.tensor(value), CLASSIFICATION, (), classes)
     return site.classes
@@ -412,6 +448,9 @@ def _load(
     """
     del folder, wanted
     parts = _sites(request)
+    # Without targets, each example has the class UNKNOWN, whatever the task is.
+    if any(isinstance(site.data, _InputsOnly) for site in parts["test"]):
+        task = CLASSIFICATION
     # Read the first example of every site before any other work, to find sites with
     # another shape or other classes.
     for sites in parts.values():

@@ -5,12 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch import Tensor
 
-from fedbn_flwr.training.tasks import Task
+from fedbn_flwr.lab.data.own.request import OwnData
+from fedbn_flwr.lab.data.samples import UNKNOWN
+from fedbn_flwr.training.tasks import TASKS, Task
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -44,6 +48,20 @@ class Records:
     units: npt.NDArray[np.int64] | None = None
     unit_names: tuple[str, ...] = ()
     tests: npt.NDArray[np.bool_] | None = None
+
+    @classmethod
+    def unlabelled(
+        cls, request: OwnData, inputs: Tensor | Sequence[Path], **given: Any
+    ) -> Records:
+        """Return the records of examples without targets.
+
+        Their class is ``UNKNOWN``, and the task is the task of the request.
+        """
+        targets = torch.full((len(inputs),), UNKNOWN)
+        task, num_classes = TASKS[request.task], request.num_classes
+        return cls(
+            inputs=inputs, targets=targets, task=task, num_classes=num_classes, **given
+        )
 
     def __len__(self) -> int:
         """Return the number of examples."""

@@ -59,6 +59,9 @@ class OwnData:
         sites: ``FUNCTION``: the sites to load, by number or by a node's
             ``data-path``.
         of_node: ``FUNCTION``: whether this is the one site of a node.
+        known_classes: names of the classes of a finished model, whose ``task`` and
+            ``num_classes`` are set as well. The data may then lack targets, see
+            ``Records.unlabelled``. With (), all data need targets.
 
     The fields are the config keys of these names.
     """
@@ -71,6 +74,7 @@ class OwnData:
     test_share: float = 0.2
     sites: tuple[int | str, ...] = ()
     of_node: bool = False
+    known_classes: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:

@@ -1,0 +1,325 @@
+r"""Calibration of a model at a site that did not train, without labels.
+
+BatchNorm statistics that fit the inputs of the new site replace those of the model.
+Weights do not change.
+
+## Algorithm
+
+Layer $l$ has the statistics $(m_l, v_l)$. Its inputs at the new site, under the
+statistics already chosen for the layers before it, have mean $a_l$ and biased variance
+$b_l$ over all $n$ examples. Its new statistics are
+
+- `none`: $(m_l, v_l)$;
+- `all`: $(a_l, b_l)$ (AdaBN, Li et al. 2016, arXiv:1603.04779);
+- `mix`: $w (m_l, v_l) + (1 - w) (a_l, b_l)$, $w = N / (N + n)$, $N = 16$ (Schneider et
+  al. 2020, arXiv:2006.16971);
+- `early`: $(a_l, b_l)$ in the first $h$ layers, $(m_l, v_l)$ in all others (Vianna et
+  al. 2025, PMLR 274); $h$ is half of the layers, rounded up;
+- `matched`: $(a_l - s (M_p - M_\pi), s^2 V_\pi)$, $s = \sqrt{b_l / V_p}$. $M_p$ and $V_p$
+  are mean and variance of the training sites' normalised inputs under the class mix
+  $p$ of the new site, and $\pi$ is the mix of the training (``class_moments``). So the
+  shift that the classes explain is removed, and the shift of the inputs remains. $p$
+  is estimated by EM (Saerens et al. 2002) from the predictions of `early`, and once
+  more, damped by half, from those of `matched`.
+
+`auto` takes the way whose predictions are surest. It keeps `none` unless another way
+removes a quarter of the unsureness, 1 - the mean of the largest probability. It takes
+`matched` only if three quarters of its predictions are those of the surest other way. A
+model is trusted if its mean sureness is certainly more than halfway from guessing, 1/K,
+to 1, and if it has seen 16 examples. If `auto` trusts no way, it returns `none`.
+
+## Laws
+
+`early` with all layers is `all`. `matched` with $p = \pi$ is `all`. `mix` with $N = 0$
+is `all`, and with $N = \infty$ `none`. The order of the examples, the batch size and
+labels change nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+
+from fedbn_flwr.batchnorm.adaptation import PRIOR
+from fedbn_flwr.batchnorm.class_moments import ClassMoments
+from fedbn_flwr.batchnorm.site_passes import (
+    NewSite,
+    Tried,
+    use_all,
+    use_matched,
+    use_mix,
+)
+from fedbn_flwr.errors import ConfigError
+from fedbn_flwr.training.tasks import CLASSIFICATION, Task
+
+__all__ = ["WAYS", "Calibration", "CalibrationWay", "calibrate", "estimated_mix"]
+
+CalibrationWay = Literal["auto", "none", "all", "mix", "early", "matched"]
+"""The source of the new statistics; "auto" chooses one of the others."""
+WAYS = get_args(CalibrationWay)
+
+# Rules of "auto". They were found on digits at unseen scanners (benchmarks/new_site.py).
+_LESS = 0.75
+_AGREEMENT = 0.75
+_SURE = 0.5
+_FEW = 16
+# Smallest share of a class in an estimated mix.
+_RARE = 1e-4
+# Without classes: the doctor's smallest shift that counts, in standard deviations.
+_SHIFT = 0.15
+# Half of the width of the interval of the accuracy that labels must give.
+_PRECISION = 0.1
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """A calibrated model, and a judgement of it.
+
+    Attributes:
+        model: a copy of the model with the chosen statistics.
+        way: the way of these statistics, never "auto".
+        reason: a sentence with the reason for this way.
+        trusted: whether the predictions are sure enough to recommend the model.
+        warning: why the model is not recommended, and what to do; "" if it is trusted.
+        num_examples: number of examples of the new site.
+        shifts: distance of the inputs of each BatchNorm layer from its running
+            statistics before the calibration, by path, in standard deviations: the root
+            mean square, over channels, of the Wasserstein distance of two normal
+            distributions.
+        class_mix: estimated share of each class at the site; None without classes.
+        changed: share of predictions that differ from those of "none", for each way
+            that was tried; empty without classes.
+        examples_to_label: number of random examples whose labels give the accuracy to
+            10 points in 95 % of cases; 0 if the model is trusted.
+        probabilities: class probabilities (num_examples, K) of the model, float64, in
+            the order of the examples; None without classes.
+    """
+
+    model: nn.Module
+    way: str
+    reason: str
+    trusted: bool
+    warning: str
+    num_examples: int
+    shifts: Mapping[str, float]
+    class_mix: tuple[float, ...] | None
+    changed: Mapping[str, float]
+    examples_to_label: int
+    probabilities: Tensor | None
+
+
+def calibrate(
+    model: nn.Module,
+    batches: Iterable[Any],
+    way: CalibrationWay = "auto",
+    *,
+    class_moments: ClassMoments | None = None,
+    prior_examples: float = PRIOR,
+    early: int | None = None,
+    task: Task = CLASSIFICATION,
+) -> Calibration:
+    """Return a copy of a model with statistics that fit a new site, and a judgement.
+
+    Labels are not used. The order of the examples and the batch size do not matter.
+
+    Args:
+        model: the model, with averaged BN statistics. It does not change.
+        batches: the inputs of the new site: tensors (B, ...), or tuples whose first
+            element is the input. They are read several times, so pass a list, or a
+            DataLoader without random transforms.
+        way: one of ``WAYS``.
+        class_moments: pooled class moments of the training sites, for "matched".
+        prior_examples: N of "mix": the weight of the running statistics, in examples.
+        early: the number of layers that "early" changes; None means half, rounded up.
+        task: defines the class probabilities. Tasks without one class for each example
+            (numbers, several labels, pixels) have no judgement and no "matched".
+
+    Raises:
+        ConfigError: an argument is not allowed, or does not fit the model.
+        DataError: there are fewer than two examples, an input is not finite, or the
+            inputs can be read only once.
+        NormLayerError: no BatchNorm layer has running statistics, or a layer is called
+            twice in a pass or is in TorchScript.
+    """
+    site = NewSite(model, batches)
+    before = task.class_probabilities(site.plain.outputs)
+    problems = []
+    if way not in WAYS:
+        problems.append(f"way={way!r} is unknown. Allowed: {', '.join(WAYS)}.")
+    if not prior_examples >= 0:
+        problems.append(f"prior_examples={prior_examples} must be 0 or more.")
+    if early is not None and not 0 <= early <= len(site.order):
+        problems.append(f"early={early} must be 0 to {len(site.order)}, all layers.")
+    if way == "matched" and (class_moments is None or before is None):
+        problems.append(
+            "way='matched' needs class_moments of the training sites, and a task with"
+            " one class for each example. Pass them, or choose another way."
+        )
+    known = class_moments if before is not None else None
+    if known and not known.fits(site.channels, before.shape[1]):  # type: ignore[union-attr]
+        problems.append(
+            "class_moments have other layers, channels or classes than the model. Pass"
+            " those of the run that trained it."
+        )
+    if problems:
+        raise ConfigError("calibrate: " + " ".join(problems))
+
+    # Try the way, or all ways.
+    examples = len(site.plain.outputs)
+    half = (len(site.order) + 1) // 2
+    tried = {"none": site.plain}
+    if way in ("auto", "all"):
+        tried["all"] = site.tried(use_all, site.order)
+    if way in ("auto", "mix"):
+        tried["mix"] = site.tried(use_mix(prior_examples, examples), site.order)
+    if way in ("auto", "early", "matched"):
+        first = site.order[: half if early is None else early]
+        tried["early"] = site.tried(use_all, first)
+    if known and way in ("auto", "matched"):
+        tried["matched"] = _matched(site, known, tried["early"], task)
+
+    return _judged(site, tried, way, known, task)
+
+
+def _judged(
+    site: NewSite,
+    tried: Mapping[str, Tried],
+    way: str,
+    known: ClassMoments | None,
+    task: Task,
+) -> Calibration:
+    """Return the result of a way; choose the way if it is "auto"."""
+    guesses = {}
+    for name, one in tried.items():
+        found = task.class_probabilities(one.outputs)
+        if found is not None:
+            guesses[name] = _Guesses(found)
+    examples, auto = len(site.plain.outputs), way == "auto"
+    path = max(site.shifts, key=site.shifts.__getitem__)
+    reason = (
+        f"the inputs of layer '{path}' are {site.shifts[path]:.2f} standard deviations"
+        " from the model's statistics"
+    )
+    doubt = "nothing shows whether predictions of this task are right"
+    class_mix, changed, probabilities = None, dict[str, float](), None
+    if guesses:
+        way = _choice(guesses) if auto else way
+        plain, judged = guesses["none"], guesses[way]
+        doubt, probabilities = judged.doubt, judged.probabilities
+        changed = {name: 1 - one.agreement(plain) for name, one in guesses.items()}
+        prior = known.class_mix if known else torch.full_like(probabilities[0], 1)
+        prior = prior / prior.sum()
+        mix = estimated_mix(probabilities, prior, prior)
+        class_mix = tuple(mix.tolist())
+        reason += (
+            f", {changed[way]:.0%} of the predictions change, their mean probability"
+            f" becomes {judged.sureness:.2f} (before: {plain.sureness:.2f}), and the"
+            f" estimated class mix is {float((mix - prior).abs().sum()) / 2:.0%} from"
+            f" {'the training' if known else 'equal classes'}"
+        )
+    elif auto:
+        way = "early" if site.shifts[path] >= _SHIFT else "none"
+    to_label, warning = 0, ""
+    if doubt:
+        # The sample of an interval of 95 %, out of ``examples``.
+        endless = (0.98 / _PRECISION) ** 2
+        to_label = math.ceil(endless / (1 + (endless - 1) / examples))
+        warning = (
+            f"Do not use this model here yet: {doubt}. Label {to_label} of the"
+            f" {examples} examples, drawn at random, and test the model on them."
+        )
+    site.load(tried[way].statistics)
+    return Calibration(
+        model=site.model,
+        way=way,
+        reason=f"{way} was {'chosen' if auto else 'given'}: {reason}.",
+        trusted=not doubt,
+        warning=warning,
+        num_examples=examples,
+        shifts=site.shifts,
+        class_mix=class_mix,
+        changed=changed,
+        examples_to_label=to_label,
+        probabilities=probabilities,
+    )
+
+
+class _Guesses:
+    """The predictions under a way, and how sure they are.
+
+    Attributes:
+        probabilities: of the classes, (N, K).
+        sureness: mean probability of the predicted classes.
+        doubt: why the predictions are not trusted; "" if they are.
+    """
+
+    def __init__(self, probabilities: Tensor) -> None:
+        self.probabilities = probabilities
+        sure, self._classes = probabilities.max(1)
+        self.sureness = float(sure.mean())
+        examples, classes = probabilities.shape
+        needed = (1 + 1 / classes) * _SURE
+        error = float(sure.std()) / math.sqrt(examples)
+        self.doubt = ""
+        if examples < _FEW:
+            self.doubt = f"{examples} examples are fewer than {_FEW}"
+        # also if the outputs are NaN
+        elif not self.sureness - 2 * error >= needed:
+            self.doubt = (
+                f"the mean probability of the predicted classes is {self.sureness:.2f},"
+                f" and more than {needed:.2f} is needed with certainty"
+            )
+
+    def agreement(self, other: _Guesses) -> float:
+        """Return the share of equal predictions."""
+        return float((self._classes == other._classes).double().mean())
+
+
+def _choice(guesses: Mapping[str, _Guesses]) -> str:
+    """Return the way that "auto" chooses."""
+    others = [name for name in guesses if name != "matched"]
+    way = max(others, key=lambda name: guesses[name].sureness)
+    surest = guesses[way]
+    if surest.doubt:
+        return "none"
+    for matched in [guesses[name] for name in guesses if name == "matched"]:
+        agrees = matched.agreement(surest) >= _AGREEMENT
+        if agrees and matched.sureness >= surest.sureness:
+            way = "matched"
+    unsure = 1 - guesses[way].sureness
+    return way if unsure <= _LESS * (1 - guesses["none"].sureness) else "none"
+
+
+def _matched(site: NewSite, known: ClassMoments, early: Tried, task: Task) -> Tried:
+    """Return the result of "matched"."""
+    prior = known.class_mix
+    first: Any = task.class_probabilities(early.outputs)
+    mix = estimated_mix(first, prior, prior)
+    # Estimate once more, damped by half. More estimates of a site with one class run
+    # away to another class.
+    tried = site.tried(use_matched(known, mix), site.order)
+    second: Any = task.class_probabilities(tried.outputs)
+    mix = (mix + estimated_mix(second, prior, mix)) / 2
+    return site.tried(use_matched(known, mix), site.order)
+
+
+def estimated_mix(probabilities: Tensor, prior: Tensor, start: Tensor) -> Tensor:
+    """Return the class mix (K,) of examples, by 20 steps of EM (Saerens et al. 2002).
+
+    Args:
+        probabilities: class probabilities of a model, (N, K).
+        prior: the class mix of its training, (K,).
+        start: the first estimate, (K,).
+    """
+    mix = start
+    for _ in range(20):
+        # A class may be absent in the training.
+        weighted = probabilities * (mix / prior.clamp(min=_RARE))
+        mix = (weighted / weighted.sum(1, keepdim=True)).mean(0).clamp(min=_RARE)
+        mix = mix / mix.sum()
+    return mix

@@ -1,0 +1,247 @@
+"""Passes over the inputs of a new site, and the statistics of each way to calibrate.
+
+``calibration`` gives the formulas, and decides between the ways.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from fedbn_flwr.batchnorm.class_moments import ClassMoments
+from fedbn_flwr.batchnorm.reestimation import Moments, merge, moments_of
+from fedbn_flwr.batchnorm.replaced_forward import watch_inputs
+from fedbn_flwr.errors import DataError, NormLayerError
+from fedbn_flwr.training.attributes import in_eval_mode
+from fedbn_flwr.training.batches import inputs_for
+from fedbn_flwr.training.freezing import layers_of, refuse_scripted
+from fedbn_flwr.training.model_state import copied, unwrap
+
+Statistics = tuple[Tensor, Tensor]
+"""Mean and biased variance of a layer, (C,) each, in float64."""
+Rule = Callable[[Statistics, Moments, str], Statistics]
+"""``rule(stored, moments, path)`` returns the new statistics of a layer."""
+
+# Batches are joined up to this number of elements. One batch needs one pass; several
+# batches need a pass for each layer.
+_JOINED = 1 << 21
+# Smallest variance of a normalised channel: a class may have none.
+_SMALL = 1e-3
+
+
+def use_all(stored: Statistics, moments: Moments, path: str) -> Statistics:
+    """The rule of "all": (a, b)."""
+    return moments.mean, moments.m2 / moments.count
+
+
+def use_mix(prior: float, examples: int) -> Rule:
+    """Return the rule of "mix": w (m, v) + (1 - w) (a, b)."""
+    # 1 - w, so that an infinite prior is exact
+    share = examples / (prior + examples)
+
+    def rule(stored: Statistics, moments: Moments, path: str) -> Statistics:
+        (m, v), (a, b) = stored, use_all(stored, moments, path)
+        return (1 - share) * m + share * a, (1 - share) * v + share * b
+
+    return rule
+
+
+def use_matched(known: ClassMoments, mix: Tensor) -> Rule:
+    """Return the rule of "matched": (a - s (M_p - M_pi), s^2 V_pi)."""
+
+    def rule(stored: Statistics, moments: Moments, path: str) -> Statistics:
+        a, b = use_all(stored, moments, path)
+        mean_p, var_p = known.mean_and_variance(path, mix)
+        mean_pi, var_pi = known.mean_and_variance(path, known.class_mix)
+        square = b / var_p.clamp(min=_SMALL).to(b.device)
+        shift = square.sqrt() * (mean_p - mean_pi).to(a.device)
+        return a - shift, square * var_pi.clamp(min=_SMALL).to(b.device)
+
+    return rule
+
+
+@dataclass(frozen=True)
+class Tried:
+    """The outputs (N, ...) under the statistics of a way, on the CPU."""
+
+    outputs: Tensor
+    statistics: Mapping[str, Statistics]
+
+
+class _Reached(BaseException):
+    """Ends a pass at the layer to measure, even if the model catches errors."""
+
+
+class NewSite:
+    """A copy of the model, and the inputs of the new site.
+
+    Attributes:
+        model: the copy.
+        plain: the outputs under the stored statistics.
+        order: paths of the layers, in the order of their calls.
+        shifts: shift of each layer, see ``Calibration``.
+
+    Raises:
+        DataError: there are fewer than two examples, an input is not finite, or the
+            inputs can be read only once.
+        NormLayerError: no layer has running statistics, or a layer is called twice in a
+            pass or is in TorchScript.
+    """
+
+    def __init__(self, model: nn.Module, batches: Iterable[Any]) -> None:
+        refuse_scripted(model, "calibration")
+        if iter(batches) is batches:
+            raise DataError(
+                "calibrate: batches can be read only once. Pass a list, or another"
+                " iterable that can be read again."
+            )
+        self.model = copied(unwrap(model))
+        self._layers: dict[str, Any] = {}
+        stored: dict[str, Statistics] = {}
+        for path, layer in layers_of(self.model).items():
+            mean, var = layer.running_mean, layer.running_var
+            if mean is not None and var is not None:
+                self._layers[path] = layer
+                stored[path] = mean.double().clone(), var.double().clone()
+        self._batches = batches
+        # Keep the inputs if they fit into one batch.
+        first = [*itertools.islice(self._read(), 2)]
+        self._whole = first if len(first) == 1 else None
+        moments, outputs = self._first_pass()
+        if not moments:
+            raise NormLayerError(
+                f"calibrate: a {type(model).__name__} uses no BatchNorm layer with"
+                " running statistics. Use the model without calibration."
+            )
+        self.plain, self.order = Tried(outputs, stored), [*moments]
+        self.shifts = {}
+        for path, seen in moments.items():
+            (m, v), (a, b) = stored[path], use_all(stored[path], seen, path)
+            square = (a - m).square() + (b.sqrt() - v.sqrt()).square()
+            mean_square = (square / (v + self._layers[path].eps)).mean()
+            self.shifts[path] = float(mean_square.sqrt())
+
+    @property
+    def channels(self) -> dict[str, int]:
+        """The number of channels of each layer in ``order``."""
+        return {path: len(self.plain.statistics[path][0]) for path in self.order}
+
+    def _read(self) -> Iterator[Any]:
+        """Yield the prepared inputs; small batches are joined."""
+        prepared = inputs_for(self.model)
+        waiting: list[Tensor] = []
+        for batch in self._batches:
+            inputs = prepared(batch[0] if isinstance(batch, list | tuple) else batch)
+            is_tensor = isinstance(inputs, Tensor)
+            if waiting:
+                size = sum(map(torch.numel, waiting))
+                joins = is_tensor and inputs.shape[1:] == waiting[0].shape[1:]
+                if not joins or size + inputs.numel() > _JOINED:
+                    yield torch.cat(waiting)
+                    waiting = []
+            if is_tensor:
+                waiting.append(inputs)
+            else:
+                yield inputs
+        if waiting:
+            yield torch.cat(waiting)
+
+    def _first_pass(self) -> tuple[dict[str, Moments], Tensor]:
+        """Return the moments by layer, and the outputs, under stored statistics."""
+        seen: dict[str, list[Moments]] = {}
+        called: set[str] = set()
+
+        def note(path: str, _: nn.Module, x: Tensor) -> None:
+            if path in called:
+                raise NormLayerError(
+                    f"calibrate: the model calls BatchNorm layer '{path}' twice in a"
+                    " pass, and its two inputs need different statistics. Use a"
+                    " separate layer for each call."
+                )
+            called.add(path)
+            seen.setdefault(path, []).append(moments_of(x))
+
+        outputs = []
+        with self._watched(note):
+            for inputs in self._whole or self._read():
+                leaves = [x for x in tree_leaves(inputs) if isinstance(x, Tensor)]
+                if not all(bool(x.isfinite().all()) for x in leaves):
+                    raise DataError(
+                        "calibrate: an input is NaN or infinite. Replace these values,"
+                        " or drop the examples."
+                    )
+                called.clear()
+                outputs.append(self.model(inputs))
+                if not isinstance(outputs[-1], Tensor):
+                    raise DataError(
+                        "calibrate: the model must return one tensor, but returns a"
+                        f" {type(outputs[-1]).__name__}. Wrap the model so that it"
+                        " returns only the scores."
+                    )
+        examples = sum(map(len, outputs))
+        if examples < 2:
+            raise DataError(
+                f"calibrate: {examples} examples have no variance. Pass two or more."
+            )
+        return {path: merge(each) for path, each in seen.items()}, torch.cat(
+            outputs
+        ).cpu()
+
+    @contextmanager
+    def _watched(
+        self, note: Callable[[str, nn.Module, Tensor], None]
+    ) -> Iterator[None]:
+        """Call ``note`` with the input of each layer, in passes in eval mode."""
+        with ExitStack() as stack:
+            stack.enter_context(torch.no_grad())
+            stack.enter_context(in_eval_mode(self.model))
+            for path, layer in self._layers.items():
+                stack.callback(watch_inputs(layer, functools.partial(note, path)))
+            yield
+
+    def tried(self, rule: Rule, paths: Sequence[str]) -> Tried:
+        """Apply a rule to the layers ``paths``, and return the result.
+
+        A layer is measured under the statistics chosen for all layers before it.
+        """
+        stored = self.plain.statistics
+        chosen = dict(stored)
+        self.load(stored)
+        waiting, seen = list(paths), list[Moments]()
+
+        def choose() -> None:
+            path = waiting.pop(0)
+            chosen[path] = rule(stored[path], merge(seen), path)
+            seen.clear()
+            self.load({path: chosen[path]})
+
+        def note(path: str, _: nn.Module, x: Tensor) -> None:
+            if waiting and path == waiting[0]:
+                seen.append(moments_of(x))
+                if self._whole is None:
+                    raise _Reached
+                choose()
+
+        with self._watched(note):
+            while True:
+                outputs = []
+                for inputs in self._whole or self._read():
+                    with suppress(_Reached):
+                        outputs.append(self.model(inputs).cpu())
+                if not waiting:
+                    return Tried(torch.cat(outputs), chosen)
+                choose()
+
+    def load(self, statistics: Mapping[str, Statistics]) -> None:
+        """Load statistics into the copy."""
+        for path, (mean, var) in statistics.items():
+            self._layers[path].running_mean.copy_(mean)
+            self._layers[path].running_var.copy_(var)

@@ -1,0 +1,285 @@
+"""A model is calibrated at a site that did not train, from data in any form.
+
+Labels change no file, and the written model gives the written predictions.
+"""
+
+from __future__ import annotations
+
+import csv
+import html
+import json
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.utils.data import TensorDataset
+from typer.testing import CliRunner
+
+from fedbn_flwr.errors import ConfigError, DataError, FedBNError, NormLayerError
+from fedbn_flwr.lab.cli import app
+from fedbn_flwr.lab.config import Config
+from fedbn_flwr.lab.export import run_torch_export
+from fedbn_flwr.lab.finished_runs.export import load_exported
+from fedbn_flwr.lab.new_site import calibrate_run
+from fedbn_flwr.lab.runs.run import run
+
+MODULE = "data_of_a_new_site"
+MODEL = "model_of_a_new_site"
+CODE = """
+from torch import nn
+
+def net(num_classes, **_):
+    body = [nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten()]
+    return nn.Sequential(*body, nn.Linear(144, 8), nn.BatchNorm1d(8), nn.Linear(8, num_classes))
+"""
+CLASSES = 3
+SHORT = {
+    "num-clients": 2,
+    "num-server-rounds": 1,
+    "local-steps": 2,
+    "batch-size": 8,
+    "partition": "iid",
+}
+
+
+def images(seed: int, count: int = 24) -> tuple[Any, Any]:
+    """Return grey images whose brightness depends on their class."""
+    draw = np.random.default_rng(seed)
+    classes = np.arange(count) % CLASSES
+    x = draw.integers(0, 120, (count, 8, 8)) + 60 * classes[:, None, None]
+    return x.astype(np.uint8), classes
+
+
+class Listed(list):
+    """A data set that is not a TensorDataset."""
+
+
+@pytest.fixture(scope="module")
+def scans(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Provide a finished run on images of three classes."""
+    folder = tmp_path_factory.mktemp("scans")
+    (folder / f"{MODEL}.py").write_text(CODE)
+    sys.path.insert(0, str(folder))
+    x, y = images(0, 60)
+    np.savez(folder / "sites.npz", x=x, y=y)
+    data = {"dataset": f"npz:{folder / 'sites.npz'}", "model": f"{MODEL}:net"}
+    run(_config(data), folder / "run")
+    yield folder / "run"
+    sys.path.remove(str(folder))
+    sys.modules.pop(MODEL)
+
+
+@pytest.fixture(scope="module")
+def tables(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Provide a finished run on rows of a table for each task of a table."""
+    draw, found = np.random.default_rng(1), {}
+    x = draw.normal(size=(40, 4)).astype(np.float32)
+    targets = {
+        "binary": (x[:, 0] > 0).astype(int),
+        "classification": np.arange(40) % CLASSES,
+        "multi-label": (x[:, :3] > 0).astype(int),
+        "regression": x[:, :2] * 2,
+    }
+    for task, y in targets.items():
+        folder = tmp_path_factory.mktemp(task)
+        np.savez(folder / "rows.npz", x=x, y=y)
+        data = {"dataset": f"npz:{folder / 'rows.npz'}", "model": "mlp", "task": task}
+        run(_config(data), folder / "run")
+        found[task] = folder / "run"
+    return found
+
+
+def _config(settings: Mapping[str, Any]) -> Config:
+    return Config.make({**SHORT, **settings})
+
+
+def write_images(folder: Path, x: Any, names: list[str]) -> str:
+    for image, name in zip(x, names, strict=True):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(image).save(folder / f"{name}.png")
+    return f"folder:{folder}"
+
+
+def forms(folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """Return the same images in each form of data, by name; "+" means with labels."""
+    x, y = images(7)
+    np.savez(folder / "labelled.npz", x=x, y=y)
+    np.savez(folder / "inputs.npz", x=x)
+    inputs = torch.tensor(x)[:, None].float() / 255
+    labels = torch.tensor(y)
+    module = ModuleType(MODULE)
+    made: dict[str, Callable[[int, str], Any]] = {
+        "pairs": lambda site, part: TensorDataset(inputs, labels),
+        "tuples": lambda site, part: TensorDataset(inputs),
+        "plain": lambda site, part: Listed(inputs),
+        "tests": lambda site, part: Listed(inputs if part == "test" else ()),
+    }
+    for name, function in made.items():
+        function.__module__ = MODULE
+        setattr(module, name, function)
+    monkeypatch.setitem(sys.modules, MODULE, module)
+    numbers = range(len(x))
+    flat = [f"{at:02}" for at in numbers]
+    return {
+        "npz+": f"npz:{folder / 'labelled.npz'}",
+        "npz": f"npz:{folder / 'inputs.npz'}",
+        "folder+": write_images(
+            folder / "by-class", x, [f"{y[at]}/{at:02}" for at in numbers]
+        ),
+        "folder": write_images(folder / "2", x, flat),
+        "patients": write_images(
+            folder / "deep", x, [f"p{at % 5}/scan/{at:02}" for at in numbers]
+        ),
+        "mixed": write_images(
+            folder / "mixed",
+            x,
+            [f"0/{at:02}" if at % 2 else f"{at:02}" for at in numbers],
+        ),
+        **{name + "+" * (name == "pairs"): f"{MODULE}:{name}" for name in made},
+    }
+
+
+def test_each_form_of_data_gives_the_same_model_with_and_without_labels(
+    scans: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    states: dict[str, dict[str, Tensor]] = {}
+    for name, dataset in forms(tmp_path, monkeypatch).items():
+        done = calibrate_run(scans, dataset, tmp_path / "out" / name, "all")
+        assert bool(done.tests) is name.endswith("+"), name
+        assert done.calibration.num_examples == 24
+        states[name] = load_file(tmp_path / "out" / name / "model.safetensors")
+    first = states.pop("npz+")
+    trained = load_file(scans / "model.safetensors")
+    changed = [key for key in first if not torch.equal(first[key], trained[key])]
+    assert changed
+    assert all("running" in key for key in changed)
+    for name, state in states.items():
+        for key, value in state.items():
+            torch.testing.assert_close(value, first[key], msg=f"{name}: {key}")
+
+
+@pytest.mark.parametrize("way", ["auto", "mix"])
+def test_labels_change_no_file(scans: Path, tmp_path: Path, way: Any) -> None:
+    x, y = images(3)
+    found = []
+    for at, labels in enumerate([{}, {"y": y}, {"y": 2 - y}, {"y": 0 * y}]):
+        folder = tmp_path / str(at)
+        folder.mkdir()
+        np.savez(folder / "new.npz", x=x, **labels)
+        dataset = f"npz:{folder / 'new.npz'}"
+        done = calibrate_run(scans, dataset, folder / "out", way, with_predictions=True)
+        assert bool(done.tests) is bool(labels)
+        files = sorted((folder / "out").iterdir())
+        found.append({file.name: file.read_bytes() for file in files})
+    assert len(found[0]) == 4
+    assert all(files == found[0] for files in found)
+
+
+@pytest.mark.parametrize(
+    "task", ["binary", "classification", "multi-label", "regression"]
+)
+def test_the_written_model_gives_the_written_predictions(
+    tables: dict[str, Path], tmp_path: Path, task: str
+) -> None:
+    x = np.random.default_rng(5).normal(1, 3, (30, 4)).astype(np.float32)
+    np.savez(tmp_path / "new.npz", x=x)
+    # The file of torch.export needs no part of this package, but it takes long.
+    format: Any = "torch-export" if task == "classification" else "torch"
+    out = tmp_path / "out"
+    dataset = f"npz:{tmp_path / 'new.npz'}"
+    calibrate_run(
+        tables[task], dataset, out, "all", format=format, with_predictions=True
+    )
+    load = run_torch_export if format == "torch-export" else load_exported
+    with torch.no_grad():
+        outputs = load(next(out.glob("model.*")))(torch.tensor(x))
+    with (out / "predictions.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [row["row"] for row in rows] == [str(at) for at in range(30)]
+    numbers = {
+        "binary": torch.sigmoid(outputs),
+        "classification": outputs.softmax(1),
+        "multi-label": torch.sigmoid(outputs),
+        "regression": outputs,
+    }[task]
+    kind = "prediction" if task == "regression" else "probability"
+    columns = [name for name in rows[0] if name.startswith(kind)]
+    written = torch.tensor([[float(row[name]) for name in columns] for row in rows])
+    torch.testing.assert_close(written, numbers, rtol=1e-4, atol=1e-5)
+    if task == "classification":
+        assert [row["class"] for row in rows] == [
+            str(at) for at in outputs.argmax(1).tolist()
+        ]
+    if task == "binary":
+        assert [row["class"] for row in rows] == [
+            str(int(value > 0)) for value in outputs
+        ]
+
+
+def test_the_command_reports_a_test_only_with_labels(
+    scans: Path, tmp_path: Path
+) -> None:
+    x, y = images(4)
+    np.savez(tmp_path / "labelled.npz", x=x, y=y)
+    np.savez(tmp_path / "new.npz", x=x)
+    for name in ("labelled", "new"):
+        arguments = ["calibrate", str(scans), "--dataset", f"npz:{tmp_path / name}.npz"]
+        result = CliRunner().invoke(
+            app, [*arguments, "--out", str(tmp_path / name), "--way", "mix"]
+        )
+        assert result.exit_code == 0, result.output
+        assert "way: mix was given" in result.output
+        assert ("from labels, after" in result.output) is (name == "labelled")
+        about = json.loads((tmp_path / name / "calibration.json").read_text())
+        assert (about["way"], about["num-examples"]) == ("mix", 24)
+        page = html.unescape((tmp_path / name / "calibration.html").read_text())
+        assert about["reason"] in page
+        assert "{{" not in page
+
+
+def _save(path: Path, **arrays: Any) -> str:
+    np.savez(path, **arrays)
+    return f"npz:{path}"
+
+
+def test_bad_input_is_refused_before_any_file_is_written(
+    scans: Path, tables: dict[str, Path], tmp_path: Path
+) -> None:
+    """Each error names the subject and the value."""
+    x, _ = images(2)
+    good = _save(tmp_path / "good.npz", x=x)
+    one = _save(tmp_path / "one.npz", x=x[:1])
+    none = _save(tmp_path / "none.npz", x=x[:0])
+    wide = _save(tmp_path / "wide.npz", x=np.zeros((9, 5), np.float32))
+    (tmp_path / "empty").mkdir()
+    plain = {"model": "mlp", "norm": "none", "dataset": "digits"}
+    run(_config(plain), tmp_path / "plain")
+    own = Config.load(scans / "config.yaml").dataset
+    cases: list[tuple[type[FedBNError], str, Path, str, dict[str, Any]]] = [
+        (ConfigError, "way 'best'", scans, good, {"way": "best"}),
+        (ConfigError, "class_moments.npz", scans, good, {"way": "matched"}),
+        (ConfigError, "format 'h5'", scans, good, {"format": "h5"}),
+        (ConfigError, "num-clients", scans, good, {"settings": {"num-clients": 2}}),
+        (ConfigError, "client=9", scans, good, {"client": 9}),
+        (ConfigError, "digitz", scans, "digitz", {}),
+        (ConfigError, "data of the run", scans, own, {}),
+        (ConfigError, "(5,)", tables["binary"], wide, {}),
+        (DataError, "no such file", scans, f"npz:{tmp_path / 'absent.npz'}", {}),
+        (DataError, "no image files", scans, f"folder:{tmp_path / 'empty'}", {}),
+        (DataError, "no example", scans, none, {}),
+        (DataError, "1 example", scans, one, {}),
+        (NormLayerError, "no BatchNorm", tmp_path / "plain", "digits", {}),
+    ]
+    for kind, named, folder, dataset, options in cases:
+        with pytest.raises(kind) as error:
+            calibrate_run(folder, dataset, tmp_path / "out", **options)
+        assert named in str(error.value), error.value
+        assert not (tmp_path / "out").exists(), named

@@ -1,0 +1,121 @@
+"""The class moments of a run are those of the sites' own models and training data."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from fedbn_flwr.batchnorm.class_moments import (
+    ClassMoments,
+    class_moments,
+    encode_class_moments,
+    pool_class_moments,
+    read_class_moments,
+)
+from fedbn_flwr.errors import ConfigError, StateError
+from fedbn_flwr.lab.config import Config
+from fedbn_flwr.messages.protocol import KEPT
+from fedbn_flwr.strategies import FedAvg, FedBN, Scaffold, SiloBN
+from tests.support.bad_replies import spoil_state, spoiling
+
+SIZES = (6, 13, 9)
+
+
+def of_site(run: Any, model: Any, data: Any, site: int) -> ClassMoments:
+    """Return the moments of a site's data under its own model, from its local state."""
+    kept = KEPT in run.context(site).state.array_records
+    state = run.state | (run.local_state(site) if kept else {})
+    own = model()
+    own.load_state_dict({n: torch.from_numpy(np.array(a)) for n, a in state.items()})
+    return class_moments(own, [(data.inputs, data.targets)])
+
+
+def assert_same(one: ClassMoments, other: ClassMoments, rtol: float = 1e-12) -> None:
+    torch.testing.assert_close(one.counts, other.counts, rtol=0, atol=0)
+    assert one.first.keys() == other.first.keys() == {"1"}
+    for path in one.first:
+        for got, want in ((one.first, other.first), (one.second, other.second)):
+            torch.testing.assert_close(got[path], want[path], rtol=rtol, atol=rtol)
+
+
+@pytest.mark.parametrize("method", [FedAvg, FedBN, SiloBN, Scaffold])
+def test_a_run_pools_the_moments_of_the_sites_own_models(
+    federate, datasets, mlp, method
+) -> None:
+    """They do not change the training, and their traffic is in the last report."""
+    run = federate(method(class_moments=True), mlp, datasets, rounds=2)
+    plain = federate(method(), mlp, datasets, rounds=2)
+    sites = [of_site(run, mlp, data, site) for site, data in enumerate(datasets)]
+    assert_same(run.strategy.run.class_moments, pool_class_moments(sites))
+    for name, value in plain.state.items():
+        assert run.state[name].tobytes() == value.tobytes()
+    reports = [one.strategy.reports for one in (run, plain)]
+    more = [
+        now.evaluate.up - before.evaluate.up
+        for now, before in zip(*reports, strict=True)
+    ]
+    # counts of 3 classes, and two sums of 3 classes and 4 channels
+    assert more == [0, len(SIZES) * 8 * (3 + 2 * 3 * 4)]
+    assert plain.strategy.run.class_moments is None
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda s: s.pop("1.second"),
+        lambda s: s.pop("counts"),
+        lambda s: s.update({"1.first": s["1.first"][:2]}),
+        lambda s: s.update({"9.first": s["1.first"], "9.second": s["1.second"]}),
+        lambda s: s.update({"other": s["counts"]}),
+        lambda s: s["1.second"].__setitem__(0, -1.0),
+        lambda s: s["1.first"].__setitem__(0, np.nan),
+        lambda s: s["counts"].__setitem__(0, -1.0),
+    ],
+)
+def test_bad_moments_are_refused_and_the_others_pooled(
+    federate, datasets, mlp, change
+) -> None:
+    wrap = functools.partial(spoiling, spoil_state(change), kind="query.statistics")
+    run = federate(FedAvg(class_moments=True), mlp, datasets, rounds=1, wrap=wrap)
+    (why,) = run.strategy.reports[0].rejected.values()
+    assert "partition 1" in why
+    kept = [of_site(run, mlp, datasets[site], site) for site in (0, 2)]
+    assert_same(run.strategy.run.class_moments, pool_class_moments(kept))
+    few = FedAvg(class_moments=True, min_replies=3)
+    late = federate(few, mlp, datasets, rounds=1, wrap=wrap)
+    assert late.strategy.run.class_moments is None
+
+
+def test_a_file_of_moments_is_read_again_and_another_file_refused(
+    mlp, points, tmp_path: Path
+) -> None:
+    data = points(9)
+    moments = class_moments(mlp(), [(data.inputs, data.targets)])
+    path = tmp_path / "class_moments.npz"
+    for content in (b"", b"PK", b"{}"):
+        path.write_bytes(content)
+        with pytest.raises(StateError, match="class-moments=true"):
+            read_class_moments(path)
+    with pytest.raises(StateError):
+        read_class_moments(tmp_path / "none.npz")
+    path.write_bytes(encode_class_moments(moments))
+    assert_same(read_class_moments(path), moments, rtol=0)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"masked-sums": True},
+        {"dp": "server", "dp-clipping-norm": 1.0, "eval-on": "global"},
+    ],
+)
+def test_protections_refuse_the_moments(settings: dict[str, Any]) -> None:
+    asked = {"strategy": "fedavg", "class-moments": True, "num-clients": 3, **settings}
+    with pytest.raises(ConfigError) as refused:
+        Config.make(asked)
+    assert [p.code for p in refused.value.problems] == ["unprotected-value"]
