@@ -33,9 +33,8 @@ from fedbn_flwr.lab.config.values import (
     CENTRALIZED,
     allowed,
     new_names,
+    number,
     split,
-    wrong_decay_factors,
-    wrong_decay_time,
 )
 from fedbn_flwr.lab.models import MODELS, model_info
 from fedbn_flwr.messages.protocol import SERIES_PATTERN
@@ -184,6 +183,26 @@ def _wrong_names(config: Fields) -> Iterator[Problem]:
 
 
 # --- stage 2: the keys together -------------------------------------------------------
+def _wrong_decay_time(at: str) -> str:
+    """Return the first entry of ``lr-decay-at`` that is not allowed, or ""."""
+    for entry in split(at):
+        value = number(entry)
+        is_round = isinstance(value, int) and value >= 0
+        is_fraction = isinstance(value, float) and 0 <= value <= 1
+        if not (entry == "freeze" or is_round or is_fraction):
+            return entry
+    return ""
+
+
+def _wrong_decay_factors(at: str, factor: str) -> str:
+    """Return the number of decays if the factors do not fit them, or ""."""
+    # A text that is not a number counts as 0 and is refused.
+    factors = [number(text) or 0 for text in split(factor)]
+    decays = len(split(at))
+    fits = len(factors) in (1, decays) and all(one > 0 for one in factors)
+    return "" if fits else str(decays)
+
+
 ROWS: Sequence[Problem] = (
     # rounds, steps and the learning rate
     Problem(
@@ -211,14 +230,14 @@ ROWS: Sequence[Problem] = (
         "decay-time",
         "lr-decay-at: {found!r} is not a round (int), a fraction in [0, 1] or 'freeze'",
         "lr-decay-at",
-        when=lambda config, _: wrong_decay_time(config.lr_decay_at),
+        when=lambda config, _: _wrong_decay_time(config.lr_decay_at),
     ),
     Problem(
         "decay-factors",
         "lr-decay-factor={params.lr_decay_factor!r} must be one number above 0, or one"
         " for each of the {found} entries of lr-decay-at",
         "lr-decay-at",
-        when=lambda config, _: wrong_decay_factors(
+        when=lambda config, _: _wrong_decay_factors(
             config.lr_decay_at, config.lr_decay_factor
         ),
     ),
@@ -512,43 +531,69 @@ def _uncovered_results(
 
 
 def _unused(config: Fields, data: RunData, method: MethodOfConfig) -> dict[str, str]:
-    """Return the reason why a key has no effect in this run, by key; "" if it has one."""
+    """Return the reason of each key that has no effect in this run, set or not."""
     info, task, tests = data.info, data.plain_task, method.tests
+    height = config.image_size if info.input_shape else data.shape[1]
     metrics = split(config.metrics)
-    unused: dict[str, Any] = {
+    adapted = any(test.endswith(TEST_BN) for test in tests)
+    of_clients = any(test.startswith("personal") for test in tests)
+    of_one_model = all(test.startswith(("global", "personal")) for test in tests)
+    rows = (
         # the data
-        "augment": info.input_shape and "it is for images",
-        "image-size": not info.input_shape
-        and config.image_size not in (0, data.shape[1])
-        and f"model={config.model} takes images of {data.shape[1]} pixels",
-        "data-dir": not info.files and f"dataset={config.dataset} needs no files",
+        ("augment", info.input_shape, "it is for images"),
+        (
+            "image-size",
+            config.image_size not in (0, height),
+            f"model={config.model} takes images of {height} pixels",
+        ),
+        ("data-dir", not info.files, f"dataset={config.dataset} needs no files"),
         # The model of such a task has one output for any number of classes.
-        "num-classes": task.outputs(2) != 2 and f"task {task.name} has one output",
-        "metrics": metrics[:1] == [task.score]
-        and {*metrics} <= {*task.metrics}
-        and f"task {task.name} always reports it",
-        "classes-per-client": data.split_name != "classes"
-        and "it is for partition=classes",
-        "held-out-clients": data.held_out
-        and (
-            (method.shares_nothing and f"{config.title} shares no model")
-            or (data.on_nodes and "only the nodes have the data")
+        ("num-classes", task.outputs(2) != 2, f"task {task.name} has one output"),
+        (
+            "metrics",
+            metrics[:1] == [task.score] and {*metrics} <= {*task.metrics},
+            f"task {task.name} always reports it",
+        ),
+        (
+            "classes-per-client",
+            data.split_name != "classes",
+            "it is for partition=classes",
+        ),
+        (
+            "held-out-clients",
+            data.held_out and data.on_nodes,
+            "only the nodes have the data",
         ),
         # the tests
-        "fraction-evaluate": not any(test.startswith("personal") for test in tests)
-        and "no test of eval-on is done by clients",
-        "test-bn": not data.held_out
-        and not any(test.endswith(TEST_BN) for test in tests)
-        and "it is for tests of eval-on that end in -test-bn, and for held-out-clients",
-        "eval-on": config.strategy == CENTRALIZED
-        and not all(test.startswith(("global", "personal")) for test in tests)
-        and "strategy=centralized has one model: use tests whose names begin with global"
-        " or personal",
+        (
+            "fraction-evaluate",
+            not of_clients,
+            "no test of eval-on is done by clients",
+        ),
+        (
+            "test-bn",
+            not data.held_out and not adapted,
+            "it is for tests of eval-on that end in -test-bn, and for held-out-clients",
+        ),
+        (
+            "held-out-clients",
+            data.held_out and method.shares_nothing,
+            f"{config.title} shares no model",
+        ),
+        (
+            "eval-on",
+            config.strategy == CENTRALIZED and not of_one_model,
+            "strategy=centralized has one model: use tests whose names begin with global"
+            " or personal",
+        ),
         # the methods
-        "lr-decay-at": "freeze" in split(config.lr_decay_at)
-        and not method.freezes_bn
-        and f"freeze is for fixbn and fedtan2, and {config.title} never freezes BN",
-    }
+        (
+            "lr-decay-at",
+            "freeze" in split(config.lr_decay_at) and not method.freezes_bn,
+            f"freeze is for fixbn and fedtan2, and {config.title} never freezes BN",
+        ),
+    )
+    unused = {key: reason for key, met, reason in rows if met}
     if config.strategy != CENTRALIZED:
         for problem in method.problems("no-effect"):
             unused[problem.key.replace("_", "-")] = problem.text

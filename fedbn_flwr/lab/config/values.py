@@ -122,26 +122,6 @@ def read_decays(at: str, factor: str) -> list[tuple[str, float]]:
     return list(zip(times, factors, strict=True))
 
 
-def wrong_decay_time(at: str) -> str:
-    """Return the first entry of ``lr-decay-at`` that is not allowed, or ""."""
-    for entry in split(at):
-        value = number(entry)
-        is_round = isinstance(value, int) and value >= 0
-        is_fraction = isinstance(value, float) and 0 <= value <= 1
-        if not (entry == "freeze" or is_round or is_fraction):
-            return entry
-    return ""
-
-
-def wrong_decay_factors(at: str, factor: str) -> str:
-    """Return the number of decays if the factors do not fit them, or ""."""
-    # A text that is not a number counts as 0 and is refused.
-    factors = [number(text) or 0 for text in split(factor)]
-    decays = len(split(at))
-    fits = len(factors) in (1, decays) and all(one > 0 for one in factors)
-    return "" if fits else str(decays)
-
-
 CENTRALIZED = "centralized"
 NAMES_FILE = "names.json"
 
