@@ -116,7 +116,8 @@ def _digits() -> tuple[np.ndarray, np.ndarray]:
 def _blurred(v: np.ndarray) -> np.ndarray:
     p = np.pad(v, ((0, 0), (1, 1), (1, 1)))
     rows = p[:, :-2] + 2 * p[:, 1:-1] + p[:, 2:]
-    return (rows[:, :, :-2] + 2 * rows[:, :, 1:-1] + rows[:, :, 2:]) / 16
+    blurred: np.ndarray = rows[:, :, :-2] + 2 * rows[:, :, 1:-1] + rows[:, :, 2:]
+    return blurred / 16
 
 
 def _noise(v: np.ndarray, deviation: int) -> np.ndarray:

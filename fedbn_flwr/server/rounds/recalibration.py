@@ -83,14 +83,18 @@ def reestimate_before_tests(run: Run, arrays: ArrayRecord, grid: Grid) -> None:
     """
     if not any(run.parts.moments()):
         return
-    present = run.present(grid, max(run.options.min_available_nodes, 1))
-    nodes = [node for node in present if node.num_examples != 0]
+    nodes = _nodes_with_data(run, grid)
     known = run.known_statistics  # statistics of the same weights
     same_data = run.measured == [node.label for node in nodes]
     if not (known and same_data):
         # If too few clients answer, keep the known statistics.
         known = _ask(run, nodes, arrays, grid) or known
     run.reestimated = known
+
+
+def _nodes_with_data(run: Run, grid: Grid) -> list[Node]:
+    present = run.present(grid, max(run.options.min_available_nodes, 1))
+    return [node for node in present if node.num_examples != 0]
 
 
 def _ask(
@@ -178,8 +182,7 @@ def collect_class_moments(run: Run, arrays: ArrayRecord, grid: Grid) -> None:
         arrays: the last global model.
         grid: the nodes.
     """
-    present = run.present(grid, max(run.options.min_available_nodes, 1))
-    nodes = [node for node in present if node.num_examples != 0]
+    nodes = _nodes_with_data(run, grid)
     report, before = run.report, views(arrays)
     config = run.message_config(report.server_round).write() | {CLASS_MOMENTS: True}
     sent = address(run, nodes, STATISTICS_QUERY, arrays, config, report.evaluate)
