@@ -19,6 +19,7 @@ from pathlib import Path, PurePosixPath
 import pytest
 import torchvision
 import yaml
+from _pytest.mark import ParameterSet
 from doc_methods import page_of
 from doc_tables import changed, main
 from pages import FOLDER, Block, blocks, missing, pages, shown_after, written
@@ -223,7 +224,14 @@ def test_python(block: Block, folder: Path, at_once: dict[str, str]) -> None:
         assert 0.5 < float(done.stdout.split()[-1]) <= 1, "the accuracy it prints"
 
 
-@pytest.mark.parametrize("block", shell_scripts(), ids=str)
+def shell_cases() -> Iterator[ParameterSet]:
+    """Yield the scripts; the export to ONNX takes as long as ten of the others."""
+    for script in shell_scripts():
+        slow = [pytest.mark.slow] if "--format onnx" in script.text else []
+        yield pytest.param(script, marks=slow, id=str(script))
+
+
+@pytest.mark.parametrize("block", shell_cases())
 def test_shell(block: Block, folder: Path, at_once: dict[str, str]) -> None:
     done = subprocess.run(
         ["bash", "-euo", "pipefail", "-c", block.text], cwd=folder, env=at_once, **SAID
