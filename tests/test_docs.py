@@ -15,11 +15,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import combinations
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 import pytest
 import torchvision
 import yaml
-from _pytest.mark import ParameterSet
 from doc_methods import page_of
 from doc_tables import changed, main
 from pages import FOLDER, Block, blocks, missing, pages, shown_after, written
@@ -224,7 +224,7 @@ def test_python(block: Block, folder: Path, at_once: dict[str, str]) -> None:
         assert 0.5 < float(done.stdout.split()[-1]) <= 1, "the accuracy it prints"
 
 
-def shell_cases() -> Iterator[ParameterSet]:
+def shell_cases() -> Iterator[Any]:
     """Yield the scripts; the export to ONNX takes as long as ten of the others."""
     for script in shell_scripts():
         slow = [pytest.mark.slow] if "--format onnx" in script.text else []
