@@ -397,7 +397,10 @@ def test_unsure_predictions_and_few_examples_are_not_trusted(drawn: Drawn) -> No
         assert (got.trusted, got.warning, got.examples_to_label) == (True, "", 0)
         few = calibrate(sure, [drawn.x[:15]], way, class_moments=drawn.known)
         doubtful = calibrate(unsure, [drawn.x], way, class_moments=drawn.known)
-        for one in (few, doubtful):
+        broken = calibrate(
+            surely(drawn.model, math.nan), [drawn.x], way, class_moments=drawn.known
+        )
+        for one in (few, doubtful, broken):
             assert not one.trusted
             assert one.warning
             assert 0 < one.examples_to_label <= one.num_examples
@@ -405,7 +408,7 @@ def test_unsure_predictions_and_few_examples_are_not_trusted(drawn: Drawn) -> No
     assert calibrate(unsure, [drawn.x]).way == "none"
 
 
-def test_97_labels_give_the_accuracy_of_many_examples_to_ten_points() -> None:
+def test_96_labels_give_the_accuracy_of_many_examples_to_ten_points() -> None:
     drawn = Drawn("rows", 0)
     unsure = surely(drawn.model, 1e-2)
     for repeats, expected in ((1, 29), (2, 44), (500, 96)):
