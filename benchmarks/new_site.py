@@ -469,16 +469,15 @@ def _missing(rows: Rows, data_dir: Path) -> str:
     done = {cell[:4] for cell, _ in rows}
     missing = []
     for name, source in SOURCES.items():
-        found = [cell for cell in done if cell[0] == name]
-        if not found:
-            missing.append(f"{name} (all)")
-            continue
         sites, unseen = source.read(data_dir)
-        for site in (*sites, *unseen):
-            for method in METHODS:
-                for seed in source.seeds:
-                    if (name, site, method, seed) not in done:
-                        missing.append(f"{name}, {site}, {method}, seed {seed}")
+        new_sites = [*sites, *unseen]
+        for seed, method in itertools.product(source.seeds, METHODS):
+            absent = [
+                site for site in new_sites if (name, site, method, seed) not in done
+            ]
+            which = "all sites" if absent == new_sites else ", ".join(absent)
+            if absent:
+                missing.append(f"{name}, {method}, seed {seed} ({which})")
     return f"Missing: {'; '.join(missing) or 'no cell'}."
 
 
@@ -507,6 +506,11 @@ def page(rows: Rows, data_dir: Path, of_design: Mapping[str, list[float]]) -> st
     ]
     for key, name in (("auto", "with class moments"), ("auto-", "without them")):
         trusted = [one for one in rows if one[1][f"{key} trusted"]]
+        others = [one for one in rows if not one[1][f"{key} trusted"]]
+        means = [
+            f"{100 * float(np.mean([draw[key] for _, draw in some] or [0])):.1f}"
+            for some in (trusted, others)
+        ]
         wrong = [one for one in trusted if one[1][key] < one[1]["none"] - 0.05]
         places = "; ".join(
             f"{', '.join(map(str, cell))}: {100 * draw[key]:.1f} instead of"
@@ -515,8 +519,9 @@ def page(rows: Rows, data_dir: Path, of_design: Mapping[str, list[float]]) -> st
         )
         lines += [
             "",
-            f"`auto` {name} is trusted in {len(trusted)} of {len(rows)} draws. In"
-            f" {len(wrong)} of these, it is more than 5 points below averaged BN"
+            f"`auto` {name} is trusted in {len(trusted)} of {len(rows)} draws. Its mean"
+            f" accuracy is {means[0]} there, and {means[1]} in the others. In"
+            f" {len(wrong)} of the trusted draws, it is more than 5 points below averaged BN"
             f"{f' ({places})' if wrong else ''}.",
         ]
     lines += ["", "## All sites", ""]

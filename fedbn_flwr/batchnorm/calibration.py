@@ -210,7 +210,7 @@ def _judged(
     if guesses:
         way = _choice(guesses) if auto else way
         plain, judged = guesses["none"], guesses[way]
-        doubt, probabilities = judged.doubt, judged.probabilities
+        doubt, probabilities = _doubt(guesses, way), judged.probabilities
         changed = {name: 1 - one.agreement(plain) for name, one in guesses.items()}
         prior = known.class_mix if known else torch.full_like(probabilities[0], 1)
         prior = prior / prior.sum()
@@ -280,17 +280,32 @@ class _Guesses:
         return float((self._classes == other._classes).double().mean())
 
 
+def _surest(guesses: Mapping[str, _Guesses]) -> str:
+    """Return the way with the surest predictions, except "matched"."""
+    others = [name for name in guesses if name != "matched"]
+    return max(others, key=lambda name: guesses[name].sureness)
+
+
+def _doubt(guesses: Mapping[str, _Guesses], way: str) -> str:
+    """Return why the predictions of a way are not trusted; "" if they are."""
+    if way != "matched":
+        return guesses[way].doubt
+    # A wrong class mix makes "matched" sure of wrong classes.
+    surest = _surest(guesses)
+    agreement = guesses[way].agreement(guesses[surest])
+    if agreement < _AGREEMENT:
+        return f"only {agreement:.0%} of the predictions are those of {surest!r}"
+    return guesses[surest].doubt or guesses[way].doubt
+
+
 def _choice(guesses: Mapping[str, _Guesses]) -> str:
     """Return the way that "auto" chooses."""
-    others = [name for name in guesses if name != "matched"]
-    way = max(others, key=lambda name: guesses[name].sureness)
-    surest = guesses[way]
-    if surest.doubt:
+    way = _surest(guesses)
+    if guesses[way].doubt:
         return "none"
-    for matched in [guesses[name] for name in guesses if name == "matched"]:
-        agrees = matched.agreement(surest) >= _AGREEMENT
-        if agrees and matched.sureness >= surest.sureness:
-            way = "matched"
+    usable = "matched" in guesses and not _doubt(guesses, "matched")
+    if usable and guesses["matched"].sureness >= guesses[way].sureness:
+        way = "matched"
     unsure = 1 - guesses[way].sureness
     return way if unsure <= _LESS * (1 - guesses["none"].sureness) else "none"
 

@@ -38,12 +38,12 @@ _SMALL = 1e-3
 
 
 def use_all(stored: Statistics, moments: Moments, path: str) -> Statistics:
-    """The rule of "all": (a, b)."""
+    """Return (a, b), the statistics of "all"."""
     return moments.mean, moments.m2 / moments.count
 
 
 def use_mix(prior: float, examples: int) -> Rule:
-    """Return the rule of "mix": w (m, v) + (1 - w) (a, b)."""
+    """Return the rule of "mix" for N = ``prior`` and n = ``examples``."""
     # 1 - w, so that an infinite prior is exact
     share = examples / (prior + examples)
 
@@ -55,7 +55,7 @@ def use_mix(prior: float, examples: int) -> Rule:
 
 
 def use_matched(known: ClassMoments, mix: Tensor) -> Rule:
-    """Return the rule of "matched": (a - s (M_p - M_pi), s^2 V_pi)."""
+    """Return the rule of "matched" for the class mix p (K,)."""
 
     def rule(stored: Statistics, moments: Moments, path: str) -> Statistics:
         a, b = use_all(stored, moments, path)
@@ -135,7 +135,7 @@ class NewSite:
         return {path: len(self.plain.statistics[path][0]) for path in self.order}
 
     def _read(self) -> Iterator[Any]:
-        """Yield the prepared inputs; small batches are joined."""
+        """Yield the prepared inputs in few batches."""
         prepared = inputs_for(self.model)
         waiting: list[Tensor] = []
         for batch in self._batches:
@@ -155,7 +155,7 @@ class NewSite:
             yield torch.cat(waiting)
 
     def _first_pass(self) -> tuple[dict[str, Moments], Tensor]:
-        """Return the moments by layer, and the outputs, under stored statistics."""
+        """Return the moments by layer and the outputs, under the stored statistics."""
         seen: dict[str, list[Moments]] = {}
         called: set[str] = set()
 

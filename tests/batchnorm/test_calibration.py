@@ -392,20 +392,39 @@ def surely(model: nn.Module, factor: float) -> nn.Module:
 
 def test_unsure_predictions_and_few_examples_are_not_trusted(drawn: Drawn) -> None:
     sure, unsure = surely(drawn.model, 1e4), surely(drawn.model, 1e-2)
-    for way in ("auto", "none", "matched"):
+    for way in ("auto", "none", "early"):
         got = calibrate(sure, [drawn.x], way, class_moments=drawn.known)
         assert (got.trusted, got.warning, got.examples_to_label) == (True, "", 0)
         few = calibrate(sure, [drawn.x[:15]], way, class_moments=drawn.known)
         doubtful = calibrate(unsure, [drawn.x], way, class_moments=drawn.known)
-        for one in (few, doubtful):
+        broken = calibrate(
+            surely(drawn.model, math.nan), [drawn.x], way, class_moments=drawn.known
+        )
+        for one in (few, doubtful, broken):
             assert not one.trusted
             assert one.warning
             assert 0 < one.examples_to_label <= one.num_examples
-    assert doubtful.way == "matched"
+    assert doubtful.way == "early"
     assert calibrate(unsure, [drawn.x]).way == "none"
 
 
-def test_97_labels_give_the_accuracy_of_many_examples_to_ten_points() -> None:
+def test_matched_is_trusted_if_it_agrees_with_the_surest_other_way() -> None:
+    """The class moments of the wrong classes make it sure of wrong classes."""
+    trusted = []
+    for seed in range(12):
+        drawn = Drawn("rows", seed)
+        drawn.model = surely(drawn.model, 100)
+        given = [result(drawn, way) for way in ("none", "early", "matched")]
+        found = [one.probabilities for one in given]
+        other = max(found[:2], key=lambda one: float(one.max(1).values.mean()))
+        same = (other.argmax(1) == found[2].argmax(1)).double().mean()
+        assert given[2].trusted == (same >= 0.75)
+        assert result(drawn, "auto").trusted
+        trusted.append(given[2].trusted)
+    assert {*trusted} == {True, False}
+
+
+def test_96_labels_give_the_accuracy_of_many_examples_to_ten_points() -> None:
     drawn = Drawn("rows", 0)
     unsure = surely(drawn.model, 1e-2)
     for repeats, expected in ((1, 29), (2, 44), (500, 96)):

@@ -56,11 +56,13 @@ def test_a_run_pools_the_moments_of_the_sites_own_models(
         assert run.state[name].tobytes() == value.tobytes()
     reports = [one.strategy.reports for one in (run, plain)]
     more = [
-        now.evaluate.up - before.evaluate.up
+        now.evaluate.plus(before.evaluate, -1)
         for now, before in zip(*reports, strict=True)
     ]
     # counts of 3 classes, and two sums of 3 classes and 4 channels
-    assert more == [0, len(SIZES) * 8 * (3 + 2 * 3 * 4)]
+    sent = len(SIZES) * 8 * (3 + 2 * 3 * 4)
+    assert [(one.exchanges, one.up) for one in more] == [(0, 0), (1, sent)]
+    assert [one.train for one in reports[0]] == [one.train for one in reports[1]]
     assert plain.strategy.run.class_moments is None
 
 
