@@ -28,6 +28,7 @@ from fedbn_flwr.lab.cli import app
 from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.output.folder import lock_folder
 from fedbn_flwr.lab.references import (
+    ALONE,
     Comparison,
     Mean,
     alone_command,
@@ -435,6 +436,15 @@ def test_the_command_writes_beside_the_results_and_over_no_other_file(
     refused = CliRunner().invoke(app, ["report", str(tmp_path)])
     assert refused.exit_code == 2
     assert "neither config.yaml nor study.yaml" in refused.output
+
+
+def test_the_command_that_trains_the_sites_alone_leaves_out_what_has_no_effect(
+    tmp_path: Path,
+) -> None:
+    config = Config.make({"num-clients": 3, "held-out-clients": 1})
+    given = shlex.split(alone_command(config, tmp_path))
+    alone = Config.load(overrides=[each for each in given if "=" in each])
+    assert (alone.strategy, alone.num_clients, alone.held_out_clients) == (ALONE, 3, 0)
 
 
 @pytest.mark.parametrize("test", ["personal-own", "global"])
