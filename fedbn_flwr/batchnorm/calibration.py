@@ -22,11 +22,13 @@ $b_l$ over all $n$ examples. Its new statistics are
   is estimated by EM (Saerens et al. 2002) from the predictions of `early`, and once
   more, damped by half, from those of `matched`.
 
-`auto` takes the way whose predictions are surest. It keeps `none` unless another way
-removes a quarter of the unsureness, 1 - the mean of the largest probability. It takes
-`matched` only if three quarters of its predictions are those of the surest other way. A
-model is trusted if its mean sureness is certainly more than halfway from guessing, 1/K,
-to 1, and if it has seen 16 examples. If `auto` trusts no way, it returns `none`.
+A way is confirmed if three quarters of its predictions are those of a way of another
+kind (`all` and `mix` are of one kind). Of the confirmed ways, `auto` takes the one with
+the surest predictions. If `none` is confirmed as well, or if no way is, it keeps `none`
+unless another way removes a quarter of the unsureness, 1 - the mean of the largest
+probability. A model is trusted if its way is confirmed, if the mean of the largest
+probability is certainly more than halfway from guessing, 1/K, to 1, and if it has seen
+16 examples.
 
 ## Laws
 
@@ -37,8 +39,9 @@ labels change nothing.
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -169,36 +172,43 @@ def calibrate(
     if problems:
         raise ConfigError("calibrate: " + " ".join(problems))
 
-    # Try the way, or all ways.
-    examples = len(site.plain.outputs)
-    half = (len(site.order) + 1) // 2
-    tried = {"none": site.plain}
-    if way in ("auto", "all"):
-        tried["all"] = site.tried(use_all, site.order)
-    if way in ("auto", "mix"):
-        tried["mix"] = site.tried(use_mix(prior_examples, examples), site.order)
-    if way in ("auto", "early", "matched"):
-        first = site.order[: half if early is None else early]
-        tried["early"] = site.tried(use_all, first)
-    if known and way in ("auto", "matched"):
+    # Try all ways, because a way is only trusted if another way confirms it.
+    layers, examples = len(site.order), len(site.plain.outputs)
+    first = (layers + 1) // 2 if early is None else early
+    tried = {
+        "none": site.plain,
+        "all": site.tried(use_all, site.order),
+        "mix": site.tried(use_mix(prior_examples, examples), site.order),
+        "early": site.tried(use_all, site.order[:first]),
+    }
+    if known:
         tried["matched"] = _matched(site, known, tried["early"], task)
-
-    return _judged(site, tried, way, known, task)
+    kinds = {"none": "none", "early": "early", "all": "all", "mix": "all"}
+    if first == 0:
+        kinds["early"] = "none"
+    if first == layers:
+        kinds = dict.fromkeys(("all", "mix", "early", "matched"), "all")
+    return _judged(site, tried, way, kinds, known, task)
 
 
 def _judged(
     site: NewSite,
     tried: Mapping[str, Tried],
     way: str,
+    kinds: Mapping[str, str],
     known: ClassMoments | None,
     task: Task,
 ) -> Calibration:
-    """Return the result of a way; choose the way if it is "auto"."""
+    """Return the result of a way; choose the way if it is "auto".
+
+    ``kinds``: ways with the same value do not confirm each other.
+    """
     guesses = {}
     for name, one in tried.items():
         found = task.class_probabilities(one.outputs)
         if found is not None:
             guesses[name] = _Guesses(found)
+    confirmed = _confirmed(guesses, kinds)
     examples, auto = len(site.plain.outputs), way == "auto"
     path = max(site.shifts, key=site.shifts.__getitem__)
     reason = (
@@ -208,9 +218,13 @@ def _judged(
     doubt = "nothing shows whether predictions of this task are right"
     class_mix, changed, probabilities = None, dict[str, float](), None
     if guesses:
-        way = _choice(guesses) if auto else way
+        way = _choice(guesses, confirmed) if auto else way
         plain, judged = guesses["none"], guesses[way]
-        doubt, probabilities = _doubt(guesses, way), judged.probabilities
+        doubt, probabilities = judged.doubt, judged.probabilities
+        if not doubt and way not in confirmed:
+            doubt = (
+                "the ways to calibrate disagree on more than a quarter of the examples"
+            )
         changed = {name: 1 - one.agreement(plain) for name, one in guesses.items()}
         prior = known.class_mix if known else torch.full_like(probabilities[0], 1)
         prior = prior / prior.sum()
@@ -280,34 +294,24 @@ class _Guesses:
         return float((self._classes == other._classes).double().mean())
 
 
-def _surest(guesses: Mapping[str, _Guesses]) -> str:
-    """Return the way with the surest predictions, except "matched"."""
-    others = [name for name in guesses if name != "matched"]
-    return max(others, key=lambda name: guesses[name].sureness)
+def _confirmed(guesses: Mapping[str, _Guesses], kinds: Mapping[str, str]) -> set[str]:
+    """Return the ways whose predictions are those of a way of another kind."""
+    confirmed = set()
+    for one, other in itertools.permutations(guesses, 2):
+        differ = kinds.get(one, one) != kinds.get(other, other)
+        if differ and guesses[one].agreement(guesses[other]) >= _AGREEMENT:
+            confirmed.add(one)
+    return confirmed
 
 
-def _doubt(guesses: Mapping[str, _Guesses], way: str) -> str:
-    """Return why the predictions of a way are not trusted; "" if they are."""
-    if way != "matched":
-        return guesses[way].doubt
-    # A wrong class mix makes "matched" sure of wrong classes.
-    surest = _surest(guesses)
-    agreement = guesses[way].agreement(guesses[surest])
-    if agreement < _AGREEMENT:
-        return f"only {agreement:.0%} of the predictions are those of {surest!r}"
-    return guesses[surest].doubt or guesses[way].doubt
-
-
-def _choice(guesses: Mapping[str, _Guesses]) -> str:
+def _choice(guesses: Mapping[str, _Guesses], confirmed: Collection[str]) -> str:
     """Return the way that "auto" chooses."""
-    way = _surest(guesses)
-    if guesses[way].doubt:
-        return "none"
-    usable = "matched" in guesses and not _doubt(guesses, "matched")
-    if usable and guesses["matched"].sureness >= guesses[way].sureness:
-        way = "matched"
-    unsure = 1 - guesses[way].sureness
-    return way if unsure <= _LESS * (1 - guesses["none"].sureness) else "none"
+    others = [name for name in guesses if name != "matched"]
+    among = [name for name in guesses if name in confirmed] or others
+    way = max(among, key=lambda name: guesses[name].sureness)
+    unsure = [1 - guesses[name].sureness for name in (way, "none")]
+    keeps = "none" in among and not unsure[0] <= _LESS * unsure[1]
+    return "none" if keeps or guesses[way].doubt else way
 
 
 def _matched(site: NewSite, known: ClassMoments, early: Tried, task: Task) -> Tried:
