@@ -370,6 +370,9 @@ REMOVED = {
 """A sentence about each removed name and option."""
 
 
+_OWN = {"dataset": ", and own data as folder:PATH, npz:PATH or module:function"}
+
+
 def unknown_name(kind: str, value: object, allowed: Iterable[str]) -> ConfigError:
     """Return the error for an unknown name, with the nearest allowed name."""
     names = sorted(allowed)
@@ -380,7 +383,8 @@ def unknown_name(kind: str, value: object, allowed: Iterable[str]) -> ConfigErro
         if name != value:
             hint = f" Did you mean {name!r}?"
             break
+    own = _OWN.get(kind, "")
     return ConfigError(
-        f"unknown {kind} {value!r}.{hint} Allowed: {', '.join(names)}.",
+        f"unknown {kind} {value!r}.{hint} Allowed: {', '.join(names)}{own}.",
         code="unknown-name",
     )

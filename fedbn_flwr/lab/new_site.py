@@ -50,6 +50,14 @@ logger = logging.getLogger("flwr")
 _OF_DATA = ("data-dir", "device")
 
 
+CAUTION = (
+    "The predictions are sure enough to try the model here. Look at some of them first:"
+    " this judgement does not see every fault, such as inputs that are turned, or a"
+    " class that has another meaning here."
+)
+"""What a site does with a model that is trusted."""
+
+
 class CalibratedSite(NamedTuple):
     """The result of ``calibrate_run``.
 
@@ -162,6 +170,7 @@ def calibrate_run(
         site=done,
         found=found,
         about=about,
+        caution=CAUTION,
         style=Markup((here / "report.css").read_text(encoding="utf-8")),
         version=version("fedbn-flwr"),
     )

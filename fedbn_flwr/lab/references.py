@@ -332,7 +332,8 @@ def compare(
         half = None
         if row.get(SPREAD) is not None:
             half = half_of([row[SPREAD]], [row["groups"]], seeds, len(paired))
-            about.setdefault(WHY, "equal with every seed")
+            if half is None:
+                about.setdefault(WHY, "equal with every seed")
         ends = (None, None) if half is None else (value - half, value + half)
         about["difference-low"], about["difference-high"] = ends
         by_site[row["site"]] = about

@@ -87,7 +87,8 @@ def evaluate(
             print_sites(sites_of_run(run, against), data_of(run_config(run)).task.score)
             say(
                 f"low and high are the ends of {LEVEL:.0%} intervals over the groups"
-                " of a site."
+                " of a site. They are for one site; the report corrects them for the"
+                " comparison of all sites."
             )
         elif against:
             raise ConfigError(
@@ -160,7 +161,7 @@ def calibrate(
         settings = read_overrides(set_ or [])
         refuse_no_run(run)
     from fedbn_flwr.lab.answer import shown
-    from fedbn_flwr.lab.new_site import calibrate_run
+    from fedbn_flwr.lab.new_site import CAUTION, calibrate_run
     from fedbn_flwr.training.tasks import in_percent
 
     with exit_codes():
@@ -178,7 +179,8 @@ def calibrate(
         say(f"model: {done.what}")
         say(f"examples: {found.num_examples}, used without labels")
         say(f"way: {found.reason}")
-        say(f"trusted: {'yes' if found.trusted else 'no'}. {found.warning}".rstrip())
+        answer = "yes" if found.trusted else "no"
+        say(f"trusted: {answer}. {found.warning or CAUTION}")
         metric = done.metric
         for name, test in done.tests.items():
             low, high = shown(test.low, metric), shown(test.high, metric)

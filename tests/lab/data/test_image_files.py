@@ -108,7 +108,7 @@ def test_all_damaged_files_are_named(
         path.write_bytes(content)
     with pytest.raises(
         DataError,
-        match=r"3 image files cannot be read:\n.*cut.jpg.*\n.*empty.png.*\n.*text.png",
+        match=r"3 image files cannot be read. Repair or remove them:\n.*cut.jpg.*\n.*empty.png.*\n.*text.png",
     ):
         read([*files, *bad])
 

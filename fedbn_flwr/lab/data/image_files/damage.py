@@ -56,5 +56,10 @@ def refuse_damaged(damaged: Mapping[int, str]) -> None:
     if damaged:
         problems = [damaged[number] for number in sorted(damaged)]
         raise DataError(
-            "\n".join([f"{len(problems)} image files cannot be read:", *problems[:10]])
+            "\n".join(
+                [
+                    f"{len(problems)} image files cannot be read. Repair or remove them:",
+                    *problems[:10],
+                ]
+            )
         )

@@ -139,7 +139,8 @@ def _inputs(request: OwnData, x: Any) -> Tensor:
     if x.dtype.kind not in "biuf" or x.ndim < 2 or other_channels:
         raise request.problem(
             f"x is {x.dtype} of shape {x.shape}. Use uint8 images (N, H, W), (N, H, W,"
-            " 1) or (N, H, W, 3), or numbers (N, F), (N, C, L) or (N, C, H, W)."
+            " 1) or (N, H, W, 3), or numbers of another type: (N, F), (N, C, L) or (N, C,"
+            " H, W)."
         )
     # Such a shape would be images with 8 or more channels that are 1 or 3 pixels wide.
     # More probably, the channels are in the wrong axis.
