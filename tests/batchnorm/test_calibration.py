@@ -398,11 +398,6 @@ def oracle_judgement(drawn: Drawn, way: str) -> tuple[str, bool]:
     """Return the chosen way, and whether it is trusted, as in the algorithm's text."""
     found = {name: oracle_way(drawn, name) for name in KINDS}
     sure = {name: one.max(1).mean() for name, one in found.items()}
-    confirmed = []
-    for one, other in itertools.permutations(KINDS, 2):
-        same = np.mean(found[one].argmax(1) == found[other].argmax(1))
-        if KINDS[one] != KINDS[other] and same >= 0.75:
-            confirmed.append(one)
 
     def is_sure(name: str) -> bool:
         largest = found[name].max(1)
@@ -410,6 +405,12 @@ def oracle_judgement(drawn: Drawn, way: str) -> tuple[str, bool]:
         enough = (1 / CLASSES + 1) / 2
         return len(largest) >= 16 and largest.mean() - 2 * error >= enough
 
+    confirmed = []
+    for one, other in itertools.permutations(KINDS, 2):
+        same = np.mean(found[one].argmax(1) == found[other].argmax(1))
+        usable = one != "matched" or is_sure(other)
+        if KINDS[one] != KINDS[other] and same >= 0.75 and usable:
+            confirmed.append(one)
     if way == "auto":
         among = confirmed or [name for name in KINDS if name != "matched"]
         way = max(among, key=sure.__getitem__)
