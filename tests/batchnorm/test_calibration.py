@@ -422,9 +422,10 @@ def oracle_judgement(drawn: Drawn, way: str) -> tuple[str, bool]:
 
 
 def test_the_choice_and_the_trust_are_those_of_the_oracle() -> None:
-    """The seeds include each way, and a choice that is not confirmed (8)."""
+    """Each way is chosen, once unconfirmed (8); an unsure way is like matched (32)."""
     chosen, judged = set(), set()
-    for seed, factor in itertools.product((2, 6, 7, 8, 9, 14), (0.3, 20.0)):
+    drawn_seeds = [(seed, 20.0) for seed in (2, 6, 7, 8, 9, 14)]
+    for seed, factor in (*drawn_seeds, (2, 0.3), (32, 1.0), (44, 1.0)):
         drawn = Drawn("rows", seed)
         drawn.model = surely(drawn.model, factor)
         for way in ("auto", "matched", "early"):
