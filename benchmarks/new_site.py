@@ -23,8 +23,10 @@ The protocol was fixed before the first run:
   judgement.
 
 ``calibrate`` was designed with seed 0 and FedBN, at the digits scanners A, E, gamma,
-blurred and inverted and at the hospitals. All other cells are a check. Finished trainings and cells are
-kept, so a later call continues.
+blurred and inverted and at the hospitals. Two rules came after a look at results: ways
+must confirm each other (FedBN on MNIST, USPS and MNIST-M), and only a sure way confirms
+``matched`` (the inverted scanner under FedAvg+BN and SiloBN). All other cells are a
+check. Finished trainings and cells are kept, so a later call continues.
 """
 
 from __future__ import annotations
@@ -500,7 +502,8 @@ def page(rows: Rows, data_dir: Path, of_design: Mapping[str, list[float]]) -> st
         "",
         "Accuracy in per cent at a new site, after a calibration without labels. Each row"
         " is the mean over seeds and draws of a class mix. *way of auto* and *trusted*"
-        " count draws. `benchmarks/new_site.py` has the protocol, and computes this page.",
+        " count draws. `benchmarks/new_site.py` has the protocol, names the cells from"
+        " which the rules of `auto` come, and computes this page.",
         "",
         _missing(rows, data_dir),
     ]

@@ -23,7 +23,8 @@ $b_l$ over all $n$ examples. Its new statistics are
   more, damped by half, from those of `matched`.
 
 A way is confirmed if three quarters of its predictions are those of a way of another
-kind (`all` and `mix` are of one kind). Of the confirmed ways, `auto` takes the one with
+kind (`all` and `mix` are of one kind); for `matched`, this way must be sure itself. Of
+the confirmed ways, `auto` takes the one with
 the surest predictions. If `none` is confirmed as well, or if no way is, it keeps `none`
 unless another way removes a quarter of the unsureness, 1 - the mean of the largest
 probability. A model is trusted if its way is confirmed, if the mean of the largest
@@ -298,8 +299,11 @@ def _confirmed(guesses: Mapping[str, _Guesses], kinds: Mapping[str, str]) -> set
     """Return the ways whose predictions are those of a way of another kind."""
     confirmed = set()
     for one, other in itertools.permutations(guesses, 2):
-        differ = kinds.get(one, one) != kinds.get(other, other)
-        if differ and guesses[one].agreement(guesses[other]) >= _AGREEMENT:
+        confirms = kinds.get(one, one) != kinds.get(other, other)
+        # An unsure way and "matched" may run away to the same wrong classes.
+        if one == "matched" and guesses[other].doubt:
+            confirms = False
+        if confirms and guesses[one].agreement(guesses[other]) >= _AGREEMENT:
             confirmed.add(one)
     return confirmed
 
