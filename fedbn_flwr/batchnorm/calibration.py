@@ -24,12 +24,14 @@ $b_l$ over all $n$ examples. Its new statistics are
 
 A way is confirmed if three quarters of its predictions are those of a way of another
 kind (`all` and `mix` are of one kind); for `matched`, this way must be sure itself. Of
-the confirmed ways, `auto` takes the one with
-the surest predictions. If `none` is confirmed as well, or if no way is, it keeps `none`
-unless another way removes a quarter of the unsureness, 1 - the mean of the largest
-probability. A model is trusted if its way is confirmed, if the mean of the largest
-probability is certainly more than halfway from guessing, 1/K, to 1, and if it has seen
-16 examples.
+the confirmed ways, `auto` takes the one with the surest predictions. If `none` is
+confirmed as well, or if no way is, it keeps `none` unless another way removes a quarter
+of the unsureness, 1 - the mean of the largest probability.
+
+A model is trusted if its way is confirmed, if the mean of the largest probability is
+certainly three quarters of the way from guessing, 1/K, to 1, if it has seen 16 examples,
+and if the largest share of the estimated class mix is at most 95 %: a site with one
+class cannot be told from a model that fails. For `matched`, this share may be larger.
 
 ## Laws
 
@@ -72,6 +74,9 @@ _LESS = 0.75
 _AGREEMENT = 0.75
 _SURE = 0.5
 _FEW = 16
+# Rules of trust: how sure the predictions are, and the largest estimated share of a class.
+_SURE_TO_TRUST = 0.75
+_ONE_CLASS = 0.95
 # Smallest share of a class in an estimated mix.
 _RARE = 1e-4
 # Without classes: the doctor's smallest shift that counts, in standard deviations.
@@ -221,7 +226,7 @@ def _judged(
     if guesses:
         way = _choice(guesses, confirmed) if auto else way
         plain, judged = guesses["none"], guesses[way]
-        doubt, probabilities = judged.doubt, judged.probabilities
+        doubt, probabilities = judged.unsure(_SURE_TO_TRUST), judged.probabilities
         if not doubt and way not in confirmed:
             doubt = (
                 "the ways to calibrate disagree on more than a quarter of the examples"
@@ -231,6 +236,11 @@ def _judged(
         prior = prior / prior.sum()
         mix = estimated_mix(probabilities, prior, prior)
         class_mix = tuple(mix.tolist())
+        if not doubt and way != "matched" and max(class_mix) > _ONE_CLASS:
+            doubt = (
+                f"{max(class_mix):.0%} of the examples seem to be one class, as with a"
+                " model that fails"
+            )
         reason += (
             f", {changed[way]:.0%} of the predictions change, their mean probability"
             f" becomes {judged.sureness:.2f} (before: {plain.sureness:.2f}), and the"
@@ -270,25 +280,35 @@ class _Guesses:
     Attributes:
         probabilities: of the classes, (N, K).
         sureness: mean probability of the predicted classes.
-        doubt: why the predictions are not trusted; "" if they are.
+        doubt: why the predictions do not choose a way; "" if they do.
     """
 
     def __init__(self, probabilities: Tensor) -> None:
         self.probabilities = probabilities
         sure, self._classes = probabilities.max(1)
         self.sureness = float(sure.mean())
-        examples, classes = probabilities.shape
-        needed = (1 + 1 / classes) * _SURE
+        examples = len(probabilities)
         error = float(sure.std()) / math.sqrt(examples)
-        self.doubt = ""
+        self._certain = self.sureness - 2 * error
+        self.doubt = self.unsure(_SURE)
+
+    def unsure(self, share: float) -> str:
+        """Return why the predictions are not sure, or "".
+
+        Args:
+            share: 0 is the sureness of guessing, and 1 that of certain predictions.
+        """
+        examples, classes = self.probabilities.shape
+        needed = share + (1 - share) / classes
         if examples < _FEW:
-            self.doubt = f"{examples} examples are fewer than {_FEW}"
+            return f"{examples} examples are fewer than {_FEW}"
+        if self._certain >= needed:
+            return ""
         # also if the outputs are NaN
-        elif not self.sureness - 2 * error >= needed:
-            self.doubt = (
-                f"the mean probability of the predicted classes is {self.sureness:.2f},"
-                f" and more than {needed:.2f} is needed with certainty"
-            )
+        return (
+            f"the mean probability of the predicted classes is certainly only"
+            f" {self._certain:.3f}, and {needed:.3f} is needed"
+        )
 
     def agreement(self, other: _Guesses) -> float:
         """Return the share of equal predictions."""

@@ -98,7 +98,8 @@ def template(path: Path) -> jinja2.Template:
 
 def _code(text: object) -> Markup:
     """Return a text of a page, with code elements instead of backticks."""
-    return Markup(re.sub("`([^`]+)`", r"<code>\1</code>", escape(text)))
+    # ``re.sub`` of a Markup would escape the elements.
+    return Markup(re.sub("`([^`]+)`", r"<code>\1</code>", str(escape(text))))
 
 
 def interval_text(mean: Mean, metric: str, sign: str = "") -> str:

@@ -137,6 +137,7 @@ def _run_page(run: RunFiles, against: Sequence[Path]) -> dict[str, Any]:
             comparisons.append(comparison)
     diagnosis = read_json(run.folder / "doctor.json")
     findings = diagnosis.get("findings", ()) if run.has_model else ()
+    handled = diagnosis.get("notes", ())
     fields = {field.alias: field for field in Config.model_fields.values()}
     settings = run.config.to_mapping().items()
     return {
@@ -155,7 +156,8 @@ def _run_page(run: RunFiles, against: Sequence[Path]) -> dict[str, Any]:
         "suggested": "" if with_alone(comparisons) else ask_alone(run),
         "pictures": [*_main_pictures(run, sites, comparisons)],
         "cards": findings,
-        "notes": [*diagnosis.get("not-measured", ()), *diagnosis.get("notes", ())],
+        "remedied": [note for note in handled if note.startswith("no finding")],
+        "notes": [*diagnosis.get("not-measured", ()), *handled],
         "other_curves": [*_other_curves(run)],
         "statistics": [*_statistics(run)],
         "settings": [

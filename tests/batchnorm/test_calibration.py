@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, get_args
 
 import numpy as np
@@ -394,15 +394,18 @@ def surely(model: nn.Module, factor: float) -> nn.Module:
 KINDS = {"none": 0, "early": 1, "all": 2, "mix": 2, "matched": 3}
 
 
-def oracle_judgement(drawn: Drawn, way: str) -> tuple[str, bool]:
-    """Return the chosen way, and whether it is trusted, as in the algorithm's text."""
+def oracle_judgement(drawn: Drawn, way: str, mix: Sequence[float]) -> tuple[str, bool]:
+    """Return the chosen way, and whether it is trusted, as in the algorithm's text.
+
+    ``mix`` is the estimated class mix.
+    """
     found = {name: oracle_way(drawn, name) for name in KINDS}
     sure = {name: one.max(1).mean() for name, one in found.items()}
 
-    def is_sure(name: str) -> bool:
+    def is_sure(name: str, share: float = 0.5) -> bool:
         largest = found[name].max(1)
         error = largest.std(ddof=1) / math.sqrt(len(largest))
-        enough = (1 / CLASSES + 1) / 2
+        enough = 1 / CLASSES + share * (1 - 1 / CLASSES)
         return len(largest) >= 16 and largest.mean() - 2 * error >= enough
 
     confirmed = []
@@ -418,7 +421,8 @@ def oracle_judgement(drawn: Drawn, way: str) -> tuple[str, bool]:
             way = "none"
         if "none" in among and 1 - sure[way] > 0.75 * (1 - sure["none"]):
             way = "none"
-    return way, is_sure(way) and way in confirmed
+    mixed = max(mix) <= 0.95 or way == "matched"
+    return way, is_sure(way, 0.75) and way in confirmed and mixed
 
 
 def test_the_choice_and_the_trust_are_those_of_the_oracle() -> None:
@@ -430,7 +434,8 @@ def test_the_choice_and_the_trust_are_those_of_the_oracle() -> None:
         drawn.model = surely(drawn.model, factor)
         for way in ("auto", "matched", "early"):
             got = result(drawn, way)
-            assert (got.way, got.trusted) == oracle_judgement(drawn, way)
+            expected = oracle_judgement(drawn, way, got.class_mix)
+            assert (got.way, got.trusted) == expected
             judged.add((way, got.trusted))
             if way == "auto":
                 chosen.add(got.way)
@@ -453,6 +458,17 @@ def test_ways_of_one_kind_do_not_confirm_each_other() -> None:
     moments = class_moments(model, [(one[0], one[1]) for one in drawn.sites])
     for way in ("all", "early", "matched"):
         assert not calibrate(model, [x], way, class_moments=moments).trusted  # type: ignore[arg-type]
+
+
+def test_a_site_that_seems_to_have_one_class_is_trusted_only_with_moments(
+    drawn: Drawn,
+) -> None:
+    model: Any = copy.deepcopy(drawn.model)
+    model[-1].bias.data[0] += 1e4
+    for way in WAYS:
+        got = calibrate(model, [drawn.x], way, class_moments=drawn.known)
+        assert got.trusted == (got.way == "matched")
+        assert ("one class" in got.warning) != got.trusted
 
 
 def test_unsure_predictions_and_few_examples_are_not_trusted(drawn: Drawn) -> None:

@@ -22,7 +22,7 @@ import pytest
 from typer.testing import CliRunner
 
 from fedbn_flwr.errors import ConfigError, FedBNError
-from fedbn_flwr.lab import report, report_pictures
+from fedbn_flwr.lab import answer, report, report_pictures
 from fedbn_flwr.lab.answer import facts_of, next_step
 from fedbn_flwr.lab.cli import app
 from fedbn_flwr.lab.config import Config
@@ -610,3 +610,12 @@ def test_sites_have_the_names_of_the_lines_before_the_run_ends(
     text = write_report(tmp_path / "run").read_text()
     by_site = next(frame for frame in tables_of(text) if "examples" in frame)
     assert by_site["site"].tolist() == [*names.values()]
+
+
+def test_names_in_backticks_are_code_and_all_other_text_is_escaped() -> None:
+    page = answer.template(Path(answer.__file__).with_name("report.html"))
+    listed = page.environment.from_string(
+        '{% from "macros.html" import listed %}{{ listed([text]) }}'
+    )
+    shown = listed.render(text="use `a<b` & <i>")
+    assert "<li>use <code>a&lt;b</code> &amp; &lt;i&gt;</li>" in shown

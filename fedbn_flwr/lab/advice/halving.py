@@ -107,11 +107,15 @@ def affordable(budget: int, num_points: int, wanted: int) -> int:
     for rounds in range(wanted, SHORTEST, -1):
         if cost(rounds, num_points) <= budget:
             return rounds
-    least = cost(SHORTEST + 1, num_points)
+    if wanted <= SHORTEST:
+        raise ConfigError(
+            f"num-server-rounds={wanted} is too small for trials of {SHORTEST} rounds."
+            f" Set {SHORTEST + 1} or more."
+        )
     raise ConfigError(
         f"the budget of {budget} rounds is too small for one halving of {num_points}"
-        f" trials. Give at least {least} rounds in total, fewer methods, or a"
-        f" num-server-rounds above {SHORTEST} (it is {wanted})."
+        f" trials. Give at least {cost(SHORTEST + 1, num_points)} rounds in total, or"
+        " fewer methods."
     )
 
 
