@@ -1,4 +1,4 @@
-"""The suite's run over a network: two nodes and two rounds.
+"""A run over a network, with two nodes and two rounds, for `make network`.
 
 This is the smallest run that gives a client its local state back. Flower starts a
 process for every message; here each process is a fork that has torch already.
@@ -8,7 +8,11 @@ from __future__ import annotations
 
 import pytest
 
-pytestmark = [pytest.mark.network, pytest.mark.xdist_group("network")]
+pytestmark = [
+    pytest.mark.network,
+    pytest.mark.slow,
+    pytest.mark.xdist_group("network"),
+]
 
 NODES = 2
 
