@@ -148,6 +148,16 @@ def calibrate(
         task: defines the class probabilities. Tasks without one class for each example
             (numbers, several labels, pixels) have no judgement and no "matched".
 
+    Example::
+
+        >>> import torch
+        >>> from torch import nn
+        >>> from fedbn_flwr import calibrate
+        >>> model = nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 3)).eval()
+        >>> found = calibrate(model, [torch.randn(40, 2) + 5], "all")
+        >>> found.num_examples, found.shifts["0"] > 4
+        (40, True)
+
     Raises:
         ConfigError: an argument is not allowed, or does not fit the model.
         DataError: there are fewer than two examples, an input is not finite, or the

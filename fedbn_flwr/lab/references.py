@@ -75,23 +75,15 @@ def alone_command(config: Config, out: Path) -> str:
     alone = PARAMS[ALONE]
     for name, setting in config_fields(alone).items():
         defaults[name.replace("_", "-")] = alone.model_fields[setting].default
-    given = {}
+    options = [f"--set strategy={ALONE}", "--set eval-on=personal-own"]
     for group in ("data", "clients", "model", "rounds", "local training", "tests"):
         for key in Config.keys(group):
             # A decay that starts at the freeze needs the method of the run, so leave it
-            # out.
+            # out. A model of a site alone is not tested at a site that is held out.
             decays = key.startswith("lr-decay") and values["lr-decay-at"] == "freeze"
-            if values[key] != defaults[key] and not decays:
-                given[key] = values[key]
-    own = {"strategy": ALONE, "eval-on": "personal-own"}
-    # Some keys have no effect on sites that train alone, such as held-out-clients.
-    without_effect: Mapping[str, str] = {}
-    with suppress(ConfigError):  # the data are on another machine
-        _, without_effect = Config.make_of_shared(given, own)
-    options = [f"--set {key}={value}" for key, value in own.items()]
-    for key, value in given.items():
-        if key not in own and key not in without_effect:
-            options.append(f"--set {key}={shlex.quote(str(value))}")
+            without_effect = decays or key in ("eval-on", "held-out-clients")
+            if values[key] != defaults[key] and not without_effect:
+                options.append(f"--set {key}={shlex.quote(str(values[key]))}")
     return f"fedbn-flwr run {' '.join(options)} --out {shlex.quote(str(out))}"
 
 

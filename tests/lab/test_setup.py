@@ -177,6 +177,7 @@ def test_a_fault_of_all_node_configs_ends_the_run(quick_config, tmp_path: Path) 
 
 CHANGED: dict[str, tuple[Any, dict[str, Any]]] = {
     **KEYS,
+    "class-moments": (True, {}),
     "min-replies": (3, {}),
     "on-divergence": ("continue", {}),
     "fedtan-transport": ("channel", {}),
