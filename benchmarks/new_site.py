@@ -27,7 +27,8 @@ blurred and inverted and at the hospitals. Two rules came after a look at result
 must confirm each other (FedBN on MNIST, USPS and MNIST-M), and only a sure way confirms
 ``matched`` (the inverted scanner under FedAvg+BN and SiloBN). Trust became stricter
 (three quarters of the way from guessing, not one class) after somebody had tried images
-that are inverted, turned or noise. All other cells are a check. Finished trainings and cells are kept, so a later call continues.
+that are inverted, turned or noise. All other cells are a check. Finished trainings and
+cells are kept, so a later call continues.
 """
 
 from __future__ import annotations
