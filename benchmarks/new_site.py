@@ -28,7 +28,9 @@ must confirm each other (FedBN on MNIST, USPS and MNIST-M), and only a sure way 
 ``matched`` (the inverted scanner under FedAvg+BN and SiloBN). Trust became stricter
 (three quarters of the way from guessing, not one class) after somebody had tried images
 that are inverted, turned or noise. All other cells are a check. Finished trainings and
-cells are kept, so a later call continues.
+cells are kept, so a later call continues. The finished cells of the page:
+
+    gunzip -c benchmarks/new_site.jsonl.gz > runs/new-site/cells.jsonl
 """
 
 from __future__ import annotations
