@@ -370,7 +370,10 @@ REMOVED = {
 """A sentence about each removed name and option."""
 
 
-_OWN = {"dataset": ", and own data as folder:PATH, npz:PATH or module:function"}
+# Names of another form that are allowed as well.
+_ALSO_ALLOWED = {
+    "dataset": ", and own data as folder:PATH, npz:PATH or module:function"
+}
 
 
 def unknown_name(kind: str, value: object, allowed: Iterable[str]) -> ConfigError:
@@ -383,8 +386,8 @@ def unknown_name(kind: str, value: object, allowed: Iterable[str]) -> ConfigErro
         if name != value:
             hint = f" Did you mean {name!r}?"
             break
-    own = _OWN.get(kind, "")
+    also = _ALSO_ALLOWED.get(kind, "")
     return ConfigError(
-        f"unknown {kind} {value!r}.{hint} Allowed: {', '.join(names)}{own}.",
+        f"unknown {kind} {value!r}.{hint} Allowed: {', '.join(names)}{also}.",
         code="unknown-name",
     )

@@ -137,9 +137,10 @@ class Problem:
         return self.keys.partition(" ")[0]
 
     def with_value(self, value: Any) -> Problem:
-        """Return the refusal of a setting without effect, which has this value.
+        """Return the refusal of a setting that has this value but no effect.
 
-        ``text`` is the reason before, and the whole sentence after.
+        The ``text`` of this problem is only the reason. The result has the whole
+        sentence.
         """
         key = self.key.replace("_", "-")
         text = f"{key}={value!r} has no effect: {self.text}"

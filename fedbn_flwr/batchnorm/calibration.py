@@ -22,16 +22,19 @@ $b_l$ over all $n$ examples. Its new statistics are
   is estimated by EM (Saerens et al. 2002) from the predictions of `early`, and once
   more, damped by half, from those of `matched`.
 
-A way is confirmed if three quarters of its predictions are those of a way of another
-kind (`all` and `mix` are of one kind); for `matched`, this way must be sure itself. Of
-the confirmed ways, `auto` takes the one with the surest predictions. If `none` is
-confirmed as well, or if no way is, it keeps `none` unless another way removes a quarter
-of the unsureness, 1 - the mean of the largest probability.
+Let $q$ be the mean, over the examples, of the largest class probability. A way is sure
+if $q$ minus two standard errors is at least halfway from guessing, $1/K$, to 1. A way is
+confirmed if three quarters of its predictions are those of a way of another kind (`all`
+and `mix` are of one kind); for `matched`, this other way must be sure. Of the confirmed
+ways, `auto` takes the one with the largest $q$. If `none` is confirmed as well, or if no
+way is, it keeps `none` unless another way lowers $1 - q$ by a quarter. If the chosen way
+is not sure, it keeps `none`.
 
-A model is trusted if its way is confirmed, if the mean of the largest probability is
-certainly three quarters of the way from guessing, 1/K, to 1, if it has seen 16 examples,
-and if the largest share of the estimated class mix is at most 95 %: a site with one
-class cannot be told from a model that fails. For `matched`, this share may be larger.
+A model is trusted if all of these hold: its way is confirmed; $q$ minus two standard
+errors is at least three quarters of the way from $1/K$ to 1; it has seen 16 examples;
+and the largest share of the estimated class mix is at most 95 %, because a site with one
+class cannot be told from a model that fails. The last condition does not apply to
+`matched`.
 
 ## Laws
 
@@ -73,7 +76,7 @@ WAYS = get_args(CalibrationWay)
 _LESS = 0.75
 _AGREEMENT = 0.75
 _SURE = 0.5
-_FEW = 16
+FEWEST = 16
 # Rules of trust: how sure the predictions are, and the largest estimated share of a class.
 _SURE_TO_TRUST = 0.75
 _ONE_CLASS = 0.95
@@ -253,7 +256,7 @@ def _judged(
             )
         reason += (
             f", {changed[way]:.0%} of the predictions change, their mean probability"
-            f" becomes {judged.sureness:.2f} (before: {plain.sureness:.2f}), and the"
+            f" becomes {judged.confidence:.2f} (before: {plain.confidence:.2f}), and the"
             f" estimated class mix is {float((mix - prior).abs().sum()) / 2:.0%} from"
             f" {'the training' if known else 'equal classes'}"
         )
@@ -289,35 +292,35 @@ class _Guesses:
 
     Attributes:
         probabilities: of the classes, (N, K).
-        sureness: mean probability of the predicted classes.
+        confidence: mean probability of the predicted classes.
         doubt: why the predictions do not choose a way; "" if they do.
     """
 
     def __init__(self, probabilities: Tensor) -> None:
         self.probabilities = probabilities
         sure, self._classes = probabilities.max(1)
-        self.sureness = float(sure.mean())
+        self.confidence = float(sure.mean())
         examples = len(probabilities)
         error = float(sure.std()) / math.sqrt(examples)
-        self._certain = self.sureness - 2 * error
+        self._lower = self.confidence - 2 * error
         self.doubt = self.unsure(_SURE)
 
     def unsure(self, share: float) -> str:
         """Return why the predictions are not sure, or "".
 
         Args:
-            share: 0 is the sureness of guessing, and 1 that of certain predictions.
+            share: 0 is the confidence of guessing, and 1 that of certain predictions.
         """
         examples, classes = self.probabilities.shape
         needed = share + (1 - share) / classes
-        if examples < _FEW:
-            return f"{examples} examples are fewer than {_FEW}"
-        if self._certain >= needed:
+        if examples < FEWEST:
+            return f"{examples} examples are fewer than {FEWEST}"
+        if self._lower >= needed:
             return ""
         # also if the outputs are NaN
         return (
-            f"the mean probability of the predicted classes is certainly only"
-            f" {self._certain:.3f}, and {needed:.3f} is needed"
+            f"the mean probability of the predicted classes has the lower limit"
+            f" {self._lower:.3f}, and {needed:.3f} is needed"
         )
 
     def agreement(self, other: _Guesses) -> float:
@@ -342,8 +345,8 @@ def _choice(guesses: Mapping[str, _Guesses], confirmed: Collection[str]) -> str:
     """Return the way that "auto" chooses."""
     others = [name for name in guesses if name != "matched"]
     among = [name for name in guesses if name in confirmed] or others
-    way = max(among, key=lambda name: guesses[name].sureness)
-    unsure = [1 - guesses[name].sureness for name in (way, "none")]
+    way = max(among, key=lambda name: guesses[name].confidence)
+    unsure = [1 - guesses[name].confidence for name in (way, "none")]
     keeps = "none" in among and not unsure[0] <= _LESS * unsure[1]
     return "none" if keeps or guesses[way].doubt else way
 

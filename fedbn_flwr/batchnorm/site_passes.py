@@ -32,7 +32,7 @@ Rule = Callable[[Statistics, Moments, str], Statistics]
 
 # Batches are joined up to this number of elements. One batch needs one pass; several
 # batches need a pass for each layer.
-_JOINED = 1 << 21
+ONE_BATCH = 1 << 21
 # Smallest variance of a normalised channel: a class may have none.
 _SMALL = 1e-3
 
@@ -144,7 +144,7 @@ class NewSite:
             if waiting:
                 size = sum(map(torch.numel, waiting))
                 joins = is_tensor and inputs.shape[1:] == waiting[0].shape[1:]
-                if not joins or size + inputs.numel() > _JOINED:
+                if not joins or size + inputs.numel() > ONE_BATCH:
                     yield torch.cat(waiting)
                     waiting = []
             if is_tensor:
@@ -191,9 +191,8 @@ class NewSite:
             raise DataError(
                 f"calibrate: {examples} examples have no variance. Pass two or more."
             )
-        return {path: merge(each) for path, each in seen.items()}, torch.cat(
-            outputs
-        ).cpu()
+        moments = {path: merge(each) for path, each in seen.items()}
+        return moments, torch.cat(outputs).cpu()
 
     @contextmanager
     def _watched(

@@ -274,7 +274,7 @@ def test_order_batches_and_labels_change_nothing(
     for way in get_args(CalibrationWay):
         whole = result(drawn, way)
         for joined in (1 << 21, 1):
-            monkeypatch.setattr(site_passes, "_JOINED", joined)
+            monkeypatch.setattr(site_passes, "ONE_BATCH", joined)
             got = calibrate(drawn.model, labelled, way, class_moments=drawn.known)
             torch.testing.assert_close(
                 got.probabilities, whole.probabilities[order], **CLOSE

@@ -87,8 +87,8 @@ def evaluate(
             print_sites(sites_of_run(run, against), data_of(run_config(run)).task.score)
             say(
                 f"low and high are the ends of {LEVEL:.0%} intervals over the groups"
-                " of a site. They are for one site; the report corrects them for the"
-                " comparison of all sites."
+                " of a site. Each interval is of one site alone. The report's intervals"
+                " are wider, because they are corrected for comparing all sites."
             )
         elif against:
             raise ConfigError(

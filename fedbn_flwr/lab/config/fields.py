@@ -144,8 +144,8 @@ def settings_of_methods(params: Mapping[str, type[Params]] = PARAMS) -> dict[str
         if name in differing:
             field.default, field.metadata = differing[name], []
             field.description += (
-                f"; {differing[name]:g} selects the method's own default, and the run's"
-                " config.yaml has its value"
+                f"; {differing[name]:g} selects the method's own default, and the"
+                " config.yaml of the run shows that value"
             )
         fields[name] = (field.annotation, field)
     return fields

@@ -41,9 +41,9 @@ def load_dataset(
         channels: 1 or 3; None keeps the published channels. Grey is repeated over 3
             channels (without a copy); RGB becomes grey by ITU-R 601 luma, and its mean
             and std are averaged over the channels.
-        size: height and width in pixels; None keeps the published size. Images are resized once, bilinear with
-            antialiasing, and rounded to bytes; mean and std belong to the published
-            size.
+        size: height and width in pixels; None keeps the published size. Images are
+            resized once, bilinear with antialiasing, and rounded to bytes; mean and std
+            belong to the published size.
         device: device of the samples.
         originals: keep image files on the disk, for an augmentation that needs images
             in their stored size (``resized-crop``).

@@ -13,8 +13,9 @@ import torch
 from torch import nn
 
 from fedbn_flwr.batchnorm.averaging import State
-from fedbn_flwr.batchnorm.calibration import calibrate
+from fedbn_flwr.batchnorm.calibration import FEWEST, calibrate
 from fedbn_flwr.batchnorm.class_moments import ClassMoments
+from fedbn_flwr.batchnorm.site_passes import ONE_BATCH
 from fedbn_flwr.client.personal_model import client_file, read_state
 from fedbn_flwr.errors import FedBNError
 from fedbn_flwr.lab.config import Config, data_of, method_of
@@ -41,8 +42,6 @@ HELD_OUT = "held-out"
 # With more clients, a table with a row for each is of little use, and the tests may
 # cost more than the run.
 _MOST_SITES = 50
-# The inputs of a calibration: at most this number of values, but this number of examples.
-_VALUES, _FEW = 2**21, 16
 
 
 def site_names(data: PartitionedData, names: Mapping[str, str]) -> list[str]:
@@ -148,7 +147,7 @@ def _calibrated(
     The calibration uses one batch of its inputs, because more batches would need a pass
     for each layer.
     """
-    fits = max(_FEW, _VALUES // math.prod(inputs.samples.shape))
+    fits = max(FEWEST, ONE_BATCH // math.prod(inputs.samples.shape))
     chosen = torch.linspace(0, len(inputs) - 1, min(fits, len(inputs))).long()
     # For example, the model has no BatchNorm.
     with suppress(FedBNError):

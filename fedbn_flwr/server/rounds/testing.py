@@ -191,7 +191,7 @@ def warn_of_initial_values(run: Run) -> None:
 def warn_of_own_start(run: Run) -> None:
     """Warn that only the package's ``start`` completes the tested and final model.
 
-    Only this ``start`` collects class moments, too.
+    Another ``start`` does not collect class moments either.
     """
     if SHARED_BN in run.methods.tests or run.methods.reestimates:
         logger.warning(
