@@ -14,6 +14,8 @@ from fedbn_flwr.errors import ConfigError, StateError
 
 CONFIG_FILE = "config.yaml"  # the settings of a run, in its folder
 CLASS_MOMENTS_FILE = "class_moments.npz"  # read_class_moments reads it
+PREDICTIONS_FILE = "predictions.safetensors"  # site_tests writes and reads it
+TESTS_FILE = "tests.csv"  # tests_table writes and reads it
 ADVICE_FILE = "advice.json"
 STUDY_FILE = "study.yaml"  # the study with its final settings, in its folder
 

@@ -202,11 +202,10 @@ def _main_pictures(
         shown[name_of(one.reference)] = one.reference.curve(one.reference.headline)
     thin: dict[str, pictures.Curve] = {}
     if run.headline.startswith("personal-own"):
-        for name, tests in itertools.islice(run.own_tests().items(), _SHOWN):
-            found = {at: own.get(metric) for at, own in tests.items()}
-            curve = {at: value for at, value in found.items() if value is not None}
-            if curve:
-                thin[name] = curve
+        own = run.own_tests
+        own = own[(own["metric"] == metric) & own["value"].notna()]
+        for name, tests in itertools.islice(own.groupby("site", sort=False), _SHOWN):
+            thin[str(name)] = dict(zip(tests["round"], tests["value"], strict=True))
     if shown["this run"]:
         caption = f"Rounds: test {directed(metric)}"
         if thin:

@@ -10,20 +10,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
+
 from fedbn_flwr.errors import FedBNError
 from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.files import lost_lines, read_json, read_metrics, site_names_in
 from fedbn_flwr.lab.finished_runs.saved_model import run_config
 from fedbn_flwr.lab.output.folder import DIVERGED_AT, is_locked
 from fedbn_flwr.lab.output.run_tests import headlines
+from fedbn_flwr.lab.output.tests_table import read_tests
 from fedbn_flwr.site_names import texts_of
 from fedbn_flwr.strategies import STRATEGIES
 from fedbn_flwr.training.tasks import quantity_of
 
 TESTS = ("test-", "personal-", "validation-", "held-out-", "train-")
 """The beginnings of the keys of tests in ``metrics.jsonl``."""
-
-_OWN = "own-"
 
 
 @dataclass(frozen=True)
@@ -126,19 +127,15 @@ class RunFiles:
     def _named(self) -> dict[str, str]:
         return texts_of(site_names_in(self.lines))
 
-    def own_tests(self) -> dict[str, dict[int, dict[str, float]]]:
-        """Return the metrics of the clients' own tests, by site and round."""
-        found: dict[str, dict[int, dict[str, float]]] = {}
-        for line in self.lines:
-            for client, tests in line.get("clients", {}).items():
-                own = {
-                    key.removeprefix(_OWN): value
-                    for key, value in tests.items()
-                    if key.startswith(_OWN)
-                }
-                of_site = found.setdefault(self.site_name(client), {})
-                of_site[line["round"]] = own
-        return found
+    @functools.cached_property
+    def own_tests(self) -> pd.DataFrame:
+        """The tests of the clients' models on their own examples, by site and round.
+
+        The table has the columns of ``Measured``, and the names of the sites.
+        """
+        tests = read_tests(self.folder)
+        tests = tests[(tests["part"] == "test") & (tests["model"] == "own")]
+        return tests.assign(site=tests["site"].map(self.site_name))
 
     def sites(self) -> list[dict[str, Any]]:
         """Return a row for each site with its last test.
@@ -150,9 +147,11 @@ class RunFiles:
         for known in self.summary.get("sites", ()):
             rows[known["site"]] = {"metrics": {}, **known}
         metric = quantity_of(self.headline)
-        for name, of_rounds in self.own_tests().items():
-            *_, own = of_rounds.values()
-            row: dict[str, Any] = {"site": name, "examples": own.pop("num-examples", 0)}
+        for name, tests in self.own_tests.groupby("site", sort=False):
+            last = tests[tests["round"] == tests["round"].max()]
+            values = last["value"].astype(object).where(last["value"].notna(), None)
+            own = dict(zip(last["metric"], values, strict=True))
+            row = {"site": name, "examples": int(last["examples"].iloc[0])}
             row |= {"value": own.get(metric), **rows.get(name, {}), "metrics": own}
             rows[name] = row
         took_part: Counter[str] = Counter()

@@ -24,7 +24,7 @@ from fedbn_flwr.lab import report_pictures as pictures
 from fedbn_flwr.lab.advice import verdict
 from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.finished_runs import sites
-from fedbn_flwr.lab.finished_runs.sites import SiteTest
+from fedbn_flwr.lab.output.site_tests import SiteTest
 from fedbn_flwr.lab.report import write_report
 from fedbn_flwr.lab.run_files import RunFiles
 from fedbn_flwr.lab.runs.run import run

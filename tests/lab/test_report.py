@@ -522,11 +522,17 @@ def with_missing_sites(run: Path) -> None:
     edited(run, "metrics.jsonl", lose)
 
 
+def without_tests_of_sites(run: Path) -> None:
+    """Remove the single predictions, and the model that could make them again."""
+    (run / "predictions.safetensors").unlink()
+    (run / "model.safetensors").unlink()
+
+
 def with_sites(names: list[str]) -> Callable[[Path], None]:
     def change(run: Path) -> None:
         rows = [{"site": name, "examples": 9, "value": 0.5} for name in names]
         edited(run, "summary.json", lambda content: content.update(sites=rows))
-        (run / "model.safetensors").unlink()  # so that no other site is tested
+        without_tests_of_sites(run)
 
     return change
 
@@ -543,7 +549,7 @@ BAD = {
     "names of 80 characters": (with_sites(LONG), LONG[2]),
     "lost lines": (lambda run: (run / "metrics.jsonl").unlink(), "has 0 of 2 rounds"),
     "lost model": (
-        lambda run: (run / "model.safetensors").unlink(),
+        without_tests_of_sites,
         "the intervals of its sites cannot be computed",
     ),
     "damaged summary": (lambda run: (run / "summary.json").write_text("{"), None),

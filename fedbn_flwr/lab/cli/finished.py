@@ -84,7 +84,8 @@ def evaluate(
             given = ", ".join(name for name, value in of_data.items() if value)
             if given:
                 raise ConfigError(f"{given} needs --dataset, the data to evaluate on.")
-            print_sites(sites_of_run(run, against), data_of(run_config(run)).task.score)
+            sites = sites_of_run(run, against, again=True)
+            print_sites(sites, data_of(run_config(run)).task.score)
             say(
                 f"low and high are the ends of {LEVEL:.0%} intervals over the groups"
                 " of a site. Each interval is of one site alone. The report's intervals"

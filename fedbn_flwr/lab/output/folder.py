@@ -8,7 +8,7 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, Self
@@ -27,8 +27,14 @@ from fedbn_flwr.client.personal_model import client_file
 from fedbn_flwr.errors import ConfigError, EngineError, NotResumableError
 from fedbn_flwr.lab.config import Config, data_of
 from fedbn_flwr.lab.config.yaml_text import read_yaml
-from fedbn_flwr.lab.files import CLASS_MOMENTS_FILE, read_metrics
+from fedbn_flwr.lab.files import (
+    CLASS_MOMENTS_FILE,
+    PREDICTIONS_FILE,
+    TESTS_FILE,
+    read_metrics,
+)
 from fedbn_flwr.lab.output.tensorboard_log import TensorBoardLog
+from fedbn_flwr.lab.output.tests_table import Measured, as_text, stored_tests
 
 __all__ = [
     "DIVERGED_AT",
@@ -278,6 +284,10 @@ class RunFolder:
                 lines = [line for line in read_metrics(path) if line["round"] <= after]
                 kept = "".join(json.dumps(line) + "\n" for line in lines)
                 write_atomically(path, kept)
+        (self.path / PREDICTIONS_FILE).unlink(missing_ok=True)
+        # Also for a run of an earlier version, whose tests are in its lines.
+        tests = [test for test in stored_tests(self.path) if test.round <= after]
+        write_atomically(self.path / TESTS_FILE, as_text(tests, header=True))
 
     def add_round(self, line: Mapping[str, Any]) -> None:
         """Append one round to ``metrics.jsonl`` and to the file for TensorBoard.
@@ -291,15 +301,28 @@ class RunFolder:
             with self._tensorboard_extra():
                 self._tensorboard.add_round(line)
 
+    def add_tests(self, tests: Sequence[Measured]) -> None:
+        """Append the tests of a round to ``tests.csv``, before the line of the round.
+
+        Raises:
+            EngineError: as ``add_round``.
+        """
+        new = not (self.path / TESTS_FILE).exists()
+        if tests or new:
+            self._append(TESTS_FILE, as_text(tests, header=new))
+
     def append(self, name: str, line: Mapping[str, Any]) -> None:
         """Append a line to a file of the folder.
 
         Raises:
             EngineError: as ``add_round``.
         """
+        self._append(name, json.dumps(line) + "\n")
+
+    def _append(self, name: str, text: str) -> None:
         # Write the line in one call, so that a kill never splits it, and call fsync, so
         # that a loss of power never removes a round that a checkpoint already has.
-        data = (json.dumps(line) + "\n").encode()
+        data = text.encode()
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
         with self._writing():
             handle = os.open(self.path / name, flags, 0o644)

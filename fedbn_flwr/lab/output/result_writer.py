@@ -31,19 +31,27 @@ from fedbn_flwr.lab.output.own_models import fine_tuned
 from fedbn_flwr.lab.output.run_tests import (
     GlobalTests,
     HeldOut,
-    client_means,
-    client_means_by_domain,
     headlines,
     tested_at_clients,
 )
-from fedbn_flwr.lab.output.site_tests import table_of_run
+from fedbn_flwr.lab.output.site_tests import (
+    as_tests,
+    save_predictions,
+    sites_at_end,
+)
 from fedbn_flwr.lab.output.summary import (
-    HELD_OUT,
     MODEL_DESCRIPTION,
     ModelDescription,
     contents_of_model,
     kept_by_clients,
     versions,
+)
+from fedbn_flwr.lab.output.tests_table import (
+    HELD_OUT,
+    Measured,
+    in_line,
+    of_clients,
+    stored_tests,
 )
 from fedbn_flwr.lab.partitioned.counts import names_of
 from fedbn_flwr.lab.partitioned.partitioned_data import PartitionedData
@@ -138,8 +146,7 @@ class ResultWriter:
         self._note_stop()
 
         # the results of ``test`` in this round, until the line of the round is written
-        self._tested: dict[str, Any] = {}
-        self._by_domain: dict[str, dict[str, float]] = {}
+        self._tested: list[Measured] = []
         self.start_clock()
 
     def lines(self) -> list[dict[str, Any]]:
@@ -159,19 +166,22 @@ class ResultWriter:
             server_round: the round.
             arrays: the global model, or None if the writer's model is up to date.
         """
-        self._tested, self._by_domain = {}, {}
+        self._tested = []
         if not self._due(server_round):
             return {}
         state = from_record(arrays) if arrays else None
-        metrics, self._by_domain = self._tests.run(state)
-        self._tested |= metrics
+        self._tested = self._tests.run(server_round, state)
+        metrics = in_line(self._tested)
+        metrics.pop("domains", None)
         if self._held_out:
             # Save the state before the test and restore it afterwards, because the
             # centralized reference continues to train this model.
             if state is None:
                 arrays_now = to_state(self._model.state_dict())
                 state = {name: array.copy() for name, array in arrays_now.items()}
-            self._tested |= self._held_out.test(self._model, state, self._strategy)
+            self._tested += self._held_out.test(
+                server_round, self._model, state, self._strategy
+            )
             load_state(self._model, tensors(state))
         return metrics
 
@@ -194,10 +204,10 @@ class ResultWriter:
         reported = self._strategy.methods.reported_metrics if self._strategy else []
         measured = (TRAIN_LOSS, TRAIN_ACCURACY, *reported)
         line |= {key: report.metrics[key] for key in measured if key in report.metrics}
-        line |= self._tested
-        line |= client_means(report, self._task)
-        domains = client_means_by_domain(report, self._domain_of, self._task)
-        domains = self._by_domain | domains
+        tests = [*self._tested, *of_clients(report.server_round, report.evaluations)]
+        tested = in_line(tests, self._domain_of)
+        domains = tested.pop("domains", None)
+        line |= tested
 
         # Add the costs of the round and the clients' evaluations.
         line |= self._counted(report)
@@ -225,6 +235,8 @@ class ResultWriter:
         if report.diverged:
             line |= {DIVERGED_AT: report.diverged_at, "diverged": report.diverged}
         self.start_clock()
+        # Write the tests first: they count when the line of their round is there.
+        self._folder.add_tests(tests)
         self._add(line, report.absences(names))
         return line
 
@@ -375,11 +387,16 @@ class ResultWriter:
             if absent:
                 summary["model-note"] = why_absent(absent, clients)
         with extra("The table of sites", f"To make it: fedbn-flwr evaluate {run}"):
-            sites = table_of_run(
+            sites = sites_at_end(
                 self._config, self._model, self._data, strategy, state, run, clients
             )
             if sites:
-                summary["sites"] = sites
+                summary["sites"] = [site.row for site in sites]
+                save_predictions(run, sites, summary["sha256"])
+                # The clients may have tested their models in this round.
+                known = {test.key for test in stored_tests(run)}
+                tests = as_tests(sites, chosen, self._config)
+                self._folder.add_tests([one for one in tests if one.key not in known])
         if "model-note" in summary:
             logger.info("%s", summary["model-note"])
         self._folder.save("summary.json", summary)

@@ -1,17 +1,9 @@
-"""The tests of a run.
-
-These are the tests of the global model in ``eval-on``, the means over the tests of
-clients that train, and the tests of held-out clients.
-"""
+"""The tests that the server does: of the global model, and at held-out clients."""
 
 from __future__ import annotations
 
-import functools
-import itertools
 import logging
-import math
-import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -21,14 +13,19 @@ from fedbn_flwr.batchnorm.averaging import State
 from fedbn_flwr.batchnorm.reestimation import load_statistics, reestimate_statistics
 from fedbn_flwr.lab.config import Config, data_of, method_of
 from fedbn_flwr.lab.data import Subset
-from fedbn_flwr.lab.output.summary import CLIENTS, HELD_OUT
+from fedbn_flwr.lab.output.tests_table import (
+    DOMAIN,
+    GLOBAL_TESTS,
+    HELD_OUT,
+    RUNNING,
+    Measured,
+)
 from fedbn_flwr.lab.partitioned.partitioned_data import PartitionedData, domain_test
 from fedbn_flwr.messages.protocol import NUM_EXAMPLES, VALIDATION
 from fedbn_flwr.messages.records import tensors
 from fedbn_flwr.server.methods.params import RECALIBRATED, TEST_BN
 from fedbn_flwr.server.methods.shared_bn import SHARED_BN
 from fedbn_flwr.server.rounds.testing import completing_entries
-from fedbn_flwr.server.runs.round_outcome import RoundOutcome
 from fedbn_flwr.strategies import Strategy
 from fedbn_flwr.training.evaluation import evaluate
 from fedbn_flwr.training.model_state import load_state
@@ -38,18 +35,13 @@ logger = logging.getLogger("flwr")
 
 # tests of the global model with some BN entries replaced
 _COMPLETED = (SHARED_BN, RECALIBRATED)
-_ON_TRAINING_DATA = "global-train"
-_OTHERS = (*_COMPLETED, _ON_TRAINING_DATA, f"global{TEST_BN}", f"{SHARED_BN}{TEST_BN}")
-GLOBAL_TESTS = {"global": "test", "global-batch-statistics": "test-batch"}
-GLOBAL_TESTS |= {name: f"test-{name}" for name in _OTHERS}
-"""Each test of the global model, and the prefix of its metrics."""
 
 
 def headlines(config: Config) -> list[str]:
     """Return the key of each test's main score. The first is the run's main metric."""
     score = data_of(config).task.score
     tests = method_of(config).tests
-    return [f"{GLOBAL_TESTS.get(name, name)}-{score}" for name in tests]
+    return [f"{GLOBAL_TESTS.get(name, [name])[0]}-{score}" for name in tests]
 
 
 class GlobalTests:
@@ -131,19 +123,17 @@ class GlobalTests:
             for view in filter(None, views):
                 try_batches(self._model, view, mode, self._task)
 
-    def run(
-        self, state: State | None
-    ) -> tuple[dict[str, Any], dict[str, dict[str, float]]]:
-        """Return the metrics of all tests, and each metric by domain.
+    def run(self, server_round: int, state: State | None) -> list[Measured]:
+        """Return the results of all tests.
 
         Args:
+            server_round: the round of the model.
             state: the global state to load into the model; None if the model is up to
                 date.
         """
-        tested: dict[str, Any] = {}
-        domains: dict[str, dict[str, float]] = {}
+        results: list[Measured] = []
         if self._test is None:
-            return tested, domains
+            return results
         for name in self._names:
             # Find the entries that this test replaces: averaged BatchNorm, or
             # re-estimated statistics.
@@ -158,97 +148,27 @@ class GlobalTests:
             if state is not None:
                 load_state(self._model, tensors({**state, **entries}))
 
-            # Choose the way to test, and the examples.
-            prefix = GLOBAL_TESTS[name] + "-"
-            test = functools.partial(evaluate, self._model, task=self._task)
-            mode = self._mode(name)
-            if mode:
-                test = functools.partial(
-                    evaluate_adapted, self._model, mode=mode, task=self._task
-                )
-            if name == _ON_TRAINING_DATA and self._train:
-                tested |= test(self._train).named(prefix)
-                continue
-            tested |= test(self._test).named(prefix)
-            if self._validation and name == self._first:
-                tested |= test(self._validation).named(f"{VALIDATION}-")
-            for domain, view in self._domains.items():
-                metrics = test(view).metrics
-                for metric in self._task.metrics:
-                    domains.setdefault(prefix + metric, {})[domain] = metrics[metric]
-        return tested, domains
+            # Choose the examples, and test with each of them.
+            _, part, bn = GLOBAL_TESTS[name]
+            views = {part: self._test}
+            if part == "train":
+                views = {part: self._train} if self._train else {}
+            else:
+                if self._validation and name == self._first:
+                    views[VALIDATION] = self._validation
+                views |= {f"{DOMAIN}{key}": view for key, view in self._domains.items()}
+            for where, view in views.items():
+                test = evaluate_adapted(self._model, view, self._mode(name), self._task)
+                named = test.metrics if where.startswith(DOMAIN) else test.named()
+                about = (server_round, "", where, len(view), "global", bn)
+                results += [Measured(*about, *item) for item in named.items()]
+        return results
 
     def _mode(self, test: str) -> TestBNMode:
         """Return the kind of BatchNorm statistics in a test, "" for running statistics."""
         if test == "global-batch-statistics":
             return "batch"
         return self._config.test_bn if test.endswith(TEST_BN) else ""
-
-
-def client_means(report: RoundOutcome, task: Task) -> dict[str, float]:
-    """Return each metric of the clients' tests as two means over the clients.
-
-    ``NAME`` is the plain mean (arXiv:2301.02982, 6.2.1). ``NAME-weighted`` is the mean
-    weighted by the clients' test examples. A client whose test set does not define the
-    metric is left out. Then ``NAME-clients`` is the number of clients in the mean.
-    """
-    line: dict[str, float] = {}
-    tests = ("own", "global", VALIDATION)
-    metrics = dict.fromkeys(("accuracy", "loss", *task.metrics))
-    for name, what in itertools.product(tests, metrics):
-        # Collect the values of the clients that have the metric, and the number of
-        # their test examples.
-        key = f"personal-{name}-{what}"
-        values = []
-        weights = []
-        undefined = False
-        for of_client in report.evaluations.values():
-            value = of_client.get(f"{name}-{what}")
-            count = of_client.get(f"{name}-{NUM_EXAMPLES}", 0)
-            if value is None or count <= 0:
-                continue
-            # A NaN with a finite loss is an undefined metric, and it is left out. A NaN
-            # with a non-finite loss shows divergence, and it counts.
-            if math.isnan(value) and math.isfinite(of_client.get(f"{name}-loss", 0.0)):
-                undefined = True
-            else:
-                values.append(value)
-                weights.append(count)
-
-        if undefined:
-            line[key + CLIENTS] = len(values)
-        if values:
-            line[key] = _mean(values)
-            total = sum(map(operator.mul, values, weights))
-            line[f"{key}-weighted"] = total / sum(weights)
-        elif undefined:
-            line[key] = math.nan
-    return line
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
-
-
-def client_means_by_domain(
-    report: RoundOutcome, domain_of: Callable[[int], str | None], task: Task
-) -> dict[str, dict[str, float]]:
-    """Return each metric of the clients' own tests, as a plain mean for each domain."""
-    tests: dict[str, list[Mapping[str, Any]]] = {}
-    for client, metrics in report.evaluations.items():
-        domain = domain_of(int(client))
-        if domain and metrics.get(f"own-{NUM_EXAMPLES}", 0) > 0:
-            tests.setdefault(domain, []).append(metrics)
-    if not tests:
-        return {}
-    means: dict[str, dict[str, float]] = {}
-    for name in task.metrics:
-        by_domain = means[f"personal-own-{name}"] = {}
-        for domain, of_clients in tests.items():
-            values = [metrics[f"own-{name}"] for metrics in of_clients]
-            defined = [value for value in values if not math.isnan(value)]
-            by_domain[domain] = _mean(defined or values)
-    return means
 
 
 def tested_at_clients(
@@ -322,49 +242,39 @@ class HeldOut:
             try_batches(model, tests, self._mode, self._task)
 
     def test(
-        self, model: nn.Module, state: State, strategy: Strategy | None
-    ) -> dict[str, Any]:
-        """Return the tests of each client by name, and means over the clients.
+        self,
+        server_round: int,
+        model: nn.Module,
+        state: State,
+        strategy: Strategy | None,
+    ) -> list[Measured]:
+        """Return the results of all tests.
 
         Args:
+            server_round: the round of the model.
             model: receives the entries of each test; it keeps the last entries.
             state: the global model's state.
             strategy: the run's strategy; None for the centralized reference.
         """
         entries = completing_entries(strategy.run, SHARED_BN) if strategy else {}
-        which = "averaged" if entries else "global"
         task = self._task
-        results: dict[str, dict[str, Any]] = {}
+        results: list[Measured] = []
         for name, (inputs, tests) in self._clients.items():
             # Test first with the given statistics, then with statistics of the test
             # inputs. Test last with statistics of the training inputs, because these
             # change the model.
             load_state(model, tensors({**state, **entries}))
-            metrics: dict[str, Any] = {NUM_EXAMPLES: len(tests)}
-            metrics |= evaluate(model, tests, task=task).named(f"{which}-")
+            found = {
+                SHARED_BN if entries else RUNNING: evaluate(model, tests, task=task)
+            }
             if self._mode:
                 adapted = evaluate_adapted(model, tests, self._mode, task)
-                metrics |= adapted.named(f"{TEST_BN.strip('-')}-")
+                found[TEST_BN.strip("-")] = adapted
             moments = reestimate_statistics(model, inputs, batch_size=task.test_batch)
             if moments:
                 load_statistics(model, moments)
-                metrics |= evaluate(model, tests, task=task).named("adapted-")
-            results[name] = metrics
-        return {HELD_OUT: results, **_means(results)}
-
-
-def _means(results: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
-    """Return each metric's plain mean over the clients that define it."""
-    values: dict[str, list[float]] = {}
-    for metrics in results.values():
-        for name, value in metrics.items():
-            values.setdefault(name, []).append(value)
-    values.pop(NUM_EXAMPLES, None)
-    means: dict[str, float] = {}
-    for name, of_clients in values.items():
-        defined = [value for value in of_clients if not math.isnan(value)]
-        if defined:
-            means[f"{HELD_OUT}-{name}"] = _mean(defined)
-        if len(defined) < len(results):
-            means[f"{HELD_OUT}-{name}{CLIENTS}"] = len(defined)
-    return means
+                found["adapted"] = evaluate(model, tests, task=task)
+            for bn, result in found.items():
+                about = (server_round, name, HELD_OUT, len(tests), "global", bn)
+                results += [Measured(*about, *item) for item in result.named().items()]
+        return results

@@ -1,60 +1,302 @@
-"""The table of sites at the end of a run, with a test of each client's model."""
+"""The test of a run's models at each site, with single predictions.
+
+At the end of a run, each site's model is tested on the site's own test examples. The
+outputs are kept in a file of the run's folder, so that pages can compute intervals and
+differences without the data and the models.
+"""
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-from torch import nn
+from numpy.typing import NDArray
+from torch import Tensor, nn
 
 from fedbn_flwr.batchnorm.averaging import State
 from fedbn_flwr.batchnorm.calibration import FEWEST, calibrate
 from fedbn_flwr.batchnorm.class_moments import ClassMoments
 from fedbn_flwr.batchnorm.site_passes import ONE_BATCH
-from fedbn_flwr.client.personal_model import client_file, read_state
+from fedbn_flwr.checked_file import read_checked, write_checked
+from fedbn_flwr.client.personal_model import ABSENT, client_file, read_state
 from fedbn_flwr.errors import FedBNError
 from fedbn_flwr.lab.config import Config, data_of, method_of
 from fedbn_flwr.lab.data import Subset
+from fedbn_flwr.lab.data.splits import Indices
+from fedbn_flwr.lab.files import PREDICTIONS_FILE
+from fedbn_flwr.lab.output.summary import contents_of_model
+from fedbn_flwr.lab.output.tests_table import HELD_OUT, RUNNING, Measured
 from fedbn_flwr.lab.partitioned.counts import names_of
 from fedbn_flwr.lab.partitioned.partitioned_data import PartitionedData
 from fedbn_flwr.lab.setup import on_device
 from fedbn_flwr.messages.records import tensors
-from fedbn_flwr.server.methods.params import TEST_BN
+from fedbn_flwr.server.methods.params import RECALIBRATED, TEST_BN
+from fedbn_flwr.server.methods.shared_bn import SHARED_BN
 from fedbn_flwr.server.rounds.testing import completing_entries
 from fedbn_flwr.server.runs.failures import shortened
 from fedbn_flwr.server.runs.run_state import Run
 from fedbn_flwr.site_names import texts_of
 from fedbn_flwr.strategies import Strategy
 from fedbn_flwr.training.evaluation import evaluate
+from fedbn_flwr.training.metrics import confusion, dice, mean_iou
 from fedbn_flwr.training.model_state import load_state
-from fedbn_flwr.training.tasks import Task
+from fedbn_flwr.training.tasks import TASKS, Task
 
 logger = logging.getLogger("flwr")
-
-HELD_OUT = "held-out"
-"""The key of a row whose site took no part in the training."""
 
 # With more clients, a table with a row for each is of little use, and the tests may
 # cost more than the run.
 _MOST_SITES = 50
+# Larger files of predictions cost more than testing the models again.
+_MOST_BYTES = 64 * 2**20
+_RESAMPLES = 400  # enough for a standard error
+_SEED = 0
+Numbers = NDArray[np.float64]
 
 
-def site_names(data: PartitionedData, names: Mapping[str, str]) -> list[str]:
-    """Return a different text for each client: its name, or else "client N".
+@dataclass(frozen=True)
+class SiteTest:
+    """The outputs of a model for the N test examples of one site.
 
-    ``names`` are the clients' names by number. They replace the names in the data.
+    Attributes:
+        task: the learning task; its score is the metric.
+        outputs: (N, ...); for a segmentation, the confusion matrices of the examples.
+        targets: (N, ...).
+        groups: the positions of the examples of each group.
+        result: the main metric of ``evaluate``; None if it was not computed.
+        name: the name of the site, or "client N".
+        client: the number of the client; None for a held-out site.
+        error: the reason why the data cannot be read; then outputs are empty.
+        note: the reason why the site lacks its own model; then outputs may be empty.
+        num_examples: the number of the site's test examples, tested or not.
+        about: further entries of the site's row.
     """
-    texts = texts_of({**names_of(data), **names})
-    clients = range(len(data.train))
-    return [texts.get(str(client), f"client {client}") for client in clients]
+
+    task: Task
+    outputs: Tensor
+    targets: Tensor
+    groups: list[Indices]
+    result: float | None = None
+    name: str = ""
+    client: int | None = None
+    error: str = ""
+    note: str = ""
+    num_examples: int = 0
+    about: Mapping[str, Any] = field(default_factory=dict)
+
+    @functools.cached_property
+    def value(self) -> float:
+        """The main metric over all examples; NaN without examples."""
+        if self.result is not None or not self.groups:
+            return math.nan if self.result is None else self.result
+        return self.metric(np.arange(len(self.groups)))
+
+    def scored_by(self, metric: str) -> SiteTest:
+        """Return the same test with this main metric."""
+        if metric == self.task.score:
+            return self
+        return replace(self, task=self.task.scored_by(metric), result=None)
+
+    @property
+    def row(self) -> dict[str, Any]:
+        """The row of the site in ``summary.json``."""
+        value = self.value if math.isfinite(self.value) else None
+        row = {"site": self.name, "examples": self.num_examples, "value": value}
+        row |= {HELD_OUT: True} if self.client is None else {"client": self.client}
+        # A reason that is absent has no key.
+        words = {"error": self.error, "note": self.note}
+        return row | {key: text for key, text in words.items() if text} | {**self.about}
+
+    def metric(self, groups: Indices) -> float:
+        """Return the main metric over all examples of the groups with these numbers.
+
+        A number may be repeated.
+        """
+        score = self.task.score
+        if score == "accuracy":
+            correct, counted = self._correct[groups].sum(0)
+            return float(correct / counted)
+        # Take the examples of the groups. If each group has one example, use one array
+        # instead of many: a thousand draws would otherwise take a minute.
+        if len(self.groups) == len(self.targets):
+            chosen = np.concatenate(self.groups)[groups]
+        else:
+            chosen = np.concatenate([self.groups[group] for group in groups])
+        rows = torch.from_numpy(chosen)
+        outputs, targets = self.outputs[rows], self.targets[rows]
+        # Compute the metric over all chosen examples together, as ``evaluate`` does.
+        if score == "loss":
+            return float(self.task.loss(outputs, targets))
+        if self.task.by_pixel:
+            return _score_of_pixels(score, outputs.sum(0))
+        return self.task.measure(outputs, targets)[score]
+
+    @functools.cached_property
+    def _correct(self) -> Indices:
+        """The numbers of correct and of counted predictions by group, (groups, 2)."""
+        rows = []
+        for group in self.groups:
+            outputs, targets = self.outputs[group], self.targets[group]
+            correct = self.task.correct(outputs, targets)
+            rows.append((int(correct), int(self.task.counted(targets))))
+        return np.array(rows)
+
+    @functools.cached_property
+    def draws(self) -> Numbers:
+        """The metric over all groups, then over draws of the groups.
+
+        All tests of equally many groups have the same draws. A metric may be NaN,
+        because a draw may lack a class.
+        """
+        # Import here, because only these draws need scikit-learn.
+        import sklearn
+
+        # The checks of many draws of the same examples would take longer than the
+        # metrics.
+        unchecked = {"assume_finite": True, "skip_parameter_validation": True}
+        count, draw = len(self.groups), np.random.default_rng(_SEED)
+        chosen = [np.arange(count)] if count else []
+        if self.units > 1:
+            chosen += [draw.integers(count, size=count) for _ in range(_RESAMPLES)]
+        with np.errstate(all="ignore"), sklearn.config_context(**unchecked):
+            return np.array([self.metric(groups) for groups in chosen])
+
+    @functools.cached_property
+    def units(self) -> int:
+        """The number of groups, or of the groups with the rarer of two classes.
+
+        The rarer class decides how certain a metric of classes, such as AUROC, is.
+        """
+        classes = torch.unique(self.targets[~self.targets.isnan()])
+        by_class = self.task.score not in ("accuracy", "loss")
+        if not by_class or self.task.by_pixel or len(classes) != 2:
+            return len(self.groups)
+        has = [
+            [bool((self.targets[g] == c).any()) for g in self.groups] for c in classes
+        ]
+        return min(map(sum, has))
+
+    @property
+    def decisions(self) -> dict[str, float]:
+        """For a yes or no: the shares of yes among the targets and the predictions.
+
+        The two shares and ``excess``, their difference, have standard errors.
+        """
+        found: dict[str, float] = {}
+        if getattr(self.task, "single", False) and self.groups:
+            known = ~self.targets.flatten().isnan()
+            yes = (self.targets.flatten()[known] > 0).double()
+            called = (self.outputs.flatten()[known] > 0).double()
+            numbers = {"yes": yes, "called": called, "excess": called - yes}
+            for name, values in numbers.items():
+                # Even if all are alike, a few examples do not make a share certain.
+                variance = float(values.var(correction=0)) + 1 / len(self.groups)
+                found[f"{name}-value"] = float(values.mean())
+                found[f"{name}-spread"] = (variance / len(self.groups)) ** 0.5
+        return found
+
+    def has_examples_of(self, other: SiteTest) -> bool:
+        """Return whether the other test has the same targets in the same groups."""
+        if self.targets.shape != other.targets.shape:
+            return False
+        # Two NaN are equal here, because NaN marks an unknown target.
+        same = torch.isclose(self.targets, other.targets, 0, 0, equal_nan=True)
+        if len(self.groups) != len(other.groups) or not same.all():
+            return False
+        return all(map(np.array_equal, self.groups, other.groups))
 
 
-def table_of_run(
+def _score_of_pixels(score: str, counts: Tensor) -> float:
+    if score == "miou":
+        return mean_iou(counts)
+    if score == "dice":
+        return dice(counts)
+    return float(counts.trace() / counts.sum())
+
+
+def test_site(model: nn.Module, data: Subset, task: Task) -> SiteTest:
+    """Return the outputs of the model for the examples of a site."""
+    if task.score != "loss":
+        task = replace(task, metrics=(task.score,))
+    outputs, targets = [], []
+
+    def keep(of_batch: Tensor, targets_of_batch: Tensor) -> None:
+        # For classes of pixels, keep only a confusion matrix of each image, because all
+        # outputs would fill the memory.
+        if task.by_pixel and task.score != "loss":
+            counts = []
+            for row in range(len(of_batch)):
+                here = slice(row, row + 1)
+                counts.append(
+                    confusion(of_batch[here], targets_of_batch[here], task.ignore)
+                )
+            of_batch = torch.stack(counts)
+            # The sums of the rows are the numbers of targets of each class.
+            targets_of_batch = of_batch.sum(2)
+        outputs.append(of_batch.cpu())
+        targets.append(targets_of_batch.cpu())
+
+    nothing = SiteTest(task, torch.empty(0), torch.empty(0), [])
+    try:
+        result = evaluate(model, data, task=task, on_batch=keep).named()[task.score]
+    except FedBNError as error:
+        return replace(nothing, error=str(error))
+    if not outputs:
+        return nothing
+    # Without groups such as patients, each example is a group of its own.
+    units = np.arange(len(data)) if data.units is None else data.units.cpu().numpy()
+    groups = [np.flatnonzero(units == unit) for unit in np.unique(units)]
+    return SiteTest(task, torch.cat(outputs), torch.cat(targets), groups, result)
+
+
+test_site.__test__ = False  # type: ignore[attr-defined]  # pytest must not collect it
+
+
+ModelOf = Callable[[int | None], tuple[nn.Module | None, str]]
+"""Returns a client's model, or for None the model of held-out sites, and a note. A site
+without a model is not tested; its note says why.
+"""
+
+
+def test_sites(
+    data: PartitionedData, names: Mapping[str, str], task: Task, model_of: ModelOf
+) -> list[SiteTest]:
+    """Return the test of each client in their order, and then of each held-out site.
+
+    Args:
+        data: the data of the run.
+        names: the clients' names by number, see ``site_names``.
+        task: the learning task; its score is the metric.
+        model_of: returns the model of a site.
+    """
+    views: list[tuple[str, int | None, Subset]] = []
+    for number, name in enumerate(site_names(data, names)):
+        views.append((name, number, data.test_view(number)))
+    for at, name in enumerate(data.held_out_names):
+        views.append((name, None, data.held_out_views(at)[1]))
+    found = []
+    for name, client, view in views:
+        model, note = model_of(client)
+        site = SiteTest(task, torch.empty(0), torch.empty(0), [])
+        if model is not None:
+            site = test_site(model, view, task)
+        site = replace(site, name=name, client=client, note=note)
+        found.append(replace(site, num_examples=len(view)))
+    return found
+
+
+test_sites.__test__ = False  # type: ignore[attr-defined]  # pytest must not collect it
+
+
+def sites_at_end(
     config: Config,
     model: nn.Module,
     data: PartitionedData | None,
@@ -62,13 +304,10 @@ def table_of_run(
     state: State,
     run: Path,
     clients: Collection[str],
-) -> list[dict[str, Any]]:
-    """Return a row for each site of a finished run.
+) -> list[SiteTest]:
+    """Return the test of each site at the end of a run, held-out sites last.
 
-    A row has the number of the client and the site's main metric, or the reason why the
-    site's data cannot be read. Held-out clients are the last rows, without a number.
-
-    There are no rows if the data are not here, if there are more than 50 clients, if
+    There are no tests if the data are not here, if there are more than 50 sites, if
     single clients are protected, if clients' own models are not on this disk, or if the
     main test uses statistics of its inputs.
 
@@ -91,48 +330,141 @@ def table_of_run(
         return []
 
     # A client's model has the global entries, the entries that complete them for this
-    # test, and the client's own entries.
+    # test, and the client's own entries. A held-out site has the global entries.
     own_models = method_of(config).tests_own_models
     if own_models and not clients:
         return []
     shared: State = completing_entries(strategy.run, test) if strategy else {}
+    whole = ABSENT not in contents_of_model(strategy).values()
     on_device(model, config)
-    task = data_of(config).test_task
-    rows = []
 
-    def add(name: str, view: Subset, **about: Any) -> None:
-        row: dict[str, Any] = {"site": name, "examples": len(view), "value": None}
-        row |= about
-        try:
-            value = evaluate(model, view, task=task).named()[task.score]
-            row["value"] = value if math.isfinite(value) else None
-        except FedBNError as error:
-            row["error"] = str(error)
-            logger.warning("site %s was not tested: %s", name, error)
-        rows.append(row)
-
-    names = strategy.run.nodes.names if strategy else {}
-    for client, name in enumerate(site_names(data, names)):
-        entries, note = tensors({**state, **shared}), ""
-        if own_models and str(client) in clients:
+    def model_of(client: int | None) -> tuple[nn.Module | None, str]:
+        entries, note = tensors(state), ""
+        if client is not None:
+            entries |= tensors(shared)
+        if client is not None and own_models and str(client) in clients:
             entries |= read_state(client_file(run, client))[0]
-        elif own_models and strategy:
+        elif client is not None and own_models and strategy:
             note = _without_own_model(strategy.run, str(client))
+            # The server's values of entries that stay with the clients are initial.
+            if not whole:
+                return None, note
         load_state(model, entries)
-        about = {"note": note} if note else {}
-        add(name, data.test_view(client), client=client, **about)
-    if data.held_out:
-        # Held-out clients have no local entries, so they get the average of the BN
-        # parts that clients keep.
-        load_state(model, tensors(state))
-    for at, name in enumerate(data.held_out_names):
+        return model, note
+
+    task = data_of(config).test_task
+    names = strategy.run.nodes.names if strategy else {}
+    sites = test_sites(data, names, task, model_of)
+    moments = strategy.run.class_moments if strategy else None
+    for at in range(len(data.held_out_names)):
         inputs, tests = data.held_out_views(at)
-        moments = strategy.run.class_moments if strategy else None
         inputs = inputs if len(inputs) else tests
-        found = _calibrated(model, inputs, tests, task, moments)
-        add(name, tests, **{HELD_OUT: True}, **found)
+        about = _calibrated(model, inputs, tests, task, moments)
+        place = len(data.train) + at
+        sites[place] = replace(sites[place], about=about)
+    for site in sites:
+        if site.error:
+            logger.warning("site %s was not tested: %s", site.name, site.error)
     model.cpu()
-    return rows
+    return sites
+
+
+def as_tests(
+    sites: Iterable[SiteTest], server_round: int, config: Config
+) -> Iterator[Measured]:
+    """Yield the rows of ``tests.csv`` for the tests of ``sites_at_end``.
+
+    Args:
+        sites: the tests.
+        server_round: the round of the models.
+        config: the settings of the run.
+    """
+    method = method_of(config)
+    own = "own" if method.tests_own_models else "global"
+    bn = method.tests[0] if method.tests[0] in (SHARED_BN, RECALIBRATED) else RUNNING
+    for site in sites:
+        test = Measured(
+            server_round,
+            str(site.client),
+            "test",
+            len(site.targets),
+            own,
+            bn,
+            site.task.score,
+            site.value,
+        )
+        if site.client is None:
+            test = test._replace(site=site.name, part=HELD_OUT, model="global")
+            test = test._replace(bn=RUNNING)
+        if len(site.targets):
+            yield test
+        if "calibrated" in site.about:
+            yield test._replace(bn="calibrated", value=site.about["calibrated"])
+
+
+def save_predictions(run: Path, sites: Iterable[SiteTest], sha256: str) -> None:
+    """Write the outputs of all sites to ``predictions.safetensors``.
+
+    Nothing is written if the outputs are larger than 64 MiB.
+
+    Args:
+        run: the run's folder.
+        sites: the tests.
+        sha256: the SHA-256 of the run's final state.
+    """
+    content = []
+    size = 0
+    for site in sites:
+        units = np.empty(len(site.targets), np.int64)
+        for number, group in enumerate(site.groups):
+            units[group] = number
+        size += site.outputs.nbytes + site.targets.nbytes
+        about = {key: getattr(site, key) for key in _SAVED}
+        # NumPy has no bfloat16; float32 has the same values.
+        outputs = (
+            site.outputs.float() if site.outputs.is_floating_point() else site.outputs
+        )
+        arrays = {"outputs": outputs.numpy(), "targets": site.targets.numpy()}
+        task = [site.task.name, site.task.score, site.task.ignore]
+        content.append({**about, **arrays, "units": units, "task": task})
+    if content and size <= _MOST_BYTES:
+        saved = {"sha256": sha256, "sites": content}
+        write_checked(run / PREDICTIONS_FILE, saved)
+
+
+_SAVED = ("result", "name", "client", "error", "note", "num_examples")
+
+
+def read_predictions(run: Path, sha256: str) -> list[SiteTest]:
+    """Return the tests that ``save_predictions`` wrote for this state, or [].
+
+    Raises:
+        StateError: the file is damaged.
+    """
+    path = run / PREDICTIONS_FILE
+    saved = read_checked(path) if path.is_file() else {}
+    if saved.get("sha256") != sha256:
+        return []
+    found = []
+    for site in saved["sites"]:
+        name, score, ignore = site["task"]
+        task = replace(TASKS[name], ignore=ignore).scored_by(score)
+        units = site["units"]
+        groups = [np.flatnonzero(units == unit) for unit in np.unique(units)]
+        arrays = torch.from_numpy(site["outputs"]), torch.from_numpy(site["targets"])
+        about = {key: site[key] for key in _SAVED}
+        found.append(SiteTest(task, *arrays, groups, **about))
+    return found
+
+
+def site_names(data: PartitionedData, names: Mapping[str, str]) -> list[str]:
+    """Return a different text for each client: its name, or else "client N".
+
+    ``names`` are the clients' names by number. They replace the names in the data.
+    """
+    texts = texts_of({**names_of(data), **names})
+    clients = range(len(data.train))
+    return [texts.get(str(client), f"client {client}") for client in clients]
 
 
 def _calibrated(

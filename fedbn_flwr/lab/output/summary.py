@@ -34,11 +34,6 @@ from fedbn_flwr.server.methods.shared_bn import SHARED_BN
 from fedbn_flwr.server.rounds.testing import completing_entries
 from fedbn_flwr.strategies import Strategy
 
-HELD_OUT = "held-out"
-"""The key of held-out clients' tests in ``metrics.jsonl``, and the prefix of means."""
-
-CLIENTS = "-clients"  # end of the key for the number of clients that define a metric
-
 
 def contents_of_model(strategy: Strategy | None) -> dict[str, str]:
     """Return the origin of each part of the entries in ``model.safetensors``.

@@ -23,7 +23,7 @@ from fedbn_flwr.lab.data import is_own
 from fedbn_flwr.lab.output.checkpoint import StartingPoint, starting_point
 from fedbn_flwr.lab.output.folder import PRIVACY, RunFolder, lock_folder
 from fedbn_flwr.lab.output.result_writer import OnRound
-from fedbn_flwr.lab.output.run_tests import GLOBAL_TESTS
+from fedbn_flwr.lab.output.tests_table import GLOBAL_TESTS
 from fedbn_flwr.lab.partitioned.counts import (
     data_counts,
     data_text,

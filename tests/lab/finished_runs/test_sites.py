@@ -23,13 +23,8 @@ from fedbn_flwr.client.personal_model import client_file
 from fedbn_flwr.errors import ConfigError, StateError
 from fedbn_flwr.lab.cli import app
 from fedbn_flwr.lab.finished_runs.saved_model import Choice, load_model
-from fedbn_flwr.lab.finished_runs.sites import (
-    SiteTest,
-    difference,
-    interval,
-    sites_of_run,
-    test_site,
-)
+from fedbn_flwr.lab.finished_runs.sites import difference, interval, sites_of_run
+from fedbn_flwr.lab.output.site_tests import SiteTest, test_site
 from fedbn_flwr.lab.partitioned.partitioned_data import partitioned_data
 from fedbn_flwr.lab.report import write_report
 from fedbn_flwr.lab.run_files import RunFiles
@@ -63,7 +58,7 @@ def test_a_client_has_one_model_fine_tuned_or_not(
     A run differs from itself by 0, and from another run on the same split by the
     difference of the tests.
     """
-    monkeypatch.setattr("fedbn_flwr.lab.finished_runs.sites._RESAMPLES", 20)
+    monkeypatch.setattr("fedbn_flwr.lab.output.site_tests._RESAMPLES", 20)
     settings = {"eval-on": "personal-own", "partition": "iid", **FINE_TUNED[name]}
     settings = {**needs(settings["strategy"]), **settings}
     workers = 2 if name == "workers" else 0
@@ -214,7 +209,7 @@ def test_every_number_has_an_interval_above_0_or_a_reason(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """This includes sites with one class, with equal predictions and with 1 example."""
-    monkeypatch.setattr("fedbn_flwr.lab.finished_runs.sites._RESAMPLES", 20)
+    monkeypatch.setattr("fedbn_flwr.lab.output.site_tests._RESAMPLES", 20)
     draw = np.random.default_rng(seed)
     size, share = int(draw.integers(0, 16)), draw.choice([0, 0.1, 0.5])
     truth = torch.from_numpy(1.0 * (draw.random(size) < share))

@@ -19,7 +19,6 @@ from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.finished_runs.sites import sites_of_run
 from fedbn_flwr.lab.output import site_tests
-from fedbn_flwr.lab.output.run_tests import _means
 from fedbn_flwr.lab.partitioned.partitioned_data import count_clients, partitioned_data
 from fedbn_flwr.lab.runs.run import run
 from tests.support.runs import lines_of
@@ -301,16 +300,3 @@ def test_a_table_by_site_has_a_row_for_each_or_none(
     summary, _, _ = start(Table().save(tmp_path / "t.npz"), held_out_clients="d")
     names = [row["site"] for row in summary.get("sites", [])]
     assert names == ([*NAMES] if most == 4 else [])
-
-
-def test_a_mean_over_some_of_them_says_over_how_many() -> None:
-    found = {
-        "a": {"num-examples": 3, "global-loss": 1.0, "adapted-loss": 3.0},
-        "b": {"global-loss": 2.0},
-    }
-    means = _means(found)
-    assert means == {
-        "held-out-global-loss": 1.5,
-        "held-out-adapted-loss": 3.0,
-        "held-out-adapted-loss-clients": 1,
-    }

@@ -123,7 +123,7 @@ HERE = "fedbn_flwr.lab.output"
 # repair that the command names.
 EXTRAS: Mapping[str, tuple[str, list[str], str]] = {
     "The table of sites": (
-        f"{HERE}.result_writer.table_of_run",
+        f"{HERE}.result_writer.sites_at_end",
         [],
         "fedbn-flwr evaluate",
     ),

@@ -6,13 +6,11 @@ The ways are re-estimated statistics, averaged BN parts, and single domains.
 from __future__ import annotations
 
 import dataclasses
-import math
 import statistics
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
@@ -32,13 +30,11 @@ from fedbn_flwr.lab.data.datasets import DATASETS
 from fedbn_flwr.lab.data.loading import _load
 from fedbn_flwr.lab.data.readers import Loaded
 from fedbn_flwr.lab.data.samples import Samples
-from fedbn_flwr.lab.output.run_tests import client_means, client_means_by_domain
 from fedbn_flwr.lab.partitioned.partitioned_data import partitioned_data
 from fedbn_flwr.lab.runs.check_start import checked_config
 from fedbn_flwr.lab.setup import make_model
 from fedbn_flwr.lab.studies.check_study import load_study
 from fedbn_flwr.lab.studies.sweep import sweep
-from fedbn_flwr.server.runs.round_outcome import RoundOutcome
 from fedbn_flwr.training.evaluation import evaluate
 from fedbn_flwr.training.tasks import BINARY, REGRESSION, Task
 from tests.support.pixels import SETTINGS as SEGMENTATION
@@ -524,36 +520,3 @@ def test_momentum_without_effect_is_told() -> None:
         {"strategy": "centralized"},
     ):
         assert Config.make({**keys, **other}).warnings() == []
-
-
-@pytest.mark.parametrize("seed", range(8))
-def test_means_over_clients_are_those_of_numpy(seed: int) -> None:
-    """They leave out what is not defined, but not a client that diverged."""
-    draw, names = np.random.default_rng(seed), ("loss", "mae", "r2")
-    values, counts = draw.random((6, 3)), draw.integers(4, size=6)
-    values[draw.random(6) < 0.4, 2] = math.nan
-    diverged = draw.random(6) < 0.1
-    values[diverged] = math.nan
-    report = RoundOutcome(1, "train")
-    for client, of_client in enumerate(values):
-        found = {f"own-{name}": of_client[at] for at, name in enumerate(names)}
-        found["own-num-examples"] = counts[client]
-        report.evaluations[str(client)] = found
-    task = dataclasses.replace(REGRESSION, metrics=names[1:])
-    means = client_means(report, task)
-    domains = client_means_by_domain(report, "ababab".__getitem__, task)
-    for at, name in enumerate(names):
-        key, of_metric = f"personal-own-{name}", values[:, at]
-        known = (counts > 0) & (diverged | ~np.isnan(of_metric))
-        left_out = (counts > 0).sum() - known.sum()
-        expected = {f"{key}-clients": known.sum()} if left_out else {}
-        expected[key] = of_metric[known].mean()
-        expected[f"{key}-weighted"] = np.average(
-            of_metric[known], weights=counts[known]
-        )
-        found = {one: value for one, value in means.items() if one.startswith(key)}
-        assert found == pytest.approx(expected, nan_ok=True)
-        for place, domain in enumerate("ab" if at else ""):
-            here = of_metric[place::2][counts[place::2] > 0]
-            mean = pytest.approx(np.nanmean(here), nan_ok=True)
-            assert domains[key][domain] == mean
