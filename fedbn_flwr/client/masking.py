@@ -23,7 +23,8 @@ from flwr.app import (
 from flwr.clientapp.typing import ClientAppCallable
 from torch import Tensor
 
-from fedbn_flwr.batchnorm.averaging import Array, State, check_state
+from fedbn_flwr.batchnorm.averaging import Array, State
+from fedbn_flwr.batchnorm.check_state import check_state
 from fedbn_flwr.batchnorm.parts import split_state
 from fedbn_flwr.errors import MaskingError
 from fedbn_flwr.messages.protocol import (
