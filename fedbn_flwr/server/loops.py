@@ -60,7 +60,7 @@ class Loop:
             strategy.forget_run()
         run = strategy.run
         run.set_model(arrays)
-        strategy.check_wrapper()
+        run_start.check_wrapper(strategy.run)
         # ``to_legacy`` has begun the run.
         if not run.start.begun:
             strategy.begin()
@@ -134,7 +134,7 @@ class OwnLoop(Loop):
     ) -> None:
         """Take the model of the round. ``prepare`` has begun the run."""
         strategy.run.set_model(arrays)
-        strategy.check_wrapper()
+        run_start.check_wrapper(strategy.run)
 
     def to_send(
         self, strategy: Strategy, messages: Sequence[Message], grid: Grid

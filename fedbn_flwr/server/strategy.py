@@ -19,15 +19,13 @@ from fedbn_flwr.batchnorm.parts import Parts
 from fedbn_flwr.compat.flower import is_default_aggregation
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.messages.protocol import SYNCHRONISES, refuse_own_keys
-from fedbn_flwr.problems import Known, tell
 from fedbn_flwr.server.loops import Loop, OwnLoop, ShouldStop, TestModel
 from fedbn_flwr.server.methods.arguments import (
     Combination,
     all_arguments,
     given_arguments,
-    settings_of,
+    methods_with,
 )
-from fedbn_flwr.server.methods.check_protections import of_wrapper
 from fedbn_flwr.server.methods.method import Method
 from fedbn_flwr.server.rounds import run_start, testing
 from fedbn_flwr.server.rounds.round import (
@@ -123,14 +121,12 @@ class Strategy(RunView, FlowerFedAvg):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Take the name, the settings and the arguments from the class's method."""
         super().__init_subclass__(**kwargs)
-        method = cls.method
-        if isinstance(method, Combination):
-            cls.combination = method
-        elif issubclass(method, Strategy):
-            cls.combination = method.combination
-        else:
-            cls.combination = Combination((method,), method.Params)
-        cls.name, cls.Params = cls.combination.name, cls.combination.Params
+        # The result of ``combined`` is a strategy, with a combination of its own.
+        method: Any = getattr(cls.method, "combination", cls.method)
+        if not isinstance(method, Combination):
+            method = Combination((method,), method.Params)
+        cls.combination = method
+        cls.name, cls.Params = method.name, method.Params
         # Help shows this signature, unless the class has a constructor of its own.
         made = cls.__init__ is Strategy.__init__
         cls.__signature__ = all_arguments(cls, Strategy) if made else None
@@ -155,13 +151,8 @@ class Strategy(RunView, FlowerFedAvg):
             self.train_metrics_aggr_fn = average_metrics
         if is_default_aggregation(self.evaluate_metrics_aggr_fn):
             self.evaluate_metrics_aggr_fn = average_metrics
-        self.params = settings_of(type(self), given, parts)
-        self.methods = self.combination.methods(self.params)
-        # Leave out warnings, because they are logged at the start of a run.
-        known = Known(fraction_train=given["fraction_train"])
-        problems = self.methods.problems(known, ["settings"])
-        refused = [problem for problem in problems if problem.effect != "warn"]
-        tell(self.params.told(refused))
+        self.methods = methods_with(type(self), given, parts)
+        self.params = self.methods.params
         self.on_round_end, self.on_replies = on_round_end, on_replies
         self.completes_tests, self.num_partitions = completes_tests, num_partitions
         self.site_names: Mapping[str, str] = {}
@@ -394,11 +385,6 @@ class Strategy(RunView, FlowerFedAvg):
             completes_tests=self.completes_tests,
             own_aggregation=aggregate is not Strategy.aggregate_train,
         )
-
-    def check_wrapper(self) -> None:
-        """Refuse a strategy of Flower that wraps this one, if it does not suit it."""
-        if not self.run.reports:
-            tell(of_wrapper(self.methods, self.run.parts))
 
     # --- Flower's calls ---------------------------------------------------------------
 

@@ -14,11 +14,12 @@ from flwr.serverapp.strategy import FedAvg as FlowerFedAvg
 
 from fedbn_flwr.batchnorm.parts import Parts
 from fedbn_flwr.errors import ConfigError
+from fedbn_flwr.problems import Known, tell
 from fedbn_flwr.server.methods.method import Method
 from fedbn_flwr.server.methods.params import Params, is_list
 from fedbn_flwr.server.methods.together import Methods
 
-__all__ = ["Combination", "all_arguments", "given_arguments", "settings_of"]
+__all__ = ["Combination", "all_arguments", "given_arguments", "methods_with"]
 
 logger = logging.getLogger("flwr")
 
@@ -110,21 +111,7 @@ def given_arguments(
     """
     called = f"{strategy.__name__}.__init__() of strategy {strategy.name!r}"
     shown = _method_arguments(strategy)
-    by_name = dict(by_name)
-    ignored = strategy.combination.ignored
-    for name in ignored.keys() & by_name.keys():
-        value, known = by_name.pop(name), shown.parameters.get(name)
-        # Ignore Flower's default in the signature, because the user did not set it.
-        if value is None or (known is not None and value == known.default):
-            continue
-        logger.warning(
-            "strategy %r: %s=%s has no effect, as in Flower: %s. Leave %s out.",
-            strategy.name,
-            name,
-            value,
-            ignored[name],
-            name,
-        )
+    by_name = _without_ignored(strategy, shown, by_name)
     unknown = [name for name in by_name if name not in shown.parameters]
     if unknown:
         hint = _hint(unknown[0], strategy, base)
@@ -144,6 +131,27 @@ def given_arguments(
                 " to 1"
             )
     return found.arguments
+
+
+def _without_ignored(
+    strategy: StrategyClass, shown: inspect.Signature, given: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Leave out arguments of Flower's strategies without effect, with a warning."""
+    used, ignored = dict(given), strategy.combination.ignored
+    for name in ignored.keys() & used.keys():
+        value, known = used.pop(name), shown.parameters.get(name)
+        # Ignore Flower's default in the signature, because the user did not set it.
+        if value is None or (known is not None and value == known.default):
+            continue
+        logger.warning(
+            "strategy %r: %s=%s has no effect, as in Flower: %s. Leave %s out.",
+            strategy.name,
+            name,
+            value,
+            ignored[name],
+            name,
+        )
+    return used
 
 
 def _hint(name: str, strategy: StrategyClass, base: StrategyClass) -> str:
@@ -170,10 +178,10 @@ def _below(kind: StrategyClass) -> Iterator[StrategyClass]:
         yield from _below(below)
 
 
-def settings_of(
+def methods_with(
     strategy: StrategyClass, given: Mapping[str, Any], parts: Parts | None
-) -> Any:
-    """Return the settings, an object of the strategy's ``Params``.
+) -> Methods:
+    """Return the methods of a strategy with the given settings.
 
     Args:
         strategy: the class of the strategy.
@@ -181,7 +189,8 @@ def settings_of(
         parts: the given split of the model's state. It may name personal entries.
 
     Raises:
-        ConfigError: a value is out of range, or needs the modules of the model.
+        ConfigError: a value is out of range, a setting has no effect, or its value
+            needs the modules of the model.
     """
     if callable(given["layers"]):
         raise ConfigError(
@@ -195,4 +204,10 @@ def settings_of(
         values[name] = ",".join(value) if listed else value
     if parts is not None and not values["personal"]:
         values["personal"] = ",".join(parts.personal)
-    return strategy.Params(**values)
+    methods: Methods = strategy.combination.methods(strategy.Params(**values))
+    # Leave out warnings, because they are logged at the start of a run.
+    known = Known(fraction_train=given["fraction_train"])
+    problems = methods.problems(known, ["settings"])
+    refused = [problem for problem in problems if problem.effect != "warn"]
+    tell(methods.params.told(refused))
+    return methods

@@ -8,6 +8,7 @@ from fedbn_flwr.batchnorm.check_state import check_state
 from fedbn_flwr.batchnorm.parts import Part, affine_elsewhere, name_layers
 from fedbn_flwr.errors import ConfigError, ReplyError
 from fedbn_flwr.problems import Known, tell
+from fedbn_flwr.server.methods.check_protections import of_wrapper
 from fedbn_flwr.server.methods.shared_bn import SHARED_BN
 from fedbn_flwr.server.runs.run_state import Run
 
@@ -77,6 +78,12 @@ def begin(
         _warn_of_initial_values(run)
         if own_aggregation and run.options.on_round_end is None:
             _warn_of_own_aggregation(run)
+
+
+def check_wrapper(run: Run) -> None:
+    """Refuse a strategy of Flower that wraps this one, if it does not suit the run."""
+    if not run.reports:
+        tell(of_wrapper(run.methods, run.parts))
 
 
 def _warn_of_affine_elsewhere(run: Run) -> None:
