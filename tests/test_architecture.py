@@ -85,7 +85,7 @@ worth it. `python -m tests.support.size` prints the table with one per cent to s
 """
 PACKAGE = Path(fedbn_flwr.__file__).parent
 LEVELS = (
-    ("errors", "problems", "machine", "lazy", "atomic_file", "site_names"),
+    ("errors", "problems", "machine", "lazy", "atomic_file"),
     ("training", "norms", "compat"),
     ("batchnorm",),
     ("doctor",),

@@ -16,7 +16,7 @@ from fedbn_flwr.lab.files import lost_lines, read_json, read_metrics, site_names
 from fedbn_flwr.lab.finished_runs.saved_model import run_config
 from fedbn_flwr.lab.output.folder import DIVERGED_AT, is_locked
 from fedbn_flwr.lab.output.run_tests import headlines
-from fedbn_flwr.site_names import texts_of
+from fedbn_flwr.messages.site_names import texts_of
 from fedbn_flwr.strategies import STRATEGIES
 from fedbn_flwr.training.tasks import quantity_of
 

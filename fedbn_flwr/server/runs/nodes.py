@@ -33,9 +33,9 @@ from fedbn_flwr.errors import (
 )
 from fedbn_flwr.messages.packing import FORMAT
 from fedbn_flwr.messages.protocol import SERVER_ROUND, NodeProperties, ReplyInfo
+from fedbn_flwr.messages.site_names import fault_of, with_name
 from fedbn_flwr.messages.versions import differences, own_versions
 from fedbn_flwr.server.methods.method import Node
-from fedbn_flwr.site_names import fault_of, with_name
 from fedbn_flwr.training.randomness import derive_seed, numpy_generator
 from fedbn_flwr.transport.polling_grid import ImmediateGrid, over_network
 
