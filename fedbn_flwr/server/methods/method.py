@@ -101,6 +101,10 @@ class Node:
         """Sorting key by partition id. Nodes without one come last, by node id."""
         return self.partition_id is None, self.partition_id or 0, self.node_id
 
+    def __lt__(self, other: Node) -> bool:
+        """Return whether this node comes first when nodes are sorted."""
+        return self.order < other.order
+
     def __str__(self) -> str:
         """Return the name of the node in messages."""
         about = [] if self.partition_id is None else [f"partition {self.partition_id}"]
