@@ -200,7 +200,7 @@ def collect_class_moments(run: Run, arrays: ArrayRecord, grid: Grid) -> None:
     def decode(state: State) -> ClassMoments:
         return decode_moments_of_classes(state, before)
 
-    asks = {CLASS_MOMENTS: True}
+    asks: dict[str, Any] = {CLASS_MOMENTS: True}
     good, _ = _answers(run, nodes, arrays, grid, report.evaluate, decode, asks)
     moments = [reply.read for reply in good]
     # Clients with another number of classes have another model.
