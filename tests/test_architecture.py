@@ -20,7 +20,7 @@ import fedbn_flwr
 from tests.support import size
 
 BUDGETS = {
-    "fedbn_flwr": 3_557,
+    "fedbn_flwr": 3_330,
     "fedbn_flwr/batchnorm": 13_068,
     "fedbn_flwr/client": 14_394,
     "fedbn_flwr/compat": 2_106,
@@ -36,12 +36,12 @@ BUDGETS = {
     "fedbn_flwr/lab/finished_runs": 4_908,
     "fedbn_flwr/lab/models": 4_971,
     "fedbn_flwr/lab/node_check": 1_452,
-    "fedbn_flwr/lab/output": 8_231,
+    "fedbn_flwr/lab/output": 8_638,
     "fedbn_flwr/lab/partitioned": 2_663,
-    "fedbn_flwr/lab/runs": 9_631,
+    "fedbn_flwr/lab/runs": 9_219,
     "fedbn_flwr/lab/studies": 6_356,
     "fedbn_flwr/legacy": 3_226,
-    "fedbn_flwr/messages": 6_242,
+    "fedbn_flwr/messages": 6_469,
     "fedbn_flwr/norms": 5_007,
     "fedbn_flwr/privacy": 6_911,
     "fedbn_flwr/server": 23_571,
@@ -85,7 +85,7 @@ worth it. `python -m tests.support.size` prints the table with one per cent to s
 """
 PACKAGE = Path(fedbn_flwr.__file__).parent
 LEVELS = (
-    ("errors", "problems", "machine", "lazy", "atomic_file", "site_names"),
+    ("errors", "problems", "machine", "lazy", "atomic_file"),
     ("training", "norms", "compat"),
     ("batchnorm",),
     ("doctor",),

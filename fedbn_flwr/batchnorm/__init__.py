@@ -4,8 +4,9 @@ In reading order:
 
 - ``parts``: the split of a model's state: affine, statistics, counters, the rest, and
   personal entries.
-- ``averaging``: the average of clients' states. ``check_state`` refuses a state with
-  wrong shapes, values that are not finite, or negative variances.
+- ``averaging``: the average of clients' states.
+- ``check_state``: refuses a state with wrong shapes, values that are not finite, or
+  negative variances, before it is averaged.
 - ``reestimation``: statistics from data, of a batch and of a pass ("precise BN").
 - ``replaced_forward``: a method's forward pass instead of a layer's own, and
   normalisation with given statistics.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
+from flwr.app import Context, Message, MetricRecord, RecordDict
 from torch import nn
 
 from fedbn_flwr.batchnorm.reestimation import reestimate_statistics
@@ -22,7 +22,7 @@ from fedbn_flwr.messages.protocol import (
 )
 from fedbn_flwr.messages.records import (
     from_record,
-    of_kind,
+    model_record,
     tensors,
     to_record,
     to_state,
@@ -110,7 +110,7 @@ def answer_statistics(
         StateError: the received entries do not fit the model.
         DataError: the data set has no length, or a batch is not a pair.
     """
-    key, received = next(iter(of_kind(message.content, ArrayRecord).items()))
+    key, received = model_record(message)
     load_state(view_with_names(model, received), tensors(from_record(received)))
     data, bare = LoadedBatches(loader), unwrap(model)
     moments = reestimate_statistics(

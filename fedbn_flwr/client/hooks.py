@@ -13,7 +13,7 @@ from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
-from flwr.app import ArrayRecord, Context, Message
+from flwr.app import Context, Message
 from torch import Tensor, nn
 
 from fedbn_flwr.batchnorm.parts import (
@@ -37,7 +37,7 @@ from fedbn_flwr.messages.protocol import (
     TrainConfig,
     merged_config,
 )
-from fedbn_flwr.messages.records import from_record, of_kind, tensors
+from fedbn_flwr.messages.records import from_record, model_record, tensors
 from fedbn_flwr.problems import Known, tell
 from fedbn_flwr.training.client_hook import ClientHook, NamedHooks, overrides
 from fedbn_flwr.training.first_look import makes_no_entries
@@ -181,7 +181,7 @@ def _whole(
         StateError: the names do not fit the model.
     """
     if message is not None:
-        return next(iter(of_kind(message.content, ArrayRecord).values()))
+        return model_record(message)[1]
     if ARRAY_NAMES not in config:
         return None
     names = json.loads(str(config[ARRAY_NAMES]))

@@ -23,7 +23,8 @@ from flwr.app import (
 from flwr.clientapp.typing import ClientAppCallable
 from torch import Tensor
 
-from fedbn_flwr.batchnorm.averaging import Array, State, check_state
+from fedbn_flwr.batchnorm.averaging import Array, State
+from fedbn_flwr.batchnorm.check_state import check_state
 from fedbn_flwr.batchnorm.parts import split_state
 from fedbn_flwr.errors import MaskingError
 from fedbn_flwr.messages.protocol import (
@@ -58,7 +59,7 @@ from fedbn_flwr.messages.protocol import (
     merged_config,
     without_empty,
 )
-from fedbn_flwr.messages.records import of_kind, to_record, views
+from fedbn_flwr.messages.records import model_record, of_kind, to_record, views
 from fedbn_flwr.privacy.coordinates import CLIP, Coordinates
 from fedbn_flwr.privacy.masks import Party, PublicKeys, about
 from fedbn_flwr.privacy.ring import FixedPoint
@@ -180,7 +181,7 @@ def _received(message: Message, context: Context) -> tuple[str, State]:
 
     If the step uses the transport "messages", only its first message has the model.
     """
-    key, record = next(iter(of_kind(message.content, ArrayRecord).items()))
+    key, record = model_record(message)
     if not record:
         kept = of_kind(context.state, ArrayRecord)
         record = kept.get(STEP_MODEL, ArrayRecord())

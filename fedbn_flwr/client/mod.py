@@ -53,7 +53,7 @@ from fedbn_flwr.messages.protocol import (
     partition_of,
     site_name_of,
 )
-from fedbn_flwr.messages.records import from_record, of_kind, to_record
+from fedbn_flwr.messages.records import from_record, model_record, of_kind, to_record
 from fedbn_flwr.training.first_look import refuse_made
 from fedbn_flwr.transport import NextExchange, RetryStep, StopStep
 
@@ -267,7 +267,7 @@ def _set_aside_extras(
     are not changed.
     """
     records = of_kind(message.content, ArrayRecord)
-    key, received = next(iter(records.items()))
+    key, received = model_record(message)
     take_records(context, INBOX)
     for name in names:
         if name in records:  # a NumPyClient's message has no empty record
@@ -296,7 +296,7 @@ def _sign(reply: Message, context: Context) -> Message:
 
 def _reopen(message: Message, context: Context) -> None:
     """Restore the round's model in a message of FedTAN's exchange."""
-    first = next(iter(of_kind(message.content, ArrayRecord)))
+    first, _ = model_record(message)
     arrays, config = open_message(message)
     model, config = log_answer(context, arrays, config)
     _, *further = of_kind(message.content, ArrayRecord)

@@ -8,7 +8,7 @@ from flwr.clientapp.typing import ClientAppCallable
 from fedbn_flwr.batchnorm.parts import split_state
 from fedbn_flwr.errors import StateError
 from fedbn_flwr.messages.protocol import merged_config
-from fedbn_flwr.messages.records import of_kind, to_record, views
+from fedbn_flwr.messages.records import model_record, of_kind, to_record, views
 from fedbn_flwr.privacy.coordinates import CLIP, Coordinates, clipped
 
 
@@ -33,7 +33,7 @@ def clipped_update(
         return call_next(message, context)
     # Note the received model before the call, because later mods replace it in the
     # message by the whole model.
-    key, received = next(iter(of_kind(message.content, ArrayRecord).items()))
+    key, received = model_record(message)
     before = views(ArrayRecord(dict(received)))
     reply = call_next(message, context)
     if reply.has_content():

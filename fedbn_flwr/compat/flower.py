@@ -441,8 +441,9 @@ def as_error(reply: Message, reason: str) -> Message:
 
 
 def is_app_error(reply: Message) -> bool:
-    """Return whether an error reply comes from an app, and not for a lost node."""
-    return bool(reply.error.code == ErrorCode.CLIENT_APP_RAISED_EXCEPTION)
+    """Return whether the reply is the error of an app, and not of a lost node."""
+    raised = ErrorCode.CLIENT_APP_RAISED_EXCEPTION
+    return reply.has_error() and reply.error.code == raised
 
 
 def is_mod_refusal(reply: Message) -> bool:
@@ -479,7 +480,7 @@ def has_function(app: Any, message_type: str) -> bool:
 
 def lacks_function(reply: Message, message_type: str) -> bool:
     """Return whether the reply reports that the app lacks a function for messages."""
-    if not reply.has_error() or not is_app_error(reply):
+    if not is_app_error(reply):
         return False
     # An example of ``message_type`` is query.exchange. Flower reports a missing
     # function only by this text.

@@ -19,7 +19,7 @@ from fedbn_flwr.lab.finished_runs.saved_model import run_config
 from fedbn_flwr.lab.output.folder import DIVERGED_AT, is_locked
 from fedbn_flwr.lab.output.run_tests import headlines
 from fedbn_flwr.lab.output.tests_table import read_tests
-from fedbn_flwr.site_names import texts_of
+from fedbn_flwr.messages.site_names import texts_of
 from fedbn_flwr.strategies import STRATEGIES
 from fedbn_flwr.training.tasks import quantity_of
 

@@ -29,7 +29,7 @@ from flwr.app import ConfigRecord, Context, Message, MessageType, MetricRecord
 from fedbn_flwr.compat.flower import values_of
 from fedbn_flwr.errors import ConfigError, StateError
 from fedbn_flwr.messages.records import of_kind
-from fedbn_flwr.site_names import fault_of
+from fedbn_flwr.messages.site_names import fault_of
 from fedbn_flwr.training.randomness import derive_seed
 
 __all__ = [

@@ -19,7 +19,7 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 import torch
 from flwr.app import Array as FlowerArray
-from flwr.app import ArrayRecord, ConfigRecord, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from numpy.lib.format import write_array_header_1_0
 
 from fedbn_flwr.batchnorm.averaging import Array, State
@@ -32,6 +32,7 @@ __all__ = [
     "decode",
     "encode",
     "from_record",
+    "model_record",
     "npy_header",
     "npy_layout",
     "num_bytes",
@@ -274,6 +275,11 @@ def of_kind(content: RecordDict, kind: type[Record]) -> dict[str, Record]:
         if kind in type(record).__mro__:
             found[key] = record
     return found
+
+
+def model_record(message: Message) -> tuple[str, ArrayRecord]:
+    """Return the record of the model with its name: the first ArrayRecord."""
+    return next(iter(of_kind(message.content, ArrayRecord).items()))
 
 
 @dataclass

@@ -14,14 +14,16 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result
 
 from fedbn_flwr.compat.flower import log_strategy_start_info
-from fedbn_flwr.server.rounds import testing
+from fedbn_flwr.server.rounds import run_start, testing
 from fedbn_flwr.server.rounds.recalibration import (
     collect_class_moments,
     reestimate_before_tests,
 )
+from fedbn_flwr.server.rounds.round import Played, open_half, read_half
 from fedbn_flwr.server.runs import failures
 from fedbn_flwr.server.runs.round_outcome import AVERAGED, average_metrics
 from fedbn_flwr.server.runs.run_listener import RunListener
+from fedbn_flwr.server.runs.run_state import Half
 from fedbn_flwr.transport.polling_grid import polling
 
 __all__ = ["Loop", "OwnLoop", "ShouldStop", "TestModel"]
@@ -58,13 +60,29 @@ class Loop:
             strategy.forget_run()
         run = strategy.run
         run.set_model(arrays)
-        strategy.check_wrapper()
+        run_start.check_wrapper(strategy.run)
         # ``to_legacy`` has begun the run.
         if not run.start.begun:
             strategy.begin()
             run.count_start(grid)
             if strategy.completes_tests and strategy.on_round_end is None:
-                testing.warn_of_own_start(run)
+                run_start.warn_of_own_start(run)
+
+    def open_half(
+        self,
+        strategy: Strategy,
+        configure: str,
+        server_round: int,
+        played: Played,
+        arrays: ArrayRecord,
+    ) -> Half:
+        """Open one half of a round, after a half whose replies were never read."""
+        run = strategy.run
+        left = run.round.half
+        if left is not None and left.was_left(arrays):
+            read_half(run, strategy, left.configure, left.server_round, [])
+            self.end_training(strategy)
+        return open_half(run, configure, server_round, played, arrays)
 
     def to_send(
         self, strategy: Strategy, messages: Sequence[Message], grid: Grid
@@ -116,7 +134,7 @@ class OwnLoop(Loop):
     ) -> None:
         """Take the model of the round. ``prepare`` has begun the run."""
         strategy.run.set_model(arrays)
-        strategy.check_wrapper()
+        run_start.check_wrapper(strategy.run)
 
     def to_send(
         self, strategy: Strategy, messages: Sequence[Message], grid: Grid

@@ -6,36 +6,33 @@ refers to the strategy.
 
 from __future__ import annotations
 
-import difflib
 import inspect
-import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from numbers import Real
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
-from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import FedAvg as FlowerFedAvg
 from flwr.serverapp.strategy import Result
 
-from fedbn_flwr.batchnorm.parts import Part, Parts, name_layers
+from fedbn_flwr.batchnorm.parts import Parts
 from fedbn_flwr.compat.flower import is_default_aggregation
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.messages.protocol import SYNCHRONISES, refuse_own_keys
-from fedbn_flwr.problems import Known, tell
 from fedbn_flwr.server.loops import Loop, OwnLoop, ShouldStop, TestModel
-from fedbn_flwr.server.methods.arguments import bound, signature_of, warn_of_ignored
-from fedbn_flwr.server.methods.check_protections import of_wrapper
+from fedbn_flwr.server.methods.arguments import (
+    Combination,
+    all_arguments,
+    given_arguments,
+    methods_with,
+)
 from fedbn_flwr.server.methods.method import Method
-from fedbn_flwr.server.methods.params import is_list
-from fedbn_flwr.server.methods.together import Methods
-from fedbn_flwr.server.rounds import testing
+from fedbn_flwr.server.rounds import run_start, testing
 from fedbn_flwr.server.rounds.round import (
-    Played,
     close_round,
     play_tests,
     play_training,
+    read_half,
 )
 from fedbn_flwr.server.rounds.synchronised_training import train_synchronised
 from fedbn_flwr.server.run_view import RunView
@@ -45,7 +42,7 @@ from fedbn_flwr.server.runs.protection import Protection
 from fedbn_flwr.server.runs.round_outcome import average_metrics
 from fedbn_flwr.server.runs.run_listener import RunListener
 from fedbn_flwr.server.runs.run_state import (
-    Half,
+    AggregateMetrics,
     OnReplies,
     OnRoundEnd,
     Options,
@@ -55,66 +52,7 @@ from fedbn_flwr.server.runs.run_state import (
 from fedbn_flwr.training.run_memory import memory_of_run
 from fedbn_flwr.transport.polling_grid import polling
 
-__all__ = [
-    "AggregateMetrics",
-    "Combination",
-    "Strategy",
-]
-
-logger = logging.getLogger("flwr")
-_BY_NAME = inspect.Parameter.KEYWORD_ONLY
-
-AggregateMetrics = Callable[[list[RecordDict], str], MetricRecord]
-"""Merges the replies' metric records into one, as in Flower; the second argument is the
-key of the weights.
-"""
-
-
-@dataclass(frozen=True)
-class Combination:
-    """Methods that form one strategy. It is called like a strategy's class.
-
-    ::
-
-        combined(FixBN, FedProx)(freeze_at=5)
-
-    Attributes:
-        kinds: the classes of the methods, in the order in which they act.
-        Params: the class of all their settings.
-    """
-
-    kinds: tuple[type[Method[Any, Any]], ...]
-    Params: type[Any]
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Strategy:
-        """Return the strategy."""
-        return Strategy(*args, combination=self, **kwargs)
-
-    @property
-    def name(self) -> str:
-        """The names of the methods."""
-        return "+".join(kind.name for kind in self.kinds)
-
-    @property
-    def combination(self) -> Combination:
-        """The combination itself, as in a strategy's class."""
-        return self
-
-    @property
-    def ignored(self) -> dict[str, str]:
-        """The arguments of Flower's strategies that have no effect, with the reason."""
-        ignored: dict[str, str] = {}
-        for kind in self.kinds:
-            ignored |= kind.ignored
-        return ignored
-
-    def signature(self, like: type[FlowerFedAvg]) -> inspect.Signature:
-        """Return the arguments of Flower and of the settings (``signature_of``)."""
-        return signature_of(FlowerFedAvg, self.Params, like, self.ignored)
-
-    def methods(self, params: Any) -> Methods:
-        """Return the methods with these settings."""
-        return Methods(self.kinds, params)
+__all__ = ["AggregateMetrics", "Strategy"]
 
 
 class Strategy(RunView, FlowerFedAvg):
@@ -147,13 +85,12 @@ class Strategy(RunView, FlowerFedAvg):
         num_partitions: number of data partitions that every node holding one must
             report. 0 accepts any number on which the nodes agree; None disables the
             check.
-        combination: the methods of ``combined``, which replace the methods of the
-            class; ``combined`` passes them itself.
         **settings: the settings, fields of ``Params``. All methods share the settings
             of ``server.methods.params.Params``.
 
     Attributes:
         method: the method's class, or the result of ``combined``.
+        combination: the class's methods.
         like: Flower's class for this method, whose arguments have the same place.
         params: the settings.
         methods: the options and methods in use.
@@ -173,9 +110,8 @@ class Strategy(RunView, FlowerFedAvg):
         ConfigError: a value is out of range, or a setting has no effect.
     """
 
-    method: ClassVar[type[Method[Any, Any]] | Combination] = Method
+    method: ClassVar[type[Method[Any, Any] | Strategy] | Combination] = Method
     combination: ClassVar[Combination] = Combination((Method,), Method.Params)
-    name: str
     Params: ClassVar[type[Any]] = Method.Params
     like: ClassVar[type[FlowerFedAvg]] = FlowerFedAvg
 
@@ -185,14 +121,15 @@ class Strategy(RunView, FlowerFedAvg):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Take the name, the settings and the arguments from the class's method."""
         super().__init_subclass__(**kwargs)
-        if isinstance(cls.method, Combination):
-            cls.combination = cls.method
-        else:
-            cls.combination = Combination((cls.method,), cls.method.Params)
-        cls.name, cls.Params = cls.combination.name, cls.combination.Params
+        # The result of ``combined`` is a strategy, with a combination of its own.
+        method: Any = getattr(cls.method, "combination", cls.method)
+        if not isinstance(method, Combination):
+            method = Combination((method,), method.Params)
+        cls.combination = method
+        cls.name, cls.Params = method.name, method.Params
         # Help shows this signature, unless the class has a constructor of its own.
         made = cls.__init__ is Strategy.__init__
-        cls.__signature__ = _shown(cls) if made else None
+        cls.__signature__ = all_arguments(cls, Strategy) if made else None
 
     def __init__(
         self,
@@ -202,28 +139,9 @@ class Strategy(RunView, FlowerFedAvg):
         on_replies: OnReplies | None = None,
         completes_tests: bool = True,
         num_partitions: int | None = None,
-        combination: Combination | None = None,
         **settings: Any,
     ) -> None:
-        combination = combination or self.combination
-        self.name = combination.name
-        called = f"{type(self).__name__}.__init__() of strategy {self.name!r}"
-        shown = combination.signature(self.like)
-        warn_of_ignored(self.name, combination.ignored, shown, settings)
-        unknown = [name for name in settings if name not in shown.parameters]
-        if unknown:
-            hint = _hint(unknown[0], combination)
-            raise TypeError(
-                f"{called} got an unexpected keyword argument {unknown[0]!r}{hint}"
-            )
-        given = bound(called, shown, flowers, settings)
-        for name in ("fraction_train", "fraction_evaluate"):
-            share = given[name]
-            if not isinstance(share, Real) or not 0 <= float(share) <= 1:
-                raise ConfigError(
-                    f"strategy {self.name!r}: {name}={share!r} must be a number from 0"
-                    " to 1"
-                )
+        given = given_arguments(type(self), Strategy, flowers, settings)
         super().__init__(
             **{name: given[name] for name in inspect.signature(FlowerFedAvg).parameters}
         )
@@ -233,25 +151,8 @@ class Strategy(RunView, FlowerFedAvg):
             self.train_metrics_aggr_fn = average_metrics
         if is_default_aggregation(self.evaluate_metrics_aggr_fn):
             self.evaluate_metrics_aggr_fn = average_metrics
-        if callable(given["layers"]):
-            raise ConfigError(
-                f"strategy {self.name!r}: layers is a function, but a strategy has no"
-                " modules: pass parts=split_state(model, layers=...)"
-            )
-        if parts is not None and not given["personal"]:
-            given["personal"] = parts.personal
-        values = {}
-        for name, field in combination.Params.model_fields.items():
-            value = given[name]
-            listed = is_list(field) and not isinstance(value, str)
-            values[name] = ",".join(value) if listed else value
-        self.params = combination.Params(**values)
-        self.methods = combination.methods(self.params)
-        # Leave out warnings, because they are logged at the start of a run.
-        known = Known(fraction_train=given["fraction_train"])
-        problems = self.methods.problems(known, ["settings"])
-        refused = [problem for problem in problems if problem.effect != "warn"]
-        tell(self.params.told(refused))
+        self.methods = methods_with(type(self), given, parts)
+        self.params = self.methods.params
         self.on_round_end, self.on_replies = on_round_end, on_replies
         self.completes_tests, self.num_partitions = completes_tests, num_partitions
         self.site_names: Mapping[str, str] = {}
@@ -340,10 +241,10 @@ class Strategy(RunView, FlowerFedAvg):
         finally:
             # Take the continuity of the recording, because only it includes the last
             # checkpoint.
-            self._follow_recording()
-            self._loop = Loop()
+            self._refresh()
             # The options refer to the recording, which would keep the run in memory.
-            self.run.options = self._options()
+            self._loop = Loop()
+            self._refresh()
             self.run.close()
             # The flag applies to this run, not to the next one.
             self.stopped = False
@@ -382,13 +283,12 @@ class Strategy(RunView, FlowerFedAvg):
                 finite.
         """
         self.forget_run(num_rounds=num_rounds, timeout=timeout)
-        self._follow_recording()
         self.run.arrays = initial_arrays
         self.run.set_model(initial_arrays)
         # Do not check the model of a checkpoint, because it may have diverged
         # (on_divergence=continue).
         if self._saved is None:
-            self.run.check_initial()
+            run_start.check_initial(self.run)
         self.begin()
         if self._saved is None:
             return 0
@@ -408,23 +308,18 @@ class Strategy(RunView, FlowerFedAvg):
 
     def _new_run(self, start: Start) -> Run:
         # A client of a synchronised step reports whether its model can take part.
-        asks: dict[str, Any] = {}
         synchronises = self.methods.whole.exchanges is not None
-        if synchronises:
-            asks = {SYNCHRONISES: True}
-        # The app must answer the query if steps are synchronised or the number of
-        # partitions is compared. Other runs continue without answers if the app has no
-        # function for queries.
-        must_answer = synchronises or self.num_partitions is not None
-        # A name would reveal more of a protected client than its number.
-        open_to_names = self.protection.publishes_metrics
         nodes = NodeRegistry(
             self.params.seed,
             start.timeout,
-            asks,
+            {SYNCHRONISES: True} if synchronises else {},
             self.num_partitions,
-            one_first=not must_answer,
-            site_names=self.site_names if open_to_names else None,
+            # The app must answer the query if steps are synchronised or the number of
+            # partitions is compared. Other runs continue without answers if the app has
+            # no function for queries.
+            one_first=not synchronises and self.num_partitions is None,
+            # A name would reveal more of a protected client than its number.
+            site_names=self.site_names if self.protection.publishes_metrics else None,
         )
         return Run(
             self.methods,
@@ -435,14 +330,19 @@ class Strategy(RunView, FlowerFedAvg):
             states=self.methods.before_a_run,
         )
 
-    def _follow_recording(self) -> None:
-        """Take the continuity of the recording. It changes with each checkpoint."""
+    def _refresh(self) -> None:
+        """Give the run the current attributes, and the continuity of the recording.
+
+        A user may change the attributes between rounds, and each checkpoint changes the
+        continuity.
+        """
+        self.run.options = self._options()
         recording = self._loop.recording
         if recording is not None and recording.continuity is not None:
             self.run.start.continuity = recording.continuity
 
     def _options(self) -> Options:
-        """Return the current attributes. A user may change them between rounds."""
+        """Return the current attributes."""
         recording = self._loop.recording
         return Options(
             fraction_train=self.fraction_train,
@@ -476,39 +376,15 @@ class Strategy(RunView, FlowerFedAvg):
 
     def begin(self) -> None:
         """Check the model and begin the run, once."""
-        run = self.run
-        run.options = self._options()
-        known = Known(
-            num_rounds=run.start.num_rounds,
-            recorded=self._loop.recording is not None,
-            weighted_by_key=self.weighted_by_key,
-            reads_each=self.protection.reads_each,
-            parts=run.parts_with_ties,
-            shapes=run.start.shapes,
-        )
-        tell(self.params.told(self.methods.problems(known)))
-        others = run.parts.others
-        if others:
-            name_layers(others, self.methods.of_other_layers(run.parts))
-
-        run.begin()
-
-        # Warn about surprises in the model that the run returns.
-        treated = self.methods.whole.local | self.methods.whole.frozen
-        if Part.AFFINE in treated and Part.REST not in treated:
-            testing.warn_of_affine_elsewhere(run)
-        if not self.completes_tests:
-            return
-        testing.warn_of_initial_values(run)
+        self._refresh()
         # A function assigned to the object has no __func__.
-        own = getattr(self.aggregate_train, "__func__", None)
-        if own is not Strategy.aggregate_train and run.options.on_round_end is None:
-            testing.warn_of_own_aggregation(run)
-
-    def check_wrapper(self) -> None:
-        """Refuse a strategy of Flower that wraps this one, if it does not suit it."""
-        if not self.run.reports:
-            tell(of_wrapper(self.methods, self.run.parts))
+        aggregate = getattr(self.aggregate_train, "__func__", None)
+        run_start.begin(
+            self.run,
+            recorded=self._loop.recording is not None,
+            completes_tests=self.completes_tests,
+            own_aggregation=aggregate is not Strategy.aggregate_train,
+        )
 
     # --- Flower's calls ---------------------------------------------------------------
 
@@ -524,7 +400,10 @@ class Strategy(RunView, FlowerFedAvg):
         refuse_own_keys(config=config)
         self._loop.open_round(self, server_round, arrays, grid)
         played = play_training(self.run, server_round, arrays, config, grid)
-        half = self._open("configure_train", server_round, played, arrays)
+        self._refresh()
+        half = self._loop.open_half(
+            self, "configure_train", server_round, played, arrays
+        )
         to_send, half.early_replies = self._loop.to_send(self, half.messages, grid)
         return to_send
 
@@ -539,21 +418,13 @@ class Strategy(RunView, FlowerFedAvg):
         if not messages or not self.run.synchronises:
             return self.send_tests(messages, grid)
         replies = train_synchronised(self.run, messages, grid)
-        return self._note_delivery(messages, replies)
+        return self.run.round.note_delivery(messages, replies)
 
     def send_tests(self, messages: Iterable[Message], grid: Grid) -> Sequence[Message]:
         """Send messages that need no exchanges, and return the replies in time."""
         messages = list(messages)
         replies = polling(grid).receive(messages, timeout=self.run.start.timeout)
-        return self._note_delivery(messages, replies)
-
-    def _note_delivery(
-        self, messages: Sequence[Message], replies: Sequence[Message]
-    ) -> Sequence[Message]:
-        # A user's class may leave out messages before, and replies after this call.
-        sent_to = frozenset(message.metadata.dst_node_id for message in messages)
-        self.run.round.delivery = sent_to, replies
-        return replies
+        return self.run.round.note_delivery(messages, replies)
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
@@ -567,7 +438,8 @@ class Strategy(RunView, FlowerFedAvg):
                 other than our ``start`` raise it here, in the last round, or in the
                 second round if the number of rounds is unknown.
         """
-        read = self._read("configure_train", server_round, replies)
+        self._refresh()
+        read = read_half(self.run, self, "configure_train", server_round, replies)
         self._loop.end_training(self)
         return read or (None, None)
 
@@ -577,64 +449,27 @@ class Strategy(RunView, FlowerFedAvg):
         """Return the evaluation messages if due, after a re-estimation if necessary."""
         refuse_own_keys(config=config)
         played = play_tests(self.run, server_round, arrays, config, grid)
-        return self._open("configure_evaluate", server_round, played, arrays).messages
+        self._refresh()
+        half = self._loop.open_half(
+            self, "configure_evaluate", server_round, played, arrays
+        )
+        return half.messages
 
     def aggregate_evaluate(
         self, server_round: int, replies: Iterable[Message]
     ) -> MetricRecord | None:
         """Average the clients' metrics, and report the metrics of each client."""
-        metrics: MetricRecord | None = self._read(
-            "configure_evaluate", server_round, replies
+        self._refresh()
+        metrics: MetricRecord | None = read_half(
+            self.run, self, "configure_evaluate", server_round, replies
         )
         self._loop.end_tests(self, server_round)
         return metrics
 
     def end_round(self, server_round: int, server_test: MetricRecord | None) -> None:
         """End a round after the server's own test, if any. ``start`` calls this."""
-        self.run.options = self._options()
+        self._refresh()
         close_round(self.run, server_round, server_test)
-
-    def _open(
-        self, configure: str, server_round: int, played: Played, arrays: ArrayRecord
-    ) -> Half:
-        """Run one half of a round up to its messages."""
-        half = self.run.round.half
-        if half is not None and half.was_left(arrays):
-            self._read(half.configure, half.server_round, [])
-            self._loop.end_training(self)
-        self._follow_recording()
-        self.run.options = self._options()
-        self.run.round.delivery = None
-        half = Half(configure, server_round, played, next(played), arrays)
-        self.run.round.half = half
-        return half
-
-    def _read(
-        self, configure: str, server_round: int, replies: Iterable[Message]
-    ) -> Any:
-        """Run one half of a round to its end, and return its result.
-
-        The result is None if the half never began.
-
-        Raises:
-            ConfigError: the user's own method ``configure`` did not call the strategy's
-                method in this round.
-        """
-        self.run.options = self._options()
-        half, self.run.round.half = self.run.round.half, None
-        opened = (half.configure, half.server_round) if half else None
-        if half is None or opened != (configure, server_round) or not self.reports:
-            # Nothing to read: a user's class may ask no client in a round.
-            if [*replies] or not self.reports:
-                raise ConfigError(
-                    f"{configure} of {type(self).__name__} did not call"
-                    f" super().{configure}(): call it, and remove the messages that you"
-                    " do not want from its result"
-                )
-            return None
-        if half.early_replies:
-            replies = [*half.early_replies, *replies]
-        return half.played.send(replies)
 
     # --- checkpoints -------------------------------------------------------------------
 
@@ -663,35 +498,3 @@ class Strategy(RunView, FlowerFedAvg):
         self.prepare(arrays, start.num_rounds, start.timeout)
         self.run.reports = reports
         return testing.completed(self.run, arrays)
-
-
-def _shown(kind: type[Strategy]) -> inspect.Signature:
-    """Return all arguments of a class without a constructor of its own."""
-    made = kind.combination.signature(kind.like)
-    others = []
-    for one in inspect.signature(Strategy.__init__).parameters.values():
-        if one.kind is _BY_NAME and one.name != "combination":
-            others.append(one)
-    return made.replace(parameters=[*made.parameters.values(), *others])
-
-
-def _hint(name: str, combination: Combination) -> str:
-    """Return a text that names a similar argument, or the methods that have this one.
-
-    Python cannot suggest these names, because only ``Params`` contains them.
-    """
-    known = [*combination.Params.model_fields, *_shown(Strategy).parameters]
-    near = difflib.get_close_matches(name, known, n=1)
-    if near:
-        return f". Did you mean {near[0]!r}?"
-    others = [
-        kind.name for kind in _below(Strategy) if name in kind.Params.model_fields
-    ]
-    return f": it is an argument of {', '.join(others)}" if others else ""
-
-
-def _below(kind: type[Strategy]) -> Iterator[type[Strategy]]:
-    """Yield the subclasses of a class, and theirs."""
-    for below in kind.__subclasses__():
-        yield below
-        yield from _below(below)

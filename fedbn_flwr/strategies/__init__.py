@@ -24,6 +24,7 @@ from fedbn_flwr.errors import ConfigError, unknown_name
 from fedbn_flwr.messages.hook_context import HookContext
 from fedbn_flwr.messages.protocol import PREFIX, Key
 from fedbn_flwr.problems import Known, Problem, found_problems, tell
+from fedbn_flwr.server.methods.arguments import Combination
 from fedbn_flwr.server.methods.check_combinations import why_not_combined
 from fedbn_flwr.server.methods.method import (
     Ask,
@@ -34,7 +35,7 @@ from fedbn_flwr.server.methods.method import (
 from fedbn_flwr.server.methods.options import OPTIONS
 from fedbn_flwr.server.methods.params import setting
 from fedbn_flwr.server.methods.travels import ALL, BATCHNORM, TRACKED, Extra, Travels
-from fedbn_flwr.server.strategy import Combination, Strategy
+from fedbn_flwr.server.strategy import Strategy
 from fedbn_flwr.strategies.fedavg import FedAvgMethod
 from fedbn_flwr.training.client_hook import ClientHook
 
@@ -116,8 +117,8 @@ __all__ = [
 
 Kind = Method[Any, Any]
 _PACKAGE = "fedbn_flwr."
-StrategyClass = type[Strategy] | Combination
-"""A strategy without settings: a class, or the result of ``combined``."""
+StrategyClass = type[Strategy]
+"""A strategy without settings."""
 
 # Combined methods act in this order: a method that restores entries comes after a
 # method with a server step.
@@ -278,8 +279,6 @@ def combined(*strategies: StrategyClass) -> StrategyClass:
 
 def _overrides(strategy: StrategyClass) -> list[str]:
     """Return the names that a user's classes define in addition to the method."""
-    if isinstance(strategy, Combination):
-        return []
     names: set[str] = set()
     for base in strategy.__mro__:
         if not issubclass(base, Strategy) or base.__module__.startswith(_PACKAGE):
@@ -307,8 +306,8 @@ def _rank(kind: type[Kind]) -> tuple[int, int, str]:
 
 # Cache the combination, so that combined(A, B) is combined(B, A).
 @functools.cache
-def _combined(kinds: tuple[type[Kind], ...]) -> Combination:
-    """Return the combination of sorted methods.
+def _combined(kinds: tuple[type[Kind], ...]) -> StrategyClass:
+    """Return the strategy of sorted methods.
 
     Raises:
         ConfigError: two of the methods cannot be combined.
@@ -329,7 +328,14 @@ def _combined(kinds: tuple[type[Kind], ...]) -> Combination:
         if below == [one]:
             bases.append(one)
     title = "And".join(kind.__name__.removesuffix("Method") for kind in kinds)
-    return Combination(kinds, create_model(f"{title}Params", __base__=tuple(bases)))
+    params_of_all = create_model(f"{title}Params", __base__=tuple(bases))
+
+    class Combined(Strategy):
+        """Several methods as one strategy, made by ``combined``."""
+
+        method = Combination(kinds, params_of_all)
+
+    return Combined
 
 
 def make_hooks(names: Collection[str], context: HookContext) -> dict[str, ClientHook]:

@@ -20,10 +20,10 @@ from fedbn_flwr.batchnorm.averaging import (
     State,
     SumAhead,
     average,
-    check_state,
     to_shares,
     weighted_sum,
 )
+from fedbn_flwr.batchnorm.check_state import check_state
 from fedbn_flwr.batchnorm.parts import split_state
 from fedbn_flwr.batchnorm.reestimation import Moments, merge, pool
 from fedbn_flwr.batchnorm.sync import combine

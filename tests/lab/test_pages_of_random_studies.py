@@ -24,6 +24,7 @@ from fedbn_flwr.lab import report_pictures as pictures
 from fedbn_flwr.lab.advice import verdict
 from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.finished_runs import sites
+from fedbn_flwr.lab.output import site_tests
 from fedbn_flwr.lab.output.site_tests import SiteTest
 from fedbn_flwr.lab.report import write_report
 from fedbn_flwr.lab.run_files import RunFiles
@@ -98,8 +99,11 @@ def claims_of(
     """Write the pages of a study, and return their established differences."""
     draw = np.random.default_rng(seed)
     tests = dict(zip(RUNS, drawn(draw), strict=True))
-    found = lambda folder, metric: dict(enumerate(tests[folder.name]))  # noqa: E731
-    patch.setattr(sites, "_tests", found)
+    numbered = {
+        name: [replace(one, client=at) for at, one in enumerate(own)]
+        for name, own in tests.items()
+    }
+    patch.setattr(sites, "_tests", lambda folder, again: numbered[folder.name])
     for name in RUNS[:3]:
         written(template, out / name, tests[name])
     text = html.unescape(write_report(out / "a").read_text())
@@ -158,7 +162,7 @@ def check(count: int, template: Path, out: Path, patch: pytest.MonkeyPatch) -> N
 def test_pages_of_a_few_studies_claim_little(
     template: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sites, "_RESAMPLES", 25)
+    monkeypatch.setattr(site_tests, "_RESAMPLES", 25)
     check(5, template, tmp_path, monkeypatch)
 
 
@@ -167,5 +171,5 @@ def test_pages_of_a_few_studies_claim_little(
 def test_pages_of_200_studies_claim_little(
     template: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sites, "_RESAMPLES", 50)
+    monkeypatch.setattr(site_tests, "_RESAMPLES", 50)
     check(200, template, tmp_path, monkeypatch)

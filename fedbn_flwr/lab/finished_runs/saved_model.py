@@ -25,7 +25,7 @@ from fedbn_flwr.lab.files import CONFIG_FILE, refuse_no_run, site_names_of
 from fedbn_flwr.lab.output.folder import RunFolder
 from fedbn_flwr.lab.output.summary import ModelDescription
 from fedbn_flwr.lab.setup import in_memory_format
-from fedbn_flwr.site_names import with_name
+from fedbn_flwr.messages.site_names import with_name
 
 # value in the metadata for a part of the model that the server has
 GLOBAL = "global"

@@ -19,6 +19,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 from torch import nn
 
@@ -33,6 +34,9 @@ from fedbn_flwr.lab.models import code_changed, code_sha256
 from fedbn_flwr.lab.output.folder import PLACES, RunFolder, changed_settings
 from fedbn_flwr.lab.output.summary import versions
 from fedbn_flwr.lab.partitioned.counts import refuse_other_data
+from fedbn_flwr.messages.protocol import Continuity
+from fedbn_flwr.messages.records import views
+from fedbn_flwr.strategies import Strategy
 
 logger = logging.getLogger("flwr")
 
@@ -283,6 +287,121 @@ class Checkpoints:
 
     def _path(self, server_round: int) -> Path:
         return self.folder / f"round-{server_round:06d}.safetensors"
+
+
+class CheckpointManager:
+    """Saves checkpoints during a run.
+
+    Args:
+        checkpoints: the checkpoints of the run's folder.
+        config: the resolved config.
+        strategy: the strategy to save; it is restored from ``saved``.
+        saved: the checkpoint to resume from.
+
+    Attributes:
+        checkpoints: as given.
+        continuity: the run and its saved rounds, for clients with a state folder.
+        resumed_after: the rounds after which the run was resumed so far.
+
+    Raises:
+        ConfigError: clients kept their local state in memory only, so the state is lost.
+    """
+
+    def __init__(
+        self,
+        checkpoints: Checkpoints,
+        config: Config,
+        strategy: Strategy,
+        saved: Checkpoint | None,
+    ) -> None:
+        self.checkpoints = checkpoints
+        self._config = config
+        self._strategy = strategy
+        self._warned: set[str] = set()
+        # The state of the run after the last complete round. It is None without
+        # checkpoints, and before the first complete round after a start or a resume.
+        self._whole: Checkpoint | None = None
+        self._run = uuid4().hex[:16]
+        self.resumed_after: list[int] = []
+        if saved:
+            volatile = saved.strategy["kept"]["volatile"]
+            if volatile:
+                raise NotResumableError(
+                    f"cannot resume: client(s) {', '.join(volatile)} kept their local"
+                    " state in memory only, and it is lost. Give runs of this strategy"
+                    " a state folder (state-dir) from the start."
+                )
+            after = saved.server_round
+            logger.info("resumed after round %d from %s", after, checkpoints.folder)
+            strategy.load_state_dict(saved.strategy, after)
+            checkpoints.set_aside_after(after)
+            self._run = saved.run
+            self.resumed_after = [*saved.resumed_after, after]
+        self.continuity = self._continuity()
+
+    def after_round(
+        self, server_round: int, stopping: EarlyStopping | None = None
+    ) -> None:
+        """Save a checkpoint if one is due, and warn of clients without state files."""
+        if self._config.series:
+            what = f"series={self._config.series} has no effect for them"
+            self._warn_of_volatile(what)
+        if not self._config.checkpoint_every:
+            return
+        self._whole = self._checkpoint(server_round)
+        last = server_round == self._config.num_server_rounds
+        last = last or self._strategy.stops_after(server_round)
+        if self.checkpoints.due(server_round, last, stopping):
+            self._save(self._whole, stopping)
+
+    def on_signal(self, stopping: EarlyStopping | None = None) -> None:
+        """Save the last complete round, if a signal ends the run within a round."""
+        if self._whole and self._whole.server_round not in self.checkpoints.rounds:
+            self._save(self._whole, stopping)
+
+    def after_run(self, stopping: EarlyStopping | None = None) -> None:
+        """Save the last round's checkpoint, unless ``after_round`` has done so."""
+        # ``after_round`` saves the planned last round, but early stopping may end the
+        # run before it.
+        if not self._strategy.reports:
+            return
+        last = self._strategy.reports[-1].server_round
+        if last in self.checkpoints.rounds:
+            return
+        if self.checkpoints.due(last, True, stopping):
+            self._save(self._checkpoint(last), stopping)
+
+    def _checkpoint(self, server_round: int) -> Checkpoint:
+        """Return the current state of the run."""
+        # Do not copy the arrays, because a round makes new arrays and states.
+        state = views(self._strategy.run.arrays)
+        strategy = self._strategy.state_dict()
+        return Checkpoint(server_round, state, strategy, self._run, self.resumed_after)
+
+    def _save(self, checkpoint: Checkpoint, stopping: EarlyStopping | None) -> None:
+        self.checkpoints.save(checkpoint, stopping)
+        self.continuity = self._continuity()
+        self._warn_of_volatile("this run cannot be resumed")
+
+    def _warn_of_volatile(self, what: str) -> None:
+        """Warn about clients that keep local state in memory only, if there are any.
+
+        Args:
+            what: the consequence; each consequence is reported once.
+        """
+        volatile = self._strategy.run.kept.volatile
+        if volatile and what not in self._warned:
+            self._warned.add(what)
+            logger.warning(
+                "client(s) %s keep their local state in memory only: %s. Set state-dir,"
+                " in the run's config or in each node's.",
+                ", ".join(self._strategy.run.nodes.shown(sorted(volatile))),
+                what,
+            )
+
+    def _continuity(self) -> Continuity:
+        series = self._config.series or self._run
+        return Continuity(series, self._run, tuple(self.checkpoints.rounds))
 
 
 def _rounds(folder: Path) -> list[int]:

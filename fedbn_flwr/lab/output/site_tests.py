@@ -38,12 +38,12 @@ from fedbn_flwr.lab.partitioned.counts import names_of
 from fedbn_flwr.lab.partitioned.partitioned_data import PartitionedData
 from fedbn_flwr.lab.setup import on_device
 from fedbn_flwr.messages.records import tensors
+from fedbn_flwr.messages.site_names import texts_of
 from fedbn_flwr.server.methods.params import RECALIBRATED, TEST_BN
 from fedbn_flwr.server.methods.shared_bn import SHARED_BN
 from fedbn_flwr.server.rounds.testing import completing_entries
 from fedbn_flwr.server.runs.failures import shortened
 from fedbn_flwr.server.runs.run_state import Run
-from fedbn_flwr.site_names import texts_of
 from fedbn_flwr.strategies import Strategy
 from fedbn_flwr.training.evaluation import evaluate
 from fedbn_flwr.training.metrics import confusion, dice, mean_iou

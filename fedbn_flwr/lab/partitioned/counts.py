@@ -13,7 +13,7 @@ from fedbn_flwr.lab.data import is_own, own_sha256, partition_counts, partition_
 from fedbn_flwr.lab.data.own.request import shown
 from fedbn_flwr.lab.files import read_json
 from fedbn_flwr.lab.partitioned.partitioned_data import PartitionedData, sites_of_tests
-from fedbn_flwr.site_names import with_name
+from fedbn_flwr.messages.site_names import with_name
 
 # largest number of clients and of classes in a text
 _MOST = 20

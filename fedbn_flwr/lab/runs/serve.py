@@ -20,7 +20,11 @@ from fedbn_flwr.batchnorm.parts import fixed_entries, tied_entries
 from fedbn_flwr.errors import ConfigError, DataError, DivergedError, EngineError
 from fedbn_flwr.lab.config import CENTRALIZED, Config, data_of, method_of
 from fedbn_flwr.lab.data import is_own
-from fedbn_flwr.lab.output.checkpoint import StartingPoint, starting_point
+from fedbn_flwr.lab.output.checkpoint import (
+    CheckpointManager,
+    StartingPoint,
+    starting_point,
+)
 from fedbn_flwr.lab.output.folder import PRIVACY, RunFolder, lock_folder
 from fedbn_flwr.lab.output.result_writer import OnRound
 from fedbn_flwr.lab.output.tests_table import GLOBAL_TESTS
@@ -42,7 +46,7 @@ from fedbn_flwr.lab.runs.check_start import (
     moved_buffers,
     refuse_too_few_clients,
 )
-from fedbn_flwr.lab.runs.folder_listener import CheckpointManager, FolderListener
+from fedbn_flwr.lab.runs.folder_listener import FolderListener
 from fedbn_flwr.lab.setup import (
     client_tests,
     initialise,

@@ -9,7 +9,7 @@ Read the modules in this order:
 - ``options``: options that every method can have; ``momentum`` and ``shared_bn`` are
   two of them.
 - ``moment_pool``: the clients' moments by layer, for methods that pool statistics.
-- ``arguments``: the arguments of a strategy, made from its settings.
+- ``arguments``: the methods of a strategy, and their settings as its arguments.
 - ``together``: the methods of one run, used as one method.
 
 The modules ``check_*`` derive from the declarations what a method refuses:

@@ -35,10 +35,10 @@ from fedbn_flwr.batchnorm.parts import Parts, entry_name
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.messages.hook_context import HookFactory
 from fedbn_flwr.messages.protocol import ReplyInfo
+from fedbn_flwr.messages.site_names import with_name
 from fedbn_flwr.problems import Problem
 from fedbn_flwr.server.methods.params import Params
 from fedbn_flwr.server.methods.travels import ALL, Travels
-from fedbn_flwr.site_names import with_name
 
 __all__ = [
     "ROLES",
@@ -100,6 +100,10 @@ class Node:
     def order(self) -> tuple[bool, int, int]:
         """Sorting key by partition id. Nodes without one come last, by node id."""
         return self.partition_id is None, self.partition_id or 0, self.node_id
+
+    def __lt__(self, other: Node) -> bool:
+        """Return whether this node comes first when nodes are sorted."""
+        return self.order < other.order
 
     def __str__(self) -> str:
         """Return the name of the node in messages."""

@@ -132,7 +132,7 @@ def in_order(
     # A reply waits for the replies before it, while later clients still work.
     due: deque[Node] = deque()
     if all(node.partition_id is not None for node in sent.nodes):
-        due.extend(sorted(sent.nodes, key=lambda node: node.order))
+        due.extend(sorted(sent.nodes))
     for message in replies:
         node_id = message.metadata.src_node_id
         if node_id not in asked:

@@ -54,7 +54,6 @@ from fedbn_flwr.messages.records import Traffic, views
 from fedbn_flwr.server.methods.method import Node
 from fedbn_flwr.server.methods.moment_pool import pooled_statistics, unmeasured
 from fedbn_flwr.server.rounds.dispatch import (
-    Sent,
     address,
     in_order,
     raise_shared_test_error,
@@ -109,16 +108,12 @@ def _ask(
     # Statistics for the method count as training traffic, others as test traffic.
     traffic = report.train if run.methods.reestimates else report.evaluate
 
-    config = run.message_config(report.server_round).write()
-    sent = address(run, nodes, STATISTICS_QUERY, arrays, config, traffic)
-    replies = list(grid.send_and_receive(sent.messages, timeout=run.start.timeout))
-
     def decode(state: State) -> Mapping[str, Moments]:
         return decode_moments(state, before, run.parts)
 
-    good, refused = _read(run, sent, replies, traffic, decode)
-    raise_shared_test_error(run, sent, refused)
-    _refuse_apps_without_answer(run, replies)
+    good, refused = _answers(run, nodes, arrays, grid, traffic, decode)
+    if not good:
+        _refuse_apps_without_answer(run, refused)
 
     # Merge the moments in the order of partition ids.
     moments = [reply.read for reply in good]
@@ -147,18 +142,32 @@ def _ask(
     }
 
 
-def _read(
+def _answers(
     run: Run,
-    sent: Sent,
-    replies: Sequence[Message],
+    nodes: Sequence[Node],
+    arrays: ArrayRecord,
+    grid: Grid,
     traffic: Traffic,
     decode: Callable[[State], Answer],
+    asks: Mapping[str, Any] | None = None,
 ) -> tuple[list[Usable[Answer]], list[Refused]]:
-    """Return the usable and the refused answers, in the order of partition ids.
+    """Send a query of statistics, and return the usable and the refused answers.
 
-    Replies that cannot be decoded are skipped, because a single bad reply must not
-    spoil the sum.
+    They are in the order of partition ids. Answers that cannot be decoded are refused,
+    because a single bad answer must not spoil the sum.
+
+    Args:
+        run: the run.
+        nodes: the nodes to ask.
+        arrays: the model.
+        grid: all nodes.
+        traffic: the counter of the bytes.
+        decode: returns the answer in the arrays of a reply.
+        asks: further entries of the query's config.
     """
+    config = {**run.message_config(run.report.server_round).write(), **(asks or {})}
+    sent = address(run, nodes, STATISTICS_QUERY, arrays, config, traffic)
+    replies = grid.send_and_receive(sent.messages, timeout=run.start.timeout)
 
     def read(node: Node, message: Message) -> Answer:
         # This refuses a reply without a count, even if counts do not weight the models.
@@ -169,7 +178,10 @@ def _read(
             traffic.count_up(size)
         return answer
 
-    return read_replies(in_order(run, sent, replies), read, run.report, "statistics")
+    received = in_order(run, sent, replies)
+    good, refused = read_replies(received, read, run.report, "statistics")
+    raise_shared_test_error(run, sent, refused)
+    return good, refused
 
 
 def collect_class_moments(run: Run, arrays: ArrayRecord, grid: Grid) -> None:
@@ -184,15 +196,12 @@ def collect_class_moments(run: Run, arrays: ArrayRecord, grid: Grid) -> None:
     """
     nodes = _nodes_with_data(run, grid)
     report, before = run.report, views(arrays)
-    config = run.message_config(report.server_round).write() | {CLASS_MOMENTS: True}
-    sent = address(run, nodes, STATISTICS_QUERY, arrays, config, report.evaluate)
-    replies = list(grid.send_and_receive(sent.messages, timeout=run.start.timeout))
 
     def decode(state: State) -> ClassMoments:
         return decode_moments_of_classes(state, before)
 
-    good, refused = _read(run, sent, replies, report.evaluate, decode)
-    raise_shared_test_error(run, sent, refused)
+    asks: dict[str, Any] = {CLASS_MOMENTS: True}
+    good, _ = _answers(run, nodes, arrays, grid, report.evaluate, decode, asks)
     moments = [reply.read for reply in good]
     # Clients with another number of classes have another model.
     same = len({len(one.counts) for one in moments}) == 1
@@ -208,13 +217,13 @@ def collect_class_moments(run: Run, arrays: ArrayRecord, grid: Grid) -> None:
     )
 
 
-def _refuse_apps_without_answer(run: Run, replies: Sequence[Message]) -> None:
+def _refuse_apps_without_answer(run: Run, refused: Sequence[Refused]) -> None:
     """Raise ClientPartError if no app can answer and the method needs the statistics.
 
-    Otherwise the method would use the initial statistics.
+    Otherwise the method would use the initial statistics. ``refused`` are all answers.
     """
-    failed = [reply for reply in replies if reply.has_error() and is_app_error(reply)]
-    if not run.methods.reestimates or not failed or len(failed) < len(replies):
+    failed = [one.message for one in refused if is_app_error(one.message)]
+    if not run.methods.reestimates or not failed or len(failed) < len(refused):
         return
     if lacks_function(failed[0], STATISTICS_QUERY):
         raise ClientPartError(

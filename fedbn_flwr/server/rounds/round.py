@@ -3,18 +3,19 @@
 ``play_training`` and ``play_tests`` are generators, because Flower returns to its
 caller between sending messages and reading replies: each yields the messages, receives
 the replies, and yields the result. Each half of the round has its own generator,
-because a user's class may leave out a half. ``server.strategy`` runs the generators in
-each of Flower's loops.
+because a user's class may leave out a half. ``open_half`` runs a generator up to its
+messages, and ``read_half`` runs it to its end.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Iterable
 from typing import Any
 
-from flwr.app import ArrayRecord, ConfigRecord, MetricRecord
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
 
+from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.messages.records import to_record
 from fedbn_flwr.server.rounds.dispatch import NOTHING, in_order
 from fedbn_flwr.server.rounds.recalibration import reestimate_before_tests
@@ -41,9 +42,16 @@ from fedbn_flwr.server.runs.failures import (
     note_losses,
     with_refusals,
 )
-from fedbn_flwr.server.runs.run_state import Run
+from fedbn_flwr.server.runs.run_state import Half, Run
 
-__all__ = ["Played", "close_round", "play_tests", "play_training"]
+__all__ = [
+    "Played",
+    "close_round",
+    "open_half",
+    "play_tests",
+    "play_training",
+    "read_half",
+]
 
 Played = Generator[Any, Any, None]
 
@@ -127,3 +135,48 @@ def close_round(run: Run, number: int, server_test: MetricRecord | None) -> None
         run.options.on_round_end(
             number, completed(run, run.arrays), dict(run.round.metrics)
         )
+
+
+def open_half(
+    run: Run, configure: str, number: int, played: Played, arrays: ArrayRecord
+) -> Half:
+    """Run one half of a round up to its messages.
+
+    Args:
+        run: the run.
+        configure: name of the strategy's method that makes the messages.
+        number: the round.
+        played: the generator of the half.
+        arrays: the model, as the loop passed it.
+    """
+    run.round.delivery = None
+    half = Half(configure, number, played, next(played), arrays)
+    run.round.half = half
+    return half
+
+
+def read_half(
+    run: Run, strategy: object, configure: str, number: int, replies: Iterable[Message]
+) -> Any:
+    """Run one half of a round to its end, and return its result.
+
+    The result is None if the half never began.
+
+    Raises:
+        ConfigError: the method ``configure`` of the user's ``strategy`` did not call
+            the method of this package in this round.
+    """
+    half, run.round.half = run.round.half, None
+    opened = (half.configure, half.server_round) if half else None
+    if half is None or opened != (configure, number) or not run.reports:
+        # Nothing to read: a user's class may ask no client in a round.
+        if [*replies] or not run.reports:
+            raise ConfigError(
+                f"{configure} of {type(strategy).__name__} did not call"
+                f" super().{configure}(): call it, and remove the messages that you do"
+                " not want from its result"
+            )
+        return None
+    if half.early_replies:
+        replies = [*half.early_replies, *replies]
+    return half.played.send(replies)

@@ -14,7 +14,6 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricReco
 from flwr.serverapp import Grid
 
 from fedbn_flwr.batchnorm.averaging import State
-from fedbn_flwr.batchnorm.parts import Part, affine_elsewhere
 from fedbn_flwr.messages.records import to_record
 from fedbn_flwr.server.methods.method import Node
 from fedbn_flwr.server.methods.params import RECALIBRATED
@@ -138,88 +137,6 @@ def tested_by_server(run: Run, number: int, arrays: ArrayRecord) -> ArrayRecord:
             number,
         )
     return completed(run, arrays)
-
-
-def warn_of_affine_elsewhere(run: Run) -> None:
-    """Warn, before the first round, about entries that may be gamma and beta.
-
-    The entries have other names than gamma and beta, so they are treated like weights.
-    """
-    found = affine_elsewhere(run.parts, run.start.shapes)
-    if not found:
-        return
-    path, names = next(iter(found.items()))
-    logger.warning(
-        "BatchNorm layer %r has no gamma and beta of its own, but %s next to it has the"
-        " same number of channels (%d such layers). Strategy %r treats them like any"
-        " other weight. If they are the layer's gamma and beta, give the strategy"
-        " parts=split_state(model), which looks at the module that owns the layer. If"
-        " it does not find them, pass parts in which `entries` of the layer names"
-        " them (dataclasses.replace).",
-        path,
-        " and ".join(f"'{name}'" for name in names),
-        len(found),
-        run.methods.name,
-    )
-
-
-def warn_of_initial_values(run: Run) -> None:
-    """Warn, before the first round, if local entries are not averaged for tests."""
-    stay = run.local_entries
-    if SHARED_BN in run.methods.tests or not stay:
-        return
-    advice = "evaluation on the clients tests each client with its own values."
-    # If the clients keep the whole model, there is no global model, and an average
-    # cannot complete it.
-    if Part.REST not in run.methods.local:
-        average = "eval_on='averaged-bn' uses the average of the clients' values there;"
-        advice = f"{average} {advice}"
-    # A protection refuses this average, and does not ask clients for tests.
-    if not run.protection.publishes_metrics:
-        advice = "Each client can test its own model in its training function."
-    logger.warning(
-        "strategy %r keeps %d of the model's entries with its clients (%r, ...): in"
-        " evaluate_fn and in the final arrays they have their initial values, which are"
-        " not trained. %s",
-        run.methods.name,
-        len(stay),
-        stay[0],
-        advice,
-    )
-
-
-def warn_of_own_start(run: Run) -> None:
-    """Warn that only the package's ``start`` completes the tested and final model.
-
-    Another ``start`` does not collect class moments either.
-    """
-    if SHARED_BN in run.methods.tests or run.methods.reestimates:
-        logger.warning(
-            "strategy %r re-estimates or averages BN entries for tests, but this run"
-            " uses your own start(). In your start(), evaluate_fn and the result lack"
-            " these entries. After configure_evaluate, call"
-            " strategy.for_evaluate_fn(server_round, arrays), because it returns the"
-            " model with them, or pass on_round_end= to the strategy.",
-            run.methods.name,
-        )
-    if run.methods.whole.class_moments:
-        logger.warning(
-            "class_moments=True has no effect, because this run uses your own start()."
-            " Use the start() of the strategy."
-        )
-
-
-def warn_of_own_aggregation(run: Run) -> None:
-    """Warn that an overridden ``aggregate_train`` receives an incomplete model."""
-    if SHARED_BN in run.methods.tests or run.methods.reestimates:
-        logger.warning(
-            "strategy %r re-estimates or averages BN entries for tests after"
-            " aggregate_train. The model that your own aggregate_train gets from"
-            " super() has the initial values of these entries. To save or test the model, take"
-            " the arrays of on_round_end=, an argument of the strategy, or"
-            " strategy.for_evaluate_fn(server_round, arrays) after configure_evaluate.",
-            run.methods.name,
-        )
 
 
 def warn_of_nothing_shared(run: Run) -> None:

@@ -205,7 +205,7 @@ def sum_ahead(
     # If the messages are a list, all replies have arrived, and one pass over all of
     # them is faster.
     together = len(sent.nodes) if isinstance(messages, list) else _TOGETHER
-    nodes = sorted(sent.nodes, key=lambda node: node.order)
+    nodes = sorted(sent.nodes)
     weights = {node.node_id: node.num_examples or 0 for node in nodes}
     kind, key = facts.travels.weights, run.options.weighted_by_key
     if kind == "equal":

@@ -26,9 +26,9 @@ from fedbn_flwr.errors import (
     NothingTrainedError,
 )
 from fedbn_flwr.messages.protocol import NUM_EXAMPLES
+from fedbn_flwr.messages.site_names import with_name
 from fedbn_flwr.server.runs.round_outcome import RoundOutcome, listed
 from fedbn_flwr.server.runs.run_state import Run
-from fedbn_flwr.site_names import with_name
 
 logger = logging.getLogger("flwr")
 

@@ -33,9 +33,9 @@ from fedbn_flwr.errors import (
 )
 from fedbn_flwr.messages.packing import FORMAT
 from fedbn_flwr.messages.protocol import SERVER_ROUND, NodeProperties, ReplyInfo
+from fedbn_flwr.messages.site_names import fault_of, with_name
 from fedbn_flwr.messages.versions import differences, own_versions
 from fedbn_flwr.server.methods.method import Node
-from fedbn_flwr.site_names import fault_of, with_name
 from fedbn_flwr.training.randomness import derive_seed, numpy_generator
 from fedbn_flwr.transport.polling_grid import ImmediateGrid, over_network
 
@@ -133,7 +133,7 @@ class NodeRegistry:
         if new:
             self._join(grid, new)
         known = [self._nodes[node_id] for node_id in node_ids if node_id in self._nodes]
-        self._last_nodes = sorted(known, key=lambda node: node.order)
+        self._last_nodes = sorted(known)
         # A node that is still unknown is asked again at the next call.
         self._last_ids = node_ids if len(known) == len(node_ids) else []
         return self._last_nodes
@@ -243,7 +243,7 @@ class NodeRegistry:
     @property
     def names(self) -> dict[str, str]:
         """The names of the sites by label, in the order of partition ids."""
-        nodes = sorted(self._nodes.values(), key=lambda node: node.order)
+        nodes = sorted(self._nodes.values())
         return {node.label: node.name for node in nodes if node.name}
 
     def shown(self, labels: Iterable[str]) -> list[str]:
@@ -281,7 +281,7 @@ class NodeRegistry:
     def _warn_of_shared_names(self, new: Collection[Node]) -> None:
         """Warn if a new node has the name of another node."""
         by_name: dict[str, dict[str, Node]] = {}
-        for node in sorted(self._nodes.values(), key=lambda node: node.order):
+        for node in sorted(self._nodes.values()):
             if node.name and node.node_id in self._connected:
                 by_name.setdefault(node.name, {})[node.label] = node
         for nodes in by_name.values():
@@ -434,7 +434,7 @@ class NodeRegistry:
         distinct: dict[int, Node] = {}
         # Use a fixed order instead of the order of arrival, because the order decides
         # which of two nodes is left out.
-        for node in sorted(nodes.values(), key=lambda node: node.order):
+        for node in sorted(nodes.values()):
             problem = self._conflict(node, holders)
             if problem is None:
                 distinct[node.node_id] = node

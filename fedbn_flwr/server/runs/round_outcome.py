@@ -20,8 +20,8 @@ from fedbn_flwr.messages.protocol import (
     STEPS,
 )
 from fedbn_flwr.messages.records import Traffic, of_kind
+from fedbn_flwr.messages.site_names import with_name
 from fedbn_flwr.server.methods.method import Node
-from fedbn_flwr.site_names import with_name
 from fedbn_flwr.training.tasks import METRICS, quantity_of
 
 logger = logging.getLogger("flwr")

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from flwr.app import ArrayRecord, Message, MetricRecord
+from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
 from flwr.serverapp import Grid
 
-from fedbn_flwr.batchnorm.averaging import State, check_state
+from fedbn_flwr.batchnorm.averaging import State
 from fedbn_flwr.batchnorm.class_moments import ClassMoments
 from fedbn_flwr.batchnorm.parts import (
     LAST_LAYER,
@@ -19,7 +19,7 @@ from fedbn_flwr.batchnorm.parts import (
     equal_entries,
     split_state,
 )
-from fedbn_flwr.errors import ConfigError, ReplyError
+from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.messages.protocol import Continuity, MessageConfig, TrainConfig
 from fedbn_flwr.messages.records import views
 from fedbn_flwr.server.methods.method import Ask, Facts, Node, Reply
@@ -33,7 +33,16 @@ from fedbn_flwr.server.runs.round_outcome import RoundOutcome
 from fedbn_flwr.training.model_state import without_wrappers
 from fedbn_flwr.transport.step_transport import Transport
 
-__all__ = ["Half", "OnReplies", "OnRoundEnd", "Options", "Round", "Run", "Start"]
+__all__ = [
+    "AggregateMetrics",
+    "Half",
+    "OnReplies",
+    "OnRoundEnd",
+    "Options",
+    "Round",
+    "Run",
+    "Start",
+]
 
 # This registry has the number of starts of a strategy on each grid. The clients'
 # Context.state outlasts a start, so a later start tells the clients to discard its
@@ -43,11 +52,10 @@ _STARTS: WeakKeyDictionary[Grid, int] = WeakKeyDictionary()
 
 logger = logging.getLogger("flwr")
 
-# In quantisation-aware training, torch's observers add entries to the state. The names
-# of these entries end in one of these texts.
-_OBSERVED = ("activation_post_process.min_val", "activation_post_process.max_val")
-
-Average = Callable[..., MetricRecord]
+AggregateMetrics = Callable[[list[RecordDict], str], MetricRecord]
+"""Merges the replies' metric records into one, as in Flower; the second argument is the
+key of the weights.
+"""
 OnReplies = Callable[[int, Sequence[Reply], State, State], None]
 OnRoundEnd = Callable[[int, ArrayRecord, Mapping[str, MetricRecord]], None]
 
@@ -68,8 +76,8 @@ class Options:
     weighted_by_key: str
     arrays_key: str
     config_key: str
-    average_train_metrics: Average
-    average_test_metrics: Average
+    average_train_metrics: AggregateMetrics
+    average_test_metrics: AggregateMetrics
     on_replies: OnReplies | None = None
     on_round_end: OnRoundEnd | None = None
     frees_replies: bool = False
@@ -171,6 +179,15 @@ class Round:
     metrics: dict[str, MetricRecord] = field(default_factory=dict)
     half: Half | None = None
     delivery: tuple[frozenset[int], Sequence[Message]] | None = None
+
+    def note_delivery(
+        self, messages: Sequence[Message], replies: Sequence[Message]
+    ) -> Sequence[Message]:
+        """Store the receivers of these messages, and return the replies."""
+        # A user's class may leave out messages before, and replies after this call.
+        sent_to = frozenset(message.metadata.dst_node_id for message in messages)
+        self.delivery = sent_to, replies
+        return replies
 
 
 @dataclass
@@ -458,27 +475,6 @@ class Run:
         if not self.parts.by_names or not self.local_entries:
             return self.parts
         return replace(self.parts, tied=equal_entries(self.round.before))
-
-    def check_initial(self) -> None:
-        """Raise ConfigError if the initial state is not finite."""
-        # Compare the state with itself, so that only non-finite values can be wrong.
-        try:
-            check_state(self.round.before, self.round.before, self.parts)
-        except ReplyError as error:
-            remedy = (
-                "To keep a constant, such as a mask of -inf, out of the state dict, use"
-                " register_buffer(..., persistent=False)"
-            )
-            if any(name.endswith(_OBSERVED) for name in self.round.before):
-                remedy = (
-                    "The observers of quantisation-aware training start with infinity:"
-                    " pass a batch through the model when it is built, on the server"
-                    " and on the clients, or quantise the trained model"
-                )
-            raise ConfigError(
-                f"initial_arrays: {error}. Every reply with such a value would be"
-                f" refused. {remedy}"
-            ) from None
 
     def saved(self) -> dict[str, Any]:
         """Return the strategy's state for a checkpoint, without the model.

@@ -45,7 +45,7 @@ from fedbn_flwr.lab.data.own.request import COMPLEX, KINDS, OwnData, chosen_task
 from fedbn_flwr.lab.data.readers import Loaded
 from fedbn_flwr.lab.data.samples import UNKNOWN, Samples, Shape
 from fedbn_flwr.lab.own_code import own_function, own_module, sha256_of_code
-from fedbn_flwr.site_names import fault_of_list, with_name
+from fedbn_flwr.messages.site_names import fault_of_list, with_name
 from fedbn_flwr.training.losses import IGNORED_PIXEL
 from fedbn_flwr.training.tasks import CLASSIFICATION, TASKS, Task
 

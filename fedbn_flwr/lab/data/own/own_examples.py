@@ -24,7 +24,7 @@ from fedbn_flwr.lab.data.readers import Loaded
 from fedbn_flwr.lab.data.samples import Samples, Shape
 from fedbn_flwr.lab.data.splits import Indices
 from fedbn_flwr.lab.data.validation import split_off
-from fedbn_flwr.site_names import fault_of_list
+from fedbn_flwr.messages.site_names import fault_of_list
 
 logger = logging.getLogger("flwr")
 

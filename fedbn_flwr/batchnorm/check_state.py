@@ -1,0 +1,81 @@
+"""The check of a state before it is averaged."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from fedbn_flwr.batchnorm.averaging import Array, State
+from fedbn_flwr.batchnorm.parts import Parts
+from fedbn_flwr.errors import NOT_FINITE, STATISTICS_NOT_FINITE, ReplyError
+
+__all__ = ["check_finite", "check_state"]
+
+
+def check_state(state: State, like: State, parts: Parts) -> None:
+    """Raise ReplyError unless a client's state can be averaged.
+
+    Args:
+        state: the client's entries.
+        like: the expected entries, with their shapes and dtypes.
+        parts: the split of the entries; it identifies the running variances.
+
+    Raises:
+        ReplyError: an entry is missing or extra, has another shape or dtype, is not
+            finite, or is a negative running variance. The message has the first two
+            problems, with their values, and the number of further problems.
+    """
+    problems = [f"entry '{name}' is missing" for name in like if name not in state]
+    problems += [
+        f"entry '{name}' was not asked for" for name in state if name not in like
+    ]
+    variances = {var_name for _, var_name in parts.moments()}
+    not_finite = set()
+    for name, expected in like.items():
+        if name not in state:
+            continue
+        array = state[name]
+        if (array.shape, array.dtype) != (expected.shape, expected.dtype):
+            problems.append(_misfit(name, array, expected))
+        elif problem := _not_finite(name, array):
+            problems.append(problem)
+            not_finite.add(name)
+        elif name in variances and state[name].size and float(state[name].min()) < 0:
+            problems.append(
+                f"entry '{name}' has a negative variance, {float(state[name].min())}"
+            )
+    code = NOT_FINITE if not_finite else None
+    if not_finite and not_finite.issubset(parts.statistics):
+        code = STATISTICS_NOT_FINITE
+    if problems:
+        more = f" (and {len(problems) - 2} more)" if len(problems) > 2 else ""
+        raise ReplyError("; ".join(problems[:2]) + more, code=code)
+
+
+def check_finite(state: State, subject: str = "") -> None:
+    """Raise ReplyError for an array with NaN or infinity.
+
+    The message is ``subject``, followed by the name of the first such entry.
+    """
+    for name, array in state.items():
+        if problem := _not_finite(name, array):
+            raise ReplyError(subject + problem, code=NOT_FINITE)
+
+
+def _misfit(name: str, array: Array, expected: Array) -> str:
+    if array.shape != expected.shape:
+        return f"entry '{name}' has shape {array.shape}, expected {expected.shape}"
+    return f"entry '{name}' has dtype {array.dtype}, expected {expected.dtype}"
+
+
+def _not_finite(name: str, array: Array) -> str:
+    # Test the sum of squares first, because it needs no memory. If it is not finite, it
+    # may only have overflowed, so check each value.
+    if (
+        array.dtype.kind not in "fc"
+        or math.isfinite(np.vdot(array, array).real)
+        or np.isfinite(array).all()
+    ):
+        return ""
+    return f"entry '{name}' contains {array[~np.isfinite(array)].flat[0]}"

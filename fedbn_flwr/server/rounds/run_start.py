@@ -1,0 +1,168 @@
+"""The start of a run: its checks, and the warnings before the first round."""
+
+from __future__ import annotations
+
+import logging
+
+from fedbn_flwr.batchnorm.check_state import check_state
+from fedbn_flwr.batchnorm.parts import Part, affine_elsewhere, name_layers
+from fedbn_flwr.errors import ConfigError, ReplyError
+from fedbn_flwr.problems import Known, tell
+from fedbn_flwr.server.methods.check_protections import of_wrapper
+from fedbn_flwr.server.methods.shared_bn import SHARED_BN
+from fedbn_flwr.server.runs.run_state import Run
+
+logger = logging.getLogger("flwr")
+
+# In quantisation-aware training, torch's observers add entries to the state. The names
+# of these entries end in one of these texts.
+_OBSERVED = ("activation_post_process.min_val", "activation_post_process.max_val")
+
+
+def check_initial(run: Run) -> None:
+    """Raise ConfigError if the initial state is not finite."""
+    # Compare the state with itself, so that only non-finite values can be wrong.
+    try:
+        check_state(run.round.before, run.round.before, run.parts)
+    except ReplyError as error:
+        remedy = (
+            "To keep a constant, such as a mask of -inf, out of the state dict, use"
+            " register_buffer(..., persistent=False)"
+        )
+        if any(name.endswith(_OBSERVED) for name in run.round.before):
+            remedy = (
+                "The observers of quantisation-aware training start with infinity:"
+                " pass a batch through the model when it is built, on the server"
+                " and on the clients, or quantise the trained model"
+            )
+        raise ConfigError(
+            f"initial_arrays: {error}. Every reply with such a value would be"
+            f" refused. {remedy}"
+        ) from None
+
+
+def begin(
+    run: Run, *, recorded: bool, completes_tests: bool, own_aggregation: bool
+) -> None:
+    """Check the settings and the model, and begin the run.
+
+    Args:
+        run: the run.
+        recorded: whether a ``RunListener`` records it.
+        completes_tests: whether to warn about BN parts that are not averaged.
+        own_aggregation: whether the user's class overrides ``aggregate_train``.
+
+    Raises:
+        ConfigError: a setting or the model does not fit.
+    """
+    methods = run.methods
+    known = Known(
+        num_rounds=run.start.num_rounds,
+        recorded=recorded,
+        weighted_by_key=run.options.weighted_by_key,
+        reads_each=run.protection.reads_each,
+        parts=run.parts_with_ties,
+        shapes=run.start.shapes,
+    )
+    tell(methods.params.told(methods.problems(known)))
+    others = run.parts.others
+    if others:
+        name_layers(others, methods.of_other_layers(run.parts))
+    run.begin()
+
+    # Warn about surprises in the model that the run returns.
+    treated = methods.whole.local | methods.whole.frozen
+    if Part.AFFINE in treated and Part.REST not in treated:
+        _warn_of_affine_elsewhere(run)
+    if completes_tests:
+        _warn_of_initial_values(run)
+        if own_aggregation and run.options.on_round_end is None:
+            _warn_of_own_aggregation(run)
+
+
+def check_wrapper(run: Run) -> None:
+    """Refuse a strategy of Flower that wraps this one, if it does not suit the run."""
+    if not run.reports:
+        tell(of_wrapper(run.methods, run.parts))
+
+
+def _warn_of_affine_elsewhere(run: Run) -> None:
+    """Warn, before the first round, about entries that may be gamma and beta.
+
+    The entries have other names than gamma and beta, so they are treated like weights.
+    """
+    found = affine_elsewhere(run.parts, run.start.shapes)
+    if not found:
+        return
+    path, names = next(iter(found.items()))
+    logger.warning(
+        "BatchNorm layer %r has no gamma and beta of its own, but %s next to it has the"
+        " same number of channels (%d such layers). Strategy %r treats them like any"
+        " other weight. If they are the layer's gamma and beta, give the strategy"
+        " parts=split_state(model), which looks at the module that owns the layer. If"
+        " it does not find them, pass parts in which `entries` of the layer names"
+        " them (dataclasses.replace).",
+        path,
+        " and ".join(f"'{name}'" for name in names),
+        len(found),
+        run.methods.name,
+    )
+
+
+def _warn_of_initial_values(run: Run) -> None:
+    """Warn, before the first round, if local entries are not averaged for tests."""
+    stay = run.local_entries
+    if SHARED_BN in run.methods.tests or not stay:
+        return
+    advice = "evaluation on the clients tests each client with its own values."
+    # If the clients keep the whole model, there is no global model, and an average
+    # cannot complete it.
+    if Part.REST not in run.methods.local:
+        average = "eval_on='averaged-bn' uses the average of the clients' values there;"
+        advice = f"{average} {advice}"
+    # A protection refuses this average, and does not ask clients for tests.
+    if not run.protection.publishes_metrics:
+        advice = "Each client can test its own model in its training function."
+    logger.warning(
+        "strategy %r keeps %d of the model's entries with its clients (%r, ...): in"
+        " evaluate_fn and in the final arrays they have their initial values, which are"
+        " not trained. %s",
+        run.methods.name,
+        len(stay),
+        stay[0],
+        advice,
+    )
+
+
+def warn_of_own_start(run: Run) -> None:
+    """Warn that only the package's ``start`` completes the tested and final model.
+
+    Another ``start`` does not collect class moments either.
+    """
+    if SHARED_BN in run.methods.tests or run.methods.reestimates:
+        logger.warning(
+            "strategy %r re-estimates or averages BN entries for tests, but this run"
+            " uses your own start(). In your start(), evaluate_fn and the result lack"
+            " these entries. After configure_evaluate, call"
+            " strategy.for_evaluate_fn(server_round, arrays), because it returns the"
+            " model with them, or pass on_round_end= to the strategy.",
+            run.methods.name,
+        )
+    if run.methods.whole.class_moments:
+        logger.warning(
+            "class_moments=True has no effect, because this run uses your own start()."
+            " Use the start() of the strategy."
+        )
+
+
+def _warn_of_own_aggregation(run: Run) -> None:
+    """Warn that an overridden ``aggregate_train`` receives an incomplete model."""
+    if SHARED_BN in run.methods.tests or run.methods.reestimates:
+        logger.warning(
+            "strategy %r re-estimates or averages BN entries for tests after"
+            " aggregate_train. The model that your own aggregate_train gets from"
+            " super() has the initial values of these entries. To save or test the model, take"
+            " the arrays of on_round_end=, an argument of the strategy, or"
+            " strategy.for_evaluate_fn(server_round, arrays) after configure_evaluate.",
+            run.methods.name,
+        )
