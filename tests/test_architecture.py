@@ -30,7 +30,7 @@ BUDGETS = {
     "fedbn_flwr/lab/advice": 4_078,
     "fedbn_flwr/lab/cli": 4_939,
     "fedbn_flwr/lab/config": 6_290,
-    "fedbn_flwr/lab/data": 17_445,
+    "fedbn_flwr/lab/data": 16_929,
     "fedbn_flwr/lab/deployment": 2_124,
     "fedbn_flwr/lab/export": 487,
     "fedbn_flwr/lab/finished_runs": 4_908,
