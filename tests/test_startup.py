@@ -151,16 +151,10 @@ _OF_CLIENTS = ("config", "data", "models", "own_code", "partitioned", "runs", "s
 _OF_OTHERS = (
     *("doctor", "lab.config.yaml_text", "lab.models.initial", "lab.partitioned.counts"),
     *(
-        "lab.data.own.arrays",
-        "lab.data.own.csv_files",
-        "lab.data.own.description",
-        "lab.data.own.features",
-    ),
-    *(
-        "lab.data.own.class_folders",
-        "lab.data.own.hub",
-        "lab.data.own.own_examples",
-        "lab.data.own.table",
+        "lab.data.forms.arrays",
+        "lab.data.forms.class_folders",
+        "lab.data.forms.door",
+        "lab.data.forms.function",
     ),
     *("lab.runs.run", "lab.runs.serve", "lab.runs.check_start"),
     *(

@@ -64,13 +64,14 @@ def drawn(draw: np.random.Generator) -> list[list[SiteTest]]:
             scores = torch.from_numpy(signal + noise * draw.normal(size=size))[:, None]
             groups = [np.array([row]) for row in range(size)]
             targets = torch.from_numpy(truth.astype(float))
-            own.append(SiteTest(task, scores, targets, groups, f"site {at}"))
+            own.append(SiteTest(task, scores, targets, groups, name=f"site {at}"))
     return found
 
 
 def written(template: Path, folder: Path, tests: list[SiteTest]) -> None:
     """Write the folder of a run with these tests."""
     shutil.copytree(template, folder)
+    (folder / "tests.csv").unlink()  # the tests are those in the lines
     values = [float(one.draws[0]) for one in tests]
     known = [None if value != value else value for value in values]
     table, clients = [], {}
@@ -100,7 +101,10 @@ def claims_of(
     draw = np.random.default_rng(seed)
     tests = dict(zip(RUNS, drawn(draw), strict=True))
     numbered = {
-        name: [replace(one, client=at) for at, one in enumerate(own)]
+        name: [
+            replace(one, client=at, num_examples=len(one.targets))
+            for at, one in enumerate(own)
+        ]
         for name, own in tests.items()
     }
     patch.setattr(sites, "_tests", lambda folder, again: numbered[folder.name])

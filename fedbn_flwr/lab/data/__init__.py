@@ -13,13 +13,14 @@ file, and add an entry to ``datasets``:
 - ``datasets``: every data set by name, with its description before it is loaded.
 - ``loading``: loads a data set in the shape that a model needs, once in a process.
 - ``readers``: public data sets in torchvision's files, and the embedded digits.
-- ``folders``: folders of image files (ImageNet); ``image_files`` decodes the files.
+- ``folders``: folders of image files (ImageNet).
 - ``domains``: data sets of several domains, with a group for each.
 - ``digits_domains``: the digits in five domains.
 
 Data of a user:
 
-- ``own``: a folder, an npz file or a function of the user, ``dataset=KIND:PATH``.
+- ``forms``: a folder, an npz file or a function of the user, ``dataset=KIND:PATH``;
+  and image files of any data set.
 - ``local_dataset``: files of one node, its ``data-path``, instead of its partition.
 
 The split of the examples over the clients. To add a split, write a function of a
@@ -40,15 +41,15 @@ from typing import TYPE_CHECKING
 
 from fedbn_flwr.lab.data.augment import Augment
 from fedbn_flwr.lab.data.datasets import DATASETS, DatasetInfo
-from fedbn_flwr.lab.data.loading import load_dataset
-from fedbn_flwr.lab.data.local_dataset import load_local_dataset
-from fedbn_flwr.lab.data.own.request import (
+from fedbn_flwr.lab.data.forms.request import (
     FUNCTION,
     FUNCTION_FORM,
     KINDS,
     OwnData,
     is_own,
 )
+from fedbn_flwr.lab.data.loading import load_dataset
+from fedbn_flwr.lab.data.local_dataset import load_local_dataset
 from fedbn_flwr.lab.data.partitioning import (
     PARTITIONS,
     PartitionInfo,
@@ -65,17 +66,11 @@ from fedbn_flwr.lab.data.validation import split_off
 from fedbn_flwr.lazy import imported_when_used
 
 if TYPE_CHECKING:
-    from fedbn_flwr.lab.data.own.description import own_info
-    from fedbn_flwr.lab.data.own.own_examples import is_divided, own_sha256, own_tests
+    from fedbn_flwr.lab.data.forms.door import own_data, own_info
 else:
-    # Import these functions when they are first used, because their modules import
+    # Import these functions when they are first used, because their module imports
     # every reader of own data, and most processes have no own data.
-    _WHERE = {
-        "is_divided": "own.own_examples",
-        "own_info": "own.description",
-        "own_sha256": "own.own_examples",
-        "own_tests": "own.own_examples",
-    }
+    _WHERE = {"own_data": "forms.door", "own_info": "forms.door"}
     __getattr__, __dir__ = imported_when_used(__name__, _WHERE)
 
 __all__ = [
@@ -92,14 +87,12 @@ __all__ = [
     "PartitionRequest",
     "Samples",
     "Subset",
-    "is_divided",
     "is_own",
     "load_dataset",
     "load_local_dataset",
     "make_partition",
+    "own_data",
     "own_info",
-    "own_sha256",
-    "own_tests",
     "partition_counts",
     "partition_table",
     "partition_test_set",

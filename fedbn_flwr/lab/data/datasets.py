@@ -28,12 +28,13 @@ class DatasetInfo:
     Attributes:
         name: name in the registry.
         num_classes: number of classes.
-        channels: colour channels of the images as published.
-        size: height of the published images in pixels; if their heights differ, the
-            usual height.
         summary: one line.
         source: the publication.
         loader: function that reads (train, test) from the data folder.
+        channels: colour channels of the images as published; 0 if the examples are not
+            images.
+        size: height of the published images in pixels; if their heights differ, the
+            usual height.
         files: the files that the loader needs in the data folder; "" for an embedded
             data set.
         mean: mean of the training pixels per channel, pixels scaled to [0, 1]. If this
@@ -51,14 +52,14 @@ class DatasetInfo:
 
     name: str
     num_classes: int
-    channels: int
-    size: int
     summary: str
     source: str
     loader: Reader
-    files: str
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
+    channels: int = 0
+    size: int = 0
+    files: str = ""
+    mean: tuple[float, ...] = ()
+    std: tuple[float, ...] = ()
     grouped: bool = False
     task: Task = CLASSIFICATION
 

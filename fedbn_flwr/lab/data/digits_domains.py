@@ -84,7 +84,7 @@ def read_digits_domains(folder: Path, shape: Shape) -> Loaded:
     parts = {}
     chosen = _split_over_domains(train.targets)
     for name, indices in zip(DOMAINS, chosen, strict=True):
-        parts[name] = (
+        parts[name] = Loaded(
             _transformed(train, indices, name, "train"),
             _transformed(test, every_digit, name, "test"),
         )

@@ -9,20 +9,18 @@ class, by name, is a test image (ours: no split is published).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Sized
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from fedbn_flwr.errors import DataError
-from fedbn_flwr.lab.data.folders import (
-    Files,
-    files_of_classes,
-    open_image_files,
-    root_of,
-)
+from fedbn_flwr.lab.data.folders import files_of_classes, root_of
+from fedbn_flwr.lab.data.forms.image_files import Files, open_images
 from fedbn_flwr.lab.data.readers import (
     IDX_FILES,
     Loaded,
@@ -115,7 +113,7 @@ def read_digits_five(folder: Path, shape: Shape) -> Loaded:
         DataError: no domain is present, a domain has several npz files, or a domain is
             damaged.
     """
-    parts: dict[str, tuple[Samples, Samples]] = {}
+    parts: dict[str, Loaded] = {}
     for domain in DIGITS_FIVE:
         archives = sorted((folder / domain.replace("-", "_")).glob("*.npz"))
         if len(archives) > 1:
@@ -129,8 +127,7 @@ def read_digits_five(folder: Path, shape: Shape) -> Loaded:
         # Check that the files are there, because a domain without files is left out,
         # but the reader would download them.
         elif published and all(is_there(folder / name) for name in names):
-            loaded = published(folder, shape)
-            parts[domain] = (loaded.train, loaded.test)
+            parts[domain] = published(folder, shape)
     if "usps" in parts:
         parts["usps"] = _split_usps(parts["usps"])
     if not parts:
@@ -138,71 +135,61 @@ def read_digits_five(folder: Path, shape: Shape) -> Loaded:
     return merged(parts, shape)
 
 
-def _split_usps(usps: tuple[Samples, Samples]) -> tuple[Samples, Samples]:
+def _split_usps(usps: Loaded) -> Loaded:
     """Return USPS with 7,438 training and 1,860 test images (80 and 20 %).
 
     FedBN's authors use these sizes, and cut their other domains to 7,438 images. Ours:
     a fixed seed draws the test images, so they are the same in every run. Parts of
     other sizes are returned unchanged, since somebody else has split them.
     """
-    train, test = usps
-    if (len(train), len(test)) != _USPS_PARTS:
+    if (len(usps.train), len(usps.test)) != _USPS_PARTS:
         return usps
-    inputs = torch.cat([train.inputs, test.inputs])
-    targets = torch.cat([train.targets, test.targets])
+    pooled = _joined([usps.train, usps.test])
     rng = numpy_generator(_SEED, "digits-five", "usps")
-    order = torch.from_numpy(rng.permutation(len(targets)))
-    to_test = order[:_USPS_TEST].sort().values
-    to_train = order[_USPS_TEST:].sort().values
-    return (
-        Samples(inputs[to_train], targets[to_train]),
-        Samples(inputs[to_test], targets[to_test]),
+    order = torch.from_numpy(rng.permutation(len(pooled)))
+    test, train = order[:_USPS_TEST].sort().values, order[_USPS_TEST:].sort().values
+    return Loaded(Samples(*pooled.take(train)), Samples(*pooled.take(test)))
+
+
+def merged(parts: Mapping[str, Loaded], shape: Shape) -> Loaded:
+    """Return the images of all domains as one data set in this shape."""
+    return Loaded(
+        _joined([reshaped(domain.train, shape) for domain in parts.values()]),
+        _joined([reshaped(domain.test, shape) for domain in parts.values()]),
+        tuple(parts),
     )
 
 
-def merged(parts: Mapping[str, tuple[Samples, Samples]], shape: Shape) -> Loaded:
-    """Return the (train, test) of all domains as one data set in this shape."""
-    train, test = (
-        _joined(samples, shape) for samples in zip(*parts.values(), strict=True)
-    )
-    return Loaded(train, test, tuple(parts))
+def _joined(parts: Sequence[Samples]) -> Samples:
+    """Return the samples of all parts in one set. Each part is a group."""
+    inputs = torch.cat([part.inputs for part in parts])
+    targets = torch.cat([part.targets for part in parts])
+    return Samples(inputs, targets, _numbers(parts))
 
 
-def _joined(parts: Sequence[Samples], shape: Shape) -> Samples:
-    """Return the samples of all domains in one set. Each domain is a group."""
-    pieces = [reshaped(samples, shape) for samples in parts]
-    sizes = torch.tensor([len(piece) for piece in pieces])
-    return Samples(
-        torch.cat([piece.inputs for piece in pieces]),
-        torch.cat([piece.targets for piece in pieces]),
-        torch.repeat_interleave(torch.arange(len(pieces)), sizes),
-    )
+def _numbers(parts: Sequence[Sized]) -> Tensor:
+    """Return the number of the part of each example."""
+    sizes = torch.tensor([len(part) for part in parts])
+    return torch.repeat_interleave(torch.arange(len(parts)), sizes)
 
 
 def _of_files(files: Mapping[str, Files], shape: Shape) -> Loaded:
     """Return the data set of domains that are folders of files, a group for each."""
-    train, test = Files(), Files()
-    train_groups, test_groups = list[int](), list[int]()
-    for number, of_domain in enumerate(files.values()):
-        train_files, test_files = _train_and_test(of_domain)
-        train += train_files
-        test += test_files
-        train_groups += [number] * len(train_files)
-        test_groups += [number] * len(test_files)
+    parts = [_train_and_test(of_domain) for of_domain in files.values()]
+    train, test = [part[0] for part in parts], [part[1] for part in parts]
     # Open the images of all domains in one call, because their total size determines
     # whether they fit into memory.
-    loaded = open_image_files([train, test], shape)
+    loaded = open_images([*chain(*train)], [*chain(*test)], shape)
     return Loaded(
-        loaded[0].regrouped(torch.tensor(train_groups)),
-        loaded[1].regrouped(torch.tensor(test_groups)),
+        loaded.train.regrouped(_numbers(train)),
+        loaded.test.regrouped(_numbers(test)),
         tuple(files),
     )
 
 
-def read_class_folders(files: Files, shape: Shape) -> tuple[Samples, Samples]:
-    """Return the (train, test) images. Every 5th file of a class is a test image."""
-    train, test = open_image_files(_train_and_test(files), shape)
-    return train, test
+def read_class_folders(files: Files, shape: Shape) -> Loaded:
+    """Return the images. Every 5th file of a class is a test image."""
+    return open_images(*_train_and_test(files), shape)
 
 
 def _train_and_test(files: Files) -> tuple[Files, Files]:
@@ -214,8 +201,8 @@ def _train_and_test(files: Files) -> tuple[Files, Files]:
     return train, test
 
 
-def read_archive(path: Path, num_classes: int) -> tuple[Samples, Samples]:
-    """Return (train, test) of an npz file."""
+def read_archive(path: Path, num_classes: int) -> Loaded:
+    """Return the images of an npz file."""
     with np.load(path) as archive:
         absent = {"x_train", "y_train", "x_test", "y_test"} - set(archive.files)
         if absent:
@@ -224,7 +211,7 @@ def read_archive(path: Path, num_classes: int) -> tuple[Samples, Samples]:
             _checked(path, archive[f"x_{part}"], archive[f"y_{part}"], num_classes)
             for part in ("train", "test")
         )
-    return train, test
+    return Loaded(train, test)
 
 
 def _checked(

@@ -7,14 +7,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fedbn_flwr.errors import DataError
-from fedbn_flwr.lab.data.image_files import open_images
+from fedbn_flwr.lab.data.forms.image_files import Files, open_images
 from fedbn_flwr.lab.data.readers import Loaded
-from fedbn_flwr.lab.data.samples import Samples, Shape
+from fedbn_flwr.lab.data.samples import Shape
 
 SUFFIXES = (".bmp", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp")
-
-Files = list[tuple[Path, int]]
-"""Image files and the class of each."""
 
 
 def root_of(folder: Path, *names: str) -> Path:
@@ -22,7 +19,7 @@ def root_of(folder: Path, *names: str) -> Path:
     return next((folder / name for name in names if (folder / name).is_dir()), folder)
 
 
-def image_files(folder: Path) -> list[Path]:
+def images_of(folder: Path) -> list[Path]:
     """Return the image files of one folder, sorted by name.
 
     Raises:
@@ -45,21 +42,8 @@ def files_of_classes(folder: Path, classes: Sequence[str]) -> Files:
     """Return the image files of ``folder/CLASS`` by class, then by name."""
     files = Files()
     for label, name in enumerate(classes):
-        files += [(path, label) for path in image_files(folder / name)]
+        files += [(path, label) for path in images_of(folder / name)]
     return files
-
-
-def open_image_files(
-    parts: Sequence[Files], shape: Shape, centre: bool = False
-) -> list[Samples]:
-    """Return the images of each part, see ``data.image_files.open_images``."""
-    paths, labels = list[Path](), list[int]()
-    for part in parts:
-        paths += [path for path, _ in part]
-        labels += [label for _, label in part]
-    return open_images(
-        paths, labels, [len(part) for part in parts], shape, centre=centre
-    )
 
 
 def read_tiny_imagenet(folder: Path, shape: Shape) -> Loaded:
@@ -81,7 +65,7 @@ def read_tiny_imagenet(folder: Path, shape: Shape) -> Loaded:
         # have only some classes.
         if wnid in classes:
             test.append((root / "val/images" / name, classes.index(wnid)))
-    return _both(train, test, shape)
+    return open_images(train, test, shape, centre=True)
 
 
 def read_imagenet(folder: Path, shape: Shape) -> Loaded:
@@ -94,7 +78,7 @@ def read_imagenet(folder: Path, shape: Shape) -> Loaded:
     root = root_of(folder, "imagenet")
     classes = _class_folders(root / "train", 1000)
     train, test = (files_of_classes(root / part, classes) for part in ("train", "val"))
-    return _both(train, test, shape)
+    return open_images(train, test, shape, centre=True)
 
 
 def _class_folders(folder: Path, most: int) -> list[str]:
@@ -107,8 +91,3 @@ def _class_folders(folder: Path, most: int) -> list[str]:
             f"folder {folder} has {len(names)} class folders. Use 1 to {most}."
         )
     return names
-
-
-def _both(train: Files, test: Files, shape: Shape) -> Loaded:
-    loaded = open_image_files([train, test], shape, centre=True)
-    return Loaded(loaded[0], loaded[1])

@@ -13,9 +13,10 @@ from pathlib import Path
 from fedbn_flwr.errors import DataError
 from fedbn_flwr.lab.data.datasets import DATASETS
 from fedbn_flwr.lab.data.domains import read_archive, read_class_folders
-from fedbn_flwr.lab.data.folders import Files, image_files
-from fedbn_flwr.lab.data.readers import READ_ERRORS
-from fedbn_flwr.lab.data.samples import Dataset, Samples, Shape, fitted, per_channel
+from fedbn_flwr.lab.data.folders import images_of
+from fedbn_flwr.lab.data.forms.image_files import Files
+from fedbn_flwr.lab.data.readers import READ_ERRORS, Loaded
+from fedbn_flwr.lab.data.samples import Dataset, Shape, fitted, per_channel
 
 logger = logging.getLogger("flwr")
 
@@ -68,14 +69,14 @@ def load_local_dataset(
     classes = classes or tuple(map(str, range(num_classes)))
     try:
         if where.is_file():
-            train, test = read_archive(where, num_classes)
+            loaded = read_archive(where, num_classes)
         else:
-            train, test = _read_folders(where, classes, shape)
+            loaded = _read_folders(where, classes, shape)
     except READ_ERRORS as error:
         raise DataError(f"data-path={path!r} could not be read: {error}") from error
     # All clients train one model, so the images get the shape of the run's model, and
     # the run's mean and std.
-    found = train.shape[0]
+    found = loaded.train.shape[0]
     if found > channels:
         logger.warning(
             "data-path=%r: images have %d channels, but the run's model takes %d. Their"
@@ -84,22 +85,19 @@ def load_local_dataset(
             found,
             channels,
         )
-    train, test = fitted(train, shape).to(device), fitted(test, shape).to(device)
-    if not len(train):
+    if not len(loaded.train):
         raise DataError(f"data-path={path!r} has no training images.")
     return Dataset(
         path,
-        train,
-        test,
+        fitted(loaded.train, shape).to(device),
+        fitted(loaded.test, shape).to(device),
         num_classes,
         per_channel(info.mean, channels),
         per_channel(info.std, channels),
     )
 
 
-def _read_folders(
-    path: Path, classes: Sequence[str], shape: Shape
-) -> tuple[Samples, Samples]:
+def _read_folders(path: Path, classes: Sequence[str], shape: Shape) -> Loaded:
     """Return training and test examples of the classes that have a folder."""
     folders = {
         entry.name
@@ -110,7 +108,7 @@ def _read_folders(
     files, absent = Files(), list[str]()
     for label, name in enumerate(classes):
         if name in folders:
-            files += [(image, label) for image in image_files(path / name)]
+            files += [(image, label) for image in images_of(path / name)]
         else:
             absent.append(name)
     # Report folders that no class is named after, because such a folder is more often a

@@ -38,32 +38,35 @@ class Shape:
     originals: bool = False
 
 
-def reshaped(samples: Samples, shape: Shape, chunk: int = 4096) -> Samples:
-    """Return the samples in this shape, computed ``chunk`` images at a time.
+def in_shape(images: Tensor, shape: Shape, chunk: int = 4096) -> Tensor:
+    """Return uint8 images in this shape, computed ``chunk`` images at a time.
 
     RGB becomes grey by ITU-R 601 luma; grey is repeated over three channels without a
-    copy. Images are resized bilinear with antialiasing, pixel targets to the nearest.
+    copy. Images are resized bilinear with antialiasing.
     """
-    # Images that stay in files are decoded in the wanted shape when they are read.
-    size = (shape.height, shape.width)
-    if not samples.in_memory:
-        return samples
-    inputs, targets = samples.inputs, samples.targets
-    if inputs.shape[1:] == (shape.channels, *size):
-        return samples
     # Reduce the channels before resizing, or add channels after resizing, so that one
     # channel is resized and not three. Work in chunks, because the computation needs
     # four bytes for each byte.
-    if shape.channels < inputs.shape[1]:
-        inputs = torch.cat([_luma(part) for part in torch.split(inputs, chunk)])
-    if inputs.shape[2:] != size:
-        inputs = torch.cat(
-            [_resized(part, size) for part in torch.split(inputs, chunk)]
+    size = (shape.height, shape.width)
+    if shape.channels < images.shape[1]:
+        images = torch.cat([_luma(part) for part in torch.split(images, chunk)])
+    if images.shape[2:] != size:
+        images = torch.cat(
+            [_resized(part, size) for part in torch.split(images, chunk)]
         )
-        if targets.ndim == 3:
-            masks = targets.unsqueeze(1)
-            targets = F.interpolate(masks, size, mode="nearest-exact").squeeze(1)
-    inputs = inputs.expand(-1, shape.channels, -1, -1)
+    return images.expand(-1, shape.channels, -1, -1)
+
+
+def reshaped(samples: Samples, shape: Shape) -> Samples:
+    """Return the samples with images in this shape, and pixel targets in its size."""
+    # Images that stay in files are decoded in the wanted shape when they are read.
+    if not samples.in_memory:
+        return samples
+    inputs, targets = in_shape(samples.inputs, shape), samples.targets
+    size = inputs.shape[2:]
+    if targets.ndim == 3 and targets.shape[1:] != size:
+        masks = targets.unsqueeze(1)
+        targets = F.interpolate(masks, size, mode="nearest-exact").squeeze(1)
     return Samples(inputs, targets, samples.groups, samples.units)
 
 

@@ -23,9 +23,8 @@ from fedbn_flwr.lab.data import (
     Dataset,
     OwnData,
     Subset,
-    is_divided,
     is_own,
-    own_tests,
+    own_data,
 )
 from fedbn_flwr.lab.finished_runs.saved_model import Choice, SavedModel, load_model
 from fedbn_flwr.lab.output.folder import RunFolder
@@ -251,7 +250,7 @@ def _examples(saved: SavedModel, config: Config) -> _Examples:
     # If own data have no split, use all examples as test examples. But if they are the
     # run's data, use the test examples of the run.
     which = "on the test examples"
-    if is_own(config.dataset) and not is_divided(data_of(config).own):
+    if is_own(config.dataset) and not own_data(data_of(config).own).divided:
         if place(config.dataset) != place(saved.config.dataset):
             which = "on all examples"
             config = config.model_copy(update={"test_share": 1.0})
@@ -289,8 +288,9 @@ def where_in(data: Dataset, own: OwnData | None) -> dict[str, Sequence[Any]]:
     """
     # Name the file or the row of each example, because the user cannot find an example
     # by its position in the data set.
-    if own is not None and own.kind != FUNCTION:
-        return {**own_tests(own)}
+    places = {} if own is None else own_data(own).tests
+    if places:
+        return {**places}
     where: dict[str, Sequence[Any]] = {"index": range(len(data.test))}
     if data.test.groups is not None:
         numbers = data.test.groups.tolist()

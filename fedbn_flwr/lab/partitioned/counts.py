@@ -9,8 +9,8 @@ import torch
 
 from fedbn_flwr.errors import DataError, NotResumableError
 from fedbn_flwr.lab.config import Config, data_of
-from fedbn_flwr.lab.data import is_own, own_sha256, partition_counts, partition_table
-from fedbn_flwr.lab.data.own.request import shown
+from fedbn_flwr.lab.data import is_own, own_data, partition_counts, partition_table
+from fedbn_flwr.lab.data.forms.request import shown
 from fedbn_flwr.lab.files import read_json
 from fedbn_flwr.lab.partitioned.partitioned_data import PartitionedData, sites_of_tests
 from fedbn_flwr.messages.site_names import with_name
@@ -163,7 +163,7 @@ def _untrained_classes(split: PartitionedData) -> list[str]:
 def sha256_of_data(config: Config) -> str | None:
     """Return the SHA-256 of own data, or None if the files are not here."""
     try:
-        return own_sha256(data_of(config).own)
+        return own_data(data_of(config).own).sha256
     # The data may be absent, because a user may look at a run's folder on another
     # machine.
     except DataError:

@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from PIL import Image
 
 from fedbn_flwr.errors import DataError
-from fedbn_flwr.lab.data.folders import files_of_classes, image_files, open_image_files
-from fedbn_flwr.lab.data.image_files import decoding
+from fedbn_flwr.lab.data.folders import files_of_classes, images_of
+from fedbn_flwr.lab.data.forms import image_files
 from fedbn_flwr.lab.data.loading import load_dataset
 from fedbn_flwr.lab.data.samples import Shape
 
@@ -42,14 +42,14 @@ def rows(image: np.ndarray) -> torch.Tensor:
 def test_images_of_every_mode_are_decoded_in_order(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(decoding, "_CHUNK", 3)
+    monkeypatch.setattr(image_files, "_CHUNK", 3)
     modes = ["RGB", "L", "P", "RGBA", "1", "RGB", "L"]
     expected = [
         write(tmp_path / f"{at}.png", seed=at, mode=mode)
         for at, mode in enumerate(modes)
     ]
-    files = [(path, at) for at, path in enumerate(image_files(tmp_path))]
-    (samples,) = open_image_files([files], Shape(3, 6, 8))
+    files = [(path, at) for at, path in enumerate(images_of(tmp_path))]
+    samples = image_files.open_images(files, [], Shape(3, 6, 8)).train
     assert torch.equal(samples.inputs, torch.stack([rows(image) for image in expected]))
     assert samples.targets.tolist() == list(range(7))
 
@@ -60,7 +60,7 @@ def test_jpegs_and_suffixes_in_upper_case(tmp_path: Path) -> None:
         write(tmp_path / name)
     (tmp_path / "notes.txt").write_text("no image")
     (tmp_path / ".DS_Store").write_text("no image")
-    assert [path.name for path in image_files(tmp_path)] == names
+    assert [path.name for path in images_of(tmp_path)] == names
 
 
 @pytest.mark.parametrize("centre", [False, True])
@@ -68,9 +68,8 @@ def test_images_are_resized_or_cut_to_the_central_square(
     tmp_path: Path, centre: bool
 ) -> None:
     image = rows(write(tmp_path / "wide.png", size=(9, 4)))
-    (samples,) = open_image_files(
-        [[(tmp_path / "wide.png", 0)]], Shape(3, 3, 3), centre=centre
-    )
+    files = [(tmp_path / "wide.png", 0)]
+    samples = image_files.open_images(files, [], Shape(3, 3, 3), centre=centre).train
     seen = image[:, :, 2:6] if centre else image
     expected = F.interpolate(
         seen[None].double(), (3, 3), mode="bilinear", antialias=True

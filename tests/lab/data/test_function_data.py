@@ -21,7 +21,7 @@ from fedbn_flwr.client.permissions import check_module
 from fedbn_flwr.compat.flower import identify_process
 from fedbn_flwr.errors import NOT_ALLOWED, ConfigError, DataError
 from fedbn_flwr.lab.config import Config, data_of
-from fedbn_flwr.lab.data import own_sha256
+from fedbn_flwr.lab.data import own_data
 from fedbn_flwr.lab.finished_runs.evaluate import evaluate_run
 from fedbn_flwr.lab.partitioned.partitioned_data import load_data, partitioned_data
 from fedbn_flwr.lab.runs.run import run
@@ -183,7 +183,8 @@ def test_evaluate_reads_the_sites_of_the_run(tmp_path: Path) -> None:
     run(config, tmp_path / "out", workers=0)
     _, found = evaluate_run(tmp_path / "out", {"dataset": f"{MODULE}:rows"})
     assert {row.data for row in found} >= {"site-0", "site-1"}
-    assert own_sha256(data_of(config).own) == own_sha256(data_of(config).own)
+    own = data_of(config).own
+    assert own_data(own).sha256 == own_data(own).sha256
 
 
 def test_a_node_asks_for_its_own_site_alone(

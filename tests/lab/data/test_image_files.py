@@ -14,9 +14,12 @@ from torchvision.transforms import v2
 
 from fedbn_flwr.errors import DataError
 from fedbn_flwr.lab.data import Augment, Subset
-from fedbn_flwr.lab.data.folders import open_image_files
-from fedbn_flwr.lab.data.image_files.damage import refuse_damaged_files
-from fedbn_flwr.lab.data.image_files.decoding import is_transparent, pixels
+from fedbn_flwr.lab.data.forms.image_files import (
+    is_transparent,
+    open_images,
+    pixels,
+    refuse_damaged_files,
+)
 from fedbn_flwr.lab.data.samples import Samples, Shape
 
 COUNT = 11
@@ -39,8 +42,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Path, int]]:
 
 def read(files: list[tuple[Path, int]], augment: Augment | None = None) -> Samples:
     originals = bool(augment and "resized-crop" in augment.each)
-    (samples,) = open_image_files([files], Shape(3, 16, 16, originals))
-    return samples
+    return open_images(files, [], Shape(3, 16, 16, originals)).train
 
 
 def batches(samples: Samples, augment: Augment | None) -> list[torch.Tensor]:
@@ -69,7 +71,7 @@ def test_batches_from_the_disk_are_those_from_memory(
     files, monkeypatch: pytest.MonkeyPatch, augment: Augment | None
 ) -> None:
     kept = read(files, augment)
-    monkeypatch.setattr("fedbn_flwr.lab.data.image_files.MAX_BYTES", 0)
+    monkeypatch.setattr("fedbn_flwr.lab.data.forms.image_files.MAX_BYTES", 0)
     left = read(files, augment)
     assert (kept.in_memory, left.in_memory) == (True, False)
     found = zip(batches(left, augment), batches(kept, augment), strict=True)
@@ -99,7 +101,7 @@ def test_augmented_batches_are_torchvisions_and_leave_the_default_generator(
 def test_all_damaged_files_are_named(
     files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: int
 ) -> None:
-    monkeypatch.setattr("fedbn_flwr.lab.data.image_files.MAX_BYTES", limit)
+    monkeypatch.setattr("fedbn_flwr.lab.data.forms.image_files.MAX_BYTES", limit)
     whole = files[0][0].read_bytes()
     bad = [(tmp_path / name, 0) for name in ("cut.jpg", "empty.png", "text.png")]
     for (path, _), content in zip(
@@ -149,10 +151,10 @@ def test_a_file_with_several_pages_is_refused(tmp_path: Path, form: str) -> None
     shots[0].save(path, save_all=True, append_images=shots[1:])
     shots[0].save(of_telephone, format="MPO", save_all=True, append_images=shots[1:])
     with pytest.raises(DataError, match="3 pages"):
-        pixels(str(path))
+        pixels(path)
     with pytest.raises(DataError, match="1 image files"):
         refuse_damaged_files([path, of_telephone])
-    assert pixels(str(of_telephone)).shape == (3, 8, 8)
+    assert pixels(of_telephone).shape == (3, 8, 8)
 
 
 def test_damage_of_every_kind_and_channels_of_16_bits_are_found(tmp_path: Path) -> None:
@@ -183,7 +185,7 @@ def test_damage_of_every_kind_and_channels_of_16_bits_are_found(tmp_path: Path) 
         path.write_bytes(_picture(*form))
     for path in paths[:6]:
         with pytest.raises(DataError, match="cannot be read"):
-            pixels(str(path))
+            pixels(path)
     with pytest.raises(
         DataError,
         match=(

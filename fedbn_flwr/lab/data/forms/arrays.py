@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,17 +12,17 @@ import torch
 from torch import Tensor
 
 from fedbn_flwr.errors import ConfigError
-from fedbn_flwr.lab.data.own.own_records import Records
-from fedbn_flwr.lab.data.own.request import (
+from fedbn_flwr.lab.data.forms.own_records import Records
+from fedbn_flwr.lab.data.forms.request import (
     COMPLEX,
     OwnData,
     chosen_task,
     numbered,
     shown,
+    tasks_of_classes,
 )
 from fedbn_flwr.lab.data.readers import READ_ERRORS
 from fedbn_flwr.training.losses import IGNORED_PIXEL
-from fedbn_flwr.training.tasks import Task
 
 logger = logging.getLogger("flwr")
 
@@ -65,12 +66,13 @@ def read_arrays(request: OwnData) -> Records:
         given["tests"] = _tests(request, arrays["split"])
     if "y" not in arrays:
         return Records.unlabelled(request, inputs, **given)
-    read = _targets(request, arrays["y"], inputs)
+    found = _targets(request, arrays["y"], inputs)
+    task = chosen_task(request, found.tasks)
     return Records(
         inputs=inputs,
-        targets=read.targets,
-        task=read.task,
-        num_classes=read.num_outputs,
+        targets=torch.from_numpy(found.values),
+        task=task,
+        num_classes=task.outputs(found.count),
         **given,
     )
 
@@ -162,15 +164,21 @@ def _inputs(request: OwnData, x: Any) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class _Targets:
-    """Targets of all examples, their task, and the number of the model's outputs."""
+    """Targets of all examples, as ``y`` gives them.
 
-    targets: Tensor
-    task: Task
-    num_outputs: int
+    Attributes:
+        values: the targets in the dtype of ``Samples``.
+        tasks: the names of the tasks that fit them, the most probable first.
+        count: number of classes, labels or target columns.
+    """
+
+    values: Any
+    tasks: Sequence[str]
+    count: int
 
 
 def _targets(request: OwnData, y: Any, inputs: Tensor) -> _Targets:
-    """Return the targets ``y`` and their task, from the config or else from ``y``."""
+    """Return the targets ``y``, as the config or else their form describes them."""
     if y.dtype.kind not in "biuf" or y.ndim > 3 or not np.isfinite(y).all():
         raise request.problem(
             f"y is {y.dtype} of shape {y.shape}. Use finite numbers (N,), (N, K) or (N,"
@@ -190,8 +198,7 @@ def _targets(request: OwnData, y: Any, inputs: Tensor) -> _Targets:
         return _several(request, y)
     if as_classes and (y == np.round(y)).all():
         return _classes(request, y.astype(np.int64))
-    task = chosen_task(request, "regression", ("regression",))
-    return _Targets(torch.from_numpy(y.astype(np.float32)), task, 1)
+    return _Targets(y.astype(np.float32), ("regression",), 1)
 
 
 def _classes(request: OwnData, y: Any) -> _Targets:
@@ -219,11 +226,7 @@ def _classes(request: OwnData, y: Any) -> _Targets:
             f"y has classes {y.min()} to {y.max()} instead of 0 to {count - 1}."
             f" {remedy}"
         )
-    allowed = ["classification"]
-    if count == 2:
-        allowed.append("binary")
-    task = chosen_task(request, "classification", allowed)
-    return _Targets(torch.from_numpy(y), task, task.outputs(count))
+    return _Targets(y, tasks_of_classes(count), count)
 
 
 def _several(request: OwnData, y: Any) -> _Targets:
@@ -237,11 +240,8 @@ def _several(request: OwnData, y: Any) -> _Targets:
             " has one class, save y.argmax(1). If an example may have several labels,"
             " set task=multi-label."
         )
-    allowed = ["regression"]
-    if are_labels:
-        allowed.insert(0, "multi-label")
-    task = chosen_task(request, allowed[0], allowed)
-    return _Targets(torch.from_numpy(y.astype(np.float32)), task, y.shape[1])
+    tasks = ("multi-label", "regression") if are_labels else ("regression",)
+    return _Targets(y.astype(np.float32), tasks, y.shape[1])
 
 
 def _of_pixels(request: OwnData, y: Any, inputs: Tensor) -> _Targets:
@@ -263,8 +263,7 @@ def _of_pixels(request: OwnData, y: Any, inputs: Tensor) -> _Targets:
             " classes, set num-classes to the number of classes, 2 or more. 255 means"
             " an ignored pixel."
         )
-    task = chosen_task(request, "segmentation", ("segmentation",))
-    return _Targets(torch.from_numpy(y.astype(np.uint8)), task, count)
+    return _Targets(y.astype(np.uint8), ("segmentation",), count)
 
 
 def _tests(request: OwnData, values: Any) -> Any:

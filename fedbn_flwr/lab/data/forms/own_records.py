@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from fedbn_flwr.lab.data.own.request import OwnData
+from fedbn_flwr.lab.data.forms.request import OwnData
 from fedbn_flwr.lab.data.samples import UNKNOWN
 from fedbn_flwr.training.tasks import TASKS, Task
 

@@ -22,10 +22,20 @@ import torch
 from numpy.typing import NDArray
 
 from fedbn_flwr.lab.data.folders import SUFFIXES
-from fedbn_flwr.lab.data.image_files.damage import refuse_damaged_files
-from fedbn_flwr.lab.data.image_files.decoding import for_all, is_transparent, size_of
-from fedbn_flwr.lab.data.own.own_records import Records
-from fedbn_flwr.lab.data.own.request import OwnData, chosen_task, numbered, shown
+from fedbn_flwr.lab.data.forms.image_files import (
+    for_all,
+    is_transparent,
+    refuse_damaged_files,
+    size_of,
+)
+from fedbn_flwr.lab.data.forms.own_records import Records
+from fedbn_flwr.lab.data.forms.request import (
+    OwnData,
+    chosen_task,
+    numbered,
+    shown,
+    tasks_of_classes,
+)
 
 logger = logging.getLogger("flwr")
 
@@ -90,10 +100,7 @@ def read_folder(request: OwnData) -> Records:
             " empty."
         )
     _check_classes(request, classes, {place.label for place in of_files})
-    allowed = ["classification"]
-    if len(classes) == 2:
-        allowed.append("binary")
-    task = chosen_task(request, "classification", allowed)
+    task = chosen_task(request, tasks_of_classes(len(classes)))
     given: dict[str, Any] = {}
     if of_files[0].client:
         clients = [place.client for place in of_files]
@@ -136,16 +143,15 @@ def _sizes(paths: Sequence[Path]) -> list[tuple[int, int]]:
         DataError: none of the chosen images can be read.
     """
     some = paths[:: 1 + len(paths) // _MOST_HEADERS]
-    seen = for_all(len(some), lambda at: is_transparent(some[at]))
-    if transparent := [
-        str(path) for path, is_so in zip(some, seen, strict=True) if is_so
-    ]:
+    seen = zip(some, for_all(is_transparent, some), strict=True)
+    transparent = [str(path) for path, is_so in seen if is_so]
+    if transparent:
         logger.warning(
             "%d of the images had transparent pixels. The stored colours are used: %s",
             len(transparent),
             shown(transparent),
         )
-    sizes = [size for size in for_all(len(some), lambda at: size_of(some[at])) if size]
+    sizes = [size for size in for_all(size_of, some) if size]
     # If no file can be read, report a few of the damaged files now. The others are
     # reported when all images are read.
     if not sizes:

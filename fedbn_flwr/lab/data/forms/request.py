@@ -144,15 +144,13 @@ def shown(names: Sequence[str], most: int = 8) -> str:
     return ", ".join(listed) or "nothing"
 
 
-def chosen_task(
-    request: OwnData, shown_by_targets: str, allowed: Sequence[str]
-) -> Task:
-    """Return the config's task, or else the task that fits the form of the targets.
+def chosen_task(request: OwnData, allowed: Sequence[str]) -> Task:
+    """Return the config's task, or else the first of the allowed tasks.
 
     Raises:
         ConfigError: the targets are not for this task.
     """
-    name = request.task or shown_by_targets
+    name = request.task or allowed[0]
     if name not in TASKS:
         raise unknown_name("task", name, TASKS)
     if name not in allowed:
@@ -161,3 +159,8 @@ def chosen_task(
             f" targets are for {' or '.join(allowed)}."
         )
     return TASKS[name]
+
+
+def tasks_of_classes(count: int) -> tuple[str, ...]:
+    """Return the tasks whose targets are single classes, the most probable first."""
+    return ("classification", "binary") if count == 2 else ("classification",)
