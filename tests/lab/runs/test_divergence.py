@@ -87,6 +87,8 @@ def test_a_huge_learning_rate_fails_with_everything_written(
         *(
             "config.yaml",
             "metrics.jsonl",
+            "predictions.safetensors",
+            "tests.csv",
             "summary.json",
             "model.safetensors",
             "curves.png",

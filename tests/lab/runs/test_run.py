@@ -55,6 +55,8 @@ REESTIMATED = "re-estimated from the clients' data under these weights"
 FILES = {
     "config.yaml",
     "metrics.jsonl",
+    "predictions.safetensors",
+    "tests.csv",
     "summary.json",
     "model.safetensors",
     "curves.png",
