@@ -41,7 +41,8 @@ def headlines(config: Config) -> list[str]:
     """Return the key of each test's main score. The first is the run's main metric."""
     score = data_of(config).task.score
     tests = method_of(config).tests
-    return [f"{GLOBAL_TESTS.get(name, [name])[0]}-{score}" for name in tests]
+    prefixes = {name: test.prefix for name, test in GLOBAL_TESTS.items()}
+    return [f"{prefixes.get(name, name)}-{score}" for name in tests]
 
 
 class GlobalTests:

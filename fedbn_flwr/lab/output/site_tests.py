@@ -57,6 +57,8 @@ logger = logging.getLogger("flwr")
 _MOST_SITES = 50
 # Larger files of predictions cost more than testing the models again.
 _MOST_BYTES = 64 * 2**20
+# the attributes of a test in the file of predictions, in addition to its arrays
+_SAVED = ("result", "name", "client", "error", "note", "num_examples")
 _RESAMPLES = 400  # enough for a standard error
 _SEED = 0
 Numbers = NDArray[np.float64]
@@ -222,6 +224,10 @@ def _score_of_pixels(score: str, counts: Tensor) -> float:
     return float(counts.trace() / counts.sum())
 
 
+def _untested(task: Task) -> SiteTest:
+    return SiteTest(task, torch.empty(0), torch.empty(0), [])
+
+
 def test_site(model: nn.Module, data: Subset, task: Task) -> SiteTest:
     """Return the outputs of the model for the examples of a site."""
     if task.score != "loss":
@@ -244,13 +250,12 @@ def test_site(model: nn.Module, data: Subset, task: Task) -> SiteTest:
         outputs.append(of_batch.cpu())
         targets.append(targets_of_batch.cpu())
 
-    nothing = SiteTest(task, torch.empty(0), torch.empty(0), [])
     try:
         result = evaluate(model, data, task=task, on_batch=keep).named()[task.score]
     except FedBNError as error:
-        return replace(nothing, error=str(error))
+        return replace(_untested(task), error=str(error))
     if not outputs:
-        return nothing
+        return _untested(task)
     # Without groups such as patients, each example is a group of its own.
     units = np.arange(len(data)) if data.units is None else data.units.cpu().numpy()
     groups = [np.flatnonzero(units == unit) for unit in np.unique(units)]
@@ -261,8 +266,9 @@ test_site.__test__ = False  # type: ignore[attr-defined]  # pytest must not coll
 
 
 ModelOf = Callable[[int | None], tuple[nn.Module | None, str]]
-"""Returns a client's model, or for None the model of held-out sites, and a note. A site
-without a model is not tested; its note says why.
+"""Returns the model of a client, or of held-out sites for None, and a note.
+
+A site without a model is not tested, and its note says why.
 """
 
 
@@ -285,7 +291,7 @@ def test_sites(
     found = []
     for name, client, view in views:
         model, note = model_of(client)
-        site = SiteTest(task, torch.empty(0), torch.empty(0), [])
+        site = _untested(task)
         if model is not None:
             site = test_site(model, view, task)
         site = replace(site, name=name, client=client, note=note)
@@ -339,12 +345,13 @@ def sites_at_end(
     on_device(model, config)
 
     def model_of(client: int | None) -> tuple[nn.Module | None, str]:
-        entries, note = tensors(state), ""
-        if client is not None:
-            entries |= tensors(shared)
-        if client is not None and own_models and str(client) in clients:
+        if client is None:
+            load_state(model, tensors(state))
+            return model, ""
+        entries, note = tensors({**state, **shared}), ""
+        if own_models and str(client) in clients:
             entries |= read_state(client_file(run, client))[0]
-        elif client is not None and own_models and strategy:
+        elif own_models and strategy:
             note = _without_own_model(strategy.run, str(client))
             # The server's values of entries that stay with the clients are initial.
             if not whole:
@@ -383,23 +390,16 @@ def as_tests(
     own = "own" if method.tests_own_models else "global"
     bn = method.tests[0] if method.tests[0] in (SHARED_BN, RECALIBRATED) else RUNNING
     for site in sites:
-        test = Measured(
-            server_round,
-            str(site.client),
-            "test",
-            len(site.targets),
-            own,
-            bn,
-            site.task.score,
-            site.value,
-        )
+        name, where = str(site.client), ("test", own, bn)
         if site.client is None:
-            test = test._replace(site=site.name, part=HELD_OUT, model="global")
-            test = test._replace(bn=RUNNING)
+            name, where = site.name, (HELD_OUT, "global", RUNNING)
+        part, model, statistics = where
+        about = (server_round, name, part, len(site.targets), model)
+        metric = site.task.score
         if len(site.targets):
-            yield test
+            yield Measured(*about, statistics, metric, site.value)
         if "calibrated" in site.about:
-            yield test._replace(bn="calibrated", value=site.about["calibrated"])
+            yield Measured(*about, "calibrated", metric, site.about["calibrated"])
 
 
 def save_predictions(run: Path, sites: Iterable[SiteTest], sha256: str) -> None:
@@ -420,19 +420,16 @@ def save_predictions(run: Path, sites: Iterable[SiteTest], sha256: str) -> None:
             units[group] = number
         size += site.outputs.nbytes + site.targets.nbytes
         about = {key: getattr(site, key) for key in _SAVED}
-        # NumPy has no bfloat16; float32 has the same values.
-        outputs = (
-            site.outputs.float() if site.outputs.is_floating_point() else site.outputs
-        )
+        outputs = site.outputs
+        # NumPy has no bfloat16. float32 has all values of bfloat16.
+        if outputs.dtype == torch.bfloat16:
+            outputs = outputs.float()
         arrays = {"outputs": outputs.numpy(), "targets": site.targets.numpy()}
         task = [site.task.name, site.task.score, site.task.ignore]
         content.append({**about, **arrays, "units": units, "task": task})
     if content and size <= _MOST_BYTES:
         saved = {"sha256": sha256, "sites": content}
         write_checked(run / PREDICTIONS_FILE, saved)
-
-
-_SAVED = ("result", "name", "client", "error", "note", "num_examples")
 
 
 def read_predictions(run: Path, sha256: str) -> list[SiteTest]:
@@ -492,11 +489,9 @@ def _calibrated(
 
 
 def _without_own_model(run: Run, client: str) -> str:
-    """Return the reason why a client is tested with the server's entries only."""
+    """Return the reason why a client has no model of its own here."""
     if client in run.kept.hashes:
-        return (
-            "its local state is not on this disk: tested with the server's entries only"
-        )
+        return "its local state is not on this disk, only the server's entries"
     why = "no reply of it was used"
     for report in run.reports:
         for node_id, reason in report.reasons.items():

@@ -1,8 +1,8 @@
-"""The table of all tests of a run, and the means that the lines of the rounds show.
+"""The table of all tests of a run, and the means in the lines of its rounds.
 
-``tests.csv`` has a row for each round, site, part of the data, model and metric. The
-tests in the lines of ``metrics.jsonl`` are made from its rows by ``in_line``, the only
-function that computes a mean over sites.
+``tests.csv`` has a row for each round, site, part of the data, model, statistics and
+metric. ``in_line`` makes the tests in the lines of ``metrics.jsonl`` from these rows. It
+is the only function that computes a mean for a line.
 """
 
 from __future__ import annotations
@@ -73,15 +73,28 @@ class Measured(NamedTuple):
         return (*self[:3], *self[4:7])
 
 
-# Each test of the global model in ``eval-on``: the prefix of its keys, its part of the
-# data, and its statistics.
+class GlobalTest(NamedTuple):
+    """A test of the global model.
+
+    Attributes:
+        prefix: the beginning of its keys in a line.
+        part: its part of the data, as in ``Measured``.
+        bn: its BatchNorm statistics, as in ``Measured``.
+    """
+
+    prefix: str
+    part: str
+    bn: str
+
+
 GLOBAL_TESTS = {
-    "global": ("test", "test", RUNNING),
-    "global-batch-statistics": ("test-batch", "test", "batch"),
-    "global-train": ("test-global-train", "train", RUNNING),
-    **{name: (f"test-{name}", "test", name) for name in _WITH_BN},
+    "global": GlobalTest("test", "test", RUNNING),
+    "global-batch-statistics": GlobalTest("test-batch", "test", "batch"),
+    "global-train": GlobalTest("test-global-train", "train", RUNNING),
+    **{name: GlobalTest(f"test-{name}", "test", name) for name in _WITH_BN},
 }
-_PREFIXES = {(part, bn): prefix for prefix, part, bn in GLOBAL_TESTS.values()}
+"""The tests of the global model by their names in ``eval-on``."""
+_PREFIXES = {(test.part, test.bn): test.prefix for test in GLOBAL_TESTS.values()}
 
 
 def of_clients(
@@ -198,10 +211,10 @@ def as_text(tests: Iterable[Measured], *, header: bool = False) -> str:
 
 
 def stored_tests(run: Path) -> list[Measured]:
-    """Return the rows of ``tests.csv`` in a run's folder, without an incomplete last row.
+    """Return the complete rows of ``tests.csv`` in a run's folder.
 
-    A run of an earlier version has no such file. Then the rows are those in the lines of
-    ``metrics.jsonl``.
+    If the file is absent, an earlier version made the run. Then the tests are read from
+    the lines of ``metrics.jsonl``.
     """
     path = run / TESTS_FILE
     if not path.is_file():
@@ -217,9 +230,9 @@ def stored_tests(run: Path) -> list[Measured]:
 
 
 def read_tests(run: Path) -> pd.DataFrame:
-    """Return the table of tests of a run, with the attributes of ``Measured`` as columns.
+    """Return the tests of the finished rounds of a run.
 
-    Rows of a round that is not finished are left out.
+    The columns are the attributes of ``Measured``.
     """
     import pandas as pd
 

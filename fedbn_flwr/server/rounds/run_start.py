@@ -1,4 +1,4 @@
-"""The start of a run: its checks, and the warnings before the first round."""
+"""The checks and the warnings before the first round of a run."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def begin(
 
 
 def check_wrapper(run: Run) -> None:
-    """Refuse a strategy of Flower that wraps this one, if it does not suit the run."""
+    """Refuse a strategy of Flower around this strategy if it does not suit the run."""
     if not run.reports:
         tell(of_wrapper(run.methods, run.parts))
 

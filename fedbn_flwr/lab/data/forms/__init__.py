@@ -1,12 +1,14 @@
-"""The forms of a user's data: ``dataset=folder:PATH``, ``npz:PATH``, ``module:function``.
+"""The forms of a user's data.
 
-- ``door``: own data in any form: their description, their examples, their digest.
+In a config, these are ``dataset=folder:PATH``, ``npz:PATH`` and ``module:function``.
+
+- ``door``: the description, the examples and the digest of own data in any form.
 - ``request``: the config's description of own data (kind, path, task). To add a kind,
   start there.
 - ``own_records``: own data in the form that a reader of files returns.
 - ``class_folders``, ``arrays``: the readers of folders of images and of npz files.
 - ``function``: the data of sites that a user's function returns.
-- ``image_files``: image files as examples, also of registered data sets.
+- ``image_files``: image files as examples, for own and registered data sets.
 
 The readers are imported when own data are read.
 """
