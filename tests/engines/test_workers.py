@@ -499,7 +499,8 @@ def signalled(handled: str) -> None:
     the handler of the command. A terminal sends SIGWINCH.
     """
     context = multiprocessing.get_context("fork")
-    begun, over, (ours, theirs) = context.Semaphore(0), context.Event(), context.Pipe()
+    begun, over = context.Semaphore(0), context.Semaphore(0)
+    ours, theirs = context.Pipe()
     calls, noted = os.pipe()
     kinds = [getattr(signal, name) for name in (*ENDING, "SIGWINCH")]
     if handled in ENDING:
@@ -507,7 +508,7 @@ def signalled(handled: str) -> None:
 
     def work(message: Message, context: Context) -> Message:
         begun.release()
-        over.wait(20)
+        over.acquire(timeout=20)
         return Message(RecordDict(), reply_to=message)
 
     def command() -> None:
@@ -534,7 +535,9 @@ def signalled(handled: str) -> None:
         assert process.exitcode == (1 if handled == "SIGINT" else -kinds[0])
     else:
         time.sleep(0.1)
-        over.set()
+        # An Event would wait here for a client whose process was ended.
+        over.release()
+        over.release()
         assert ours.recv() == [False, False]
         process.join(20)
         assert process.exitcode == 0
