@@ -67,7 +67,7 @@ def refuse_no_results(folder: Path) -> None:
         raise ConfigError(
             f"{str(folder)!r} is not the folder of a run or a study, since it has"
             f" neither {CONFIG_FILE} nor {STUDY_FILE}. Give the --out of `fedbn-flwr"
-            " run` or `fedbn-flwr sweep`."
+            " run`, `fedbn-flwr sweep` or `fedbn-flwr advise`."
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -25,6 +26,19 @@ _NOT_NEGATIVE = (
 )
 # the settings that a training loop of the user replaces
 _OF_THE_LOOP = ("optimizer", "sgd_momentum", "weight_decay", "amp")
+
+
+def _takes_four(loop: object) -> bool:
+    """Return whether an object can be called with the four arguments of a loop."""
+    if not callable(loop):
+        return False
+    try:
+        inspect.signature(loop).bind(*range(4))
+    except TypeError:
+        return False
+    except ValueError:  # a function of C may have no signature
+        return True
+    return True
 
 
 def share_of(fraction: float | str, count: int) -> int:
@@ -104,10 +118,11 @@ class LocalTraining:
                 f" optimizer is {self.optimizer!r}",
                 code="no-effect",
             )
-        if self.loop is not None and not callable(self.loop):
+        if self.loop is not None and not _takes_four(self.loop):
+            name = getattr(self.loop, "__qualname__", repr(self.loop))
             raise ConfigError(
-                f"loop={self.loop!r} must be a function of (model, batches, rules,"
-                " learning_rate)",
+                f"loop={name} must be a function of (model, batches, rules,"
+                " learning_rate), in this order",
                 code="bad-value",
             )
         for key in _OF_THE_LOOP:

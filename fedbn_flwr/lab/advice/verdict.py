@@ -141,7 +141,7 @@ def _compared(
     mean, why = found.mean, found.too_few or unknown
     text = f"{shown(mean.value, metric, '+')}{interval_text(mean, metric, '+')}"
     result = mean_of(rows) if metric.startswith("personal-own") else None
-    keys = ("examples", *_DIFFERENCE[:1], "difference-low", "difference-high")
+    keys = ("examples", "value", "difference", "difference-low", "difference-high")
     return {
         "difference": mean.value,
         "half": mean.half,
@@ -203,7 +203,7 @@ def conditions(
     """
     first = rungs[0]
     rates = sorted({point.rate for point in first.scores})
-    ends = []
+    ends, wider = [], {*rates}
     for row in advice["ranking"]:
         scores = {
             point.rate: score
@@ -213,11 +213,13 @@ def conditions(
         rate = row["learning-rate"]
         # Equal scores of all rates do not show that another rate would be better.
         if rate in (rates[0], rates[-1]) and len({*scores.values()}) > 1:
-            ends.append(f"{row['method']} at {rate}")
+            ends.append(f"{row['method']} (best at {rate})")
+            wider.add(float(f"{rate / 3 if rate == rates[0] else 3 * rate:.2g}"))
     contents = {
         "chance": dropped_by_chance(rungs, advice, sum(counts)),
         "ends": ends,
         "rates": rates,
+        "wider": sorted(wider),
         "rounds": rounds,
         "tried": tried,
         "given": given,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -56,6 +57,13 @@ def read_yaml(path: Path, what: str) -> dict[Any, Any]:
         node = loader.get_single_node()
         repeated = list(_repeated(node, set()))
         content = None if node is None else loader.construct_document(node)
+    except FileNotFoundError:
+        known = [each.name for each in path.parent.glob("*.y*ml")]
+        near = difflib.get_close_matches(path.name, known, n=1)
+        hint = f"Did you mean {near[0]}?" if near else "Give the path of a YAML file."
+        raise ConfigError(
+            f"{what} {path}: there is no such file in {path.parent.absolute()}. {hint}"
+        ) from None
     except UnicodeDecodeError as error:
         raise ConfigError(
             f"{what} {path} is not a text file in UTF-8: {error}"

@@ -21,10 +21,10 @@ from fedbn_flwr.lab.config import CENTRALIZED, STATE_IN_OUT, Config, data_of, me
 from fedbn_flwr.lab.config.check_config import of_reading
 from fedbn_flwr.lab.models import build_model
 from fedbn_flwr.lab.models.initial import FILES
-from fedbn_flwr.lab.own_code import own_function
 from fedbn_flwr.lab.setup import (
     build_options,
     initialise,
+    local_training,
     model_and_warnings,
     pick_device,
 )
@@ -97,7 +97,7 @@ def _problems_here(config: Config) -> Iterator[Problem]:
     # Check the device, and the packages of extras.
     yield from of_reading("device", lambda: pick_device(config.device))
     if config.loop:
-        yield from of_reading("loop", lambda: own_function("loop", config.loop))
+        yield from of_reading("loop", lambda: local_training(config))
     if config.tensorboard and importlib.util.find_spec("tensorboard") is None:
         yield Problem(
             "tensorboard-missing",

@@ -183,7 +183,12 @@ def test_a_ranking_has_the_numbers_of_the_test_examples(
     gap, half = drawn.half(federated, ALONE, count)
     assert (alone["difference"], alone["half"]) == pytest.approx((gap, half))
     assert len(alone["sites"]) == drawn.sites
-    for row in alone["sites"]:
+    both = [NAMES.index(name) for name in (federated, ALONE)]
+    at = [seed for seed in range(3) if (ALONE, seed) not in drawn.missing]
+    means = drawn.values[at][:, both].mean(0).T
+    for row, of_site in zip(alone["sites"], means, strict=True):
+        shown = (row["value"], row["value"] - row["difference"])
+        assert shown == pytest.approx(tuple(of_site))
         side = "not known"
         if row["difference-low"] is not None:
             low, high = sign * row["difference-low"], sign * row["difference-high"]

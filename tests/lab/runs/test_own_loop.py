@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import nn
 from torch.nn.functional import (
     binary_cross_entropy_with_logits,
     cross_entropy,
@@ -194,11 +195,19 @@ def test_batches_of_one_example_are_refused_once(
     assert (tmp_path / "out").exists() == (strategy in ("fixbn", "hbn"))
 
 
+def three(model: nn.Module, loader: Any, optimizer: Any) -> float:
+    raise AssertionError("it is refused before any work")
+
+
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
         ({"loop": "sgd"}, "module:function"),
         ({"loop": f"{__name__}:sdg"}, "sdg"),
+        (
+            {"loop": f"{__name__}:three"},
+            r"three must be a function of \(model, batches",
+        ),
         (
             {"optimizer": "adam"},
             "optimizer='adam' has no effect: it is for an empty loop",
