@@ -32,6 +32,7 @@ from fedbn_flwr.strategies import (
     combined,
 )
 from fedbn_flwr.training import LearningRate, LocalTraining
+from tests.support.fast import fast
 from tests.support.protected import masked
 from tests.support.user_loops import SIZES, hooked_loop
 from tests.support.written_out import (
@@ -48,7 +49,7 @@ def datasets(points: Any) -> list[Any]:
     return [points(n, i, shape=(3, 16, 16)) for i, n in enumerate(SIZES)]
 
 
-@pytest.mark.parametrize("given", [False, True])
+@pytest.mark.parametrize("given", fast([False, True], 1))
 def test_a_head_of_another_shape_starts_as_its_client_builds_it(
     run_strategy: Any, datasets: Any, given: bool
 ) -> None:

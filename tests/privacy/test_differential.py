@@ -69,7 +69,7 @@ class Equal(Strategy):
     method = EqualMethod
 
 
-@pytest.mark.parametrize("where", ["server", "client"])
+@pytest.mark.parametrize("where", fast(["server", "client"], 1))
 def test_without_noise_and_clipping_it_is_the_unprotected_run(
     federate: Any, torchvision_net: Any, points: Any, where: Any
 ) -> None:

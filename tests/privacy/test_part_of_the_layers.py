@@ -106,10 +106,8 @@ def test_without_noise_it_is_the_unprotected_run(
 @pytest.mark.parametrize(
     ("method", "where"),
     [
-        ("fedbn", "server"),
-        ("silobn", "client"),
-        ("mtfl", "client"),
-        ("fixbn", "server"),
+        *fast([("fedbn", "server"), ("silobn", "client")]),
+        *(("mtfl", "client"), ("fixbn", "server")),
     ],
 )
 def test_the_other_layers_have_the_stated_noise_and_the_chosen_ones_none(

@@ -515,7 +515,12 @@ def moved_layers() -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("case", HELD)
+@pytest.mark.parametrize(
+    "case",
+    fast(
+        HELD, "staticbn", "fbn pass", "fixbn affine", "fedtan2", "frozen by the round"
+    ),
+)
 @pytest.mark.parametrize(
     "entry", [entry for entry in two_layers().state_dict() if entry.startswith("4.")]
 )
