@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.fast import fast
 from tests.support.legacy_loop import (
     ROUNDS,
     imported,
@@ -27,7 +28,7 @@ def project(
         yield apps
 
 
-@pytest.mark.parametrize("strategy", ["fedavgm", "fedbn", "standalone"])
+@pytest.mark.parametrize("strategy", fast(["fedavgm", "fedbn", "standalone"], 1))
 def test_the_app_learns_in_process(strategy: str, project, caplog) -> None:
     found = in_process(project, caplog, strategy)
     assert len(found) == ROUNDS

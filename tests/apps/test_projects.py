@@ -29,6 +29,7 @@ from fedbn_flwr.strategies import FedBN, FedTAN, FixBN, Strategy
 from fedbn_flwr.training.settings import LocalTraining
 from tests.support.bundles import unpacked
 from tests.support.diffs import changed_lines
+from tests.support.fast import fast
 
 APPS = Path(__file__).parents[2] / "apps"
 NODES = 3
@@ -129,7 +130,7 @@ class OurClient(TorchClient):
         )
 
 
-@pytest.mark.parametrize("method", [FedBN, FixBN, FedTAN])
+@pytest.mark.parametrize("method", fast([FedBN, FixBN, FedTAN], 0))
 def test_a_changed_quickstart_ends_in_the_bits_of_our_own_client(
     project, federate, points, same_bits, method: Any
 ) -> None:
@@ -174,7 +175,9 @@ def test_the_number_of_lines_to_change(diff: str, lines: int) -> None:
     assert len(changed_lines(APPS / f"quickstart/{diff}.diff")[1]) == lines
 
 
-@pytest.mark.parametrize("strategy", ["scaffold", "fedbs", "fedrep", "fedtan2", "fbn"])
+@pytest.mark.parametrize(
+    "strategy", fast(["scaffold", "fedbs", "fedrep", "fedtan2", "fbn"], "fedrep", "fbn")
+)
 def test_the_hospital_app_runs_with_other_strategies(
     project, strategy: str, capsys, caplog
 ) -> None:

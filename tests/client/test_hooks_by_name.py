@@ -21,6 +21,7 @@ from fedbn_flwr.client.kept_files import Continuity
 from fedbn_flwr.messages.records import from_record
 from fedbn_flwr.strategies import Ask, Method, Strategy, Travels, register
 from fedbn_flwr.training import ClientHook, LearningRate, LocalTraining
+from tests.support.fast import fast
 from tests.support.federation import torch_clients
 from tests.support.user_loops import (
     BATCH,
@@ -143,8 +144,13 @@ def trained(monkeypatch, tmp_path_factory, mlp, datasets, user_app, run_app) -> 
     return run
 
 
-@pytest.mark.parametrize("compiled", [False, True], ids=["plain", "compiled"])
-@pytest.mark.parametrize("way", ["train", "loop=", "bn_rules"])
+@pytest.mark.parametrize(
+    ("way", "compiled"),
+    [
+        *(("train", False), ("loop=", False), ("bn_rules", True)),
+        *fast([("train", True), ("loop=", True), ("bn_rules", False)]),
+    ],
+)
 def test_two_hooks_of_one_class_act_as_hooks_of_two_classes(
     way: str, compiled: bool, trained
 ) -> None:

@@ -13,6 +13,7 @@ from fedbn_flwr.client.model_spec import StateLocation
 from fedbn_flwr.errors import ConfigError, StateError
 from fedbn_flwr.messages.records import from_record
 from fedbn_flwr.strategies import FedBN, Scaffold, SiloBN, Standalone
+from tests.support.fast import fast
 from tests.support.user_loops import SIZES, hooked_loop
 
 
@@ -26,7 +27,7 @@ def restarted(message: Message, context: Context, call_next: Any) -> Message:
     return call_next(message, context)
 
 
-KEEPING = [FedBN, SiloBN, Standalone, Scaffold]
+KEEPING = fast([FedBN, SiloBN, Standalone, Scaffold], 1, 3)
 
 
 @pytest.mark.parametrize("method", KEEPING)

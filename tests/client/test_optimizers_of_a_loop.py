@@ -28,6 +28,7 @@ from fedbn_flwr.strategies.fedrep import HeadThenBody
 from fedbn_flwr.strategies.hbn import HybridStatistics
 from fedbn_flwr.strategies.scaffold import ControlVariates
 from fedbn_flwr.training import ClientHook
+from tests.support.fast import fast
 
 MU, RATE = 2.0, 0.1
 
@@ -408,8 +409,10 @@ def limit_in_place(weight: nn.Parameter) -> None:
     weight.data.renorm_(2, 0, 0.2)
 
 
-@pytest.mark.parametrize("limit", [limit_by_copy, limit_by_data, limit_in_place])
-@pytest.mark.parametrize("layer", [0, 3])
+@pytest.mark.parametrize(
+    "limit", fast([limit_by_copy, limit_by_data, limit_in_place], 0, 1)
+)
+@pytest.mark.parametrize("layer", fast([0, 3], 0))
 @pytest.mark.parametrize("place", ["forward", "step"])
 @pytest.mark.parametrize(
     ("make", "wrap"), [*OF_ALL_STEPS, (lambda: ProximalTerm(MU), True)]

@@ -102,6 +102,7 @@ def real(tmp_path: Path) -> Iterator[tuple[str, Path]]:
         process.end()
 
 
+@pytest.mark.slow
 @pytest.mark.network
 def test_a_real_superlink_answers_so(real: tuple[str, Path]) -> None:
     """The key is free again after each check.

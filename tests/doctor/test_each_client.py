@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from fedbn_flwr import diagnose
 from fedbn_flwr.doctor.findings import Diagnosis
+from tests.support.fast import fast
 from tests.support.trained import trained_network
 
 Data = tuple[Tensor, Tensor]
@@ -85,12 +86,17 @@ WANTED = {
 
 @pytest.mark.parametrize(
     ("fault", "clients", "odd"),
-    [
-        *((fault, 5, [3]) for fault in FAULTS),
-        *((fault, 20, [1, 3]) for fault in ("inputs x 255", "examples doubled")),
-        ("another class mix", 12, [3]),  # a few examples do not prove a class mix
-        *((fault, 40, [3]) for fault in ("permuted pixels", "swapped labels")),
-    ],
+    # The fast cases have each finding once, and once two clients.
+    fast(
+        [
+            *((fault, 5, [3]) for fault in FAULTS),
+            *((fault, 20, [1, 3]) for fault in ("inputs x 255", "examples doubled")),
+            ("another class mix", 12, [3]),  # a few examples do not prove a class mix
+            *((fault, 40, [3]) for fault in ("permuted pixels", "swapped labels")),
+        ],
+        *("permuted pixels-5", "swapped labels-5", "another class mix-5"),
+        "examples doubled-20",
+    ),
 )
 def test_a_client_that_differs_from_the_others_is_named(
     fault: str, clients: int, odd: list[int], trained: nn.Module, digits: Data
@@ -129,7 +135,7 @@ def test_a_client_that_differs_from_the_others_is_named(
 
 
 @pytest.mark.parametrize(
-    ("clients", "alpha"), [(5, 0.0), (40, 0.0), (12, 0.3), (40, 2.0)]
+    ("clients", "alpha"), fast([(5, 0.0), (40, 0.0), (12, 0.3), (40, 2.0)], 0, 2)
 )
 def test_no_client_stands_out_where_all_are_alike_or_all_differ(
     clients: int, alpha: float, trained: nn.Module, digits: Data
@@ -176,17 +182,21 @@ def test_random_splits_of_long_tailed_columns_accuse_nobody(name: str) -> None:
     assert [f.id for f in found.findings if f.id.startswith("client-")] == []
 
 
-@pytest.mark.parametrize("name", ["breast cancer", "log-normal"])
+@pytest.mark.parametrize("name", fast(["breast cancer", "log-normal"], 1))
 @pytest.mark.parametrize(
     "fault",
-    [
-        lambda x: 255 * x,
-        lambda x: 1.8 * x + 32,
-        lambda x: -x,
-        # Only one column of a table with many is changed.
-        lambda x: torch.cat([x[:, :1].mean(0).expand(len(x), 1), x[:, 1:]], 1),
-        lambda x: torch.cat([10 * x[:, :1], x[:, 1:]], 1),
-    ],
+    fast(
+        [
+            lambda x: 255 * x,
+            lambda x: 1.8 * x + 32,
+            lambda x: -x,
+            # Only one column of a table with many is changed.
+            lambda x: torch.cat([x[:, :1].mean(0).expand(len(x), 1), x[:, 1:]], 1),
+            lambda x: torch.cat([10 * x[:, :1], x[:, 1:]], 1),
+        ],
+        1,
+        3,
+    ),
     ids=["x 255", "other units", "negated", "a column at its mean", "a column x 10"],
 )
 def test_a_fault_among_long_tailed_columns_is_the_clients_alone(

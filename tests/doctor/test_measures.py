@@ -142,6 +142,7 @@ def test_the_causes_of_a_shift_are_told_apart(cause: str) -> None:
     assert ids & {"label-skew", "feature-shift", "clients-differ"} == wanted
 
 
+@pytest.mark.slow
 def test_p_values_of_equal_clients_are_uniform() -> None:
     """Correlated channels count only as many as are independent.
 

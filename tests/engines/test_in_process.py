@@ -34,6 +34,7 @@ from fedbn_flwr.training.turns import interrupted
 from fedbn_flwr.transport import Barrier, Member
 from fedbn_flwr.transport.polling_grid import PollingGrid
 from fedbn_flwr.transport.step_transport import send_until
+from tests.support.fast import fast
 from tests.support.federation import torch_clients
 
 Handler = Callable[[Message, Context], Message]
@@ -306,7 +307,7 @@ SLOW = {"five hang": [60.0] * 5, "ten in turn": [0.3] * 10}
 
 
 @pytest.mark.parametrize("seconds", SLOW.values(), ids=SLOW)
-@pytest.mark.parametrize("around", [lambda grid: grid, PollingGrid])
+@pytest.mark.parametrize("around", fast([lambda grid: grid, PollingGrid], 0))
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_call_ends_at_its_timeout_and_names_the_slow_clients(
     workers: int, around: Callable[[Grid], Grid], seconds: list[float], mlp, points

@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from fedbn_flwr.strategies import FedAvg
 from fedbn_flwr.training import batches_of
+from tests.support.fast import fast
 
 SITES, ROWS = 3, 9
 OF_MODULE: list[Any] = []
@@ -101,7 +102,7 @@ class Rows(Dataset[Any]):
 
 
 @pytest.mark.parametrize("connected", [False, True])
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", fast(range(2), 0))
 def test_open_files_belong_to_one_process(
     federate: Any,
     mlp: Any,

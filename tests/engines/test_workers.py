@@ -64,6 +64,7 @@ from fedbn_flwr.transport import Barrier, Member, RetryStep, in_process_reducer
 from fedbn_flwr.transport.step_by_barrier import step_by_barrier
 from fedbn_flwr.transport.step_transport import Limits, StepResult
 from tests.support.descriptors import open_files
+from tests.support.fast import fast
 from tests.support.federation import Outcome
 from tests.support.many_layers import EveryType
 from tests.support.written_out import close
@@ -137,7 +138,7 @@ WORKED: dict[str, tuple[Callable[[], Strategy], float]] = {
 }
 
 
-@pytest.mark.parametrize("method", WORKED)
+@pytest.mark.parametrize("method", fast(WORKED, "fedtan", "entries of every type"))
 def test_workers_give_the_bits_of_one_process(
     federate, datasets, mlp, same_bits, method: str
 ) -> None:
@@ -351,7 +352,7 @@ def test_a_worker_that_dies_in_a_synchronised_step_costs_its_members_only(
     close(run.state, alone.state)
 
 
-@pytest.mark.parametrize("workers", [1, 2, 5])
+@pytest.mark.parametrize("workers", fast([1, 2, 5], 1))
 def test_a_client_whose_process_dies_is_named_and_the_run_continues(
     federate, datasets, mlp, workers: int
 ) -> None:
@@ -378,6 +379,7 @@ def test_a_client_whose_process_dies_is_named_and_the_run_continues(
         assert all("SIGKILL" in why for why in report.rejected.values())
 
 
+@pytest.mark.slow
 def test_new_processes_get_the_app_by_cloudpickle() -> None:
     """Closures reach new processes, as with several torch threads or CUDA."""
     number = 41
@@ -582,18 +584,18 @@ def test_a_message_that_cannot_be_sent_fails_its_client_only(
 
     content = RecordDict({"arrays": to_record({"w": np.ones(5000)})})
     configs = [{"a": threading.Lock() if lacks == "a pickle" else 1}, {}, {}]
-    opened = []
     with InProcessGrid(app_of(answer), 3, workers=1, node_configs=configs) as grid:
         messages = to(grid, 0, 1, 2, content=content)
         replies = grid.send_and_receive(messages, timeout=30)
-        for _ in range(3):
-            opened.append(open_files())
+        before = open_files()
+        for _ in range(2):
             grid.send_and_receive(messages, timeout=30)
+        after = open_files()
     assert errors(replies) == [True, False, False]
     said = {"room": "OSError: [Errno 28]", "a pickle": "TypeError: cannot pickle"}
     words = f"could not be sent to a worker process: {said[lacks]}"
     assert words in replies[0].error.reason
-    assert opened[2] <= opened[0]
+    assert after <= before
 
 
 def member_work(message: Message, context: Context) -> Message:
@@ -875,7 +877,7 @@ class Listens(FedAvg):
         super().__init__(on_replies=lambda *_: None, **options)
 
 
-@pytest.mark.parametrize("failing", [(), (0, 4)])
+@pytest.mark.parametrize("failing", [(), pytest.param((0, 4), marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("kind", "frees"),
     [

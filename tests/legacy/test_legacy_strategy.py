@@ -66,6 +66,7 @@ from fedbn_flwr.strategies import (
     Strategy,
 )
 from fedbn_flwr.training import LearningRate, LocalTraining
+from tests.support.fast import fast
 from tests.support.federation import LegacyOutcome, torch_clients
 from tests.support.points import Points
 from tests.support.their_client import TheirClient, numpy_clients
@@ -459,7 +460,7 @@ WORKFLOW_METHODS: dict[str, tuple[Callable[[], Strategy], tuple[Any, ...]]] = {
 }
 
 
-@pytest.mark.parametrize("name", WORKFLOW_METHODS)
+@pytest.mark.parametrize("name", fast(WORKFLOW_METHODS, "fedbn", "fixbn"))
 def test_both_workflows_run(
     run_workflow, run_legacy_loop, datasets, mlp, name: str, same_bits, caplog
 ) -> None:
@@ -681,7 +682,7 @@ def test_a_killed_client_of_start_server_is_lost_and_no_app_has_failed(
 
 
 @pytest.mark.parametrize("kind", ["torch", "with a mod"])
-@pytest.mark.parametrize("make", [FedAvg, FedBN])
+@pytest.mark.parametrize("make", fast([FedAvg, FedBN], 1))
 def test_it_runs_where_flower_has_set_no_identity(
     make: Any, kind: str, run_legacy_loop, datasets, mlp, monkeypatch
 ) -> None:

@@ -31,14 +31,16 @@ from tests.support.federation import LegacyOutcome
 RunLegacyLoop = Callable[..., LegacyOutcome]
 
 
-def test_fedbn_runs_with_the_mod(run_legacy_loop, tmp_path) -> None:
-    equal_the_loop_of_server_app(["numpy-fedbn"], run_legacy_loop, tmp_path)
+def test_fedbn_runs_with_the_mod(run_legacy_loop, tmp_path, at_once) -> None:
+    equal_the_loop_of_server_app(["numpy-fedbn"], run_legacy_loop, tmp_path, at_once)
 
 
 @pytest.mark.slow
 @pytest.mark.network
 @pytest.mark.xdist_group("network")
-def test_every_method_that_is_not_refused_runs(run_legacy_loop, tmp_path) -> None:
+def test_every_method_that_is_not_refused_runs(
+    run_legacy_loop, tmp_path, at_once
+) -> None:
     runs, refused = [], set()
     for name, make in STRATEGIES.items():
         try:
@@ -52,18 +54,21 @@ def test_every_method_that_is_not_refused_runs(run_legacy_loop, tmp_path) -> Non
     assert refused == {"fedtan", "fedtan2", "feddna", "staticbn", "fedwon"}
     names = [f"{kind}-{name}" for kind, name in itertools.product(KINDS, runs)]
     names.remove("numpy-ditto")  # it needs a TorchClient
-    equal_the_loop_of_server_app(names, run_legacy_loop, tmp_path)
+    equal_the_loop_of_server_app(names, run_legacy_loop, tmp_path, at_once)
 
 
 KINDS = ("torch", "numpy")
 
 
 def equal_the_loop_of_server_app(
-    names: list[str], run_legacy_loop: RunLegacyLoop, folder: Path
+    names: list[str],
+    run_legacy_loop: RunLegacyLoop,
+    folder: Path,
+    env: dict[str, str],
 ) -> None:
     """The final model has the bits of ``ServerAppComponents`` with the same clients."""
     ports = {name: free_port() for name in names}
-    with start_server.processes(folder, ports) as started:
+    with start_server.processes(folder, ports, env) as started:
         want = {name: loop_of_server_app(name, run_legacy_loop) for name in names}
         # If a client fails, the other clients keep waiting.
         until = time.monotonic() + 600

@@ -8,6 +8,7 @@ import torchvision.models
 from torch import nn
 
 from fedbn_flwr.norms import NORMS, replace_norm
+from tests.support.fast import fast
 
 # ResNet-18: 17 and one for each of 3 shortcuts. DenseNet-121: one before each of 58 x 2
 # convolutions of its blocks and of 3 transitions, one after the stem, one at the end.
@@ -28,7 +29,7 @@ CONVOLUTIONS = {
 }
 
 
-@pytest.fixture(scope="module", params=LAYERS)
+@pytest.fixture(scope="module", params=fast(LAYERS, "resnet18", "mobilenet_v2"))
 def named(request: pytest.FixtureRequest) -> tuple[str, nn.Module]:
     return request.param, torchvision.models.get_model(request.param, num_classes=5)
 

@@ -49,6 +49,7 @@ from fedbn_flwr.strategies import (
     Strategy,
     combined,
 )
+from tests.support.fast import fast
 from tests.support.noise import SeededNoise
 
 SIZES = (9, 4, 12)
@@ -68,7 +69,7 @@ class Equal(Strategy):
     method = EqualMethod
 
 
-@pytest.mark.parametrize("where", ["server", "client"])
+@pytest.mark.parametrize("where", fast(["server", "client"], 1))
 def test_without_noise_and_clipping_it_is_the_unprotected_run(
     federate: Any, torchvision_net: Any, points: Any, where: Any
 ) -> None:
@@ -606,7 +607,7 @@ def test_no_noise_moves_the_clipping_norm_further_than_all_clients_could(
     assert math.log(privacy.clipping_norm) == pytest.approx(0.2 * goes_to)
 
 
-@pytest.mark.parametrize(("z", "clients"), [(1.0, 4), (0.2, 8)])
+@pytest.mark.parametrize(("z", "clients"), fast([(1.0, 4), (0.2, 8)], 0))
 def test_average_and_quantile_together_hide_a_client_that_sends_nothing(
     mlp: Any, z: float, clients: int
 ) -> None:
@@ -746,7 +747,7 @@ def test_no_record_decides_how_many_outputs_a_model_has(tmp_path: Path) -> None:
     assert data_of(Config.make({**keys, "task": "binary"})).num_outputs == 1
 
 
-@pytest.mark.parametrize("dp", ["server", "off"])
+@pytest.mark.parametrize("dp", fast(["server", "off"], 0))
 def test_no_file_to_give_away_holds_what_a_client_reported(
     dp: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

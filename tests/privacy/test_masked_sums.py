@@ -57,6 +57,7 @@ from fedbn_flwr.strategies import (
     Travels,
 )
 from fedbn_flwr.transport import wrapped
+from tests.support.fast import fast
 from tests.support.noise import SeededNoise
 from tests.support.protected import masked
 from tests.support.synchronised import (
@@ -175,7 +176,7 @@ def branches() -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("method", [FedTAN, FedDNA])
+@pytest.mark.parametrize("method", fast([FedTAN, FedDNA], 1))
 def test_a_masked_step_equals_the_plain_one(
     method, run_step, branches, same_bits
 ) -> None:
@@ -257,7 +258,7 @@ def test_a_users_app_with_the_mods(federate, datasets, mlp) -> None:
 
 
 @pytest.mark.parametrize(
-    "lost", [{}, {1: "train"}, dict.fromkeys((0, 1, 2, 3), "train")]
+    "lost", fast([{}, {1: "train"}, dict.fromkeys((0, 1, 2, 3), "train")], 1)
 )
 def test_under_masks_the_noise_comes_to_the_sum_of_clipped_updates(
     lost: dict[int, str], federate, five, mlp
@@ -398,7 +399,7 @@ def test_below_the_threshold_nothing_is_revealed(
     assert furthest(ours.history[2], ours.history[1]) > 0
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", fast(TRANSPORTS, "barrier", "channel"))
 def test_a_client_lost_in_a_step_ends_the_round(
     transport: str, run_step, branches, same_bits
 ) -> None:

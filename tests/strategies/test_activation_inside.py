@@ -17,6 +17,7 @@ from torch.utils.data import TensorDataset
 from fedbn_flwr.batchnorm.averaging import Array
 from fedbn_flwr.norms import NORMS, replace_norm
 from fedbn_flwr.strategies import STRATEGIES
+from tests.support.fast import fast
 from tests.support.federation import Outcome
 from tests.support.strange_layers import acts_inside, written_out
 
@@ -77,7 +78,9 @@ def compare(
             assert_same(found.local_state(client), expected.local_state(client))
 
 
-@pytest.mark.parametrize("case", [*METHODS, *OPTIONS])
+@pytest.mark.parametrize(
+    "case", fast([*METHODS, *OPTIONS], "fixbn", "hbn", "bn-scaffold")
+)
 def test_a_method_treats_them_as_if_written_out(case: str, federate: Federate) -> None:
     """The inner dropout stays active in training even if BatchNorm is frozen."""
     datasets = images(5, 9, 7)

@@ -22,6 +22,7 @@ from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.models import build_model
 from fedbn_flwr.lab.runs.inspection import inspect_model
 from fedbn_flwr.strategies import FedDNA, FedTAN, FedTAN2
+from tests.support.fast import fast
 from tests.support.strange_layers import Checkpointed, Reentrant
 from tests.support.synchronised import (
     TRANSPORTS,
@@ -42,7 +43,7 @@ def branches() -> nn.Module:
 # below shows the same bytes.
 @pytest.mark.parametrize(
     "transport",
-    ["barrier", "channel", pytest.param("messages", marks=pytest.mark.slow)],
+    fast(["barrier", "channel", "messages"], "barrier"),
 )
 def test_the_traffic_of_fedtan_with_resnet20_is_table_3(
     run_step, transport: str
@@ -78,8 +79,7 @@ def test_the_traffic_of_fedtan_with_resnet20_is_table_3(
     ("strategy", "exchanges", "rows", "apart", "count"),
     [
         (FedTAN, "3L+1", 4, 1, 16),
-        (FedTAN, "2L+1", 5, 3, 11),
-        (FedDNA, "3L+1", 2, 1, 11),
+        *fast([(FedTAN, "2L+1", 5, 3, 11), (FedDNA, "3L+1", 2, 1, 11)]),
         (FedDNA, "2L+1", 3, 3, 6),
     ],
 )

@@ -33,6 +33,7 @@ from fedbn_flwr.strategies.fixbn import FixBNMethod, Frozen
 from fedbn_flwr.training import LearningRate, LocalTraining
 from tests.support.bad_replies import spoil_state, spoiling
 from tests.support.checkpoints import bits, through_a_file
+from tests.support.fast import fast
 from tests.support.federation import Outcome, RecordingBarrierGrid, torch_clients
 from tests.support.many_layers import EveryType, two_layers
 
@@ -64,7 +65,15 @@ OPTIONS: Mapping[str, tuple[tuple[str, ...], Mapping[str, Any]]] = {
 # tests/reference draws second runs and resumed runs of every method. These cases have
 # each kind of state.
 KINDS = ("standalone", "bn-scaffold", "staticbn", "fbn", "fedbs", "fedavgm", "fedadam")
-CASES = (*KINDS, "ditto", "fedtan2", *OPTIONS)
+CASES = fast(
+    [*KINDS, "ditto", "fedtan2", *OPTIONS],
+    *("bn-scaffold", "momentum local", "recalibrated test", "personal+fedbn+scaffold"),
+    *("fixbn auto", "fedbs, switched early", "fbn pass", "mtfl+fixbn+fedadam"),
+    "scaffold+hbn",
+)
+"""The fast cases have the options that the reference does not draw, or several."""
+ALL = fast([*STRATEGIES, "recalibrate"], "fedavg", "scaffold", "feddna", "recalibrate")
+"""One case of each kind of message is fast."""
 Absent = Mapping[int, Collection[int]]
 """The partitions that the server does not see, by round."""
 
@@ -293,7 +302,7 @@ def run_case(federate, datasets, wsconv_net) -> Callable[..., Outcome]:
     return run
 
 
-@pytest.mark.parametrize("case", [*STRATEGIES, "recalibrate"])
+@pytest.mark.parametrize("case", ALL)
 def test_every_message_has_its_round_in_the_config(case: str, run_case) -> None:
     """Flower's own messages have this key, and a mod may read it.
 
@@ -309,7 +318,7 @@ def test_every_message_has_its_round_in_the_config(case: str, run_case) -> None:
     assert [m.content["settings"]["server-round"] for m in asked] == [1, 1, 3]
 
 
-@pytest.mark.parametrize("case", [*STRATEGIES, "recalibrate"])
+@pytest.mark.parametrize("case", ALL)
 def test_a_run_whose_replies_were_all_refused_ends_with_the_reason(
     case: str, run_case
 ) -> None:
@@ -506,7 +515,12 @@ def moved_layers() -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("case", HELD)
+@pytest.mark.parametrize(
+    "case",
+    fast(
+        HELD, "staticbn", "fbn pass", "fixbn affine", "fedtan2", "frozen by the round"
+    ),
+)
 @pytest.mark.parametrize(
     "entry", [entry for entry in two_layers().state_dict() if entry.startswith("4.")]
 )

@@ -18,6 +18,7 @@ from fedbn_flwr.batchnorm.parts import split_state
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.messages.records import select
 from fedbn_flwr.strategies import MTFL, FedAvg, FedBN, SiloBN, Standalone
+from tests.support.fast import fast
 
 METHODS = [FedBN, SiloBN, MTFL, Standalone]
 LEAVES = {
@@ -58,7 +59,10 @@ def test_personal_entries_of_a_given_split_stay_as_those_of_the_setting(
 
 @pytest.mark.parametrize(
     ("method", "personal"),
-    [*((method, "") for method in METHODS[1:]), (FedAvg, "fc"), (FedBN, "fc")],
+    [
+        *fast([*((method, "") for method in METHODS[1:]), (FedAvg, "fc")], 1),
+        (FedBN, "fc"),
+    ],
 )
 def test_no_message_contains_a_local_part(
     federate, points, method, personal: str

@@ -132,6 +132,7 @@ def test_a_server_steps_what_an_optimizer_can_train_and_averages_the_rest(
         assert equal != optimizer, key
 
 
+@pytest.mark.slow
 def test_flowers_optimizers_give_nan_on_this_toy_and_ours_do_not() -> None:
     """With Flower's FedAvgM, running_var becomes negative in round 2.
 

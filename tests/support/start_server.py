@@ -78,17 +78,19 @@ def project_app(kind: str) -> ClientApp:
 
 
 @contextmanager
-def processes(folder: Path, ports: dict[str, int]) -> Iterator[list[subprocess.Popen]]:
+def processes(
+    folder: Path, ports: dict[str, int], env: dict[str, str]
+) -> Iterator[list[subprocess.Popen]]:
     """Start the server and clients, and run the cases one after the other."""
     cases = [f"{name}:{port}" for name, port in ports.items()]
     roles = [["server", str(folder)]]
     roles += [["client", str(number)] for number in range(len(SIZES))]
     started = []
     for role in roles:
-        command = [sys.executable, "-m", __name__, *role, *cases]
+        command = ["python", "-m", __name__, *role, *cases]
         log = (folder / f"{role[0]}-{Path(role[1]).name}.log").open("w")
         with log:
-            started.append(subprocess.Popen(command, stdout=log, stderr=log))
+            started.append(subprocess.Popen(command, env=env, stdout=log, stderr=log))
     try:
         yield started
     finally:

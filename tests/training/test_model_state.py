@@ -27,6 +27,7 @@ from fedbn_flwr.strategies import (
 )
 from fedbn_flwr.training import LearningRate, LocalTraining
 from fedbn_flwr.training.model_state import unwrap, view_with_names, wrapper_prefix
+from tests.support.fast import fast
 from tests.support.strange_layers import InPlace
 
 SIZES = (6, 8)
@@ -134,7 +135,7 @@ def test_a_wrapped_model_on_the_client_changes_no_bit(
     assert [report.rejected for report in wrapped.strategy.reports] == [{}, {}]
 
 
-@pytest.mark.parametrize("make", [FBN, HBN, BNScaffold])
+@pytest.mark.parametrize("make", fast([FBN, HBN, BNScaffold], 0))
 def test_a_compiler_that_fails_between_layers_that_a_method_computes_is_named(
     federate, datasets, make: Any
 ) -> None:

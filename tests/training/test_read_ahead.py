@@ -36,6 +36,7 @@ from fedbn_flwr.training.batches import with_positions
 from fedbn_flwr.training.evaluation import evaluate
 from fedbn_flwr.training.loop import train
 from fedbn_flwr.training.randomness import seeded
+from tests.support.fast import fast
 
 pytestmark = pytest.mark.xdist_group("loader workers")
 
@@ -89,7 +90,7 @@ def read(data: Dataset[Any], workers: int, seed: int | None) -> list[Any]:
         return [*found, after, generator and generator.get_state().tolist()]
 
 
-@pytest.mark.parametrize("kind", AUGMENTS)
+@pytest.mark.parametrize("kind", fast(AUGMENTS, 1, 3))
 def test_the_number_of_workers_does_not_change_a_bit(kind: str) -> None:
     data = Pictures(AUGMENTS[kind])
     for seed in (7, None):
@@ -97,7 +98,7 @@ def test_the_number_of_workers_does_not_change_a_bit(kind: str) -> None:
         assert others == [wanted, wanted]
 
 
-@pytest.mark.parametrize("kind", AUGMENTS)
+@pytest.mark.parametrize("kind", fast(AUGMENTS, 1, 3))
 def test_a_diagnosis_reads_the_same_examples_with_workers(kind: str) -> None:
     data = Pictures(AUGMENTS[kind])
     found = []

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from tests.support import synchronised as support
+from tests.support.fast import fast
 from tests.support.small_vision import VISION
 
 MODES = ("3L+1", "2L+1")
@@ -100,7 +101,7 @@ def check(lab, model: nn.Module, batches, weights, oracle) -> None:
         assert lab.distance(found, oracle, model.state_dict()) < 1e-10, exchanges
 
 
-@pytest.mark.parametrize("name", VISION)
+@pytest.mark.parametrize("name", fast(VISION, "densenet"))
 def test_federated_step_equals_centralised_step(lab, name):
     model = vision_model(name)
     batches = lab.client_batches((3, 32, 32), (2, 3, 1))

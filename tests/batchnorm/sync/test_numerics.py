@@ -10,13 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from fedbn_flwr.batchnorm.sync import combine, synchronised
+from tests.support.fast import fast
 from tests.support.small_vision import VISION
 
 MODES = ("3L+1", "2L+1")
 KEPT = ("running_mean", "running_var", "weight")
 
 
-@pytest.mark.parametrize("exchanges", MODES)
+@pytest.mark.parametrize("exchanges", fast(MODES, "2L+1"))
 def test_float32_is_as_close_to_float64_as_torch(lab, exchanges):
     torch.manual_seed(1)
     model = VISION["resnet"](num_classes=3)
@@ -111,6 +112,7 @@ def relative_error(found: Tensor, exact: Tensor) -> float:
     return float((found.double() - exact).abs().max() / exact.abs().max())
 
 
+@pytest.mark.slow
 def test_bfloat16_autocast_keeps_the_statistics_in_float32(lab):
     torch.manual_seed(1)
     model = VISION["resnet"](num_classes=3)

@@ -1,0 +1,23 @@
+"""The cases of a law that the fast suite has; ``make slow`` has the others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+
+
+def fast(cases: Iterable[Any], *kept: int | str) -> list[Any]:
+    """Return the cases for ``parametrize``, with all but those kept marked as slow.
+
+    A kept case is named by its place or by its first values, joined by hyphens.
+    """
+    marked = []
+    for place, case in enumerate(cases):
+        values = case if isinstance(case, tuple) else (case,)
+        name = "-".join([*map(str, values), ""])
+        is_fast = place in kept or name.startswith(tuple(f"{one}-" for one in kept))
+        marks = () if is_fast else pytest.mark.slow
+        marked.append(pytest.param(*values, marks=marks))
+    return marked
