@@ -15,7 +15,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import combinations
 from pathlib import Path, PurePosixPath
-from typing import Any
 
 import pytest
 import torchvision

@@ -39,6 +39,7 @@ from fedbn_flwr.lab.files import ADVICE_FILE, STUDY_FILE, read_metrics
 from fedbn_flwr.lab.report import write_report
 from fedbn_flwr.lab.studies.study import Study
 from fedbn_flwr.lab.studies.sweep import LogFollower
+from tests.support.slow import slow_except
 
 
 def net(num_classes: int, features: int) -> nn.Module:
@@ -136,8 +137,16 @@ def test_the_best_validation_score_is_recommended_in_a_config_that_runs(
     assert advice["answer"][0] in write_report(out).read_text()
 
 
+# The last runs of the advice, or the whole advice.
+KILLED = [
+    ("FedBN/all/seed-[34]", (3,)),
+    pytest.param("*", (3, 20, 31, 47), marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("left", "after_rounds"), KILLED)
 def test_an_advice_that_is_killed_gives_the_same_answer_when_it_continues(
-    out: Path, advice: dict[str, Any], tmp_path: Path
+    out: Path, advice: dict[str, Any], tmp_path: Path, left: str, after_rounds: Any
 ) -> None:
     class Killed(LogFollower):
         def __init__(self, after: int) -> None:
@@ -151,13 +160,15 @@ def test_an_advice_that_is_killed_gives_the_same_answer_when_it_continues(
 
             return on_round
 
-    kills = 0
-    for after in (3, 20, 31, 47, 10_000):
-        try:
-            again = advice_of(tmp_path, follower=Killed(after))
-        except KeyboardInterrupt:
-            kills += 1
-    assert kills == 4
+    shutil.copytree(out, tmp_path, dirs_exist_ok=True)
+    for path in tmp_path.glob(left):
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    for name in (ADVICE_FILE, RECOMMENDED_FILE):
+        (tmp_path / name).unlink(missing_ok=True)
+    for after in after_rounds:
+        with pytest.raises(KeyboardInterrupt):
+            advice_of(tmp_path, follower=Killed(after))
+    again = advice_of(tmp_path)
     assert (tmp_path / RECOMMENDED_FILE).read_bytes() == (
         out / RECOMMENDED_FILE
     ).read_bytes()
@@ -167,8 +178,9 @@ def test_an_advice_that_is_killed_gives_the_same_answer_when_it_continues(
     assert json.loads(json.dumps(again)) == advice
 
 
+@pytest.mark.parametrize("page", slow_except([False], [False, True]))
 def test_validation_results_after_the_choice_change_nothing(
-    out: Path, advice: dict[str, Any], tmp_path: Path
+    out: Path, advice: dict[str, Any], tmp_path: Path, page: bool
 ) -> None:
     """The page and the benefit are made from the test examples."""
     other = shutil.copytree(out, tmp_path / "other")
@@ -184,6 +196,8 @@ def test_validation_results_after_the_choice_change_nothing(
     study = Study.read(other / STUDY_FILE)
     again = benefit(study, chosen, advice["metric"], other)
     assert {key: advice[key] for key in again} == json.loads(json.dumps(again))
+    if not page:
+        return
     first, second = (write_report(each).read_text() for each in (out, other))
     of_place = rf"Made by .*|{re.escape(str(tmp_path))}\S*|{re.escape(str(out))}\S*"
     assert re.sub(of_place, "", first) == re.sub(of_place, "", second)
@@ -243,8 +257,10 @@ def test_a_folder_with_another_use_is_refused(out: Path, tmp_path: Path) -> None
 
 def test_if_all_trials_diverge_there_is_no_advice(tmp_path: Path) -> None:
     with pytest.raises(RunFailedError, match="all 12 trials diverged"):
-        advice_of(tmp_path, rates=[1e30, 2e30, 3e30])
+        advice_of(tmp_path, rates=[1e30, 2e30, 3e30], loop=own_loop)
     assert not (tmp_path / ADVICE_FILE).exists()
+    configs = [Config.load(path) for path in tmp_path.rglob("config.yaml")]
+    assert {config.loop for config in configs} == {f"{__name__}:own_loop"}
 
 
 def test_one_model_for_all_sites_is_not_compared_with_training_alone() -> None:
@@ -297,6 +313,7 @@ def test_a_function_without_a_module_is_refused(tmp_path: Path) -> None:
             advise(function, sites, tmp_path, GIVEN)
 
 
+@pytest.mark.slow
 def test_each_trial_trains_with_the_own_loop(tmp_path: Path) -> None:
     lines: list[str] = []
     advice = advice_of(

@@ -162,6 +162,10 @@ folder = ""
 """
 
 
+OF_BITS = "test_ray_gives_the_bits_of_the_run_in_process"
+OF_LEGACY = "test_ray_gives_the_numbers_of_flowers_legacy_loop_in_process"
+
+
 @pytest.fixture(scope="module")
 def ray_runs(
     tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
@@ -170,7 +174,7 @@ def ray_runs(
 
     ``log`` is Flower's. One case needs one process of Ray.
     """
-    wanted = [item.name for item in request.session.items]
+    wanted = {item.name for item in request.session.items}
     app, folder = tmp_path_factory.mktemp("app"), tmp_path_factory.mktemp("ray")
     (app / "matrix_app.py").write_text(APP)
     (app / "pyproject.toml").write_text(PYPROJECT)
@@ -181,14 +185,16 @@ def ray_runs(
         "local-steps": 3,
         "batch-size": 16,
     }
-    cases = [name for name in RAY if any(f"[{name}]" in item for item in wanted)]
+    cases = [name for name in RAY if f"{OF_BITS}[{name}]" in wanted]
     for name in cases:
         own = RAY[name]
         shared = {**short, "freeze-at": 1, "fedtan-rounds": 1}
         given, _ = Config.make_of_shared(shared, own)
         config = preflight(given, folder / name).config
         (folder / f"{name}.json").write_text(json.dumps(config.to_mapping()))
-    (folder / "numpyclient.json").write_text(json.dumps(legacy_loop.settings("fedbn")))
+    if OF_LEGACY in wanted:
+        settings = json.dumps(legacy_loop.settings("fedbn"))
+        (folder / "numpyclient.json").write_text(settings)
     lines: list[str] = []
     federation = {
         "num-supernodes": legacy_loop.NODES,
@@ -230,6 +236,7 @@ def test_ray_gives_the_bits_of_the_run_in_process(
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.simulation
 @pytest.mark.xdist_group("ray-matrix")
 def test_ray_gives_the_numbers_of_flowers_legacy_loop_in_process(
