@@ -137,17 +137,15 @@ def test_the_best_validation_score_is_recommended_in_a_config_that_runs(
     assert advice["answer"][0] in write_report(out).read_text()
 
 
-# The last runs of the advice, or the whole advice.
-KILLED = [
-    ("FedBN/all/seed-[34]", (3,)),
-    pytest.param("*", (3, 20, 31, 47), marks=pytest.mark.slow),
-]
+ALL_KILLS = (3, 20, 31, 47)
 
 
-@pytest.mark.parametrize(("left", "after_rounds"), KILLED)
+@pytest.mark.parametrize("kills", slow_except([1], [1, len(ALL_KILLS)]))
 def test_an_advice_that_is_killed_gives_the_same_answer_when_it_continues(
-    out: Path, advice: dict[str, Any], tmp_path: Path, left: str, after_rounds: Any
+    out: Path, advice: dict[str, Any], tmp_path: Path, kills: int
 ) -> None:
+    """The fast case has all runs of the advice but those of the last seed."""
+
     class Killed(LogFollower):
         def __init__(self, after: int) -> None:
             self.left = after
@@ -160,12 +158,13 @@ def test_an_advice_that_is_killed_gives_the_same_answer_when_it_continues(
 
             return on_round
 
-    shutil.copytree(out, tmp_path, dirs_exist_ok=True)
-    for path in tmp_path.glob(left):
-        shutil.rmtree(path) if path.is_dir() else path.unlink()
-    for name in (ADVICE_FILE, RECOMMENDED_FILE):
-        (tmp_path / name).unlink(missing_ok=True)
-    for after in after_rounds:
+    if kills == 1:
+        shutil.copytree(out, tmp_path, dirs_exist_ok=True)
+        for path in tmp_path.glob("*/all/seed-4"):
+            shutil.rmtree(path)
+        (tmp_path / ADVICE_FILE).unlink()
+        (tmp_path / RECOMMENDED_FILE).unlink()
+    for after in ALL_KILLS[:kills]:
         with pytest.raises(KeyboardInterrupt):
             advice_of(tmp_path, follower=Killed(after))
     again = advice_of(tmp_path)
