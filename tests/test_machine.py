@@ -47,14 +47,14 @@ def test_the_smallest_limit_of_the_groups_counts(
 
 
 _FREES = """
-import resource, threading
+import resource, threading, torch
 from fedbn_flwr.machine import keep_freed_memory
 
 faults = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
 def step() -> None:
     for size in (2**18, 2**21, 2**22):
-        held = [b"1" * (4 * size) for _ in range(2**22 // size)]
+        held = [torch.ones(size) for _ in range(2**22 // size)]
 
 def steps() -> None:
     step(), step()
