@@ -172,7 +172,10 @@ def _seeds_take_no_time() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="session")
 def _undrawn_curves() -> Iterator[None]:
-    """Let runs and sweeps make their figures without drawing them."""
+    """Let runs write the signature of a picture instead of their curves.
+
+    ``tests/lab/runs/test_run.py`` draws the curves.
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(curves, "draw_curves", pictures.undrawn)
         yield

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 import typer
 
+from tests.support.slow import slow_except
+
 ROOT = Path(__file__).parents[1]
 
 
@@ -47,7 +49,13 @@ def test_make_bench_runs_programs_that_have_a_place_on_the_page() -> None:
         ), program
 
 
-@pytest.mark.parametrize("setting", ["mlp-128", "tensors", "hugging-face", "folder-2"])
+# Both networks; the other two settings read the same images from files.
+@pytest.mark.parametrize(
+    "setting",
+    slow_except(
+        ["mlp-128", "tensors"], ["mlp-128", "tensors", "hugging-face", "folder-2"]
+    ),
+)
 @pytest.mark.parametrize("module", ["bare", "ours"])
 def test_a_contender_does_its_rounds(tmp_path: Path, module: str, setting: str) -> None:
     import importlib
@@ -177,6 +185,7 @@ def test_the_names_of_a_methods_file_are_what_it_imports_and_overrides() -> None
     assert overrides(ROOT, file) == {"role", "travels"}
 
 
+@pytest.mark.slow
 def test_a_round_of_fixbn_enters_its_freeze_and_not_what_comes_before() -> None:
     """Round 2 of 3 is the first frozen round, and Flower's ``start`` precedes it."""
     from reading import entered

@@ -295,6 +295,7 @@ def test_the_two_installs_are_what_each_half_imports() -> None:
     assert needs == extra - {"flwr"}, "the laboratory checks the packages of the extra"
 
 
+@pytest.mark.xdist_group("trees")
 def test_the_core_names_no_other_package() -> None:
     """This includes functions, and packages that flwr installs, such as typer."""
     allowed = STANDS_ON | BROUGHT.keys() | sys.stdlib_module_names | {"fedbn_flwr"}

@@ -17,6 +17,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.slow import slow_except
+
 # one process, and therefore one build
 pytestmark = pytest.mark.xdist_group("packaging")
 
@@ -154,42 +156,40 @@ def test_the_other_files_of_each_archive(unpacked: dict[str, Path]) -> None:
     } == tests
 
 
+# Nodes install the other two.
+@pytest.mark.parametrize("kind", slow_except(("wheel", "bundle"), KINDS))
 def test_each_archive_imports_from_an_empty_folder(
-    unpacked: dict[str, Path], tmp_path: Path, at_once: dict[str, str]
+    kind: str, unpacked: dict[str, Path], tmp_path: Path, at_once: dict[str, str]
 ) -> None:
     env = {**at_once, "FLWR_HOME": str(tmp_path / "home")}
-    code = dict.fromkeys(KINDS, IMPORT)
-    # Load the components as Flower does, by the names in the bundle's pyproject.toml.
-    components = tomllib.loads((unpacked["bundle"] / "pyproject.toml").read_text())[
-        "tool"
-    ]["flwr"]["app"]["components"]
-    modules = ", ".join(name.split(":")[0] for name in components.values())
-    code["bundle"] = IMPORT.replace(
-        "import fedbn_flwr.app,", f"import {modules}, fedbn_flwr.app,"
+    code = IMPORT
+    if kind == "bundle":
+        # Load the components as Flower does, by the names in the bundle's
+        # pyproject.toml.
+        bundle = tomllib.loads((unpacked[kind] / "pyproject.toml").read_text())
+        components = bundle["tool"]["flwr"]["app"]["components"]
+        modules = ", ".join(name.split(":")[0] for name in components.values())
+        code = IMPORT.replace(
+            "import fedbn_flwr.app,", f"import {modules}, fedbn_flwr.app,"
+        )
+    done = subprocess.run(
+        ["python", "-c", code, str(unpacked[kind]), str(ROOT)],
+        cwd=tmp_path,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
     )
-    works = {
-        kind: subprocess.Popen(
-            ["python", "-c", code[kind], str(unpacked[kind]), str(ROOT)],
-            cwd=tmp_path,
-            env=env,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for kind in KINDS
-    }
-    for kind, work in works.items():
-        out, err = work.communicate(timeout=120)
-        assert work.returncode == 0, (kind, err)
-        found = json.loads(out.splitlines()[-1])
-        assert found["files"], kind
-        assert all(
-            Path(file).is_relative_to(unpacked[kind]) for file in found["files"]
-        ), kind
-        door = kind == "sdist"  # as in the checkout
-        assert found["strategies"] is door, (
-            "a module of that name would shadow, or be shadowed by, the user's own"
-        )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["files"]
+    for file in found["files"]:
+        assert Path(file).is_relative_to(unpacked[kind])
+    door = kind == "sdist"  # as in the checkout
+    assert found["strategies"] is door, (
+        "a module of that name would shadow, or be shadowed by, the user's own"
+    )
 
 
 def test_strategies_is_a_relative_link_to_the_same_modules(monkeypatch) -> None:

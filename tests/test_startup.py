@@ -39,6 +39,10 @@ def look(step):
     found[step] = [name for name in %r if name in sys.modules]
 import fedbn_flwr
 look("import fedbn_flwr")
+import fedbn_flwr.client.torch_client
+look("a client")
+apart = ("fedbn_flwr.server", "fedbn_flwr.strategies")
+found["the server in a client"] = [name for name in sys.modules if name.startswith(apart)]
 import fedbn_flwr.app
 look("the Flower app")
 from fedbn_flwr.lab.cli import app
@@ -66,7 +70,10 @@ run(config, Path("out"), on_round=end)
 
 
 def test_heavy_packages_are_imported_where_they_are_used(tmp_path: Path) -> None:
-    """The limit is the end of round 1, because the curves need matplotlib."""
+    """The limit is the end of round 1, because the curves need matplotlib.
+
+    A client loads the methods when a message names a client hook.
+    """
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
     code = _STEPS % (HEAVY,)
     done = subprocess.run(
@@ -79,6 +86,8 @@ def test_heavy_packages_are_imported_where_they_are_used(tmp_path: Path) -> None
     found = json.loads(done.stdout.splitlines()[-1])
     assert found == {
         "import fedbn_flwr": [],
+        "a client": [],
+        "the server in a client": [],
         "the Flower app": [],
         "fedbn-flwr run --help": [],
         "round 1 of a run": [],

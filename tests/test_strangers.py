@@ -7,19 +7,26 @@ from __future__ import annotations
 
 import pytest
 
+from tests.support.slow import slow_except
+
+# Each method and each way once; timm has the smallest models.
+QUICK = [
+    ("timm:test_resnet", "plain", "fedbn", "equal"),
+    ("timm:test_byobnet", "eval", "fedtan", "refused"),
+    ("timm:test_byobnet", "wrapped", "fixbn", "equal"),
+    ("timm:test_byobnet", "weight-norm", "fedtan", "equal"),
+]
+OTHERS = [
+    ("torchvision:shufflenet_v2_x0_5", "plain", "fedbn", "equal"),
+    ("timm:test_resnet", "plain", "fedavg", "equal"),
+    ("timm:test_efficientnet", "plain", "fedtan", "equal"),
+    ("timm:lcnet_035", "plain", "fixbn", "equal"),
+    ("timm:test_byobnet", "eval", "fedbn", "equal"),
+]
+
 
 @pytest.mark.parametrize(
-    ("name", "way", "method", "verdict"),
-    [
-        ("torchvision:shufflenet_v2_x0_5", "plain", "fedbn", "equal"),
-        ("timm:test_resnet", "plain", "fedavg", "equal"),
-        ("timm:test_efficientnet", "plain", "fedtan", "equal"),
-        ("timm:lcnet_035", "plain", "fixbn", "equal"),
-        ("timm:test_byobnet", "eval", "fedbn", "equal"),
-        ("timm:test_byobnet", "eval", "fedtan", "refused"),
-        ("timm:test_byobnet", "wrapped", "fixbn", "equal"),
-        ("timm:test_byobnet", "weight-norm", "fedtan", "equal"),
-    ],
+    ("name", "way", "method", "verdict"), slow_except(QUICK, QUICK + OTHERS)
 )
 def test_a_strangers_model_equals_plain_torch_or_is_refused_in_words(
     name: str, way: str, method: str, verdict: str

@@ -41,6 +41,7 @@ from fedbn_flwr.lab.runs.run import run
 from fedbn_flwr.lab.studies.check_study import load_study
 from fedbn_flwr.lab.studies.results import rows_of, table
 from fedbn_flwr.lab.studies.sweep import sweep
+from tests.support.slow import slow_except
 
 
 class Page(HTMLParser):
@@ -130,6 +131,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
+@pytest.fixture(scope="module")
+def shown(folder: Path) -> str:
+    """The page of the run."""
+    return write_report(folder).read_text()
+
+
 def test_a_site_without_a_value_is_named_if_it_was_tested(folder: Path) -> None:
     """AUROC needs two classes. A site that was not tested has no metric at all."""
     metrics = {"one class": {"loss": 0.1, "accuracy": None}, "away": {}}
@@ -159,10 +166,10 @@ def test_a_doctor_that_fails_takes_no_report(
 
 
 def test_the_page_of_a_run_has_its_numbers_in_one_file_that_loads_nothing(
-    folder: Path,
+    folder: Path, shown: str
 ) -> None:
-    text, page = read(write_report(folder))
-    loads_nothing(page)
+    text = shown
+    loads_nothing(Page(text))
     assert len(text) < 400_000
     summary = json.loads((folder / "summary.json").read_text())
     tables = tables_of(text)
@@ -184,13 +191,13 @@ def test_the_page_of_a_run_has_its_numbers_in_one_file_that_loads_nothing(
         "value"
     ]
     assert (settings["strategy"], settings["freeze-at"]) == ("fixbn", "3")
-    for shown in (
+    for part in (
         "Try next:",
         "Batches are &lt;small&gt;",
         "a &lt; b &amp; c",
         "looked at 5 clients",
     ):
-        assert shown in text
+        assert part in text
     assert summary["sha256"] in text
     phase = "; dotted vertical line: the phase changes after round 3."
     pictures = re.findall(r'<svg role="img" aria-label="([^"]*)"', text)
@@ -224,12 +231,12 @@ def test_pictures_of_short_runs_are_readable() -> None:
         assert label.isdecimal()
 
 
-def test_a_page_fits_a_screen_of_400_pixels(folder: Path) -> None:
+def test_a_page_fits_a_screen_of_400_pixels(shown: str) -> None:
     """The letters of 8.5 points have 11 pixels, in the 368 pixels between the margins.
 
     Tables scroll in their own boxes with a shadow, and commands have several lines.
     """
-    text, _ = read(write_report(folder))
+    text = shown
     assert 'content="width=device-width, initial-scale=1"' in text
     widths = [
         float(width) for width in re.findall(r'<svg[^>]* width="([\d.]+)pt"', text)
@@ -447,7 +454,7 @@ def test_the_command_that_trains_the_sites_alone_leaves_out_what_has_no_effect(
     assert (alone.strategy, alone.num_clients, alone.held_out_clients) == (ALONE, 3, "")
 
 
-@pytest.mark.parametrize("test", ["personal-own", "global"])
+@pytest.mark.parametrize("test", slow_except(["global"], ["personal-own", "global"]))
 def test_the_command_that_trains_the_sites_alone_runs_and_is_comparable(
     tmp_path: Path, test: str
 ) -> None:
@@ -560,7 +567,12 @@ BAD = {
 """A change of a finished run, and a text of its page; None if there is an error."""
 
 
-@pytest.mark.parametrize("name", BAD)
+# What is missing or damaged in each file, and names with markup.
+QUICK_BAD = ("killed", "no test", "missing sites", "one site", "lost model")
+QUICK_BAD += tuple(name for name in BAD if name.startswith("damaged"))
+
+
+@pytest.mark.parametrize("name", slow_except(QUICK_BAD, BAD))
 def test_bad_input_gives_a_page_with_a_sentence_or_a_clear_error(
     compared: Path, tmp_path: Path, name: str
 ) -> None:

@@ -39,6 +39,7 @@ from fedbn_flwr.lab.files import ADVICE_FILE, STUDY_FILE, read_metrics
 from fedbn_flwr.lab.report import write_report
 from fedbn_flwr.lab.studies.study import Study
 from fedbn_flwr.lab.studies.sweep import LogFollower
+from tests.support.slow import slow_except
 
 
 def net(num_classes: int, features: int) -> nn.Module:
@@ -136,9 +137,15 @@ def test_the_best_validation_score_is_recommended_in_a_config_that_runs(
     assert advice["answer"][0] in write_report(out).read_text()
 
 
+ALL_KILLS = (3, 20, 31, 47)
+
+
+@pytest.mark.parametrize("kills", slow_except([1], [1, len(ALL_KILLS)]))
 def test_an_advice_that_is_killed_gives_the_same_answer_when_it_continues(
-    out: Path, advice: dict[str, Any], tmp_path: Path
+    out: Path, advice: dict[str, Any], tmp_path: Path, kills: int
 ) -> None:
+    """The fast case has all runs of the advice but those of the last seed."""
+
     class Killed(LogFollower):
         def __init__(self, after: int) -> None:
             self.left = after
@@ -151,13 +158,16 @@ def test_an_advice_that_is_killed_gives_the_same_answer_when_it_continues(
 
             return on_round
 
-    kills = 0
-    for after in (3, 20, 31, 47, 10_000):
-        try:
-            again = advice_of(tmp_path, follower=Killed(after))
-        except KeyboardInterrupt:
-            kills += 1
-    assert kills == 4
+    if kills == 1:
+        shutil.copytree(out, tmp_path, dirs_exist_ok=True)
+        for path in tmp_path.glob("*/all/seed-4"):
+            shutil.rmtree(path)
+        (tmp_path / ADVICE_FILE).unlink()
+        (tmp_path / RECOMMENDED_FILE).unlink()
+    for after in ALL_KILLS[:kills]:
+        with pytest.raises(KeyboardInterrupt):
+            advice_of(tmp_path, follower=Killed(after))
+    again = advice_of(tmp_path)
     assert (tmp_path / RECOMMENDED_FILE).read_bytes() == (
         out / RECOMMENDED_FILE
     ).read_bytes()
@@ -167,8 +177,9 @@ def test_an_advice_that_is_killed_gives_the_same_answer_when_it_continues(
     assert json.loads(json.dumps(again)) == advice
 
 
+@pytest.mark.parametrize("page", slow_except([False], [False, True]))
 def test_validation_results_after_the_choice_change_nothing(
-    out: Path, advice: dict[str, Any], tmp_path: Path
+    out: Path, advice: dict[str, Any], tmp_path: Path, page: bool
 ) -> None:
     """The page and the benefit are made from the test examples."""
     other = shutil.copytree(out, tmp_path / "other")
@@ -184,6 +195,8 @@ def test_validation_results_after_the_choice_change_nothing(
     study = Study.read(other / STUDY_FILE)
     again = benefit(study, chosen, advice["metric"], other)
     assert {key: advice[key] for key in again} == json.loads(json.dumps(again))
+    if not page:
+        return
     first, second = (write_report(each).read_text() for each in (out, other))
     of_place = rf"Made by .*|{re.escape(str(tmp_path))}\S*|{re.escape(str(out))}\S*"
     assert re.sub(of_place, "", first) == re.sub(of_place, "", second)
@@ -243,8 +256,10 @@ def test_a_folder_with_another_use_is_refused(out: Path, tmp_path: Path) -> None
 
 def test_if_all_trials_diverge_there_is_no_advice(tmp_path: Path) -> None:
     with pytest.raises(RunFailedError, match="all 12 trials diverged"):
-        advice_of(tmp_path, rates=[1e30, 2e30, 3e30])
+        advice_of(tmp_path, rates=[1e30, 2e30, 3e30], loop=own_loop)
     assert not (tmp_path / ADVICE_FILE).exists()
+    configs = [Config.load(path) for path in tmp_path.rglob("config.yaml")]
+    assert {config.loop for config in configs} == {f"{__name__}:own_loop"}
 
 
 def test_one_model_for_all_sites_is_not_compared_with_training_alone() -> None:
@@ -297,6 +312,7 @@ def test_a_function_without_a_module_is_refused(tmp_path: Path) -> None:
             advise(function, sites, tmp_path, GIVEN)
 
 
+@pytest.mark.slow
 def test_each_trial_trains_with_the_own_loop(tmp_path: Path) -> None:
     lines: list[str] = []
     advice = advice_of(

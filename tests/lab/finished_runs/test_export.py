@@ -76,10 +76,11 @@ RUN: dict[str, Callable[[Path], Callable[..., torch.Tensor]]] = {
     "onnx": run_onnx,
 }
 NORMS = ("batch", "group", "wsconv")
-# Each norm in each format; `make slow` tests all combinations.
+# Each norm, and two formats; tests/lab/runs/test_signals.py has ONNX. `make slow` tests
+# all combinations.
 QUICK = {
     *itertools.product(NORMS, ["torch"]),
-    *[("batch", "torch-export"), ("wsconv", "onnx")],
+    ("batch", "torch-export"),
 }
 ALL = [
     pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow)

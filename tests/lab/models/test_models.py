@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 
 import pytest
@@ -14,6 +15,7 @@ from fedbn_flwr.lab.models import build_model, input_shape, model_info
 from fedbn_flwr.lab.models.mlp import MLP
 from fedbn_flwr.lab.models.resnet import BasicBlock, SmallResNet
 from fedbn_flwr.norms import NORMS, batchnorm_places
+from tests.support.slow import slow_except
 
 BN_LAYERS = {
     "mlp": 1,
@@ -75,8 +77,13 @@ def test_models_have_the_floats_of_the_papers(
     assert floats(model, STATISTICS) == statistics
 
 
-@pytest.mark.parametrize("norm", NORMS)
-@pytest.mark.parametrize("name", NAMES)
+SMALLEST = ("mlp", "lenet", "resnet20")
+GRID = [*itertools.product(NAMES, NORMS)]
+# Every norm on the smallest model of each kind, and BatchNorm on all.
+QUICK = [case for case in GRID if case[0] in SMALLEST or case[1] == "batch"]
+
+
+@pytest.mark.parametrize(("name", "norm"), slow_except(QUICK, GRID))
 def test_every_norm_on_every_model_gives_plain_logits(name: str, norm: str) -> None:
     if norm == "fixup" and name not in RESIDUAL:
         with pytest.raises(
@@ -105,7 +112,7 @@ def test_every_norm_on_every_model_gives_plain_logits(name: str, norm: str) -> N
     assert all(p.grad is not None for p in model.parameters())
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", slow_except(SMALLEST, NAMES))
 def test_one_seed_gives_one_start(name: str) -> None:
     torch.manual_seed(1)
     before = torch.get_rng_state()
@@ -172,8 +179,10 @@ def test_builds_in_several_threads_equal_one_in_the_main_thread() -> None:
         ("torchvision:resnet18", (1, 28), (3, 64)),
         ("torchvision:inception_v3", (3, 32), (3, 75)),
         ("torchvision:vit_b_16", (3, 256), (3, 224)),
-        ("torchvision:swin_t", (1, 28), (3, 64)),
-        ("torchvision:maxvit_t", (1, 28), (3, 224)),
+        pytest.param(*("torchvision:swin_t", (1, 28), (3, 64)), marks=pytest.mark.slow),
+        pytest.param(
+            *("torchvision:maxvit_t", (1, 28), (3, 224)), marks=pytest.mark.slow
+        ),
         ("torchvision-seg:fcn_resnet50", (3, 32), (3, 64)),
     ],
 )

@@ -31,6 +31,7 @@ from fedbn_flwr.lab.run_files import RunFiles
 from fedbn_flwr.lab.runs.check_start import checked_config
 from fedbn_flwr.lab.runs.node import client_fn
 from fedbn_flwr.lab.runs.run import run
+from tests.support.slow import slow_except
 
 HARD = ("7", "07", "Köln/Süd, 1", '<b>&"', "[b]ä" * 20)
 SETTINGS: dict[str, Any] = {"num-server-rounds": 2, "local-steps": 2, "batch-size": 4}
@@ -113,7 +114,11 @@ def of_nodes(where: Path, module: ModuleType) -> tuple[dict[str, Any], Sites]:
     return {**by_function(module), "strategy": "fedavg"}, list(enumerate(HARD))
 
 
-@pytest.mark.parametrize("source", [of_folders, of_column, of_list, of_files, of_nodes])
+ALL = [of_folders, of_column, of_list, of_files, of_nodes]
+
+
+# A list of files is a list.
+@pytest.mark.parametrize("source", slow_except([of_folders, of_column, of_nodes], ALL))
 def test_everything_shows_the_names_of_the_source_in_their_order(
     source: Callable[..., tuple[dict[str, Any], Sites]],
     module: ModuleType,

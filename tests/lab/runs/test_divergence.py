@@ -176,11 +176,17 @@ FROZEN = {**FAR, "strategy": "fixbn", "freeze-at": 1}
     ("settings", "remedy", "named"),
     [
         (FROZEN, {"lr-decay-at": "freeze"}, "frozen after round T*=1"),
-        (FROZEN, {"learning-rate": 0.1}, "frozen after round T*=1"),
-        (
+        pytest.param(
+            FROZEN,
+            {"learning-rate": 0.1},
+            "frozen after round T*=1",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
             {**FAR, "strategy": "fedtan2", "fedtan-rounds": 1},
             {"lr-decay-at": "freeze"},
             "frozen after round T*=1",
+            marks=pytest.mark.slow,
         ),
         (
             {"strategy": "fedprox", "proximal-mu": 1e4},

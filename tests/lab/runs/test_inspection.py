@@ -30,11 +30,15 @@ from tests.support.federation import (
     run_strategy,
     torch_clients,
 )
+from tests.support.slow import slow_except
 from tests.support.synchronised import TRANSPORTS
 
 # The other optimizers of the server and FedProx send what FedAvg sends.
 SAME = ("fedyogi", "fedadagrad", "fedavgm", "fedprox")
-SCHEMES = [name for name in STRATEGIES if name not in SAME]
+# The plain average, entries that stay, further entries, phases, an exchange in each
+# step and queries.
+KINDS = ("fedavg", "fedbn", "scaffold", "fixbn", "fedtan", "fbn")
+SCHEMES = slow_except(KINDS, [name for name in STRATEGIES if name not in SAME])
 SIZES = {
     "batch-size": 2,
     "local-steps": 2,

@@ -9,9 +9,11 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 import yaml
 
 from tests.support.runs import lines_of
+from tests.support.slow import slow_except
 
 SWEEP = """
 import os, sys
@@ -52,9 +54,17 @@ def await_that(true: Callable[[], object]) -> None:
         time.sleep(0.002)
 
 
-def test_a_sweep_that_was_killed_twice_has_the_tables_of_one_that_was_not(
-    at_once: dict[str, str], tmp_path: Path
+METHODS = {
+    "FixBN": {"strategy": "fixbn", "freeze-at": 0.5},
+    "FedBN": {"strategy": "fedbn"},
+}
+
+
+@pytest.mark.parametrize("kills", slow_except([1], [1, len(METHODS)]))
+def test_a_sweep_that_was_killed_has_the_tables_of_one_that_was_not(
+    kills: int, at_once: dict[str, str], tmp_path: Path
 ) -> None:
+    methods = dict(list(METHODS.items())[:kills])
     base = {
         "num-clients": 3,
         "local-steps": 1,
@@ -68,13 +78,8 @@ def test_a_sweep_that_was_killed_twice_has_the_tables_of_one_that_was_not(
         "base": base,
         "seeds": [0],
         "target": 20,
-        "paper": {"FedBN/all": 50},
-    }
-    content |= {
-        "methods": {
-            "FedBN": {"strategy": "fedbn"},
-            "FixBN": {"strategy": "fixbn", "freeze-at": 0.5},
-        }
+        "paper": {"FixBN/all": 50},
+        "methods": methods,
     }
     (tmp_path / "study.yaml").write_text(yaml.safe_dump(content))
 
@@ -101,7 +106,7 @@ def test_a_sweep_that_was_killed_twice_has_the_tables_of_one_that_was_not(
 
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     assert start(whole)[0].wait(60) == 0
-    for run in ("FedBN/all/seed-0", "FixBN/all/seed-0"):
+    for run in [f"{name}/all/seed-0" for name in methods]:
         process, group = start(killed)
         await_that(lambda run=run: len(lines_of(killed / run)) > 6)
         pid = int(group.read_text())
@@ -115,6 +120,6 @@ def test_a_sweep_that_was_killed_twice_has_the_tables_of_one_that_was_not(
         for path in killed.rglob("summary.json")
         if "resumed-after" in path.read_text()
     ]
-    assert sorted(resumed) == ["FedBN", "FixBN"]
+    assert sorted(resumed) == sorted(methods)
     for name in TABLES:
         assert (whole / name).read_bytes() == (killed / name).read_bytes(), name

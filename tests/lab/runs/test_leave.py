@@ -9,7 +9,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,12 @@ SETTINGS: dict[str, Any] = {
     "batch-size": 8,
 }
 COMMAND = """
+import os
+from pathlib import Path
+
+os.setpgrp()
+Path("group").write_text(str(os.getpid()))
+
 from fedbn_flwr.lab.cli import app
 app()
 """
@@ -52,7 +57,7 @@ def test_a_real_signal_to_all_processes_of_a_command(
     words = set_options(settings)
     started = subprocess.Popen(
         [
-            sys.executable,
+            "python",
             "-c",
             COMMAND,
             "run",
@@ -64,14 +69,14 @@ def test_a_real_signal_to_all_processes_of_a_command(
         env=at_once,
         stderr=subprocess.PIPE,
         text=True,
-        start_new_session=True,
+        cwd=tmp_path,
     )
     deadline = time.monotonic() + 100
     while len(lines_of(out)) < 3:
         assert time.monotonic() < deadline
         assert started.poll() is None
         time.sleep(0.02)
-    os.killpg(started.pid, signal.SIGTERM)
+    os.killpg(int((tmp_path / "group").read_text()), signal.SIGTERM)
     _, said = started.communicate(timeout=60)
     assert started.returncode == 143, said
     assert "INFO" not in said, "Flower's log of every round"

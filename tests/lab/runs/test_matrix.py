@@ -22,15 +22,19 @@ from fedbn_flwr.lab.runs.run import preflight, run
 from fedbn_flwr.strategies import STRATEGIES
 from tests.support import legacy_loop
 from tests.support.runs import lines_of, summary_of
+from tests.support.slow import slow_except
 
 ROOT = Path(__file__).parents[3]
 Needs = Callable[[str], Mapping[str, Any]]
 
 
-# A fake GPU computes on the CPU, so a method of each kind is enough for it.
+# A fake GPU computes on the CPU, so a method of each kind is enough for it. The suite
+# has one without and one with exchanges in the steps.
 FAKE = ("fedavg", "scaffold", "fixbn", "fedtan2", "hbn", "fedrep")
 GPU = [
-    *((name, "fake") for name in FAKE),
+    *slow_except(
+        [("fedavg", "fake"), ("fedtan2", "fake")], [(name, "fake") for name in FAKE]
+    ),
     *(pytest.param(name, "cuda", marks=pytest.mark.gpu) for name in STRATEGIES),
 ]
 
@@ -158,12 +162,19 @@ folder = ""
 """
 
 
-@pytest.fixture(scope="module")
-def ray_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder with the config ``NAME.json`` and results ``NAME/`` of every case.
+OF_BITS = "test_ray_gives_the_bits_of_the_run_in_process"
+OF_LEGACY = "test_ray_gives_the_numbers_of_flowers_legacy_loop_in_process"
 
-    ``log`` is Flower's.
+
+@pytest.fixture(scope="module")
+def ray_runs(
+    tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> Path:
+    """The folder with ``NAME.json`` and results ``NAME/`` of each case to be tested.
+
+    ``log`` is Flower's. One case needs one process of Ray.
     """
+    wanted = {item.name for item in request.session.items}
     app, folder = tmp_path_factory.mktemp("app"), tmp_path_factory.mktemp("ray")
     (app / "matrix_app.py").write_text(APP)
     (app / "pyproject.toml").write_text(PYPROJECT)
@@ -174,17 +185,21 @@ def ray_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "local-steps": 3,
         "batch-size": 16,
     }
-    for name, own in RAY.items():
+    cases = [name for name in RAY if f"{OF_BITS}[{name}]" in wanted]
+    for name in cases:
+        own = RAY[name]
         shared = {**short, "freeze-at": 1, "fedtan-rounds": 1}
         given, _ = Config.make_of_shared(shared, own)
         config = preflight(given, folder / name).config
         (folder / f"{name}.json").write_text(json.dumps(config.to_mapping()))
-    (folder / "numpyclient.json").write_text(json.dumps(legacy_loop.settings("fedbn")))
+    if OF_LEGACY in wanted:
+        settings = json.dumps(legacy_loop.settings("fedbn"))
+        (folder / "numpyclient.json").write_text(settings)
     lines: list[str] = []
     federation = {
         "num-supernodes": legacy_loop.NODES,
         "client-resources-num-cpus": 1,
-        "init-args-num-cpus": 3,
+        "init-args-num-cpus": 1 if cases == ["fedbn"] else 3,
     }
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HOME", str(tmp_path_factory.mktemp("home")))
@@ -202,7 +217,7 @@ def ray_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.simulation
 @pytest.mark.xdist_group("ray-matrix")  # one process, and therefore one run of Flower
-@pytest.mark.parametrize("case", RAY)
+@pytest.mark.parametrize("case", slow_except(["fedbn"], RAY))
 def test_ray_gives_the_bits_of_the_run_in_process(
     case: str, ray_runs: Path, tmp_path: Path, same_run
 ) -> None:
@@ -221,6 +236,7 @@ def test_ray_gives_the_bits_of_the_run_in_process(
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.simulation
 @pytest.mark.xdist_group("ray-matrix")
 def test_ray_gives_the_numbers_of_flowers_legacy_loop_in_process(

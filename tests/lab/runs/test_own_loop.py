@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,6 +30,7 @@ from fedbn_flwr.training import LearningRate, LocalTraining
 from fedbn_flwr.training.client_hook import RetryStep
 from fedbn_flwr.training.feed import ONE_BY_ONE
 from tests.support.every_key import BASE, OWN
+from tests.support.slow import slow_except
 
 CASES: dict[str, dict[str, Any]] = {
     **{name: {"strategy": name, **OWN.get(name, {})} for name in STRATEGIES},
@@ -124,7 +126,13 @@ def measured(out: Path) -> Iterator[tuple[str, float]]:
                 yield f"{line['round']} {key}", value
 
 
-@pytest.mark.parametrize("case", CASES)
+# A change of the gradients, of the layers, an exchange in each step, a rule of each
+# layer, a second training, random inputs and a state that stays.
+QUICK = ("scaffold", "fixbn", "fedtan", "hbn", "a model of each client, tuned")
+QUICK += ("random images", "momentum that stays")
+
+
+@pytest.mark.parametrize("case", slow_except(QUICK, CASES))
 def test_each_method_computes_as_with_the_loop_of_the_package(
     case: str, tmp_path: Path
 ) -> None:
@@ -164,8 +172,12 @@ rows.input_shape = (3,)  # type: ignore[attr-defined]
 LOSSES = {"regression": mse_loss, "binary": binary_cross_entropy_with_logits}
 
 
-@pytest.mark.parametrize("task", LOSSES)
-@pytest.mark.parametrize("model", ["net", "flat_net"])
+# Each task and each shape of outputs once.
+SHAPES = [("regression", "flat_net"), ("binary", "net")]
+ALL_SHAPES = itertools.product(LOSSES, ["net", "flat_net"])
+
+
+@pytest.mark.parametrize(("task", "model"), slow_except(SHAPES, ALL_SHAPES))
 def test_targets_in_columns_have_the_shape_and_type_of_the_outputs(
     task: str, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

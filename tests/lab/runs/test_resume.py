@@ -29,6 +29,7 @@ from fedbn_flwr.lab.runs import centralized
 from fedbn_flwr.lab.runs.run import run
 from fedbn_flwr.transport import polling_grid
 from tests.support.runs import lines_of, serve_nodes, summary_of
+from tests.support.slow import slow_except
 
 ROUNDS = 6
 BASE: Mapping[str, Any] = {
@@ -174,14 +175,17 @@ def _unignored() -> Iterator[None]:
 End = Callable[[Path, Mapping[str, Any], pytest.MonkeyPatch], list[int]]
 
 
+ALL = [
+    *((case, power_fails) for case in CASES),
+    *((case, ctrl_c) for case in IN_MID_ROUND),
+]
+# Each interruption, and the files of clients, of the server and of the phase.
+QUICK = [("hbn", power_fails), ("fixbn, auto", power_fails), ("fedbn", ctrl_c)]
+QUICK += [("global momentum", power_fails), ("centralized", ctrl_c)]
+
+
 @pytest.mark.usefixtures("_unignored")
-@pytest.mark.parametrize(
-    ("case", "end"),
-    [
-        *((case, power_fails) for case in CASES),
-        *((case, ctrl_c) for case in IN_MID_ROUND),
-    ],
-)
+@pytest.mark.parametrize(("case", "end"), slow_except(QUICK, ALL))
 def test_an_interrupted_run_ends_in_the_bits_of_an_uninterrupted_one(
     case: str, end: End, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -48,7 +48,7 @@ def test_images_are_twice_as_wide_as_high(settings: dict[str, Any]) -> None:
     [
         ("fedavg", "lraspp"),
         pytest.param("fedtan", "deeplab", marks=pytest.mark.slow),
-        ("centralized", "lraspp"),
+        pytest.param("centralized", "lraspp", marks=pytest.mark.slow),
     ],
 )
 def test_a_segmentation_run_writes_its_results(
