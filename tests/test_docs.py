@@ -30,7 +30,7 @@ from fedbn_flwr.lab.setup import make_model
 from fedbn_flwr.norms import NORMS
 from fedbn_flwr.strategies import STRATEGIES
 from fedbn_flwr.training.freezing import layers_of
-from tests.support.slow import slow_except
+from tests.support.fast import fast
 
 ROOT = Path(__file__).parents[1]
 PAGES = pages()
@@ -231,7 +231,7 @@ QUICK = ("docs/get-started.md", "docs/guides/own-data.md")
 QUICK_SCRIPTS = [script for script in SCRIPTS if script.page in QUICK]
 
 
-@pytest.mark.parametrize("block", slow_except(QUICK_SCRIPTS, SCRIPTS), ids=str)
+@pytest.mark.parametrize("block", fast(SCRIPTS, *QUICK_SCRIPTS), ids=str)
 def test_shell(block: Block, folder: Path, at_once: dict[str, str]) -> None:
     done = subprocess.run(
         ["bash", "-euo", "pipefail", "-c", block.text], cwd=folder, env=at_once, **SAID
@@ -266,7 +266,7 @@ def numbers(text: str) -> list[float]:
 ALL_ROUNDS = 30
 
 
-@pytest.mark.parametrize("rounds", slow_except([1], [1, ALL_ROUNDS]))
+@pytest.mark.parametrize("rounds", fast([1, ALL_ROUNDS], 0))
 def test_the_notebook_prints_what_it_shows_and_draws_two_pictures(
     rounds: int, folder: Path, at_once: dict[str, str]
 ) -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.slow import slow_except
+from tests.support.fast import fast
 
 # one process, and therefore one build
 pytestmark = pytest.mark.xdist_group("packaging")
@@ -157,7 +157,7 @@ def test_the_other_files_of_each_archive(unpacked: dict[str, Path]) -> None:
 
 
 # Nodes install the other two.
-@pytest.mark.parametrize("kind", slow_except(("wheel", "bundle"), KINDS))
+@pytest.mark.parametrize("kind", fast(KINDS, "wheel", "bundle"))
 def test_each_archive_imports_from_an_empty_folder(
     kind: str, unpacked: dict[str, Path], tmp_path: Path, at_once: dict[str, str]
 ) -> None:

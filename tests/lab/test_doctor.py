@@ -31,8 +31,8 @@ from fedbn_flwr.lab.runs import run as run_module
 from fedbn_flwr.lab.runs.run import run
 from fedbn_flwr.lab.setup import make_model
 from fedbn_flwr.training.freezing import layers_of
+from tests.support.fast import fast
 from tests.support.runs import summary_of, write_rows
-from tests.support.slow import slow_except
 from tests.support.versioned import Versioned
 
 BENCH = runpy.run_path(str(Path(__file__).parents[2] / "benchmarks/doctor_cases.py"))
@@ -122,15 +122,13 @@ def test_a_planted_fault_and_its_remedy(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("seed", slow_except([0], range(2)))
+@pytest.mark.parametrize("seed", fast(range(2), 0))
 def test_nothing_is_found_in_a_healthy_run(seed: int, tmp_path: Path) -> None:
     short = {**HEALTHY, "num-server-rounds": 4, "eval-every": 4}
     assert diagnose_run(start(tmp_path / "run", **short, seed=seed), 200).findings == []
 
 
-@pytest.mark.parametrize(
-    "strategy", slow_except(["fedbn"], ["fedbn", "mtfl", "staticbn"])
-)
+@pytest.mark.parametrize("strategy", fast(["fedbn", "mtfl", "staticbn"], "fedbn"))
 def test_a_part_of_the_layers_is_no_fault(strategy: str, tmp_path: Path) -> None:
     """The other layers are shared: a fault in one belongs to the model.
 

@@ -41,7 +41,7 @@ from fedbn_flwr.lab.runs.run import run
 from fedbn_flwr.lab.studies.check_study import load_study
 from fedbn_flwr.lab.studies.results import rows_of, table
 from fedbn_flwr.lab.studies.sweep import sweep
-from tests.support.slow import slow_except
+from tests.support.fast import fast
 
 
 class Page(HTMLParser):
@@ -454,7 +454,7 @@ def test_the_command_that_trains_the_sites_alone_leaves_out_what_has_no_effect(
     assert (alone.strategy, alone.num_clients, alone.held_out_clients) == (ALONE, 3, "")
 
 
-@pytest.mark.parametrize("test", slow_except(["global"], ["personal-own", "global"]))
+@pytest.mark.parametrize("test", fast(["personal-own", "global"], "global"))
 def test_the_command_that_trains_the_sites_alone_runs_and_is_comparable(
     tmp_path: Path, test: str
 ) -> None:
@@ -572,7 +572,7 @@ QUICK_BAD = ("killed", "no test", "missing sites", "one site", "lost model")
 QUICK_BAD += tuple(name for name in BAD if name.startswith("damaged"))
 
 
-@pytest.mark.parametrize("name", slow_except(QUICK_BAD, BAD))
+@pytest.mark.parametrize("name", fast(BAD, *QUICK_BAD))
 def test_bad_input_gives_a_page_with_a_sentence_or_a_clear_error(
     compared: Path, tmp_path: Path, name: str
 ) -> None:

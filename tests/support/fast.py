@@ -8,16 +8,18 @@ from typing import Any
 import pytest
 
 
-def fast(cases: Iterable[Any], *kept: int | str) -> list[Any]:
+def fast(cases: Iterable[Any], *kept: Any) -> list[Any]:
     """Return the cases for ``parametrize``, with all but those kept marked as slow.
 
-    A kept case is named by its place or by its first values, joined by hyphens.
+    A kept case is given as it is, by its place, or by its first values, joined by
+    hyphens.
     """
     marked = []
     for place, case in enumerate(cases):
         values = case if isinstance(case, tuple) else (case,)
         name = "-".join([*map(str, values), ""])
-        is_fast = place in kept or name.startswith(tuple(f"{one}-" for one in kept))
+        named = name.startswith(tuple(f"{one}-" for one in kept))
+        is_fast = case in kept or place in kept or named
         marks = () if is_fast else pytest.mark.slow
         marked.append(pytest.param(*values, marks=marks))
     return marked

@@ -39,7 +39,7 @@ from fedbn_flwr.lab.files import ADVICE_FILE, STUDY_FILE, read_metrics
 from fedbn_flwr.lab.report import write_report
 from fedbn_flwr.lab.studies.study import Study
 from fedbn_flwr.lab.studies.sweep import LogFollower
-from tests.support.slow import slow_except
+from tests.support.fast import fast
 
 
 def net(num_classes: int, features: int) -> nn.Module:
@@ -140,7 +140,7 @@ def test_the_best_validation_score_is_recommended_in_a_config_that_runs(
 ALL_KILLS = (3, 20, 31, 47)
 
 
-@pytest.mark.parametrize("kills", slow_except([1], [1, len(ALL_KILLS)]))
+@pytest.mark.parametrize("kills", fast([1, len(ALL_KILLS)], 0))
 def test_an_advice_that_is_killed_gives_the_same_answer_when_it_continues(
     out: Path, advice: dict[str, Any], tmp_path: Path, kills: int
 ) -> None:
@@ -177,7 +177,7 @@ def test_an_advice_that_is_killed_gives_the_same_answer_when_it_continues(
     assert json.loads(json.dumps(again)) == advice
 
 
-@pytest.mark.parametrize("page", slow_except([False], [False, True]))
+@pytest.mark.parametrize("page", fast([False, True], False))
 def test_validation_results_after_the_choice_change_nothing(
     out: Path, advice: dict[str, Any], tmp_path: Path, page: bool
 ) -> None:

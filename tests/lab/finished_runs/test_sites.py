@@ -37,8 +37,8 @@ from fedbn_flwr.training.tasks import (
     SEGMENTATION,
     Task,
 )
+from tests.support.fast import fast
 from tests.support.runs import lines_of, model_of
-from tests.support.slow import slow_except
 
 BEST = {"early-stopping": 1, "validation-share": 0.2, "num-server-rounds": 6}
 HALF = {"fraction-train": 0.34, "eval-on": "personal-own,averaged-bn"}
@@ -96,7 +96,7 @@ def test_a_client_has_one_model_fine_tuned_or_not(
 QUICK = ("fedavg", "fedbn", "scaffold", "standalone")
 
 
-@pytest.mark.parametrize("name", slow_except(QUICK, STRATEGIES))
+@pytest.mark.parametrize("name", fast(STRATEGIES, *QUICK))
 def test_a_site_has_the_value_of_its_last_own_test(name: str, quick_run, needs) -> None:
     """This includes personal parts and fine-tuning."""
     own, tuned = divmod([*STRATEGIES].index(name) % 4, 2)
@@ -192,7 +192,7 @@ def only(metric: str) -> Task:
     return replace(BINARY.scored_by(metric), metrics=(metric,))
 
 
-@pytest.mark.parametrize("seed", slow_except([0], range(4)))
+@pytest.mark.parametrize("seed", fast(range(4), 0))
 def test_an_interval_of_auroc_is_as_wide_as_that_of_new_patients(seed: int) -> None:
     """Its standard error is about the deviation between samples of the same size."""
     draw = np.random.default_rng(seed)
@@ -209,7 +209,7 @@ def test_an_interval_of_auroc_is_as_wide_as_that_of_new_patients(seed: int) -> N
     assert np.mean(errors) == pytest.approx(np.std(values), rel=0.35)
 
 
-@pytest.mark.parametrize("seed", slow_except(range(4), range(20)))
+@pytest.mark.parametrize("seed", fast(range(20), *range(4)))
 def test_every_number_has_an_interval_above_0_or_a_reason(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

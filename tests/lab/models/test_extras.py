@@ -19,8 +19,8 @@ from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.models import build_model, input_shape, load_initial
 from fedbn_flwr.lab.runs.run import run
 from fedbn_flwr.norms import batchnorm_places
+from tests.support.fast import fast
 from tests.support.pixels import SETTINGS as SEGMENTATION
-from tests.support.slow import slow_except
 
 TIMM, FUSED, SEG = (
     "timm:test_resnet",
@@ -145,7 +145,7 @@ def test_published_weights_without_a_network(monkeypatch: pytest.MonkeyPatch) ->
 RUNS = [(FUSED, "fedtan"), (FUSED, "fixbn"), (SEG, "silobn")]
 
 
-@pytest.mark.parametrize(("name", "strategy"), slow_except(RUNS[:1], RUNS))
+@pytest.mark.parametrize(("name", "strategy"), fast(RUNS, *RUNS[:1]))
 def test_strategies_run_on_them(name: str, strategy: str, tmp_path: Path) -> None:
     settings = {
         "strategy": strategy,

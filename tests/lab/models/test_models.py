@@ -15,7 +15,7 @@ from fedbn_flwr.lab.models import build_model, input_shape, model_info
 from fedbn_flwr.lab.models.mlp import MLP
 from fedbn_flwr.lab.models.resnet import BasicBlock, SmallResNet
 from fedbn_flwr.norms import NORMS, batchnorm_places
-from tests.support.slow import slow_except
+from tests.support.fast import fast
 
 BN_LAYERS = {
     "mlp": 1,
@@ -83,7 +83,7 @@ GRID = [*itertools.product(NAMES, NORMS)]
 QUICK = [case for case in GRID if case[0] in SMALLEST or case[1] == "batch"]
 
 
-@pytest.mark.parametrize(("name", "norm"), slow_except(QUICK, GRID))
+@pytest.mark.parametrize(("name", "norm"), fast(GRID, *QUICK))
 def test_every_norm_on_every_model_gives_plain_logits(name: str, norm: str) -> None:
     if norm == "fixup" and name not in RESIDUAL:
         with pytest.raises(
@@ -112,7 +112,7 @@ def test_every_norm_on_every_model_gives_plain_logits(name: str, norm: str) -> N
     assert all(p.grad is not None for p in model.parameters())
 
 
-@pytest.mark.parametrize("name", slow_except(SMALLEST, NAMES))
+@pytest.mark.parametrize("name", fast(NAMES, *SMALLEST))
 def test_one_seed_gives_one_start(name: str) -> None:
     torch.manual_seed(1)
     before = torch.get_rng_state()

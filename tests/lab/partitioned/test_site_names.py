@@ -31,7 +31,7 @@ from fedbn_flwr.lab.run_files import RunFiles
 from fedbn_flwr.lab.runs.check_start import checked_config
 from fedbn_flwr.lab.runs.node import client_fn
 from fedbn_flwr.lab.runs.run import run
-from tests.support.slow import slow_except
+from tests.support.fast import fast
 
 HARD = ("7", "07", "Köln/Süd, 1", '<b>&"', "[b]ä" * 20)
 SETTINGS: dict[str, Any] = {"num-server-rounds": 2, "local-steps": 2, "batch-size": 4}
@@ -118,7 +118,7 @@ ALL = [of_folders, of_column, of_list, of_files, of_nodes]
 
 
 # A list of files is a list.
-@pytest.mark.parametrize("source", slow_except([of_folders, of_column, of_nodes], ALL))
+@pytest.mark.parametrize("source", fast(ALL, of_folders, of_column, of_nodes))
 def test_everything_shows_the_names_of_the_source_in_their_order(
     source: Callable[..., tuple[dict[str, Any], Sites]],
     module: ModuleType,

@@ -24,13 +24,13 @@ from fedbn_flwr.lab.runs.inspection import Inspection, inspect_model
 from fedbn_flwr.lab.setup import local_training, make_model, make_strategy
 from fedbn_flwr.messages.records import Traffic, num_bytes
 from fedbn_flwr.strategies import STRATEGIES
+from tests.support.fast import fast
 from tests.support.federation import (
     Outcome,
     RecordingGrid,
     run_strategy,
     torch_clients,
 )
-from tests.support.slow import slow_except
 from tests.support.synchronised import TRANSPORTS
 
 # The other optimizers of the server and FedProx send what FedAvg sends.
@@ -38,7 +38,7 @@ SAME = ("fedyogi", "fedadagrad", "fedavgm", "fedprox")
 # The plain average, entries that stay, further entries, phases, an exchange in each
 # step and queries.
 KINDS = ("fedavg", "fedbn", "scaffold", "fixbn", "fedtan", "fbn")
-SCHEMES = slow_except(KINDS, [name for name in STRATEGIES if name not in SAME])
+SCHEMES = fast([name for name in STRATEGIES if name not in SAME], *KINDS)
 SIZES = {
     "batch-size": 2,
     "local-steps": 2,

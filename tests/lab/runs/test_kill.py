@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tests.support.fast import fast
 from tests.support.runs import lines_of
-from tests.support.slow import slow_except
 
 SWEEP = """
 import os, sys
@@ -60,7 +60,7 @@ METHODS = {
 }
 
 
-@pytest.mark.parametrize("kills", slow_except([1], [1, len(METHODS)]))
+@pytest.mark.parametrize("kills", fast([1, len(METHODS)], 0))
 def test_a_sweep_that_was_killed_has_the_tables_of_one_that_was_not(
     kills: int, at_once: dict[str, str], tmp_path: Path
 ) -> None:

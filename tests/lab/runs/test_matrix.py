@@ -21,8 +21,8 @@ from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.runs.run import preflight, run
 from fedbn_flwr.strategies import STRATEGIES
 from tests.support import legacy_loop
+from tests.support.fast import fast
 from tests.support.runs import lines_of, summary_of
-from tests.support.slow import slow_except
 
 ROOT = Path(__file__).parents[3]
 Needs = Callable[[str], Mapping[str, Any]]
@@ -32,9 +32,7 @@ Needs = Callable[[str], Mapping[str, Any]]
 # has one without and one with exchanges in the steps.
 FAKE = ("fedavg", "scaffold", "fixbn", "fedtan2", "hbn", "fedrep")
 GPU = [
-    *slow_except(
-        [("fedavg", "fake"), ("fedtan2", "fake")], [(name, "fake") for name in FAKE]
-    ),
+    *fast([(name, "fake") for name in FAKE], ("fedavg", "fake"), ("fedtan2", "fake")),
     *(pytest.param(name, "cuda", marks=pytest.mark.gpu) for name in STRATEGIES),
 ]
 
@@ -217,7 +215,7 @@ def ray_runs(
 
 @pytest.mark.simulation
 @pytest.mark.xdist_group("ray-matrix")  # one process, and therefore one run of Flower
-@pytest.mark.parametrize("case", slow_except(["fedbn"], RAY))
+@pytest.mark.parametrize("case", fast(RAY, "fedbn"))
 def test_ray_gives_the_bits_of_the_run_in_process(
     case: str, ray_runs: Path, tmp_path: Path, same_run
 ) -> None:

@@ -30,7 +30,7 @@ from fedbn_flwr.training import LearningRate, LocalTraining
 from fedbn_flwr.training.client_hook import RetryStep
 from fedbn_flwr.training.feed import ONE_BY_ONE
 from tests.support.every_key import BASE, OWN
-from tests.support.slow import slow_except
+from tests.support.fast import fast
 
 CASES: dict[str, dict[str, Any]] = {
     **{name: {"strategy": name, **OWN.get(name, {})} for name in STRATEGIES},
@@ -132,7 +132,7 @@ QUICK = ("scaffold", "fixbn", "fedtan", "hbn", "a model of each client, tuned")
 QUICK += ("random images", "momentum that stays")
 
 
-@pytest.mark.parametrize("case", slow_except(QUICK, CASES))
+@pytest.mark.parametrize("case", fast(CASES, *QUICK))
 def test_each_method_computes_as_with_the_loop_of_the_package(
     case: str, tmp_path: Path
 ) -> None:
@@ -177,7 +177,7 @@ SHAPES = [("regression", "flat_net"), ("binary", "net")]
 ALL_SHAPES = itertools.product(LOSSES, ["net", "flat_net"])
 
 
-@pytest.mark.parametrize(("task", "model"), slow_except(SHAPES, ALL_SHAPES))
+@pytest.mark.parametrize(("task", "model"), fast(ALL_SHAPES, *SHAPES))
 def test_targets_in_columns_have_the_shape_and_type_of_the_outputs(
     task: str, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

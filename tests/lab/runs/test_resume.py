@@ -28,8 +28,8 @@ from fedbn_flwr.lab.output.result_writer import OnRound
 from fedbn_flwr.lab.runs import centralized
 from fedbn_flwr.lab.runs.run import run
 from fedbn_flwr.transport import polling_grid
+from tests.support.fast import fast
 from tests.support.runs import lines_of, serve_nodes, summary_of
-from tests.support.slow import slow_except
 
 ROUNDS = 6
 BASE: Mapping[str, Any] = {
@@ -185,7 +185,7 @@ QUICK += [("global momentum", power_fails), ("centralized", ctrl_c)]
 
 
 @pytest.mark.usefixtures("_unignored")
-@pytest.mark.parametrize(("case", "end"), slow_except(QUICK, ALL))
+@pytest.mark.parametrize(("case", "end"), fast(ALL, *QUICK))
 def test_an_interrupted_run_ends_in_the_bits_of_an_uninterrupted_one(
     case: str, end: End, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
