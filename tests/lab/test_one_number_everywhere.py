@@ -1,0 +1,172 @@
+"""A test result is one number, wherever a run or a study shows it.
+
+Each draw is a study of two methods with two seeds on drawn sites. Its runs are done by
+the command. The numbers of ``summary.json``, the terminal, ``evaluate``, the page of a
+run, the page of the study and its tables are compared with a few lines of pandas that
+read only ``tests.csv``.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+import re
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+import yaml
+from torch.utils.data import TensorDataset
+from typer.testing import CliRunner
+
+from fedbn_flwr.lab.cli import app
+from fedbn_flwr.training.tasks import in_percent
+from tests.support.fast import fast
+
+TASKS = ("binary", "classification", "regression")
+METHODS = ("fedavg", "fedbn", "silobn", "fixbn", "standalone", "ditto")
+TESTS = ("personal-own", "personal-own,global", "global")
+
+
+def __getattr__(name: str) -> Callable[[int, str], TensorDataset]:
+    """Return the data function of a draw, ``rows_SEED_TASK``."""
+    kind, _, rest = name.partition("_")
+    seed, _, task = rest.partition("_")
+    if kind != "rows" or task not in TASKS:
+        raise AttributeError(name)
+
+    def rows(site: int, part: str) -> TensorDataset:
+        draw = np.random.default_rng([int(seed), int(site), part == "test"])
+        # A site may have one class in its test, or no test example.
+        count = int(draw.integers(0 if site and part == "test" else 5, 30))
+        inputs = draw.normal(int(site), 1, (count, 3))
+        signal = inputs.sum(1) + draw.normal(size=count)
+        targets = {"binary": signal > 4, "classification": np.digitize(signal, [0, 4])}
+        values = targets.get(task, signal.astype(np.float32))
+        if task != "regression":
+            values = values.astype(np.int64)
+        return TensorDataset(torch.tensor(inputs).float(), torch.tensor(values))
+
+    rows.input_shape, rows.num_classes = (3,), 3  # type: ignore[attr-defined]
+    if task != "classification":
+        del rows.num_classes  # type: ignore[attr-defined]
+    return rows
+
+
+def of_table(folder: Path, headline: str) -> tuple[float, pd.Series]:
+    """Return the main result of a run and the results by site, from its tests alone."""
+    table = pd.read_csv(folder / "tests.csv", dtype={"site": str}, na_filter=True)
+    last = table[table["round"] == table["round"].max()].fillna({"site": ""})
+    whole, of = headline.startswith("test-"), headline.removeprefix("personal-own-")
+    last = last[
+        (last["metric"] == of.removeprefix("test-")) & (last["bn"] == "running")
+    ]
+    tested = last[last["part"] == "test"]
+    own = tested[(tested["site"] != "") & (tested["model"] == "own")]
+    sites = tested[tested["site"] != ""].drop_duplicates("site", keep="last")
+    main = tested[tested["site"] == ""] if whole else own
+    return main["value"].mean(), sites.set_index("site")["value"].dropna()
+
+
+def shown(value: float, metric: str) -> str:
+    return f"{100 * value:.1f}" if in_percent(metric) else f"{value:.4f}"
+
+
+def output_of(*words: str) -> str:
+    result = CliRunner().invoke(app, [*words])
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def text_of(page: Path) -> str:
+    """Return the words of a page, without tags and pictures."""
+    text = re.sub(r"<(style|svg|script).*?</\1>", "", page.read_text(), flags=re.S)
+    text = html.unescape(re.sub(r"<[^>]+>", " | ", text))
+    return re.sub(r"[\s|]*\|[\s|]*", " | ", text)
+
+
+def check(seed: int, out: Path) -> None:
+    draw = np.random.default_rng(seed)
+    task = str(draw.choice(TASKS))
+    base: dict[str, Any] = {
+        "dataset": f"{__name__}:rows_{seed}_{task}",
+        "num-clients": int(draw.integers(1, 5)),
+        "num-server-rounds": int(draw.integers(1, 4)),
+        "eval-every": int(draw.integers(1, 3)),
+        "local-steps": 1,
+        "batch-size": 8,
+        "eval-on": str(draw.choice(TESTS)),
+        "validation-share": float(draw.choice([0, 0.3])),
+    }
+    base |= {} if task == "classification" else {"task": task}
+    base |= {"metrics": "auroc"} if task != "regression" and draw.random() < 0.6 else {}
+    methods = {
+        str(one): {"strategy": str(one)} for one in draw.choice(METHODS, 2, False)
+    }
+    for settings in methods.values():
+        if settings["strategy"] in ("fedbn", "silobn", "standalone", "ditto"):
+            settings["eval-on"] = "personal-own"
+    study = {"name": "drawn", "base": base, "methods": methods, "seeds": [0, 1]}
+    (out / "study.yaml").write_text(yaml.safe_dump(study))
+    output_of("sweep", str(out / "study.yaml"), "--out", str(out / "runs"))
+
+    results: dict[str, list[float]] = {}
+    for folder in sorted((out / "runs").glob("*/all/seed-*")):
+        summary = json.loads((folder / "summary.json").read_text())
+        headline = summary["headline"]
+        metric = re.sub("^(test|personal-own)-", "", headline)
+        main, sites = of_table(folder, headline)
+        results.setdefault(folder.parts[-3], []).append(main)
+        defined = not np.isnan(main)
+        # summary.json, and the last line of metrics.jsonl
+        line = json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])
+        for kept in (summary["final"], line):
+            expected = pytest.approx(main, rel=1e-12) if defined else None
+            assert kept.get(headline) == expected
+        # the rows of sites in summary.json, and those of a test that is done again
+        names = [str(row.get("client", row["site"])) for row in summary["sites"]]
+        values = pd.Series([row["value"] for row in summary["sites"]], names, float)
+        pd.testing.assert_series_equal(
+            values.dropna(), sites, check_names=False, rtol=1e-6
+        )
+        again = output_of("evaluate", str(folder)).splitlines()
+        cells = {line.split()[0]: line.split() for line in again if line.strip()}
+        rows = [row["site"] for row in summary["sites"]]
+        for name, value in zip(rows, values, strict=True):
+            assert (f"{value:.4f}" if value == value else "-") in cells[name]
+        # the page: the answer, and the table of the sites
+        output_of("report", str(folder))
+        text = text_of(folder / "report.html")
+        mean = re.search(rf"(?:Mean t|T|t)est {metric}[^|]*\| (\S+)", text)
+        if defined:
+            assert mean, text[:900]
+            assert mean[1] == shown(main, metric)
+        by_site = text.partition("All metrics by site")[2]
+        for name, value in zip(rows, values, strict=True):
+            cell = re.search(rf"\| {name} \| (\S+)", by_site)
+            assert cell
+            assert cell[1] == (shown(value, metric) if value == value else "-")
+
+    # the table of the study, and its page
+    table = (out / "runs/table.md").read_text()
+    output_of("report", str(out / "runs"))
+    page = text_of(out / "runs/report.html")
+    for name, found in results.items():
+        if not np.isnan(found).any():
+            mean = statistics.fmean(found)
+            cell = f"{100 * mean:.2f}" if in_percent(metric) else f"{mean:.4f}"
+            row = rf"\| {name} \| [^|]+ \| {re.escape(cell)} ±"
+            assert re.search(row, table), table
+            assert f"| {name} " in page
+            assert shown(mean, metric) in page
+
+
+# four runs each, so the slow cases are 300 runs
+@pytest.mark.parametrize("seed", fast(range(75), 0))
+def test_a_result_is_one_number_on_all_pages(seed: int, tmp_path: Path) -> None:
+    check(seed, tmp_path)
