@@ -1,0 +1,66 @@
+"""SIGKILL while a run writes its table of tests."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+
+from tests.support.fast import fast
+
+# The process ends itself in the second write of tests after its start, when a drawn
+# share of the bytes is in the file.
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+
+config, out, share = sys.argv[1:]
+
+from fedbn_flwr.lab.config import Config
+from fedbn_flwr.lab.runs.run import run
+
+write, writes = os.write, 0
+
+def torn(handle, data):
+    global writes
+    if os.readlink(f"/proc/self/fd/{handle}").endswith("/tests.csv"):
+        writes += 1
+        if writes == 2:
+            write(handle, data[:int(float(share) * len(data))])
+            os.kill(os.getpid(), signal.SIGKILL)
+    return write(handle, data)
+
+os.fsync = lambda handle: None  # a kill loses nothing that was written; a power cut is not meant here
+if share:
+    os.write = torn
+settings = Config.load(Path(config)).to_mapping() | {"resume": True}
+run(Config.make(settings, complete=True), Path(out), workers=0)
+"""
+
+
+@pytest.mark.parametrize("kills", fast([2, 20], 0))
+def test_kills_in_the_middle_of_a_round_lose_nothing_and_double_nothing(
+    kills: int, at_once: dict[str, str], tmp_path: Path
+) -> None:
+    draw = np.random.default_rng(kills)
+    settings = {"num-clients": 3, "num-server-rounds": kills + 2, "local-steps": 1}
+    settings |= {"batch-size": 8, "checkpoint-every": 1}
+    config = tmp_path / "config.yaml"
+    config.write_text(yaml.safe_dump(settings | {"eval-on": "personal-own,global"}))
+
+    def ended(out: str, share: float | str = "") -> int:
+        command = ["python", "-c", KILLED, str(config), str(tmp_path / out), str(share)]
+        done = subprocess.run(command, env=at_once, capture_output=True, timeout=120)
+        return done.returncode
+
+    assert ended("whole") == 0
+    for _ in range(kills):
+        assert ended("killed", draw.random()) % 256 == 256 - signal.SIGKILL
+    assert ended("killed") == 0
+    tables = [(tmp_path / out / "tests.csv").read_text() for out in ("whole", "killed")]
+    assert tables[0] == tables[1]
+    assert tables[0].count("\n1,") == tables[0].count(f"\n{kills},") > 0
