@@ -10,6 +10,7 @@ import atexit
 import copy
 import dataclasses
 import functools
+import gc
 import os
 import shutil
 import sys
@@ -73,6 +74,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="no CUDA device here"))
+
+
+def pytest_collection_finish() -> None:
+    """Let later garbage collections skip the million objects of imports and tests."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_xdist_auto_num_workers() -> int:
