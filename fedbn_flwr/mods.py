@@ -6,7 +6,7 @@ from flwr.app import Context, Message
 from flwr.clientapp.typing import ClientAppCallable
 
 from fedbn_flwr.client.answers import answer_query, answer_statistics
-from fedbn_flwr.client.hooks import Hooks, bn_rules
+from fedbn_flwr.client.bn_rules import Hooks, bn_rules
 from fedbn_flwr.client.masking import masked_update
 from fedbn_flwr.client.mod import apply_mod
 from fedbn_flwr.client.packed import packed

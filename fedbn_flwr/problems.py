@@ -13,7 +13,7 @@ conditions in ``only_if``, and a protection has its rows at its settings. The mo
 A fault that appears in data, bytes or objects of a user during the work is an exception
 at the place that finds it: a reply in ``server.rounds.replies``, the values and shapes
 of its arrays in ``batchnorm.check_state``, a client's own training loop in
-``client.hooks``.
+``client.bn_rules``.
 """
 
 from __future__ import annotations

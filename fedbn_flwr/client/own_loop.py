@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fedbn_flwr.client.hooks import Hooks
+from fedbn_flwr.client.bn_rules import Hooks
 from fedbn_flwr.compat.flower import on_network_node
 from fedbn_flwr.errors import ConfigError, FedBNError, described
 from fedbn_flwr.problems import Known

@@ -45,7 +45,8 @@ from fedbn_flwr.lab.data import Subset
 from fedbn_flwr.lab.files import read_metrics, site_names_of
 from fedbn_flwr.lab.finished_runs.saved_model import run_config
 from fedbn_flwr.lab.output.summary import ModelDescription
-from fedbn_flwr.lab.partitioned.counts import has_other_data, names_of
+from fedbn_flwr.lab.partitioned.check_data import has_other_data
+from fedbn_flwr.lab.partitioned.counts import names_of
 from fedbn_flwr.lab.partitioned.partitioned_data import count_clients, partitioned_data
 from fedbn_flwr.lab.run_files import RunFiles, run_warnings
 from fedbn_flwr.lab.runs.check_start import misfits

@@ -1,6 +1,6 @@
 """``Session``: the client hooks of a method in one round of local training.
 
-Each loop uses it: the loop of this package, and a user's loop (``client.hooks``). It is
+Each loop uses it: the loop of this package, and a user's loop (``client.bn_rules``). It is
 the only code that calls the hooks while a model trains. Torch only.
 """
 

@@ -23,7 +23,7 @@ from fedbn_flwr.batchnorm.replaced_forward import (
     replaceable_layers,
     watch_inputs,
 )
-from fedbn_flwr.client.hooks import Hooks
+from fedbn_flwr.client.bn_rules import Hooks
 from fedbn_flwr.errors import (
     ConfigError,
     DataError,

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from fedbn_flwr.client.hooks import Hooks
+from fedbn_flwr.client.bn_rules import Hooks
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.strategies.fedprox import ProximalTerm
 from fedbn_flwr.training import ClientHook

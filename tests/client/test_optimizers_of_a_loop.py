@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from fedbn_flwr.client.hooks import Hooks
+from fedbn_flwr.client.bn_rules import Hooks
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.server.methods.momentum import MomentumBuffers
 from fedbn_flwr.server.methods.options import ClipGradients

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from fedbn_flwr.batchnorm.reestimation import moments_of
-from fedbn_flwr.client.hooks import Hooks
+from fedbn_flwr.client.bn_rules import Hooks
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.messages.records import to_record
 from fedbn_flwr.server.methods.check_protections import disclosures

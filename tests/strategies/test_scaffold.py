@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fedbn_flwr.batchnorm.parts import split_state
-from fedbn_flwr.client.hooks import Hooks
+from fedbn_flwr.client.bn_rules import Hooks
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.runs.inspection import inspect_model

@@ -29,7 +29,7 @@ from fedbn_flwr.lab.data import (
 from fedbn_flwr.lab.finished_runs.saved_model import Choice, SavedModel, load_model
 from fedbn_flwr.lab.output.folder import RunFolder
 from fedbn_flwr.lab.output.summary import ModelDescription
-from fedbn_flwr.lab.partitioned.counts import has_other_data
+from fedbn_flwr.lab.partitioned.check_data import has_other_data
 from fedbn_flwr.lab.partitioned.partitioned_data import load_data
 from fedbn_flwr.lab.setup import on_device
 from fedbn_flwr.training.evaluation import EvalResult, evaluate

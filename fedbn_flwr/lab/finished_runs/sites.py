@@ -36,7 +36,7 @@ from fedbn_flwr.lab.output.site_tests import (
     read_predictions,
     test_sites,
 )
-from fedbn_flwr.lab.partitioned.counts import has_other_data
+from fedbn_flwr.lab.partitioned.check_data import has_other_data
 from fedbn_flwr.lab.partitioned.partitioned_data import count_clients, partitioned_data
 from fedbn_flwr.lab.setup import on_device
 from fedbn_flwr.server.methods.params import TEST_BN

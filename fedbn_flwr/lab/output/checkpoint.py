@@ -33,7 +33,7 @@ from fedbn_flwr.lab.files import read_metrics
 from fedbn_flwr.lab.models import code_changed, code_sha256
 from fedbn_flwr.lab.output.folder import PLACES, RunFolder, changed_settings
 from fedbn_flwr.lab.output.summary import versions
-from fedbn_flwr.lab.partitioned.counts import refuse_other_data
+from fedbn_flwr.lab.partitioned.check_data import refuse_other_data
 from fedbn_flwr.messages.protocol import Continuity
 from fedbn_flwr.messages.records import views
 from fedbn_flwr.strategies import Strategy

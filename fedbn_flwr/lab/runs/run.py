@@ -14,7 +14,7 @@ from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.lab.config import CENTRALIZED, STATE_IN_OUT, Config, method_of
 from fedbn_flwr.lab.output.folder import RunFolder
 from fedbn_flwr.lab.output.result_writer import OnRound
-from fedbn_flwr.lab.partitioned.counts import refuse_no_tests
+from fedbn_flwr.lab.partitioned.check_data import refuse_no_tests
 from fedbn_flwr.lab.partitioned.partitioned_data import count_clients, partitioned_data
 from fedbn_flwr.lab.runs.centralized import centralized
 from fedbn_flwr.lab.runs.check_start import (

@@ -28,13 +28,12 @@ from fedbn_flwr.lab.output.checkpoint import (
 from fedbn_flwr.lab.output.folder import PRIVACY, RunFolder, lock_folder
 from fedbn_flwr.lab.output.result_writer import OnRound
 from fedbn_flwr.lab.output.tests_table import GLOBAL_TESTS
+from fedbn_flwr.lab.partitioned.check_data import refuse_no_tests, sha256_of_data
 from fedbn_flwr.lab.partitioned.counts import (
     data_counts,
     data_text,
     data_warnings,
     names_of,
-    refuse_no_tests,
-    sha256_of_data,
 )
 from fedbn_flwr.lab.partitioned.partitioned_data import (
     PartitionedData,

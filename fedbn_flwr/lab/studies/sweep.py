@@ -23,7 +23,7 @@ from fedbn_flwr.lab.config.yaml_text import read_yaml
 from fedbn_flwr.lab.files import STUDY_FILE
 from fedbn_flwr.lab.output.folder import DIVERGED_AT, lock_folder, writing
 from fedbn_flwr.lab.output.result_writer import OnRound
-from fedbn_flwr.lab.partitioned.counts import has_other_data
+from fedbn_flwr.lab.partitioned.check_data import has_other_data
 from fedbn_flwr.lab.partitioned.partitioned_data import count_clients, partitioned_data
 from fedbn_flwr.lab.runs.check_start import checked_config
 from fedbn_flwr.lab.studies.check_study import EVERYTHING, Selection
