@@ -193,7 +193,7 @@ def findings(m: Measurements) -> tuple[list[Finding], list[str]]:
             continue
         if finding.id in m.training.handled:
             notes.append(
-                f"no finding, because {m.training.method or 'the method'} remedies it:"
+                f"no finding, because {m.training.method or 'the method'} is a remedy for:"
                 f" {finding.what} {finding.evidence[0]}"
             )
         else:

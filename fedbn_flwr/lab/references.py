@@ -27,6 +27,12 @@ FEW = 30
 SPREAD, WHY = "difference-spread", "difference-why"
 """The keys of the standard error of a difference, and of the reason without one."""
 
+DECISIONS = tuple(
+    f"{number}-{part}"
+    for number in ("yes", "called", "excess")
+    for part in ("value", "spread")
+)
+"""The keys of ``SiteTest.decisions``."""
 _MANY = 20  # sites whose deviation gives an interval
 _ROUNDING = 1e-9
 
@@ -36,7 +42,7 @@ def references_of(run: RunFiles, against: Sequence[Path] = ()) -> list[RunFiles]
 
     Args:
         run: the run of the report.
-        against: folders of the runs to compare with. By default, these are up to three
+        against: folders of the runs to compare with. By default, these are all
             comparable runs in the same parent folder, with training alone first.
 
     Raises:
@@ -51,7 +57,7 @@ def references_of(run: RunFiles, against: Sequence[Path] = ()) -> list[RunFiles]
             # not comparable, or written by another version
             with suppress(FedBNError):
                 found.append(_comparable(run, folder))
-    return sorted(found, key=lambda one: one.config.strategy != ALONE)[:3]
+    return sorted(found, key=lambda one: one.config.strategy != ALONE)
 
 
 def name_of(run: RunFiles) -> str:
@@ -241,7 +247,7 @@ def over_seeds(
     for rows in by_site.values():
         mean = dict(itertools.chain.from_iterable(row.items() for row in rows))
         mean["groups"] = min(row.get("groups", 0) for row in rows)
-        for key in ("value", "spread", "difference", SPREAD):
+        for key in ("value", "spread", "difference", SPREAD, *DECISIONS):
             values: list[Any] = [row.get(key) for row in rows]
             complete = len(rows) == len(tables) and None not in values
             mean[key] = statistics.fmean(values) if complete else None

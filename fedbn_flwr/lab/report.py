@@ -62,6 +62,8 @@ REPORT_FILE = "report.html"
 _GENERATOR = '<meta name="generator" content="fedbn-flwr report">'
 _DIFFER = ("", "yes-", "excess-")
 """The result, the labels and the threshold: the numbers in which a site may differ."""
+_COMPARED = 3
+"""The most runs that a page compares with by itself."""
 _SHOWN = 20
 """The most sites in a picture; the table has all of them."""
 
@@ -123,6 +125,13 @@ def write_report(
 def _run_page(run: RunFiles, against: Sequence[Path]) -> dict[str, Any]:
     """Return the contents of the page of a run."""
     references = references_of(run, against) if run.summary and run.has_model else []
+    most = len(against) or _COMPARED
+    others = ", ".join(name_of(one) for one in references[most:])
+    references = references[:most]
+    more = others and (
+        f"Not compared here, because a page compares with {most} runs: {others}. Name the"
+        " runs that you want by --against."
+    )
     sites: Sequence[Mapping[str, Any]] = ()
     unknown = ""
     if run.has_model:
@@ -138,6 +147,7 @@ def _run_page(run: RunFiles, against: Sequence[Path]) -> dict[str, Any]:
     diagnosis = read_json(run.folder / "doctor.json")
     findings = diagnosis.get("findings", ()) if run.has_model else ()
     handled = diagnosis.get("notes", ())
+    unmeasured = diagnosis.get("not-measured", ())
     fields = {field.alias: field for field in Config.model_fields.values()}
     settings = run.config.to_mapping().items()
     return {
@@ -151,13 +161,14 @@ def _run_page(run: RunFiles, against: Sequence[Path]) -> dict[str, Any]:
         "comparisons": comparisons,
         "facts": facts_of(run, sites, comparisons),
         "odd": {key: odd_site(sites, key, len(_DIFFER)) for key in _DIFFER},
-        "warnings": [*run_warnings(run), unknown],
+        "warnings": [*run_warnings(run), unknown, more],
         "step": next_step(run, comparisons, findings),
         "suggested": "" if with_alone(comparisons) else ask_alone(run),
         "pictures": [*_main_pictures(run, sites, comparisons)],
         "cards": findings,
         "remedied": [note for note in handled if note.startswith("no finding")],
-        "notes": [*diagnosis.get("not-measured", ()), *handled],
+        "unmeasured": [note for note in unmeasured if note.startswith("everything")],
+        "notes": [*unmeasured, *handled],
         "other_curves": [*_other_curves(run)],
         "statistics": [*_statistics(run)],
         "settings": [

@@ -26,6 +26,7 @@ from fedbn_flwr.lab import answer, report, report_pictures
 from fedbn_flwr.lab.answer import facts_of, next_step
 from fedbn_flwr.lab.cli import app
 from fedbn_flwr.lab.config import Config
+from fedbn_flwr.lab.doctor import examine
 from fedbn_flwr.lab.output.folder import lock_folder
 from fedbn_flwr.lab.references import (
     ALONE,
@@ -338,7 +339,7 @@ def compared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_run_is_compared_with_the_runs_of_the_same_data_split_seed_and_test(
-    compared: Path,
+    compared: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The difference is the mean over the sites.
 
@@ -361,10 +362,28 @@ def test_a_run_is_compared_with_the_runs_of_the_same_data_split_seed_and_test(
     assert "other" not in html.unescape(text).split("Settings")[0].split("<style>")[0]
     (found,) = references_of(RunFiles.read(compared / "fedbn"))
     assert found.folder.name == "alone"
+    monkeypatch.setattr(report, "_COMPARED", 0)
+    fewer = write_report(compared / "fedbn").read_text()
+    assert "Not compared here" in fewer
+    assert "compares with 0 runs: training alone." in fewer
     alone = write_report(compared / "alone").read_text()
     assert "Is it better than training alone?" not in alone
     with pytest.raises(ConfigError, match="seed=1 differs from 0"):
         write_report(compared / "fedbn", against=[compared / "other"])
+
+
+def test_inputs_that_the_doctor_did_not_measure_are_not_said_to_be_alike(
+    compared: Path, tmp_path: Path
+) -> None:
+    """Only BatchNorm layers show the inputs of a client."""
+    config = Config.load(compared / "fedbn/config.yaml").to_mapping()
+    whole = {"strategy": "fedavg", "norm": "group"}
+    run(Config.make(config | whole, complete=True), tmp_path / "group")
+    words = "inputs were not compared, because the doctor did not measure everything"
+    for folder in (compared / "fedbn", tmp_path / "group"):
+        examine(folder)
+        text = write_report(folder).read_text()
+        assert (words in text) == (folder.name == "group")
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -131,9 +131,11 @@ def _asked(text: str) -> Candidate:
     known = [remedy for one in SITUATIONS for remedy in one.tries]
     setting = first if "=" in first else f"strategy={first}"
     if not settings:
-        # the settings of the method that the pages recommend
+        # The settings of the method that the pages recommend, but with the test that
+        # all methods have.
         recipes = {remedy.setting.split()[0]: remedy.setting for remedy in known}
-        setting = recipes.get(setting, setting)
+        words = recipes.get(setting, setting).split()
+        setting = " ".join(one for one in words if not one.startswith("eval-on="))
     values = read_overrides([*setting.split(), *settings])
     if values.get("strategy") == CENTRALIZED:
         raise ConfigError(

@@ -13,7 +13,7 @@ import pandas as pd
 from fedbn_flwr.errors import RunFailedError
 from fedbn_flwr.lab.advice.candidates import ALONE, FEDAVG
 from fedbn_flwr.lab.advice.halving import Point, Rung
-from fedbn_flwr.lab.answer import interval_text, shown, template
+from fedbn_flwr.lab.answer import interval_text, odd_site, shown, template
 from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.files import site_label, trained
 from fedbn_flwr.lab.references import WHY, compare, mean_of, over_seeds, site_rows
@@ -112,6 +112,7 @@ def benefit(
         "ranking": ranking,
         "alone": compared.get((federated, ALONE), {}),
         "interval": next(iter(compared.values()))["interval"] if others else "",
+        "threshold": next(iter(compared.values()))["threshold"] if others else {},
     }
     return {**advice, "answer": _lines("answer.txt", advice)}
 
@@ -137,7 +138,8 @@ def _compared(
     found = compare(mine[0], others[0], rows, of)
     if found is None:
         why = unknown or "no site has a test of both methods"
-        return {"why": why, "text": f"not known: {why}", "sites": []}
+        about = {"why": why, "text": f"not known: {why}", "sites": []}
+        return {**about, "interval": "", "threshold": {}}
     mean, why = found.mean, found.too_few or unknown
     text = f"{shown(mean.value, metric, '+')}{interval_text(mean, metric, '+')}"
     result = mean_of(rows) if metric.startswith("personal-own") else None
@@ -150,11 +152,21 @@ def _compared(
         "why": why,
         "text": f"not known: {why}" if why else text,
         "interval": interval_text(result, metric) if result else "",
+        "threshold": _odd_threshold(rows),
         "sites": [
             {"site": site_label(row), **{key: row.get(key) for key in (*keys, WHY)}}
             for row in trained(found.by_site.values())
         ],
     }
+
+
+def _odd_threshold(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the site at which a model says yes too often or too rarely, or {}."""
+    row = odd_site(rows, "excess-")
+    if not row or row["excess"] <= 0:
+        return {}
+    keys = ("examples", "called-value", "yes-value")
+    return {"site": site_label(row), **{key: row[key] for key in keys}}
 
 
 def dropped_by_chance(

@@ -13,7 +13,8 @@ seeds of the training. These rules make it hold at small sites:
 - If the metric of a draw is undefined, because the draw lacks a class, it is left out.
   If more than half of the draws are left out, the site has no interval.
 - If all draws are equal, for example because all predictions are right, a share of n
-  groups is uncertain by 3 / n ("rule of three").
+  groups is uncertain by 1 - 0.05^(1/n), about 3 / n: with a smaller share, n groups
+  would all be right in less than 5 % of the tests.
 - A site with fewer than two groups has no interval. Its row contains the reason.
 """
 
@@ -103,7 +104,7 @@ def _of_draws(site: SiteTest, value: float, draws: Numbers, lowest: int) -> Inte
     if np.ptp(draws) <= _ROUNDING:
         if not share:
             return Interval(value, why="all draws of the test examples are equal")
-        spread = 3 / len(site.groups) / t
+        spread = (1 - 0.05 ** (1 / units)) / t
     low, high = value - t * spread, value + t * spread
     if share:
         low, high = max(low, lowest), min(high, 1)

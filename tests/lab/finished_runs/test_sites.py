@@ -77,7 +77,7 @@ def test_a_client_has_one_model_fine_tuned_or_not(
         for row in rows:
             # All draws are equal, but a few examples do not make 0 certain.
             ends = (-row["difference-low"], row["difference-high"])
-            half = pytest.approx(min(1, 3 / row["examples"]))
+            half = pytest.approx(1 - 0.05 ** (1 / row["examples"]))
             assert (row["difference"], *ends) == (0, half, half)
         for client, value in enumerate(wanted):
             view = partitioned_data(config, 3).test_view(client)
@@ -207,6 +207,23 @@ def test_an_interval_of_auroc_is_as_wide_as_that_of_new_patients(seed: int) -> N
         if at < 5:
             errors.append(interval(site).spread)
     assert np.mean(errors) == pytest.approx(np.std(values), rel=0.35)
+
+
+@pytest.mark.parametrize(("events", "others"), [(2, 13), (3, 40), (8, 8)])
+def test_a_model_at_the_end_of_the_interval_is_rarely_perfect(
+    events: int, others: int
+) -> None:
+    """Few events decide how sure an AUROC of 1 is, however many others there are."""
+    truth = torch.arange(events + others) < events
+    groups = [np.array([row]) for row in range(len(truth))]
+    perfect = SiteTest(only("auroc"), truth.double()[:, None], truth.double(), groups)
+    found = interval(perfect)
+    assert (found.value, found.high) == (1, 1)
+    assert found.low is not None
+    shift = 2**0.5 * stats.norm.ppf(found.low)  # between normal scores of this AUROC
+    draw = np.random.default_rng(0)
+    lowest = (shift + draw.normal(size=(20_000, events))).min(1)
+    assert (lowest > draw.normal(size=(20_000, others)).max(1)).mean() < 0.05
 
 
 @pytest.mark.parametrize("seed", fast(range(20), *range(4)))
