@@ -217,12 +217,12 @@ def _step(why: str, command: str) -> Fact:
 
 
 def _still_improves(run: RunFiles) -> bool:
-    """Return whether the last fifth of the rounds has a twentieth of the whole gain."""
+    """Return whether the last test has a twentieth of the gain after four fifths."""
     curve = pd.Series(run.curve(run.headline))
     if not higher_is_better(run.headline):
         curve = -curve
     early = curve[curve.index <= 0.8 * curve.index.max()].max()
-    return bool(curve.max() - early > 0.05 * (curve.max() - curve.min()))
+    return bool(curve.iloc[-1] - early > 0.05 * (curve.max() - curve.min()))
 
 
 def shown(value: float | None, key: str, sign: str = "") -> str:

@@ -119,8 +119,8 @@ def advise_config(
             ``fedbn-flwr report`` makes the page.
         rounds: the most rounds of all runs together; by default, what whole runs of
             ``num-server-rounds`` need.
-        hours: the most hours of all runs together on this machine, estimated from the
-            first rounds.
+        hours: about the most hours of all rounds together on this machine, estimated
+            from the first rounds. The start of each run comes in addition.
         metric: the metric that compares the methods; by default the metric of the task.
         methods: methods to try in addition to the references, such as "fixbn". By default,
             the doctor and the situation suggest them.
@@ -197,7 +197,8 @@ def advise_config(
             f"{len(points)} trials with the rates {', '.join(map(str, tried_rates))}, then"
             f" whole runs of {whole} of {full} rounds with {SEEDS} seeds: at most"
             f" {cost(whole, len(points)):,} rounds together, about {hour:.1g} hours at the"
-            f" speed of FedAvg. {validation_text(counts)}",
+            " speed of FedAvg, without the start of each run."
+            f" {validation_text(counts)}",
         ):
             say(text)
 
