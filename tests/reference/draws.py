@@ -251,6 +251,10 @@ def _case(one: Callable[..., Any]) -> Case:
             if values["momentum"] and "fednova" not in has:
                 values["momentum_scope"] = some("none", "local", "global")
     values["weight_decay"] = some(0.0, 0.01)
+    if "ditto" in has and values["model"] == "unused" and not values["weight_decay"]:
+        # The gradient of the unused layer is the rounding of an average of equal
+        # weights, and Adam makes a whole step of it.
+        values["optimizer"] = "sgd"
     freezes = bool(has & {"fixbn", "fedtan2"})
     values["decay"] = some("", "round", *(["freeze"] if freezes else []))
     if not has & {"standalone", "fedrep"}:
