@@ -93,6 +93,7 @@ def _page_faults(**environment: str) -> list[int]:
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library")
+@pytest.mark.slow
 def test_freed_memory_is_kept_unless_the_environment_sets_it() -> None:
     without, kept = _page_faults()
     assert 4 * kept < without

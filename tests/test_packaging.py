@@ -20,7 +20,8 @@ import pytest
 from tests.support.fast import fast
 
 # one process, and therefore one build
-pytestmark = pytest.mark.xdist_group("packaging")
+# one build of the archives, in the process with all imports
+pytestmark = pytest.mark.xdist_group("at_once")
 
 ROOT = Path(__file__).parents[1]
 BIN = Path(sys.executable).parent

@@ -41,6 +41,8 @@ from fedbn_flwr.lab.studies.study import Study
 from fedbn_flwr.lab.studies.sweep import LogFollower
 from tests.support.fast import fast
 
+pytestmark = pytest.mark.xdist_group("advice")  # one advice for all tests
+
 
 def net(num_classes: int, features: int) -> nn.Module:
     return nn.Sequential(

@@ -126,11 +126,12 @@ def test_a_module_of_the_run_is_not_imported_unless_the_node_allows_it(
     network, tmp_path, monkeypatch, key
 ) -> None:
     (tmp_path / "sly_models.py").write_text(
-        "from torch import nn\ndef net(num_classes): return nn.Linear(1, 1)\n"
+        "from torch import nn\ndef model(num_classes): return nn.Linear(1, 1)\n"
+        "def loop(model, batches, rules, learning_rate): return 0.0\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     sys.modules.pop("sly_models", None)
-    run = {key: "sly_models:net"}
+    run = {key: f"sly_models:{key}"}
     for node in (SHARE, {**SHARE, "allow-modules": "sly,sly_models.inner"}):
         with pytest.raises(ConfigError, match="allow-modules"):
             ask(run, node)
