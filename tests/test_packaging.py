@@ -19,7 +19,6 @@ import pytest
 
 from tests.support.fast import fast
 
-# one process, and therefore one build
 # one build of the archives, in the process with all imports
 pytestmark = pytest.mark.xdist_group("at_once")
 
