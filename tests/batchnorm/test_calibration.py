@@ -98,7 +98,7 @@ class Drawn:
         return torch.randn(count, *self.shape).double() + place, y
 
 
-# A class is absent in the training of 2d-0, so this case and rows are the fast ones.
+# A class is absent in the training of 2d-0, so 2d-0 and rows are the fast cases.
 @pytest.fixture(params=fast(["rows-1", "1d-2", "2d-0", "3d-1"], 0, 2))
 def drawn(request: pytest.FixtureRequest) -> Drawn:
     kind, seed = request.param.split("-")

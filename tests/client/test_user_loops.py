@@ -135,7 +135,7 @@ class Ways:
     def compiled(self, name: str) -> Any:
         # A model compiled for another method must not be used here.
         torch._dynamo.reset()
-        # torch's compiler parses Python, which in 3.11 is not safe in several threads.
+        # torch's compiler parses Python. In 3.11, threads cannot do this at once.
         loop = functools.partial(compiled_loop, momentum=momentum_of(name))
         return self.app(name, loop, barrier=False, grid_options={"threads": 1})
 
@@ -223,9 +223,8 @@ class Ways:
 
 
 OURS: dict[str, Any] = {}  # the oracle of each method, once for all its ways
-# tests/reference draws every method with these loops. A way that it does not know has
-# each kind of method here. The first one is in the fast suite, and the second one too
-# where it takes no seconds.
+# tests/reference draws every method with these loops. The other ways have each kind of
+# method here. The first kind is in the fast suite, and a quick second kind.
 TABLE: dict[str, Any] = {
     "hooked": ("fixbn, automatic",),
     "by_messages": SYNCHRONISED,

@@ -59,7 +59,7 @@ def __getattr__(name: str) -> Callable[[int, str], TensorDataset]:
 
 
 def of_table(folder: Path, headline: str) -> tuple[float, pd.Series]:
-    """Return the main result of a run and the results by site, from its tests alone."""
+    """Return the main result of a run and the results by site, from ``tests.csv``."""
     table = pd.read_csv(folder / "tests.csv", dtype={"site": str}, na_filter=True)
     last = table[table["round"] == table["round"].max()].fillna({"site": ""})
     whole, of = headline.startswith("test-"), headline.removeprefix("personal-own-")
@@ -128,7 +128,7 @@ def check(seed: int, out: Path) -> None:
         for kept in (summary["final"], line):
             expected = pytest.approx(main, rel=1e-12) if defined else None
             assert kept.get(headline) == expected
-        # the rows of sites in summary.json, and those of a test that is done again
+        # the rows of sites in summary.json, and the rows of a second test
         names = [str(row.get("client", row["site"])) for row in summary["sites"]]
         values = pd.Series([row["value"] for row in summary["sites"]], names, float)
         pd.testing.assert_series_equal(

@@ -479,7 +479,7 @@ def test_the_command_that_trains_the_sites_alone_runs_and_is_comparable(
 ) -> None:
     """This includes a method with settings that Standalone refuses.
 
-    It also includes the test of a global model, which Standalone does not have.
+    It also includes the test of a global model. Standalone does not have it.
     """
     settings = {"num-clients": 3, "num-server-rounds": 2, "local-steps": 2}
     settings |= {"strategy": "fixbn", "freeze-at": 1, "lr-decay-at": "freeze"}

@@ -11,8 +11,8 @@ import pytest
 def fast(cases: Iterable[Any], *kept: Any) -> list[Any]:
     """Return the cases for ``parametrize``, with all but those kept marked as slow.
 
-    A kept case is given as it is, by its place, or by its first values, joined by
-    hyphens.
+    The arguments ``kept`` are cases, numbers of cases, or the first values of a case,
+    joined by hyphens.
     """
     marked = []
     for place, case in enumerate(cases):

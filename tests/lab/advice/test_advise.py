@@ -146,7 +146,7 @@ ALL_KILLS = (3, 20, 31, 47)
 def test_an_advice_that_is_killed_gives_the_same_answer_when_it_continues(
     out: Path, advice: dict[str, Any], tmp_path: Path, kills: int
 ) -> None:
-    """The fast case has all runs of the advice but those of the last seed."""
+    """The fast case has all runs of the advice except the last seed."""
 
     class Killed(LogFollower):
         def __init__(self, after: int) -> None:
@@ -308,7 +308,7 @@ def test_the_command_prints_the_answer(out: Path, advice: dict[str, Any]) -> Non
 
 
 def test_a_function_without_a_module_is_refused(tmp_path: Path) -> None:
-    """A decorated function has the name of another one."""
+    """A decorated function has the name of another function."""
     for function in (lambda: None, functools.wraps(net)(lambda *args: None)):
         with pytest.raises(ConfigError, match="at the top of a module"):
             advise(function, sites, tmp_path, GIVEN)
