@@ -128,8 +128,8 @@ class Lost:
 
 OVER = threading.Event()
 NOT_BEGUN = "add --federation-config 'client-resources-num-cpus=1 init-args-num-cpus=4'"
-NO_ANSWER = "did not answer an exchange within 0.6 s of the first"
-NOT_SENT = "did not send exchange 'mean/1/6' within 0.6 s"
+NO_ANSWER = "did not answer an exchange within 1.5 s of the first"
+NOT_SENT = "did not send exchange 'mean/1/6' within 1.5 s"
 
 
 def stall(x: Any) -> Any:
@@ -156,16 +156,16 @@ LOST = {
     "stalls": Lost(
         {"barrier": NOT_SENT, "channel": NOT_SENT, "messages": NO_ANSWER},
         stall,
-        timeout=0.6,
+        timeout=1.5,
     ),
     "does not begin": Lost(
         {
-            "barrier": "did not begin the step within 0.6 s",
+            "barrier": "did not begin the step within 1.5 s",
             "channel": NOT_BEGUN,
             "messages": NO_ANSWER,
         },
         fit=begins_late,
-        timeout=0.6,
+        timeout=1.5,
     ),
 }
 
