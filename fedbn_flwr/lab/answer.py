@@ -217,7 +217,10 @@ def _step(why: str, command: str) -> Fact:
 
 
 def _still_improves(run: RunFiles) -> bool:
-    """Return whether the last test has a twentieth of the gain after four fifths."""
+    """Return whether the last test is better than all in the first four fifths.
+
+    The difference must be a twentieth of the range of all tests.
+    """
     curve = pd.Series(run.curve(run.headline))
     if not higher_is_better(run.headline):
         curve = -curve

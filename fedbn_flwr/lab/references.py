@@ -247,7 +247,7 @@ def over_seeds(
     for rows in by_site.values():
         mean = dict(itertools.chain.from_iterable(row.items() for row in rows))
         mean["groups"] = min(row.get("groups", 0) for row in rows)
-        for key in ("value", "spread", "difference", SPREAD, *DECISIONS):
+        for key in ("value", "other", "spread", "difference", SPREAD, *DECISIONS):
             values: list[Any] = [row.get(key) for row in rows]
             complete = len(rows) == len(tables) and None not in values
             mean[key] = statistics.fmean(values) if complete else None

@@ -128,9 +128,9 @@ def _run_page(run: RunFiles, against: Sequence[Path]) -> dict[str, Any]:
     most = len(against) or _COMPARED
     others = ", ".join(name_of(one) for one in references[most:])
     references = references[:most]
-    more = others and (
-        f"Not compared here, because a page compares with {most} runs: {others}. Name the"
-        " runs that you want by --against."
+    not_compared = others and (
+        f"This page compares with {most} runs and leaves out {others}. Choose the runs by"
+        " --against."
     )
     sites: Sequence[Mapping[str, Any]] = ()
     unknown = ""
@@ -148,6 +148,7 @@ def _run_page(run: RunFiles, against: Sequence[Path]) -> dict[str, Any]:
     findings = diagnosis.get("findings", ()) if run.has_model else ()
     handled = diagnosis.get("notes", ())
     unmeasured = diagnosis.get("not-measured", ())
+    _, _, why_unmeasured = next(iter(unmeasured), "").partition("everything, ")
     fields = {field.alias: field for field in Config.model_fields.values()}
     settings = run.config.to_mapping().items()
     return {
@@ -161,13 +162,13 @@ def _run_page(run: RunFiles, against: Sequence[Path]) -> dict[str, Any]:
         "comparisons": comparisons,
         "facts": facts_of(run, sites, comparisons),
         "odd": {key: odd_site(sites, key, len(_DIFFER)) for key in _DIFFER},
-        "warnings": [*run_warnings(run), unknown, more],
+        "warnings": [*run_warnings(run), unknown, not_compared],
         "step": next_step(run, comparisons, findings),
         "suggested": "" if with_alone(comparisons) else ask_alone(run),
         "pictures": [*_main_pictures(run, sites, comparisons)],
         "cards": findings,
         "remedied": [note for note in handled if note.startswith("no finding")],
-        "unmeasured": [note for note in unmeasured if note.startswith("everything")],
+        "why_unmeasured": why_unmeasured.strip("."),
         "notes": [*unmeasured, *handled],
         "other_curves": [*_other_curves(run)],
         "statistics": [*_statistics(run)],

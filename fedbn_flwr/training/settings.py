@@ -28,16 +28,14 @@ _NOT_NEGATIVE = (
 _OF_THE_LOOP = ("optimizer", "sgd_momentum", "weight_decay", "amp")
 
 
-def _takes_four(loop: object) -> bool:
+def _takes_four(loop: Any) -> bool:
     """Return whether an object can be called with the four arguments of a loop."""
-    if not callable(loop):
-        return False
     try:
         inspect.signature(loop).bind(*range(4))
     except TypeError:
         return False
     except ValueError:  # a function of C may have no signature
-        return True
+        return callable(loop)
     return True
 
 

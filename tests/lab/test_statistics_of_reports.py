@@ -177,7 +177,7 @@ def test_the_facts_of_a_run_name_its_best_and_its_worst(seed: int, sign: int) ->
         step = next_step(run, [found], findings)
         assert step.more.startswith("A fault. Use norm") == named
 
-    # More rounds help if the last test has a twentieth of the gain after four fifths.
+    # More rounds help if the last test is better than the first four fifths.
     step: Any = next_step(run, [found], [])
     expected = f"Look at {site}, " if tone == "bad" else "Repeat the run"
     if curve[-1] - curve[:16].max() > 0.05 * np.ptp(curve):

@@ -120,7 +120,7 @@ def advise_config(
         rounds: the most rounds of all runs together; by default, what whole runs of
             ``num-server-rounds`` need.
         hours: about the most hours of all rounds together on this machine, estimated
-            from the first rounds. The start of each run comes in addition.
+            from the first rounds. The starts of the runs take additional time.
         metric: the metric that compares the methods; by default the metric of the task.
         methods: methods to try in addition to the references, such as "fixbn". By default,
             the doctor and the situation suggest them.

@@ -24,6 +24,8 @@ from fedbn_flwr.lab.studies.tuning import score_of
 from fedbn_flwr.training.tasks import higher_is_better, in_percent
 
 _COSTS = ["bytes-down", "bytes-up", "exchanges"]
+_ENDS = ("difference-low", "difference-high", WHY)
+_OF_SITE = ("examples", "value", "other", "difference", *_ENDS)
 _DIFFERENCE = ("difference", "half", "established", "gain", "text")
 
 
@@ -85,6 +87,7 @@ def benefit(
         for one, other in pairs
     }
 
+    of_best = compared[best, others[0]] if others else {}
     ranking = []
     for name, score in chosen.items():
         of_method, comparison = runs[name], compared.get((best, name), {})
@@ -111,8 +114,8 @@ def benefit(
         "seeds": study.seeds,
         "ranking": ranking,
         "alone": compared.get((federated, ALONE), {}),
-        "interval": next(iter(compared.values()))["interval"] if others else "",
-        "threshold": next(iter(compared.values()))["threshold"] if others else {},
+        "interval": of_best.get("interval", ""),
+        "threshold": of_best.get("threshold", {}),
     }
     return {**advice, "answer": _lines("answer.txt", advice)}
 
@@ -138,12 +141,10 @@ def _compared(
     found = compare(mine[0], others[0], rows, of)
     if found is None:
         why = unknown or "no site has a test of both methods"
-        about = {"why": why, "text": f"not known: {why}", "sites": []}
-        return {**about, "interval": "", "threshold": {}}
+        return {"why": why, "text": f"not known: {why}", "sites": []}
     mean, why = found.mean, found.too_few or unknown
     text = f"{shown(mean.value, metric, '+')}{interval_text(mean, metric, '+')}"
     result = mean_of(rows) if metric.startswith("personal-own") else None
-    keys = ("examples", "value", "difference", "difference-low", "difference-high")
     return {
         "difference": mean.value,
         "half": mean.half,
@@ -154,7 +155,7 @@ def _compared(
         "interval": interval_text(result, metric) if result else "",
         "threshold": _odd_threshold(rows),
         "sites": [
-            {"site": site_label(row), **{key: row.get(key) for key in (*keys, WHY)}}
+            {"site": site_label(row), **{key: row.get(key) for key in _OF_SITE}}
             for row in trained(found.by_site.values())
         ],
     }
@@ -163,7 +164,8 @@ def _compared(
 def _odd_threshold(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the site at which a model says yes too often or too rarely, or {}."""
     row = odd_site(rows, "excess-")
-    if not row or row["excess"] <= 0:
+    # The others may be wrong, and this site right.
+    if not row or row["excess"] <= 0 or abs(row["excess-value"]) < abs(row["mean"]):
         return {}
     keys = ("examples", "called-value", "yes-value")
     return {"site": site_label(row), **{key: row[key] for key in keys}}
