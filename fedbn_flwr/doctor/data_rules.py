@@ -55,7 +55,7 @@ def small_batch(m: Measurements) -> Finding | None:
         worst = max(m.noise, key=lambda path: m.noise[path])
         evidence.append(
             f"Within one client, the mean of a batch varies by {m.noise[worst]:.2f}"
-            f" standard deviations in {shown_path(worst)}, so each example is shifted"
+            f" standard deviations in layer {shown_path(worst)}, so each example is shifted"
             " at random by as much."
         )
         numbers |= {"noise": m.noise[worst], "layer": worst}
@@ -240,7 +240,7 @@ def _shifted(shift: Shift) -> str:
     worst = shift.worst
     return (
         f"statistics of a client are {shift.layers[worst]:.2f} standard deviations from"
-        f" the statistics of all clients in {shown_path(worst)}; by chance it would be"
+        f" the statistics of all clients in layer {shown_path(worst)}; by chance it would be"
         f" {shift.by_chance[worst]:.2f} ({_p(shift.p_value)})."
     )
 
@@ -306,7 +306,7 @@ def train_test_mismatch(m: Measurements) -> Finding | None:
         worst = max(furthest, key=lambda path: furthest[path])
         far = m.running[worst]
         evidence.append(
-            f"In {shown_path(worst)} the running mean is {far.mean:.2f}"
+            f"In layer {shown_path(worst)} the running mean is {far.mean:.2f}"
             " standard deviations from the mean of all clients' examples under these"
             f" weights, and the logarithm of the running variance is {far.variance:.2f} off."
         )
@@ -359,7 +359,7 @@ def unmoved_statistics(m: Measurements) -> Finding | None:
     if not layers:
         return None
     evidence = [
-        f"{shown_path(path)}: mean 0 and variance 1, the initial values, after"
+        f"Layer {shown_path(path)}: mean 0 and variance 1, the initial values, after"
         f" {number_of(count, 'batch', 'batches')}."
         for path, count in [*m.unmoved.items()][:3]
     ]

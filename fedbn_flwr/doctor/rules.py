@@ -146,7 +146,7 @@ def extreme_variance(m: Measurements) -> Finding | None:
     if not extreme:
         return None
     evidence = [
-        f"{shown_path(path)}: {low} of {channels} channels have a variance below eps,"
+        f"Layer {shown_path(path)}: {low} of {channels} channels have a variance below eps,"
         f" and {high} have a variance above 1e8."
         for path, (low, high, channels) in [*extreme.items()][:3]
     ]

@@ -186,7 +186,9 @@ def next_step(
     command = ask_alone(run)
     if command and not alone:
         return _step(
-            "Train each site alone, to see whether the federation helps.", command
+            "Train each site alone, to see whether the federation helps. The command has"
+            " the learning rate of this run; training alone may need another one.",
+            command,
         )
     rounds = run.config.num_server_rounds
     if run.summary["rounds"] == rounds and _still_improves(run):

@@ -17,6 +17,7 @@ CLASS_MOMENTS_FILE = "class_moments.npz"  # read_class_moments reads it
 PREDICTIONS_FILE = "predictions.safetensors"  # site_tests writes and reads it
 TESTS_FILE = "tests.csv"  # tests_table writes and reads it
 ADVICE_FILE = "advice.json"
+ASKED_FILE = "asked.json"  # the settings and options of `advise`
 STUDY_FILE = "study.yaml"  # the study with its final settings, in its folder
 
 COUNTED = (

@@ -29,7 +29,7 @@ SPREAD, WHY = "difference-spread", "difference-why"
 
 DECISIONS = tuple(
     f"{number}-{part}"
-    for number in ("yes", "called", "excess")
+    for number in ("yes", "called", "excess", "label")
     for part in ("value", "spread")
 )
 """The keys of ``SiteTest.decisions``."""
@@ -62,11 +62,10 @@ def references_of(run: RunFiles, against: Sequence[Path] = ()) -> list[RunFiles]
 
 def name_of(run: RunFiles) -> str:
     """Return the name of a reference run."""
-    if run.config.strategy == ALONE:
-        return "training alone"
+    title = "training alone" if run.config.strategy == ALONE else run.title
     if run.folder.name == run.config.title:
-        return run.title
-    return f"{run.title} ({run.folder.name})"
+        return title
+    return f"{title} ({run.folder.name})"
 
 
 def alone_command(config: Config, out: Path) -> str:
@@ -90,7 +89,7 @@ def alone_command(config: Config, out: Path) -> str:
             without_effect = decays or key in ("eval-on", "held-out-clients")
             if values[key] != defaults[key] and not without_effect:
                 options.append(f"--set {key}={shlex.quote(str(values[key]))}")
-    return f"fedbn-flwr run {' '.join(options)} --out {shlex.quote(str(out))}"
+    return f"fedbn-flwr run {' '.join(options)} --out {_free(out)}"
 
 
 def changed_command(run: RunFiles, *settings: str) -> str:
@@ -104,7 +103,14 @@ def changed_command(run: RunFiles, *settings: str) -> str:
     out = folder.with_name(f"{folder.name}-{settings[0].replace('=', '-')}")
     options = " --set ".join(map(shlex.quote, settings))
     config = shlex.quote(str(folder / CONFIG_FILE))
-    return f"fedbn-flwr run {config} --set {options} --out {shlex.quote(str(out))}"
+    return f"fedbn-flwr run {config} --set {options} --out {_free(out)}"
+
+
+def _free(out: Path) -> str:
+    """Return this folder for a command, with a number if the folder exists."""
+    numbered = (out.with_name(f"{out.name}-{n}") for n in itertools.count(2))
+    folders = itertools.chain([out], numbered)
+    return shlex.quote(str(next(one for one in folders if not one.exists())))
 
 
 def _comparable(run: RunFiles, folder: Path) -> RunFiles:

@@ -34,6 +34,7 @@ from fedbn_flwr.lab.answer import (
 from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.files import (
     ADVICE_FILE,
+    ASKED_FILE,
     CONFIG_FILE,
     STUDY_FILE,
     read_json,
@@ -60,7 +61,7 @@ from fedbn_flwr.training.tasks import higher_is_better, in_percent, quantity_of
 
 REPORT_FILE = "report.html"
 _GENERATOR = '<meta name="generator" content="fedbn-flwr report">'
-_DIFFER = ("", "yes-", "excess-")
+_DIFFER = ("", "label-", "excess-")
 """The result, the labels and the threshold: the numbers in which a site may differ."""
 _COMPARED = 3
 """The most runs that a page compares with by itself."""
@@ -356,6 +357,7 @@ def _study_page(folder: Path, target: Path) -> dict[str, Any]:
         "pictures": drawn,
         "verdicts": verdicts,
         "advice": read_json(folder / ADVICE_FILE),
+        "asked": (folder / ASKED_FILE).is_file(),
         "folder": folder,
         "constant": results[constant].head(1).to_dict("list"),
         "results": results.drop(columns=constant).to_dict("split"),

@@ -27,6 +27,7 @@ from fedbn_flwr.lab.answer import facts_of, next_step
 from fedbn_flwr.lab.cli import app
 from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.doctor import examine
+from fedbn_flwr.lab.files import ASKED_FILE
 from fedbn_flwr.lab.output.folder import lock_folder
 from fedbn_flwr.lab.references import (
     ALONE,
@@ -317,10 +318,12 @@ def test_the_page_of_a_study(tmp_path: Path) -> None:
     assert "Fed$Avg$ <1></text>" in drawn, "a name is not a formula"
     assert ">FedBN</text>" in drawn, "a name with an underscore is in the legend"
     shutil.rmtree(out / "_FedBN/two/seed-1")
-    assert (
-        "Not finished, and left out of the means: _FedBN/two/seed-1."
-        in write_report(out).read_text()
-    )
+    (out / ASKED_FILE).write_text("{}")
+    text = write_report(out).read_text()
+    assert "Not finished, and left out of the means: _FedBN/two/seed-1." in text
+    assert "these results are preliminary" in text
+    assert f"fedbn-flwr advise CONFIG --out {out}" in text
+    assert "fedbn-flwr sweep" not in text
 
 
 @pytest.fixture(scope="module")
@@ -355,7 +358,7 @@ def test_a_run_is_compared_with_the_runs_of_the_same_data_split_seed_and_test(
         for mine, other in zip(*sites, strict=True)
     ]
     by_site = next(frame for frame in tables_of(text) if "examples" in frame)
-    cells = by_site["against training alone"]
+    cells = by_site["against training alone (alone)"]
     shown = [float(cell.split()[0]) for cell in cells]
     assert shown == pytest.approx(differences, abs=0.06)
     assert "Compared with training alone" in text
@@ -364,7 +367,7 @@ def test_a_run_is_compared_with_the_runs_of_the_same_data_split_seed_and_test(
     assert found.folder.name == "alone"
     monkeypatch.setattr(report, "_COMPARED", 0)
     fewer = write_report(compared / "fedbn").read_text()
-    assert "compares with 0 runs and leaves out training alone." in fewer
+    assert "compares with 0 runs and leaves out training alone (alone)." in fewer
     alone = write_report(compared / "alone").read_text()
     assert "Is it better than training alone?" not in alone
     with pytest.raises(ConfigError, match="seed=1 differs from 0"):
@@ -419,7 +422,13 @@ def test_the_next_step_is_one_command_that_can_run(compared: Path) -> None:
     step = next_step(run_files, [], findings)
     assert step
     words = shlex.split(step.value)
-    assert words[-1] == str(compared / "fedbn-strategy-fixbn")
+    folder = compared / "fedbn-strategy-fixbn"
+    assert words[-1] == str(folder)
+    folder.mkdir()
+    again = next_step(run_files, [], findings)
+    folder.rmdir()
+    assert again
+    assert again.value.endswith(f"{folder}-2")
     settings = [words[at + 1] for at, word in enumerate(words) if word == "--set"]
     assert settings == ["strategy=fixbn", "lr-decay-at=freeze"]
     Config.load(Path(words[2]), settings)
@@ -443,9 +452,9 @@ def test_the_sentence_claims_no_more_than_the_interval(
     established = "Not decided: " not in text
     assert established == (low > 0 or low + 2 < 0)
     if low > 0:
-        assert "is better than training alone here, by 1.5 points" in text
+        assert "is better than training alone (alone) here, by 1.5 points" in text
     if low == -4.0:
-        assert "Training alone is better here, by 3.0 points" in text
+        assert "Training alone (alone) is better here, by 3.0 points" in text
 
 
 def test_the_command_writes_beside_the_results_and_over_no_other_file(

@@ -44,7 +44,7 @@ from fedbn_flwr.lab.advice.halving import (
 from fedbn_flwr.lab.advice.verdict import conditions, validation_text, verdict
 from fedbn_flwr.lab.config import Config, Scalar
 from fedbn_flwr.lab.doctor import diagnose_run
-from fedbn_flwr.lab.files import ADVICE_FILE, read_json, read_metrics
+from fedbn_flwr.lab.files import ADVICE_FILE, ASKED_FILE, read_json, read_metrics
 from fedbn_flwr.lab.output.folder import lock_folder, writing
 from fedbn_flwr.lab.own_code import is_function, own_function
 from fedbn_flwr.lab.partitioned.partitioned_data import count_clients, partitioned_data
@@ -62,7 +62,6 @@ from fedbn_flwr.lab.studies.sweep import (
 logger = logging.getLogger("flwr")
 
 RECOMMENDED_FILE = "recommended.yaml"
-ASKED_FILE = "asked.json"  # the settings and options of the command
 _VALIDATION = 0.2  # share of the training examples, unless the config has one
 _AGAIN = "give the same command again"
 

@@ -51,7 +51,9 @@ def evaluate(
     state_dir: StateFolder = None,
     out: Annotated[
         Path | None,
-        typer.Option(help="New folder for predictions.csv and metrics.json."),
+        typer.Option(
+            help="New folder for predictions.csv and metrics.json; with --dataset."
+        ),
     ] = None,
 ) -> None:
     """Evaluate the model of a run on any data or at its own sites.
@@ -109,7 +111,10 @@ def evaluate(
                 values = [f"{value:.4f}" for value in row.result.named().values()]
                 table.add_row(row.data, str(row.result.num_examples), *values)
             say(table)
-            say("Each value is computed over all these examples together.")
+            say(
+                "Each value is computed over all these examples together. Shares, such as"
+                " accuracy, are from 0 to 1; the report shows them in per cent."
+            )
         if out:
             say(f"results: {out.absolute()}")
 

@@ -10,7 +10,14 @@ from __future__ import annotations
 import functools
 import logging
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import (
+    Callable,
+    Collection,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -58,7 +65,7 @@ _MOST_SITES = 50
 # Larger files of predictions cost more than testing the models again.
 _MOST_BYTES = 64 * 2**20
 # the attributes of a test in the file of predictions, in addition to its arrays
-_SAVED = ("result", "name", "client", "error", "note", "num_examples")
+_SAVED = ("result", "name", "client", "error", "note", "num_examples", "labels")
 _RESAMPLES = 400  # enough for a standard error
 _SEED = 0
 Numbers = NDArray[np.float64]
@@ -79,6 +86,8 @@ class SiteTest:
         error: the reason why the data cannot be read; then outputs are empty.
         note: the reason why the site lacks its own model; then outputs may be empty.
         num_examples: the number of the site's test examples, tested or not.
+        labels: for a yes or no, the numbers of no and of yes among the training and
+            validation examples.
         about: further entries of the site's row.
     """
 
@@ -92,6 +101,7 @@ class SiteTest:
     error: str = ""
     note: str = ""
     num_examples: int = 0
+    labels: Sequence[int] = (0, 0)
     about: Mapping[str, Any] = field(default_factory=dict)
 
     @functools.cached_property
@@ -193,21 +203,28 @@ class SiteTest:
 
     @property
     def decisions(self) -> dict[str, float]:
-        """For a yes or no: the shares of yes among the targets and the predictions.
+        """For a yes or no: shares of yes, each with its standard error.
 
-        The two shares and ``excess``, their difference, have standard errors.
+        ``yes`` and ``called`` are the shares among the targets and the predictions of
+        the test examples, and ``excess`` is their difference. ``label`` is the share
+        among the targets of all examples of the site.
         """
         found: dict[str, float] = {}
         if getattr(self.task, "single", False) and self.groups:
             known = ~self.targets.flatten().isnan()
             yes = (self.targets.flatten()[known] > 0).double()
             called = (self.outputs.flatten()[known] > 0).double()
+            trained = torch.tensor([0.0, 1.0]).repeat_interleave(
+                torch.tensor(self.labels)
+            )
             numbers = {"yes": yes, "called": called, "excess": called - yes}
+            numbers["label"] = torch.cat([yes, trained.double()])
             for name, values in numbers.items():
                 # Even if all are alike, a few examples do not make a share certain.
-                variance = float(values.var(correction=0)) + 1 / len(self.groups)
+                groups = len(self.groups) + len(values) - len(yes)
+                variance = float(values.var(correction=0)) + 1 / groups
                 found[f"{name}-value"] = float(values.mean())
-                found[f"{name}-spread"] = (variance / len(self.groups)) ** 0.5
+                found[f"{name}-spread"] = (variance / groups) ** 0.5
         return found
 
     def has_examples_of(self, other: SiteTest) -> bool:
@@ -288,19 +305,26 @@ def test_sites(
         task: the learning task; its score is the metric.
         model_of: returns the model of a site.
     """
-    views: list[tuple[str, int | None, Subset]] = []
+    views: list[tuple[str, int | None, Subset, Indices]] = []
     for number, name in enumerate(site_names(data, names)):
-        views.append((name, number, data.test_view(number)))
+        # Perhaps the split has no validation examples.
+        validation = data.validation[number : number + 1]
+        trained = np.concatenate([data.train[number], *validation])
+        views.append((name, number, data.test_view(number), trained))
     for at, name in enumerate(data.held_out_names):
-        views.append((name, None, data.held_out_views(at)[1]))
+        views.append((name, None, data.held_out_views(at)[1], data.held_out[at][0]))
     found = []
-    for name, client, view in views:
+    for name, client, view, trained in views:
         model, note = model_of(client)
         site = _untested(task)
         if model is not None:
             site = test_site(model, view, task)
         site = replace(site, name=name, client=client, note=note)
-        found.append(replace(site, num_examples=len(view)))
+        labels = (0, 0)
+        if getattr(task, "single", False):
+            targets = data.dataset.train.targets.cpu()[trained]
+            labels = (int((targets == 0).sum()), int((targets == 1).sum()))
+        found.append(replace(site, num_examples=len(view), labels=labels))
     return found
 
 
@@ -454,7 +478,7 @@ def read_predictions(run: Path, sha256: str) -> list[SiteTest]:
         units = site["units"]
         groups = [np.flatnonzero(units == unit) for unit in np.unique(units)]
         arrays = torch.from_numpy(site["outputs"]), torch.from_numpy(site["targets"])
-        about = {key: site[key] for key in _SAVED}
+        about = {key: site[key] for key in _SAVED if key in site}
         found.append(SiteTest(task, *arrays, groups, **about))
     return found
 

@@ -258,13 +258,17 @@ def test_every_number_has_an_interval_above_0_or_a_reason(
 
 def test_a_row_of_a_yes_or_no_has_the_shares_of_yes() -> None:
     """Their errors belong to shares with one example more of each kind."""
-    site = patients(1)
+    site = replace(patients(1), labels=(30, 7))
     found = site.decisions
     called, yes = (site.outputs[:, 0] > 0).double(), site.targets
     for name, values in (("yes", yes), ("called", called), ("excess", called - yes)):
         error = ((values.var(correction=0) + 1 / 40) / 40) ** 0.5
         assert found[f"{name}-value"] == pytest.approx(float(values.mean()))
         assert found[f"{name}-spread"] == pytest.approx(float(error))
+    labels = torch.cat([yes, torch.zeros(30), torch.ones(7)])
+    assert found["label-value"] == pytest.approx(float(labels.mean()))
+    error = ((labels.var(correction=0) + 1 / 77) / 77) ** 0.5
+    assert found["label-spread"] == pytest.approx(float(error))
     assert SiteTest(REGRESSION, site.outputs, yes, site.groups).decisions == {}
 
 
