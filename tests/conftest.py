@@ -47,6 +47,7 @@ from fedbn_flwr.batchnorm.parts import split_state
 from fedbn_flwr.client import TorchClient, client_app
 from fedbn_flwr.compat.flower import identify_process
 from fedbn_flwr.engines import InProcessGrid
+from fedbn_flwr.lab import report_pictures
 from fedbn_flwr.lab.output import curves
 from fedbn_flwr.norms import replace_norm
 from fedbn_flwr.strategies import Strategy
@@ -178,13 +179,15 @@ def _seeds_take_no_time() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True, scope="session")
-def _undrawn_curves() -> Iterator[None]:
-    """Let runs write the signature of a picture instead of their curves.
+def _undrawn() -> Iterator[None]:
+    """Let runs and pages have no pictures.
 
-    ``tests/lab/runs/test_run.py`` draws the curves.
+    ``tests/lab/runs/test_run.py`` draws the curves, and ``tests/lab/test_report.py`` the
+    pictures of pages.
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(curves, "draw_curves", pictures.undrawn)
+        patch.setattr(report_pictures, "_picture", pictures.caption_of)
         yield
 
 

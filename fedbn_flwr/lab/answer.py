@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -79,6 +80,7 @@ def facts_of(
     return [Fact(*map(str, fact)) for fact in made.facts]
 
 
+@functools.cache
 def template(path: Path) -> jinja2.Template:
     """Return a template of the laboratory. The templates have the words."""
     environment = jinja2.Environment(

@@ -43,6 +43,7 @@ from fedbn_flwr.lab.runs.run import run
 from fedbn_flwr.lab.studies.check_study import load_study
 from fedbn_flwr.lab.studies.results import rows_of, table
 from fedbn_flwr.lab.studies.sweep import sweep
+from tests.support import pictures
 from tests.support.fast import fast
 
 
@@ -135,8 +136,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def shown(folder: Path) -> str:
-    """The page of the run."""
-    return write_report(folder).read_text()
+    """The page of the run, with its pictures."""
+    with pictures.drawn():
+        return write_report(folder).read_text()
 
 
 def test_a_site_without_a_value_is_named_if_it_was_tested(folder: Path) -> None:
@@ -202,8 +204,8 @@ def test_the_page_of_a_run_has_its_numbers_in_one_file_that_loads_nothing(
         assert part in text
     assert summary["sha256"] in text
     phase = "; dotted vertical line: the phase changes after round 3."
-    pictures = re.findall(r'<svg role="img" aria-label="([^"]*)"', text)
-    assert [picture.split(",")[0] for picture in pictures] == [
+    captions = re.findall(r'<svg role="img" aria-label="([^"]*)"', text)
+    assert [caption.split(",")[0] for caption in captions] == [
         "Sites: test accuracy with the 95 % interval over the test examples.",
         f"Rounds: test accuracy{phase}",
         f"Other tests: accuracy{phase}",
@@ -214,11 +216,12 @@ def test_the_page_of_a_run_has_its_numbers_in_one_file_that_loads_nothing(
     text_of_svg = [
         svg for svg in re.findall(r"<svg.*?</svg>", text, re.DOTALL) if "<text" in svg
     ]
-    assert len(text_of_svg) == len(pictures), (
+    assert len(text_of_svg) == len(captions), (
         "text stays text: it can be read aloud and searched"
     )
 
 
+@pictures.drawn()
 def test_pictures_of_short_runs_are_readable() -> None:
     """Labels of a logarithmic axis are numbers, and rounds are whole numbers."""
     for values in ([60, 70], [0.6, 0.7], [1, 1000], [6]):
@@ -292,6 +295,7 @@ paper: {_FedBN/iid: 91.35}
 """
 
 
+@pictures.drawn()
 def test_the_page_of_a_study(tmp_path: Path) -> None:
     (tmp_path / "study.yaml").write_text(STUDY)
     study, out = load_study(tmp_path / "study.yaml"), tmp_path / "out"
@@ -600,6 +604,7 @@ QUICK_BAD += tuple(name for name in BAD if name.startswith("damaged"))
 
 
 @pytest.mark.parametrize("name", fast(BAD, *QUICK_BAD))
+@pictures.drawn()
 def test_bad_input_gives_a_page_with_a_sentence_or_a_clear_error(
     compared: Path, tmp_path: Path, name: str
 ) -> None:
