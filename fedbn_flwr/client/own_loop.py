@@ -21,6 +21,7 @@ package. Example::
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Set
 from typing import Any
@@ -38,8 +39,11 @@ from fedbn_flwr.training.feed import Feed
 from fedbn_flwr.training.loop import TrainResult
 from fedbn_flwr.training.model_state import Layout, copied
 from fedbn_flwr.training.randomness import seeded
+from fedbn_flwr.training.run_memory import first_time
 from fedbn_flwr.training.settings import LocalTraining
 from fedbn_flwr.training.tasks import CLASSIFICATION, Task
+
+logger = logging.getLogger("flwr")
 
 
 def train_by(
@@ -89,6 +93,8 @@ def train_by(
             ):
                 given = _in_columns(model, batches) if task.in_columns else batches
                 returned = loop(model, given, rules, learning_rate)
+                sizes = [*feed.sizes]
+                left = bool(sizes) and next(iter(given), None) is not None
         except FedBNError:
             raise
         except Exception as error:  # the user's code may raise anything
@@ -98,11 +104,13 @@ def train_by(
             why = described(error, with_text=not on_network_node())
             raise ConfigError(f"{named} raised {why}") from error
     feed.refuse_nothing()
-    sizes = feed.sizes
     if not sizes:
         raise ConfigError(
             f"{named} took no batch. Write: for inputs, targets in batches."
         )
+    skips = f"{named} leaves out batches: in its first round, it took {len(sizes)}"
+    if left and first_time(named):
+        logger.warning("%s. Take a step with each batch of `batches`.", skips)
     _refuse_changes(named, model, modules, trained.keys())
     try:
         loss = float(returned)

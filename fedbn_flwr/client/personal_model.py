@@ -54,8 +54,8 @@ def why_absent(absent: Sequence[str], clients: Sequence[str]) -> str:
     text = (
         f"model.safetensors has no {', '.join(absent)} entries: they stay with the"
         " clients, and the server has only their initial values."
-        " fedbn_flwr.personal_state(run, client) gives a client's own model"
-        f" ({_here(clients)})."
+        " `fedbn-flwr evaluate --bn own:CLIENT` tests a client's own model, and"
+        f" fedbn_flwr.personal_state(run, client) gives it ({_here(clients)})."
     )
     if Part.REST in absent:
         return f"{text} Nothing is shared, so there is no global model."

@@ -118,7 +118,7 @@ def client_below(m: Measurements) -> Finding | None:
         id_="client-below",
         what="the accuracy is far below the others. The inputs or the labels differ, but"
         " these measures do not show which of the two.",
-        evidence="its accuracy is {:.3f} below the median.",
+        evidence="its accuracy on its training examples is {:.3f} below the median.",
         tries=remedies.CLIENT_BELOW,
     )
 
@@ -146,7 +146,7 @@ def _about_clients(
     for k in odd[:3]:
         line = f"Client {m.names[k]}: {evidence.format(measure.values[k], median)}"
         if m.accuracy:
-            line += f" Its accuracy is {m.accuracy[k]:.3f}."
+            line += f" Its accuracy on its training examples is {m.accuracy[k]:.3f}."
         lines.append(line)
     names = [m.names[k] for k in odd]
     numbers = {"clients": names, "values": [measure.values[k] for k in odd]}

@@ -7,6 +7,8 @@ finding.
 
 from __future__ import annotations
 
+from typing import Any
+
 from fedbn_flwr.doctor import data_rules, remedies
 from fedbn_flwr.doctor.findings import Finding, listed
 from fedbn_flwr.doctor.measured import Measurements
@@ -191,10 +193,15 @@ def findings(m: Measurements) -> tuple[list[Finding], list[str]]:
         finding = rule(m)
         if finding is None:
             continue
+        # A method that handles a mismatch tests another state than the measured one.
+        if finding.id in m.training.handled and finding.id == "train-test-mismatch":
+            continue
         if finding.id in m.training.handled:
+            clients: Any = finding.numbers.get("clients")
             notes.append(
                 f"no finding, because {m.training.method or 'the method'} is a remedy for:"
                 f" {finding.what} {finding.evidence[0]}"
+                + (f" The furthest clients: {listed(clients)}." if clients else "")
             )
         else:
             found.append(finding)

@@ -26,7 +26,7 @@ from fedbn_flwr.doctor.diagnose import diagnose_clients, diagnose_state
 from fedbn_flwr.doctor.findings import Diagnosis, Finding, number_of
 from fedbn_flwr.doctor.measured import Measurements, Training
 from fedbn_flwr.doctor.mismatch import mismatch
-from fedbn_flwr.doctor.remedies import DIVERGED, MISMATCH
+from fedbn_flwr.doctor.remedies import DIVERGED
 from fedbn_flwr.doctor.state import (
     STATE_FILES,
     TensorState,
@@ -46,7 +46,7 @@ from fedbn_flwr.lab.files import read_metrics, site_names_of
 from fedbn_flwr.lab.finished_runs.saved_model import run_config
 from fedbn_flwr.lab.output.summary import ModelDescription
 from fedbn_flwr.lab.partitioned.check_data import has_other_data
-from fedbn_flwr.lab.partitioned.counts import names_of
+from fedbn_flwr.lab.partitioned.counts import names_of, usual_steps
 from fedbn_flwr.lab.partitioned.partitioned_data import count_clients, partitioned_data
 from fedbn_flwr.lab.run_files import RunFiles, run_warnings
 from fedbn_flwr.lab.runs.check_start import misfits
@@ -93,7 +93,8 @@ def diagnose_run(run: Path, max_examples: int = 1024) -> Diagnosis:
     clients, tests = list[ClientExamples](), list[ClientExamples]()
     names = site_names_of(run)
     try:
-        clients, tests = _examples_of(config, max_examples, notes, names)
+        clients, tests, steps = _examples_of(config, max_examples, notes, names)
+        training = replace(training, local_steps=training.local_steps or steps)
     except DataError as error:
         notes.append(
             f"the data of the run are not here, so only its state was checked: {error}"
@@ -205,7 +206,7 @@ def _mismatch_of_clients(
     Each model is tested on its client's own test examples. If statistics stay with the
     clients, the clients use these models, and not a model with averaged BatchNorm.
     """
-    evidence, tries = {}, MISMATCH
+    evidence = {}
     loss = data_of(config).task.loss
     generator = torch_generator(config.seed, "doctor-clients")
     momenta = {path: layer.momentum for path, layer in layers_of(model).items()}
@@ -222,7 +223,6 @@ def _mismatch_of_clients(
             gap = mismatch(on_device(own, config), [test], loss, generator)
         finding = train_test_mismatch(Measurements(gap=gap, momenta=momenta))
         if finding is not None:
-            tries = [*finding.remedies]
             evidence[test.name] = (
                 f"Client {test.name}, its own model on its own test examples:"
                 f" {finding.evidence[0]}"
@@ -235,7 +235,8 @@ def _mismatch_of_clients(
         " own model."
     )
     lines = [*evidence.values()][:3]
-    return [Finding("train-test-mismatch", what, lines, {"clients": clients}, tries)]
+    # No measured remedy keeps the statistics at the clients: FixBN replaces the method.
+    return [Finding("train-test-mismatch", what, lines, {"clients": clients}, [])]
 
 
 def diagnose_model(
@@ -269,13 +270,14 @@ def diagnose_model(
     else:
         saved = named(read_state_file(state), built.state_dict())
         load_state(built, saved)
-    clients, tests = _examples_of(config, max_examples, notes, {})
+    clients, tests, steps = _examples_of(config, max_examples, notes, {})
+    training = training_of(config)
     diagnosis = _with_data(
         built,
         config,
         clients,
         tests,
-        training=training_of(config),
+        training=replace(training, local_steps=training.local_steps or steps),
         state=saved,
         notes=notes,
         **(split or {}),
@@ -437,8 +439,10 @@ def _named(
 
 def _examples_of(
     config: Config, max_examples: int, notes: list[str], names: dict[str, str]
-) -> tuple[list[ClientExamples], list[ClientExamples]]:
-    """Return training and test examples of each client, without augmentation.
+) -> tuple[list[ClientExamples], list[ClientExamples], int]:
+    """Return training and test examples of each client, and E, see ``usual_steps``.
+
+    The examples are without augmentation.
 
     Args:
         config: the settings.
@@ -465,6 +469,7 @@ def _examples_of(
     return (
         _drawn(config, train, max_examples, names),
         _drawn(config, test, max_examples, names),
+        usual_steps(config, data),
     )
 
 

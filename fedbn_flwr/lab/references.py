@@ -18,7 +18,7 @@ from fedbn_flwr.lab.config.fields import PARAMS, config_fields
 from fedbn_flwr.lab.files import CONFIG_FILE, refuse_no_run, site_label, trained
 from fedbn_flwr.lab.output.folder import RunFolder
 from fedbn_flwr.lab.run_files import RunFiles
-from fedbn_flwr.training.tasks import higher_is_better, quantity_of
+from fedbn_flwr.training.tasks import higher_is_better, in_percent, quantity_of
 
 ALONE = "standalone"
 FEW = 30
@@ -43,7 +43,8 @@ def references_of(run: RunFiles, against: Sequence[Path] = ()) -> list[RunFiles]
     Args:
         run: the run of the report.
         against: folders of the runs to compare with. By default, these are all
-            comparable runs in the same parent folder, with training alone first.
+            comparable runs in the same parent folder: first training alone, then those
+            with the training of the run.
 
     Raises:
         ConfigError: a folder of ``against`` does not belong to a comparable run.
@@ -57,7 +58,13 @@ def references_of(run: RunFiles, against: Sequence[Path] = ()) -> list[RunFiles]
             # not comparable, or written by another version
             with suppress(FedBNError):
                 found.append(_comparable(run, folder))
-    return sorted(found, key=lambda one: one.config.strategy != ALONE)
+
+    def order(one: RunFiles) -> tuple[bool, bool]:
+        return one.config.strategy != ALONE, bool(
+            other_training(run.config, one.config)
+        )
+
+    return sorted(found, key=order)
 
 
 def name_of(run: RunFiles) -> str:
@@ -272,8 +279,7 @@ class Comparison:
             corrected for comparing the sites.
         sign: 1 if higher values are better, -1 if lower values are better.
         mean: the mean difference of the sites that trained.
-        differs: the settings of the reference's model and local training that are not
-            the settings of the run.
+        differs: see ``other_training``.
     """
 
     reference: RunFiles
@@ -338,14 +344,27 @@ def compare(
             half = half_of([row[SPREAD]], [row["groups"]], seeds, len(paired))
             if half is None:
                 about.setdefault(WHY, "equal with every seed")
-        ends = (None, None) if half is None else (value - half, value + half)
+        ends: tuple[float | None, ...] = (None, None)
+        if half is not None:
+            ends = (value - half, value + half)
+            if in_percent(quantity_of(run.headline)):
+                ends = (max(value - half, -1), min(value + half, 1))
         about["difference-low"], about["difference-high"] = ends
         by_site[row["site"]] = about
     sign = 1 if higher_is_better(run.headline) else -1
-    mine, theirs = (one.config.to_mapping() for one in (run, reference))
-    keys = (*Config.keys("model"), *Config.keys("local training"))
-    differs = [f"{key}={theirs[key]}" for key in keys if theirs[key] != mine[key]]
-    return Comparison(reference, by_site, sign, mean, ", ".join(differs))
+    differs = other_training(run.config, reference.config)
+    return Comparison(reference, by_site, sign, mean, differs)
+
+
+def other_training(config: Config, other: Config) -> str:
+    """Return the settings of ``other`` that make another training than ``config``.
+
+    These are the settings of the model, the rounds and the local training.
+    """
+    mine, theirs = config.to_mapping(), other.to_mapping()
+    keys = [*Config.keys("model"), "num-server-rounds", *Config.keys("local training")]
+    differs = (f"{key}={theirs[key]}" for key in keys if theirs[key] != mine[key])
+    return ", ".join(differs)
 
 
 def with_alone(comparisons: Iterable[Comparison]) -> list[Comparison]:

@@ -348,6 +348,7 @@ def _study_page(folder: Path, target: Path) -> dict[str, Any]:
         if len(results) > 1 and results[name].nunique() == 1
     ]
     tuning = folder / "tuning.md"
+    advice = read_json(folder / ADVICE_FILE)
     return {
         "title": study.name.replace("advice for ", "Which method suits ", 1),
         "counts": {"methods": study.methods, "splits": study.splits, "runs": cells},
@@ -356,7 +357,8 @@ def _study_page(folder: Path, target: Path) -> dict[str, Any]:
         "failures": failures,
         "pictures": drawn,
         "verdicts": verdicts,
-        "advice": read_json(folder / ADVICE_FILE),
+        "advice": advice,
+        "changed": bool(advice) and study.seeds != advice["seeds"],
         "asked": (folder / ASKED_FILE).is_file(),
         "folder": folder,
         "constant": results[constant].head(1).to_dict("list"),

@@ -250,5 +250,8 @@ def test_names_and_order_of_clients_change_only_names_and_order(
         figures, mixes = diagnosis.measures, one.measures["each-client"]["mix"]
         assert figures["accuracy"] == pytest.approx(right[::step])
         assert figures["each-client"]["mix"]["values"] == mixes["values"][::step]
-        assert f"accuracy is {right[1]:.3f}" in diagnosis.findings[0].evidence[0]
+        assert (
+            f"accuracy on its training examples is {right[1]:.3f}"
+            in diagnosis.findings[0].evidence[0]
+        )
         assert f"| site 2 | {len(parts[2][1])} | {right[2]:.3f} |" in str(diagnosis)

@@ -41,13 +41,18 @@ from fedbn_flwr.lab.advice.halving import (
     halve,
     of_length,
 )
-from fedbn_flwr.lab.advice.verdict import conditions, validation_text, verdict
-from fedbn_flwr.lab.config import Config, Scalar
+from fedbn_flwr.lab.advice.verdict import conditions, verdict
+from fedbn_flwr.lab.config import Config, Scalar, data_of
 from fedbn_flwr.lab.doctor import diagnose_run
 from fedbn_flwr.lab.files import ADVICE_FILE, ASKED_FILE, read_json, read_metrics
 from fedbn_flwr.lab.output.folder import lock_folder, writing
 from fedbn_flwr.lab.own_code import is_function, own_function
-from fedbn_flwr.lab.partitioned.partitioned_data import count_clients, partitioned_data
+from fedbn_flwr.lab.partitioned.counts import usual_steps
+from fedbn_flwr.lab.partitioned.partitioned_data import (
+    PartitionedData,
+    count_clients,
+    partitioned_data,
+)
 from fedbn_flwr.lab.studies.one_run import do_cell, is_done
 from fedbn_flwr.lab.studies.parallel import runner_of
 from fedbn_flwr.lab.studies.study import Cell, Study
@@ -173,7 +178,9 @@ def advise_config(
         # Look: a few rounds of FedAvg, and the doctor.
         look = _look(base, config, out)
         findings = diagnose_run(look.folder(out)).findings
-        tried, left_out = candidates(settings, base, findings, methods)
+        steps = usual_steps(look.config, _split(look.config))
+        validation = _validation(look.config)
+        tried, left_out = candidates(settings, base, findings, methods, steps)
         points = [Point(one, rate) for one in tried for rate in tried_rates]
         budget = rounds or cost(full, len(points))
         # The first round also builds the models.
@@ -187,7 +194,6 @@ def advise_config(
             for one in findings
             for remedy in one.remedies[:1]
         ]
-        counts = _validation_counts(look.config)
         hour = cost(whole, len(points)) * one_round / (parallel or 1) / 3600
         for text in (
             *found,
@@ -197,7 +203,7 @@ def advise_config(
             f" whole runs of {whole} of {full} rounds with {SEEDS} seeds: at most"
             f" {cost(whole, len(points)):,} rounds together, about {hour:.1g} hours at the"
             " speed of FedAvg, without the start of each run."
-            f" {validation_text(counts)}",
+            f" {validation[1]}",
         ):
             say(text)
 
@@ -238,7 +244,7 @@ def advise_config(
             for rung in rungs
         ],
         "conditions": conditions(
-            advice, rungs, (whole, full), look.config, config, counts
+            advice, rungs, (whole, full), look.config, config, validation
         ),
     }
     chosen = next(p for p in last if p.candidate.name == advice["best"])
@@ -278,7 +284,7 @@ def _look(base: Settings, config: Config, out: Path) -> Cell:
     settings: Settings = {"strategy": "fedavg", "seed": config.seed}
     cell = Cell(FEDAVG, "look", config.seed, settings, shared)
     check_data([cell])
-    _validation_counts(cell.config)
+    _validation(cell.config)
     if not is_done(cell, out):
         error = do_cell(cell, out)
         if error:
@@ -286,20 +292,32 @@ def _look(base: Settings, config: Config, out: Path) -> Cell:
     return cell
 
 
-def _validation_counts(config: Config) -> list[int]:
-    """Return the number of validation examples of each site.
+def _split(config: Config) -> PartitionedData:
+    return partitioned_data(config, count_clients(config))
+
+
+def _validation(config: Config) -> tuple[int, str]:
+    """Return the number of validation examples, and a sentence about them.
 
     Raises:
         ConfigError: no site has one.
     """
-    split = partitioned_data(config, count_clients(config))
-    counts = [len(part) for part in split.validation]
-    if not sum(counts):
+    split = _split(config)
+    smallest = min(split.validation, key=len, default=())
+    total = sum(map(len, split.validation))
+    if not total:
         raise ConfigError(
             f"validation-share={config.validation_share} gives no site a validation"
             " example, and the method is chosen by them. Use a larger validation-share."
         )
-    return counts
+    yes = ""
+    if getattr(data_of(config).task, "single", False):
+        labels = split.dataset.train.targets[smallest]
+        yes = f", with {int((labels == 1).sum())} positive"
+    return total, (
+        f"{total:,} validation examples choose the method, {len(smallest):,} at the"
+        f" smallest site{yes}."
+    )
 
 
 def _refuse_other_use(out: Path, asked: Mapping[str, Any]) -> None:
@@ -314,10 +332,13 @@ def _refuse_other_use(out: Path, asked: Mapping[str, Any]) -> None:
     now = json.loads(text)
     # Before the first trial, an error may ask for other settings.
     if now != before and (out / "tune").exists():
+        was, given = (
+            {**one["settings"], **one, "settings": ""} for one in (before, now)
+        )
         changes = [
-            f"{key}: {before.get(key)} before, {now[key]} now"
-            for key in now
-            if now[key] != before.get(key)
+            f"{key}: {was.get(key)} before, {given.get(key)} now"
+            for key in dict.fromkeys([*was, *given])
+            if was.get(key) != given.get(key)
         ]
         raise ConfigError(
             f"out={str(out)!r} has the advice for other settings ({'; '.join(changes)})."

@@ -76,6 +76,7 @@ def candidates(
     base: Settings,
     findings: Sequence[Finding],
     asked: Iterable[str] = (),
+    local_steps: int = 0,
     most: int = 6,
 ) -> tuple[list[Candidate], dict[str, str]]:
     """Return the methods to try, and the reason for each method that cannot be tried.
@@ -86,6 +87,7 @@ def candidates(
         findings: the doctor's findings about FedAvg with BatchNorm.
         asked: methods to try instead of those that the findings suggest, such as
             "fedbn" or "fixbn lr-decay-at=freeze".
+        local_steps: the number E of local steps in a round; 0 if it is unknown.
         most: the largest number of candidates.
 
     Raises:
@@ -98,7 +100,7 @@ def candidates(
     own = {key: given[key] for key in _OF_METHOD if key in given}
     others = wanted or [
         *([Candidate(_name(own), own, "your config has it")] if own else []),
-        *_suggested(base, findings),
+        *_suggested(base, findings, local_steps),
     ]
     for one in (*_REFERENCES, *others):
         if len(tried) == most and one not in wanted:
@@ -145,14 +147,16 @@ def _asked(text: str) -> Candidate:
     return Candidate(_name(values), values, "you asked for it")
 
 
-def _suggested(base: Settings, findings: Sequence[Finding]) -> Iterator[Candidate]:
+def _suggested(
+    base: Settings, findings: Sequence[Finding], local_steps: int
+) -> Iterator[Candidate]:
     """Yield the methods that the findings and the situation suggest, in order."""
     for finding in findings:
         for remedy in finding.remedies:
             yield from _of_setting(
                 remedy.setting, f"a remedy for {finding.id}: {remedy.why}"
             )
-    skew = label_skew(int(base.get("local-steps", 0)))
+    skew = label_skew(local_steps)
     personal = str(base["eval-on"]).startswith("personal")
     for one in (FEATURE_SHIFT, skew) if personal else (skew, FEATURE_SHIFT):
         for remedy in one.tries:

@@ -203,7 +203,7 @@ def conditions(
     rounds: tuple[int, int],
     tried: Config,
     given: Config,
-    counts: Sequence[int],
+    validation: tuple[int, str],
 ) -> list[str]:
     """Return the conditions that could change the answer.
 
@@ -213,7 +213,7 @@ def conditions(
         rounds: the rounds of the final runs, and of the user's config.
         tried: the config of the first rounds of FedAvg.
         given: the user's config.
-        counts: the validation examples of each site.
+        validation: the number of validation examples, and a sentence about them.
     """
     first = rungs[0]
     rates = sorted({point.rate for point in first.scores})
@@ -230,22 +230,14 @@ def conditions(
             ends.append(f"{row['method']} (best at {rate})")
             wider.add(float(f"{rate / 3 if rate == rates[0] else 3 * rate:.2g}"))
     contents = {
-        "chance": dropped_by_chance(rungs, advice, sum(counts)),
+        "chance": dropped_by_chance(rungs, advice, validation[0]),
         "ends": ends,
         "rates": rates,
         "wider": sorted(wider),
         "rounds": rounds,
         "tried": tried,
         "given": given,
-        "counts": counts,
-        "validation": validation_text(counts),
+        "examples": validation[0],
+        "validation": validation[1],
     }
     return _lines("conditions.txt", {**advice, **contents})
-
-
-def validation_text(counts: Sequence[int]) -> str:
-    """Return the numbers of validation examples of the sites as a sentence."""
-    return (
-        f"{sum(counts):,} validation examples choose the method, {min(counts):,} at the"
-        " smallest site."
-    )

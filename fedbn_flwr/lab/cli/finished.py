@@ -72,6 +72,7 @@ def evaluate(
     from fedbn_flwr.lab.finished_runs.evaluate import evaluate_run
     from fedbn_flwr.lab.finished_runs.saved_model import run_config
     from fedbn_flwr.lab.finished_runs.sites import LEVEL, sites_of_run
+    from fedbn_flwr.lab.references import other_training
 
     with exit_codes():
         if dataset is None:
@@ -88,6 +89,9 @@ def evaluate(
                 raise ConfigError(f"{given} needs --dataset, the data to evaluate on.")
             sites = sites_of_run(run, against, again=True)
             print_sites(sites, data_of(run_config(run)).task.score)
+            differs = against and other_training(run_config(run), run_config(against))
+            if differs:
+                say(f"{against} is not the same training: there, {differs}.")
             say(
                 f"low and high are the ends of {LEVEL:.0%} intervals over the groups"
                 " of a site. Each interval is of one site alone. The report's intervals"

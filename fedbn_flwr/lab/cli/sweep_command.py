@@ -134,6 +134,11 @@ def _show(table: pd.DataFrame, title: str) -> None:
         shown.add_row(*row)
     say(f"\n{title}", style="bold")
     say(shown)
+    if "p" in table:
+        say(
+            "p is of the paired t test over the seeds. It does not cover other test"
+            " examples; the intervals of advise and report do."
+        )
 
 
 _MINUTE = 60

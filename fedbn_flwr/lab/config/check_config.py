@@ -140,7 +140,7 @@ def check_fields(
 def _unknown_key(key: str, keys: Collection[str]) -> Problem:
     """Return the problem of an unknown key, with the nearest keys.
 
-    These are the keys with its initials or with its word, or else a similar key.
+    These are the keys with its initials or with its word, or else two similar keys.
     """
     hint = " No key has a similar name."
     near = []
@@ -148,7 +148,7 @@ def _unknown_key(key: str, keys: Collection[str]) -> Problem:
         words = known.split("-")
         if key in (*words, "".join(word[0] for word in words)):
             near.append(known)
-    near = near or difflib.get_close_matches(key, keys, n=1)
+    near = near or difflib.get_close_matches(key, keys, n=2)
     if near:
         hint = f" Did you mean {' or '.join(map(repr, near))}?"
     return Problem("unknown-key", f"unknown key {key!r}.{hint}", key)

@@ -15,7 +15,9 @@ seeds of the training. These rules make it hold at small sites:
 - If all draws are equal, for example because all predictions are right, a share of n
   groups is uncertain by 1 - 0.05^(1/n), about 3 / n: with a smaller share, n groups
   would all be right in less than 5 % of the tests.
-- A site with fewer than two groups has no interval. Its row contains the reason.
+- A site with fewer than two groups has no interval, and neither has a site with fewer
+  than five groups with the rarer class, if the metric needs two classes: two events
+  would make the mean of all sites uncertain. Its row contains the reason.
 """
 
 from __future__ import annotations
@@ -44,6 +46,8 @@ from fedbn_flwr.server.methods.params import TEST_BN
 from fedbn_flwr.training.tasks import in_percent
 
 LEVEL = 0.95
+FEWEST = 5
+"""The fewest groups with the rarer class for an interval of a metric of classes."""
 _ROUNDING = 1e-12
 
 
@@ -89,9 +93,10 @@ def _of_draws(site: SiteTest, value: float, draws: Numbers, lowest: int) -> Inte
         return Interval(why="the targets of the test examples are all equal")
     units, share = site.units, in_percent(site.task.score)
     if units < 2:
-        return Interval(
-            value, why="only one test example or patient, or one of a class"
-        )
+        return Interval(value, why="only one test example or patient")
+    if units < min(FEWEST, len(site.groups)):
+        why = f"only {units} test examples or patients of a class; {FEWEST} are needed"
+        return Interval(value, why=why)
     num_draws, draws = len(draws) - 1, draws[1:][np.isfinite(draws[1:])]
     if len(draws) < num_draws / 2:
         return Interval(value, why="more than half of the draws lack a class")

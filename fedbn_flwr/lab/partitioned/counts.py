@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import statistics
+
 import numpy as np
 import torch
 
@@ -28,6 +31,14 @@ def data_counts(split: PartitionedData, of_node: bool = False) -> dict[str, int]
         "validation": sum(map(len, split.validation)),
         "test": tests,
     }
+
+
+def usual_steps(config: Config, split: PartitionedData) -> int:
+    """Return E, the number of local steps in a round; the median of the clients."""
+    if config.local_steps or not config.batch_size:
+        return config.local_steps or config.local_epochs
+    batches = [math.ceil(len(part) / config.batch_size) for part in split.train]
+    return config.local_epochs * statistics.median_low(batches or [0])
 
 
 def data_text(split: PartitionedData, config: Config, of_node: bool = False) -> str:

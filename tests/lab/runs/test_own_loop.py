@@ -80,6 +80,10 @@ def heavy(model: Any, batches: Any, rules: Any, learning_rate: float) -> float:
     return sgd(model, batches, rules, learning_rate, 0.9)
 
 
+def skipping(model: Any, batches: Any, rules: Any, learning_rate: float) -> float:
+    return sgd(model, itertools.islice(batches, 1), rules, learning_rate)
+
+
 def nothing(model: Any, batches: Any, rules: Any, learning_rate: float) -> None:
     list(batches)
 
@@ -262,6 +266,16 @@ def test_a_loop_that_leaves_something_out_is_named(
     config = Config.make({**BASE, "strategy": strategy, "loop": f"{__name__}:{loop}"})
     with pytest.raises(FedBNError, match=words):
         run(config, tmp_path, workers=0)
+
+
+@pytest.mark.parametrize("loop", ["sgd", "skipping"])
+def test_a_loop_that_skips_batches_is_named_once(
+    loop: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = Config.make({**BASE, "local-steps": 2, "loop": f"{__name__}:{loop}"})
+    run(config, tmp_path, workers=0)
+    named = "loop skipping leaves out batches: in its first round, it took 1."
+    assert caplog.text.count(named) == (loop == "skipping")
 
 
 @pytest.mark.parametrize(

@@ -360,8 +360,8 @@ class OwnSites:
         if not names or (request.sites and len(names) != len(request.sites)):
             fault = (
                 f"it has {len(names)} names, but the run has {len(request.sites)} sites"
-                " (num-clients and the held-out clients). Give a list with a text for"
-                " each site, in the order of their numbers."
+                " (num-clients and the held-out clients). Set num-clients to the number"
+                " of sites, or give a list with a text for each site, in their order."
             )
         if fault:
             raise DataError(f"{what}: {fault}")
