@@ -226,6 +226,8 @@ def _still_improves(run: RunFiles) -> bool:
     The difference must be a twentieth of the range of all tests.
     """
     curve = pd.Series(run.curve(run.headline))
+    if curve.empty:  # the metric is undefined in all tests
+        return False
     if not higher_is_better(run.headline):
         curve = -curve
     early = curve[curve.index <= 0.8 * curve.index.max()].max()

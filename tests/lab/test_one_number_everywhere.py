@@ -167,6 +167,6 @@ def check(seed: int, out: Path) -> None:
 
 
 # four runs each, so the slow cases are 300 runs
-@pytest.mark.parametrize("seed", fast(range(75), 0))
+@pytest.mark.parametrize("seed", fast(range(75), 42))
 def test_a_result_is_one_number_on_all_pages(seed: int, tmp_path: Path) -> None:
     check(seed, tmp_path)

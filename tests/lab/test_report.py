@@ -5,6 +5,7 @@ It has the numbers of the folder, for finished and unfinished runs.
 
 from __future__ import annotations
 
+import dataclasses
 import html
 import itertools
 import json
@@ -439,6 +440,12 @@ def test_the_next_step_is_one_command_that_can_run(compared: Path) -> None:
     step = next_step(run_files, [], [])
     assert step
     assert step.value == alone_command(run_files.config, compared / "standalone")
+    # No test has a value if the metric is undefined at each site.
+    alone = RunFiles.read(compared / "alone")
+    undefined = [{**line, alone.headline: None} for line in alone.lines]
+    step = next_step(dataclasses.replace(alone, lines=undefined), [], [])
+    assert step
+    assert "seed=1" in step.value
 
 
 @pytest.mark.parametrize("low", [-0.5, 0.5, -4.0])

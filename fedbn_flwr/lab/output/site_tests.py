@@ -210,7 +210,7 @@ class SiteTest:
         among the targets of all examples of the site.
         """
         found: dict[str, float] = {}
-        if getattr(self.task, "single", False) and self.groups:
+        if getattr(self.task, "single", False) and len(self.groups) > 1:
             known = ~self.targets.flatten().isnan()
             yes = (self.targets.flatten()[known] > 0).double()
             called = (self.outputs.flatten()[known] > 0).double()

@@ -270,6 +270,7 @@ def test_a_row_of_a_yes_or_no_has_the_shares_of_yes() -> None:
     error = ((labels.var(correction=0) + 1 / 77) / 77) ** 0.5
     assert found["label-spread"] == pytest.approx(float(error))
     assert SiteTest(REGRESSION, site.outputs, yes, site.groups).decisions == {}
+    assert replace(site, groups=[np.arange(120)]).decisions == {}
 
 
 def test_two_models_see_the_same_pixels_of_a_segmentation() -> None:
