@@ -25,6 +25,7 @@ from fedbn_flwr.training.batches import set_memory_format
 from fedbn_flwr.training.evaluation import evaluate
 from fedbn_flwr.training.randomness import torch_generator
 from tests.support.fake_gpu import fake_gpu
+from tests.support.fast import fast
 from tests.support.points import Points
 from tests.support.synchronised import (
     WEIGHT_DECAY,
@@ -65,7 +66,7 @@ def close(found: Any, expected: Any, tolerance: float = 1e-9) -> None:
 
 
 @pytest.mark.parametrize(
-    "memory_format", [torch.contiguous_format, torch.channels_last]
+    "memory_format", fast([torch.contiguous_format, torch.channels_last], 1)
 )
 def test_training_and_evaluation_are_those_of_the_cpu(
     device: torch.device, memory_format: torch.memory_format

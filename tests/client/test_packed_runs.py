@@ -26,6 +26,7 @@ from fedbn_flwr.strategies import FedAvg, FedBN, FedTAN, Scaffold, StaticBN
 from fedbn_flwr.training import LearningRate, LocalTraining
 from fedbn_flwr.transport import polling_grid
 from fedbn_flwr.transport.polling_grid import PollingGrid
+from tests.support.fast import thinned
 from tests.support.federation import torch_clients
 from tests.support.protected import masked
 from tests.support.user_loops import SIZES, hooked_loop
@@ -118,7 +119,7 @@ RUNS: dict[str, Callable[[], Any]] = {
 }
 
 
-@pytest.mark.parametrize("method", RUNS)
+@pytest.mark.parametrize("method", thinned(RUNS, 2))
 def test_bits_and_traffic_are_those_of_arrays_one_by_one(
     method: str, run, same_bits
 ) -> None:

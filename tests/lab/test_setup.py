@@ -31,6 +31,7 @@ from fedbn_flwr.lab.setup import (
 )
 from fedbn_flwr.strategies import STRATEGIES, FedAvg
 from tests.support.every_key import KEYS
+from tests.support.fast import thinned
 from tests.support.runs import serve_nodes
 
 
@@ -188,7 +189,7 @@ CHANGED: dict[str, tuple[Any, dict[str, Any]]] = {
 """Each key of a method: another value than below, and what it needs."""
 
 
-@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize("name", thinned(STRATEGIES))
 def test_every_parameter_reaches_the_strategy(name: str, quick_config) -> None:
     """A key that is not passed on would be a setting without effect."""
     changed = {

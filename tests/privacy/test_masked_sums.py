@@ -57,7 +57,7 @@ from fedbn_flwr.strategies import (
     Travels,
 )
 from fedbn_flwr.transport import wrapped
-from tests.support.fast import fast
+from tests.support.fast import fast, thinned
 from tests.support.noise import SeededNoise
 from tests.support.protected import masked
 from tests.support.synchronised import (
@@ -353,7 +353,7 @@ def five(points) -> list[Any]:
     return [points(size, client) for client, size in enumerate((*SIZES, 6))]
 
 
-@pytest.mark.parametrize("case", LOST)
+@pytest.mark.parametrize("case", thinned(LOST, 2))
 def test_a_round_equals_the_plain_one_without_the_lost_clients(
     case: str, federate, five, mlp
 ) -> None:
@@ -886,7 +886,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize("name", thinned(STRATEGIES))
 def test_the_guides_table_says_what_a_round_of_each_method_does(
     name: str, federate, datasets, mlp, wsconv_net, run_step, branches
 ) -> None:

@@ -17,6 +17,7 @@ from tests.reference.compare import check
 from tests.reference.draws import ALONE, TOGETHER, Case, cases, covering
 from tests.reference.methods import REFERENCES
 from tests.reference.package import SETTINGS
+from tests.support.fast import thinned
 
 DRAWS = 5
 """Draws of each half, all different; ``make laws`` has any number of others."""
@@ -193,7 +194,7 @@ RARE = (
 """Crossings that few of the fixed draws have."""
 
 
-@pytest.mark.parametrize("case", RARE, ids=repr)
+@pytest.mark.parametrize("case", thinned(RARE, 2), ids=repr)
 def test_the_package_equals_the_reference_in_rare_crossings(case: Case) -> None:
     check(case)
 

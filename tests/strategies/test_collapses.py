@@ -25,6 +25,7 @@ from fedbn_flwr.strategies import (
     Strategy,
     combined,
 )
+from tests.support.fast import thinned
 
 SIZES = (6, 13, 9)
 FROZEN = partial(FixBN, freeze_at=0)
@@ -42,7 +43,7 @@ COLLAPSES: dict[str, tuple[Callable[[], Strategy], Callable[[], Strategy]]] = {
 }
 
 
-@pytest.mark.parametrize("case", COLLAPSES)
+@pytest.mark.parametrize("case", thinned(COLLAPSES))
 def test_a_part_that_is_switched_off_changes_no_bit(
     case: str, federate, datasets, mlp, wsconv_net, same_bits
 ) -> None:

@@ -15,6 +15,7 @@ from fedbn_flwr.messages.records import to_record
 from fedbn_flwr.strategies import FBN, HBN
 from fedbn_flwr.strategies.fbn import GlobalStatistics, Pooled
 from tests.support.bad_replies import spoiling
+from tests.support.fast import thinned
 
 SIZES = (6, 13, 9)
 RATE = 0.01
@@ -146,7 +147,7 @@ class Reentrant(Checkpointed):
 
 @pytest.mark.parametrize("kind", [Checkpointed, Reentrant])
 @pytest.mark.parametrize(
-    "method", [FBN, functools.partial(FBN, statistics_warm_up=0), HBN]
+    "method", thinned([FBN, functools.partial(FBN, statistics_warm_up=0), HBN], 2)
 )
 def test_a_layer_that_activation_checkpointing_calls_twice_counts_once(
     federate, datasets, mlp, same_bits, method: Any, kind: type[Checkpointed]

@@ -30,6 +30,7 @@ from fedbn_flwr.strategies import (
     Strategy,
 )
 from fedbn_flwr.training.tasks import CLASSIFICATION
+from tests.support.fast import thinned
 
 
 class Experts(nn.Module):
@@ -93,7 +94,7 @@ METHODS: dict[str, Callable[[], Strategy]] = {
 }
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", thinned(METHODS))
 def test_no_rows_count_nothing(method: str, federate, points) -> None:
     datasets = [points(18, i) for i in range(3)]
     found = federate(METHODS[method](), partial(built, Experts), datasets, rounds=2)

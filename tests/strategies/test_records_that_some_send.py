@@ -31,6 +31,7 @@ from fedbn_flwr.strategies import (
     combined,
 )
 from tests.support.bad_replies import BAD, spoiling
+from tests.support.fast import thinned
 from tests.support.many_layers import two_layers
 
 SIZES = (6, 13, 9)
@@ -160,7 +161,7 @@ RUNS = [
 """A part of a client's BN is refused."""
 
 
-@pytest.mark.parametrize(("case", "lost"), RUNS)
+@pytest.mark.parametrize(("case", "lost"), thinned(RUNS))
 def test_the_server_takes_those_who_have_it(
     federate, datasets, case: str, lost: str
 ) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from fedbn_flwr.privacy.differential import ClientLevelDP, DPSettings
 from fedbn_flwr.privacy.masked_sums import MaskedSums, MaskSettings
 from fedbn_flwr.strategies import STRATEGIES
+from tests.support.fast import thinned
 from tests.support.noise import SeededNoise
 
 SIZES = (9, 4, 12)
@@ -53,7 +54,7 @@ CASES: dict[str, tuple[Any, Any]] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", thinned(CASES))
 def test_it_has_the_bits_of_an_entry_with_one_value(
     case: str, federate: Any, mlp: Any, datasets: Any
 ) -> None:

@@ -23,3 +23,9 @@ def fast(cases: Iterable[Any], *kept: Any) -> list[Any]:
         marks = () if is_fast else pytest.mark.slow
         marked.append(pytest.param(*values, marks=marks))
     return marked
+
+
+def thinned(cases: Iterable[Any], step: int = 3) -> list[Any]:
+    """Return the cases for ``parametrize``, with all but every third marked as slow."""
+    cases = [*cases]
+    return fast(cases, *range(0, len(cases), step))

@@ -113,10 +113,13 @@ def test_a_users_layer_named_module_is_not_a_wrapper() -> None:
 
 @pytest.mark.parametrize(
     ("kind", "make"),
-    [
-        *(("compiled", FixBN), ("compiled", FedProx), ("both", Scaffold)),
-        *(("both", FedTAN), ("both", Standalone)),
-    ],
+    fast(
+        [
+            *(("compiled", FixBN), ("compiled", FedProx), ("both", Scaffold)),
+            *(("both", FedTAN), ("both", Standalone)),
+        ],
+        *(0, 3),
+    ),
 )
 def test_a_wrapped_model_on_the_client_changes_no_bit(
     federate, datasets, mlp, same_bits, kind: str, make: Any

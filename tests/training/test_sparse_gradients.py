@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from fedbn_flwr.strategies import BNScaffold, FedAvg, FedProx, Scaffold
+from tests.support.fast import thinned
 from tests.support.points import Points
 
 
@@ -41,7 +42,7 @@ def words(sparse: bool) -> nn.Module:
     return nn.Sequential(table, nn.BatchNorm1d(4), nn.Linear(4, 3)).double()
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", thinned(CASES))
 def test_every_method_trains_with_sparse_gradients(case: str, federate) -> None:
     strategy, settings = CASES[case]
     texts = torch.arange(60).view(2, 10, 3) ** 2 % 9

@@ -23,6 +23,7 @@ from fedbn_flwr.norms import NORMS
 from fedbn_flwr.server.methods.params import SET
 from fedbn_flwr.strategies import METHODS, STRATEGIES
 from fedbn_flwr.training.tasks import TASKS
+from tests.support.fast import thinned
 
 KEYS = [key for group in GROUPS for key in Config.keys(group)]
 
@@ -366,7 +367,7 @@ def test_a_key_whose_conditions_are_not_met_has_no_effect(key: str) -> None:
     assert "has no effect: it is for " in text
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", thinned(METHODS))
 def test_a_shared_key_without_effect_is_left_out(name: str) -> None:
     """The conditions of a key are those of the method that reads it."""
     for key in CONDITIONAL:

@@ -48,6 +48,7 @@ from fedbn_flwr.strategies.fbn import BN_MOMENTS
 from fedbn_flwr.strategies.fixbn import Frozen
 from fedbn_flwr.training import LearningRate, LocalTraining, make_optimizer
 from tests.lab.config.test_problems import FIRST, FURTHER, SECOND
+from tests.support.fast import thinned
 from tests.support.federation import torch_clients
 from tests.support.pixels import SETTINGS as SEGMENTATION
 from tests.support.their_client import TheirClient, numpy_clients
@@ -438,7 +439,7 @@ def settings_of(name: str) -> Iterator[tuple[str, Any]]:
 
 
 # FedWon needs a model without BatchNorm.
-@pytest.mark.parametrize("name", [name for name in STRATEGIES if name != "fedwon"])
+@pytest.mark.parametrize("name", thinned(sorted({*STRATEGIES} - {"fedwon"})))
 def test_config_strategy_and_legacy_loop_refuse_the_same_settings(
     name: str, caplog: pytest.LogCaptureFixture
 ) -> None:

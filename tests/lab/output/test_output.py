@@ -28,6 +28,7 @@ from fedbn_flwr.lab.output.result_writer import ResultWriter
 from fedbn_flwr.lab.output.summary import commit_of
 from fedbn_flwr.lab.report import write_report
 from fedbn_flwr.server.runs.round_outcome import RoundOutcome
+from tests.support.fast import thinned
 from tests.support.runs import summary_of
 
 STATE = {"a": np.arange(6, dtype=np.float32).reshape(2, 3).T, "count": np.array(3)}
@@ -152,7 +153,7 @@ EXTRAS: Mapping[str, tuple[str, list[str], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", EXTRAS)
+@pytest.mark.parametrize("name", thinned(EXTRAS))
 def test_no_extra_can_take_the_results_of_a_run(
     quick_run, tmp_path: Path, monkeypatch, caplog, name: str
 ) -> None:

@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from fedbn_flwr.lab.studies.check_study import load_study
+from tests.support.fast import thinned
 
 FOLDER = Path(__file__).parents[3] / "studies"
 FULL = sorted(
@@ -104,7 +105,7 @@ def head_of(path: Path) -> str:
     )
 
 
-@pytest.mark.parametrize("full", FULL, ids=lambda path: path.stem)
+@pytest.mark.parametrize("full", thinned(FULL), ids=lambda path: path.stem)
 def test_a_study_can_run_says_how_and_has_a_small_twin(
     full: Path, tmp_path: Path
 ) -> None:

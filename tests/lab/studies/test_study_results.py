@@ -33,6 +33,7 @@ from fedbn_flwr.lab.studies.study import PaperNumber, Study
 from fedbn_flwr.lab.studies.sweep import sweep
 from fedbn_flwr.lab.studies.tuning import tuned
 from fedbn_flwr.training.tasks import Task
+from tests.support.fast import thinned
 from tests.support.runs import summary_of
 
 
@@ -72,7 +73,7 @@ def mean(values: Sequence[float], form: str) -> str:
     return f"{np.mean(values):{form}}" if values else ""
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", thinned(range(8)))
 def test_the_table_of_a_study_has_the_numbers_of_scipy(seed: int) -> None:
     """Scores are of finished runs, costs of all that ended, and pairs have one seed."""
     draw = np.random.default_rng(seed)
