@@ -15,7 +15,13 @@ from typing import Any
 from fedbn_flwr.errors import ConfigError, FedBNError
 from fedbn_flwr.lab.config import Config, read_overrides
 from fedbn_flwr.lab.config.fields import PARAMS, config_fields
-from fedbn_flwr.lab.files import CONFIG_FILE, refuse_no_run, site_label, trained
+from fedbn_flwr.lab.files import (
+    CONFIG_FILE,
+    STUDY_FILE,
+    refuse_no_run,
+    site_label,
+    trained,
+)
 from fedbn_flwr.lab.output.folder import RunFolder
 from fedbn_flwr.lab.run_files import RunFiles
 from fedbn_flwr.training.tasks import higher_is_better, in_percent, quantity_of
@@ -43,7 +49,7 @@ def references_of(run: RunFiles, against: Sequence[Path] = ()) -> list[RunFiles]
     Args:
         run: the run of the report.
         against: folders of the runs to compare with. By default, these are all
-            comparable runs in the same parent folder: first training alone, then those
+            comparable runs in the same parent folder or study: first training alone, then those
             with the training of the run.
 
     Raises:
@@ -53,8 +59,12 @@ def references_of(run: RunFiles, against: Sequence[Path] = ()) -> list[RunFiles]
         return [_comparable(run, folder) for folder in against]
     found = []
     here = run.folder.resolve()
-    for folder in sorted(here.parent.iterdir()):
-        if folder != here and (folder / "summary.json").is_file():
+    beside = [*here.parent.iterdir()]
+    # A study has the same split and seed of its other methods in other folders.
+    if len(here.parents) > 2 and (here.parents[2] / STUDY_FILE).is_file():
+        beside += here.parents[2].glob(f"*/{here.parent.name}/{here.name}")
+    for folder in sorted({*beside} - {here}):
+        if (folder / "summary.json").is_file():
             # not comparable, or written by another version
             with suppress(FedBNError):
                 found.append(_comparable(run, folder))
