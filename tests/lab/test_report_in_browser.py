@@ -14,6 +14,7 @@ import pytest
 from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.report import write_report
 from fedbn_flwr.lab.runs.run import run
+from tests.support import pictures
 
 pytestmark = pytest.mark.skipif(
     find_spec("PyQt6") is None or find_spec("PyQt6.QtWebEngineWidgets") is None,
@@ -42,7 +43,8 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "remedies": [remedy] * 2,
     }
     (folder / "doctor.json").write_text(json.dumps({"findings": [finding]}))
-    return write_report(folder)
+    with pictures.drawn():
+        return write_report(folder)
 
 
 def look(page: Path, width: int, scheme: str) -> dict[str, Any]:
@@ -55,7 +57,7 @@ def look(page: Path, width: int, scheme: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [400, 1280])
+@pytest.mark.parametrize("width", [400, 800, 1280])
 def test_a_reader_sees_every_text_without_sideways_scrolling(
     page: Path, width: int, scheme: str
 ) -> None:
