@@ -60,7 +60,8 @@ def steps(norm: str, threads: int, change: str, count: int) -> None:
         if step == 5:  # the first steps compile and fill the caches
             began = time.perf_counter()
         optimizer.zero_grad()
-        nn.functional.cross_entropy(call(inputs), targets).backward()
+        loss = nn.functional.cross_entropy(call(inputs), targets)
+        loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
     print(time.perf_counter() - began)
     digest = hashlib.sha256()

@@ -40,19 +40,16 @@ import torch
 from flwr.app import Context
 from flwr.clientapp import ClientApp
 from torch import nn
-from torchvision.models.shufflenetv2 import ShuffleNetV2
 
 from fedbn_flwr.batchnorm.averaging import Array
 from fedbn_flwr.batchnorm.parts import split_state
 from fedbn_flwr.client import TorchClient, client_app
 from fedbn_flwr.compat.flower import identify_process
 from fedbn_flwr.engines import InProcessGrid
-from fedbn_flwr.lab import report_pictures
-from fedbn_flwr.lab.output import curves
 from fedbn_flwr.norms import replace_norm
 from fedbn_flwr.strategies import Strategy
 from fedbn_flwr.training import CLASSIFICATION, LearningRate, LocalTraining, Task
-from tests.support import federation, pictures, preloaded
+from tests.support import federation, preloaded
 from tests.support.fake_gpu import fake_gpu
 from tests.support.federation import LegacyOutcome, Outcome
 from tests.support.points import Points
@@ -185,9 +182,9 @@ def _undrawn() -> Iterator[None]:
     ``tests/lab/runs/test_run.py`` draws the curves, and ``tests/lab/test_report.py`` the
     pictures of pages.
     """
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(curves, "draw_curves", pictures.undrawn)
-        patch.setattr(report_pictures, "_picture", pictures.caption_of)
+    from tests.support import pictures
+
+    with pictures.undrawn():
         yield
 
 
@@ -332,6 +329,9 @@ def torchvision_net() -> MakeModel:
 def _narrow_shufflenet(norm: bool) -> nn.Module:
     with torch.random.fork_rng():
         torch.manual_seed(0)
+        # Import here, because the process that only counts the tests does not need it.
+        from torchvision.models.shufflenetv2 import ShuffleNetV2
+
         model = ShuffleNetV2([2, 1, 1], [8, 16, 16, 32, 32], num_classes=3).double()
         return model if norm else replace_norm(model, "wsconv")[0]
 

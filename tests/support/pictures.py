@@ -1,36 +1,38 @@
-"""Replacements for the pictures of runs and pages, because drawing takes long."""
+"""Runs and pages without pictures, because drawing takes long."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 from unittest.mock import patch
 
 from fedbn_flwr.lab import report_pictures
 from fedbn_flwr.lab.output import curves
-from fedbn_flwr.lab.output.curves import draw_curves
-
-_DRAW = report_pictures._picture
 
 PNG = b"\x89PNG\r\n\x1a\n"
+_DRAWN = curves.draw_curves, report_pictures._picture
 
 
-def undrawn(*args: Any) -> bytes:
-    """Return the signature of a PNG instead of the curves."""
-    return PNG
+@contextmanager
+def _with(
+    draw_curves: Callable[..., bytes], picture: Callable[..., str]
+) -> Iterator[None]:
+    with (
+        patch.object(curves, "draw_curves", draw_curves),
+        patch.object(report_pictures, "_picture", picture),
+    ):
+        yield
+
+
+@contextmanager
+def undrawn() -> Iterator[None]:
+    """Let curves be the signature of a PNG, and pictures of pages their captions."""
+    with _with(lambda *args: PNG, lambda draw, caption, *args: caption):
+        yield
 
 
 @contextmanager
 def drawn() -> Iterator[None]:
     """Let runs draw their curves, and pages their pictures, in the block."""
-    with (
-        patch.object(curves, "draw_curves", draw_curves),
-        patch.object(report_pictures, "_picture", _DRAW),
-    ):
+    with _with(*_DRAWN):
         yield
-
-
-def caption_of(draw: Any, caption: str, *args: Any) -> str:
-    """Return the caption of a picture of a page instead of the picture."""
-    return caption
