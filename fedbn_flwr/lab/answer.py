@@ -105,16 +105,23 @@ def _code(text: object) -> Markup:
 
 
 def interval_text(mean: Mean, metric: str, sign: str = "") -> str:
-    """Return "; 95 % interval ..." with the sites that are not in it, or ""."""
+    """Return "; 95 % interval ..." with the sites that are not in it, or "".
+
+    If sites are left out of a value (no sign), the text has the mean of the others.
+    """
     if mean.half is None:
         return f"; no interval: {mean.why}" if mean.why else ""
     ends = [mean.value - mean.half, mean.value + mean.half]
     if in_percent(metric):
         ends = [min(max(end, -1 if sign else 0), 1) for end in ends]
     low, high = (shown(end, metric, sign) for end in ends)
-    text = f"; 95 % interval {low} to {high} from {mean.examples:,} test examples"
-    without = [f"{site} ({why})" for site, why in mean.left_out.items()]
-    return f"{text}, without {', '.join(without)}" if without else text
+    text = f"95 % interval {low} to {high} from {mean.examples:,} test examples"
+    without = ", ".join(f"{site} ({why})" for site, why in mean.left_out.items())
+    if without and sign:
+        return f"; {text}, without {without}"
+    if without:
+        return f"; without {without}: {shown(mean.value, metric)}, {text}"
+    return f"; {text}"
 
 
 def odd_site(

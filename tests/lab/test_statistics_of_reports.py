@@ -15,7 +15,7 @@ import pandas as pd
 import pytest
 from scipy import stats
 
-from fedbn_flwr.lab import report
+from fedbn_flwr.lab import answer, report
 from fedbn_flwr.lab import report_pictures as pictures
 from fedbn_flwr.lab.answer import facts_of, interval_text, next_step, odd_site
 from fedbn_flwr.lab.config import Config
@@ -116,8 +116,11 @@ def test_one_site_never_removes_the_answer_for_all(seed: int) -> None:
     alone: Any = compare(run, run, rest)
     assert (found.mean.value, found.mean.half) == (alone.mean.value, alone.mean.half)
     assert found.mean.left_out == {str(at): f"why {at}" for at in sorted(lost)}
-    text = interval_text(found.mean, METRIC, "+")
-    assert all(f"{at} (why {at})" in text for at in lost)
+    for sign in ("+", ""):
+        text = interval_text(found.mean, METRIC, sign)
+        assert all(f"{at} (why {at})" in text for at in lost)
+        mean = answer.shown(found.mean.value, METRIC)  # not of all, as before the text
+        assert (f": {mean}, 95 %" in text) == (not sign)
     # Without any interval, the mean has the reason of the first.
     for row in rest:
         row |= {"difference-spread": None, "difference-why": "why"}
