@@ -61,8 +61,8 @@ def references_of(run: RunFiles, against: Sequence[Path] = ()) -> list[RunFiles]
     here = run.folder.resolve()
     beside = [*here.parent.iterdir()]
     # A study has the same split and seed of its other methods in other folders.
-    if len(here.parents) > 2 and (here.parents[2] / STUDY_FILE).is_file():
-        beside += here.parents[2].glob(f"*/{here.parent.name}/{here.name}")
+    if (study_of(here) / STUDY_FILE).is_file():
+        beside += study_of(here).glob(f"*/{here.parent.name}/{here.name}")
     for folder in sorted({*beside} - {here}):
         if (folder / "summary.json").is_file():
             # not comparable, or written by another version
@@ -82,7 +82,15 @@ def name_of(run: RunFiles) -> str:
     title = "training alone" if run.config.strategy == ALONE else run.title
     if run.folder.name == run.config.title:
         return title
+    if (study_of(run.folder) / STUDY_FILE).is_file():
+        return run.folder.resolve().parts[-3]
     return f"{title} ({run.folder.name})"
+
+
+def study_of(folder: Path) -> Path:
+    """Return the folder of the study if ``folder`` is that of a run in a study."""
+    parents = folder.resolve().parents
+    return parents[2] if len(parents) > 2 else folder
 
 
 def alone_command(config: Config, out: Path) -> str:
@@ -369,10 +377,12 @@ def compare(
 def other_training(config: Config, other: Config) -> str:
     """Return the settings of ``other`` that make another training than ``config``.
 
-    These are the settings of the model, the rounds and the local training.
+    These are the seed and the settings of data, model, rounds and local training.
     """
     mine, theirs = config.to_mapping(), other.to_mapping()
-    keys = [*Config.keys("model"), "num-server-rounds", *Config.keys("local training")]
+    keys = ["seed", "num-server-rounds"]
+    for group in ("data", "model", "local training"):
+        keys += Config.keys(group)
     differs = (f"{key}={theirs[key]}" for key in keys if theirs[key] != mine[key])
     return ", ".join(differs)
 

@@ -88,12 +88,6 @@ def benefit(
     }
 
     of_best = compared[best, others[0]] if others else {}
-    threshold = of_best.get("threshold", {})
-    if threshold:
-        tables = {name: [site_rows(run)[0] for run in runs[name]] for name in others}
-        threshold["sound"] = [
-            name for name in others if not _odd_threshold(over_seeds(tables[name]))
-        ]
     ranking = []
     for name, score in chosen.items():
         of_method, comparison = runs[name], compared.get((best, name), {})
@@ -121,7 +115,7 @@ def benefit(
         "ranking": ranking,
         "alone": compared.get((federated, ALONE), {}),
         "interval": of_best.get("interval", ""),
-        "threshold": threshold,
+        "threshold": of_best.get("threshold", {}),
     }
     return {**advice, "answer": _lines("answer.txt", advice)}
 

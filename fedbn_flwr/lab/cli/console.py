@@ -239,7 +239,7 @@ class Scores:
         self._labels = {
             "train-loss": "loss",
             f"test-{score}": label,
-            f"personal-own-{score}": f"sites' {label}",
+            f"personal-own-{score}": f"sites' test {label}",
         }
         self._last: dict[str, str] = {}
 
