@@ -150,6 +150,7 @@ def _run_page(run: RunFiles, against: Sequence[Path]) -> dict[str, Any]:
     handled = diagnosis.get("notes", ())
     unmeasured = diagnosis.get("not-measured", ())
     _, _, why_unmeasured = next(iter(unmeasured), "").partition("everything, ")
+    differ = [key for key in _DIFFER if any(f"{key}value" in row for row in sites)]
     fields = {field.alias: field for field in Config.model_fields.values()}
     settings = run.config.to_mapping().items()
     return {
@@ -162,7 +163,7 @@ def _run_page(run: RunFiles, against: Sequence[Path]) -> dict[str, Any]:
         "columns": dict.fromkeys(itertools.chain(*(row["metrics"] for row in sites))),
         "comparisons": comparisons,
         "facts": facts_of(run, sites, comparisons),
-        "odd": {key: odd_site(sites, key, len(_DIFFER)) for key in _DIFFER},
+        "odd": {key: odd_site(sites, key, len(differ)) for key in differ},
         "warnings": [*run_warnings(run), unknown, not_compared],
         "step": next_step(run, comparisons, findings),
         "suggested": "" if with_alone(comparisons) else ask_alone(run),

@@ -82,9 +82,10 @@ def benefit(
     pairs = dict.fromkeys((best, other) for other in others)
     if federated and ALONE in runs:
         pairs[federated, ALONE] = None
+    # One pair may be there in both directions.
+    count = len({frozenset(pair) for pair in pairs})
     compared = {
-        (one, other): _compared(runs[one], runs[other], len(pairs))
-        for one, other in pairs
+        (one, other): _compared(runs[one], runs[other], count) for one, other in pairs
     }
 
     of_best = compared[best, others[0]] if others else {}

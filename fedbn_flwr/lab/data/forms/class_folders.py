@@ -89,11 +89,13 @@ def read_folder(request: OwnData) -> Records:
         )
     classes = [*request.known_classes] or sorted({at.label for at in places.values()})
     # Two names are spellings of one class, unless a client has a folder for each class.
-    folded = {unicodedata.normalize("NFKC", label).casefold() for label in classes}
+    spelt = {one: unicodedata.normalize("NFKC", one).casefold() for one in classes}
+    folded = Counter(spelt.values())
+    twice = [ascii(one) for one in classes if folded[spelt[one]] > 1]
     most = max(Counter(place[:2] for place in places.values()).values())
     if len(folded) < len(classes) and most < len(classes):
         raise request.problem(
-            f"some class folders, {shown([*map(ascii, classes)], 100)}, differ only in"
+            f"some class folders, {shown(twice, 100)}, differ only in"
             " capital letters or in the encoding of a character, and no client has all"
             " of them. If they are one class, rename them to one name. If they are"
             " different classes, give one client a folder for each class; it may be"
