@@ -108,7 +108,9 @@ def train_by(
         raise ConfigError(
             f"{named} took no batch. Write: for inputs, targets in batches."
         )
-    skips = f"{named} leaves out batches: in its first round, it took {len(sizes)}"
+    skips = (
+        f"{named} leaves out batches: in a round, it took {len(sizes)} and left others"
+    )
     if left and first_time(named):
         logger.warning("%s. Take a step with each batch of `batches`.", skips)
     _refuse_changes(named, model, modules, trained.keys())

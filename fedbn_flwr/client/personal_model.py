@@ -55,7 +55,7 @@ def why_absent(absent: Sequence[str], clients: Sequence[str]) -> str:
         f"model.safetensors has no {', '.join(absent)} entries: they stay with the"
         " clients, and the server has only their initial values."
         " `fedbn-flwr evaluate --bn own:CLIENT` tests a client's own model, and"
-        f" fedbn_flwr.personal_state(run, client) gives it ({_here(clients)})."
+        f" fedbn_flwr.personal_state(run, client) returns its state ({_here(clients)})."
     )
     if Part.REST in absent:
         return f"{text} Nothing is shared, so there is no global model."

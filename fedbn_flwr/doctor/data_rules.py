@@ -145,7 +145,7 @@ def _about_clients(
     lines = []
     for k in odd[:3]:
         line = f"Client {m.names[k]}: {evidence.format(measure.values[k], median)}"
-        if m.accuracy:
+        if m.accuracy and measure is not m.each.below:
             line += f" Its accuracy on its training examples is {m.accuracy[k]:.3f}."
         lines.append(line)
     names = [m.names[k] for k in odd]
@@ -177,7 +177,9 @@ def label_skew(m: Measurements) -> Finding | None:
     ]
     steps = m.training.local_steps
     if steps:
-        evidence.append(f"A round has E = {number_of(steps, 'local step')}.")
+        evidence.append(
+            f"The median client takes E = {number_of(steps, 'local step')}."
+        )
     numbers = {
         **_numbers(m, shift, skew.distances),
         "class-distance": skew.mean,

@@ -184,7 +184,7 @@ RULES = (
 
 
 def findings(m: Measurements) -> tuple[list[Finding], list[str]]:
-    """Return the findings, the cause first, and a note for each handled finding.
+    """Return the findings, the cause first, and a note for each handled difference.
 
     A finding is handled if the run's method already remedies it.
     """
@@ -193,7 +193,7 @@ def findings(m: Measurements) -> tuple[list[Finding], list[str]]:
         finding = rule(m)
         if finding is None:
             continue
-        # A method that handles a mismatch tests another state than the measured one.
+        # For a method that handles a mismatch, the measured one is no fault.
         if finding.id in m.training.handled and finding.id == "train-test-mismatch":
             continue
         if finding.id in m.training.handled:
@@ -201,7 +201,7 @@ def findings(m: Measurements) -> tuple[list[Finding], list[str]]:
             notes.append(
                 f"no finding, because {m.training.method or 'the method'} is a remedy for:"
                 f" {finding.what} {finding.evidence[0]}"
-                + (f" The furthest clients: {listed(clients)}." if clients else "")
+                + (f" Clients: {listed(clients)}." if clients else "")
             )
         else:
             found.append(finding)

@@ -107,7 +107,7 @@ def _code(text: object) -> Markup:
 def interval_text(mean: Mean, metric: str, sign: str = "") -> str:
     """Return "; 95 % interval ..." with the sites that are not in it, or "".
 
-    If sites are left out of a value (no sign), the text has the mean of the others.
+    Without a sign, the text also has the mean of the other sites.
     """
     if mean.half is None:
         return f"; no interval: {mean.why}" if mean.why else ""

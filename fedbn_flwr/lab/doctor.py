@@ -94,7 +94,7 @@ def diagnose_run(run: Path, max_examples: int = 1024) -> Diagnosis:
     names = site_names_of(run)
     try:
         clients, tests, steps = _examples_of(config, max_examples, notes, names)
-        training = replace(training, local_steps=training.local_steps or steps)
+        training = training_of(config, run, steps)
     except DataError as error:
         notes.append(
             f"the data of the run are not here, so only its state was checked: {error}"
@@ -271,13 +271,12 @@ def diagnose_model(
         saved = named(read_state_file(state), built.state_dict())
         load_state(built, saved)
     clients, tests, steps = _examples_of(config, max_examples, notes, {})
-    training = training_of(config)
     diagnosis = _with_data(
         built,
         config,
         clients,
         tests,
-        training=replace(training, local_steps=training.local_steps or steps),
+        training=training_of(config, steps=steps),
         state=saved,
         notes=notes,
         **(split or {}),
@@ -501,19 +500,20 @@ def _drawn(
     return drawn
 
 
-def training_of(config: Config, run: Path | None = None) -> Training:
+def training_of(config: Config, run: Path | None = None, steps: int = 0) -> Training:
     """Return a description of the training with these settings, for the doctor.
 
     Args:
         config: the settings.
         run: the folder of a run; it shows whether the run has frozen its statistics.
+        steps: the local steps of a round, see ``usual_steps``; 0 if they are unknown.
     """
     method = method_of(config)
     tested = method.tests[0] == "global-batch-statistics"
     if config.strategy == CENTRALIZED:
         return Training(0, config.batch_size, CENTRALIZED, tested_by_batch=tested)
     methods = method.methods
-    steps = config.local_steps
+    steps = config.local_steps or steps
     if not steps and not config.batch_size:
         # With batch-size=0, an epoch is one step. Otherwise the number of steps depends
         # on the client, and 0 means unknown.

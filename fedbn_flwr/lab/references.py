@@ -380,9 +380,10 @@ def other_training(config: Config, other: Config) -> str:
     These are the seed and the settings of data, model, rounds and local training.
     """
     mine, theirs = config.to_mapping(), other.to_mapping()
-    keys = ["seed", "num-server-rounds"]
-    for group in ("data", "model", "local training"):
+    keys: list[str] = []
+    for group in ("data", "model", "rounds", "local training"):
         keys += Config.keys(group)
+    keys.remove("data-dir")  # the place of the data is not a setting of the training
     differs = (f"{key}={theirs[key]}" for key in keys if theirs[key] != mine[key])
     return ", ".join(differs)
 

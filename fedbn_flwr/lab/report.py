@@ -82,8 +82,8 @@ def write_report(
         out: the file; by default, ``report.html`` in the folder. An older report is
             replaced.
         against: folders of runs to compare a run with. By default, these are the
-            finished runs in the same parent folder with the same data, split, seed and
-            test.
+            finished runs in the same parent folder or study with the same data, split,
+            seed and test.
         reload_after: the seconds after which a browser loads the page again; 0 if it
             does not.
 

@@ -136,8 +136,9 @@ def _show(table: pd.DataFrame, title: str) -> None:
     say(shown)
     if "p" in table:
         say(
-            "p is of the paired t test over the seeds. It does not cover other test"
-            " examples; the intervals of advise and report do."
+            "p is the p value of the paired t test over the seeds. It does not cover"
+            " other test examples; the intervals of advise and of the report of a"
+            " single run do."
         )
 
 

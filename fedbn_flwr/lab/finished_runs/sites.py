@@ -92,10 +92,11 @@ def _of_draws(site: SiteTest, value: float, draws: Numbers, lowest: int) -> Inte
     if not np.isfinite(value):
         return Interval(why="the targets of the test examples are all equal")
     units, share = site.units, in_percent(site.task.score)
-    if units < 2:
+    if len(site.groups) < 2:
         return Interval(value, why="only one test example or patient")
     if units < min(FEWEST, len(site.groups)):
-        why = f"only {units} test examples or patients of a class; {FEWEST} are needed"
+        noun = "test example or patient" if units == 1 else "test examples or patients"
+        why = f"the rarer class has {units} {noun}; {FEWEST} are needed"
         return Interval(value, why=why)
     num_draws, draws = len(draws) - 1, draws[1:][np.isfinite(draws[1:])]
     if len(draws) < num_draws / 2:

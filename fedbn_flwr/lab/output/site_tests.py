@@ -210,18 +210,20 @@ class SiteTest:
         among the targets of all examples of the site.
         """
         found: dict[str, float] = {}
-        if getattr(self.task, "single", False) and len(self.groups) > 1:
-            known = ~self.targets.flatten().isnan()
+        known = ~self.targets.flatten().isnan()
+        if getattr(self.task, "single", False) and len(self.groups) > 1 and known.any():
             yes = (self.targets.flatten()[known] > 0).double()
             called = (self.outputs.flatten()[known] > 0).double()
             trained = torch.tensor([0.0, 1.0]).repeat_interleave(
                 torch.tensor(self.labels)
             )
             numbers = {"yes": yes, "called": called, "excess": called - yes}
-            numbers["label"] = torch.cat([yes, trained.double()])
+            if len(trained):  # files of older runs do not have them
+                numbers["label"] = torch.cat([yes, trained.double()])
             for name, values in numbers.items():
                 # Even if all are alike, a few examples do not make a share certain.
-                groups = len(self.groups) + len(values) - len(yes)
+                # Patients have as many examples in training as in the test.
+                groups = len(self.groups) * len(values) / len(yes)
                 variance = float(values.var(correction=0)) + 1 / groups
                 found[f"{name}-value"] = float(values.mean())
                 found[f"{name}-spread"] = (variance / groups) ** 0.5

@@ -267,7 +267,8 @@ def test_a_row_of_a_yes_or_no_has_the_shares_of_yes() -> None:
         assert found[f"{name}-spread"] == pytest.approx(float(error))
     labels = torch.cat([yes, torch.zeros(30), torch.ones(7)])
     assert found["label-value"] == pytest.approx(float(labels.mean()))
-    error = ((labels.var(correction=0) + 1 / 77) / 77) ** 0.5
+    groups = 40 * len(labels) / len(yes)
+    error = ((labels.var(correction=0) + 1 / groups) / groups) ** 0.5
     assert found["label-spread"] == pytest.approx(float(error))
     assert SiteTest(REGRESSION, site.outputs, yes, site.groups).decisions == {}
     assert replace(site, groups=[np.arange(120)]).decisions == {}
