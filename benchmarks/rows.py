@@ -1,6 +1,6 @@
 """Does a row of FixBN's Table 4 become faster on two cores, with the same bits?
 
-    python benchmarks/rows.py --write benchmarks/results.md    # some five quiet minutes on two cores
+    python benchmarks/rows.py --turns 1 --count 60 --write benchmarks/results.md    # five quiet minutes on two cores
 
 Steps of ResNet-20 with random images in batches of 20, forward and backward, for the
 norms of the rows: each way in processes of its own, in turns. The throughput is that of
@@ -108,7 +108,7 @@ def main(
             ratio = number(rate / found[first])
             rows.append([each, way, number(rate), ratio, "yes" if same else "no"])
     made = table(["norm", "way", "steps a second", "ratio", "same bits"], rows)
-    text = f"{made}\n\n{facts()}"
+    text = f"{made}\n\nTurns: {turns}; steps of a process: {count}. {facts()}"
     print(text)
     if write:
         write_block(write, "rows", text)

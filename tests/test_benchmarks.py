@@ -49,7 +49,7 @@ def test_make_bench_runs_programs_that_have_a_place_on_the_page() -> None:
         ), program
 
 
-# Both networks; the other two settings read the same images from files.
+# The other settings are slower, and two of them read the same images from files.
 @pytest.mark.parametrize(
     "setting",
     fast(["mlp-128", "tensors", "hugging-face", "folder-2"], "mlp-128"),

@@ -94,7 +94,7 @@ def train_by(
                 given = _in_columns(model, batches) if task.in_columns else batches
                 returned = loop(model, given, rules, learning_rate)
                 sizes = [*feed.sizes]
-                left = bool(sizes) and next(iter(given), None) is not None
+                left = bool(sizes) and next(given, None) is not None
         except FedBNError:
             raise
         except Exception as error:  # the user's code may raise anything
@@ -108,11 +108,13 @@ def train_by(
         raise ConfigError(
             f"{named} took no batch. Write: for inputs, targets in batches."
         )
-    skips = (
-        f"{named} leaves out batches: in a round, it took {len(sizes)} and left others"
-    )
-    if left and first_time(named):
-        logger.warning("%s. Take a step with each batch of `batches`.", skips)
+    if left and first_time("skips batches", named):
+        logger.warning(
+            "%s leaves out batches: in a round, it took %d and left others. Take a step"
+            " with each batch.",
+            named,
+            len(sizes),
+        )
     _refuse_changes(named, model, modules, trained.keys())
     try:
         loss = float(returned)

@@ -184,25 +184,24 @@ RULES = (
 
 
 def findings(m: Measurements) -> tuple[list[Finding], list[str]]:
-    """Return the findings, the cause first, and a note for each handled difference.
+    """Return the findings, the cause first, and notes on the handled findings.
 
-    A finding is handled if the run's method already remedies it.
+    A finding is handled if the run's method already remedies it. A handled mismatch of
+    training and test has no note.
     """
     found, notes = [], []
     for rule in RULES:
         finding = rule(m)
         if finding is None:
             continue
-        # For a method that handles a mismatch, the measured one is no fault.
-        if finding.id in m.training.handled and finding.id == "train-test-mismatch":
-            continue
-        if finding.id in m.training.handled:
+        if finding.id not in m.training.handled:
+            found.append(finding)
+        # The mismatch is that of a state which such a method does not test.
+        elif finding.id != "train-test-mismatch":
             clients: Any = finding.numbers.get("clients")
             notes.append(
                 f"no finding, because {m.training.method or 'the method'} is a remedy for:"
                 f" {finding.what} {finding.evidence[0]}"
                 + (f" Clients: {listed(clients)}." if clients else "")
             )
-        else:
-            found.append(finding)
     return found, notes

@@ -49,8 +49,8 @@ def references_of(run: RunFiles, against: Sequence[Path] = ()) -> list[RunFiles]
     Args:
         run: the run of the report.
         against: folders of the runs to compare with. By default, these are all
-            comparable runs in the same parent folder or study: first training alone, then those
-            with the training of the run.
+            comparable runs in the same parent folder or study: first training alone,
+            then runs with the same training.
 
     Raises:
         ConfigError: a folder of ``against`` does not belong to a comparable run.
@@ -88,7 +88,7 @@ def name_of(run: RunFiles) -> str:
 
 
 def study_of(folder: Path) -> Path:
-    """Return the folder of the study if ``folder`` is that of a run in a study."""
+    """Return where the study is, if ``folder`` is a run of a study."""
     parents = folder.resolve().parents
     return parents[2] if len(parents) > 2 else folder
 
@@ -132,7 +132,7 @@ def changed_command(run: RunFiles, *settings: str) -> str:
 
 
 def _free(out: Path) -> str:
-    """Return this folder for a command, with a number if the folder exists."""
+    """Return the folder for a command, with a number if ``out`` exists."""
     numbered = (out.with_name(f"{out.name}-{n}") for n in itertools.count(2))
     folders = itertools.chain([out], numbered)
     return shlex.quote(str(next(one for one in folders if not one.exists())))
@@ -375,15 +375,13 @@ def compare(
 
 
 def other_training(config: Config, other: Config) -> str:
-    """Return the settings of ``other`` that make another training than ``config``.
+    """Return the settings of ``other`` whose values differ in ``config``.
 
     These are the seed and the settings of data, model, rounds and local training.
     """
     mine, theirs = config.to_mapping(), other.to_mapping()
-    keys: list[str] = []
-    for group in ("data", "model", "rounds", "local training"):
-        keys += Config.keys(group)
-    keys.remove("data-dir")  # the place of the data is not a setting of the training
+    groups = ("data", "model", "rounds", "local training")
+    keys = [key for group in groups for key in Config.keys(group) if key != "data-dir"]
     differs = (f"{key}={theirs[key]}" for key in keys if theirs[key] != mine[key])
     return ", ".join(differs)
 

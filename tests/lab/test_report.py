@@ -391,6 +391,9 @@ def test_inputs_that_the_doctor_did_not_measure_are_not_said_to_be_alike(
         examine(folder)
         text = write_report(folder).read_text()
         assert (words in text) == (folder.name == "group")
+        assert not re.search(
+            r"\.[.;]", html.unescape(text).partition("Site that differs")[2][:2000]
+        )
 
 
 @pytest.mark.parametrize("seed", range(6))

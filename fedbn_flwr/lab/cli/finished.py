@@ -91,7 +91,7 @@ def evaluate(
             print_sites(sites, data_of(run_config(run)).task.score)
             differs = against and other_training(run_config(run), run_config(against))
             if differs:
-                say(f"{against} is not the same training: there, {differs}.")
+                say(f"The training of {against} had other settings: {differs}.")
             say(
                 f"low and high are the ends of {LEVEL:.0%} intervals over the groups"
                 " of a site. Each interval is of one site alone. The report's intervals"

@@ -309,7 +309,7 @@ def test_sites(
     """
     views: list[tuple[str, int | None, Subset, Indices]] = []
     for number, name in enumerate(site_names(data, names)):
-        # Perhaps the split has no validation examples.
+        # Without validation-share, the tuple of validation parts is empty.
         validation = data.validation[number : number + 1]
         trained = np.concatenate([data.train[number], *validation])
         views.append((name, number, data.test_view(number), trained))

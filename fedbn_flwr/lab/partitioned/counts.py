@@ -34,7 +34,7 @@ def data_counts(split: PartitionedData, of_node: bool = False) -> dict[str, int]
 
 
 def usual_steps(config: Config, split: PartitionedData) -> int:
-    """Return E, the number of local steps in a round; the median of the clients."""
+    """Return E, the local steps of the median client in a round."""
     if config.local_steps or not config.batch_size:
         return config.local_steps or config.local_epochs
     batches = [math.ceil(len(part) / config.batch_size) for part in split.train]

@@ -179,13 +179,12 @@ ALL = [
     *((case, power_fails) for case in CASES),
     *((case, ctrl_c) for case in IN_MID_ROUND),
 ]
-# Each interruption, and the files of clients, of the server and of the phase.
+# Each interruption, and the files of clients and of the phase.
 QUICK = [("hbn", power_fails), ("fixbn, auto", power_fails), ("fedbn", ctrl_c)]
-QUICK += [("global momentum", power_fails), ("centralized", ctrl_c)]
 
 
 @pytest.mark.usefixtures("_unignored")
-@pytest.mark.parametrize(("case", "end"), fast(ALL, *QUICK[:3]))
+@pytest.mark.parametrize(("case", "end"), fast(ALL, *QUICK))
 def test_an_interrupted_run_ends_in_the_bits_of_an_uninterrupted_one(
     case: str, end: End, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
