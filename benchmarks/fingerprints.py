@@ -45,15 +45,12 @@ STRATEGIES = (
     "mtfl",
     "staticbn",
     "fixbn",
-    "fbn",
-    "hbn",
     "fedtan",
     "fedtan2",
     "feddna",
     "fedbs",
     "fedwon",
     "standalone",
-    "bn-scaffold",
 )
 OWN: dict[str, dict[str, Any]] = {
     "fedwon": {"norm": "wsconv", "model": "lenet", "agc": 0.1},

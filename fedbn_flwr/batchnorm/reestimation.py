@@ -27,9 +27,7 @@ from fedbn_flwr.training.batches import Batches, inputs_for, join_last, with_pos
 from fedbn_flwr.training.channels import (
     batch_mean_and_variance,
     other_axes,
-    per_channel,
 )
-from fedbn_flwr.training.checkpointing import is_recomputed
 from fedbn_flwr.training.freezing import layers_of, left_in_eval
 from fedbn_flwr.training.randomness import seeded
 from fedbn_flwr.training.single_examples import name_layer, takes_one_example
@@ -41,9 +39,7 @@ __all__ = [
     "gathered_inputs",
     "load_statistics",
     "merge",
-    "mixture",
     "moments_of",
-    "pool",
     "reestimate_statistics",
     "stop_tracking",
     "tracking_layers",
@@ -150,29 +146,6 @@ class MomentSums:
         if len(waiting) == _KEPT:
             waiting[:] = [merge(waiting)]
 
-    def add(
-        self,
-        layer: nn.Module,
-        x: Tensor,
-        statistics: tuple[Tensor, Tensor] | None = None,
-    ) -> None:
-        """Add the input ``x`` (N, C, *) of a call.
-
-        A call that is repeated by activation checkpointing is ignored.
-
-        Args:
-            layer: the layer that was called.
-            x: its input.
-            statistics: the ``batch_statistics`` of ``x`` if they are known.
-        """
-        if is_recomputed():
-            return
-        with torch.no_grad():
-            mean, var = statistics or batch_statistics(x)
-            count = x.numel() // x.shape[1]
-            m2 = var.detach().double() * count
-        self.gather(layer, Moments(count, mean.detach().double(), m2))
-
     def by_path(self, model: nn.Module) -> dict[str, Moments]:
         """Return the moments of the called layers, by each of their paths."""
         merged = {layer: merge(moments) for layer, moments in self._moments.items()}
@@ -184,90 +157,15 @@ class MomentSums:
 
 
 def batch_statistics(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return mean and biased variance (C,) of a batch (N, C, *), with gradients.
+    """Return mean and biased variance (C,) of a batch (N, C, *).
 
     Both are in float32 or wider. One value per channel has variance 0.
     """
-    mean, var = _BatchStatistics.apply(x)
-    return mean, var
-
-
-class _BatchStatistics(torch.autograd.Function):
-    """Mean and biased variance of n values per channel, with their gradients.
-
-    d mean / d x = 1 / n, and d var / d x = 2 (x - mean) / n. Autograd would keep two
-    more copies of x and would be slower.
-    """
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(x: Tensor) -> tuple[Tensor, Tensor]:
-        return batch_mean_and_variance(_wide(x))
-
-    @staticmethod
-    def setup_context(
-        ctx: Any, inputs: tuple[Tensor], output: tuple[Tensor, Tensor]
-    ) -> None:
-        ctx.save_for_backward(*inputs, output[0])
-
-    @staticmethod
-    def backward(ctx: Any, of_mean: Tensor, of_var: Tensor) -> Tensor:
-        x, mean = ctx.saved_tensors
-        count = x.numel() // x.shape[1]
-        deviations = _wide(x) - per_channel(mean, x)
-        by_mean = per_channel(of_mean / count, x)
-        by_var = per_channel(2 * of_var / count, x)
-        return torch.addcmul(by_mean, deviations, by_var).to(x.dtype)
+    return batch_mean_and_variance(_wide(x))
 
 
 def _wide(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
-
-
-def pool(moments: Sequence[Moments], weights: Sequence[float] | None = None) -> Moments:
-    """Return the pooled moments of one or more clients.
-
-    Weighting by counts and weighting by shares are exact. Use the counts if the moments
-    come from one pass over each client's data. Use the shares p_i if the moments come
-    from local steps: clients with the same number of steps and batch size have equal
-    counts, even if the sizes of their data differ.
-
-    Args:
-        moments: one entry per client, in an order that does not depend on arrival.
-        weights: p_i, or numbers in proportion to them, in the same order; mean = sum
-            p_i mean_i and biased variance sum p_i (var_i + (mean_i - mean)^2). None
-            selects the counts.
-    """
-    if weights is None:
-        return merge(moments)
-    count = sum(one.count for one in moments)
-    mean, variance = mixture(moments, weights)
-    return Moments(count, mean, count * variance)
-
-
-def mixture(
-    moments: Sequence[Moments], weights: Sequence[float], *, spread: bool = True
-) -> tuple[Tensor, Tensor]:
-    """Return mean and biased variance, (C,) each, of clients with the shares p_i.
-
-    mean = sum p_i mean_i, and variance = sum p_i (var_i + (mean_i - mean)^2).
-
-    Args:
-        moments: one entry per client.
-        weights: p_i, or numbers in proportion to them, in the same order.
-        spread: whether the variance includes its second term.
-    """
-    total = sum(weights)
-    pairs = list(zip([weight / total for weight in weights], moments, strict=True))
-    mean = torch.stack([p * one.mean for p, one in pairs]).sum(0)
-    terms = []
-    for p, one in pairs:
-        variance = one.m2 / one.count
-        if spread:
-            variance = variance + (one.mean - mean).square()
-        terms.append(p * variance)
-    return mean, torch.stack(terms).sum(0)
 
 
 def tracking_layers(model: nn.Module) -> list[_BatchNorm]:

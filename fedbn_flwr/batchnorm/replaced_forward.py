@@ -7,28 +7,17 @@ through them.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
-from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedbn_flwr.batchnorm.reestimation import tracking_layers
-from fedbn_flwr.errors import NormLayerError
-from fedbn_flwr.norms.own_forward import modules_after
 from fedbn_flwr.training.attributes import restored_modes
 from fedbn_flwr.training.freezing import refuse_scripted, stays_in_eval
 from fedbn_flwr.training.model_state import not_compiled
 from fedbn_flwr.training.replaced_method import replace_method
-
-ForwardFunction = Callable[[_BatchNorm, Tensor], Tensor]
-"""``compute(layer, x)`` returns a layer's output in training.
-
-The input x is (N, C, *), and the output has its dtype.
-"""
 
 
 def layers_in_training(model: nn.Module) -> dict[str, _BatchNorm]:
@@ -48,29 +37,6 @@ def layers_in_training(model: nn.Module) -> dict[str, _BatchNorm]:
     return {path: module for path, module in model.named_modules() if module in layers}
 
 
-def replaceable_layers(model: nn.Module) -> dict[_BatchNorm, list[nn.Module]]:
-    """Return ``layers_in_training``, each with the modules that it applies after BN.
-
-    A method replaces a layer's BatchNorm and keeps these modules.
-
-    Raises:
-        NormLayerError: the forward pass of a layer does more than that, so a part would
-            be lost; or a layer is in TorchScript.
-    """
-    layers = {}
-    for path, layer in layers_in_training(model).items():
-        after = modules_after(layer)
-        if after is None:
-            raise NormLayerError(
-                f"BatchNorm layer '{path}' is a {type(layer).__name__} with a custom"
-                " forward pass, but the method would replace it. Use torch's"
-                " BatchNorm1d, BatchNorm2d or BatchNorm3d, or a subclass whose forward"
-                " pass applies BatchNorm, then its modules in their order, and nothing else."
-            )
-        layers[layer] = list(after.values())
-    return layers
-
-
 class _Forward:
     """A replacement of a layer's forward pass.
 
@@ -79,9 +45,7 @@ class _Forward:
     for example for an average of the weights.
     """
 
-    def __init__(
-        self, layer: _BatchNorm, function: ForwardFunction | Callable[[Tensor], Tensor]
-    ) -> None:
+    def __init__(self, layer: _BatchNorm, function: Callable[[Tensor], Tensor]) -> None:
         self._layer, self._function = layer, function
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -101,44 +65,6 @@ def _own_forward(layer: _BatchNorm) -> Callable[[Tensor], Tensor]:
     return type(layer).forward.__get__(layer)  # type: ignore[no-any-return]
 
 
-def replace_forward(
-    layers: Mapping[_BatchNorm, Iterable[nn.Module]], compute: ForwardFunction
-) -> Callable[[], None]:
-    """Let ``compute`` be the layers' forward pass, and return the undo function.
-
-    ``layers`` come from ``replaceable_layers``. Modules that a subclass applies after
-    BatchNorm, such as an activation, are applied after ``compute``. A layer that does
-    not track statistics in a call uses its own forward pass (in eval mode, or during
-    ``reestimate_statistics``). Running statistics and counters change only if
-    ``compute`` changes them. A compiled model runs ``compute`` between its compiled
-    parts.
-    """
-    undo = ExitStack()
-    for layer, after in layers.items():
-        taken = functools.partial(_forward, layer, layer.forward, compute, after)
-        forward = _Forward(layer, not_compiled(taken))
-        undo.callback(replace_method(layer, "forward", forward))
-    return undo.close
-
-
-def _forward(
-    layer: _BatchNorm,
-    original: Callable[[Tensor], Tensor],
-    compute: ForwardFunction,
-    after: Iterable[nn.Module],
-    input: Tensor,
-) -> Tensor:
-    """Return the output of ``compute``, or of the layer's own forward pass in tests."""
-    if not (layer.training and layer.track_running_stats):
-        return original(input)
-    # torch's forward runs the same check, so the user sees the usual message
-    layer._check_input_dim(input)  # type: ignore[no-untyped-call]
-    output = compute(layer, input)
-    for module in after:
-        output = module(output)
-    return output
-
-
 def watch_inputs(
     layer: _BatchNorm, note: Callable[[_BatchNorm, Tensor], None]
 ) -> Callable[[], None]:
@@ -155,25 +81,3 @@ def watch_inputs(
         return original(input)
 
     return replace_method(layer, "forward", _Forward(layer, forward))
-
-
-def normalise(layer: _BatchNorm, x: Tensor, mean: Tensor, var: Tensor) -> Tensor:
-    """Return gamma (x - mean) / sqrt(var + eps) + beta, in x's dtype.
-
-    Args:
-        layer: provides eps, and gamma and beta if it has them.
-        x: its input (N, C, *).
-        mean: (C,), in float32, or in float64 with a float64 input.
-        var: the biased variance (C,), in the dtype of ``mean``; it is at least 0.
-    """
-    # torch's kernel returns no gradient for the given statistics, m and v. So mean and
-    # var enter a second time, as a factor of gamma that is 1 and a term of beta that is
-    # 0: the output does not change, and the gradients are exact.
-    m, v = mean.detach(), var.detach()
-    weight = ((v + layer.eps) / (var + layer.eps)).sqrt()
-    bias = (m - mean) * (var + layer.eps).rsqrt()
-    if layer.weight is not None:
-        weight, bias = weight * layer.weight, bias * layer.weight
-    if layer.bias is not None:
-        bias = bias + layer.bias
-    return functional.batch_norm(x, m, v, weight, bias, training=False, eps=layer.eps)

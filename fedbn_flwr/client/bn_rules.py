@@ -41,13 +41,12 @@ from fedbn_flwr.messages.records import from_record, model_record, tensors
 from fedbn_flwr.problems import Known, tell
 from fedbn_flwr.training.client_hook import ClientHook, NamedHooks, overrides
 from fedbn_flwr.training.first_look import makes_no_entries
-from fedbn_flwr.training.loaded import LoadedBatches
 from fedbn_flwr.training.model_state import unwrap, view_with_names, without_wrappers
 from fedbn_flwr.training.optimizer_hooks import before_steps, stepping_optimizers
 from fedbn_flwr.training.session import Session
 
 # Methods of hooks that act once in a round, or sum values over the round.
-_PER_ROUND = ("start", "penalty", "gradients", "survey", "reply", "keep")
+_PER_ROUND = ("start", "penalty", "gradients", "reply", "keep")
 
 
 @contextmanager
@@ -66,7 +65,6 @@ def bn_rules(
         >>> def train(model, loader, msg, context):
         ...     model.load_state_dict(msg.content["arrays"].to_torch_state_dict())
         ...     with bn_rules(model, msg, context) as rules:
-        ...         rules.survey(loader)  # HBN, and FBN by a pass
         ...         sgd = torch.optim.SGD(model.parameters(), lr=0.1)
         ...         optimizer = rules.wrap(sgd)  # FedProx, SCAFFOLD, momentum, AGC
         ...         for x, y in loader:
@@ -192,7 +190,7 @@ def _whole(
 class Hooks:
     """The client hooks of a round in a user's training loop.
 
-    It is the value of ``with bn_rules(...) as rules``. Call ``survey``, ``wrap`` and
+    It is the value of ``with bn_rules(...) as rules``. Call ``wrap`` and
     ``step`` if the method needs them; otherwise they do nothing.
 
     Args:
@@ -221,31 +219,6 @@ class Hooks:
         self.watch = Watch(self.session, model if called is None else called, refuse)
         self._open_step = ExitStack()
         self._in_step = False
-
-    def survey(self, batches: Any, forward: Callable[[Any], Any] | None = None) -> None:
-        """Pass the training data through the model before the first step.
-
-        Methods that measure statistics need this call. For other methods it does
-        nothing.
-        No gradient is computed, and running statistics do not change.
-
-        Args:
-            batches: a ``DataLoader`` whose batches are (inputs, targets). There is one
-                pass, in the order of the data set and including the last batch. The
-                statistics depend on the examples as the loader returns them: use a
-                loader without random transforms.
-            forward: called with the inputs of each batch instead of the model. Pass it
-                if the training calls BatchNorm layers that the model's own forward does
-                not reach: ``lambda x: net.decoder(net.encoder(x))``.
-
-        Raises:
-            ConfigError: a step was taken before, or the model had a forward pass in
-                train mode with gradients.
-            DataError: the data set has no length, or a batch is not a pair.
-        """
-        data = LoadedBatches(batches)
-        self.watch.survey()
-        self.session.survey(data, data.batch_size, forward=forward)
 
     def wrap(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """Let the client hooks act before every step of ``optimizer``, and return it.

@@ -58,14 +58,13 @@ def train_by(
     hooks: NamedHooks,
     task: Task = CLASSIFICATION,
     layout: Layout | None = None,
-    surveys: bool = True,
 ) -> TrainResult:
     """Train ``model`` in place for one round with a user's loop.
 
     ``training.train`` explains the arguments from ``model`` on. The loop is called as
     ``loop(model, batches, rules, learning_rate)``. The model is in train mode and on its
     device, and ``batches`` yields (inputs, targets) on this device. ``rules`` is the
-    value of ``with bn_rules(...)``, after the survey. The loop takes a step with each
+    value of ``with bn_rules(...)``. The loop takes a step with each
     batch, and returns the mean training loss. ``refuse`` raises the problems that the
     methods have with the facts of the loop.
 
@@ -83,9 +82,6 @@ def train_by(
     modules = dict(model.named_modules())
     trained = {name: p.detach().clone() for name, p in _trained(model).items()}
     with rules.block():
-        rules.watch.survey()
-        if surveys:
-            feed.survey(rules.session)
         try:
             with (
                 feed.batches(rules.session) as batches,

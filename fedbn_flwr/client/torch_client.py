@@ -117,8 +117,7 @@ class TorchClient(NumPyClient):
             ``Batches`` from a loader with a ``collate_fn``. It may be empty if the
             client only evaluates. The settings determine the batches and their order.
             An input may be several tensors in a tuple, a list or a dict: the model is
-            called with this one structure. BatchNorm's statistics (HBN, FBN and
-            BN-SCAFFOLD by a pass, StaticBN, ``recalibrate``) are measured without
+            called with this one structure. BatchNorm's statistics (StaticBN, ``recalibrate``) are measured without
             random transforms if ``training.batches_of(loader, plain)`` has the examples
             without them.
         test_data: one test set, or several by name (their metrics are then called
@@ -330,7 +329,7 @@ class TorchClient(NumPyClient):
         hooks = make_hooks(sent.hooks, HookContext(config, local))
         kept.hand_over(hooks, {})
         steps = replace(self.settings, local_steps=sent.fine_tune, local_epochs=0)
-        self._training(sent, steps, config)(cached.model, hooks=hooks, surveys=False)
+        self._training(sent, steps, config)(cached.model, hooks=hooks)
 
     def evaluate(
         self, parameters: list[Array], config: Config

@@ -41,7 +41,6 @@ class Watch:
 
     Attributes:
         wrapped: the optimizers that take the steps.
-        surveyed: whether the hooks need no further survey of the data.
         has_gradients: whether a backward pass has followed the last call of ``passes``.
         handles: closes the hooks of torch that the watch uses.
     """
@@ -50,7 +49,7 @@ class Watch:
         self, session: Session, called: nn.Module, refuse: Callable[[Known], None]
     ) -> None:
         self.wrapped: list[torch.optim.Optimizer] = []
-        self.surveyed = self.has_gradients = False
+        self.has_gradients = False
         self.handles = ExitStack()
         self._session, self._model, self._refuse = session, session.model, refuse
         hooks = session.hooks.values()
@@ -75,16 +74,14 @@ class Watch:
         if compares or self._stores:
             self._at_start.note()
         # Compare with the received weights before the first pass with gradients, because
-        # the pass itself may limit weights. A survey must come before this pass as well.
+        # the pass itself may limit weights.
         # Only hooks of the layers notice the pass in every kind of loop.
         if not isinstance(called, torch.jit.ScriptModule):
             self._add(called.register_forward_pre_hook(self._note_pass))
-        self._until_survey = self.handles.enter_context(ExitStack())
-        if compares or any(overrides(hook, "survey") for hook in hooks):
+        if compares:
             note = not_compiled(self._note_pass)
             for layer in layers_of(self._model).values():
-                handle = layer.register_forward_pre_hook(note)
-                self._until_survey.callback(handle.remove)
+                self._add(layer.register_forward_pre_hook(note))
 
     def _add(self, handle: Any) -> None:
         self.handles.callback(handle.remove)
@@ -102,23 +99,6 @@ class Watch:
                 self._add(layer.register_forward_pre_hook(self._note_mode))
 
     # Before each call of the loop.
-
-    def survey(self) -> None:
-        """Check that the model has not trained yet.
-
-        Raises:
-            ConfigError: a step was taken before, or the model had a forward pass in
-                train mode with gradients.
-        """
-        if self._session.steps or self._session.passes or self._trained:
-            raise ConfigError(
-                "rules.survey(loader) was called after a step, or after a forward pass"
-                " in train mode. Call it first. To try the model before, use"
-                " torch.no_grad()"
-            )
-        # The passes of the survey are not passes of the training.
-        self._until_survey.close()
-        self.surveyed = True
 
     def wrap(self, optimizer: torch.optim.Optimizer) -> None:
         """Check an optimizer that the loop wraps.
@@ -260,12 +240,6 @@ class Watch:
                     f"client hook '{name}' acts in every step, but the optimizer"
                     f" {missing} inside `with bn_rules(...) as rules`. Write: optimizer"
                     " = rules.wrap(optimizer)."
-                )
-            if overrides(hook, "survey") and not self.surveyed:
-                raise ConfigError(
-                    f"client hook '{name}' measures statistics of the training data"
-                    " with the received weights. Write before the first step:"
-                    " rules.survey(loader)."
                 )
             if overrides(hook, "around") and not self._session.passes:
                 raise ConfigError(

@@ -44,9 +44,7 @@ from fedbn_flwr.training.client_hook import ClientHook
 if TYPE_CHECKING:
     from fedbn_flwr.strategies.constructors import *  # noqa: F403
 else:
-    from fedbn_flwr.strategies.bn_scaffold import BNScaffold
     from fedbn_flwr.strategies.ditto import Ditto
-    from fedbn_flwr.strategies.fbn import FBN
     from fedbn_flwr.strategies.fedavg import FedAvg
     from fedbn_flwr.strategies.fedavgm import FedAvgM
     from fedbn_flwr.strategies.fedbn import FedBN
@@ -60,7 +58,6 @@ else:
     from fedbn_flwr.strategies.fedtan2 import FedTAN2
     from fedbn_flwr.strategies.fedwon import FedWon
     from fedbn_flwr.strategies.fixbn import FixBN
-    from fedbn_flwr.strategies.hbn import HBN
     from fedbn_flwr.strategies.mtfl import MTFL
     from fedbn_flwr.strategies.scaffold import Scaffold
     from fedbn_flwr.strategies.silobn import SiloBN
@@ -70,14 +67,11 @@ else:
 __all__ = [
     "ALL",
     "BATCHNORM",
-    "FBN",
-    "HBN",
     "METHODS",
     "MTFL",
     "STRATEGIES",
     "TRACKED",
     "Ask",
-    "BNScaffold",
     "Combination",
     "Ditto",
     "Extra",
@@ -129,7 +123,6 @@ STRATEGIES: Mapping[str, type[Strategy]] = {
         FedProx,
         Ditto,
         Scaffold,
-        BNScaffold,
         FedAvgM,
         FedAdam,
         FedYogi,
@@ -140,8 +133,6 @@ STRATEGIES: Mapping[str, type[Strategy]] = {
         MTFL,
         StaticBN,
         FixBN,
-        FBN,
-        HBN,
         FedTAN,
         FedTAN2,
         FedDNA,

@@ -9,8 +9,6 @@ from __future__ import annotations
 import sys
 from types import FrameType
 
-import torch
-
 
 def in_checkpoint() -> bool:
     """Return whether the current call comes from ``torch.utils.checkpoint``."""
@@ -20,11 +18,3 @@ def in_checkpoint() -> bool:
             return True
         frame = frame.f_back
     return False
-
-
-def is_recomputed() -> bool:
-    """Return whether the current call of a layer is in a backward pass.
-
-    If it is, the layer runs a second time with the same input.
-    """
-    return torch._C._current_graph_task_id() != -1

@@ -5,14 +5,12 @@ It has one function for each point in a round of local training. Torch only.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
-
-from fedbn_flwr.training.batches import Batches
 
 __all__ = [
     "OWN_MODEL",
@@ -49,7 +47,7 @@ class ClientHook:
     """The client code of a method in local training.
 
     The functions of this class do nothing; a method overrides those that it needs.
-    Calls in a round: ``receive``, ``begin``, ``survey``, ``start``; for each step
+    Calls in a round: ``receive``, ``begin``, ``start``; for each step
     ``around``, ``penalty`` and ``gradients``; then ``end``, ``reply``, ``keep``.
 
     Attributes:
@@ -71,8 +69,6 @@ class ClientHook:
         in_batchnorm: whether the hook acts only in forward passes of BatchNorm layers in
             train mode. A user's loop is refused if all these layers are in eval mode in
             each pass.
-        passes: the function that ``survey`` calls with the inputs of each batch. None
-            means the model.
         step: the number of the current step, from 0, in ``gradients``. Optimizers that
             step after the same backward pass have the same number. In a loop of the
             user's, it counts inside the block of ``bn_rules``.
@@ -83,7 +79,6 @@ class ClientHook:
     kept_as: ClassVar[str] = ""
     stage: ClassVar[Stage] = "change"
     in_batchnorm: bool = False
-    passes: Callable[[Any], Any] | None = None
     step: int = 0
 
     def receive(self, sent: Extras, kept: Entries) -> None:
@@ -93,21 +88,6 @@ class ClientHook:
         """Prepare the model before the first step.
 
         The model has the state from the server and is in train mode.
-        """
-
-    def survey(
-        self, model: nn.Module, data: Batches, batch_size: int, seed: int
-    ) -> None:
-        """Pass the client's data through the model, after ``begin``.
-
-        The model has the weights from the server.
-
-        Args:
-            model: the model as prepared by ``begin``.
-            data: the client's training data; it is read without a generator, so without
-                augmentation.
-            batch_size: examples per batch; 0 means one batch of all examples.
-            seed: for dropout and other random layers.
         """
 
     def start(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -137,10 +117,6 @@ class ClientHook:
 
         A batch of one example is enough in such a step.
         """
-        return False
-
-    def takes_one_value(self, layer: nn.Module) -> bool:
-        """Return whether this BN layer can train on one value per channel."""
         return False
 
     def around(

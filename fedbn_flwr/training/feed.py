@@ -70,11 +70,6 @@ class Feed:
         if model is not self.layout.model or not self.layout.in_train_mode():
             model.train()
 
-    def survey(self, session: Session) -> None:
-        """Let the hooks survey the data, with the seed of the round."""
-        seed = self._stream("survey").initial_seed()
-        session.survey(self.data, self.settings.batch_size, seed)
-
     @contextmanager
     def batches(self, session: Session) -> Iterator[Iterator[tuple[Any, Tensor]]]:
         """Give the batches on the model's device, and seed the dropout of the block.

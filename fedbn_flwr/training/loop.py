@@ -80,7 +80,6 @@ def train(
     task: Task = CLASSIFICATION,
     optimizer: torch.optim.Optimizer | None = None,
     layout: Layout | None = None,
-    surveys: bool = True,
 ) -> TrainResult:
     """Train ``model`` in place for one round.
 
@@ -89,8 +88,7 @@ def train(
         data: the client's training data.
         settings: the number of steps, the batch size and the optimizer.
         learning_rate: rate of this round.
-        stream: returns a CPU generator for a purpose ("survey", "batches", "augment",
-            "dropout").
+        stream: returns a CPU generator for a purpose ("batches", "augment", "dropout").
         hooks: the method's hooks by name. A list of hooks works as well, with a
             warning.
         task: defines the loss and the counted targets.
@@ -98,8 +96,6 @@ def train(
             momentum). None creates a new optimizer.
         layout: the known layout of the model without wrappers. None means that the
             layout is computed.
-        surveys: whether the hooks survey the data. False saves this pass if the server
-            does not use its result.
 
     Raises:
         ConfigError: the model has no trainable parameter, every batch had one example
@@ -122,10 +118,6 @@ def train(
     # Hooks see the names without a wrapper's prefix; the passes use the wrapper.
     session, totals = Session(feed.layout.model, hooks), _Totals(task)
     with session.block():
-        # Measure the statistics of the data before a step, because they belong to the
-        # received weights.
-        if surveys and hooks:
-            feed.survey(session)
         # With hooks, collect the parameters again, because a hook may have replaced
         # some.
         known = None if hooks else feed.layout.parameters()

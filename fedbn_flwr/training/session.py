@@ -6,14 +6,13 @@ the only code that calls the hooks while a model trains. Torch only.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
 
-from fedbn_flwr.training.batches import Batches
 from fedbn_flwr.training.client_hook import (
     ClientHook,
     NamedHooks,
@@ -80,18 +79,6 @@ class Session:
             raise
         for hook in begun:
             self.metrics |= hook.end(self.model)
-
-    def survey(
-        self,
-        data: Batches,
-        batch_size: int,
-        seed: int = 0,
-        forward: Callable[[Any], Any] | None = None,
-    ) -> None:
-        """Let the hooks pass the data through the model before the first step."""
-        for hook in self.hooks.values():
-            hook.passes = forward
-            hook.survey(self.model, data, batch_size, seed)
 
     def start(self, optimizer: torch.optim.Optimizer) -> None:
         """Let the hooks prepare an optimizer."""

@@ -76,7 +76,7 @@ def refusing_layers(
     layers = {}
     for path, module in layers_of(model).items():
         uses_batch = module.training or module.running_mean is None
-        if uses_batch and not any(hook.takes_one_value(module) for hook in hooks):
+        if uses_batch:
             layers[path or "(the model itself)"] = module
     counts: dict[str, int] = {}
 

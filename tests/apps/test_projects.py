@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import logging
 import re
 import shutil
 import subprocess
@@ -173,30 +172,6 @@ def test_a_changed_numpyclient_project_synchronises_its_two_layers(project) -> N
 def test_the_number_of_lines_to_change(diff: str, lines: int) -> None:
     """Count the lines of the result that are new or different."""
     assert len(changed_lines(APPS / f"quickstart/{diff}.diff")[1]) == lines
-
-
-@pytest.mark.parametrize(
-    "strategy", fast(["scaffold", "fedbs", "fedrep", "fedtan2", "fbn"], "fedrep", "fbn")
-)
-def test_the_hospital_app_runs_with_other_strategies(
-    project, strategy: str, capsys, caplog
-) -> None:
-    with caplog.at_level(logging.WARNING, logger="flwr"):
-        run = project(
-            "hospitals", strategy=strategy, num_server_rounds=2, local_epochs=1
-        )
-    assert [report.rejected for report in run.strategy.reports] == [{}, {}]
-    assert [report.participants for report in run.strategy.reports] == [[0, 1, 2]] * 2
-    # These warnings are expected: two rounds are too short for some effects, Flower's
-    # defaults turn some methods into FedAvg, and the final arrays lack some parts.
-    known = (
-        "fedtan2: fedtan_rounds=0.1 of 2 rounds",
-        "fedbs: with fedbs_rounds=5, the phase begins after round 5",
-        f"strategy '{strategy}': with ",
-        f"strategy '{strategy}' keeps",
-    )
-    assert not [message for message in caplog.messages if not message.startswith(known)]
-    assert float(capsys.readouterr().out.split()[-1]) > 0.5
 
 
 def test_the_hospitals_have_different_data() -> None:

@@ -12,8 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, example, given, settings
-from hypothesis import strategies as st
 
 from fedbn_flwr.batchnorm import averaging
 from fedbn_flwr.batchnorm.averaging import (
@@ -25,12 +23,9 @@ from fedbn_flwr.batchnorm.averaging import (
 )
 from fedbn_flwr.batchnorm.check_state import check_state
 from fedbn_flwr.batchnorm.parts import split_state
-from fedbn_flwr.batchnorm.reestimation import Moments, merge, pool
 from fedbn_flwr.batchnorm.sync import combine
 from fedbn_flwr.errors import NOT_FINITE, STATISTICS_NOT_FINITE, ReplyError
-from fedbn_flwr.server.methods.moment_pool import pooled_statistics
 from fedbn_flwr.server.methods.travels import TRACKED
-from fedbn_flwr.strategies.fbn import trimmed
 from tests.support.fast import fast
 
 NAMES = [
@@ -63,56 +58,6 @@ def exact_variance(means: Any, variances: Any, weights: Any) -> Fraction:
     centre = sum(w * m for w, m in zip(weights, means, strict=True)) / sum(weights)
     rows = zip(weights, means, variances, strict=True)
     return Fraction(sum(w * (v + (m - centre) ** 2) for w, m, v in rows) / sum(weights))
-
-
-@settings(
-    max_examples=60,
-    deadline=None,
-    derandomize=True,
-    database=None,
-    suppress_health_check=[HealthCheck.too_slow],
-)
-@given(
-    st.sampled_from([np.float16, np.float32]),
-    st.lists(
-        st.tuples(st.integers(1, 3), *[st.floats(-1, 1, width=16)] * 2), min_size=1
-    ),
-    st.integers(-8, 0),
-)
-# only the sum with the variances exceeds the largest number
-@example(np.float16, [(1, 1.0, 1.0), (1, -1.0, 1.0)], -8)
-def test_pooled_statistics_are_finite_or_left_out(
-    dtype: Any, drawn: list[tuple[int, float, float]], magnitude: int
-) -> None:
-    """Statistics are left out only if they exceed the largest number of the type.
-
-    ``drawn`` has count, mean and deviation of each client, as shares of that number.
-    """
-    largest = float(np.finfo(dtype).max)
-    scale = largest ** (1 + magnitude / 16)
-    counts = [count for count, _, _ in drawn]
-    means = [float(dtype(mean * scale)) for _, mean, _ in drawn]
-    variances = [float(dtype(abs(share) * scale)) for _, _, share in drawn]
-    exact = [*map(Fraction, means)], [*map(Fraction, variances)]
-    biased = exact_variance(*exact, counts)
-    unbiased = biased * sum(counts) / max(1, sum(counts) - 1)
-
-    sent, states = [], []
-    for count, mean, variance in zip(counts, means, variances, strict=True):
-        moments = torch.tensor([[mean], [variance * count]], dtype=torch.float64)
-        sent.append({"bn": Moments(count, *moments)})
-        state = {"bn.running_mean": mean, "bn.running_var": variance}
-        states.append({name: np.full(1, x, dtype) for name, x in state.items()})
-    for way in (lambda some, _: merge(some), pool, lambda some, _: trimmed(some, 0.0)):
-        found = pooled_statistics(PARTS, sent, counts, way, states[0])
-        assert all(np.isfinite(values.astype(dtype)).all() for values in found.values())
-    # the counts are the weights of the first two ways
-    found = pooled_statistics(PARTS, sent, counts, pool, states[0])
-    assert sum(counts) == 1 or unbiased > 0.99 * largest or len(found) == 2
-    average_of = average(states, counts, PARTS, "pooled")["bn.running_var"]
-    assert np.isfinite(average_of).all()
-    if biased < 0.99 * largest:
-        np.testing.assert_allclose(average_of, float(biased), rtol=1e-3, atol=1e-7)
 
 
 LAYERS = {

@@ -22,9 +22,6 @@ from fedbn_flwr.batchnorm.reestimation import merge, moments_of, reestimate_stat
 from fedbn_flwr.batchnorm.sync import try_synchronised_step
 from fedbn_flwr.doctor import diagnose
 from fedbn_flwr.errors import NormLayerError
-from fedbn_flwr.strategies.fbn import SurveyedStatistics
-from fedbn_flwr.strategies.hbn import HybridStatistics
-from fedbn_flwr.training.client_hook import ClientHook
 from fedbn_flwr.training.single_examples import takes_one_example
 from tests.support.points import Points
 from tests.support.strange_layers import others_move
@@ -119,17 +116,6 @@ def test_the_model_does_not_change(points, mlp) -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def surveyed(hook: ClientHook) -> Callable[[nn.Module, Points], None]:
-    """Let the hook measure before a round's first step."""
-
-    def measure(model: nn.Module, data: Points) -> None:
-        hook.begin(model)
-        hook.survey(model, data, 4, 0)
-        hook.end(model)
-
-    return measure
-
-
 def refused(model: nn.Module, data: Points) -> None:
     last = Points(data.inputs[:1], data.targets[:1])
     with pytest.raises(NormLayerError):
@@ -140,8 +126,6 @@ PASSES: dict[str, Callable[[nn.Module, Points], object]] = {
     "re-estimation": lambda model, data: reestimate_statistics(
         model, data, batch_size=4
     ),
-    "fbn": surveyed(SurveyedStatistics(warm_up=False)),
-    "hbn": surveyed(HybridStatistics(warm_up=False, share=False)),
     "one example": lambda model, data: takes_one_example(model, data.inputs[:1]),
     "synchronised step": lambda model, data: try_synchronised_step(
         model, data.inputs[:2], 2

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import pickle
 from typing import Any
 
 import pytest
@@ -15,39 +14,24 @@ import torch
 from flwr.app import Context, Message
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, TensorDataset
 
 from fedbn_flwr.batchnorm.parts import split_state
-from fedbn_flwr.batchnorm.replaced_forward import (
-    replace_forward,
-    replaceable_layers,
-    watch_inputs,
-)
 from fedbn_flwr.client.bn_rules import Hooks
 from fedbn_flwr.errors import (
     ConfigError,
-    DataError,
-    NormLayerError,
     NothingTrainedError,
 )
 from fedbn_flwr.mods import bn_rules
 from fedbn_flwr.strategies import (
-    FBN,
-    HBN,
-    BNScaffold,
     FedAvg,
     FedBN,
     FedProx,
     FedTAN,
-    FixBN,
-    StaticBN,
 )
-from fedbn_flwr.strategies.fbn import SurveyedStatistics
 from fedbn_flwr.strategies.fedprox import ProximalTerm
-from fedbn_flwr.strategies.hbn import HybridStatistics
 from fedbn_flwr.strategies.scaffold import ControlVariates
 from fedbn_flwr.training import ClientHook
-from tests.support.strange_layers import Checkpointed, Made, settings_of
+from tests.support.strange_layers import Checkpointed, Made
 from tests.support.user_loops import SIZES, hooked_loop, loop_without_step, plain_loop
 
 PROXIMAL = {"fedbn-flwr.hooks": "proximal", "fedbn-flwr.proximal-mu": 5.0}
@@ -145,28 +129,6 @@ def test_the_automatic_round_of_fixbn_refuses_a_state_that_is_loaded_inside_the_
             train()
     else:
         assert train()["statistics-delta"] > 0
-
-
-@pytest.mark.parametrize("forward", ["replace_forward", "watch_inputs"])
-def test_a_copy_of_the_model_has_its_own_forward_pass(forward: str) -> None:
-    """A weight average is such a copy and must not affect the original."""
-    model, noted = nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 1)), []
-    if forward == "replace_forward":
-        undo = replace_forward(
-            replaceable_layers(model), lambda layer, x: noted.append(layer) or x
-        )
-    else:
-        undo = watch_inputs(model[0], lambda layer, x: noted.append(layer))
-    copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
-    for each in copies:
-        each(torch.randn(4, 2) * 1e4)
-        assert float(each[0].running_var.max()) > 100
-    assert noted == []
-    model(torch.randn(4, 2))
-    assert noted == [model[0]]
-    undo()
-    model(torch.randn(4, 2))
-    assert noted == [model[0]]
 
 
 def test_an_optimizer_for_each_epoch_is_refused(mlp) -> None:
@@ -338,76 +300,6 @@ def test_a_first_batch_that_changes_or_has_another_size_is_refused(
     assert [said in why for why in reasons] == [True] * len(SIZES)
 
 
-class Surveying(ClientHook):
-    """A hook that keeps the inputs of one pass over the data."""
-
-    batches: list[torch.Tensor]
-
-    def survey(self, model: nn.Module, data: Any, batch_size: int, seed: int) -> None:
-        self.batches = [
-            data.batch(p)[0] for p in torch.arange(len(data)).split(batch_size)
-        ]
-
-
-def surveyed_loop(model: nn.Module, rules: Hooks, data: Any, first: bool) -> None:
-    """Take one step, with the survey before or after it."""
-    loader = DataLoader(
-        TensorDataset(data.inputs, data.targets), 4, shuffle=True, drop_last=True
-    )
-    if first:
-        rules.survey(loader)
-    optimizer = rules.wrap(torch.optim.SGD(model.parameters(), 0.1))
-    data.loss(model).backward()
-    optimizer.step()
-    if not first:
-        rules.survey(loader)
-
-
-def test_a_survey_passes_all_data_before_the_first_step(mlp, points) -> None:
-    data, hook = points(10), Surveying()
-    surveyed_loop(mlp(), rules := Hooks(mlp(), {"count": hook}), data, first=True)
-    assert torch.equal(torch.cat(hook.batches), data.inputs), (
-        "in order, and with the batch that the loader drops"
-    )
-    rules.watch.check()
-    with pytest.raises(
-        ConfigError, match=r"rules\.survey\(loader\) was called after a step"
-    ):
-        surveyed_loop(model := mlp(), Hooks(model, {"count": hook}), data, first=False)
-    with pytest.raises(
-        ConfigError,
-        match=(
-            r"client hook 'count' .*Write before the first step: rules\.survey\(loader"
-        ),
-    ):
-        Hooks(mlp(), {"count": hook}).watch.check()
-    surveyed_loop(mlp(), rules := Hooks(mlp(), {}), data, first=True)
-    rules.watch.check()
-
-
-def test_a_survey_takes_the_batch_size_of_a_batch_sampler_and_names_data_that_it_cannot_use(
-    points,
-) -> None:
-    data = TensorDataset(points(10).inputs, points(10).targets)
-    rules = Hooks(nn.Linear(2, 2), {"count": (hook := Surveying())})
-    sampler = torch.utils.data.BatchSampler(
-        torch.utils.data.SequentialSampler(data), 4, drop_last=False
-    )
-    rules.survey(DataLoader(data, batch_sampler=sampler))
-    assert [len(batch) for batch in hook.batches] == [4, 4, 2]
-
-    def as_dict(rows: list[Any]) -> dict[str, Any]:
-        return {"img": rows, "label": rows}
-
-    with pytest.raises(
-        DataError,
-        match=r"a batch of TensorDataset is a dict of img, label, but .*collate_fn",
-    ):
-        rules.survey(DataLoader(data, 4, collate_fn=as_dict))
-    with pytest.raises(DataError, match="data set, Stream, has no length"):
-        rules.survey(DataLoader(Stream(), 4))
-
-
 class Stream(torch.utils.data.IterableDataset[Any]):
     """A stream without examples."""
 
@@ -422,142 +314,6 @@ def changed(model: nn.Module) -> list[str]:
         for name in vars(module)
         if name in ("forward", "train")
     ]
-
-
-def test_a_missing_call_leaves_the_model_as_it_was(run_app, user_app) -> None:
-    models: list[nn.Module] = []
-
-    def loop(model: nn.Module, data: Any, msg: Message, context: Context) -> float:
-        models.append(model)
-        return loop_without_step(model, data, msg, context)
-
-    with pytest.raises(ConfigError, match=r"rules\.survey\(loader\)"):
-        run_app(HBN(), user_app(loop), rounds=1)
-    assert models
-    assert not any(map(changed, models))
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        functools.partial(FixBN, freeze_at=0, freeze_affine=True),
-        *(
-            StaticBN,
-            FBN,
-            functools.partial(FBN, statistics_warm_up=0),
-            functools.partial(FBN, fbn_measure="pass"),
-        ),
-        *(
-            HBN,
-            functools.partial(HBN, statistics_warm_up=0),
-            BNScaffold,
-            FedTAN,
-            FedProx,
-        ),
-    ],
-)
-def test_an_error_in_the_block_leaves_the_model_and_the_optimizer_as_they_were(
-    run_app, user_app, make
-) -> None:
-    """Even Ctrl-C, a ``BaseException``, leaves a model that may be trained again."""
-    found: list[tuple[Any, Any]] = []
-
-    def loop(model: nn.Module, data: Any, msg: Message, context: Context) -> float:
-        optimizer = torch.optim.SGD(model.train().parameters(), 0.1)
-        groups, before = copy.deepcopy(optimizer.param_groups), settings_of(model)
-        try:
-            with bn_rules(model, msg, context) as rules:
-                rules.survey(DataLoader(TensorDataset(data.inputs, data.targets), 4))
-                rules.wrap(optimizer)
-                with rules.step(len(data)):
-                    data.loss(model).backward()
-                optimizer.step()
-                raise KeyboardInterrupt
-        finally:
-            found.append((before, settings_of(model)))
-            assert [len(group["params"]) for group in optimizer.param_groups] == [
-                len(groups[0]["params"])
-            ]
-            assert not optimizer._optimizer_step_pre_hooks
-            assert not optimizer._optimizer_step_post_hooks
-            assert not any("forward" in vars(module) for module in model.modules())
-        return 0.0
-
-    run_app(make(), user_app(loop, query=True), rounds=1, fails=NothingTrainedError)
-    assert len(found) == len(SIZES)
-    for before, after in found:
-        assert before == after
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: SurveyedStatistics(False),
-        lambda: SurveyedStatistics(True),
-        lambda: HybridStatistics(False, share=False),
-    ],
-)
-def test_a_survey_after_steps_of_an_optimizer_that_is_not_wrapped_is_refused(
-    make, mlp, points
-) -> None:
-    """The hook's forward pass does not matter, and a test is not a step."""
-    model, data, hook = mlp(), points(10), make()
-    loader = DataLoader(TensorDataset(data.inputs, data.targets), 4)
-    hook.receive({}, {})
-    hook.begin(model)
-    rules = Hooks(model, {"hook": hook})
-    with torch.no_grad():
-        model(data.inputs)
-    model.eval()(data.inputs)
-    model.train()
-    rules.survey(loader)
-    data.loss(model).backward()
-    with rules.watch.handles:
-        hook.end(model)
-    hook.begin(model)
-    rules = Hooks(model, {"hook": hook})
-    data.loss(model).backward()
-    with pytest.raises(
-        ConfigError, match=r"rules\.survey\(loader\) was called after a step"
-    ):
-        rules.survey(loader)
-    with rules.watch.handles:
-        hook.end(model)
-    assert not changed(model)
-    assert not any(layer._forward_pre_hooks for layer in model.modules())
-
-
-def test_a_survey_after_a_step_of_a_compiled_model_is_refused(mlp, points) -> None:
-    """The model may be compiled and called before the block."""
-    torch._dynamo.reset()
-    model, data = torch.compile(mlp(), backend="eager"), points(10)
-    data.loss(model).backward()
-    for hook in (HybridStatistics(False, share=False), SurveyedStatistics(False)):
-        hook.receive({}, {})
-        hook.begin(model)
-        rules = Hooks(model, {"hook": hook})
-        data.loss(model).backward()
-        with pytest.raises(
-            ConfigError,
-            match=r"called after a step, or after a forward pass in train mode",
-        ):
-            rules.survey(DataLoader(TensorDataset(data.inputs, data.targets), 4))
-        with rules.watch.handles:
-            hook.end(model)
-
-
-def test_a_layer_with_a_forward_of_its_own_is_refused_in_the_warm_up_too() -> None:
-    class Own(nn.BatchNorm1d):
-        def forward(self, input: torch.Tensor) -> torch.Tensor:
-            return super().forward(input).relu()
-
-    model = nn.Sequential(nn.Linear(2, 3), Own(3))
-    with pytest.raises(
-        NormLayerError,
-        match="BatchNorm layer '1' is a Own with a custom forward pass",
-    ):
-        HybridStatistics(True, share=False).begin(model)
-    assert not changed(model)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from fedbn_flwr.mods import answer_query, answer_statistics, bn_mod, bn_rules
-from fedbn_flwr.strategies import FBN, HBN, FedAvg, StaticBN
+from fedbn_flwr.strategies import FedAvg, StaticBN
 from tests.support.user_loops import SIZES
 
 HIDDEN = 3
@@ -70,7 +70,6 @@ def app(datasets) -> Any:
             net, data = Autoencoder(), loader(context)
             net.load_state_dict(msg.content["arrays"].to_torch_state_dict())
             with bn_rules(net, msg, context) as rules:
-                rules.survey(data, **({"forward": net.decoded} if whole else {}))
                 optimizer = rules.wrap(torch.optim.SGD(net.parameters(), 0.01))
                 net.train()
                 for inputs, _ in data:
@@ -93,8 +92,6 @@ def app(datasets) -> Any:
 METHODS = {
     "staticbn": StaticBN,
     "recalibrate": functools.partial(FedAvg, recalibrate=True),
-    "fbn": functools.partial(FBN, fbn_measure="pass"),
-    "hbn": HBN,
 }
 
 

@@ -49,9 +49,6 @@ class Pull(ClientHook):
     def begin(self, model: nn.Module) -> None:
         self.weights = dict(model.named_parameters())["0.weight"].detach().clone()
 
-    def survey(self, model: nn.Module, data: Any, batch_size: int, seed: int) -> None:
-        self.sum += self.strength * len(data)
-
     def penalty(self, model: nn.Module) -> Tensor:
         away = dict(model.named_parameters())["0.weight"] - self.weights
         return self.strength * away.square().sum()

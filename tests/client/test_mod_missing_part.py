@@ -13,10 +13,7 @@ from flwr.clientapp import ClientApp
 from fedbn_flwr.errors import ClientPartError, ConfigError
 from fedbn_flwr.mods import bn_mod
 from fedbn_flwr.strategies import (
-    FBN,
-    HBN,
     MTFL,
-    BNScaffold,
     FedAvg,
     FedBN,
     FedDNA,
@@ -52,9 +49,6 @@ MISSING: dict[str, tuple[Callable[[], Strategy], str]] = {
         "'report-drift'",
     ),
     "staticbn": (StaticBN, "with bn_rules(model, msg, context):"),
-    "fbn": (FBN, "'global-statistics'"),
-    "hbn": (HBN, "'hybrid-statistics'"),
-    "bn-scaffold": (BNScaffold, "'bn-variates'"),
     "fedwon": (FedWon, "'agc'"),
     "fedtan": (FedTAN, "'synchronise-first-step'"),
     "fedtan by messages": (FedTAN, "'synchronise-first-step'"),

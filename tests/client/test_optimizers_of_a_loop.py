@@ -15,17 +15,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, TensorDataset
 
 from fedbn_flwr.client.bn_rules import Hooks
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.server.methods.momentum import MomentumBuffers
 from fedbn_flwr.server.methods.options import ClipGradients
-from fedbn_flwr.strategies.bn_scaffold import BNControlVariates
-from fedbn_flwr.strategies.fbn import GlobalStatistics, SurveyedStatistics
 from fedbn_flwr.strategies.fedprox import ProximalTerm
 from fedbn_flwr.strategies.fedrep import HeadThenBody
-from fedbn_flwr.strategies.hbn import HybridStatistics
 from fedbn_flwr.strategies.scaffold import ControlVariates
 from fedbn_flwr.training import ClientHook
 from tests.support.fast import fast
@@ -326,7 +322,6 @@ def epochs(
     hook.receive({}, {})
     rules = Hooks(model, {"hook": hook})
     with rules.block():
-        rules.survey(DataLoader(TensorDataset(data.inputs, data.targets), 4))
         optimizer = torch.optim.SGD(model.parameters(), RATE)
         if wrap:
             rules.wrap(optimizer)
@@ -346,13 +341,7 @@ def epochs(
                 put(model, present)
 
 
-OF_ALL_STEPS = (
-    (ControlVariates, True),
-    (BNControlVariates, True),
-    (lambda: GlobalStatistics(False), True),
-    (lambda: GlobalStatistics(True), False),
-    (lambda: HybridStatistics(False, share=False), True),
-)
+OF_ALL_STEPS = ((ControlVariates, True),)
 
 
 @pytest.mark.parametrize(("put", "when"), [(load, 2), (load, 1), (copy_data, 2)])
@@ -438,9 +427,7 @@ def test_a_limit_of_weights_is_no_other_state(
     assert make is not ControlVariates or torch.equal(*states)
 
 
-@pytest.mark.parametrize(
-    "make", [lambda: ProximalTerm(MU), lambda: SurveyedStatistics(False), ClientHook]
-)
+@pytest.mark.parametrize("make", [lambda: ProximalTerm(MU), ClientHook])
 def test_weights_of_an_earlier_step_are_taken_where_a_method_does_not_depend_on_the_steps(
     make, mlp, points
 ) -> None:

@@ -21,7 +21,6 @@ from fedbn_flwr.errors import ConfigError, FedBNError
 from fedbn_flwr.messages.records import to_record
 from fedbn_flwr.mods import bn_rules
 from fedbn_flwr.strategies import (
-    FBN,
     Ditto,
     FedAvg,
     FedBN,
@@ -165,7 +164,6 @@ WRONG: dict[str, Callable[[], Any]] = {
         FedBN(personal="type:Conv2d,type:Linear")
     ),
     "fedtan's batchnorm": lambda: prepared(FedTAN(personal="features.norm0")),
-    "pooled statistics": lambda: prepared(FBN(personal="features.norm0")),
 }
 
 
@@ -175,7 +173,7 @@ def test_what_cannot_stay_is_refused(make: Callable[[], Any]) -> None:
         make()
 
 
-@pytest.mark.parametrize("method", [FedTAN, FixBN, FBN, combined(FedBN, Scaffold)])
+@pytest.mark.parametrize("method", [FedTAN, FixBN, combined(FedBN, Scaffold)])
 def test_a_head_can_stay_beside_any_method_that_shares_batchnorm(method: Any) -> None:
     strategy = method(personal="classifier.*,features.norm0.weight")
     if method is FedTAN:

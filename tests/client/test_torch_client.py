@@ -30,8 +30,7 @@ from fedbn_flwr.client.client_data import as_batches
 from fedbn_flwr.errors import ConfigError, DataError, StateError
 from fedbn_flwr.messages.protocol import Continuity, NodeProperties
 from fedbn_flwr.messages.records import to_record, to_state
-from fedbn_flwr.training import LearningRate, LocalTraining, train
-from fedbn_flwr.training.client_hook import ClientHook
+from fedbn_flwr.training import LearningRate, LocalTraining
 from fedbn_flwr.training.evaluation import evaluate
 from fedbn_flwr.training.loaded import (
     LoadedBatches,
@@ -239,45 +238,6 @@ def test_random_transforms_draw_from_the_clients_stream(points) -> None:
     assert not torch.equal(first, second)
     inputs, targets = data.batch(torch.arange(0), generator)
     assert (inputs.shape, targets.shape, targets.dtype) == ((0, 5), (0,), torch.int64)
-
-
-def test_statistics_are_measured_on_plain_training_data(points, mlp, caplog) -> None:
-    """Survey (HBN) and query (StaticBN) ignore random transforms.
-
-    They give the statistics of a client without transforms.
-    """
-    data, settings = (
-        points(10, 1),
-        LocalTraining(learning_rate=LearningRate(0.1), local_steps=2, batch_size=4),
-    )
-    net, sent = mlp(), []
-
-    class Sees(ClientHook):
-        def survey(self, model, data, batch_size, seed):
-            sent.append(data.batch(torch.arange(len(data)))[0])
-
-    for client in (
-        TorchClient(
-            net,
-            batches_of(DataLoader(Transformed(data)), pairs(data)),
-            data,
-            settings,
-        ),
-        TorchClient(net, pairs(data), data, settings),
-    ):
-        statistics, _, _ = client.statistics(arrays(net), {})
-        sent.append(statistics)
-        train(
-            mlp(),
-            client.data.train,
-            settings,
-            learning_rate=0.1,
-            stream=lambda _: torch.Generator(),
-            hooks={"sees": Sees()},
-        )
-    assert torch.equal(sent[1], sent[3])
-    assert all(np.array_equal(a, b) for a, b in zip(sent[0], sent[2], strict=True))
-    assert not caplog.messages
 
 
 @pytest.mark.parametrize("form", [list, tuple, np.array, torch.tensor])

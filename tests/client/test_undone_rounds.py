@@ -19,7 +19,7 @@ from flwr.app import Context, Message
 
 from fedbn_flwr.client.kept_files import Continuity
 from fedbn_flwr.messages.records import from_record
-from fedbn_flwr.strategies import BNScaffold, FedBN, Scaffold, combined
+from fedbn_flwr.strategies import FedBN, Scaffold, combined
 from fedbn_flwr.strategies.scaffold import Variates
 from tests.support.bad_replies import BAD, lose_replies
 from tests.support.fast import fast
@@ -80,9 +80,7 @@ def new_process(
 @pytest.mark.parametrize(
     "min_replies", [1, CLIENTS], ids=["the others are used", "no reply is used"]
 )
-@pytest.mark.parametrize(
-    "method", fast([Scaffold, BNScaffold, combined(FedBN, Scaffold)], 1, 2)
-)
+@pytest.mark.parametrize("method", fast([Scaffold, combined(FedBN, Scaffold)], 1, 2))
 def test_replies_are_lost(
     method, min_replies, federate, datasets, mlp, monkeypatch, caplog
 ) -> None:

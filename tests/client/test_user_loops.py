@@ -21,9 +21,6 @@ from torch import nn
 from fedbn_flwr.client import client_app
 from fedbn_flwr.mods import bn_mod
 from fedbn_flwr.strategies import (
-    FBN,
-    HBN,
-    BNScaffold,
     Ditto,
     FedAvg,
     FedBN,
@@ -57,14 +54,10 @@ METHODS: dict[str, Make] = {
     "fedbn": FedBN,
     "fedprox": functools.partial(FedProx, proximal_mu=0.5),
     "scaffold": functools.partial(Scaffold, server_learning_rate=0.8),
-    "bn-scaffold": BNScaffold,
     "fixbn": functools.partial(FixBN, freeze_at=1),
     "fixbn, automatic": functools.partial(
         FixBN, freeze_at="auto", freeze_window=2, freeze_tau=1e9
     ),
-    "fbn": FBN,
-    "fbn, pass": functools.partial(FBN, fbn_measure="pass"),
-    "hbn": functools.partial(HBN, share_alpha=True),
     "fedbn, global momentum": functools.partial(FedBN, momentum_scope="global"),
     "fedtan": FedTAN,
     "feddna": FedDNA,
@@ -83,7 +76,7 @@ SERVERS: dict[str, Make] = {
 }
 ALL = METHODS | SERVERS
 SYNCHRONISED = ("feddna", "fedtan")
-WITH_MOMENTUM = ("fedbn, global momentum", "fbn", "hbn")
+WITH_MOMENTUM = ("fedbn, global momentum",)
 
 
 def momentum_of(name: str) -> float:
@@ -229,16 +222,10 @@ TABLE: dict[str, Any] = {
     "hooked": ("fixbn, automatic",),
     "by_messages": SYNCHRONISED,
     "closure_by_name": ("fedprox", "scaffold"),
-    "compiled": ("hbn", "bn-scaffold", "fixbn", "fbn", "fedtan"),
-    "only_steps_compiled": ("bn-scaffold", "scaffold", "fbn", "hbn"),
-    "numpy_client": (
-        *("fedbn", "hbn", "scaffold", "bn-scaffold", "fixbn", "fbn", "fedtan"),
-    ),
+    "numpy_client": (*("fedbn", "scaffold", "fixbn", "fedtan"),),
     "numpy_client_by_messages": SYNCHRONISED,
-    "numpy_client_in_the_legacy_loop": ("fedbn", "scaffold", "fbn, pass"),
-    "in_parts": ("fedbn", "hbn", "bn-scaffold", "fedtan", "staticbn"),
+    "in_parts": ("fedbn", "fedtan", "staticbn"),
     "in_a_pair": ("fedbn",),
-    "in_a_named_tuple": ("fbn, pass",),
     "our_client_in_the_legacy_loop": (
         *("sampled", "ditto", "fixbn, automatic", "fedbn, global momentum"),
     ),

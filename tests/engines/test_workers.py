@@ -51,7 +51,6 @@ from fedbn_flwr.norms import use_feature_norm
 from fedbn_flwr.server.rounds import replies, training
 from fedbn_flwr.server.rounds import round as rounds
 from fedbn_flwr.strategies import (
-    HBN,
     FedAvg,
     FedBN,
     FedTAN,
@@ -132,7 +131,6 @@ def test_a_broadcast_is_written_once(monkeypatch) -> None:
 
 WORKED: dict[str, tuple[Callable[[], Strategy], float]] = {
     "fedtan": (FedTAN, 0.0),
-    "hbn": (lambda: HBN(share_alpha=True, statistics_warm_up=0), 0.9),
     "feature-norm": (FedAvg, 0.0),
     "entries of every type": (lambda: FedBN(momentum_scope="local"), 0.9),
 }

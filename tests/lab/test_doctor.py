@@ -483,7 +483,7 @@ def test_bad_arguments(
     assert text in done.stderr
 
 
-@pytest.mark.parametrize("strategy", ["fedbn", "fbn", "fedtan", "centralized"])
+@pytest.mark.parametrize("strategy", ["fedbn", "fedtan", "centralized"])
 def test_every_pass_reads_scaled_inputs(
     strategy: str, quick_config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

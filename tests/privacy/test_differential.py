@@ -318,15 +318,12 @@ def test_a_client_that_does_not_clip_is_refused_by_name(
 
 REFUSED = {
     "scaffold": "control variates",
-    "bn-scaffold": "control variates",
     "fedtan": "exchanges of its first step",
     "fedtan2": "exchanges of its first step",
     "feddna": "exchanges of its first step",
     "fedbs": "losses are the weights",
     "fednova": "divides the change of each client",
     "staticbn": "collects statistics",
-    "fbn": "moments of BatchNorm",
-    "hbn": "moments of BatchNorm",
     "standalone": "nothing to protect",
 }
 SETTINGS_REFUSED: list[tuple[type[FedAvg], dict[str, Any], str]] = [

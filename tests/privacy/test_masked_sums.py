@@ -39,7 +39,6 @@ from fedbn_flwr.privacy.masks import Party, PublicKeys
 from fedbn_flwr.privacy.ring import FixedPoint
 from fedbn_flwr.server.methods.check_protections import uncovered
 from fedbn_flwr.strategies import (
-    FBN,
     STRATEGIES,
     Extra,
     FedAdam,
@@ -861,7 +860,6 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: FedAvg(momentum_scope="global"),
         "'momentum' in the reply",
     ),
-    "moments": (FBN, "strategy=fbn sends the moments"),
     "pooled": (
         lambda: FedAvg(variance="pooled"),
         "variance=pooled reads the statistics of single replies",

@@ -67,7 +67,7 @@ def _in_the_folder(fed: Federation, found: package.Result) -> package.Result:
 
 def _kept(fed: Federation, kept: Mapping[str, Any]) -> dict[str, Tensor]:
     """Return a client's state beyond model entries, by the package's names."""
-    hook = "bn-variates" if fed.case.has("bn-scaffold") else "variates"
+    hook = "variates"
     entries = {}
     for name, value in kept.get("own-model", {}).items():
         entries[f"own-model/{name}"] = value
@@ -76,14 +76,6 @@ def _kept(fed: Federation, kept: Mapping[str, Any]) -> dict[str, Tensor]:
     for name, first in fed.first_name.items():
         if first in kept.get("momentum", {}):
             entries[f"momentum/{name}"] = kept["momentum"][first]
-    for path, value in kept.get("alpha", {}).items():
-        entries[f"hybrid-statistics/{path}.alpha"] = value
-    for path, (count, mean, var) in kept.get("moments", {}).items():
-        start = f"{hook}/bn-variates/{path}"
-        dtype = fed.state[f"{path}.running_mean"].dtype
-        entries[f"{start}.count"] = torch.tensor(count)
-        entries[f"{start}.mean"] = mean.to(dtype)
-        entries[f"{start}.m2"] = (count * var).to(dtype)
     return entries
 
 

@@ -20,9 +20,9 @@ from tests.reference.networks import NETWORKS
 
 LOCAL = ("fedbn", "silobn", "mtfl")
 STEPS = ("fedadam", "fedavgm", "fedyogi", "fedadagrad", "fednova")
-ALONE = ("standalone", "feddna", "bn-scaffold", "fedbs", "fedwon")
+ALONE = ("standalone", "feddna", "fedbs", "fedwon")
 LOOPS = ("loop", "two-optimizers", "closure", "around", "named")
-STATISTICS = ("fixbn", "staticbn", "fbn", "hbn", "fedtan", "fedtan2")
+STATISTICS = ("fixbn", "staticbn", "fedtan", "fedtan2")
 TOGETHER = (STATISTICS, LOCAL, STEPS, ("fedprox",), ("scaffold",), ("fedrep", "ditto"))
 """At most one method of each group."""
 APART = {
@@ -72,10 +72,6 @@ class Case:
     head_steps: int = 1
     freeze_affine: bool = False
     freeze_auto: bool = False
-    fbn_measure: str = "steps"
-    statistics_warm_up: int = 1
-    statistics_aggregation: str = "mean"
-    share_alpha: bool = False
     exchanges: str = "3L+1"
     # ways to run
     way: str = "torch-client"
@@ -124,7 +120,7 @@ def refusal(case: Case) -> str:
     personal = bool(case.personal) or case.has("fedrep")
     measures = case.has("staticbn") or case.recalibrate
     without = case.model in ("no-norm", "wsconv")
-    if without and case.has(*LOCAL, *STATISTICS, "feddna", "bn-scaffold"):
+    if without and case.has(*LOCAL, *STATISTICS, "feddna"):
         return "the model has no BatchNorm"
     if without and case.recalibrate:
         return "the model has no BatchNorm"
@@ -160,8 +156,6 @@ def refusal(case: Case) -> str:
     asked = max(math.floor(case.fraction * len(case.sizes) + 1e-9), 1)
     if case.way == "command" and asked < case.min_replies:
         return "no round can have enough replies"
-    if case.has("hbn") and case.way == "two-optimizers":
-        return "alpha learns in one optimizer"
     if case.has("ditto") and case.way in LOOPS:
         return "a second model needs a TorchClient"
     return ""
@@ -243,7 +237,7 @@ def _case(one: Callable[..., Any]) -> Case:
     values["batch_size"], values["steps"] = one(0, 3, 4), one(2, 1, 3, 0)
     values["sampling"] = some("with-replacement", "without-replacement")
     values["optimizer"] = "sgd"
-    if not has & {"scaffold", "bn-scaffold"}:
+    if not has & {"scaffold"}:
         if "fednova" not in has:
             values["optimizer"] = some("sgd", "adam", "adamw")
         if values["optimizer"] == "sgd":
@@ -261,11 +255,11 @@ def _case(one: Callable[..., Any]) -> Case:
         values["personal"] = some("", "head", "first", "last-layer")
         if values["model"] == "tied":
             values["personal"] = some("", "head", "encoder")
-    of_all_layers = has & {"fbn", "hbn", "fedtan", "fedtan2"}
+    of_all_layers = has & {"fedtan", "fedtan2"}
     if has & {*LOCAL, "fixbn", "staticbn"} and not of_all_layers:
         values["layers"] = some(False, True)
     values["agc"] = 0.1 if "fedwon" in has else some(0.0, 0.05)
-    if not has & {"fedbn", "silobn", "staticbn", "fbn", "hbn", "standalone"}:
+    if not has & {"fedbn", "silobn", "staticbn", "standalone"}:
         values["variance"] = some("mean", "pooled")
     if not has & {"staticbn"}:
         values["recalibrate"] = some(False, True)
@@ -277,13 +271,6 @@ def _case(one: Callable[..., Any]) -> Case:
     if "fixbn" in has:
         values["freeze_affine"] = some(False, True)
         values["freeze_auto"] = some(False, True) and values["rounds"] > 2
-    if "fbn" in has:
-        values["fbn_measure"] = some("steps", "pass")
-        values["statistics_aggregation"] = some("mean", "trimmed-mean:0.3")
-    if "hbn" in has:
-        values["share_alpha"] = some(False, True)
-    if has & {"fbn", "hbn"}:
-        values["statistics_warm_up"] = some(1, 0, 2)
     if has & {"fedtan", "fedtan2", "feddna"}:
         values["exchanges"] = some("3L+1", "2L+1")
         values["transport"] = some("messages", "barrier", "channel")
@@ -301,7 +288,7 @@ def _way(one: Callable[..., Any], values: dict[str, Any]) -> dict[str, Any]:
     has, rare = {*values["methods"]}, one(*range(10))
     if rare == 9:
         return {"engine": "workers"}
-    if rare == 8 and not has & {"fedwon", "bn-scaffold"}:
+    if rare == 8 and not has & {"fedwon"}:
         changed = {"way": "command", "hidden": (), "faults": (), "again": ""}
         changed["transport"] = "messages"
         if values["model"] == "wsconv":

@@ -109,7 +109,6 @@ def fit(
     config = msg.content["config"]
     total = count = 0.0
     with bn_rules(model, msg, context) as rules:
-        rules.survey(loader)
         frozen = bool(config.get("fedbn-flwr.frozen", False))
         rate = training.learning_rate.at(number, frozen)
         optimizers = [rules.wrap(one) for one in optimizers_of(case, net, rate)]

@@ -23,12 +23,9 @@ from tests.reference.federation import (
     State,
     Turn,
     cloned,
-    mixture,
-    moments_of,
     normalised,
     shares,
     total,
-    union,
 )
 
 T_STAR = 1  # after this round FixBN and FedTAN-II freeze
@@ -427,149 +424,6 @@ class StaticBN(Method):
         return by_the_batch(layer, h) if moves else None
 
 
-class Pooling(Method):
-    """The server's pooling of the clients' moments, shared by FBN and HBN."""
-
-    def __init__(self, fed: Federation) -> None:
-        super().__init__(fed)
-        self.results = 0
-        self.warm = True
-        self.measured = {p for p, m in fed.layers.items() if fed.tracks(p, m)}
-
-    def opens(self, t: int) -> None:
-        self.warm = self.results < self.fed.case.statistics_warm_up
-
-    def fixed(self, t: int) -> set[str]:
-        return self.fed.statistics | self.fed.counters
-
-    def tunes(self, client: Client) -> bool:
-        client.sends["seen"] = {}
-        return True
-
-    def takes_one_value(self, path: str) -> bool:
-        return not self.warm and path in self.measured
-
-    def survey(self, client: Client) -> None:
-        client.sends["moments"] = self.fed.survey(client, client.net, self.measured)
-
-    def server(self, turn: Turn) -> None:
-        sent = [client.sends["moments"] for client in turn.replies]
-        pooled = self.fed.pooled(sent, self.pool_of([len(c) for c in turn.replies]))
-        share = 1.0 if self.warm else SHARE
-        for name, new in pooled.items():
-            old = turn.before[name].double()
-            turn.model[name] = ((1 - share) * old + share * new.double()).to(new.dtype)
-        self.results += bool(pooled)
-
-    def pool_of(self, counts: Sequence[float]) -> Any:
-        return union
-
-
-class FBN(Pooling):
-    """BatchNorm trains with the pooled statistics of earlier rounds."""
-
-    def begin(self, client: Client) -> None:
-        client.sends["seen"] = {}
-        if self.fed.case.fbn_measure == "pass":
-            self.survey(client)
-
-    def sees(self, client: Client, path: str, h: Tensor) -> None:
-        if path in self.measured:
-            client.sends["seen"].setdefault(path, []).append(moments_of(h))
-
-    def normalise(
-        self, client: Client, path: str, layer: Any, h: Tensor
-    ) -> Tensor | None:
-        if path not in self.measured:
-            return None
-        if self.warm:
-            return by_the_batch(layer, h)
-        return normalised(layer, h, layer.running_mean, layer.running_var)
-
-    def end(self, client: Client) -> None:
-        if self.fed.case.fbn_measure == "steps":
-            seen = client.sends["seen"]
-            client.sends["moments"] = {p: union(parts) for p, parts in seen.items()}
-
-    def pool_of(self, counts: Sequence[float]) -> Any:
-        if self.fed.case.statistics_aggregation != "mean":
-            return self.trimmed
-        if self.fed.case.fbn_measure == "pass":
-            return union
-        p = shares(counts)
-        return lambda parts: (sum(n for n, _, _ in parts), *mixture(p, parts))
-
-    @staticmethod
-    def trimmed(parts: Sequence[Any]) -> tuple[int, Tensor, Tensor]:
-        """Means over the clients without the smallest and the largest value."""
-
-        def middle(values: Sequence[Tensor]) -> Tensor:
-            cut = math.floor(0.3 * len(values) + 1e-9)
-            return torch.stack(values).sort(0).values[cut : len(values) - cut].mean(0)
-
-        counts = [torch.tensor(float(n)).double() for n, _, _ in parts]
-        mean = middle([m for _, m, _ in parts])
-        var = middle([v + (m - mean) ** 2 for _, m, v in parts])
-        return round(float(middle(counts)) * len(parts)), mean, var
-
-
-class HBN(Pooling):
-    """a mu_B + (1 - a) mu_g with a = sigmoid(-alpha) and a local, trained alpha."""
-
-    def __init__(self, fed: Federation) -> None:
-        super().__init__(fed)
-        self.common: State = {}  # the mean of the clients' alpha, if they share it
-
-    def begin(self, client: Client) -> None:
-        self.survey(client)
-        self.take_alpha(client, {**self.common, **client.kept.get("alpha", {})})
-
-    def tunes(self, client: Client) -> bool:
-        self.take_alpha(client, client.kept.get("alpha", {}))
-        return True
-
-    def take_alpha(self, client: Client, kept: State) -> None:
-        client.sends["alpha"] = {}
-        for path in self.measured:
-            like = client.start[f"{path}.running_mean"]
-            start = kept.get(path, torch.zeros_like(like))
-            client.sends["alpha"][path] = nn.Parameter(start.clone())
-
-    def with_optimizer(self, client: Client) -> None:
-        if self.warm or not self.measured:
-            return
-        rate = client.optimizer.param_groups[0]["lr"]
-        group = {"params": self.trains(client), "lr": rate, "weight_decay": 0.0}
-        client.optimizer.add_param_group(group)
-
-    def trains(self, client: Client) -> list[nn.Parameter]:
-        return [] if self.warm else [*client.sends["alpha"].values()]
-
-    def normalise(
-        self, client: Client, path: str, layer: Any, h: Tensor
-    ) -> Tensor | None:
-        if path not in self.measured:
-            return None
-        if self.warm:
-            return by_the_batch(layer, h)
-        a = torch.sigmoid(-client.sends["alpha"][path])
-        flat = h.transpose(0, 1).flatten(1)
-        mean = a * flat.mean(1) + (1 - a) * layer.running_mean
-        var = a * flat.var(1, correction=0) + (1 - a) * layer.running_var
-        return normalised(layer, h, mean, var)
-
-    def end(self, client: Client) -> None:
-        if not self.warm:
-            alpha = client.sends["alpha"]
-            client.kept["alpha"] = {p: a.detach().clone() for p, a in alpha.items()}
-
-    def server(self, turn: Turn) -> None:
-        super().server(turn)
-        for path in self.measured if self.fed.case.share_alpha else ():
-            alpha = [client.sends["alpha"][path].detach() for client in turn.replies]
-            self.common[path] = total(turn.p, alpha)
-
-
 class FedTAN(Method):
     """In the first step, all clients are one batch."""
 
@@ -629,61 +483,6 @@ class FedTAN2(FedTAN, FixBN):
 
     def fixed(self, t: int) -> set[str]:
         return self.fed.statistics | self.fed.counters if self.frozen(t) else set()
-
-
-class BNScaffold(Scaffold):
-    """SCAFFOLD, and mu_B - u_i + u, max(v_B - s_i + s, rho s) in every step."""
-
-    def __init__(self, fed: Federation) -> None:
-        super().__init__(fed)
-        self.last: dict[int, tuple[Any, int]] = {}
-        self.measured = {p for p, m in fed.layers.items() if fed.tracks(p, m)}
-        self.common: dict[str, tuple[Tensor, Tensor]] = {}
-
-    def opens(self, t: int) -> None:
-        super().opens(t)
-        self.common = {}
-        latest = [self.last[i] for i in sorted(self.last)]
-        for path in self.measured:
-            parts = [(m[path], n) for m, n in latest if path in m]
-            if parts:
-                moments, counts = zip(*parts, strict=True)
-                self.common[path] = mixture(shares(counts), moments)
-
-    def begin(self, client: Client) -> None:
-        super().begin(client)
-        client.sends["seen"] = {}
-
-    def sees(self, client: Client, path: str, h: Tensor) -> None:
-        if path in self.measured:
-            client.sends["seen"].setdefault(path, []).append(moments_of(h))
-
-    def normalise(
-        self, client: Client, path: str, layer: Any, h: Tensor
-    ) -> Tensor | None:
-        own = client.kept.get("moments", {}).get(path)
-        if own is None or path not in self.common:
-            return None
-        (u, s), (_, u_i, s_i) = self.common[path], own
-        flat = h.transpose(0, 1).flatten(1)
-        mean = flat.mean(1) + (u - u_i).to(h.dtype)
-        var = flat.var(1, correction=0) + (s - s_i).to(h.dtype)
-        floor = (RHO * s).to(h.dtype)
-        var = torch.where(var.detach() < floor, floor, var)
-        count = flat.shape[1]
-        FedTAN.track(layer, mean.detach(), var.detach() * count / max(count - 1, 1))
-        return normalised(layer, h, mean, var)
-
-    def end(self, client: Client) -> None:
-        super().end(client)
-        seen = client.sends["seen"]
-        moments = {path: union(parts) for path, parts in seen.items()}
-        client.sends["moments"] = client.kept["moments"] = moments
-
-    def server(self, turn: Turn) -> None:
-        super().server(turn)
-        for client in turn.replies:
-            self.last[client.number] = client.sends["moments"], len(client)
 
 
 class FedBS(FedProx):
@@ -780,7 +579,6 @@ REFERENCES: dict[str, type[Method]] = {
     "ditto": Ditto,
     "fedrep": FedRep,
     "scaffold": Scaffold,
-    "bn-scaffold": BNScaffold,
     "fedavgm": FedAvgM,
     "fedadam": FedAdam,
     "fedyogi": FedYogi,
@@ -791,8 +589,6 @@ REFERENCES: dict[str, type[Method]] = {
     "mtfl": MTFL,
     "staticbn": StaticBN,
     "fixbn": FixBN,
-    "fbn": FBN,
-    "hbn": HBN,
     "fedtan": FedTAN,
     "fedtan2": FedTAN2,
     "feddna": FedDNA,

@@ -42,14 +42,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "fedprox": {"proximal_mu": of.MU},
     "ditto": {"proximal_mu": of.MU},
     "scaffold": {"server_learning_rate": of.SERVER_RATE},
-    "bn-scaffold": {
-        "server_learning_rate": of.SERVER_RATE,
-        "variance_floor": of.RHO,
-    },
     "fixbn": {"freeze_at": of.T_STAR},
     "fedtan2": {"fedtan_rounds": of.T_STAR},
-    "fbn": {"statistics_momentum": of.SHARE},
-    "hbn": {"statistics_momentum": of.SHARE},
     "fedavgm": {
         "server_learning_rate": of.SERVER_RATE,
         "server_momentum": of.MOMENTUM,
@@ -170,13 +164,6 @@ def settings_of(case: Any) -> dict[str, Any]:
         if case.freeze_auto:
             settings |= {"freeze_at": "auto", "freeze_window": of.WINDOW}
             settings["freeze_tau"] = of.STEADY
-    if case.has("fbn"):
-        settings["fbn_measure"] = case.fbn_measure
-        settings["statistics_aggregation"] = case.statistics_aggregation
-    if case.has("hbn"):
-        settings["share_alpha"] = case.share_alpha
-    if case.has("fbn", "hbn"):
-        settings["statistics_warm_up"] = case.statistics_warm_up
     if case.synchronised:
         settings["fedtan_exchanges"] = case.exchanges
         if case.transport == "channel":

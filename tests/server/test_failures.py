@@ -36,7 +36,6 @@ from fedbn_flwr.mods import bn_mod
 from fedbn_flwr.server.methods.method import Facts
 from fedbn_flwr.server.runs.failures import losses_not_finite
 from fedbn_flwr.strategies import (
-    HBN,
     FedAdam,
     FedAvg,
     FedAvgM,
@@ -280,7 +279,7 @@ def test_two_rounds_with_values_that_are_not_finite_diverged_in_the_first(
     )
 
 
-@pytest.mark.parametrize("strategy", [FedAvg, FedBN, HBN, FixBN])
+@pytest.mark.parametrize("strategy", [FedAvg, FedBN, FixBN])
 @pytest.mark.parametrize("value", [NAN, 1e39], ids=["NaN", "not of float32"])
 def test_an_input_of_one_client_that_no_model_takes_is_named_and_the_others_go_on(
     federate, datasets, mlp, strategy, value: float

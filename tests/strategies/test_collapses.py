@@ -12,7 +12,6 @@ import pytest
 from torch import nn
 
 from fedbn_flwr.strategies import (
-    FBN,
     Ditto,
     FedAvg,
     FedBN,
@@ -30,15 +29,12 @@ from tests.support.fast import thinned
 SIZES = (6, 13, 9)
 FROZEN = partial(FixBN, freeze_at=0)
 NEVER = partial(FixBN, freeze_at="auto", freeze_window=2, freeze_tau=1e-30)
-GLOBAL = partial(FBN, statistics_momentum=0.0, statistics_warm_up=0)
 COLLAPSES: dict[str, tuple[Callable[[], Strategy], Callable[[], Strategy]]] = {
     "fedprox": (partial(FedProx, proximal_mu=0.0), FedAvg),
     "fedwon": (partial(FedWon, agc=0), FedAvg),
     "ditto": (Ditto, FedAvg),
     "ditto+fedbn": (combined(FedBN, Ditto), FedBN),
     "fixbn, never frozen": (NEVER, FedAvg),
-    "fbn": (GLOBAL, FROZEN),
-    "fbn, pass": (partial(GLOBAL, fbn_measure="pass"), FROZEN),
     "fedtan2, its first phase": (partial(FedTAN2, fedtan_rounds=3), FedTAN),
 }
 

@@ -14,7 +14,7 @@ from fedbn_flwr.client import TorchClient
 from fedbn_flwr.errors import ConfigError, NothingTrainedError
 from fedbn_flwr.messages.records import to_record
 from fedbn_flwr.server.methods.method import Facts, Node, Replies, Reply
-from fedbn_flwr.strategies import FBN, MTFL, FedAvg, FedTAN2, FixBN, combined
+from fedbn_flwr.strategies import MTFL, FedAvg, FedTAN2, FixBN, combined
 from fedbn_flwr.strategies.fixbn import (
     DELTA,
     FixBNMethod,
@@ -25,31 +25,6 @@ from fedbn_flwr.strategies.fixbn import (
 
 SIZES = (6, 13, 9)
 STATISTICS = ("1.running_mean", "1.running_var", "1.num_batches_tracked")
-
-
-def test_clients_receive_when_bn_is_frozen(
-    federate, datasets, mlp, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level("INFO", "flwr")
-    run = federate(FixBN(freeze_at=1), mlp, datasets, rounds=2)
-    assert [r.args for r in caplog.records].count((2, "frozen")) == 1
-    configs = run.grid.config()
-    assert dict(configs[0]) == {"server-round": 1}
-    assert dict(configs[-1]) == {
-        "server-round": 2,
-        "fedbn-flwr.hooks": "freeze-bn",
-        "fedbn-flwr.freeze-affine": False,
-        "fedbn-flwr.frozen": True,
-    }
-    assert all(
-        "fedbn-flwr.hooks" not in config for config in run.grid.config("evaluate")
-    )
-    second = federate(FedTAN2(fedtan_rounds=1), mlp, datasets, rounds=2, barrier=True)
-    assert dict(second.grid.config()[-1]) == dict(configs[-1])
-    # A learning rate that waits for the freeze waits for a change. FBN has no freeze,
-    # because its statistics are the server's in every round.
-    pooled = federate(FBN(), mlp, datasets, rounds=2)
-    assert all("fedbn-flwr.frozen" not in config for config in pooled.grid.config())
 
 
 @pytest.mark.parametrize(

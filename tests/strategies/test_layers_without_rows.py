@@ -20,9 +20,6 @@ from fedbn_flwr.batchnorm.reestimation import reestimate_statistics
 from fedbn_flwr.batchnorm.sync import try_synchronised_step
 from fedbn_flwr.errors import NormLayerError
 from fedbn_flwr.strategies import (
-    FBN,
-    HBN,
-    BNScaffold,
     FedAvg,
     FedBN,
     FixBN,
@@ -87,10 +84,6 @@ METHODS: dict[str, Callable[[], Strategy]] = {
     "fedbn": partial(FedBN, eval_on="averaged-bn"),
     "staticbn": StaticBN,
     "fixbn": FixBN,
-    "fbn": FBN,
-    "fbn by a pass": partial(FBN, fbn_measure="pass"),
-    "hbn": HBN,
-    "bn-scaffold": BNScaffold,
 }
 
 

@@ -15,20 +15,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from fedbn_flwr.batchnorm.averaging import Array
-from fedbn_flwr.batchnorm.reestimation import Moments, pool
 from fedbn_flwr.messages.records import from_record, to_record
 from fedbn_flwr.strategies import (
-    FBN,
-    HBN,
     MTFL,
-    BNScaffold,
     FedAvg,
     FedBN,
-    Scaffold,
-    combined,
 )
 from tests.support.bad_replies import BAD, spoiling
 from tests.support.fast import thinned
@@ -63,35 +56,10 @@ def mean_of_those_who_have_it(sent: Replies) -> dict[str, Array]:
     return found
 
 
-def pooled(sent: Replies, path: str, by_count: bool) -> Moments:
-    """Pool a layer's moments over the clients that sent them."""
-    moments, sizes = [], []
-    for record, size in zip(sent, SIZES, strict=True):
-        if f"{path}.count" in record:
-            mean, m2 = (
-                torch.tensor(record[f"{path}.{leaf}"]) for leaf in ("mean", "m2")
-            )
-            moments.append(Moments(int(record[f"{path}.count"]), mean, m2))
-            sizes.append(size)
-    return pool(moments, None if by_count else sizes)
 
 
-def statistics(sent: Replies, by_count: bool = False) -> dict[str, Any]:
-    """Return the running statistics of the next model in a warm-up."""
-    found = {}
-    for path in LAYERS:
-        one = pooled(sent, path, by_count)
-        found |= {f"{path}.running_mean": one.mean, f"{path}.running_var": one.variance}
-    return found
 
 
-def variates(sent: Replies) -> dict[str, Any]:
-    """Return (u, s) of BN-SCAFFOLD."""
-    found = {}
-    for path in LAYERS:
-        one = pooled(sent, path, by_count=False)
-        found |= {f"{path}.mean": one.mean, f"{path}.var": one.m2 / one.count}
-    return found
 
 
 def averaged(sent: Replies) -> dict[str, Array]:
@@ -104,8 +72,6 @@ def averaged(sent: Replies) -> dict[str, Array]:
     return found
 
 
-WARM = {"statistics_warm_up": 9}
-ALPHA = {"share_alpha": True}
 CASES: Mapping[
     str,
     tuple[
@@ -116,25 +82,6 @@ CASES: Mapping[
         functools.partial(FedAvg, momentum_scope="global"),
         *("momentum", "momentum", mean_of_those_who_have_it),
     ),
-    "alpha, combined": (
-        functools.partial(combined(HBN, Scaffold), **ALPHA),
-        *("bn-alpha", "bn-alpha", mean_of_those_who_have_it),
-    ),
-    "moments of steps": (
-        functools.partial(FBN, **WARM),
-        "bn-moments",
-        "arrays",
-        statistics,
-    ),
-    "moments of a pass": (
-        functools.partial(FBN, **WARM, fbn_measure="pass"),
-        *("bn-moments", "arrays", functools.partial(statistics, by_count=True)),
-    ),
-    "moments of hbn": (
-        functools.partial(HBN, **WARM),
-        *("bn-moments", "arrays", functools.partial(statistics, by_count=True)),
-    ),
-    "variates": (BNScaffold, "bn-variates", "bn-variates", variates),
     "shared bn of fedbn": (
         functools.partial(FedBN, eval_on="averaged-bn"),
         "averaged-bn",
@@ -208,32 +155,3 @@ def test_the_server_takes_those_who_have_it(
         np.testing.assert_allclose(
             found[name], array, rtol=1e-12, atol=1e-15, err_msg=name
         )
-
-
-@pytest.mark.parametrize("gap", [(2, 4), (2, 3)])
-@pytest.mark.parametrize("lost", ["all", "a layer"])
-def test_an_alpha_that_nobody_sends_stays_as_it_was(
-    federate, datasets, lost: str, gap: tuple[int, ...]
-) -> None:
-    """This includes a later gap and a second gap."""
-
-    def spoil(content: Any) -> None:
-        sent = from_record(content["bn-alpha"])
-        kept = {name: alpha for name, alpha in sent.items() if "4." not in name}
-        content["bn-alpha"] = to_record(kept if lost == "a layer" else {})
-
-    app = functools.partial(spoiling, spoil, rounds=gap, who=range(3))
-    strategy = HBN(share_alpha=True, statistics_warm_up=0, fraction_evaluate=0.0)
-    run = federate(strategy, two_layers, datasets, rounds=5, local_steps=2, wrap=app)
-    sent = {}
-    for message in run.grid.sent:
-        if message.metadata.message_type == "train":
-            number = message.content["config"]["server-round"]
-            sent[number] = from_record(message.content["bn-alpha"])
-    for number in range(2, 5):
-        before, after = sent[number], sent[number + 1]
-        assert len(after) == 2
-        assert before.keys() == after.keys()
-        for name in after:
-            unsent = number in gap and (lost == "all" or "4." in name)
-            assert (before[name].tobytes() == after[name].tobytes()) == unsent, name

@@ -10,7 +10,7 @@ from torch import nn
 from fedbn_flwr.batchnorm.parts import split_state
 from fedbn_flwr.errors import ClientPartError
 from fedbn_flwr.messages.records import from_record
-from fedbn_flwr.strategies import FBN, StaticBN
+from fedbn_flwr.strategies import StaticBN
 from fedbn_flwr.strategies.staticbn import Untracked
 
 SIZES = (6, 13, 9)
@@ -50,7 +50,7 @@ def test_clients_receive_and_return_the_initial_statistics(
         assert all(state[name].tobytes() == start[name].tobytes() for name in UNTRACKED)
 
 
-@pytest.mark.parametrize("method", [StaticBN, FBN])
+@pytest.mark.parametrize("method", [StaticBN])
 def test_a_forward_pass_that_tracks_in_any_case_trains_as_the_plain_one(
     federate, datasets, mlp, same_bits, method
 ) -> None:

@@ -12,7 +12,6 @@ import torch
 from flwr.app import Context, Message
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, TensorDataset
 
 from fedbn_flwr.mods import bn_rules
 from fedbn_flwr.training import LearningRate, LocalTraining
@@ -87,9 +86,6 @@ def ruled(
     """
     total = 0.0
     with bn_rules(model, told, context) as rules:
-        rules.survey(
-            DataLoader(TensorDataset(data.inputs, data.targets), BATCH, shuffle=True)
-        )
         optimizer = rules.wrap(
             torch.optim.SGD(model.parameters(), 0.1, momentum=momentum)
         )

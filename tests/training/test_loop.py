@@ -14,8 +14,6 @@ from torch.nn import functional as F
 
 from fedbn_flwr.batchnorm.reestimation import reestimate_statistics
 from fedbn_flwr.errors import ConfigError, DataError, NormLayerError
-from fedbn_flwr.strategies.fbn import GlobalStatistics, SurveyedStatistics
-from fedbn_flwr.strategies.hbn import HybridStatistics
 from fedbn_flwr.training import (
     ClientHook,
     LearningRate,
@@ -27,7 +25,6 @@ from fedbn_flwr.training.evaluation import evaluate
 from fedbn_flwr.training.gradient_clipping import clip_in_steps
 from fedbn_flwr.training.randomness import torch_generator
 from fedbn_flwr.training.tasks import CLASSIFICATION
-from tests.support.strange_layers import settings_of
 
 
 def stream(purpose: str) -> torch.Generator:
@@ -259,18 +256,6 @@ def test_nothing_to_train_on(points, mlp) -> None:
     assert run(mlp(norm=False), points(3), batch_size=1).num_steps == 3
 
 
-def test_each_purpose_has_a_stream_of_its_own_and_takes_it_once(points, mlp) -> None:
-    taken = []
-
-    def noted(purpose: str) -> torch.Generator:
-        taken.append(purpose)
-        return stream(purpose)
-
-    rate = {"learning_rate": 0.1, "hooks": {"none": ClientHook()}}
-    train(mlp(), points(8), settings(batch_size=4), stream=noted, **rate)
-    assert sorted(taken) == ["augment", "batches", "dropout", "survey"]
-
-
 class Noted(ClientHook):
     """A hook that adds half the squared norm of the parameters and records calls."""
 
@@ -330,42 +315,6 @@ def test_after_an_error_the_hook_that_began_last_ends_first(points, mlp) -> None
     assert ended == [2, 1, 0]
 
 
-class Surveying(ClientHook):
-    """A hook that records the order of calls and the survey of the data."""
-
-    def __init__(self) -> None:
-        self.calls: list[object] = []
-
-    def begin(self, model: nn.Module) -> None:
-        self.calls.append("begin")
-
-    def survey(self, model: nn.Module, data, batch_size: int, seed: int) -> None:
-        self.calls.append((len(data), batch_size, seed))
-
-    def start(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        self.calls.append("start")
-
-    def takes_one_value(self, layer: nn.Module) -> bool:
-        return isinstance(layer, nn.BatchNorm1d)
-
-
-def test_a_hook_surveys_the_data_after_begin_and_before_start(points, mlp) -> None:
-    hook = Surveying()
-    run(mlp(), points(8), batch_size=4, hooks={"hook": hook})
-    assert hook.calls == ["begin", (8, 4, stream("survey").initial_seed()), "start"]
-
-
-def test_a_batch_of_one_is_used_where_a_hook_lets_every_layer_take_it(
-    points, mlp
-) -> None:
-    """Here, the layer has another forward pass than BatchNorm."""
-    model = mlp()
-    model[1].forward = nn.Identity().forward
-    hooks = {"hook": Surveying()}
-    assert run(model, points(5), batch_size=4, hooks=hooks).num_steps == 2
-    assert run(model, points(5), batch_size=4).num_dropped == 1
-
-
 class Breaks:
     """Data whose batch of this number raises the error."""
 
@@ -380,32 +329,6 @@ class Breaks:
         if not self.left:
             raise self.error
         return self.data.batch(positions, generator)
-
-
-@pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
-@pytest.mark.parametrize(
-    ("make", "in_survey_or_step"),
-    [
-        (lambda: GlobalStatistics(False), (1, 3)),
-        (lambda: SurveyedStatistics(False), (2, 5)),
-        (lambda: HybridStatistics(False, share=False), (2, 5)),
-    ],
-)
-def test_a_training_that_fails_leaves_the_model_as_it_was(
-    make: Any,
-    in_survey_or_step: tuple[int, int],
-    error: type[BaseException],
-    mlp,
-    points,
-) -> None:
-    """A client's model must train in its next round like a new model."""
-    model, data = mlp().train(), points(12, 0)
-    before = settings_of(model)
-    for left in in_survey_or_step:
-        options = {"batch_size": 4, "local_steps": 3, "hooks": {"hook": make()}}
-        with pytest.raises(error):
-            run(model, Breaks(data, left, error()), **options)
-        assert settings_of(model) == before
 
 
 class Ghost(nn.BatchNorm1d):

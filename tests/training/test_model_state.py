@@ -11,12 +11,9 @@ from torch import nn
 from fedbn_flwr.batchnorm.parts import split_state
 from fedbn_flwr.client import TorchClient, client_app
 from fedbn_flwr.engines import InProcessGrid
-from fedbn_flwr.errors import ConfigError, StateError
+from fedbn_flwr.errors import StateError
 from fedbn_flwr.messages.records import from_record, to_record
 from fedbn_flwr.strategies import (
-    FBN,
-    HBN,
-    BNScaffold,
     FedBN,
     FedProx,
     FedTAN,
@@ -28,7 +25,6 @@ from fedbn_flwr.strategies import (
 from fedbn_flwr.training import LearningRate, LocalTraining
 from fedbn_flwr.training.model_state import unwrap, view_with_names, wrapper_prefix
 from tests.support.fast import fast
-from tests.support.strange_layers import InPlace
 
 SIZES = (6, 8)
 
@@ -136,33 +132,6 @@ def test_a_wrapped_model_on_the_client_changes_no_bit(
     same_bits(wrapped.state, plain.state)
     assert wrapped.strategy.run.kept.hashes == plain.strategy.run.kept.hashes
     assert [report.rejected for report in wrapped.strategy.reports] == [{}, {}]
-
-
-@pytest.mark.parametrize("make", fast([FBN, HBN, BNScaffold], 0))
-def test_a_compiler_that_fails_between_layers_that_a_method_computes_is_named(
-    federate, datasets, make: Any
-) -> None:
-    """The compiler is of Inductor's kind, but needs no C++ compiler.
-
-    It changes an activation's input after the graph has saved it.
-    """
-    torch.compiler.reset()
-
-    class Compiling(TorchClient):
-        def __init__(self, model: nn.Module, *args: Any, **kwargs: Any) -> None:
-            super().__init__(torch.compile(model, backend="aot_eager"), *args, **kwargs)
-
-    options = {"rounds": 1, "grid_options": {"threads": 1}, "client": Compiling}
-    with pytest.raises(
-        ConfigError,
-        match=r"inplace=False, use torch\.compile\(model, backend='eager'\)",
-    ):
-        federate(
-            make(),
-            InPlace,
-            datasets,
-            **options,
-        )
 
 
 @pytest.mark.parametrize(

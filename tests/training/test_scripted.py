@@ -17,10 +17,7 @@ from fedbn_flwr.batchnorm.reestimation import reestimate_statistics
 from fedbn_flwr.batchnorm.replaced_forward import layers_in_training
 from fedbn_flwr.errors import NormLayerError
 from fedbn_flwr.norms import NORMS, replace_norm
-from fedbn_flwr.strategies.bn_scaffold import BNControlVariates
-from fedbn_flwr.strategies.fbn import GlobalStatistics
 from fedbn_flwr.strategies.fixbn import FreezeBN, MeasureDrift
-from fedbn_flwr.strategies.hbn import HybridStatistics
 from fedbn_flwr.strategies.staticbn import Untracked
 from fedbn_flwr.training.evaluation import evaluate, without_running_statistics
 
@@ -60,11 +57,8 @@ ACTS: dict[str, Callable[[nn.Module, Any], object]] = {
         name: lambda model, data, hook=hook: hook().begin(model.train())
         for name, hook in {
             "StaticBN": Untracked,
-            "FBN": lambda: GlobalStatistics(warm_up=False),
             "FixBN": lambda: FreezeBN(affine=True),
             "an automatic T*": MeasureDrift,
-            "BN-SCAFFOLD": BNControlVariates,
-            "HBN": lambda: HybridStatistics(warm_up=True, share=False),
         }.items()
     },
 }

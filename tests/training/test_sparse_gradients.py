@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from fedbn_flwr.strategies import BNScaffold, FedAvg, FedProx, Scaffold
+from fedbn_flwr.strategies import FedAvg, FedProx, Scaffold
 from tests.support.fast import thinned
 from tests.support.points import Points
 
@@ -29,7 +29,6 @@ CASES: dict[str, Any] = {
     "decay": (FedAvg(), {**MOMENTUM, "weight_decay": 0.1}),
     "adam": (FedAvg(), {"optimizer": "adam"}),
     "scaffold": (Scaffold(), {}),
-    "bn-scaffold": (BNScaffold(), {}),
     "agc": (FedAvg(agc=0.1), {}),
     "momentum": (FedAvg(momentum_scope="global"), MOMENTUM),
     "a loop": (FedProx(proximal_mu=2.0), {"loop": own_loop}),

@@ -239,12 +239,9 @@ class _Costs:
         # Further records, such as variates and momentum, are 0 at the start, so the
         # first round does not send them to the clients.
         copies_down, copies_up = self._travels.extra_copies
-        rows_down, rows_up = self._travels.extra_statistics
-        more_down = copies_down * self._trained + int(rows_down * self._statistics)
-        more_up = copies_up * self._trained + int(rows_up * self._statistics)
-        # Add a count of 8 bytes for each layer whose moments are sent.
-        records = sum(extra.size == "moments" for extra in self._travels.extras)
-        counts_up = 8 * self._layers * records
+        more_down = copies_down * self._trained
+        more_up = copies_up * self._trained
+        counts_up = 0
 
         # For a test with averaged BN, the clients also send the parts that they keep.
         if SHARED_BN in method_of(self._config).tests:

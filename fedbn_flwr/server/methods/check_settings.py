@@ -19,7 +19,6 @@ from fedbn_flwr.server.methods.shared_bn import SHARED_BN
 from fedbn_flwr.server.methods.travels import (
     TRACKED,
     acts_on_batchnorm,
-    needs_all_layers,
     together,
 )
 
@@ -84,7 +83,7 @@ def _of_settings(methods: Any, known: Known) -> Iterator[Problem]:
     """Yield the problems of the settings that all methods share."""
     chosen = methods.params.layers or (known.parts and known.parts.averaged)
     for method in methods:
-        if chosen and needs_all_layers(together(declared(method))):
+        if chosen and together(declared(method)).exchanges is not None:
             yield Problem(
                 "all-layers",
                 f"{method.title} measures the statistics of all BatchNorm layers"

@@ -31,7 +31,7 @@ from typing import Any, ClassVar, Generic, Literal, NamedTuple
 from typing_extensions import TypeVar
 
 from fedbn_flwr.batchnorm.averaging import State, to_shares, weighted_sum
-from fedbn_flwr.batchnorm.parts import Parts, entry_name
+from fedbn_flwr.batchnorm.parts import Parts
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.messages.hook_context import HookFactory
 from fedbn_flwr.messages.protocol import ReplyInfo
@@ -179,16 +179,6 @@ class Facts:
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         """The shapes of the model's entries."""
         return {name: array.shape for name, array in self.before.items()}
-
-    @cached_property
-    def channel_shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """The shape of ``PATH.alpha``, a number per channel, for each BN layer."""
-        shapes = {}
-        for layer in self.parts.layers:
-            mean = layer.entries.get("running_mean")
-            if mean is not None:
-                shapes[entry_name(layer.path, "alpha")] = self.before[mean].shape
-        return shapes
 
     def with_frozen(self, model: Mapping[str, Any]) -> dict[str, Any]:
         """Return the model with its frozen entries exactly as they were sent."""

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from fedbn_flwr.batchnorm.averaging import Array, State, fits
 from fedbn_flwr.batchnorm.parts import BatchNormLayer, Parts
 from fedbn_flwr.batchnorm.reestimation import Moments
-from fedbn_flwr.problems import Problem
 
 Pool = Callable[[Sequence[Moments], Sequence[float]], Moments]
 """Returns the common moments of a layer from the clients' moments and weights."""
@@ -74,12 +73,3 @@ def unmeasured(
         " model's forward does not, pass forward=f to answer_statistics(...) or"
         " rules.survey(...), with a function f(inputs) that calls all of them."
     )
-
-
-UNMEASURED = Problem(
-    "unmeasured-layers",
-    "round {known.number}: {found}",
-    stage="replies",
-    effect="warn",
-)
-"""The row of methods that measure statistics; each method sets the row's ``when``."""

@@ -339,7 +339,7 @@ class Params(Settings):
         0,
         "local steps of each client before its test; the run continues without them."
         " They train the whole model with BatchNorm, agc and learning rate as in the"
-        " round (with fixbn frozen after T*, with hbn mixed by the client's alpha),"
+        " round (with fixbn frozen after T*),"
         " with a new momentum, and without terms of other clients (fedprox, scaffold,"
         " fedtan) or phases (fedrep). The own model of ditto has plain BatchNorm",
         "tests",

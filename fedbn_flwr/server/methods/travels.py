@@ -45,9 +45,7 @@ class Extra:
 
     Attributes:
         key: the name in the reply, and in the training message if it is a record.
-        size: "trainable" for arrays like the shared trainable entries; "moments" for
-            count, mean and M2 of each BN layer; "channels" for a number per channel of
-            BN; "local" for a copy of the client's local entries; "scalar" for a metric.
+        size: "trainable" for arrays like the shared trainable entries; "local" for a copy of the client's local entries; "scalar" for a metric.
         why: what it reveals about a client; used when privacy refuses the method.
         down: whether the server sends it as well, from round 2 on.
         read: "mean" if the average with the weights p_i is enough, "each" if the server
@@ -58,7 +56,7 @@ class Extra:
     """
 
     key: Key
-    size: Literal["trainable", "moments", "channels", "local", "scalar"]
+    size: Literal["trainable", "local", "scalar"]
     why: str
     down: bool = False
     read: Literal["mean", "each", "log"] = "each"
@@ -154,24 +152,6 @@ class Travels:
         """
         records = [extra for extra in self.extras if extra.size == "trainable"]
         return sum(record.down for record in records), len(records)
-
-    @property
-    def extra_statistics(self) -> tuple[float, float]:
-        """Numbers of additional copies of the running statistics, down and up.
-
-        The server sends none in round 1. With "moments" a client also sends an integer
-        for each BN layer.
-        """
-        # The unit is a running mean and a running variance for each channel. One number
-        # for each channel is half of it.
-        shares = {"moments": 1.0, "channels": 0.5}
-        down = up = 0.0
-        for extra in self.extras:
-            share = shares.get(extra.size, 0.0)
-            up += share
-            if extra.down:
-                down += share
-        return down, up
 
     @property
     def records(self) -> tuple[Extra, ...]:
@@ -271,7 +251,7 @@ def single_decisions(travels: Travels) -> frozenset[str]:
 def in_common(travels: Travels) -> PartSet:
     """Return the parts that all clients must have in common for the method."""
     common = NONE
-    if travels.frozen & TRACKED or _sends_moments(travels):
+    if travels.frozen & TRACKED:
         common |= TRACKED
     if travels.exchanges:
         common |= BATCHNORM
@@ -282,22 +262,12 @@ def in_common(travels: Travels) -> PartSet:
     return common
 
 
-def _sends_moments(travels: Travels) -> bool:
-    """Return whether clients send moments of BN's inputs."""
-    return any(extra.size == "moments" for extra in travels.extras)
-
-
-def needs_all_layers(travels: Travels) -> bool:
-    """Return whether the method works only on all BN layers together."""
-    return travels.exchanges is not None or _sends_moments(travels)
-
-
 def acts_on_batchnorm(travels: Travels) -> bool:
     """Return whether the method treats BN differently from the other entries."""
     apart = (travels.local | travels.frozen) & BATCHNORM
     if apart and Part.REST not in travels.local:
         return True
-    return travels.reestimates or needs_all_layers(travels)
+    return travels.reestimates or travels.exchanges is not None
 
 
 def model_needs(travels: Travels) -> list[PartSet]:
@@ -305,7 +275,7 @@ def model_needs(travels: Travels) -> list[PartSet]:
 
     The empty set stands for any BN.
     """
-    measured = travels.reestimates or travels.class_moments or _sends_moments(travels)
+    measured = travels.reestimates or travels.class_moments
     needs: list[PartSet] = []
     # A client that keeps the whole model needs no particular layer.
     own = travels.local - PERSONAL

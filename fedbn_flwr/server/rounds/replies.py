@@ -16,7 +16,6 @@ from fedbn_flwr.batchnorm.check_state import check_finite, check_state
 from fedbn_flwr.batchnorm.parts import Parts
 from fedbn_flwr.compat.flower import is_mod_refusal
 from fedbn_flwr.errors import MOD_ORDER, ClientPartError, ReplyError, split_code
-from fedbn_flwr.messages.moment_record import decode_moments
 from fedbn_flwr.messages.protocol import NUM_EXAMPLES, ReplyInfo
 from fedbn_flwr.messages.records import num_bytes, of_kind, views
 from fedbn_flwr.server.methods.method import Facts, Node, Reply, Size
@@ -148,16 +147,12 @@ class Terms:
                 f"record '{extra.key}' is missing, but strategy '{self.strategy}'"
                 f" needs it: {self._hooks_to_apply()}"
             )
-        if extra.size == "moments":
-            decode_moments(record, facts.before, facts.parts)
-        elif extra.size == "local":
+        if extra.size == "local":
             local = {name: facts.before[name] for name in facts.local}
             if record:
                 check_state(record, local, facts.parts)
-        elif extra.size == "trainable":
-            _refuse_misshapen(extra.key, record, facts.shapes)
         else:
-            _refuse_misshapen(extra.key, record, facts.channel_shapes)
+            _refuse_misshapen(extra.key, record, facts.shapes)
 
     def _hooks_to_apply(self) -> str:
         named = ", ".join(f"'{hook}'" for hook in sorted(self.hooks))

@@ -99,10 +99,6 @@ FIRST = {
         {"strategy": "fixbn", "freeze-at": "x"},
         [("bad-value", "freeze-at")],
     ),
-    "a share": (
-        {"strategy": "fbn", "statistics-aggregation": "trimmed"},
-        [("bad-value", "statistics-aggregation")],
-    ),
     "names": (
         {
             "strategy": "fedbnn",

@@ -9,7 +9,6 @@ import importlib.util
 import logging
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -43,8 +42,7 @@ from fedbn_flwr.server.methods.method import Facts, Node
 from fedbn_flwr.server.methods.options import OPTIONS
 from fedbn_flwr.server.methods.params import Params
 from fedbn_flwr.server.methods.travels import BATCHNORM, TRACKED, Travels
-from fedbn_flwr.strategies import FBN, METHODS, STRATEGIES
-from fedbn_flwr.strategies.fbn import BN_MOMENTS
+from fedbn_flwr.strategies import METHODS, STRATEGIES
 from fedbn_flwr.strategies.fixbn import Frozen
 from fedbn_flwr.training import LearningRate, LocalTraining, make_optimizer
 from tests.lab.config.test_problems import FIRST, FURTHER, SECOND
@@ -100,7 +98,7 @@ CASES: Mapping[str, dict[str, Any]] = {
     "clients-clip": {"dp": "client", "dp-clipping": "adaptive"},
     "no-epsilon": {"dp": "server", "dp-delta": 1e-6},
     "masked-updates": {"masked-sums": True, "dp": "server", "eval-on": "global"},
-    "all-layers": {"strategy": "fbn", "layers": "norm1"},
+    "all-layers": {"layers": "norm1"},
     "all-personal": {"strategy": "standalone", "personal": "last-layer"},
     "always-re-estimated": {"strategy": "staticbn", "recalibrate": True},
     "no-client-tests": {"fine-tune": 3, "eval-on": "global"},
@@ -193,16 +191,6 @@ def in_round(travels: Travels | None = None, **known: Any) -> Known:
 
 
 FROZEN = Frozen(frozen_after=1)
-POOLED = FBN.method.State(warmed_up_after=0)
-MEASURED = reply(
-    **{
-        str(BN_MOMENTS): {
-            "0.count": np.array(3),
-            "0.mean": np.zeros(2),
-            "0.m2": np.ones(2),
-        }
-    }
-)
 IN_A_ROUND: Mapping[str, tuple[Any, Known]] = {
     "statistics-untouched": (
         of("fixbn", freeze_at=1),
@@ -212,22 +200,7 @@ IN_A_ROUND: Mapping[str, tuple[Any, Known]] = {
         of("fixbn", freeze_at=1, freeze_affine=True),
         in_round(Travels(local=BATCHNORM), state=FROZEN),
     ),
-    "trims-nobody": (
-        of("fbn", statistics_aggregation="trimmed-mean:0.1"),
-        in_round(state=POOLED),
-    ),
-    "without-moments": (of("fbn"), in_round(state=POOLED)),
-    "variates-without-moments": (
-        of("bn-scaffold"),
-        in_round(state=of("bn-scaffold").State()),
-    ),
-    "unmeasured-layers": (
-        of("fbn"),
-        replace(in_round(state=POOLED), replies=[MEASURED]),
-    ),
     "far-statistics": (of("fixbn"), in_round(state=FROZEN)),
-    "lagging-statistics": (of("fbn"), in_round(state=POOLED)),
-    "statistics-of-a-pass": (of("fbn", fbn_measure="pass"), in_round(state=POOLED)),
     "large-mu": (of("fedprox", proximal_mu=0.1), in_round()),
     "large-server-steps": (of("fedadam"), in_round()),
     "large-steps-without-norm": (of("fedwon"), in_round()),
@@ -309,8 +282,6 @@ EDGES = [
     ("fixbn", "freeze-at", "phase-never-begins", 10),
     ("fedtan2", "fedtan-rounds", "phase-never-begins", 10),
     ("fedbs", "fedbs-rounds", "phase-never-begins", 10),
-    ("fbn", "statistics-warm-up", "phase-never-begins", 10),
-    ("hbn", "statistics-warm-up", "phase-never-begins", 10),
     ("fixbn", "freeze-window", "long-window", 10),
     ("fedrep", "head-steps", "no-body-step", 10),
     ("fedavg", "min-replies", "too-few-clients", 11),
@@ -410,7 +381,6 @@ VALUES: Mapping[str, list[Any]] = {
     "freeze_tau": [0.1],
     "fedtan_bind": ["127.0.0.1:5"],
     "fedtan_rounds": [1, 1000, "auto"],
-    "statistics_warm_up": [0, 1000],
     "fedbs_rounds": [1000],
     "head_steps": [0],
     "personal": ["last-layer"],

@@ -394,7 +394,6 @@ def test_arrays_and_library_tensors_are_taken(module: ModuleType) -> None:
     "settings",
     [
         {"strategy": "fedavg", "recalibrate": True},
-        {"strategy": "hbn", "statistics_warm_up": 0},
         {"strategy": "scaffold"},
         {"strategy": "fedtan"},
         {"strategy": "centralized"},

@@ -29,9 +29,6 @@ pytestmark = [pytest.mark.network, pytest.mark.slow, pytest.mark.xdist_group("ne
         ("fedbn", {}),
         ("fixbn", {}),
         ("fedtan", {"fedtan_transport": "messages"}),
-        ("fbn", {}),
-        ("hbn", {"share_alpha": True}),
-        ("bn-scaffold", {}),
         (
             "fedavg",
             {

@@ -135,7 +135,7 @@ def test_a_node_that_is_ready_sends_nothing_but_its_activation(
 
 
 @pytest.mark.parametrize(
-    "strategy", ["fedtan", "fixbn", "scaffold", "staticbn", "fedtan2", "hbn"]
+    "strategy", ["fedtan", "fixbn", "scaffold", "staticbn", "fedtan2"]
 )
 def test_each_method_plays_its_parts(tmp_path: Path, strategy: str) -> None:
     settings = {**SETTINGS, "strategy": strategy, "num-server-rounds": 30}

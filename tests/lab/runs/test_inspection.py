@@ -37,7 +37,7 @@ from tests.support.synchronised import TRANSPORTS
 SAME = ("fedyogi", "fedadagrad", "fedavgm", "fedprox")
 # The plain average, entries that stay, further entries, phases, an exchange in each
 # step and queries.
-KINDS = ("fedtan", "fbn")
+KINDS = ("fedtan",)
 SCHEMES = fast([name for name in STRATEGIES if name not in SAME], *KINDS)
 SIZES = {
     "batch-size": 2,
@@ -72,7 +72,7 @@ AXES: Mapping[str, tuple[Any, ...]] = {
     "local-part": ("", "fedbn", "silobn", "mtfl"),
     "client-hooks": (
         "",
-        *("ditto", "scaffold", "staticbn", "fixbn", "fbn", "hbn", "fedtan", "fedrep"),
+        *("ditto", "scaffold", "staticbn", "fixbn", "fedtan", "fedrep"),
     ),
     "server-step": ("", "fedadam", "fedavgm"),
     "momentum-scope": ("none", "local", "global"),
@@ -87,9 +87,6 @@ AXES: Mapping[str, tuple[Any, ...]] = {
     "layers": ("", "norm1"),
     "train-only": ("", "fc3,norm2,conv2"),
     "frozen-bn": ("eval", "train"),
-    "fbn-measure": ("steps", "pass"),
-    "statistics-aggregation": ("mean", "trimmed-mean:0.2"),
-    "share-alpha": (False, True),
     "feature-norm": ("", "sqrt-d"),
     "masked-sums": (False, True),
 }

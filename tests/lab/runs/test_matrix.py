@@ -30,7 +30,7 @@ Needs = Callable[[str], Mapping[str, Any]]
 
 # A fake GPU computes on the CPU, so a method of each kind is enough for it. The suite
 # has one without and one with exchanges in the steps.
-FAKE = ("fedavg", "scaffold", "fixbn", "fedtan2", "hbn", "fedrep")
+FAKE = ("fedavg", "scaffold", "fixbn", "fedtan2", "fedrep")
 GPU = [
     *fast([(name, "fake") for name in FAKE], ("fedavg", "fake"), ("fedtan2", "fake")),
     *(pytest.param(name, "cuda", marks=pytest.mark.gpu) for name in STRATEGIES),
@@ -77,7 +77,7 @@ RAY: Mapping[str, Mapping[str, Any]] = {
     # Each way of using the engine has one case; the omitted methods send no other kind
     # of message.
     "fedbn": {"strategy": "fedbn"},  # an entry that stays with the clients
-    "fbn": {"strategy": "fbn", "fbn-measure": "pass"},  # queries
+    # queries
     "fedtan": {"strategy": "fedtan", "fedtan-transport": "channel"},
     "fedtan2": {"strategy": "fedtan2"},  # by messages
 }

@@ -28,7 +28,6 @@ from fedbn_flwr.lab.runs.run import run
 from fedbn_flwr.strategies import STRATEGIES
 from fedbn_flwr.training import LearningRate, LocalTraining
 from fedbn_flwr.training.client_hook import RetryStep
-from fedbn_flwr.training.feed import ONE_BY_ONE
 from tests.support.every_key import BASE, OWN
 from tests.support.fast import fast
 
@@ -194,22 +193,6 @@ def test_targets_in_columns_have_the_shape_and_type_of_the_outputs(
     assert found[1] == pytest.approx(found[0], rel=2e-4, abs=2e-5)
 
 
-@pytest.mark.parametrize("loop", ["", f"{__name__}:sgd"])
-@pytest.mark.parametrize("strategy", ["fedavg", "fixbn", "scaffold", "hbn"])
-def test_batches_of_one_example_are_refused_once(
-    strategy: str, loop: str, tmp_path: Path
-) -> None:
-    """A loop may divide by its number of examples. This number is zero.
-
-    A method that freezes statistics may train on one example, but not in round 1.
-    """
-    settings = {**BASE, "batch-size": 1, "loop": loop, "strategy": strategy}
-    with pytest.raises(ConfigError) as error:
-        run(Config.make(settings), tmp_path / "out", workers=0)
-    assert str(error.value).count(ONE_BY_ONE) == 1
-    assert (tmp_path / "out").exists() == (strategy in ("fixbn", "hbn"))
-
-
 def three(model: nn.Module, loader: Any, optimizer: Any) -> float:
     raise AssertionError("it is refused before any work")
 
@@ -253,10 +236,6 @@ def test_settings_that_do_not_fit_a_loop_are_refused(
         ("copying", "fedavg", r"loop copying changed no parameter .* in \d+ steps"),
         ("idle", "fedprox", "acts in every step"),
         ("heavy", "scaffold", "sgd-momentum=0.9 must be 0"),
-        *(
-            ("in_eval", name, "all BatchNorm layers were in eval mode")
-            for name in ("bn-scaffold", "fbn", "hbn", "staticbn")
-        ),
     ],
 )
 def test_a_loop_that_leaves_something_out_is_named(
@@ -275,21 +254,6 @@ def test_a_loop_that_skips_batches_is_named_once(
     run(config, tmp_path, workers=0)
     named = "loop skipping leaves out batches: in a round, it took 1 and left others."
     assert caplog.text.count(named) == (loop == "skipping")
-
-
-@pytest.mark.parametrize(
-    ("measure", "loop"), [("pass", "in_eval"), ("steps", "looking")]
-)
-def test_a_loop_in_eval_mode_after_the_statistics_were_measured_is_accepted(
-    measure: str, loop: str, tmp_path: Path
-) -> None:
-    settings = {"strategy": "fbn", "fbn-measure": measure, "statistics-warm-up": 0}
-    models = []
-    for name in ("sgd", loop):
-        config = Config.make({**BASE, **settings, "loop": f"{__name__}:{name}"})
-        run(config, tmp_path / name, workers=0)
-        models.append((tmp_path / name / "model.safetensors").read_bytes())
-    assert models[0] == models[1]
 
 
 def test_in_python_a_loop_refuses_the_settings_that_it_replaces() -> None:

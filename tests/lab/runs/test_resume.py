@@ -44,7 +44,6 @@ BASE: Mapping[str, Any] = {
 CASES: Mapping[str, Mapping[str, Any]] = {
     "fedbn": {},
     # The server has alpha for new clients.
-    "hbn": {"share-alpha": True, "fraction-train": 0.4, "num-clients": 5},
     # frozen after round 4
     "fixbn, auto": {
         "strategy": "fixbn",
@@ -180,7 +179,7 @@ ALL = [
     *((case, ctrl_c) for case in IN_MID_ROUND),
 ]
 # Each interruption, and the files of clients and of the phase.
-QUICK = [("hbn", power_fails), ("fixbn, auto", power_fails), ("fedbn", ctrl_c)]
+QUICK = [("fixbn, auto", power_fails), ("fedbn", ctrl_c)]
 
 
 @pytest.mark.usefixtures("_unignored")
