@@ -10,7 +10,6 @@ a number.
 from __future__ import annotations
 
 import difflib
-import functools
 import hashlib
 import logging
 from collections.abc import (
@@ -34,7 +33,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.nn.utils.spectral_norm import SpectralNorm
 
-from fedbn_flwr.batchnorm.outer_affine import outer_affine
 from fedbn_flwr.errors import ConfigError, NormLayerError
 from fedbn_flwr.problems import Problem
 from fedbn_flwr.training.freezing import (
@@ -43,7 +41,7 @@ from fedbn_flwr.training.freezing import (
     refuse_scripted,
     stays_in_eval,
 )
-from fedbn_flwr.training.head import Head, head_in_shapes, head_of
+from fedbn_flwr.training.head import HEADS, head_of
 from fedbn_flwr.training.model_state import without_wrappers
 from fedbn_flwr.training.run_memory import is_noted, note
 
@@ -53,7 +51,6 @@ __all__ = [
     "Layers",
     "Part",
     "Parts",
-    "affine_elsewhere",
     "batchnorm_layers",
     "entry_name",
     "equal_entries",
@@ -62,7 +59,6 @@ __all__ = [
     "name_layers",
     "name_once",
     "other_layers",
-    "refuse_other_head",
     "split_state",
     "tied_apart",
     "tied_entries",
@@ -89,7 +85,7 @@ _LEAF = {
 
 # Prefix of a pattern that is the name of a class instead of a path.
 _TYPE = "type:"
-# Pattern that selects the layers that make the outputs.
+# Pattern that selects the head, see ``training.head``.
 LAST_LAYER = "last-layer"
 # torch.nn.utils.parametrize puts this prefix before the name of the parameter.
 _PARAMETRIZED = "parametrizations."
@@ -146,8 +142,6 @@ class Parts:
             the first entry with this tensor; empty in a split by names.
         buffers: the entries that no optimizer can train: buffers, and parameters
             without ``requires_grad``; empty in a split by names.
-        find_head: returns the layers that make the outputs. For a model, the first call
-            runs a forward pass.
     """
 
     names: tuple[str, ...]
@@ -159,9 +153,6 @@ class Parts:
     types: Mapping[str, Sequence[str]] = field(default_factory=dict, compare=False)
     tied: Mapping[str, str] = field(default_factory=dict, compare=False)
     buffers: frozenset[str] = field(default=frozenset(), compare=False)
-    find_head: Callable[[], Head] = field(
-        default=lambda: Head((), False), compare=False, repr=False
-    )
 
     @cached_property
     def whole(self) -> Parts:
@@ -198,15 +189,21 @@ class Parts:
 
         A pattern is a path or glob: "classifier.*", "features". "type:LayerNorm" means
         all entries below modules of this class or its subclasses. "last-layer" means
-        the layers that make the outputs (``training.head``).
+        the module that the model calls fc, classifier or head (``training.head``).
 
         Raises:
-            ConfigError: a pattern has no entry, or the last layer is unknown.
+            ConfigError: a pattern has no entry, or the head has another name.
         """
         listed = _listed(patterns)
-        if LAST_LAYER in listed:
-            self._refuse_unknown_head()
         unknown = [one for one in listed if not self._entries_at(one)]
+        if LAST_LAYER in unknown:
+            tops = dict.fromkeys(name.partition(".")[0] for name in self.names)
+            raise ConfigError(
+                f"personal: '{LAST_LAYER}' needs exactly one module named"
+                f" {', '.join(HEADS)} at the top of the model, which has"
+                f" {', '.join(tops)}. Name the layer that makes the outputs instead,"
+                " such as personal=PATH."
+            )
         if unknown:
             known = [*self.names, *(f"{_TYPE}{kind}" for kind in self.types)]
             lines = [
@@ -225,7 +222,8 @@ class Parts:
     def _entries_at(self, pattern: str) -> list[str]:
         places = [pattern]
         if pattern == LAST_LAYER:
-            places = [without_wrappers(path) or "*" for path in self.find_head().paths]
+            head = head_of(self.names)
+            places = [head] if head else []
         if pattern.startswith(_TYPE):
             places = [*self.types.get(pattern.removeprefix(_TYPE), ())]
         return [
@@ -233,21 +231,6 @@ class Parts:
             for name in self.names
             if any(_is_at(without_wrappers(name), place) for place in places)
         ]
-
-    def _refuse_unknown_head(self) -> None:
-        paths, known = self.find_head()
-        if known:
-            return
-        shown = ", ".join(map(repr, paths[:8])) + (", ..." if len(paths) > 8 else "")
-        by = "the shapes of the entries do" if self.by_names else "the model does"
-        passed = ""
-        if self.by_names:
-            passed = ", or pass parts=split_state(model), which reveals more"
-        raise ConfigError(
-            f"personal: {by} not show which layer makes the outputs ({LAST_LAYER}, and"
-            f" the head of fedrep). Candidates: {shown or 'none'}. Name the head, such"
-            f" as personal={paths[-1] if paths else 'classifier'!r}{passed}."
-        )
 
     def _where(self, chosen: Callable[[str], bool]) -> Parts:
         layers: list[BatchNormLayer] = []
@@ -437,45 +420,17 @@ def tied_apart(
             return
 
 
-def refuse_other_head(
-    model: nn.Module, head: Collection[str], inputs: Callable[[], Any] | None = None
-) -> None:
-    """Raise ConfigError if the model has another head than the server assumes.
-
-    A server without the model derives the head from the shapes of the entries.
-
-    Args:
-        model: the model.
-        head: the entries of the head at the server. It is empty if the server has the
-            model or needs no head.
-        inputs: see ``split_state``.
-    """
-    if not head:
-        return
-    parts = split_state(model, inputs=inputs)
-    paths, known = parts.find_head()
-    if not known or {*head} == {*parts.with_personal(LAST_LAYER).personal}:
-        return
-    raise ConfigError(
-        f"the strategy takes '{next(iter(head))}' for an entry of the head"
-        f" ({LAST_LAYER}, and the head of fedrep) because of the shapes of the entries."
-        f" But the layer that makes the outputs is '{paths[0]}'. Give the strategy"
-        f" personal={','.join(paths)!r}, or parts=split_state(model)."
-    )
-
-
 def learning_parts(
     model: nn.Module,
     layers: Layers = "",
     personal: str | Sequence[str] = "",
-    inputs: Callable[[], Any] | None = None,
 ) -> Parts:
     """Return ``split_state`` with the fixed entries of BatchNorm layers in REST.
 
     Local training does not change the ``fixed_entries``. All arguments are explained in
     ``split_state``.
     """
-    parts = split_state(model, layers, personal, inputs)
+    parts = split_state(model, layers, personal)
     fixed = fixed_entries(model)
     return replace(
         parts,
@@ -499,7 +454,6 @@ def split_state(
     model_or_state_dict: nn.Module | Mapping[str, Any],
     layers: Layers = "",
     personal: str | Sequence[str] = "",
-    inputs: Callable[[], Any] | None = None,
 ) -> Parts:
     """Return the split of a model's state into AFFINE, STATISTICS, COUNTERS and REST.
 
@@ -509,10 +463,6 @@ def split_state(
     InstanceNorm with running statistics from a BatchNorm, or a BatchNorm without
     running statistics from another affine layer. If that matters, pass the model.
 
-    Parameters of the module around a layer are AFFINE if the layer has no gamma and
-    beta, and this module applies the parameters as gamma and beta right after the
-    layer; see ``outer_affine``.
-
     The entries of a parametrization of gamma or beta (``torch.nn.utils.parametrize``)
     are AFFINE. Additional entries of a subclass are REST, because the papers treat
     gamma and beta: FedBN shares them, and FixBN never freezes them. ``personal`` with
@@ -521,16 +471,14 @@ def split_state(
     With ``layers``, a method treats only these BatchNorm layers: "layer1,layer2", or
     ``lambda path, module: module.num_features > 64``. The others are in REST.
 
-    With ``personal``, these entries are PERSONAL, see ``Parts.with_personal``. A model
-    that branches on values needs ``inputs`` for "last-layer": a function that returns
-    the inputs of some examples.
+    With ``personal``, these entries are PERSONAL, see ``Parts.with_personal``.
 
     Example::
 
         >>> from torch import nn
         >>> from fedbn_flwr import split_state
         >>> model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
-        >>> parts = split_state(model, personal="last-layer")
+        >>> parts = split_state(model, personal="2")
         >>> parts.affine, parts.statistics
         (('1.weight', '1.bias'), ('1.running_mean', '1.running_var'))
         >>> parts.personal, parts.rest
@@ -539,7 +487,7 @@ def split_state(
     Raises:
         ConfigError: a path or glob of ``layers`` matches no BatchNorm layer; the
             function ``layers`` chooses no layer, or is given without the model; a
-            pattern of ``personal`` has no entry; or the last layer is unknown.
+            pattern of ``personal`` has no entry, or the head has another name.
     """
     # Find the paths of the layers: by type in a model, by running_mean in a state dict.
     paths, modules = [], {}
@@ -562,18 +510,15 @@ def split_state(
             for kind in type(module).__mro__ if path else ():
                 types.setdefault(kind.__name__, []).append(without_wrappers(path))
         others = other_layers(model_or_state_dict)
-        find_head = functools.partial(head_of, model_or_state_dict, inputs)
         tied = tied_entries(model_or_state_dict)
     else:
-        find_head = functools.partial(head_in_shapes, model_or_state_dict)
         names = tuple(model_or_state_dict)
         for name in names:
             path, _, leaf = name.rpartition(".")
             if leaf == "running_mean":
                 paths.append(path)
 
-    # Collect the entries of each layer: its own entries, its parametrized entries, and
-    # the entries of its owner that are its gamma and beta.
+    # Collect the entries of each layer: its own entries and its parametrized entries.
     known = frozenset(names)
     parametrized = _parametrized(names)
     found = []
@@ -581,8 +526,6 @@ def split_state(
         entries = {}
         for leaf in (*_LEAF, *parametrized.get(path, ())):
             entries[leaf] = entry_name(path, leaf)
-        if modules:
-            entries |= _owned_outside(modules, path)
         present = {leaf: name for leaf, name in entries.items() if name in known}
         found.append(BatchNormLayer(path, present))
         # A BatchNorm layer of torch has both of these entries.
@@ -596,7 +539,6 @@ def split_state(
         types=types,
         tied=tied,
         buffers=frozenset(buffers),
-        find_head=functools.cache(find_head),
     )
     parts = parts.with_personal(personal)
     if not callable(layers):
@@ -681,25 +623,6 @@ def _near(pattern: str, paths: Sequence[str]) -> str:
     return f"Near: {', '.join(repr(path) for path in near) or 'none'}."
 
 
-def _owned_outside(modules: Mapping[str, nn.Module], path: str) -> dict[str, str]:
-    """Return the names of gamma and beta that a layer's class or owner applies.
-
-    The keys are "weight" and "bias". The result is empty if the layer has its own gamma
-    and beta, or if a trial finds none.
-    """
-    layer = modules[path]
-    # Skip a layer in TorchScript: it is not a ``_BatchNorm``, and no trial pass can be
-    # run with its owner.
-    if not isinstance(layer, _BatchNorm) or layer.affine or layer.running_mean is None:
-        return {}
-    parent, _, name = path.rpartition(".")
-    for owner, inside in ((path, ""), (parent, name)):
-        found = outer_affine(modules[owner], inside)
-        if found:
-            return {leaf: entry_name(owner, own) for leaf, own in found.items()}
-    return {}
-
-
 def other_layers(model: nn.Module) -> list[str]:
     """Return the paths of layers with running statistics that are not BatchNorm.
 
@@ -740,32 +663,6 @@ def name_once(model: nn.Module) -> None:
     paths = other_layers(model)
     if paths and not is_noted("named", *paths):
         name_layers(paths, "Clients train them unchanged, and no method treats them.")
-
-
-def affine_elsewhere(
-    parts: Parts, shapes: Mapping[str, tuple[int, ...]]
-) -> dict[str, list[str]]:
-    """Return entries of REST that may be a layer's gamma and beta, by layer path.
-
-    The layer has no gamma and beta of its own. The entries have one dimension and the
-    layer's channels, and belong to the layer or to the module that owns it. Names do
-    not reveal whether the entries are applied to the layer's output.
-    """
-    found = {}
-    for layer in parts.layers:
-        mean = layer.entries.get("running_mean")
-        parts_of_layer = map(_part_of_leaf, layer.entries)
-        if mean is None or Part.AFFINE in parts_of_layer:
-            continue
-        owners = (layer.path, layer.path.rpartition(".")[0])
-        near = [
-            name
-            for name in parts.rest
-            if name.rpartition(".")[0] in owners and shapes[name] == shapes[mean]
-        ]
-        if near:
-            found[layer.path] = near
-    return found
 
 
 def _parametrized(names: Iterable[str]) -> dict[str, list[str]]:

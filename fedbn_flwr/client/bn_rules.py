@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 from fedbn_flwr.batchnorm.parts import (
     name_once,
-    refuse_other_head,
     tied_apart,
     tied_entries,
 )
@@ -40,7 +39,6 @@ from fedbn_flwr.messages.protocol import (
 from fedbn_flwr.messages.records import from_record, model_record, tensors
 from fedbn_flwr.problems import Known, tell
 from fedbn_flwr.training.client_hook import ClientHook, NamedHooks, overrides
-from fedbn_flwr.training.first_look import makes_no_entries
 from fedbn_flwr.training.model_state import unwrap, view_with_names, without_wrappers
 from fedbn_flwr.training.optimizer_hooks import before_steps, stepping_optimizers
 from fedbn_flwr.training.session import Session
@@ -144,7 +142,6 @@ def bn_rules(
         kept.hand_over(with_arrays, extras)
     name_once(model)
     tell(tied_apart(tied_entries(unwrap(model)), set(map(without_wrappers, local))))
-    refuse_other_head(model, sent.head)
     refuse = functools.partial(refuse_on_client, sent.hooks, config)
     rules = Hooks(model, hooks, refuse)
     with rules.block():
@@ -322,8 +319,7 @@ class Hooks:
             # An exception may leave a framework's loop between its callbacks. The open
             # step is closed in that case as well.
             with self.session.block(), self._open_step:
-                with makes_no_entries(self.session.model):
-                    yield
+                yield
                 # A step that is still open is an error: the hooks have not acted after
                 # its backward pass.
                 self._end_without_backward()

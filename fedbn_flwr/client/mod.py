@@ -54,7 +54,6 @@ from fedbn_flwr.messages.protocol import (
     site_name_of,
 )
 from fedbn_flwr.messages.records import from_record, model_record, of_kind, to_record
-from fedbn_flwr.training.first_look import refuse_made
 from fedbn_flwr.transport import NextExchange, RetryStep, StopStep
 
 _LOST = (
@@ -109,7 +108,6 @@ def apply_mod(
         clear_log(context)
         take_records(context, INBOX)
         if reply.has_content():
-            _refuse_made(reply, key, whole)
             _keep_own(reply, key, config, store)
             _add_outbox(reply, context)
     return _sign(reply, context)
@@ -192,13 +190,6 @@ def _completed(
             " start"
         )
     return ArrayRecord({name: entries[name] for name in spec.shapes}), store
-
-
-def _refuse_made(reply: Message, key: str, whole: ArrayRecord) -> None:
-    """Refuse a reply that has more entries than the whole model."""
-    state = of_kind(reply.content, ArrayRecord).get(key, ArrayRecord())
-    if whole.keys() < state.keys():
-        refuse_made([name for name in state if name not in whole])
 
 
 def _keep_own(reply: Message, key: str, config: TrainConfig, store: KeptState) -> None:

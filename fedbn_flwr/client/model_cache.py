@@ -30,7 +30,6 @@ from fedbn_flwr.batchnorm.averaging import Array, State
 from fedbn_flwr.batchnorm.parts import (
     Parts,
     name_once,
-    refuse_other_head,
     split_state,
     tied_apart,
 )
@@ -43,7 +42,6 @@ from fedbn_flwr.problems import tell
 from fedbn_flwr.training.attributes import Attributes
 from fedbn_flwr.training.batches import Batches, inputs_for, set_memory_format
 from fedbn_flwr.training.client_hook import ClientHook, Extras
-from fedbn_flwr.training.first_look import first_look, refuse_made, was_looked_at
 from fedbn_flwr.training.freezing import force_eval_as_built, unlike_in_tests
 from fedbn_flwr.training.model_state import (
     Layout,
@@ -56,7 +54,6 @@ from fedbn_flwr.training.model_state import (
 )
 from fedbn_flwr.training.randomness import seeded
 from fedbn_flwr.training.run_memory import first_time, kept_for_run
-from fedbn_flwr.training.tasks import Task
 
 logger = logging.getLogger("flwr")
 
@@ -78,8 +75,6 @@ class CachedModel:
             ``load_state_dict`` loads it.
         build: the function that built the model; None if it was given.
         tried: whether a synchronised step was tried with it.
-        looked_at: whether ``look`` has checked it.
-        head: the entries of its head, after the comparison with a server's entries.
     """
 
     model: nn.Module
@@ -90,8 +85,6 @@ class CachedModel:
     by_copy: bool
     build: BuildModel | None = None
     tried: bool = False
-    looked_at: bool = False
-    head: Collection[str] = ()
 
     @classmethod
     def of(cls, model: nn.Module, build: BuildModel | None = None) -> CachedModel:
@@ -142,30 +135,6 @@ class CachedModel:
                 entry.copy_(state[name])
         else:
             load_state(self.plain, state)
-
-    def look(self, inputs: Callable[[], Any], task: Task) -> None:
-        """Check the forward pass of a model of this kind, once in a run.
-
-        Raises:
-            ConfigError: the pass creates entries of the state, or changes their shape.
-        """
-        if not self.looked_at and not was_looked_at(self.plain, task):
-            told = first_look(self.plain, inputs, task)
-            if told:
-                logger.warning("the model %s", told)
-        self.looked_at = True
-
-    def check_head(self, head: Collection[str], inputs: Callable[[], Any]) -> None:
-        """Compare the head with the server's, once (``refuse_other_head``)."""
-        if self.head != head:
-            refuse_other_head(self.plain, head, inputs)
-        self.head = head
-
-    def refuse_made(self) -> None:
-        """Raise ConfigError if training has created entries that would be lost."""
-        if not self.layout.is_current:
-            state = self.plain.state_dict(keep_vars=True)
-            refuse_made([name for name in state if name not in self.parts.part_of])
 
     def try_step(self, data: Batches) -> None:
         """Try a synchronised step with two examples, once for a model.

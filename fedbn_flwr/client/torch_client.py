@@ -236,10 +236,8 @@ class TorchClient(NumPyClient):
     ) -> tuple[dict[str, Array], Config]:
         _refuse_before_training(cached, config)
         if len(self.data.train):
-            cached.look(self.data.two_inputs, self.task)
             self.data.read_twice(self.streams.client)
         sent = TrainConfig.read(config)
-        cached.check_head(sent.head, self.data.two_inputs)
         local = entries_that_stay(cached, sent)
         kept = self._open_kept(cached, config, sent)
         # If this message only has the answer of an exchange, take the model of an
@@ -268,7 +266,6 @@ class TorchClient(NumPyClient):
         if hooks:
             kept.hand_over(hooks, extras)
         result = trained(cached.model, hooks=hooks, layout=cached.layout)
-        cached.refuse_made()
         # Check the number of steps taken, because dropped batches are not steps.
         refuse_on_client(sent.hooks, config, Known(local_steps=result.num_steps))
         if not math.isfinite(result.loss):

@@ -137,11 +137,6 @@ PERSONAL = Key.down(
     "str, JSON list: the local entries that the user has named; a client may have them"
     " in another shape",
 )
-HEAD = Key.down(
-    "fedbn-flwr.head",
-    "str, JSON list: the personal entries that a server without the model takes for the"
-    " head; the client compares them with its model's head",
-)
 CLASS_MOMENTS = Key.down(
     "fedbn-flwr.class-moments",
     "bool, in a query of statistics: the answer has the moments of each class",
@@ -652,7 +647,6 @@ class MessageConfig:
     local_entries: tuple[str, ...] = _entry(LOCAL_ENTRIES, (), _from_json, _to_json)
     layers: tuple[str, ...] = _entry(LAYERS, (), _from_json, _to_json)
     personal: tuple[str, ...] = _entry(PERSONAL, (), _from_json, _to_json)
-    head: tuple[str, ...] = _entry(HEAD, (), _from_json, _to_json)
     fine_tune: int = _entry(FINE_TUNE, 0, int)
     local_sha256: str | None = _entry(LOCAL_SHA256, None, _state_named, named_state)
     used_sha256: str | None = _entry(USED_SHA256, None, _state_named, named_state)

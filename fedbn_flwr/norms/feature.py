@@ -107,10 +107,8 @@ def use_feature_norm(
             f" {name} has no linear layer. Use a model with a linear layer, or do not"
             " set feature-norm."
         )
-    # The classifier is the layer that makes the outputs. If it is not known, take the
-    # last linear layer.
-    found = head_of(model)
-    path = (found.paths if found.known else paths)[-1]
+    named = head_of(paths)
+    path = [at for at in paths if named in ("", at.partition(".")[0])][-1]
     head: Any = model.get_submodule(path)
     # Accept only a plain Linear. The class of the layer is changed, so a subclass would
     # lose its additional code.
@@ -122,14 +120,11 @@ def use_feature_norm(
             " classifier, or do not set feature-norm."
         )
     if num_classes and head.out_features != num_classes:
-        kind, order = "classifier", ""
-        if not found.known:
-            kind = "last linear layer"
-            order = "If another layer is the classifier, register it last. "
         raise NormLayerError(
-            f"feature-norm: the {kind} of {name}, '{path}', makes {head.out_features}"
-            f" outputs, but the model has {num_classes}. {order}Use a model in which"
-            " one linear layer makes all outputs, or do not set feature-norm."
+            f"feature-norm: the last linear layer of {name}, '{path}', makes"
+            f" {head.out_features} outputs, but the model has {num_classes}. Use a"
+            " model in which one linear layer makes all outputs, or do not set"
+            " feature-norm."
         )
     old = describe(head)
     head.__class__ = NormalisedLinear

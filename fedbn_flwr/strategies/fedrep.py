@@ -57,7 +57,7 @@ from fedbn_flwr.training.optimizer_hooks import parameters_of
 
 
 class FedRepParams(Params):
-    """Parameters of FedRep. Without ``personal`` the head is the last layer."""
+    """Parameters of FedRep. Without ``personal`` the head is ``last-layer``."""
 
     head_steps: int = setting(
         1, "tau_h: the first local steps of a round, which train only the head", ge=0
@@ -158,7 +158,7 @@ class FedRep(Strategy):
     Example, with ``app`` and ``arrays`` as in the example of ``InProcessGrid``::
 
         >>> from fedbn_flwr.strategies import FedRep
-        >>> strategy = FedRep(head_steps=1)
+        >>> strategy = FedRep(head_steps=1, personal="2")  # the path of the head
         >>> with InProcessGrid(app, num_nodes=3) as grid:
         ...     result = strategy.start(grid, arrays, num_rounds=2)
     """

@@ -18,22 +18,26 @@ Differs from the paper: none known. A vector, such as a bias, is one unit as in 
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.conv import _ConvNd
+from torch.nn.parameter import is_lazy
 
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.training.head import head_of
 from fedbn_flwr.training.model_state import unwrap
 from fedbn_flwr.training.optimizer_hooks import before_steps, stepping_optimizers
 from fedbn_flwr.training.optimizers import dense_gradient
+from fedbn_flwr.training.run_memory import first_time
 
 __all__ = ["clip_gradients", "clip_in_steps", "exclude_head"]
 
 SMALLEST_NORM = 1e-6
+
+logger = logging.getLogger("flwr")
 
 
 @torch.no_grad()
@@ -108,19 +112,26 @@ def _unit_norms(values: Tensor) -> Tensor:
 
 
 def exclude_head(model: nn.Module) -> tuple[nn.Parameter, ...]:
-    """Return the parameters of the layers that make the model's outputs.
+    """Return the parameters of the last layer with a matrix.
 
-    Pass them as ``clip_gradients(exclude=...)``. There are several such layers if their
-    outputs are added (torchvision's LR-ASPP). If a pass does not reveal them
-    (``training.head``), the linear layer or convolution that was registered last is
-    used. The result is () if no such layer exists. timm leaves out the last two
-    parameters; the result is equal if there is one such layer, with a weight and a
-    bias.
+    It is the layer that was registered last in the head (``training.head``), or in the
+    model if the head has another name. A line of the log names the layer. timm leaves
+    out the last two parameters; the result is equal for a layer with a weight and a bias.
     """
-    plain = unwrap(model)
-    paths, known = head_of(plain)
-    layers = [one for one in plain.modules() if isinstance(one, nn.Linear | _ConvNd)]
-    head: list[nn.Module] = [*layers[-1:]]
-    if known:
-        head = [plain.get_submodule(path) for path in paths]
-    return tuple(dict.fromkeys(p for layer in head for p in layer.parameters()))
+    named = dict(unwrap(model).named_parameters(remove_duplicate=False))
+    head = head_of(named)
+    matrices = [
+        name
+        for name, parameter in named.items()
+        if head in ("", name.partition(".")[0])
+        and (is_lazy(parameter) or parameter.dim() > 1)
+    ]
+    if not matrices:
+        return ()
+    path = matrices[-1].partition(".parametrizations.")[0]
+    if path == matrices[-1]:
+        path = path.rpartition(".")[0] or path
+    if first_time("agc leaves out", path):
+        logger.info("Gradient clipping leaves out the last layer, '%s'.", path)
+    inside = [p for name, p in named.items() if f"{name}.".startswith(f"{path}.")]
+    return tuple(dict.fromkeys(inside))

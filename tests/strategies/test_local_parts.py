@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import json
 from contextlib import nullcontext
-from dataclasses import replace
-from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torchvision.models as tv
@@ -198,77 +195,3 @@ class ScaledBefore(Scaled):
 def scaled_net(kind: type[Scaled] = ScaledBefore) -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(5, 4), kind(4), nn.ReLU(), nn.Linear(4, 3)).double()
-
-
-def test_gamma_and_beta_that_their_owner_applies_right_after_it_stay_with_the_clients(
-    federate, points, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The package tries the owner itself, so it needs no example.
-
-    FedBN then acts as for a BatchNorm with its own gamma and beta.
-    """
-
-    def plain() -> nn.Module:
-        net = scaled_net(Scaled)
-        net[1] = nn.BatchNorm1d(4).double()
-        return net
-
-    data = [points(8), points(12, 1)]
-    run, expected = (
-        federate(FedBN(), lambda: scaled_net(Scaled), data),
-        federate(FedBN(), plain, data),
-    )
-    assert "no gamma and beta of its own" not in caplog.text
-    for client in (0, 1):
-        own, theirs = run.local_state(client), expected.local_state(client)
-        for name, other in (
-            ("gamma", "weight"),
-            ("beta", "bias"),
-            ("bn.running_var", "running_var"),
-        ):
-            np.testing.assert_allclose(
-                own[f"1.{name}"], theirs[f"1.{other}"], rtol=1e-12
-            )
-    for name in ("0.weight", "3.bias"):
-        np.testing.assert_allclose(run.state[name], expected.state[name], rtol=1e-12)
-    with torch.device("meta"):
-        assert split_state(scaled_net(Scaled)) == split_state(scaled_net(Scaled))
-
-
-@pytest.mark.parametrize(
-    ("make", "warned"), [(FedBN, 1), (SiloBN, 0), (FedAvg, 0), (Standalone, 0)]
-)
-def test_gamma_and_beta_that_another_layer_owns_are_named(
-    make: Any, warned: int, federate, points, caplog
-) -> None:
-    federate(make(), scaled_net, [points(8), points(12, 1)], rounds=2)
-    told = [text for text in caplog.messages if "no gamma and beta of its own" in text]
-    assert len(told) == warned
-    assert all(
-        "'1.bn'" in text
-        and "'1.beta' and '1.gamma' next to it" in text
-        and "parts=" in text
-        for text in told
-    )
-
-
-def test_with_parts_that_name_them_they_stay_with_the_clients(
-    federate, points, caplog
-) -> None:
-    parts = split_state(scaled_net())
-    (layer,) = parts.layers
-    own = replace(
-        layer, entries={**layer.entries, "weight": "1.gamma", "bias": "1.beta"}
-    )
-    run = federate(
-        FedBN(parts=replace(parts, layers=(own,))),
-        scaled_net,
-        [points(8), points(12, 1)],
-        rounds=2,
-    )
-    assert "no gamma and beta of its own" not in caplog.text
-    assert {"1.gamma", "1.beta"} <= run.local_state(0).keys()
-    assert run.state["1.gamma"].tolist() == [1, 1, 1, 1], "not trained at the server"
-    assert run.state["1.power"].tolist() == [1, 1, 1, 1, 1]
-    plain = federate(FedBN(), scaled_net, [points(8), points(12, 1)], rounds=2)
-    assert plain.state["1.gamma"].tolist() != [1, 1, 1, 1]

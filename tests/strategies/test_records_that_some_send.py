@@ -56,12 +56,6 @@ def mean_of_those_who_have_it(sent: Replies) -> dict[str, Array]:
     return found
 
 
-
-
-
-
-
-
 def averaged(sent: Replies) -> dict[str, Array]:
     """Return the average of BN parts and the maximum of counters."""
     found = mean_of_those_who_have_it(sent)

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torchvision.models
 from torch import Tensor, nn
+from torch.nn.utils.parametrizations import weight_norm
 
 from fedbn_flwr.training.gradient_clipping import (
     clip_gradients,
@@ -106,20 +107,22 @@ class Chain(nn.Module):
             ["2.weight"],
         ),
         (lambda: nn.BatchNorm1d(3), []),
+        (lambda: Chain(), ["last.weight", "last.bias"]),
+        (torchvision.models.vgg11, ["classifier.6.weight", "classifier.6.bias"]),
         (
-            lambda: torchvision.models.segmentation.lraspp_mobilenet_v3_large(
-                weights_backbone=None, num_classes=3
-            ),
+            lambda: nn.Sequential(weight_norm(nn.Linear(3, 4))),
             [
-                f"classifier.{which}_classifier.{leaf}"
-                for which in ("low", "high")
-                for leaf in ("weight", "bias")
+                "0.bias",
+                "0.parametrizations.weight.original0",
+                "0.parametrizations.weight.original1",
             ],
         ),
-        (lambda: Chain(), ["last.weight", "last.bias"]),
+        (lambda: nn.Linear(3, 4), ["weight"]),
     ],
 )
-def test_the_head_is_the_last_layer(make: object, head: list[str]) -> None:
+def test_the_last_layer_of_the_head_is_not_clipped(
+    make: object, head: list[str]
+) -> None:
     with torch.device("meta"):
         model: nn.Module = make()  # type: ignore[operator]
     names = {id(parameter): name for name, parameter in model.named_parameters()}

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-import torch
 from torch import nn
 
 from fedbn_flwr.batchnorm.parts import (
@@ -19,7 +18,6 @@ from fedbn_flwr.batchnorm.parts import (
     learning_parts,
     split_state,
 )
-from fedbn_flwr.lab.config.data import data_of
 from fedbn_flwr.lab.config.fields import OWN_DEFAULTS, Fields, config_fields
 from fedbn_flwr.lab.config.values import CENTRALIZED, number, read_decays, split
 from fedbn_flwr.privacy.protection_settings import DPSettings, MaskSettings
@@ -87,14 +85,7 @@ class MethodOfConfig:
             learning: use ``learning_parts`` instead of ``split_state``.
         """
         split = learning_parts if learning else split_state
-        # Some models show their head only in a forward pass. The pass uses two random
-        # inputs.
-        return split(
-            model,
-            self.params.layers,
-            self.params.personal,
-            lambda: torch.rand(2, *data_of(self.config).shape),
-        )
+        return split(model, self.params.layers, self.params.personal)
 
     @property
     def known(self) -> Known:

@@ -32,7 +32,6 @@ from fedbn_flwr.machine import has_bfloat16
 from fedbn_flwr.privacy.counters import refuse_cumulative
 from fedbn_flwr.problems import Problem, tell
 from fedbn_flwr.training.feed import ONE_BY_ONE
-from fedbn_flwr.training.first_look import first_look
 from fedbn_flwr.training.freezing import layers_of
 from fedbn_flwr.training.model_state import copied
 from fedbn_flwr.training.randomness import seeded
@@ -86,7 +85,7 @@ def checked_config(config: Config) -> CheckedConfig:
     # A resumed run does not read the initial weights, because their file may be gone.
     if not config.resume:
         initialise(trial, config)
-    warnings += _try_model(config, trial)
+    _try_model(config, trial)
     warnings += config.late_decays()
     warnings += of_model
     return CheckedConfig(config, model, tuple(warnings))
@@ -231,8 +230,8 @@ def misfits(config: Config, model: nn.Module) -> list[Problem]:
     return method.methods.problems(known, ["model"])
 
 
-def _try_model(config: Config, model: nn.Module) -> list[str]:
-    """Try forward passes, and return a warning if the outputs look wrong.
+def _try_model(config: Config, model: nn.Module) -> None:
+    """Try forward passes.
 
     The passes change the running statistics of the model.
 
@@ -248,7 +247,6 @@ def _try_model(config: Config, model: nn.Module) -> list[str]:
     # Use inputs whose values differ. Draw them before any forward pass, because a pass
     # may create entries of the model.
     noise = torch.rand(examples.shape, generator=torch.Generator().manual_seed(0))
-    told = first_look(model, lambda: noise, data_of(config).task)
 
     _outputs(config, model.eval(), examples.float())
     if not any(parameter.requires_grad for parameter in model.parameters()):
@@ -263,7 +261,6 @@ def _try_model(config: Config, model: nn.Module) -> list[str]:
         phases = methods.phases() if methods else []
         if not any(phase.exchanges or phase.frozen for phase in phases):
             raise ConfigError(ONE_BY_ONE)
-    return [f"model {config.model!r} {told}"] if told else []
 
 
 def moved_buffers(model: nn.Module, config: Config) -> frozenset[str]:

@@ -283,8 +283,9 @@ class Params(Settings):
         "",
         "comma list of entries that stay with the client, in addition to the method's"
         " own part: paths and globs (`classifier.*`), each with all entries below it;"
-        " classes (`type:LayerNorm`); or `last-layer`, which computes the outputs."
-        " Empty means none, but `last-layer` with fedrep",
+        " classes (`type:LayerNorm`); or `last-layer`, the module that the model"
+        " calls `fc`, `classifier` or `head`. Empty means none, but `last-layer` with"
+        " fedrep",
         is_list=True,
     )
     variance: Literal["mean", "pooled"] = setting(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 from fedbn_flwr.batchnorm.check_state import check_state
-from fedbn_flwr.batchnorm.parts import Part, affine_elsewhere, name_layers
+from fedbn_flwr.batchnorm.parts import Part, name_layers
 from fedbn_flwr.errors import ConfigError, ReplyError
 from fedbn_flwr.problems import Known, tell
 from fedbn_flwr.server.methods.check_protections import of_wrapper
@@ -71,9 +71,6 @@ def begin(
     run.begin()
 
     # Warn about surprises in the model that the run returns.
-    treated = methods.whole.local | methods.whole.frozen
-    if Part.AFFINE in treated and Part.REST not in treated:
-        _warn_of_affine_elsewhere(run)
     if completes_tests:
         _warn_of_initial_values(run)
         if own_aggregation and run.options.on_round_end is None:
@@ -84,29 +81,6 @@ def check_wrapper(run: Run) -> None:
     """Refuse a strategy of Flower around this strategy if it does not suit the run."""
     if not run.reports:
         tell(of_wrapper(run.methods, run.parts))
-
-
-def _warn_of_affine_elsewhere(run: Run) -> None:
-    """Warn, before the first round, about entries that may be gamma and beta.
-
-    The entries have other names than gamma and beta, so they are treated like weights.
-    """
-    found = affine_elsewhere(run.parts, run.start.shapes)
-    if not found:
-        return
-    path, names = next(iter(found.items()))
-    logger.warning(
-        "BatchNorm layer %r has no gamma and beta of its own, but %s next to it has the"
-        " same number of channels (%d such layers). Strategy %r treats them like any"
-        " other weight. If they are the layer's gamma and beta, give the strategy"
-        " parts=split_state(model), which looks at the module that owns the layer. If"
-        " it does not find them, pass parts in which `entries` of the layer names"
-        " them (dataclasses.replace).",
-        path,
-        " and ".join(f"'{name}'" for name in names),
-        len(found),
-        run.methods.name,
-    )
 
 
 def _warn_of_initial_values(run: Run) -> None:

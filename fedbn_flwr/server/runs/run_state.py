@@ -14,7 +14,6 @@ from flwr.serverapp import Grid
 from fedbn_flwr.batchnorm.averaging import State
 from fedbn_flwr.batchnorm.class_moments import ClassMoments
 from fedbn_flwr.batchnorm.parts import (
-    LAST_LAYER,
     Parts,
     equal_entries,
     split_state,
@@ -30,7 +29,6 @@ from fedbn_flwr.server.runs.kept import Kept
 from fedbn_flwr.server.runs.nodes import NodeRegistry
 from fedbn_flwr.server.runs.protection import Protection
 from fedbn_flwr.server.runs.round_outcome import RoundOutcome
-from fedbn_flwr.training.model_state import without_wrappers
 from fedbn_flwr.transport.step_transport import Transport
 
 __all__ = [
@@ -266,14 +264,6 @@ class Run:
         return self.parts.select(self.methods.local)
 
     @property
-    def _head(self) -> tuple[str, ...]:
-        """The entries of the head, if it was found only by names and shapes."""
-        parts = self.parts
-        if not parts.by_names or LAST_LAYER not in self.methods.params.personal:
-            return ()
-        return tuple(map(without_wrappers, parts.with_personal(LAST_LAYER).personal))
-
-    @property
     def layers(self) -> tuple[str, ...]:
         """The paths of the methods' BatchNorm layers, or nothing for all layers."""
         if not self.parts.averaged:
@@ -359,7 +349,6 @@ class Run:
             local_entries=self.local_entries,
             layers=self.layers,
             personal=self.parts.personal,
-            head=self._head,
             fine_tune=self.methods.params.fine_tune,
             continuity=self.start.continuity,
             start_id=self.start.start_id,

@@ -287,16 +287,6 @@ def test_draws_outside_of_torch_are_seeded_too() -> None:
     assert not any(torch.equal(builds[0][name], other[name]) for name in other)
 
 
-@pytest.mark.parametrize("strategy", ["fedavg", "centralized"])
-def test_a_softmax_at_the_end_is_warned_of_once(
-    strategy: str, quick_run: Any, caplog: Any
-) -> None:
-    before = torch.get_rng_state()
-    quick_run(model="my_nets:softmax", strategy=strategy)
-    assert caplog.text.count("model 'my_nets:softmax' seems to end with a softmax") == 1
-    assert torch.equal(torch.get_rng_state(), before)
-
-
 @pytest.mark.parametrize("strategy", ["fedavg", "fedbn", "fedtan", "centralized"])
 def test_entries_that_a_forward_pass_makes_are_refused_by_name(
     strategy: str, quick_run: Any
