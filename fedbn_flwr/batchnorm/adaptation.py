@@ -55,7 +55,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from fedbn_flwr.batchnorm.reestimation import batch_statistics
 from fedbn_flwr.batchnorm.replaced_forward import watch_inputs
 from fedbn_flwr.errors import NormLayerError
-from fedbn_flwr.training.attributes import unchanged
 from fedbn_flwr.training.batches import Batches, inputs_for
 from fedbn_flwr.training.evaluation import (
     EvalResult,
@@ -63,6 +62,7 @@ from fedbn_flwr.training.evaluation import (
     without_running_statistics,
 )
 from fedbn_flwr.training.freezing import layers_of, refuse_scripted
+from fedbn_flwr.training.model_state import copied
 from fedbn_flwr.training.tasks import CLASSIFICATION, Task
 
 __all__ = [
@@ -192,7 +192,8 @@ def try_batches(
     last = torch.split(torch.arange(len(data)), task.test_batch)[-1]
     if mode != "batch" or len(last) != 1:
         return
-    with unchanged(model), torch.no_grad(), adapted(model, mode):
+    model = copied(model)
+    with torch.no_grad(), adapted(model, mode):
         model.eval()(inputs_for(model)(data.batch(last)[0]))
 
 

@@ -22,13 +22,14 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedbn_flwr.batchnorm.parts import batchnorm_layers
-from fedbn_flwr.training.attributes import unchanged
 from fedbn_flwr.training.batches import Batches, inputs_for, join_last, with_positions
 from fedbn_flwr.training.channels import (
     batch_mean_and_variance,
     other_axes,
 )
 from fedbn_flwr.training.freezing import layers_of, left_in_eval
+from fedbn_flwr.training.model_state import copied
+from fedbn_flwr.training.modes import restored_modes
 from fedbn_flwr.training.randomness import seeded
 from fedbn_flwr.training.single_examples import name_layer, takes_one_example
 
@@ -212,7 +213,6 @@ def reestimate_statistics(
     *,
     batch_size: int,
     seed: int = 0,
-    layers: Collection[_BatchNorm] | None = None,
     measured: Collection[str] = (),
     forward: Callable[[Any], Any] | None = None,
 ) -> dict[str, Moments]:
@@ -230,8 +230,6 @@ def reestimate_statistics(
             batch of one example, the last two batches are joined.
         batch_size: examples per batch; 0 means one batch of all examples.
         seed: for dropout and other random layers.
-        layers: only these layers use the batch's statistics. All other layers are in
-            eval mode like in a test. None means that every layer is in train mode.
         measured: paths of the BatchNorm layers to measure. The others are in eval mode
             like in a test. () means all.
         forward: called with the inputs of each batch instead of ``model``, if the
@@ -249,18 +247,16 @@ def reestimate_statistics(
             ``measured``, or a BatchNorm layer raises a ValueError; the message names
             the layer.
     """
+    if forward is None:  # nothing that a pass changes stays in the model
+        model = copied(model)
     chosen = batchnorm_layers(model, measured, "re-estimated statistics")
     in_eval = [one for one in batchnorm_layers(model) if one not in chosen]
     in_eval += left_in_eval(model).values()
-    with unchanged(model), torch.no_grad():
-        model.train(layers is None)
+    with restored_modes(model), torch.no_grad():
+        model.train()
         for layer in in_eval:
             layer.training = False
-        # Set these layers to train mode even if the model's ``train`` leaves them in
-        # eval mode.
-        for layer in layers or ():
-            layer.training = True
-        watched = tracking_layers(model) if layers is None else layers
+        watched = tracking_layers(model)
 
         prepared = inputs_for(model)
         # With ``forward``, do not try the model on one example, because the model's own

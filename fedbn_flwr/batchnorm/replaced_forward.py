@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedbn_flwr.batchnorm.reestimation import tracking_layers
-from fedbn_flwr.training.attributes import restored_modes
 from fedbn_flwr.training.freezing import refuse_scripted, stays_in_eval
 from fedbn_flwr.training.model_state import not_compiled
+from fedbn_flwr.training.modes import restored_modes
 from fedbn_flwr.training.replaced_method import replace_method
 
 

@@ -20,10 +20,10 @@ from fedbn_flwr.batchnorm.class_moments import ClassMoments
 from fedbn_flwr.batchnorm.reestimation import Moments, merge, moments_of
 from fedbn_flwr.batchnorm.replaced_forward import watch_inputs
 from fedbn_flwr.errors import DataError, NormLayerError
-from fedbn_flwr.training.attributes import in_eval_mode
 from fedbn_flwr.training.batches import inputs_for
 from fedbn_flwr.training.freezing import layers_of, refuse_scripted
 from fedbn_flwr.training.model_state import copied, unwrap
+from fedbn_flwr.training.modes import in_eval_mode
 
 Statistics = tuple[Tensor, Tensor]
 """Mean and biased variance of a layer, (C,) each, in float64."""

@@ -1,9 +1,7 @@
-"""The models of a process in a run, and the entries of a model in a message.
+"""The model of a message, and the entries of a model in a message.
 
-Each model is built once, and serves one client at a time: building a model and drawing
-its first weights for every message takes longer than the training of many clients. A
-client's message contains every entry of the model's state dict, and everything else
-that the model holds is restored after a message, so one model can serve all clients.
+A process builds a model once, and each message gets a copy of it, so that nothing that
+a client's training leaves in a model reaches another client.
 
 The functions for messages determine which entries stay with the client, load the
 received entries into the model, and select the entries of the reply.
@@ -15,8 +13,8 @@ import functools
 import json
 import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -24,7 +22,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
-from torch.utils._pytree import tree_leaves
 
 from fedbn_flwr.batchnorm.averaging import Array, State
 from fedbn_flwr.batchnorm.parts import (
@@ -39,21 +36,19 @@ from fedbn_flwr.messages.numpy_client import Config
 from fedbn_flwr.messages.protocol import ARRAY_NAMES, MessageConfig
 from fedbn_flwr.messages.records import tensors, to_state
 from fedbn_flwr.problems import tell
-from fedbn_flwr.training.attributes import Attributes
 from fedbn_flwr.training.batches import Batches, inputs_for, set_memory_format
 from fedbn_flwr.training.client_hook import ClientHook, Extras
 from fedbn_flwr.training.freezing import force_eval_as_built, unlike_in_tests
 from fedbn_flwr.training.model_state import (
-    Layout,
+    compiled_modules,
     copied,
     load_state,
-    loads_by_copy,
     no_tensors,
     unwrap,
     wrapper_prefix,
 )
 from fedbn_flwr.training.randomness import seeded
-from fedbn_flwr.training.run_memory import first_time, kept_for_run
+from fedbn_flwr.training.run_memory import first_time, is_noted, kept_for_run, note
 
 logger = logging.getLogger("flwr")
 
@@ -66,60 +61,37 @@ class CachedModel:
 
     Attributes:
         model: the model, possibly compiled or wrapped in DDP.
-        layout: the module inside such wrappers, with the places of its entries.
+        plain: the module inside such wrappers.
         parts: the split of its state.
         fingerprint: the fingerprint of the parts and the shapes, which local state must
             match.
-        attributes: everything outside the state dict, as it was built.
-        by_copy: whether a state is loaded by copying its entries; otherwise
-            ``load_state_dict`` loads it.
         build: the function that built the model; None if it was given.
-        tried: whether a synchronised step was tried with it.
     """
 
     model: nn.Module
-    layout: Layout
+    plain: nn.Module
     parts: Parts
     fingerprint: str
-    attributes: Attributes
-    by_copy: bool
     build: BuildModel | None = None
-    tried: bool = False
 
     @classmethod
     def of(cls, model: nn.Module, build: BuildModel | None = None) -> CachedModel:
         """Return the model with the values that are derived from it."""
         plain = unwrap(model)
-        layout, parts = Layout(plain), split_state(plain)
-        shapes = {name: tuple(entry.shape) for name, entry in layout.state.items()}
+        parts = split_state(plain)
+        shapes = {name: tuple(e.shape) for name, e in plain.state_dict().items()}
         return cls(
             model=model,
-            layout=layout,
+            plain=plain,
             parts=parts,
             fingerprint=parts.fingerprint(shapes),
-            attributes=Attributes(plain),
-            by_copy=loads_by_copy(plain),
             build=build,
         )
 
     @property
-    def plain(self) -> nn.Module:
-        """The module inside wrappers."""
-        return self.layout.model
-
-    @property
     def state(self) -> Mapping[str, Tensor]:
-        """The entries by name, see ``Layout.state``."""
-        return self.layout.state
-
-    def current(self) -> CachedModel:
-        """Return this model, read again if its layers have changed.
-
-        The client's code may add or remove layers.
-        """
-        if self.layout.is_current:
-            return self
-        return CachedModel.of(self.model, self.build)
+        """The entries by name. They share memory with the model."""
+        return self.plain.state_dict()
 
     def initial(self) -> State:
         """Return the state of a newly built model, or of a given model as it is now."""
@@ -130,11 +102,7 @@ class CachedModel:
 
     def load(self, state: Mapping[str, Tensor]) -> None:
         """Load all entries."""
-        if self.by_copy:
-            for name, entry in self.state.items():
-                entry.copy_(state[name])
-        else:
-            load_state(self.plain, state)
+        load_state(self.plain, state)
 
     def try_step(self, data: Batches) -> None:
         """Try a synchronised step with two examples, once for a model.
@@ -142,13 +110,14 @@ class CachedModel:
         Raises:
             NormLayerError: BN layers of this model cannot be synchronised.
         """
-        if self.tried:
+        key = ("tried", *map(type, self.plain.modules()))
+        if is_noted(*key):
             return
         positions = torch.arange(min(2, len(data)))
         try:
             inputs = inputs_for(self.plain)(data.batch(positions)[0])
             try_synchronised_step(self.plain, inputs, len(positions))
-            self.tried = True
+            note(*key)
         except NormLayerError:
             raise
         # The user's code may raise any exception. If training raises it as well, the
@@ -160,76 +129,21 @@ class CachedModel:
                 error,
             )
 
-    def forget(self, example: Callable[[], Any] | None) -> None:
-        """Restore everything outside the state dict, and tell what training loses.
-
-        ``example`` returns inputs, to find out whether the outputs depend on it.
-        """
-        changed = self.attributes.changed()
-        if not changed:
-            return
-        layers: dict[str, list[str]] = {}
-        for at in changed:
-            if first_time("attribute", str(type(self.plain)), at):
-                layers.setdefault(at.path or "the model itself", []).append(at.name)
-        trained = None
-        with suppress(StateError):
-            trained = copied(self.plain) if layers else None
-        self.attributes.restore()
-        if trained and example and not _differ(trained, copied(self.plain), example):
-            return
-        for path, names in layers.items():
-            logger.warning(
-                "layer '%s' changed %s in training. This is not in the state dict, so"
-                " it is lost at the end of each round, and each client starts with the"
-                " value of a new model. If the layer needs it, make it a buffer"
-                " (register_buffer) or return it from get_extra_state.",
-                path,
-                ", ".join(names),
-            )
-
-
-def _differ(trained: nn.Module, fresh: nn.Module, example: Callable[[], Any]) -> bool:
-    """Return whether two models of one state have other outputs, in either mode."""
-    try:
-        inputs, outputs = inputs_for(fresh)(example()), []
-        for model in (trained, fresh):
-            with seeded(0), torch.no_grad():
-                both = [model.train()(inputs), model.eval()(inputs)]
-            outputs.append(tree_leaves(both))
-        return not all(map(torch.equal, *outputs))
-    except Exception:  # the user's code may raise anything
-        return True
-
 
 def model_cache(
     model: nn.Module | BuildModel, example: Callable[[], Any] | None = None
 ) -> Callable[[], AbstractContextManager[CachedModel]]:
-    """Return the cache of a model that is given, or built by the given function.
+    """Return a function that lends a model for a message.
 
-    A built model that is free serves the next client. The cache discards a model if its
-    client raised an exception, or if the function that builds it no longer exists.
-    ``example`` is the argument of ``set_memory_format``.
+    A model that a function builds is built once in a process. Each message gets a copy
+    of it, or of a given model. A compiled model is lent itself, because each copy would
+    be compiled again; what training leaves outside its state dict stays in it. If it
+    was built, one message at a time has it. ``example`` is the argument of
+    ``set_memory_format``.
     """
     if isinstance(model, nn.Module):
-        return functools.partial(_given, model, example, [])
+        return lambda: nullcontext(_copied(_prepared(model, example)))
     return functools.partial(_built, model, example)
-
-
-@contextmanager
-def _given(
-    model: nn.Module, example: Callable[[], Any] | None, read: list[CachedModel]
-) -> Iterator[CachedModel]:
-    """Lend the given model; ``read`` contains it after the first call."""
-    cached = read.pop().current() if read else _prepared(model, example)
-    # The user may have changed the model since the last message.
-    if cached.attributes.changed():
-        cached.attributes = Attributes(cached.plain)
-    read.append(cached)
-    try:
-        yield cached
-    finally:
-        cached.forget(example)
 
 
 @contextmanager
@@ -242,23 +156,28 @@ def _built(
     )
     free = models.setdefault(build, [])
     if free:
-        cached = free.pop().current()
+        cached = free.pop()
     else:
-        # Build the model under a fixed seed. Only some processes build a model here and
-        # draw its first weights, but the later draws of the client must be equal in all
-        # processes.
+        # Build the model under a fixed seed, because only some processes build it here.
         with seeded(0):
             cached = _prepared(build(), example, build)
-    # The model is not free again after an exception, or after the client's code has
-    # added or removed layers.
-    yield cached
-    for parameter in cached.layout.parameters():
-        parameter.grad = None
-    # The next client's message contains the state. All else is not in it.
-    if cached.attributes.changed():
-        cached.forget(example)
-    if cached.layout.is_current:
+    if not compiled_modules(cached.model):
         free.append(cached)
+        yield _copied(cached)
+        return
+    yield cached
+    # The model is not free again after an exception.
+    for parameter in cached.plain.parameters():
+        parameter.grad = None
+    free.append(cached)
+
+
+def _copied(cached: CachedModel) -> CachedModel:
+    """Return a copy for one message, or a compiled model itself."""
+    if compiled_modules(cached.model):
+        return cached
+    model = copied(cached.model)
+    return replace(cached, model=model, plain=unwrap(model))
 
 
 def _prepared(

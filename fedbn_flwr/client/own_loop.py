@@ -37,7 +37,7 @@ from fedbn_flwr.training.batches import Batches, refuse_not_finite
 from fedbn_flwr.training.client_hook import NamedHooks
 from fedbn_flwr.training.feed import Feed
 from fedbn_flwr.training.loop import TrainResult
-from fedbn_flwr.training.model_state import Layout, copied
+from fedbn_flwr.training.model_state import copied
 from fedbn_flwr.training.randomness import seeded
 from fedbn_flwr.training.run_memory import first_time
 from fedbn_flwr.training.settings import LocalTraining
@@ -57,7 +57,6 @@ def train_by(
     stream: Callable[[str], torch.Generator],
     hooks: NamedHooks,
     task: Task = CLASSIFICATION,
-    layout: Layout | None = None,
 ) -> TrainResult:
     """Train ``model`` in place for one round with a user's loop.
 
@@ -75,10 +74,10 @@ def train_by(
         DataError: there are no examples, every batch had one example and was dropped,
             or the loss is not finite because of an input.
     """
-    feed = Feed(model, data, settings, stream, task, layout)
+    feed = Feed(model, data, settings, stream, task)
     named = f"loop {getattr(loop, '__qualname__', loop)}"
     # Hooks see the names without a wrapper's prefix; the loop uses the wrapper.
-    rules = Hooks(feed.layout.model, hooks, refuse, called=model)
+    rules = Hooks(feed.plain, hooks, refuse, called=model)
     modules = dict(model.named_modules())
     trained = {name: p.detach().clone() for name, p in _trained(model).items()}
     with rules.block():

@@ -11,7 +11,7 @@ import functools
 import json
 import math
 from collections.abc import Callable, Mapping
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -106,12 +106,11 @@ class TorchClient(NumPyClient):
         (16, 5)
 
     Args:
-        model: the model on its device; it is trained in place. It may be compiled or
+        model: the model on its device; each message trains a copy of it. It may be
             wrapped in DDP: sent and kept entries have the names of the inner module, or
-            the received names. It may also be a function that builds the model. A
-            process calls the function once, and again only for clients that work at the
-            same time, and passes the model from one client to the next. Pass the same
-            function object for every message.
+            the received names. It may also be a function that builds the model: a
+            process calls it once, so pass the same function object for every message.
+            A compiled model is not copied, because each copy would be compiled again.
         train_data: the client's training data, a torch ``Dataset`` of (input, target)
             with a length, or ``Batches``. ``training.batches_of(loader)`` makes
             ``Batches`` from a loader with a ``collate_fn``. It may be empty if the
@@ -211,15 +210,12 @@ class TorchClient(NumPyClient):
         Copy them before the next message.
         """
         returned: dict[str, Array] | None = None
-        with self._cached_model() as cached:
-            while returned is None:
+        while returned is None:
+            # If another client is lost in the synchronised step of a user's loop, the
+            # round begins again, with a new model.
+            with self._cached_model() as cached, suppress(RetryStep):
                 try:
                     returned, metrics = self._fit(cached, parameters, config)
-                except RetryStep:
-                    # Another client was lost in the synchronised step of a user's loop.
-                    # The round begins again.
-                    cached.attributes.restore()
-                    continue
                 except StopStep as stop:
                     # If a synchronised step exchanges by messages, it stops when it
                     # needs an exchange with the other clients. The answer in the next
@@ -265,7 +261,7 @@ class TorchClient(NumPyClient):
         )
         if hooks:
             kept.hand_over(hooks, extras)
-        result = trained(cached.model, hooks=hooks, layout=cached.layout)
+        result = trained(cached.model, hooks=hooks)
         # Check the number of steps taken, because dropped batches are not steps.
         refuse_on_client(sent.hooks, config, Known(local_steps=result.num_steps))
         if not math.isfinite(result.loss):
@@ -353,8 +349,6 @@ class TorchClient(NumPyClient):
             load_received(cached, parameters, config, sent, kept.tested(local))
             if sent.fine_tune and len(self.data.train):
                 self._fine_tune(cached, config, kept, frozenset(local))
-                # as in a test of the saved model
-                cached.attributes.restore()
             for name, data in test_sets.items():
                 prefix = f"{name}-" if name else ""
                 count = f"{name}-{NUM_EXAMPLES}" if name else EXAMPLES_TESTED

@@ -41,8 +41,8 @@ from fedbn_flwr.lab.output.folder import RunFolder
 from fedbn_flwr.lab.output.site_tests import test_site
 from fedbn_flwr.lab.output.summary import ModelDescription
 from fedbn_flwr.lab.setup import pick_device
-from fedbn_flwr.training.attributes import in_eval_mode
 from fedbn_flwr.training.batches import inputs_for
+from fedbn_flwr.training.modes import in_eval_mode
 from fedbn_flwr.training.tasks import TASKS, Task
 
 logger = logging.getLogger("flwr")

@@ -24,7 +24,6 @@ from fedbn_flwr.training.run_memory import is_noted, note
 
 __all__ = [
     "Batches",
-    "Entries",
     "device_of",
     "inputs_for",
     "join_last",
@@ -110,19 +109,6 @@ def join_last(batches: Sequence[Tensor]) -> list[Tensor]:
     return [*others[:-1], torch.cat([others[-1], last])] if others else []
 
 
-class Entries(Protocol):
-    """The modules, parameters and buffers of a model, or of its ``Layout``."""
-
-    def modules(self) -> Iterable[nn.Module]:
-        """Return the modules."""
-
-    def parameters(self) -> Iterable[nn.Parameter]:
-        """Return the parameters."""
-
-    def buffers(self) -> Iterable[Tensor]:
-        """Return the buffers."""
-
-
 def refuse_not_finite(data: Batches, prepared: Callable[[Any], Any]) -> None:
     """Search the inputs of the data for the cause of a non-finite loss.
 
@@ -152,7 +138,7 @@ def refuse_inputs(inputs: Any, where: str) -> None:
             raise DataError(coded(INPUTS_NOT_FINITE, text))
 
 
-def inputs_for(model: Entries) -> Callable[[Any], Any]:
+def inputs_for(model: nn.Module) -> Callable[[Any], Any]:
     """Return the function that prepares a batch's inputs for the model.
 
     It converts them to the model's device, dtype and memory format. Inputs with several
@@ -201,7 +187,7 @@ def map_inputs(function: Callable[[Any], Any], inputs: Any) -> Any:
     return type(inputs)(parts)
 
 
-def device_of(model: Entries) -> torch.device:
+def device_of(model: nn.Module) -> torch.device:
     """Return the device of the model's first parameter.
 
     If the model has no parameters (BatchNorm without affine), its first buffer decides.
@@ -211,7 +197,7 @@ def device_of(model: Entries) -> torch.device:
     return torch.get_default_device() if first is None else first.device
 
 
-def _dtype_of(model: Entries) -> torch.dtype:
+def _dtype_of(model: nn.Module) -> torch.dtype:
     """Return the dtype of the model's first real floating-point entry.
 
     Parameters of layers come before all others, such as a factor of the outputs: a
@@ -235,7 +221,7 @@ def _dtype_of(model: Entries) -> torch.dtype:
     return first_complex or torch.get_default_dtype()
 
 
-def _entries(model: Entries) -> Iterator[Tensor]:
+def _entries(model: nn.Module) -> Iterator[Tensor]:
     yield from model.parameters()
     yield from model.buffers()
 

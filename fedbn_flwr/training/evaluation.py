@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedbn_flwr.errors import NormLayerError
-from fedbn_flwr.training.attributes import in_eval_mode
 from fedbn_flwr.training.batches import (
     Batches,
     device_of,
@@ -30,6 +29,7 @@ from fedbn_flwr.training.freezing import (
     refuse_scripted,
 )
 from fedbn_flwr.training.metrics import confusion, dice, mean_iou
+from fedbn_flwr.training.modes import in_eval_mode
 from fedbn_flwr.training.single_examples import refusing_layers
 from fedbn_flwr.training.tasks import CLASSIFICATION, Task
 

@@ -16,7 +16,7 @@ from fedbn_flwr.training.batches import (
     inputs_for,
     with_positions,
 )
-from fedbn_flwr.training.model_state import Layout, name_compiler, unwrap
+from fedbn_flwr.training.model_state import name_compiler, unwrap
 from fedbn_flwr.training.randomness import seeded
 from fedbn_flwr.training.session import Session
 from fedbn_flwr.training.settings import LocalTraining
@@ -37,7 +37,7 @@ class Feed:
     Attributes:
         sizes: the number of examples of each batch so far, without dropped batches.
         dropped: the number of dropped batches of one example.
-        layout: the layout of the model without wrappers.
+        plain: the model without wrappers.
         prepared: moves inputs to the device of the model.
 
     Raises:
@@ -51,7 +51,6 @@ class Feed:
         settings: LocalTraining,
         stream: Callable[[str], torch.Generator],
         task: Task,
-        layout: Layout | None,
     ) -> None:
         if not len(data):
             raise DataError(
@@ -61,14 +60,11 @@ class Feed:
         self.task = task
         self.sizes: list[int] = []
         self.dropped = 0
-        self.layout = layout or Layout(unwrap(model))
+        self.plain = unwrap(model)
         self._stream = stream
-        self.prepared = inputs_for(self.layout)
+        self.prepared = inputs_for(self.plain)
         self._takes_one: bool | None = None
-        # Call ``train`` only if it is needed. A wrapper has its own mode. For a model
-        # in train mode, this saves a walk over its modules.
-        if model is not self.layout.model or not self.layout.in_train_mode():
-            model.train()
+        model.train()
 
     @contextmanager
     def batches(self, session: Session) -> Iterator[Iterator[tuple[Any, Tensor]]]:
@@ -93,7 +89,7 @@ class Feed:
                 batches.close()
 
     def _batches(self, session: Session) -> Generator[tuple[Any, Tensor], None, None]:
-        device = device_of(self.layout)
+        device = device_of(self.plain)
         # The order of the batches, their augmentation and dropout have separate
         # streams, so that a change of one does not affect the others.
         order = self.settings.batches(len(self.data), self._stream("batches"))

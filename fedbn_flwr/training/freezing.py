@@ -31,7 +31,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedbn_flwr.errors import ConfigError, NormLayerError
-from fedbn_flwr.training.attributes import restored_modes
+from fedbn_flwr.training.modes import restored_modes
 from fedbn_flwr.training.replaced_method import replace_method
 
 __all__ = [

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 
 from fedbn_flwr.errors import ConfigError, DataError
-from fedbn_flwr.training.attributes import Attributes
 from fedbn_flwr.training.batches import Batches, device_of, refuse_not_finite
 from fedbn_flwr.training.client_hook import (
     ClientHook,
@@ -28,7 +27,6 @@ from fedbn_flwr.training.client_hook import (
 )
 from fedbn_flwr.training.feed import Feed
 from fedbn_flwr.training.losses import LossFn
-from fedbn_flwr.training.model_state import Layout
 from fedbn_flwr.training.optimizers import make_optimizer, take_step
 from fedbn_flwr.training.randomness import Generators
 from fedbn_flwr.training.session import Session
@@ -79,7 +77,6 @@ def train(
     ),
     task: Task = CLASSIFICATION,
     optimizer: torch.optim.Optimizer | None = None,
-    layout: Layout | None = None,
 ) -> TrainResult:
     """Train ``model`` in place for one round.
 
@@ -94,8 +91,6 @@ def train(
         task: defines the loss and the counted targets.
         optimizer: an optimizer to continue with (the centralized reference keeps its
             momentum). None creates a new optimizer.
-        layout: the known layout of the model without wrappers. None means that the
-            layout is computed.
 
     Raises:
         ConfigError: the model has no trainable parameter, every batch had one example
@@ -114,20 +109,17 @@ def train(
             stacklevel=2,
         )
         hooks = {str(number): hook for number, hook in enumerate(hooks)}
-    feed = Feed(model, data, settings, stream, task, layout)
+    feed = Feed(model, data, settings, stream, task)
     # Hooks see the names without a wrapper's prefix; the passes use the wrapper.
-    session, totals = Session(feed.layout.model, hooks), _Totals(task)
+    session, totals = Session(feed.plain, hooks), _Totals(task)
     with session.block():
-        # With hooks, collect the parameters again, because a hook may have replaced
-        # some.
-        known = None if hooks else feed.layout.parameters()
-        optimizer = optimizer or make_optimizer(model, settings, known)
+        optimizer = optimizer or make_optimizer(model, settings)
         for group in optimizer.param_groups:
             group["lr"] = learning_rate
         session.start(optimizer)
         autocast: AbstractContextManager[Any] = _NOTHING
         if settings.amp:
-            autocast = torch.autocast(device_of(feed.layout).type, torch.bfloat16)
+            autocast = torch.autocast(device_of(feed.plain).type, torch.bfloat16)
         loss_fn = task.training_loss or task.loss
         steps = _Steps(feed, session, optimizer, loss_fn, autocast)
         with feed.batches(session) as batches:
@@ -180,14 +172,16 @@ class _Steps:
         """Run the passes of a synchronised step until no client is lost in it."""
         # This client has already updated running statistics and drawn dropout masks, so
         # restore both.
-        before = Attributes(self.session.model, with_state=True, of_passes=True)
+        before = [(b, b.clone()) for b in self.session.model.buffers()]
         generators = Generators.now()
         while True:
             try:
                 with self.session.step(self.feed.sizes[-1]):
                     return self._passes(inputs, targets)
             except RetryStep:
-                before.restore()
+                with torch.no_grad():
+                    for buffer, values in before:
+                        buffer.copy_(values)
                 generators.restore()
 
     def _passes(self, inputs: Any, targets: Tensor) -> LossAndOutputs:

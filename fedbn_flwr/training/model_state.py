@@ -16,148 +16,14 @@ from collections.abc import (
     Iterable,
     Iterator,
     Mapping,
-    MutableMapping,
 )
-from functools import cached_property
-from operator import attrgetter
 from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 from torch.utils._pytree import tree_leaves
 
 from fedbn_flwr.errors import NormLayerError, StateError
-
-# The place of a tensor: the dict of a module, and the name in it.
-_Place = tuple[MutableMapping[str, Tensor | None], str]
-
-
-class Layout:
-    """Facts about a model's architecture, found once and used in each training.
-
-    Attributes:
-        model: the module, without wrappers such as ``torch.compile``.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
-        self._parameters = list(model.parameters())
-        self._modules = list(model.modules())
-        self._structure = _structure(model)
-        self._usual_modes = all(
-            type(module).train is nn.Module.train for module in self._modules
-        )
-
-    @property
-    def is_current(self) -> bool:
-        """Whether the model still has the same modules, parameters and buffers.
-
-        Their values may differ.
-        """
-        return _structure(self.model) == self._structure
-
-    @cached_property
-    def _places(self) -> dict[str, _Place] | None:
-        return _places(self.model)
-
-    @property
-    def state(self) -> dict[str, Tensor]:
-        """The entries of ``model.state_dict()``.
-
-        They share memory with the model, until a layer replaces a buffer.
-        """
-        if self._places is None:
-            return dict(self.model.state_dict())
-        state = {}
-        for name, (owner, leaf) in self._places.items():
-            state[name] = owner[leaf].detach()  # type: ignore[union-attr]
-        return state
-
-    def modules(self) -> list[nn.Module]:
-        """Return each module once, as ``model.modules()`` does."""
-        return self._modules
-
-    def parameters(self) -> list[nn.Parameter]:
-        """Return each parameter once, as ``model.parameters()`` does."""
-        return self._parameters
-
-    def in_train_mode(self) -> bool:
-        """Return whether ``model.train()`` would change nothing."""
-        return self._usual_modes and all(map(attrgetter("training"), self._modules))
-
-    def buffers(self) -> Iterator[Tensor]:
-        """Yield the buffers, as ``model.buffers()`` does."""
-        return self.model.buffers()
-
-
-def _structure(model: nn.Module) -> list[tuple[Any, ...]]:
-    """Return the modules, their parameters and the names and types of their buffers.
-
-    Parameters are given by ``id``. One pass over the modules collects everything.
-    """
-    found: list[tuple[Any, ...]] = []
-    left = [model]
-    while left:
-        module = left.pop()
-        if isinstance(module, torch.jit.ScriptModule):  # its structure cannot change
-            found.append((module,))
-            continue
-        buffers = module._buffers
-        # Compare parameters by identity, because a layer may replace one. Compare
-        # buffers by name and type, because a buffer of BatchNorm may become None or a
-        # tensor.
-        parameters = map(id, module._parameters.values())
-        found.append((module, *parameters, *buffers, *map(type, buffers.values())))
-        for child in module._modules.values():  # a comprehension is a further call
-            if child is not None:
-                left.append(child)
-    return found
-
-
-def _places(model: nn.Module) -> dict[str, _Place] | None:
-    """Return the place of each entry of the state dict.
-
-    Returns None if a module creates entries in its own way.
-    """
-    places: dict[str, _Place] = {}
-    for path, module in model.named_modules(remove_duplicate=False):
-        if not _is_usual(module):
-            return None
-        prefix = f"{path}." if path else ""
-        for leaf, parameter in module._parameters.items():
-            if parameter is not None:
-                places[prefix + leaf] = (module._parameters, leaf)
-        for leaf, buffer in module._buffers.items():
-            in_state = leaf not in module._non_persistent_buffers_set
-            if in_state and buffer is not None:
-                places[prefix + leaf] = (module._buffers, leaf)
-    # Compare once with torch, because a module may have added another tensor to its
-    # state.
-    state = model.state_dict(keep_vars=True)
-    if list(state) != list(places):
-        return None
-    for name, (owner, leaf) in places.items():
-        if owner[leaf] is not state[name]:
-            return None
-    return places
-
-
-def _is_usual(module: nn.Module) -> bool:
-    """Return whether torch's defaults create the module's part of the state dict.
-
-    This part then consists of the module's dicts of parameters and buffers.
-    """
-    kind = type(module)
-    return (
-        not isinstance(module, torch.jit.ScriptModule)
-        and kind.state_dict is nn.Module.state_dict
-        and kind._save_to_state_dict is nn.Module._save_to_state_dict
-        and kind.get_extra_state is nn.Module.get_extra_state
-        and not module._state_dict_hooks
-        and not module._state_dict_pre_hooks
-    )
-
 
 # The name of the inner module in torch.compile, and in DistributedDataParallel,
 # DataParallel and AveragedModel.
@@ -216,29 +82,6 @@ def no_tensors(model: nn.Module) -> str:
         f" {', '.join(bad[:3])}{more}. Return a tensor from get_extra_state of"
         " the layer, or make it a buffer."
     )
-
-
-def loads_by_copy(model: nn.Module) -> bool:
-    """Return whether copies of all entries are equivalent to ``load_state_dict``.
-
-    The copies are not equivalent if a layer loads its entries in its own way.
-    """
-    return all(map(_loads_by_copy, model.modules()))
-
-
-def _loads_by_copy(module: nn.Module) -> bool:
-    return (
-        type(module)._load_from_state_dict in _USUAL
-        and type(module).load_state_dict is nn.Module.load_state_dict
-        and type(module).set_extra_state is nn.Module.set_extra_state
-        and not module._load_state_dict_pre_hooks
-        and not module._load_state_dict_post_hooks
-    )
-
-
-# The usual functions that load a state. BatchNorm's function only adds the handling of
-# old versions of torch.
-_USUAL = (nn.Module._load_from_state_dict, _NormBase._load_from_state_dict)
 
 
 ATTRIBUTES_OF_TORCH = frozenset(vars(nn.Module()))

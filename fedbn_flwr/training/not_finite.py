@@ -6,8 +6,8 @@ import torch
 from torch import nn
 
 from fedbn_flwr.errors import FIRST_PASS_NOT_FINITE, DataError, coded
-from fedbn_flwr.training.attributes import unchanged
 from fedbn_flwr.training.batches import Batches, device_of, inputs_for
+from fedbn_flwr.training.model_state import copied
 from fedbn_flwr.training.randomness import seeded
 from fedbn_flwr.training.tasks import Task
 
@@ -27,12 +27,13 @@ def refuse_first_pass(
     Raises:
         DataError: the loss of a batch, or a gradient, is not finite.
     """
+    model = copied(model)
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     if any(p.detach().abs().max() > _USUAL for _, p in named if p.numel()):
         return
     prepared, device = inputs_for(model), device_of(model)
     loss_of = task.training_loss or task.loss
-    with unchanged(model), seeded(0):
+    with seeded(0):
         model.train()
         for positions in torch.split(torch.arange(len(data)), batch_size or len(data)):
             inputs, targets = data.batch(positions, torch.Generator())

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from fedbn_flwr.errors import FedBNError, NormLayerError
-from fedbn_flwr.training.attributes import unchanged
 from fedbn_flwr.training.client_hook import ClientHook
 from fedbn_flwr.training.freezing import is_scripted_batchnorm, layers_of
 from fedbn_flwr.training.model_state import copied
+from fedbn_flwr.training.modes import restored_modes
 from fedbn_flwr.training.randomness import seeded
 
 __all__ = ["name_layer", "refusing_layers", "takes_one_example"]
@@ -73,6 +73,7 @@ def refusing_layers(
     not change the model. For layers that are not called in eval mode or are in
     TorchScript, a forward pass of a copy in train mode decides.
     """
+    model = copied(model)
     layers = {}
     for path, module in layers_of(model).items():
         uses_batch = module.training or module.running_mean is None
@@ -94,7 +95,7 @@ def refusing_layers(
         handles.append(layer.register_forward_pre_hook(note, with_kwargs=True))
     fails = False
     try:
-        with unchanged(model), seeded(0), torch.no_grad():
+        with restored_modes(model), seeded(0), torch.no_grad():
             model.eval()(inputs)
     except FedBNError:  # layers of this package raise their own errors
         raise

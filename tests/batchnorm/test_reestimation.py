@@ -76,28 +76,6 @@ def test_a_layer_that_a_model_in_train_mode_has_in_eval_mode_is_left_out(
     }
 
 
-@pytest.mark.parametrize("chosen", [(0,), (2,), (0, 2), (0, 2, 4)])
-def test_chosen_layers_use_the_batch_and_all_others_their_statistics(
-    points, chosen: tuple[int, ...]
-) -> None:
-    pairs = [nn.Sequential(nn.BatchNorm1d(5), nn.Tanh()) for _ in range(3)]
-    model = nn.Sequential(*(layer for pair in pairs for layer in pair)).double()
-    for layer in model[::2]:
-        nn.init.uniform_(layer.running_var, 0.5, 2)
-    found = reestimate_statistics(
-        model, points(9), batch_size=0, layers=[model[place] for place in chosen]
-    )
-    x, expected = points(9).inputs, {}
-    for place, layer in enumerate(model):
-        if place in chosen:
-            expected[str(place)] = x.mean(0)
-        layer.train(place in chosen)
-        x = layer(x)
-    assert found.keys() == expected.keys()
-    for path, mean in expected.items():
-        torch.testing.assert_close(found[path].mean, mean)
-
-
 def test_the_model_does_not_change(points, mlp) -> None:
     model = mlp(dropout=0.5)
     model.train()

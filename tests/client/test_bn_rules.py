@@ -15,7 +15,6 @@ from flwr.app import Context, Message
 from torch import nn
 from torch.nn import functional as F
 
-from fedbn_flwr.batchnorm.parts import split_state
 from fedbn_flwr.client.bn_rules import Hooks
 from fedbn_flwr.errors import (
     ConfigError,
@@ -24,15 +23,14 @@ from fedbn_flwr.errors import (
 from fedbn_flwr.mods import bn_rules
 from fedbn_flwr.strategies import (
     FedAvg,
-    FedBN,
     FedProx,
     FedTAN,
 )
 from fedbn_flwr.strategies.fedprox import ProximalTerm
 from fedbn_flwr.strategies.scaffold import ControlVariates
 from fedbn_flwr.training import ClientHook
-from tests.support.strange_layers import Checkpointed, Made
-from tests.support.user_loops import SIZES, hooked_loop, loop_without_step, plain_loop
+from tests.support.strange_layers import Checkpointed
+from tests.support.user_loops import SIZES, hooked_loop, loop_without_step
 
 PROXIMAL = {"fedbn-flwr.hooks": "proximal", "fedbn-flwr.proximal-mu": 5.0}
 
@@ -314,30 +312,3 @@ def changed(model: nn.Module) -> list[str]:
         for name in vars(module)
         if name in ("forward", "train")
     ]
-
-
-@pytest.mark.parametrize(
-    ("loop", "method"),
-    [
-        (plain_loop, FedAvg),
-        (plain_loop, FedBN),
-        (hooked_loop, FedAvg),
-        (hooked_loop, FedBN),
-        (hooked_loop, FedProx),
-    ],
-)
-def test_entries_that_a_pass_makes_are_refused_by_name_in_round_1(
-    run_app, user_app, loop: Any, method: Any
-) -> None:
-    """The block of ``bn_rules`` refuses, or the mod if a method needs no block."""
-
-    def model() -> nn.Module:
-        torch.manual_seed(0)
-        layers = nn.BatchNorm1d(5), Made(nn.BatchNorm1d)
-        return nn.Sequential(*layers).double()
-
-    app = user_app(loop, query=True, model=model)
-    strategy = method(parts=split_state(model()))
-    with pytest.raises(ConfigError, match=r"'1\.made\.weight'"):
-        run_app(strategy, app, model=model, rounds=3)
-    assert len(strategy.reports) <= 2, "no later round repeats the refusal"

@@ -77,8 +77,8 @@ def test_a_model_that_is_lent_again_has_no_gradients(mlp) -> None:
         cached.model(torch.ones(4, 5, dtype=torch.float64)).sum().backward()
         used = cached.model
     with lend() as cached:
-        assert cached.model is used
-        assert all(parameter.grad is None for parameter in used.parameters())
+        assert cached.model is not used
+        assert all(p.grad is None for p in cached.model.parameters())
 
 
 @pytest.mark.parametrize("given", ["model", "function"])
@@ -105,13 +105,13 @@ def test_clients_of_a_synchronised_step_have_a_model_each(points, mlp) -> None:
         FedTAN().start(
             grid=grid, initial_arrays=to_record(mlp().state_dict()), num_rounds=3
         )
-    assert build.count == 4
+    assert build.count == 1
 
 
 def test_a_second_run_in_the_process_gives_the_warnings_of_the_first(
     points, caplog
 ) -> None:
-    """The warnings are about eval-mode layers and probabilities as outputs."""
+    """The warning is about a layer in eval mode."""
 
     def build() -> nn.Module:
         layers = (nn.BatchNorm1d(5), nn.BatchNorm1d(5).eval(), nn.Linear(5, 3))
@@ -125,9 +125,7 @@ def test_a_second_run_in_the_process_gives_the_warnings_of_the_first(
             start = to_record(build().state_dict())
             FedBN().start(grid=grid, initial_arrays=start, num_rounds=2)
         told.append(caplog.messages)
-    assert (
-        len([text for text in told[0] if "softmax" in text or "eval mode" in text]) == 2
-    )
+    assert len([text for text in told[0] if "eval mode" in text]) == 1
     assert told[0] == told[1]
 
 
@@ -145,15 +143,29 @@ def test_a_query_takes_no_model(points, mlp) -> None:
         )
 
 
-def test_a_model_whose_client_failed_is_not_lent_again(mlp) -> None:
-    lend = model_cache(build := Builds(mlp))
+def test_a_compiled_model_is_lent_itself_to_one_message_at_a_time(mlp) -> None:
+    """A copy would be compiled again. A failed client's model is not lent again."""
+    build = Builds(lambda: torch.compile(mlp(), backend="eager"))
+    lend = model_cache(build)
+    with lend() as first, lend() as second:
+        assert first.model is not second.model
+    with lend() as again, lend() as other:
+        assert {again.model, other.model} == {first.model, second.model}
     with pytest.raises(KeyError), lend() as cached:
-        cached.plain.eval().state_dict()["no such entry"]
+        cached.plain.state_dict()["no such entry"]
+    with lend() as one, lend() as two:
+        assert cached.model not in (one.model, two.model)
+    assert build.count == 3
+
+
+def test_nothing_of_a_client_is_in_the_model_of_the_next(mlp) -> None:
+    lend = model_cache(Builds(mlp))
     with lend() as cached:
-        assert cached.plain.training
-    with lend() as again:
-        assert again is cached
-    assert build.count == 2
+        cached.plain.eval().seen = [1]
+        next(cached.plain.parameters()).requires_grad_(False)
+    with lend() as cached:
+        assert cached.plain.training and not hasattr(cached.plain, "seen")
+        assert all(p.requires_grad for p in cached.plain.parameters())
 
 
 class Running(nn.Module):
@@ -244,43 +256,13 @@ class DoublesExtra(nn.Linear):
 
 
 @pytest.mark.parametrize(
-    ("make", "by_copy"),
-    [
-        (resnet18, True),
-        (mnasnet0_5, False),
-        (doubled_before, False),
-        (doubled_after, False),
-        (DoublesExtra, False),
-    ],
+    "make", [resnet18, mnasnet0_5, doubled_before, doubled_after, DoublesExtra]
 )
-def test_states_are_loaded_as_load_state_dict_does(make, by_copy: bool) -> None:
+def test_states_are_loaded_as_load_state_dict_does(make) -> None:
     """Torchvision's MNASNet has its own way to load."""
     cached, other = CachedModel.of(make(num_classes=3)), make(num_classes=3)
-    assert cached.by_copy == by_copy
     cached.load(other.state_dict())
     loaded = make(num_classes=3)
     loaded.load_state_dict(other.state_dict())
     for name, value in loaded.state_dict().items():
         assert torch.equal(cached.plain.state_dict()[name], value), name
-
-
-@pytest.mark.parametrize("given", ["model", "function"])
-def test_layers_that_the_clients_code_adds_between_messages_are_read_anew(
-    mlp, given: str
-) -> None:
-    model = mlp()
-    lend = model_cache(model if given == "model" else lambda: model)
-    with lend() as cached:
-        names = list(cached.state)
-    with lend() as again:
-        assert again is cached
-    model.append(nn.BatchNorm1d(3))
-    with lend() as changed:
-        assert (
-            list(changed.state) == list(changed.parts.names) == list(model.state_dict())
-        )
-        assert changed.parts.names != tuple(names)
-        assert changed.fingerprint != cached.fingerprint
-        assert changed.layout.parameters() == list(model.parameters())
-    with lend() as again:
-        assert again is changed

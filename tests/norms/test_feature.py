@@ -139,8 +139,6 @@ class TwoHeads(nn.Module):
         return torch.cat([self.first(x), self.second(x)], 1)
 
 
-
-
 def test_a_layer_that_is_not_the_classifier_is_refused_by_name(monkeypatch) -> None:
     pytest.importorskip("segmentation_models_pytorch")
     sizes = {"num_classes": 5, "channels": 3, "size": 32, "feature_norm": "sqrt-d"}

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from fedbn_flwr.batchnorm.sync.step import synchronised
 from fedbn_flwr.errors import NormLayerError
-from fedbn_flwr.training.attributes import unchanged
+from fedbn_flwr.training.model_state import copied
 from fedbn_flwr.training.randomness import seeded
 
 # Number of passes with two examples. A layer that is skipped in half of the passes is
@@ -29,8 +29,8 @@ def try_synchronised_step(model: nn.Module, inputs: Any, batch_size: int) -> Non
     skipped at random, with high probability.
 
     Args:
-        model: the model. Its state and modes do not change, nor do the random
-            generators. The gradients of the model are removed.
+        model: the model. It does not change, nor do the random generators, because a copy
+            makes the passes.
         inputs: a batch on the model's device.
         batch_size: the number of examples in the batch.
 
@@ -38,18 +38,15 @@ def try_synchronised_step(model: nn.Module, inputs: Any, batch_size: int) -> Non
         NormLayerError: a layer cannot be synchronised, none is called in train mode, or
             the passes call different layers.
     """
-    try:
-        with unchanged(model):
-            first, drawn = _pass(model.train(), inputs, batch_size, seed=0)
-            # If the pass draws no random numbers, more passes would be equal.
-            with seeded(0):
-                draws = drawn != _next_numbers()
-            with torch.no_grad():
-                for seed in range(1, _PASSES if draws else 1):
-                    again, _ = _pass(model, inputs, batch_size, seed)
-                    _refuse_other_calls(first, again)
-    finally:
-        model.zero_grad(set_to_none=True)
+    model = copied(model)
+    first, drawn = _pass(model.train(), inputs, batch_size, seed=0)
+    # If the pass draws no random numbers, more passes would be equal.
+    with seeded(0):
+        draws = drawn != _next_numbers()
+    with torch.no_grad():
+        for seed in range(1, _PASSES if draws else 1):
+            again, _ = _pass(model, inputs, batch_size, seed)
+            _refuse_other_calls(first, again)
 
 
 def _pass(

@@ -36,7 +36,6 @@ from fedbn_flwr.server.methods.together import TOO_LARGE_STEPS
 from fedbn_flwr.server.runs.failures import losses_not_finite
 from fedbn_flwr.server.runs.round_outcome import RoundOutcome
 from fedbn_flwr.training import make_optimizer, train
-from fedbn_flwr.training.attributes import Attributes
 from fedbn_flwr.training.loop import TrainResult
 from fedbn_flwr.training.model_state import load_state, unwrap
 from fedbn_flwr.training.randomness import torch_generator
@@ -167,7 +166,6 @@ class _Reference:
         if self._start.after:
             line = self._writer.lines()[-1]
         settings, task = local_training(config), data_of(config).test_task
-        attributes = Attributes(unwrap(self._model))
         # Save the initial state as well, so that a run that is killed in round 1 can be
         # resumed.
         if not self._start.saved:
@@ -185,8 +183,6 @@ class _Reference:
                 optimizer=self._optimizer,
                 task=task,
             )
-            # as for clients, and as after a resume
-            attributes.restore()
             report = _report(server_round, result, self._writer.test(server_round))
             report.evaluations = self._writer.test_at_clients(server_round, self._tests)
             line = self._writer.write(report)

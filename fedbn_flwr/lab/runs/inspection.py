@@ -23,9 +23,9 @@ from fedbn_flwr.lab.setup import partly_without_effect
 from fedbn_flwr.messages.records import Traffic, num_bytes, to_record, to_state
 from fedbn_flwr.server.methods.shared_bn import SHARED_BN
 from fedbn_flwr.server.methods.together import Methods
-from fedbn_flwr.training.attributes import unchanged
 from fedbn_flwr.training.batches import inputs_for
 from fedbn_flwr.training.freezing import layers_of, stays_in_eval
+from fedbn_flwr.training.modes import restored_modes
 
 
 @dataclass(frozen=True)
@@ -382,7 +382,7 @@ def batchnorm_calls(model: nn.Module, config: Config) -> tuple[tuple[int, bool],
     shape = (2, *data_of(config).shape)
     inputs = inputs_for(model)(torch.zeros(shape))
     try:
-        with unchanged(model), torch.enable_grad():
+        with restored_modes(model), torch.enable_grad():
             model.eval()(inputs)
     finally:
         for handle in handles:

@@ -98,7 +98,7 @@ CASES: Mapping[str, dict[str, Any]] = {
     "clients-clip": {"dp": "client", "dp-clipping": "adaptive"},
     "no-epsilon": {"dp": "server", "dp-delta": 1e-6},
     "masked-updates": {"masked-sums": True, "dp": "server", "eval-on": "global"},
-    "all-layers": {"layers": "norm1"},
+    "all-layers": {"strategy": "fedtan", "layers": "norm1"},
     "all-personal": {"strategy": "standalone", "personal": "last-layer"},
     "always-re-estimated": {"strategy": "staticbn", "recalibrate": True},
     "no-client-tests": {"fine-tune": 3, "eval-on": "global"},
@@ -531,6 +531,8 @@ def test_clients_refuse_the_training_that_a_config_refuses(
     settings = {
         key: case.pop(key) for key in [*case] if key in kind.Params.model_fields
     }
+    if code == "no-body-step":
+        settings["personal"] = "0"  # the layers of this model have no names
     training = LocalTraining(learning_rate=LearningRate(0.1), **case)
     data = [points(6, i) for i in range(2)]
     client_fn: Any = torch_clients(mlp, data, training)

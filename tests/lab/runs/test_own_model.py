@@ -287,14 +287,6 @@ def test_draws_outside_of_torch_are_seeded_too() -> None:
     assert not any(torch.equal(builds[0][name], other[name]) for name in other)
 
 
-@pytest.mark.parametrize("strategy", ["fedavg", "fedbn", "fedtan", "centralized"])
-def test_entries_that_a_forward_pass_makes_are_refused_by_name(
-    strategy: str, quick_run: Any
-) -> None:
-    with pytest.raises(ConfigError, match=r"'bn\.weight'"):
-        quick_run(model="my_nets:made", strategy=strategy)
-
-
 @pytest.mark.parametrize("name", ["my-nets:net", "small_net", ":net", "a:b:c"])
 def test_other_names_are_unknown_models(name: str) -> None:
     with pytest.raises(ConfigError, match=f"unknown model '{name}'"):
