@@ -32,7 +32,6 @@ __all__ = [
     "DivergedError",
     "EngineError",
     "FedBNError",
-    "MaskingError",
     "MissingExtraError",
     "NamedConfigErrors",
     "NormLayerError",
@@ -186,12 +185,6 @@ class PackingError(FedBNError, ValueError):
     """Arrays that were sent in one piece do not fit their manifest."""
 
     code = "packing"
-
-
-class MaskingError(FedBNError, ValueError):
-    """A client refuses a step of a masked sum, or masks cannot be removed."""
-
-    code = "masking"
 
 
 class EngineError(FedBNError, RuntimeError):

@@ -7,7 +7,6 @@ from flwr.clientapp.typing import ClientAppCallable
 
 from fedbn_flwr.client.answers import answer_query, answer_statistics
 from fedbn_flwr.client.bn_rules import Hooks, bn_rules
-from fedbn_flwr.client.masking import masked_update
 from fedbn_flwr.client.mod import apply_mod
 from fedbn_flwr.client.packed import packed
 from fedbn_flwr.client.repeatable import repeatable
@@ -23,7 +22,6 @@ __all__ = [
     "bn_rules",
     "clipped_update",
     "local_bn",
-    "masked_update",
     "packed",
 ]
 

@@ -49,7 +49,6 @@ class Known:
         tests: the tests of ``eval-on`` (``tests_in``), or their default.
         recorded: whether the laboratory's recorder does the tests.
         weighted_by_key: the metric by which replies are weighted.
-        reads_each: whether the server can read single replies, unlike masked sums.
         parts: the split of the model's state (``Parts``).
         shapes: the shapes of the model's entries.
         model: a text for the model in messages.
@@ -70,7 +69,6 @@ class Known:
     tests: tuple[str, ...] | None = None
     recorded: bool | None = None
     weighted_by_key: str | None = None
-    reads_each: bool | None = None
     parts: Any = None
     shapes: Mapping[str, tuple[int, ...]] | None = None
     model: str = "the model"

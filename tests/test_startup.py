@@ -170,14 +170,8 @@ _OF_OTHERS = (
         "lab.data.forms.function",
     ),
     *("lab.runs.run", "lab.runs.serve", "lab.runs.check_start"),
-    *(
-        "client.masking",
-        "privacy.masks",
-        "transport.channel_frame",
-        "transport.channel_server",
-        "transport.grpc_channel",
-    ),
-    *("privacy.differential", "privacy.masked_round", "privacy.masked_sums"),
+    *("transport.channel_frame", "transport.channel_server", "transport.grpc_channel"),
+    "privacy.differential",
 )
 _CLIENT = """
 import json, sys

@@ -139,9 +139,7 @@ class ClientStreams:
         # same name would draw the same numbers.
         return cls(seed, -1 if context is None else f"node {own_node_id(context)}")
 
-    def generator(
-        self, sent: MessageConfig, purpose: str, fresh: int = 0
-    ) -> torch.Generator:
+    def generator(self, sent: MessageConfig, purpose: str) -> torch.Generator:
         """Return the generator for a purpose in this round.
 
         ``fresh``: the number of the attempt that draws new batches, or 0.
@@ -150,8 +148,6 @@ class ClientStreams:
         # must use the same batches.
         seed = sent.seed if self.seed is None else self.seed
         keys: list[int | str] = [sent.server_round, self.client]
-        if fresh:
-            keys.append(fresh)
         return torch_generator(seed, purpose, *keys)
 
 

@@ -25,8 +25,6 @@ from fedbn_flwr.messages.numpy_client import (
 )
 from fedbn_flwr.messages.protocol import (
     EXCHANGE_QUERY,
-    MASK_PRESENT,
-    MASK_STAGE,
     NUM_EXAMPLES,
     NUM_PARTITIONS,
     PARTITION_ID,
@@ -136,7 +134,7 @@ def client_app(
                 f" {name}=[...]"
             )
     answers = _ClientMessages(client_fn, reason or _text)
-    # List the mods from the outermost to the innermost. The update is masked or clipped
+    # List the mods from the outermost to the innermost. The update is clipped
     # after the user's mods, and packed last. The client's draws are seeded innermost,
     # so that the server cannot repeat, and subtract, the noise of a privacy mod.
     every = [protected_if_asked, seeded_client, *mods]
@@ -251,20 +249,13 @@ class _ClientMessages:
 def protected_if_asked(
     message: Message, context: Context, call_next: ClientAppCallable
 ) -> Message:
-    """Apply ``masked_update`` around ``clipped_update``: a Flower mod.
-
-    Each is imported only if the server asks for it.
-    """
+    """Apply ``clipped_update`` if the server asks for it: a Flower mod."""
     config = merged_config(message)
     if CLIP in config:
         from fedbn_flwr.client.update_clipping import clipped_update
 
         call_next = functools.partial(clipped_update, call_next=call_next)
-    if config.keys().isdisjoint((MASK_PRESENT, MASK_STAGE)):
-        return call_next(message, context)
-    from fedbn_flwr.client.masking import masked_update
-
-    return masked_update(message, context, call_next)
+    return call_next(message, context)
 
 
 @repeatable

@@ -60,7 +60,7 @@ def why_absent(absent: Sequence[str], clients: Sequence[str]) -> str:
     if Part.REST in absent:
         return f"{text} Nothing is shared, so there is no global model."
     return (
-        f"{text} Without dp and masked-sums, a run with eval-on=averaged-bn saves the"
+        f"{text} Without dp, a run with eval-on=averaged-bn saves the"
         " average of the clients' entries."
     )
 

@@ -54,7 +54,6 @@ from fedbn_flwr.messages.protocol import (
     EXAMPLES_PROCESSED,
     EXAMPLES_TESTED,
     EXCHANGE,
-    MASK_PRESENT,
     MOD,
     NUM_EXAMPLES,
     PARTITION_ID,
@@ -72,7 +71,6 @@ from fedbn_flwr.messages.protocol import (
     site_name_of,
 )
 from fedbn_flwr.messages.records import to_state
-from fedbn_flwr.privacy.counters import refuse_cumulative
 from fedbn_flwr.problems import Known
 from fedbn_flwr.training.batches import inputs_for, refuse_not_finite, with_positions
 from fedbn_flwr.training.client_hook import ClientHook
@@ -196,8 +194,6 @@ class TorchClient(NumPyClient):
             StateError: the arrays or the local state do not fit the model.
             DataError: there is nothing to train on.
             ConfigError: the config names no round.
-            NormLayerError: the server asks for masked sums, but a BatchNorm layer has
-                ``momentum=None``.
         """
         arrays, num_examples, metrics = self.fit_uncopied(parameters, config)
         return [array.copy() for array in arrays], num_examples, metrics
@@ -301,9 +297,7 @@ class TorchClient(NumPyClient):
             data=self.data.train,
             settings=settings,
             learning_rate=settings.learning_rate.at(sent.server_round, sent.frozen),
-            stream=functools.partial(
-                self.streams.generator, sent, fresh=sent.fresh_batches
-            ),
+            stream=functools.partial(self.streams.generator, sent),
             task=self.task,
         )
 
@@ -462,10 +456,7 @@ class TorchClient(NumPyClient):
 
 
 def _refuse_before_training(cached: CachedModel, config: Config) -> None:
-    """Refuse a round without a number, or layers that masked sums would break.
-
-    Such layers divide by their counter, which counts rounds under masked sums.
-    """
+    """Refuse a round without a number."""
     if round_in(config) is None:
         raise ConfigError(
             f"the config of fit has no '{SERVER_ROUND}', but a client needs it to draw"
@@ -473,8 +464,6 @@ def _refuse_before_training(cached: CachedModel, config: Config) -> None:
             " default: give yours on_fit_config_fn=lambda server_round:"
             f" {{'{SERVER_ROUND}': server_round}}"
         )
-    if MASK_PRESENT in config:
-        refuse_cumulative(cached.plain, "masked-sums=true")
 
 
 def _metrics(result: TrainResult) -> Config:

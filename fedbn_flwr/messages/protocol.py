@@ -190,43 +190,6 @@ FIRST_BATCH = Key.down(
 )
 
 
-# --- masked sums ----------------------------------------------------------------------
-MASK_STAGE = Key.down(
-    "fedbn-flwr.mask-stage", "str, in a query: keys, shares or reveal"
-)
-MASK_REPLY = Key.up("masks", "ConfigRecord of the answer to a query about masks")
-MASK_NUMBER = Key.down(
-    "fedbn-flwr.mask-number", "int: this client's number in the round"
-)
-MASK_NUMBERS = Key.both("fedbn-flwr.mask-numbers", "list of int: clients, by number")
-MASK_KEYS = Key.both(
-    "fedbn-flwr.mask-keys", "list of bytes: two public keys of each client"
-)
-MASK_SHARES = Key.both(
-    "fedbn-flwr.mask-shares",
-    "list of bytes: a secret share for, or from, each client in mask-numbers",
-)
-MASK_THRESHOLD = Key.down(
-    "fedbn-flwr.mask-threshold", "int: t, the number of shares that give a secret"
-)
-MASK_ANSWERED = Key.down(
-    "fedbn-flwr.mask-answered", "list of int: clients whose model has arrived"
-)
-MASK_LOST = Key.down("fedbn-flwr.mask-lost", "list of int: clients without a model")
-MASK_PRESENT = Key.down(
-    "fedbn-flwr.mask-present", "list of int: the other clients of the round"
-)
-MASK_WEIGHT = Key.down("fedbn-flwr.mask-weight", "float: w_i")
-MASK_TOTAL = Key.down("fedbn-flwr.mask-total-weight", "float: W")
-MASK_EQUAL = Key.down("fedbn-flwr.mask-equal-weights", "bool: all weights are 1")
-FRESH_BATCHES = Key.down(
-    "fedbn-flwr.fresh-batches",
-    "int: number of the attempt; clients draw new batches for it",
-)
-MASKED = Key.up(
-    "fedbn-flwr.masked", "int64 vector, in the model's record: the masked update"
-)
-
 # --- arrays as a NumPyClient takes them -----------------------------------------------
 ARRAY_NAMES = Key(
     "fedbn-flwr.array-names",
@@ -374,10 +337,6 @@ BEGUN = Key.inside(
     "int, in fedbn-flwr.local.about: the round that made the kept state anew, else 0",
 )
 STEP_ATTEMPT = Key.inside("attempt", "int, in fedbn-flwr.step")
-MASK_PARTY = Key.inside(
-    "fedbn-flwr.masks", "ConfigRecord: this client in a round of masked sums"
-)
-MASK_SECRETS = Key.inside("secrets", "bytes, in fedbn-flwr.masks")
 SPEC_SHAPES = Key("frame", "str, JSON, in fedbn-flwr.whole", "mod", "mod")
 
 CLIENT_KEYS = (ARRAY_NAMES, APPLIED, LOCAL_SHA256, LOCAL_HOME, LOCAL_BEGAN)
@@ -693,15 +652,12 @@ class TrainConfig(MessageConfig):
         attempt: if the message is a part of a synchronised step by messages, the
             attempt of the step, otherwise None. ``transport.step_by_messages`` writes
             it.
-        fresh_batches: attempt of a round of masked sums. Each attempt draws new
-            batches; 0 is the first. ``privacy.masked_sums`` writes it.
     """
 
     hooks: tuple[str, ...] = _entry(HOOKS, (), _words, ",".join)
     extras: tuple[str, ...] = _entry(EXTRAS, (), _words, ",".join)
     frozen: bool = _entry(FROZEN, False, bool)
     attempt: int | None = _entry(ATTEMPT, None, int)
-    fresh_batches: int = _entry(FRESH_BATCHES, 0, int)
 
 
 @dataclass(frozen=True, kw_only=True)

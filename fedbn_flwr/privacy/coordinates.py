@@ -66,8 +66,7 @@ class Coordinates:
         for name, array in before.items():
             if array.dtype.kind == "c":
                 raise ConfigError(
-                    f"entry '{name}' is complex, but dp and masked-sums=true need real"
-                    " numbers"
+                    f"entry '{name}' is complex, but dp needs real numbers"
                 )
             if array.dtype.kind == "f" and name not in fixed:
                 self._units[name] = 1.0

@@ -48,7 +48,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -190,7 +190,6 @@ class ClientLevelDP(Protection):
         facts: Facts,
         report: RoundOutcome,
         replies: Sequence[Reply],
-        check: Callable[[Reply], None],
     ) -> Sequence[Reply]:
         """Return one reply, with the state of the noisy average of clipped updates."""
         # Count the release before its result exists, so that no crash hides it.

@@ -1,4 +1,4 @@
-"""The settings of the protections, differential privacy and masked sums."""
+"""The settings of differential privacy."""
 
 from __future__ import annotations
 
@@ -90,30 +90,3 @@ class DPSettings(Settings):
         only_if=_WITH_DP,
         ge=0,
     )
-
-
-class MaskSettings(Settings):
-    """The settings of masked sums."""
-
-    masked_sums: bool = setting(
-        False,
-        "secure aggregation: clients mask their updates, and the server sees only sums"
-        " over the clients",
-    )
-    masked_threshold: float = setting(
-        0.66,
-        "share of a round's clients that must stay to the end, so that the server can"
-        " remove the masks",
-        only_if={"masked-sums": (True,)},
-        gt=0.5,
-        le=1,
-    )
-
-
-MASKED_UPDATES = Problem(
-    "masked-updates",
-    "masked-sums=true hides the updates that dp=server clips. Use dp=client, so that the"
-    " clients clip",
-    "masked_sums dp",
-    when=lambda dp, known: dp.dp == "server",
-)

@@ -164,7 +164,7 @@ class Strategy(RunView, FlowerFedAvg):
     def protect(self, protection: Protection) -> None:
         """Apply ``protection`` to the clients' replies before the method sees them.
 
-        Under client-level privacy and masked sums, BatchNorm's counters count rounds
+        Under client-level privacy, BatchNorm's counters count rounds
         instead of batches. The server cannot see which layers use the counters: do not
         give it a model with ``momentum=None``.
 

@@ -78,14 +78,10 @@ layer. All clients use $n = B \sum_i p_i n_i / b_i$, with $B$ examples in the un
 their running statistics are equal, bit for bit. If the batches have the weights $p_i$,
 $n$ is the number of elements in the union.
 
-Under masked sums the server reads no $b_i / n_i$ of a client. Then the weights are
-always $p_i$, and a warning names the layer if clients have other numbers of elements.
-
 ## Law
 
 With $E = 1$ and plain SGD the averaged model equals one centralized step on
-$\sum_i p_i F_i$, in which BatchNorm weighs each element like its example. Under masked
-sums, all examples must have the same number of elements.
+$\sum_i p_i F_i$, in which BatchNorm weighs each element like its example.
 """
 
 from __future__ import annotations

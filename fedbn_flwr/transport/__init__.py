@@ -30,8 +30,6 @@ from fedbn_flwr.transport.through_user_code import (
     StopStep,
     in_process_reducer,
     use_reducers,
-    wrap_reducers,
-    wrapped,
 )
 
 __all__ = [
@@ -46,6 +44,4 @@ __all__ = [
     "StopStep",
     "in_process_reducer",
     "use_reducers",
-    "wrap_reducers",
-    "wrapped",
 ]

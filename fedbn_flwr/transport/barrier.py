@@ -19,7 +19,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from fedbn_flwr.batchnorm.sync import Combine, combine, exchange_bytes, is_finite
+from fedbn_flwr.batchnorm.sync import combine, exchange_bytes, is_finite
 from fedbn_flwr.errors import NOT_FINITE, TOO_FEW_LEFT, FedBNError, coded, split_code
 from fedbn_flwr.training.turns import Wait
 from fedbn_flwr.transport.through_user_code import Dropped, Reducer, RetryStep
@@ -80,7 +80,6 @@ class Barrier:
         members: the members by node id, in the order of sums.
         timeout: seconds that an exchange waits for its last member after its first.
         min_members: smallest number of members. With fewer, the step is given up.
-        answer: computes the answer from the members' tensors of an exchange.
         in_turns: whether members may compute one after another, as they do in one
             process. Then a member is not late while another one computes: the timeout
             restarts when a member begins or sends.
@@ -103,13 +102,11 @@ class Barrier:
         members: Mapping[int, Member],
         timeout: float,
         min_members: int = 1,
-        answer: Combine = combine,
         *,
         in_turns: bool = False,
     ) -> None:
         self.members = dict(members)
         self._in_turns = in_turns
-        self._answer = answer
         self.timeout = timeout
         self._min_members = min_members
         # The lock guards everything below. Answers are given outside of it, see
@@ -383,7 +380,7 @@ class Barrier:
         tensors = [exchange.sent[i][1] for i in left]
         weights = [self.members[i].weight for i in left]
         try:
-            exchange.answer = self._answer(tag, tensors, weights)
+            exchange.answer = combine(tag, tensors, weights)
         except FedBNError as error:  # all members sent the same unusable tensor
             self._drop(dict.fromkeys(left, f"sent an unusable tensor: {error}"))
             return

@@ -40,7 +40,6 @@ def step_by_barrier(
         members,
         limits.exchange_timeout,
         limits.min_members,
-        limits.answer,
         in_turns=True,
     )
     barriers.open_barrier(barrier_id, barrier)

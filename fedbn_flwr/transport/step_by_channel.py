@@ -61,9 +61,7 @@ class ByChannel(Transport):
             EngineError: Flower's simulation does not run all clients at the same time.
         """
         channel = self._opened()
-        barrier = Barrier(
-            members, limits.exchange_timeout, limits.min_members, limits.answer
-        )
+        barrier = Barrier(members, limits.exchange_timeout, limits.min_members)
         tokens = channel.admit(barrier)
         where: dict[str, Any] = {
             CHANNEL_ADDRESS: channel.address,

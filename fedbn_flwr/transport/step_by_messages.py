@@ -14,7 +14,7 @@ import torch
 from flwr.app import ArrayRecord, Message
 from flwr.serverapp import Grid
 
-from fedbn_flwr.batchnorm.sync import exchange_bytes
+from fedbn_flwr.batchnorm.sync import combine, exchange_bytes
 from fedbn_flwr.compat.flower import lacks_function
 from fedbn_flwr.errors import NOT_FINITE, FedBNError, ReplyError
 from fedbn_flwr.messages.protocol import (
@@ -109,7 +109,7 @@ class ByMessages(Transport):
                 local = [sent[node_id][1] for node_id in left]
                 weights = [member.weight for member in left.values()]
                 try:
-                    total = limits.answer(tag, local, weights)
+                    total = combine(tag, local, weights)
                 except FedBNError as error:  # all have sent the same unusable tensor
                     why = f"sent an unusable tensor: {error}"
                     lost = dict.fromkeys(left, why)

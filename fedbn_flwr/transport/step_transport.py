@@ -12,7 +12,6 @@ from typing import Any, ClassVar
 from flwr.app import ConfigRecord, Message, RecordDict
 from flwr.serverapp import Grid
 
-from fedbn_flwr.batchnorm.sync import Combine, combine
 from fedbn_flwr.messages.records import Traffic, of_kind
 from fedbn_flwr.transport.barrier import Member
 from fedbn_flwr.transport.polling_grid import Pauses, over_network, polls
@@ -52,20 +51,18 @@ class LinkSettings:
 
 @dataclass(frozen=True)
 class Limits:
-    """The limits of a synchronised step and the arithmetic of its exchanges.
+    """The limits of a synchronised step.
 
     Attributes:
         exchange_timeout: seconds that an exchange waits for its last client after its
             first. In one process, the exchange waits as long for each further client.
         reply_timeout: seconds to wait for the models.
         min_members: smallest number of clients. With fewer, the step is given up.
-        answer: computes the answer from the clients' tensors of an exchange.
     """
 
     exchange_timeout: float
     reply_timeout: float
     min_members: int
-    answer: Combine = combine
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ backward pass. Code of other authors is between that layer and the message that 
 the step: the user's app and training loop, and other mods.
 
 On the way in, the functions of these authors have no argument for a reducer. Therefore
-the engine and the mods leave it in a context variable.
+the engine leaves it in a context variable.
 
 On the way out, with the transport "messages", the client must send a tensor and end its
 work in the middle of the step. Only an exception can leave the functions of others from
@@ -20,10 +20,10 @@ immediately.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Protocol
 
 from torch import Tensor
 
@@ -38,8 +38,6 @@ __all__ = [
     "StopStep",
     "in_process_reducer",
     "use_reducers",
-    "wrap_reducers",
-    "wrapped",
 ]
 
 
@@ -103,40 +101,20 @@ class StopStep(BaseException):
         self.exchange = exchange
 
 
-class _OfClient(NamedTuple):
-    """Functions that the engine and the mods give to a client's training."""
-
-    find: Callable[[str], Reducer] | None = None
-    wrap: Callable[[Reducer], Reducer] | None = None
+_FIND: ContextVar[Callable[[str], Reducer] | None] = ContextVar("find", default=None)
 
 
-_OF_CLIENT: ContextVar[_OfClient] = ContextVar("of_client")
-_NOTHING = _OfClient()
-
-
-def use_reducers(find: Callable[[str], Reducer]) -> AbstractContextManager[None]:
+@contextmanager
+def use_reducers(find: Callable[[str], Reducer]) -> Iterator[None]:
     """Let ``in_process_reducer`` use ``find(barrier_id)`` inside the block.
 
     An engine calls it around a client's work.
     """
-    return _with(find=find)
-
-
-def wrap_reducers(wrap: Callable[[Reducer], Reducer]) -> AbstractContextManager[None]:
-    """Let ``wrapped`` return ``wrap(reducer)`` inside the block.
-
-    A mod calls it around a client's training.
-    """
-    return _with(wrap=wrap)
-
-
-@contextmanager
-def _with(**given: Any) -> Iterator[None]:
-    token = _OF_CLIENT.set(_OF_CLIENT.get(_NOTHING)._replace(**given))
+    token = _FIND.set(find)
     try:
         yield
     finally:
-        _OF_CLIENT.reset(token)
+        _FIND.reset(token)
 
 
 def in_process_reducer(barrier_id: str) -> Reducer:
@@ -145,7 +123,7 @@ def in_process_reducer(barrier_id: str) -> Reducer:
     Raises:
         EngineError: no engine of this process has such a barrier.
     """
-    find = _OF_CLIENT.get(_NOTHING).find
+    find = _FIND.get()
     if find is not None:
         with suppress(KeyError):
             return find(barrier_id)
@@ -153,23 +131,3 @@ def in_process_reducer(barrier_id: str) -> Reducer:
         f"there is no barrier {barrier_id!r} in this process. Set fedtan-transport to"
         " messages or channel"
     )
-
-
-def wrapped(reducer: Reducer, required: bool) -> Reducer:
-    """Return the reducer, wrapped by a mod of the client if there is one.
-
-    Args:
-        reducer: the reducer.
-        required: whether nothing may leave the client without such a mod.
-
-    Raises:
-        EngineError: a mod is required, but the training runs in a different thread.
-    """
-    wrap = _OF_CLIENT.get(_NOTHING).wrap
-    if wrap is None and required:
-        raise EngineError(
-            "the server asks for masked sums, but the mod masked_update does not reach"
-            " this training. Make it the app's first mod, and train in the thread that"
-            " calls the app"
-        )
-    return wrap(reducer) if wrap else reducer

@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from fedbn_flwr.messages.protocol import BARRIER, MASK_PRESENT
+from fedbn_flwr.messages.protocol import BARRIER
 from fedbn_flwr.transport.step_by_channel import ByChannel
 from fedbn_flwr.transport.step_by_messages import ByMessages
 from fedbn_flwr.transport.step_transport import Transport
-from fedbn_flwr.transport.through_user_code import Reducer, in_process_reducer, wrapped
+from fedbn_flwr.transport.through_user_code import Reducer, in_process_reducer
 
 TRANSPORTS: Mapping[str, type[Transport]] = {
     "messages": ByMessages,
@@ -29,13 +29,10 @@ def connect(config: Mapping[str, Any]) -> Reducer:
     in this process.
 
     Raises:
-        EngineError: there is no such barrier, or masks are required but no mod makes
-            them.
+        EngineError: there is no such barrier.
     """
     for transport in TRANSPORTS.values():
         reducer = transport.reducer(config)
         if reducer is not None:
-            break
-    else:
-        reducer = in_process_reducer(str(config[BARRIER]))
-    return wrapped(reducer, required=MASK_PRESENT in config)
+            return reducer
+    return in_process_reducer(str(config[BARRIER]))

@@ -21,14 +21,13 @@ from fedbn_flwr.engines import InProcessGrid
 from fedbn_flwr.messages.packing import is_packed
 from fedbn_flwr.messages.protocol import EXCHANGE_QUERY, PACKS
 from fedbn_flwr.messages.records import encode, from_record, of_kind, to_record
-from fedbn_flwr.mods import bn_mod, masked_update, packed
+from fedbn_flwr.mods import bn_mod, packed
 from fedbn_flwr.strategies import FedAvg, FedBN, FedTAN, Scaffold, StaticBN
 from fedbn_flwr.training import LearningRate, LocalTraining
 from fedbn_flwr.transport import polling_grid
 from fedbn_flwr.transport.polling_grid import PollingGrid
 from tests.support.fast import thinned
 from tests.support.federation import torch_clients
-from tests.support.protected import masked
 from tests.support.user_loops import SIZES, hooked_loop
 
 BAD = 1
@@ -115,7 +114,6 @@ RUNS: dict[str, Callable[[], Any]] = {
     "fedtan": lambda: FedTAN(fedtan_transport="messages"),
     "scaffold": Scaffold,
     "staticbn": StaticBN,
-    "masked sums": lambda: masked(FedBN()),
 }
 
 
@@ -129,8 +127,7 @@ def test_bits_and_traffic_are_those_of_arrays_one_by_one(
     for one, other in zip(ours.strategy.reports, plain.strategy.reports, strict=True):
         assert one == other
         assert (one.replied, one.rejected) == (len(SIZES), {})
-    if method != "masked sums":  # random masks are in Context.state
-        assert kept(ours.line) == kept(plain.line)
+    assert kept(ours.line) == kept(plain.line)
     assert all(is_packed(message.content) for message in with_arrays(ours.line))
     assert not any(is_packed(message.content) for message in with_arrays(plain.line))
     if method == "fedtan":
@@ -216,7 +213,7 @@ def test_an_app_of_the_message_api_with_the_mod_first(run, user_app, same_bits) 
         )
 
     ours, plain, wrong = (
-        trained(packed, masked_update, bn_mod),
+        trained(packed, bn_mod),
         trained(bn_mod),
         trained(bn_mod, packed),
     )

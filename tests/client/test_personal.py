@@ -10,7 +10,6 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -32,7 +31,6 @@ from fedbn_flwr.strategies import (
 )
 from fedbn_flwr.training import LearningRate, LocalTraining
 from tests.support.fast import fast
-from tests.support.protected import masked
 from tests.support.user_loops import SIZES, hooked_loop
 from tests.support.written_out import (
     below,
@@ -128,24 +126,6 @@ def test_a_hook_keeps_arrays_beside_a_head_of_another_shape_under_the_mod(
     close(found.state, wanted.state)
     for i in range(3):
         close(found.local_state(i), wanted.local_state(i))
-
-
-def test_masked_sums_cover_what_is_shared(
-    federate: Any, datasets: Any, caplog: Any
-) -> None:
-    strategy = masked(FedBN(personal="classifier", fraction_evaluate=0.0))
-    run = federate(strategy, network, datasets, rounds=1)
-    # The advice contains no option that the masks refuse.
-    assert "averaged-bn" not in caplog.text
-    plain = federate(
-        FedBN(personal="classifier", fraction_evaluate=0.0),
-        network,
-        datasets,
-        rounds=1,
-    )
-    for name, array in plain.state.items():
-        np.testing.assert_allclose(run.state[name], array, rtol=1e-6, atol=1e-6)
-    assert set(run.local_state(0)) == set(plain.local_state(0))
 
 
 def prepared(strategy: Any, by_names: bool = False) -> None:

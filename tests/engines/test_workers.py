@@ -40,7 +40,6 @@ from torch import nn
 
 from fedbn_flwr import TorchClient, client_app
 from fedbn_flwr.batchnorm.averaging import SumAhead
-from fedbn_flwr.batchnorm.sync import combine
 from fedbn_flwr.engines import InProcessGrid, in_process
 from fedbn_flwr.engines.link import Packed, WorkerPipe
 from fedbn_flwr.engines.worker_process import CALL
@@ -611,7 +610,7 @@ def member_work(message: Message, context: Context) -> Message:
 
 
 def step(
-    grid: InProcessGrid, *partitions: int, answer=combine, timeout=1.0, min_members=1
+    grid: InProcessGrid, *partitions: int, timeout=1.0, min_members=1
 ) -> StepResult:
     messages = to(
         grid, *partitions, content=RecordDict({"config": ConfigRecord({"a": 1})})
@@ -620,7 +619,7 @@ def step(
         message.metadata.dst_node_id: Member(1, 1, "a node") for message in messages
     }
     return step_by_barrier(
-        grid, grid, messages, members, Limits(timeout, 15, min_members, answer)
+        grid, grid, messages, members, Limits(timeout, 15, min_members)
     )
 
 

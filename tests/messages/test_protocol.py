@@ -99,7 +99,6 @@ def test_a_copy_of_a_key_is_a_plain_name() -> None:
         TrainConfig(
             server_round=2, hooks=("a", "b"), continuity=Continuity("s", "r", (1, 2))
         ),
-        TrainConfig(frozen=True, attempt=0, fresh_batches=2),
         EvaluateConfig(local_sha256="0" * 64, test_sets=("own", "global")),
     ],
 )

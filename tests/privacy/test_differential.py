@@ -101,7 +101,7 @@ def pooled(
     facts = Facts(1, None, split_state(before), before, num_able=asked)
     replies = [Reply(Node(i), 5.0, own, {}) for i, own in enumerate(states)]
     report = RoundOutcome(1, "train", asked=asked)
-    (reply,) = privacy.pool(facts, report, replies, lambda reply: None)
+    (reply,) = privacy.pool(facts, report, replies)
     return dict(reply.state)
 
 
@@ -350,7 +350,7 @@ def test_settings_that_take_more_are_refused_by_name(
 def test_methods_that_take_more_than_an_update_are_refused_by_name(
     federate: Any, mlp: Any, wsconv_net: Any, datasets: Any, name: str
 ) -> None:
-    strategy = STRATEGIES[name]()
+    strategy = STRATEGIES[name](**({"personal": "3"} if name == "fedrep" else {}))
     DPWrapper(strategy, 0.1, 1.0)
     model = wsconv_net if name == "fedwon" else mlp
     if name not in REFUSED:

@@ -112,7 +112,6 @@ def test_a_file_of_moments_is_read_again_and_another_file_refused(
 @pytest.mark.parametrize(
     "settings",
     [
-        {"masked-sums": True},
         {"dp": "server", "dp-clipping-norm": 1.0, "eval-on": "global"},
     ],
 )

@@ -162,7 +162,6 @@ def test_any_finite_number_from_0_on_is_accepted_and_nothing_else(
     terms = Terms(
         strategy=method.name,
         facts=Facts(1, None, PARTS, {}, travels),
-        expected={},
         hooks=frozenset(),
         arrays_key="arrays",
         count_key="num-examples",

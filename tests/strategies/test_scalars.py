@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from fedbn_flwr.privacy.differential import ClientLevelDP, DPSettings
-from fedbn_flwr.privacy.masked_sums import MaskedSums, MaskSettings
 from fedbn_flwr.strategies import STRATEGIES
 from tests.support.fast import thinned
 from tests.support.noise import SeededNoise
@@ -40,17 +39,12 @@ def dp(where: str) -> Callable[[], Any]:
     )
 
 
-def masked() -> Any:
-    return MaskedSums(MaskSettings(masked_sums=True))
-
-
 # Each kind of arithmetic on the entries of a model, at the server or at the clients.
 METHODS = ("fedavg", "fedprox", "scaffold", "fedbs", "ditto", "fedavgm", "fedadam")
 CASES: dict[str, tuple[Any, Any]] = {
     **{name: (STRATEGIES[name], None) for name in METHODS},
     "dp=server": (STRATEGIES["fedavg"], dp("server")),
     "dp=client": (STRATEGIES["fedavg"], dp("client")),
-    "masked sums": (STRATEGIES["fedavg"], masked),
 }
 
 

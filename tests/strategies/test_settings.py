@@ -66,7 +66,6 @@ def test_a_setting_out_of_its_range_is_refused_by_name(
 
 
 DP = {"dp": "server"}
-MASKS = {"masked-sums": True}
 # tests/lab/config has the other conflicts, by code and key.
 CONTRADICTORY: list[tuple[dict[str, Any], str]] = [
     ({**DP, "eval-on": "global,global-train"}, "eval-on=global-train"),
@@ -74,13 +73,6 @@ CONTRADICTORY: list[tuple[dict[str, Any], str]] = [
     ({**DP, "held-out-clients": "1"}, "held-out-clients"),
     ({**DP, "validation-share": 0.2}, "validation-share"),
     ({**DP, "dp-noise-multiplier": -1.0}, "dp-noise-multiplier=-1.0"),
-    (
-        {**MASKS, "strategy": "scaffold"},
-        "'scaffold' with masked-sums=true.*control variates",
-    ),
-    ({**MASKS, "eval-on": "global", "validation-share": 0.2}, "validation-share"),
-    ({**MASKS, "strategy": "centralized"}, "strategy=centralized.*no clients"),
-    ({**MASKS, "eval-on": "global", "masked-threshold": 0.5}, "masked-threshold=0.5"),
 ]
 
 

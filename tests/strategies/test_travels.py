@@ -21,7 +21,6 @@ from fedbn_flwr.server.methods.travels import (
     Travels,
     in_parallel,
     model_needs,
-    sums_suffice,
     together,
 )
 from fedbn_flwr.server.rounds.training import terms_of
@@ -73,19 +72,6 @@ def test_needs_are_told_in_the_order_of_the_layer_to_its_entries() -> None:
         statistics,
         affine,
     ]
-
-
-@pytest.mark.parametrize(
-    "travels",
-    [
-        Travels(weights="equal"),
-        Travels(each=TRACKED),
-        Travels(exchanges=Exchanges((1, 3))),
-    ],
-)
-def test_what_reads_single_replies_is_no_sum(travels: Travels) -> None:
-    assert sums_suffice(Travels())
-    assert not sums_suffice(travels)
 
 
 def methods_of(*phases: Travels) -> Methods:

@@ -110,7 +110,6 @@ KEYS: dict[str, tuple[Any, dict[str, Any]]] = {
     "fedtan-exchanges": ("2L+1", {}),
     "fedbs-eps": (0.0, {}),
     "fedbs-rounds": (1, {}),
-    "masked-sums": (True, {"eval-on": "global"}),
     "dp": ("server", {"eval-on": "global"}),
     "dp-clipping-norm": (0.01, CLIPPED),
     "dp-clipping": ("adaptive", CLIPPED),
@@ -142,7 +141,6 @@ ELSEWHERE = {
     "class-moments": "tests/server/test_class_moments.py",
     "early-stopping": "tests/lab/test_early_stopping.py",
     # Masks do not change the result.
-    "masked-threshold": "tests/privacy/test_masked_sums.py",
     # Noise differs in each run.
     "dp-noise-multiplier": "tests/privacy/test_differential.py",
     "dp-delta": "tests/privacy/test_differential.py",

@@ -292,12 +292,14 @@ def test_reducers_are_found_only_in_their_own_thread(members, at_once) -> None:
 
 
 def test_arithmetic_that_fails_in_any_way_drops_the_member_that_sent_last_and_no_call_hangs(
-    members,
+    members, monkeypatch
 ) -> None:
     def fails(*_: object) -> None:
         raise IndexError("no such row")
 
-    barrier, outcomes = Barrier(members(1, 1), timeout=3600, answer=fails), {}
+    monkeypatch.setattr("fedbn_flwr.transport.barrier.combine", fails)
+
+    barrier, outcomes = Barrier(members(1, 1), timeout=3600), {}
     for node_id in (100, 101):
         barrier.send(node_id, 0, "gradients/0", torch.ones(1), outcomes.update)
     assert {node_id: type(outcome) for node_id, outcome in outcomes.items()} == {

@@ -8,7 +8,6 @@ float16, bfloat16 and float32 inputs, and in float64 for float64.
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +17,6 @@ from torch.autograd.function import once_differentiable
 
 from fedbn_flwr.errors import NormLayerError
 from fedbn_flwr.training.channels import other_axes, per_channel
-from fedbn_flwr.training.run_memory import first_time
 
 logger = logging.getLogger("flwr")
 
@@ -147,19 +145,6 @@ class BatchNormCall:
         self.share, self.ratio = abs(float(answer)), 1.0
         if answer < 0:
             self.ratio = self.share / share
-        # A masked sum is only exact to some digits.
-        elif not math.isclose(share, self.share, rel_tol=1e-4) and first_time(
-            "elements", self._layer
-        ):
-            logger.warning(
-                "%s: this client has %.4g elements per example, but all clients have"
-                " %.4g on average. The server reads only masked sums, so the statistics weigh"
-                " clients by examples, and the step is not the step on the union. Use"
-                " examples of one size, or no masked sums.",
-                self._layer,
-                1 / share,
-                1 / self.share,
-            )
 
     def gradients(self, local: Tensor) -> Tensor:
         """Return dF/dvar and dF/dmean, (2, C), eq. (41), from this client's values.

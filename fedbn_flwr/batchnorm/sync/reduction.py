@@ -19,7 +19,7 @@ is c = sum p_i c_i. Otherwise it is -c, with c = sum w_i c_i = 1 / sum (p_i / c_
 sign lets the clients use w_i / p_i = c / c_i instead of 1. All clients use the same
 n = B / c for the running variance, the number of elements of all batches. For images of
 h x w positions c is 1 / (h w). The ledger lists this column separately, like the
-counters. A masked sum cannot read c_i: its w_i is p_i.
+counters.
 
 The tensors are float64 for a float64 layer input, and float32 otherwise. A rest is the
 part of a mean that rounding to that type removed: m_i = mean_i + rest_i and m = mean +
@@ -68,8 +68,6 @@ Reduce = Callable[[str, Tensor], Tensor]
 The answer has the same shape, on any device.
 """
 
-Combine = Callable[[str, Sequence[Tensor], Sequence[float]], Tensor]
-"""``combine(tag, tensors, weights)`` returns the server's answer to the tensors."""
 
 _KINDS = ("mean", "variance", "moments", "gradients")
 _WITH_SHARE = ("mean", "moments")

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
@@ -38,7 +37,7 @@ from fedbn_flwr.lab.config.values import (
 )
 from fedbn_flwr.lab.models import MODELS, model_info
 from fedbn_flwr.messages.protocol import SERIES_PATTERN
-from fedbn_flwr.privacy.protection_settings import MASKED_UPDATES, DPSettings
+from fedbn_flwr.privacy.protection_settings import DPSettings
 from fedbn_flwr.problems import Known, Problem, found_problems
 from fedbn_flwr.server.methods.check_protections import uncovered
 from fedbn_flwr.server.methods.method import ROLES
@@ -270,22 +269,11 @@ ROWS: Sequence[Problem] = (
     # protections
     Problem(
         "protection-without-clients",
-        "strategy=centralized has no clients to protect: leave dp and masked-sums out",
-        "dp masked-sums",
+        "strategy=centralized has no clients to protect: leave dp out",
+        "dp",
         when=lambda config, _: config.protected and config.strategy == CENTRALIZED,
     ),
-    Problem(
-        "masked-sum-of-one",
-        "masked-sums=true needs at least 2 clients, but num-clients=1: a sum over one"
-        " client is this client's update",
-        "masked-sums",
-        when=lambda config, _: config.masked_sums and config.num_clients == 1,
-    ),
     *DPSettings.rows,
-    replace(
-        MASKED_UPDATES,
-        when=lambda config, _: config.masked_sums and config.dp == "server",
-    ),
     # Noise covers only the model. Whether a round has a result, and which round is the
     # best, must therefore not depend on the clients' data.
     Problem(
@@ -480,7 +468,7 @@ def _check_task(config: Fields, data: RunData) -> None:
 def _of_protections(
     config: Fields, data: RunData, method: MethodOfConfig
 ) -> list[Problem]:
-    """Return the problems of values and results that dp or masks do not cover."""
+    """Return the problems of values and results that dp does not cover."""
     problems: list[Problem] = []
     if config.dp != "off":
         problems += uncovered(method.methods, "dp", config.dp)
@@ -497,11 +485,8 @@ def _of_protections(
                     "dp",
                 )
             )
-    # If the settings of dp have problems, the checks of masks would report the same
+    # If the settings of dp have problems, the other checks would report the same
     # problems again.
-    if config.masked_sums and not problems:
-        problems += uncovered(method.methods, "masked-sums", "true")
-        problems += _uncovered_results(config, method, "masked-sums", "masks do")
     return problems
 
 

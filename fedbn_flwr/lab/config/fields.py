@@ -26,7 +26,7 @@ from pydantic.fields import FieldInfo
 
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.lab.config.values import split
-from fedbn_flwr.privacy.protection_settings import DPSettings, MaskSettings
+from fedbn_flwr.privacy.protection_settings import DPSettings
 from fedbn_flwr.server.methods.params import (
     SET,
     UNSET,
@@ -498,11 +498,11 @@ class Files(Group):
 # that each setting is declared only there.
 if TYPE_CHECKING:
 
-    class SettingsOfMethods(Params, DPSettings, MaskSettings):
+    class SettingsOfMethods(Params, DPSettings):
         """The settings of all methods and protections."""
 
 else:
-    _PROTECTIONS = _settings_of(DPSettings) | _settings_of(MaskSettings)
+    _PROTECTIONS = _settings_of(DPSettings)
     SettingsOfMethods = create_model(
         "SettingsOfMethods", __base__=Group, **settings_of_methods(), **_PROTECTIONS
     )
@@ -550,8 +550,8 @@ class Fields(
 
     @property
     def protected(self) -> bool:
-        """Whether dp or masks hide single clients. Reports then omit their counts."""
-        return self.dp != "off" or self.masked_sums
+        """Whether dp hides single clients. Reports then omit their counts."""
+        return self.dp != "off"
 
     @classmethod
     def keys(cls, group: str) -> list[str]:

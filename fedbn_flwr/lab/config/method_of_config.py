@@ -20,7 +20,7 @@ from fedbn_flwr.batchnorm.parts import (
 )
 from fedbn_flwr.lab.config.fields import OWN_DEFAULTS, Fields, config_fields
 from fedbn_flwr.lab.config.values import CENTRALIZED, number, read_decays, split
-from fedbn_flwr.privacy.protection_settings import DPSettings, MaskSettings
+from fedbn_flwr.privacy.protection_settings import DPSettings
 from fedbn_flwr.problems import Known, Problem
 from fedbn_flwr.server.methods.params import Params, tests_in
 from fedbn_flwr.server.methods.together import Methods
@@ -148,13 +148,6 @@ class MethodOfConfig:
     def dp(self) -> DPSettings:
         """The settings of client-level differential privacy."""
         return DPSettings(**self.config.model_dump(include={*DPSettings.model_fields}))
-
-    @property
-    def masks(self) -> MaskSettings:
-        """The settings of masked sums."""
-        return MaskSettings(
-            **self.config.model_dump(include={*MaskSettings.model_fields})
-        )
 
 
 def learning_rate_of(config: Fields) -> LearningRate:

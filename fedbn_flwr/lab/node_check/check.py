@@ -121,8 +121,6 @@ def _of_round(config: Config, node: Mapping[str, Any]) -> StepFinding:
         return StepFinding("fault", "training", _plain(error))
     text = "one step of each part of a round was done here."
     left_out = []
-    if config.masked_sums:
-        left_out.append("masked-sums")
     if config.dp != "off":
         left_out.append(f"dp={config.dp}")
     if left_out:

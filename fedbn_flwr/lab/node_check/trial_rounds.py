@@ -37,7 +37,6 @@ _ALONE: dict[str, Scalar] = {
     "out": "",
     "tensorboard": False,
     "dp": "off",
-    "masked-sums": False,
     "round-timeout": 0.0,
 }
 

@@ -157,8 +157,7 @@ def _refuse_norms(config: Config, model: nn.Module) -> None:
     # With a protection, the counters of BN count rounds. A cumulative average needs a
     # count of batches, so refuse it.
     if config.protected:
-        by = f"dp={config.dp}" if config.dp != "off" else "masked-sums=true"
-        refuse_cumulative(model, by)
+        refuse_cumulative(model, f"dp={config.dp}")
 
     layers = layers_of(model).values()
     tracked = [layer for layer in layers if layer.running_mean is not None]

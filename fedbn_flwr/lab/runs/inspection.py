@@ -289,11 +289,6 @@ class _Costs:
 
 def _uncounted(config: Config) -> Iterator[str]:
     """Yield texts on traffic that ``inspect_model`` does not count."""
-    if config.masked_sums:
-        yield (
-            "masked-sums: its further exchanges and the 64 bits of each masked float"
-            " are not counted here"
-        )
     if config.fraction_train < 1 and method_of(config).methods.local:
         yield (
             "fraction-train: a client gets the whole model if it is first asked after"

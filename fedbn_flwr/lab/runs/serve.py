@@ -61,7 +61,6 @@ from fedbn_flwr.messages.protocol import (
 from fedbn_flwr.messages.records import to_record
 from fedbn_flwr.norms.feature import NormalisedLinear
 from fedbn_flwr.privacy.differential import ClientLevelDP
-from fedbn_flwr.privacy.masked_sums import MaskedSums
 from fedbn_flwr.server.runs.protection import Protection
 from fedbn_flwr.transport import BarrierGrid
 from fedbn_flwr.transport.polling_grid import ImmediateGrid, over_network, polling
@@ -374,8 +373,6 @@ def _protection(config: Config, out: Path, model: nn.Module) -> Protection | Non
             file=out / PRIVACY,
             fixed=fixed_entries(model) - moved_buffers(model, config),
         )
-    if config.masked_sums:
-        return MaskedSums(method_of(config).masks, clients)
     return clients
 
 

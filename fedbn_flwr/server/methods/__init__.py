@@ -17,7 +17,7 @@ The modules ``check_*`` derive from the declarations what a method refuses:
 - ``check_models``: a model without the layers or the common entries that it needs.
 - ``check_settings``: settings without effect, tests without a model, late phases.
 - ``check_combinations``: another method.
-- ``check_protections``: differential privacy and masked sums, by the values that
+- ``check_protections``: differential privacy, by the values that
   clients send in addition to their update.
 
 Other packages contain the papers' algorithms (``strategies``), the round that calls a

@@ -22,14 +22,12 @@ class Disclosure(NamedTuple):
 
     Attributes:
         text: the value, and the reason why it reveals something about a client.
-        masked: whether masked sums cover it. Differential privacy never does.
         key: its key in the reply; empty if it is not a record or a metric.
         instead: the alternative. It is empty only before ``disclosures`` adds the
             alternative of the method.
     """
 
     text: str
-    masked: bool = False
     key: str = ""
     instead: str = ""
 
@@ -53,8 +51,7 @@ def uncovered(methods: Methods, key: str, value: str) -> Iterator[Problem]:
         text = f"strategy {methods.name!r} with {key}={value}: {disclosure.text}"
         if disclosure.key:
             text += f" ({disclosure.key!r} in the reply)"
-        if key != "masked-sums" or not disclosure.masked:
-            yield Problem("unprotected-value", text, key, remedy=disclosure.instead)
+        yield Problem("unprotected-value", text, key, remedy=disclosure.instead)
 
 
 def _sent_for(method: Method[Any, Any]) -> Iterator[Disclosure]:
@@ -108,13 +105,7 @@ def _exchanges(exchanges: Exchanges) -> Disclosure:
     text = (
         "the exchanges of its first step contain statistics of clients' single batches"
     )
-    # Sums over all clients can be masked.
-    if exchanges.read == "mean":
-        return Disclosure(text, masked=True)
-    return Disclosure(
-        f"{text}; with fedtan-exchanges=2L+1 the server computes more than sums of them",
-        instead="masked-sums with fedtan-exchanges=3L+1, or FedAvg",
-    )
+    return Disclosure(text)
 
 
 _INSTEAD = (

@@ -91,12 +91,11 @@ def _of_settings(methods: Any, known: Known) -> Iterator[Problem]:
                 "layers",
                 stage="settings",
             )
-    early = methods.whole.exchanges or known.reads_each is False
-    if early and known.weighted_by_key not in (None, NUM_EXAMPLES):
+    if methods.whole.exchanges and known.weighted_by_key not in (None, NUM_EXAMPLES):
         yield Problem(
             "unknown-weights",
-            f"weighted_by_key={known.weighted_by_key!r}: a synchronised step and masked"
-            f" sums are weighted by {NUM_EXAMPLES}, because the server must know the"
+            f"weighted_by_key={known.weighted_by_key!r}: a synchronised step is"
+            f" weighted by {NUM_EXAMPLES}, because the server must know the"
             " weights before the round",
             "weighted_by_key",
             remedy=f"weighted_by_key={NUM_EXAMPLES!r}",

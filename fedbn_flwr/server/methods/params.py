@@ -314,8 +314,7 @@ class Params(Settings):
     cohort_rounds: int = setting(
         1,
         "number of consecutive rounds that train with the same clients, if"
-        " fraction-train is below 1. With masked-sums, sums over changing clients would"
-        " reveal single clients. A lost client is replaced, the others stay",
+        " fraction-train is below 1. A lost client is replaced, the others stay",
         "rounds",
         only_if={"fraction-train": SET},
         ge=1,

@@ -26,8 +26,8 @@ with data answers with $K$ counts of its classes and $K S$ float64 sums
 **What they reveal.** The counts are the class mix of the site. Each sum is the mean
 activation of the examples of a class, times their number: with few examples of a class
 it describes these examples, and with one it describes a single person. The server sees
-the sums of each site, and `class_moments.npz` has only the sums over all sites. Neither
-differential privacy nor masked sums cover them, so both refuse the option.
+the sums of each site, and `class_moments.npz` has only the sums over all sites. Differential
+privacy does not cover them, so it refuses the option.
 """
 
 from __future__ import annotations

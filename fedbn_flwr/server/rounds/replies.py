@@ -64,7 +64,6 @@ class Terms:
     Attributes:
         strategy: name of the strategy, for errors.
         facts: the round.
-        expected: arrays with the names and shapes that the reply must have.
         hooks: the client hooks that the reply must name as applied.
         arrays_key: name of the model's record.
         count_key: the metric that weights the reply.
@@ -72,7 +71,6 @@ class Terms:
 
     strategy: str
     facts: Facts
-    expected: State
     hooks: frozenset[str]
     arrays_key: str
     count_key: str
@@ -102,16 +100,17 @@ class Terms:
         # Check this first, so that the error names the fault of the app instead of its
         # effect.
         self._refuse_missing_part(state, info)
-        if self.expected and not state:
+        expected = self.facts.shared
+        if expected and not state:
             raise ReplyError(
                 f"the ArrayRecord '{self.arrays_key}' of the reply has no arrays:"
                 " return the model in it"
             )
-        check_state(state, self.expected, self.facts.parts)
+        check_state(state, expected, self.facts.parts)
         for key, extra in extras.items():
             check_finite(extra, f"record '{key}': ")
         # Use the count in the node's answer to the query. A sum that begins before the
-        # last reply, or a sum of masked updates, has already used this count.
+        # last reply has already used this count.
         count = metrics[self.count_key]
         if self.count_key == NUM_EXAMPLES and node.num_examples is not None:
             count = node.num_examples

@@ -60,7 +60,6 @@ def begin(
         num_rounds=run.start.num_rounds,
         recorded=recorded,
         weighted_by_key=run.options.weighted_by_key,
-        reads_each=run.protection.reads_each,
         parts=run.parts_with_ties,
         shapes=run.start.shapes,
     )

@@ -74,14 +74,11 @@ def _step(run: Run, messages: Sequence[Message], grid: Grid) -> StepResult:
         member = members.get(message.metadata.dst_node_id)
         if member is not None:
             own.append(with_config(message, {FIRST_BATCH: member.batch_size}))
-    # A protection may need all members until the end, because a lost member leaves its
-    # masks in the sum.
     limits = Limits(
         exchange_timeout=link.timeout,
         reply_timeout=max(link.timeout, run.start.timeout),
         min_members=run.methods.params.min_replies,
     )
-    limits = run.protection.limits(limits, members)
     run.report.asked = len(own)
     if len(members) < limits.min_members:
         run.report.asked = 0

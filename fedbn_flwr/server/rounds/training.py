@@ -140,7 +140,6 @@ def terms_of(run: Run, facts: Facts, asks: Sequence[Ask]) -> Terms:
     return Terms(
         strategy=run.methods.name,
         facts=facts,
-        expected=run.protection.expected(facts),
         hooks=frozenset(ask.hook for ask in asks if not ask.shown),
         arrays_key=run.options.arrays_key,
         count_key=run.options.weighted_by_key,
@@ -251,8 +250,7 @@ def read_training(
 
     def read(node: Node, message: Message) -> Reply:
         reply = terms.read(node, message)
-        if run.protection.reads_each:  # otherwise ``pool`` checks the sum
-            terms.check(reply)
+        terms.check(reply)
         run.protection.check(terms.facts, reply)
         if ahead is None:
             return reply
@@ -339,7 +337,7 @@ def release(run: Run, terms: Terms, usable: Sequence[Usable[Reply]]) -> Replies:
     losses = losses_not_finite(training_losses(run.report.clients), run.nodes.names)
     note_losses(run, losses)
     facts = terms.facts
-    released = run.protection.pool(facts, run.report, replies, terms.check)
+    released = run.protection.pool(facts, run.report, replies)
     run.report.kept_previous = run.report.kept_previous or not released
     return Replies(released, facts.travels.weights)
 

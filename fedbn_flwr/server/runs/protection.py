@@ -1,23 +1,17 @@
 """The interface for privacy between the clients' replies and the methods.
 
-A protection replaces the replies of a round by one average with noise, or by one masked
-sum. The class here does nothing.
+A protection replaces the replies of a round by one average with noise. The class here
+does nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from flwr.app import Message
-from flwr.serverapp import Grid
-
-from fedbn_flwr.batchnorm.averaging import State
-from fedbn_flwr.server.methods.method import Facts, Node, Reply
+from fedbn_flwr.server.methods.method import Facts, Reply
 from fedbn_flwr.server.methods.together import Methods
 from fedbn_flwr.server.runs.round_outcome import RoundOutcome
-from fedbn_flwr.transport import Member
-from fedbn_flwr.transport.step_transport import Limits
 
 
 class Protection:
@@ -28,13 +22,10 @@ class Protection:
         always_releases: whether a round has a result even if too few replies, or none,
             are usable. Clients then never send a hash of their local state, because a
             hash would confirm a guess of the client's data.
-        reads_each: whether the method can check each reply; otherwise ``pool`` lets it
-            check the result.
     """
 
     publishes_metrics = True
     always_releases = False
-    reads_each = True
 
     def begin(self, methods: Methods) -> None:
         """Prepare a new run.
@@ -54,38 +45,6 @@ class Protection:
         """Return further config entries of a training message."""
         return {}
 
-    def protect_messages(
-        self,
-        facts: Facts,
-        report: RoundOutcome,
-        messages: Sequence[tuple[Node, Message]],
-        grid: Grid,
-        timeout: float,
-    ) -> list[Message]:
-        """Return the training messages, after the protection's own exchanges.
-
-        The report names lost nodes.
-
-        Args:
-            facts: the round.
-            report: its report.
-            messages: a training message for each sampled node.
-            grid: the nodes.
-            timeout: seconds to wait for replies.
-        """
-        return [message for _, message in messages]
-
-    def limits(self, limits: Limits, members: Mapping[int, Member]) -> Limits:
-        """Return the limits of a synchronised step of these members, by node id.
-
-        The limits determine when the step is given up, and how it is computed.
-        """
-        return limits
-
-    def expected(self, facts: Facts) -> State:
-        """Return arrays with the names and shapes that a training reply must have."""
-        return facts.shared
-
     def check(self, facts: Facts, reply: Reply) -> None:
         """Raise ReplyError for a reply that breaks a rule of the protection."""
 
@@ -94,7 +53,6 @@ class Protection:
         facts: Facts,
         report: RoundOutcome,
         replies: Sequence[Reply],
-        check: Callable[[Reply], None],
     ) -> Sequence[Reply]:
         """Return the replies that the method combines.
 
@@ -104,8 +62,6 @@ class Protection:
             facts: the round.
             report: its report.
             replies: the usable replies, in the order of partition ids.
-            check: raises ReplyError for a reply that the methods cannot use. If
-                ``reads_each`` is False, nothing else checks the replies.
         """
         return replies
 

@@ -497,7 +497,7 @@ class Run:
         if saved.keys() != needed:
             raise ConfigError(
                 "this state was saved by another version of the package, or with"
-                " another protection (dp, masked-sums). Resume with the version and"
+                " another protection (dp). Resume with the version and"
                 " the protection of that run. Expected entries:"
                 f" {', '.join(sorted(needed))}. Saved entries:"
                 f" {', '.join(sorted(saved))}."

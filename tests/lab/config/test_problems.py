@@ -173,10 +173,6 @@ FIRST = {
         {"dp": "server", "dp-delta": 1e-6},
         [("no-effect", "dp-delta")],
     ),
-    "a sum over one": (
-        {"masked-sums": True, "num-clients": 1},
-        [("masked-sum-of-one", "masked-sums")],
-    ),
 }
 
 
@@ -205,10 +201,6 @@ SECOND = {
     "noise and tests of clients": (
         {"dp": "server", "eval-on": "personal-own"},
         ("unprotected-report", "dp"),
-    ),
-    "masks and tests of clients": (
-        {"masked-sums": True, "eval-on": "personal-own"},
-        ("unprotected-report", "masked-sums"),
     ),
     "a decay at a freeze": ({"lr-decay-at": "freeze"}, ("no-effect", "lr-decay-at")),
     "files that are not needed": ({"data-dir": "/data"}, ("no-effect", "data-dir")),

@@ -30,12 +30,9 @@ from fedbn_flwr.lab.studies.check_study import load_study
 from fedbn_flwr.lab.studies.study import Study
 from fedbn_flwr.legacy.legacy_strategy import LegacyStrategy
 from fedbn_flwr.mods import bn_mod, bn_rules
-from fedbn_flwr.privacy import MaskedSums
 from fedbn_flwr.privacy.differential import ClientLevelDP
 from fedbn_flwr.privacy.protection_settings import (
-    MASKED_UPDATES,
     DPSettings,
-    MaskSettings,
 )
 from fedbn_flwr.problems import Known, Problem, found_problems
 from fedbn_flwr.server.methods.method import Facts, Node
@@ -55,7 +52,7 @@ ROWS: dict[str, list[Problem]] = defaultdict(list)
 for kind in (*METHODS.values(), *OPTIONS):
     for row in kind.rows:
         ROWS[row.code].append(row)
-for row in (*Params.rows, *DPSettings.rows, MASKED_UPDATES):
+for row in (*Params.rows, *DPSettings.rows):
     ROWS[row.code].append(row)
 
 
@@ -97,7 +94,6 @@ CASES: Mapping[str, dict[str, Any]] = {
     "two-noises": {"dp": "server", "dp-noise-multiplier": 1.0, "dp-target-epsilon": 1},
     "clients-clip": {"dp": "client", "dp-clipping": "adaptive"},
     "no-epsilon": {"dp": "server", "dp-delta": 1e-6},
-    "masked-updates": {"masked-sums": True, "dp": "server", "eval-on": "global"},
     "all-layers": {"strategy": "fedtan", "layers": "norm1"},
     "all-personal": {"strategy": "standalone", "personal": "last-layer"},
     "always-re-estimated": {"strategy": "staticbn", "recalibrate": True},
@@ -323,15 +319,6 @@ def test_a_model_that_does_not_fit_is_named(code: str, legacy: bool) -> None:
     assert of_code(code) <= told(run)
 
 
-def test_masked_sums_need_the_weights_that_they_know() -> None:
-    strategy = STRATEGIES["fedavg"](weighted_by_key="w")
-    strategy.protect(MaskedSums(MaskSettings(masked_sums=True)))
-    start = ArrayRecord(model().state_dict())
-    assert told(lambda: strategy.prepare(start, 3, 1)) == {
-        ("unknown-weights", "weighted-by-key")
-    }
-
-
 @pytest.mark.parametrize("test", ["global-test-bn", "personal-domains", "global-train"])
 def test_a_test_that_only_the_laboratory_does_is_refused_in_a_project(
     test: str,
@@ -349,7 +336,6 @@ def test_a_test_that_only_the_laboratory_does_is_refused_in_a_project(
         (DPSettings, {"dp_noise_multiplier": 1.0}),
         (DPSettings, {"dp_clipping_norm": 2.0}),
         (DPSettings, {"dp": "server", "dp_delta": 1e-6}),
-        (MaskSettings, {"masked_threshold": 0.8}),
         (STRATEGIES["fedavg"], {"cohort_rounds": 3}),
         (STRATEGIES["fixbn"], {"freeze_window": 5}),
         (STRATEGIES["fedtan2"], {"freeze_tau": 0.1}),
@@ -452,7 +438,7 @@ def python_settings(code: str) -> dict[str, Any]:
     """
     case = {key.replace("-", "_"): value for key, value in CASES[code].items()}
     fields = STRATEGIES[case.get("strategy", "fedavg")].Params.model_fields.keys()
-    known = {"strategy", *fields, *DPSettings.model_fields, *MaskSettings.model_fields}
+    known = {"strategy", *fields, *DPSettings.model_fields}
     needs = {*ROWS[code][0].needs.split()} if code in ROWS else set()
     unknown = needs & {*KNOWN_BY_CLIENTS, "norm"}
     return case if case.keys() <= known and not unknown else {}
@@ -463,11 +449,8 @@ def start(case: Mapping[str, Any], legacy: bool = False) -> None:
     kind, settings = STRATEGIES[case.get("strategy", "fedavg")], dict(case)
     settings.pop("strategy", None)
     of_dp = {key: settings.pop(key) for key in case if key in DPSettings.model_fields}
-    masked = settings.pop("masked_sums", False)
     strategy = kind(**settings)
     protection: Any = ClientLevelDP(DPSettings(**of_dp)) if of_dp else None
-    if masked:
-        protection = MaskedSums(MaskSettings(masked_sums=True), protection)
     if protection:
         strategy.protect(protection)
     initial = ArrayRecord(model().state_dict())

@@ -148,11 +148,6 @@ def test_a_global_model_is_tested_at_each_site_and_runs_of_another_split_are_ref
         assert CliRunner().invoke(app, ["evaluate", str(out), *words]).exit_code == 2
 
 
-def test_a_run_that_protects_its_clients_has_no_table(quick_run) -> None:
-    assert "sites" in quick_run()[0]
-    assert "sites" not in quick_run(**{"masked-sums": True})[0]
-
-
 def patients(seed: int) -> SiteTest:
     """Return three rows of each of 40 patients.
 

@@ -147,20 +147,6 @@ def test_each_method_plays_its_parts(tmp_path: Path, strategy: str) -> None:
     assert found(page, "address", "not tried")
 
 
-def test_masks_and_noise_are_left_out(tmp_path: Path) -> None:
-    config = node_config(write_images(tmp_path / "x.npz"))
-    masked = {
-        **SETTINGS,
-        "strategy": "fedavg",
-        "masked-sums": True,
-        "masked-threshold": 0.8,
-    }
-    masked["eval-on"] = "global"
-    page = check_node(masked, config, Connection())
-    assert page.faults == []
-    assert "masked-sums" in found(page, "training", "ok")[0]
-
-
 OF_OTHERS: dict[str, dict[str, Any]] = {
     "initial weights": {"init": "/of/the/server/weights.pt"},
     "the run's folder": {"out": "/of/the/server/run", "tensorboard": True},

@@ -162,26 +162,6 @@ def test_arrays_of_nodes_take_the_runs_shape(served, tmp_path) -> None:
     assert [line["participants"] for line in lines] == [[0, 1]]
 
 
-def test_a_masked_run_on_data_of_the_nodes_alone_has_no_test(served, tmp_path) -> None:
-    for name in "01":
-        np.savez(
-            tmp_path / f"{name}.npz",
-            x=np.eye(20, 784).reshape(20, 28, 28).astype(np.uint8),
-            y=np.arange(20) % 2,
-        )
-    settings = {
-        **SETTINGS,
-        "dataset": "npz:",
-        "image-size": 28,
-        "num-classes": 2,
-        "task": "classification",
-    }
-    settings |= {"masked-sums": True, "eval-on": "global"}
-    summary, lines = served(settings, at([tmp_path / "0.npz", tmp_path / "1.npz"]))
-    assert [line["participants"] for line in lines] == [[0, 1]] * 2
-    assert summary["final"] == {}
-
-
 def test_a_common_test_set_on_nodes_with_their_own_data_is_refused_before_round_1(
     served, tmp_path
 ) -> None:

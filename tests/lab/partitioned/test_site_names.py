@@ -219,9 +219,7 @@ def test_refusals_and_absences_name_the_site(
     assert f"4 of 5 clients; missing: 2 ({HARD[2]})" in caplog.text
 
 
-@pytest.mark.parametrize(
-    "settings", [{"masked-sums": True}, {"dp": "server", "num-classes": 2}]
-)
+@pytest.mark.parametrize("settings", [{"dp": "server", "num-classes": 2}])
 def test_a_protected_run_has_only_the_numbers(
     settings: dict[str, Any], module: ModuleType, served: Any, caplog: Any
 ) -> None:

@@ -88,7 +88,6 @@ AXES: Mapping[str, tuple[Any, ...]] = {
     "train-only": ("", "fc3,norm2,conv2"),
     "frozen-bn": ("eval", "train"),
     "feature-norm": ("", "sqrt-d"),
-    "masked-sums": (False, True),
 }
 
 
@@ -174,16 +173,11 @@ def broadcasts(grid: RecordingGrid, message_type: str) -> dict[int, list[ArrayRe
 @example(own={"recalibrate": True, "layers": "norm1", "eval-every": 2})
 @example(own={"eval-on": "global,averaged-bn"})
 @example(own={"train-only": "fc3,norm2,conv2", "frozen-bn": "train"})
-@example(own={"masked-sums": True, "transport": "messages"})
 @given(own=changes())
 def test_predicted_bytes_equal_counted_bytes_equal_those_of_the_messages(
     strategy: str, own: dict[str, Any]
 ) -> None:
-    """The ledger counts the messages, even those that the prediction leaves out.
-
-    The prediction leaves out the messages of masks. A draw that the package refuses
-    proves nothing.
-    """
+    """A draw that the package refuses proves nothing."""
     try:
         config = config_of(strategy, own)
         found = inspect_model(make_model(config), strategy, 2, config)
@@ -203,12 +197,11 @@ def test_predicted_bytes_equal_counted_bytes_equal_those_of_the_messages(
         for record in records:
             tests[number - 1].count_down(num_bytes(record))
     counted = [report.train.plus(report.evaluate) for report in reports]
-    if not config.masked_sums:
-        without = [
-            all_of.plus(test, -1) for all_of, test in zip(counted, tests, strict=True)
-        ]
-        assert without == predicted(found, config.eval_every)
-        assert found.local == method_of(config).methods.local
+    without = [
+        all_of.plus(test, -1) for all_of, test in zip(counted, tests, strict=True)
+    ]
+    assert without == predicted(found, config.eval_every)
+    assert found.local == method_of(config).methods.local
 
     # Only messages count, and a barrier or channel exchanges without messages.
     if found.synchronised and transport != "messages":
@@ -226,11 +219,6 @@ def test_predicted_bytes_equal_counted_bytes_equal_those_of_the_messages(
 
 
 def test_warnings_name_what_is_not_counted() -> None:
-    config = Config.make(
-        {"dataset": "digits", "model": "mlp", "num-clients": 10, "masked-sums": True}
-    )
-    (warning,) = inspect_model(make_model(config), "fedavg", 10, config).warnings
-    assert warning.startswith("masked-sums: its further exchanges")
     config = Config.make(
         {"dataset": "digits", "model": "mlp", "num-clients": 10, "fraction-train": 0.2}
     )
