@@ -543,11 +543,6 @@ def split_state(
     parts = parts.with_personal(personal)
     if not callable(layers):
         return parts.only(layers)
-    if by_names:
-        raise ConfigError(
-            "layers is a function of path and module, but only names were given, and"
-            " names have no modules. Pass parts=split_state(model, layers=...)."
-        )
     chosen = {path for path in paths if layers(path, modules[path])}
     if not chosen:
         raise ConfigError(

@@ -180,12 +180,6 @@ class NewSite:
                     )
                 called.clear()
                 outputs.append(self.model(inputs))
-                if not isinstance(outputs[-1], Tensor):
-                    raise DataError(
-                        "calibrate: the model must return one tensor, but returns a"
-                        f" {type(outputs[-1]).__name__}. Wrap the model so that it"
-                        " returns only the scores."
-                    )
         examples = sum(map(len, outputs))
         if examples < 2:
             raise DataError(

@@ -170,12 +170,6 @@ def as_batches(data: Any) -> Batches:
             " Pass its data set, loader.dataset, or"
             " fedbn_flwr.training.batches_of(loader), which keeps its collate_fn."
         )
-    if not hasattr(data, "__getitem__"):
-        raise DataError(
-            f"{type(data).__name__} is not a data set: pass a torch Dataset with a"
-            " length whose examples are (input, target), or an object with a length and"
-            " batch(positions, generator)"
-        )
     return LoadedBatches(DataLoader(data))
 
 

@@ -15,7 +15,7 @@ from fedbn_flwr.client.packed import packed
 from fedbn_flwr.client.repeatable import repeatable
 from fedbn_flwr.client.torch_client import TorchClient
 from fedbn_flwr.compat.flower import Mod, on_network_node
-from fedbn_flwr.errors import ConfigError, DataError, NamedConfigErrors, NormLayerError
+from fedbn_flwr.errors import DataError, NamedConfigErrors, NormLayerError
 from fedbn_flwr.messages.numpy_client import (
     checked,
     describe,
@@ -123,16 +123,7 @@ def client_app(
             ``mods``, or by methods that synchronise the clients' steps.
         reason: returns the text that the server receives for an error of a node's data;
             by default the error's text.
-
-    Raises:
-        ConfigError: a mod was passed instead of a list of mods.
     """
-    for name, given in (("mods", mods), ("train_mods", train_mods)):
-        if callable(given):
-            raise ConfigError(
-                f"{name}={given!r:.80} is one mod, but client_app takes a list: write"
-                f" {name}=[...]"
-            )
     answers = _ClientMessages(client_fn, reason or _text)
     # List the mods from the outermost to the innermost. The update is clipped
     # after the user's mods, and packed last. The client's draws are seeded innermost,
@@ -182,11 +173,6 @@ class _ClientMessages:
         """Return the trained arrays."""
         client = self._client(context)
         fit = client.fit
-        if _is_method(fit, NumPyClient.fit):
-            raise ConfigError(
-                f"{type(client).__name__} has no method fit: write fit(self,"
-                " parameters, config), which returns (arrays, num_examples, metrics)"
-            )
         # Our own ``fit`` only reads the arrays that it gets, and the reply copies the
         # arrays that it returns. So no copies are needed; a subclass may do anything.
         only_reads = _is_method(fit, TorchClient.fit)
@@ -236,11 +222,6 @@ class _ClientMessages:
             TypeError: the client is not a ``TorchClient``.
         """
         client = self._client(context)
-        if not isinstance(client, TorchClient):
-            raise TypeError(
-                f"{type(client).__name__} does not re-estimate BN statistics: use"
-                " fedbn_flwr.TorchClient"
-            )
         return reply_to_fit(
             message, *client.statistics(*open_message(message)), of="statistics"
         )

@@ -111,13 +111,7 @@ def train_by(
             len(sizes),
         )
     _refuse_changes(named, model, modules, trained.keys())
-    try:
-        loss = float(returned)
-    except (TypeError, ValueError, RuntimeError):
-        raise ConfigError(
-            f"{named} returned a {type(returned).__name__}. Return the mean training"
-            " loss, a number."
-        ) from None
+    loss = float(returned)
     if not math.isfinite(loss):
         refuse_not_finite(data, feed.prepared)
     now = _trained(model)

@@ -41,14 +41,7 @@ def packed(message: Message, context: Context, call_next: ClientAppCallable) -> 
     # This answer to the server's query informs the server that it may send all arrays
     # in one piece.
     if message.metadata.message_type == MessageType.QUERY and reply.has_content():
-        earlier = earlier_mods()
-        if earlier:
-            logger.warning(
-                "the mod packed comes after %d other mod(s) of the app, which do not"
-                " read arrays in one piece, so arrays are sent one by one. Put it"
-                " first: ClientApp(mods=[packed, ...]).",
-                earlier,
-            )
-        else:
+        # Earlier mods do not read arrays in one piece.
+        if not earlier_mods():
             add_info(reply, {PACKS: FORMAT})
     return reply

@@ -48,11 +48,6 @@ def log_answer(
     Raises:
         StateError: the context is missing, or it has lost the round's model.
     """
-    if context is None:
-        raise StateError(
-            "FedTAN by messages keeps the step in the client's Context: pass context="
-            " from client_fn"
-        )
     state = context.state
     server_round, attempt = int(config[SERVER_ROUND]), int(config[ATTEMPT])
     # A message has the round's model, or answers, or both.

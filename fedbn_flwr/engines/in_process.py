@@ -400,13 +400,7 @@ class InProcessGrid(ImmediateGrid):
             # Address the reply to this message, even if the app answered a different
             # message.
             set_message_id(reply, reply_id)
-            if set_reply_address(reply, message):
-                logger.warning(
-                    "A mod on node %d answered a different message than the one it"
-                    " received. Flower's own engines lose such a reply, and the server"
-                    " waits for it until its timeout. Correct the mod.",
-                    node_id,
-                )
+            set_reply_address(reply, message)
 
             # Notify the waiting caller. Take the node's next message, or make it idle.
             with self._lock:

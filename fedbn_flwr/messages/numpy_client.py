@@ -47,27 +47,17 @@ def open_message(message: Message, copy: bool = True) -> tuple[list[Array], Conf
 
 
 def checked(returned: Any, of: str) -> tuple[Any, float, Config]:
-    """Return the result of a client's method ``of``, if it has the right form.
+    """Return the result of a client's method ``of``, with Python's numbers.
 
     Raises:
-        TypeError: the result is not (arrays or a loss, number of examples, metrics).
+        TypeError: the number of examples is not a number.
     """
-    first = "loss" if of == "evaluate" else "arrays"
-    wanted = f"{of} must return ({first}, num_examples, metrics)"
-    if not isinstance(returned, (tuple, list)):
-        raise TypeError(f"{wanted}; it returned a {type(returned).__name__}")
-    if len(returned) != 3:
-        raise TypeError(f"{wanted}; it returned {len(returned)} values")
     values, num_examples, metrics = returned
-    if not isinstance(metrics, Mapping):
-        raise TypeError(
-            f"{wanted}; its metrics must be a dict, not {type(metrics).__name__}"
-        )
     # num_examples may come from NumPy or torch
     count = num_examples.tolist() if hasattr(num_examples, "tolist") else num_examples
     if not isinstance(count, (int, float)):
         raise TypeError(
-            f"{wanted}; its num_examples={num_examples!r:.80} is not a number"
+            f"{of} returned num_examples={num_examples!r:.80}, which is not a number"
         )
     return values, count, dict(metrics)
 

@@ -63,19 +63,11 @@ def to_state(state_dict: Mapping[str, torch.Tensor]) -> dict[str, Array]:
     The arrays share memory with the tensors if possible.
 
     Raises:
-        StateError: the dtype of an entry does not exist in NumPy (bfloat16, float8);
-            the message names the entry.
+        TypeError: the dtype of an entry does not exist in NumPy (bfloat16, float8).
     """
     arrays = {}
     for name, tensor in state_dict.items():
-        try:
-            arrays[name] = tensor.detach().contiguous().cpu().numpy()
-        except TypeError as error:
-            raise StateError(
-                f"entry '{name}' is {tensor.dtype}, but Flower's records cannot contain"
-                " this dtype. Keep the model's state in float32; for mixed precision"
-                " use autocast (amp=true)."
-            ) from error
+        arrays[name] = tensor.detach().contiguous().cpu().numpy()
     return arrays
 
 
@@ -83,8 +75,8 @@ def to_record(state: Mapping[str, torch.Tensor] | State) -> ArrayRecord:
     """Return an ArrayRecord of a state dict (tensors) or a state (arrays), in order.
 
     Raises:
-        StateError: a tensor's dtype does not exist in NumPy (bfloat16, float8), or an
-            entry is not an array; the message names the entry.
+        TypeError: a tensor's dtype does not exist in NumPy (bfloat16, float8).
+        StateError: an entry is not an array; the message names the entry.
     """
     arrays: dict[str, FlowerArray] = {}
     for name, value in state.items():

@@ -101,12 +101,6 @@ def use_feature_norm(
     """
     paths = [at for at, one in model.named_modules() if isinstance(one, nn.Linear)]
     name = type(model).__name__
-    if not paths:
-        raise NormLayerError(
-            "feature-norm normalises the features before a linear classifier, but"
-            f" {name} has no linear layer. Use a model with a linear layer, or do not"
-            " set feature-norm."
-        )
     named = head_of(paths)
     path = [at for at in paths if named in ("", at.partition(".")[0])][-1]
     head: Any = model.get_submodule(path)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from torch import nn
 from torch.nn.modules.lazy import LazyModuleMixin
 
-from fedbn_flwr.errors import NormLayerError, unknown_name
+from fedbn_flwr.errors import NormLayerError
 from fedbn_flwr.norms.fixup import use_fixup
 from fedbn_flwr.norms.group import use_group, use_instance, use_layer
 from fedbn_flwr.norms.group_ws import use_group_ws
@@ -119,20 +119,13 @@ def replace_norm(
             ``activation`` ("relu") and ``gain`` (False) of ``wsconv``.
 
     Raises:
-        ConfigError: the kind or an option is unknown, or an option is out of range.
+        KeyError: the kind is unknown.
         NormLayerError: a lazy BatchNorm has not seen a batch, channels are not
             divisible by the groups, a BatchNorm subclass does more than apply BatchNorm
             and its modules, a BatchNorm is in TorchScript, or the norm does not fit
             this model; the message names the layers.
     """
-    if kind not in NORMS:
-        raise unknown_name("norm", kind, NORMS)
     info = NORMS[kind]
-    for option in options:
-        if option not in info.options:
-            raise unknown_name(
-                f"option of norm {kind!r}", option, info.options or ["(none)"]
-            )
     _refuse_uninitialised(model)
     # Builders change their model in place, but the given model must not change.
     replaced_model, rows = info.builder(copied(model), **options)

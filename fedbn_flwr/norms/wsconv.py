@@ -28,7 +28,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.conv import _ConvNd
 
-from fedbn_flwr.errors import ConfigError, unknown_name
 from fedbn_flwr.norms.convolution import (
     DerivedWeightConv,
     become,
@@ -123,10 +122,6 @@ def use_wsconv(
             custom forward pass, forward hooks, or layers that it does not apply, or is
             in TorchScript.
     """
-    if activation not in GAMMAS:
-        raise unknown_name("activation", activation, GAMMAS)
-    if not isinstance(gain, bool):
-        raise ConfigError(f"norm 'wsconv': gain is {gain!r}; it must be True or False.")
     paths = [path for path, _ in model.named_modules(remove_duplicate=False)]
     convolutions = {}
     for path, conv in plain_convolutions(model).items():

@@ -167,8 +167,7 @@ def register(method: Registered) -> Registered:
             a method.
 
     Raises:
-        ConfigError: the argument is not such a class, or another method makes a client
-            hook of the same name in another way.
+        ConfigError: another method makes a client hook of the same name in another way.
     """
     for kind in _kinds_of(method):
         _register(kind)
@@ -176,14 +175,7 @@ def register(method: Registered) -> Registered:
 
 
 def _kinds_of(method: Any) -> tuple[type[Kind], ...]:
-    if isinstance(method, type) and issubclass(method, Strategy):
-        return method.combination.kinds
-    if isinstance(method, type) and issubclass(method, Method):
-        return (method,)
-    raise ConfigError(
-        f"register({method!r}): the argument must be a subclass of Method or of"
-        " Strategy. Write @register above such a class."
-    )
+    return method.combination.kinds if issubclass(method, Strategy) else (method,)
 
 
 def _register(kind: type[Kind]) -> None:

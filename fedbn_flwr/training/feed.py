@@ -16,7 +16,7 @@ from fedbn_flwr.training.batches import (
     inputs_for,
     with_positions,
 )
-from fedbn_flwr.training.model_state import name_compiler, unwrap
+from fedbn_flwr.training.model_state import unwrap
 from fedbn_flwr.training.randomness import seeded
 from fedbn_flwr.training.session import Session
 from fedbn_flwr.training.settings import LocalTraining
@@ -71,8 +71,7 @@ class Feed:
         """Give the batches on the model's device, and seed the dropout of the block.
 
         Raises:
-            NormLayerError: a BatchNorm layer or a compiler failed in the block. The
-                error names it.
+            NormLayerError: a BatchNorm layer failed in the block. The error names it.
         """
         with seeded(self._stream("dropout").initial_seed()):
             batches = self._batches(session)
@@ -81,9 +80,6 @@ class Feed:
             except ValueError as error:
                 size = self.sizes[-1] if self.sizes else 0
                 name_layer(error, session.model, size)
-                raise
-            except RuntimeError as error:
-                name_compiler(error, self.model)
                 raise
             finally:
                 batches.close()

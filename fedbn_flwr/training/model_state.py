@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from fedbn_flwr.errors import NormLayerError, StateError
+from fedbn_flwr.errors import StateError
 
 # The name of the inner module in torch.compile, and in DistributedDataParallel,
 # DataParallel and AveragedModel.
@@ -184,23 +184,6 @@ def compiled_modules(model: nn.Module) -> list[nn.Module]:
         if isinstance(inner, nn.Module):
             found.append(inner)
     return found
-
-
-def name_compiler(error: RuntimeError, model: nn.Module) -> None:
-    """Name the compiler if a backward pass failed because of it.
-
-    Raises:
-        NormLayerError: replaces autograd's error about an in-place operation.
-    """
-    in_place = "modified by an inplace operation" in str(error)
-    if in_place and compiled_modules(model):
-        raise NormLayerError(
-            "the backward pass of a compiled model failed at an in-place operation. A"
-            " method that computes BatchNorm ends a compiled part at each layer, and"
-            " some compilers (inductor, aot_eager) then fail at an in-place activation,"
-            " such as SiLU(inplace=True). Build the model with inplace=False, use"
-            " torch.compile(model, backend='eager'), or do not compile it."
-        ) from error
 
 
 def unwrap(model: nn.Module) -> nn.Module:

@@ -38,12 +38,6 @@ def stepping_optimizers(optimizer: Any) -> list[torch.optim.Optimizer]:
         if isinstance(inner, torch.optim.Optimizer) and inner is not optimizer:
             found += [one for one in stepping_optimizers(inner) if one not in found]
     # The step hooks are missing if a subclass never calls torch's ``__init__``.
-    if not found and not hasattr(optimizer, "_optimizer_step_pre_hooks"):
-        raise ConfigError(
-            f"{type(optimizer).__name__} does not have the step hooks of"
-            " torch.optim.Optimizer. Use a torch optimizer, or call"
-            " super().__init__(params, defaults) in your own class."
-        )
     return found or [optimizer]
 
 

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.training.settings import LocalTraining
 
 __all__ = [
@@ -72,11 +71,6 @@ def make_optimizer(
         ConfigError: the model has no trainable parameter.
     """
     parameters = [p for p in known or model.parameters() if p.requires_grad]
-    if not parameters:
-        raise ConfigError(
-            f"{type(model).__name__} has no parameter that requires a gradient, so"
-            " there is nothing to train"
-        )
     if settings.optimizer == "sgd":
         return sgd(model, settings, parameters)
     kind = _Adam if settings.optimizer == "adam" else _AdamW

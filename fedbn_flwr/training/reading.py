@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import functools
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Any
 
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import ConcatDataset, Subset, TensorDataset, default_collate
 
-from fedbn_flwr.errors import DataError, described
+from fedbn_flwr.errors import DataError
 
 Read = Callable[[Sequence[int]], Any]
 """Returns the batch of the examples with the given numbers."""
@@ -35,13 +34,13 @@ def reader(data: Any, collate: Callable[[list[Any]], Any]) -> Read:
         collate: makes a batch of a list of examples.
     """
     if collate is default_collate and _has_rows(data):
-        return functools.partial(_by_index, data)
+        return functools.partial(_rows, data)
     return functools.partial(_collated, data, collate)
 
 
 def draws_nothing(read: Read) -> bool:
     """Return whether a reader runs no user code, so that it draws no numbers."""
-    return getattr(read, "func", None) is _by_index
+    return getattr(read, "func", None) is _rows
 
 
 def name_of(data: Any) -> str:
@@ -67,11 +66,6 @@ def _has_rows(data: Any) -> bool:
 def _is_plain(tensor: Tensor) -> bool:
     strided = tensor.layout is torch.strided and not tensor.is_quantized
     return type(tensor) is Tensor and strided
-
-
-def _by_index(data: Any, chosen: Sequence[int]) -> list[Tensor]:
-    with _reading(data), _stacking(data):
-        return _rows(data, chosen)
 
 
 def _rows(data: Any, chosen: Sequence[int]) -> list[Tensor]:
@@ -120,37 +114,4 @@ def _examples(data: Any, chosen: Sequence[int]) -> Any:
 
 def _collated(data: Any, collate: Callable[[Any], Any], chosen: Sequence[int]) -> Any:
     """Return the examples as a batch, assembled like in the loader."""
-    with _reading(data):
-        examples = _examples(data, chosen)
-    if collate is not default_collate:  # a user's function raises its own errors
-        return collate(examples)
-    with _stacking(data):
-        return default_collate(examples)
-
-
-@contextmanager
-def _reading(data: Any) -> Iterator[None]:
-    """Raise an IndexError as a DataError."""
-    try:
-        yield
-    except IndexError as error:
-        raise DataError(
-            f"an example of {name_of(data)} cannot be read ({described(error)})."
-            " All indices of a Subset must exist in its data set, and __len__ must return"
-            " the number of examples."
-        ) from error
-
-
-@contextmanager
-def _stacking(data: Any) -> Iterator[None]:
-    """Raise the errors of stacking as a DataError."""
-    try:
-        yield
-    except (RuntimeError, TypeError, ValueError, KeyError) as error:
-        raise DataError(
-            f"the examples of {name_of(data)} cannot be stacked into a batch"
-            f" ({type(error).__name__}: {error}). If the examples differ in size or"
-            " kind, use a loader with a suitable collate_fn: a TorchClient takes"
-            " fedbn_flwr.training.batches_of(DataLoader(data, collate_fn=...)) as its"
-            " data set."
-        ) from error
+    return collate(_examples(data, chosen))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -26,17 +25,6 @@ _NOT_NEGATIVE = (
 )
 # the settings that a training loop of the user replaces
 _OF_THE_LOOP = ("optimizer", "sgd_momentum", "weight_decay", "amp")
-
-
-def _takes_four(loop: Any) -> bool:
-    """Return whether an object can be called with the four arguments of a loop."""
-    try:
-        inspect.signature(loop).bind(*range(4))
-    except TypeError:
-        return False
-    except ValueError:  # a function of C may have no signature
-        return callable(loop)
-    return True
 
 
 def share_of(fraction: float | str, count: int) -> int:
@@ -115,13 +103,6 @@ class LocalTraining:
                 f"sgd_momentum={self.sgd_momentum} requires optimizer='sgd', but the"
                 f" optimizer is {self.optimizer!r}",
                 code="no-effect",
-            )
-        if self.loop is not None and not _takes_four(self.loop):
-            name = getattr(self.loop, "__qualname__", repr(self.loop))
-            raise ConfigError(
-                f"loop={name} must be a function of (model, batches, rules,"
-                " learning_rate), in this order",
-                code="bad-value",
             )
         for key in _OF_THE_LOOP:
             value = getattr(self, key)

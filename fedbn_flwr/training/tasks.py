@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -202,16 +202,7 @@ class Task:
 
     @staticmethod
     def on_device(targets: Any, device: torch.device) -> Tensor:
-        """Return a batch's targets on the device, integers as int64.
-
-        Raises:
-            DataError: the targets are not a tensor.
-        """
-        if not isinstance(targets, Tensor):
-            raise DataError(
-                f"the labels are a {type(targets).__name__}; they must be a tensor"
-                " (int64 for classes)."
-            )
+        """Return a batch's targets on the device, integers as int64."""
         moved: Tensor = targets.to(device)
         if moved.is_floating_point():
             return moved
@@ -227,7 +218,6 @@ class Task:
             DataError: the model does not return a tensor, it gives one output per
                 example, or the targets are not class numbers.
         """
-        self._refuse_no_tensor(outputs)
         shape = tuple(outputs.shape)
         # Refuse a single output, because its argmax is always class 0 and the accuracy
         # would be meaningless.
@@ -245,17 +235,6 @@ class Task:
                 f"the labels are {targets.dtype} of shape {tuple(targets.shape)} for"
                 f" outputs of shape {shape}; they must be class numbers, int64 of shape"
                 f" {without_classes}."
-            )
-
-    def _refuse_no_tensor(self, outputs: Any) -> None:
-        if not isinstance(outputs, Tensor):
-            keys = ""
-            if isinstance(outputs, Mapping):  # models of transformers return it
-                keys = f" of {', '.join(map(str, outputs))}"
-            raise DataError(
-                f"the model returns a {type(outputs).__name__}{keys}, but task"
-                f" {self.name} needs one tensor. Wrap the model so that it returns only"
-                " the logits."
             )
 
 
@@ -290,7 +269,6 @@ class _ColumnTask(Task):
             DataError: the shapes differ, the outputs are integers, or the model does
                 not return a tensor.
         """
-        self._refuse_no_tensor(outputs)
         shapes = [tuple(tensor.shape) for tensor in (outputs, targets)]
         in_columns = all(len(shape) in (1, 2) for shape in shapes)
         same_rows = in_columns and shapes[0][0] == shapes[1][0]

@@ -24,7 +24,6 @@ from torch.nn import functional as F
 
 from fedbn_flwr.client.bn_rules import Hooks
 from fedbn_flwr.errors import ConfigError
-from fedbn_flwr.strategies.fedprox import ProximalTerm
 from fedbn_flwr.training import ClientHook
 from tests.support.loops_of_others import METHODS, compare_with_ours
 
@@ -184,19 +183,6 @@ class OwnOptimizer:
     def step(self) -> None: ...
 
     def zero_grad(self) -> None: ...
-
-
-@pytest.mark.parametrize(
-    "own", [OwnOptimizer(), None, [torch.optim.SGD([nn.Parameter(torch.ones(1))], 0.1)]]
-)
-def test_what_is_no_optimizer_of_torch_is_refused_where_a_hook_acts_in_its_steps(
-    own: Any,
-) -> None:
-    model = network()
-    with pytest.raises(ConfigError, match="does not have the step hooks"):
-        Hooks(model, {"proximal": ProximalTerm(1.0)}).wrap(own)
-    if isinstance(own, OwnOptimizer):
-        assert Hooks(model, {}).wrap(own) is own  # type: ignore[arg-type, comparison-overlap]
 
 
 # A step in two calls.

@@ -76,10 +76,6 @@ WRONG = {
     ),
     "no layer of the model": lambda: split_state(network(), "classifier"),
     "none chosen": lambda: split_state(network(), lambda path, module: False),
-    "names have no modules": lambda: split_state(
-        network().state_dict(), lambda path, module: True
-    ),
-    "a strategy has no modules": lambda: FedBN(layers=lambda path, module: True),
     "other layers than the split's": lambda: FedBN(
         parts=split_state(network(), "features.norm5"), layers="features.norm0"
     ).prepare(to_record(network().state_dict()), 2, 1),

@@ -511,9 +511,8 @@ def test_what_is_no_data_set_is_refused_by_its_type(data: Any, points, mlp) -> N
     [
         ([{"image": torch.ones(5), "label": 1}] * 4, "dict of image, label"),
         ([(torch.ones(5), 1, 0)] * 4, "batches_of"),
-        ([(torch.ones(length), 1) for length in (5, 3, 4, 5)], "batches_of"),
     ],
-    ids=["dicts", "triples", "of different lengths"],
+    ids=["dicts", "triples"],
 )
 def test_examples_that_are_no_pairs_of_one_shape_are_refused(
     examples: Any, named: str, points, mlp

@@ -15,7 +15,6 @@ import pytest
 import torch
 from flwr.app import Array, ArrayRecord
 
-from fedbn_flwr.errors import StateError
 from fedbn_flwr.messages.records import (
     decode,
     encode,
@@ -75,18 +74,6 @@ def test_strides_do_not_travel_but_values_do() -> None:
     for tensor in (last, transposed):
         sent, plain = to_record({"x": tensor}), to_record({"x": tensor.contiguous()})
         assert sent["x"].data == plain["x"].data, "the same bytes on each machine"
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
-def test_dtypes_that_flower_cannot_send_are_refused_by_name(dtype: torch.dtype) -> None:
-    with pytest.raises(StateError) as error:
-        to_record({"fine": torch.zeros(1), "layer.weight": torch.zeros(2).to(dtype)})
-    assert (
-        str(error.value)
-        == f"entry 'layer.weight' is {dtype}, but Flower's records cannot contain this"
-        " dtype. Keep the model's state in float32; for mixed precision use autocast"
-        " (amp=true)."
-    )
 
 
 def test_bytes_of_floats_and_of_other_entries_are_counted_apart() -> None:

@@ -26,6 +26,7 @@ from fedbn_flwr.strategies import (
     STRATEGIES,
     FedAvg,
     FedBN,
+    FedRep,
     FedTAN,
     FedTAN2,
     FedWon,
@@ -225,7 +226,8 @@ def test_a_layer_with_statistics_that_is_no_batchnorm_is_named_by_every_strategy
     method: type[FedAvg], make: Callable[[], nn.Module], named
 ) -> None:
     model = beside(make())
-    accepted(method(parts=split_state(model)), model)
+    head = {"personal": "0"} if method is FedRep else {}
+    accepted(method(parts=split_state(model), **head), model)
     assert named() == 1
 
 

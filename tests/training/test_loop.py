@@ -50,16 +50,6 @@ def same(a: nn.Module, b: nn.Module, tolerance: float = 1e-11) -> None:
         torch.testing.assert_close(x, y, rtol=tolerance, atol=tolerance, msg=name)
 
 
-@pytest.mark.parametrize(
-    "model", [nn.BatchNorm1d(3, affine=False), nn.Linear(3, 3).requires_grad_(False)]
-)
-def test_a_model_without_parameters_to_train_is_refused(
-    points, model: nn.Module
-) -> None:
-    with pytest.raises(ConfigError, match="has no parameter that requires a gradient"):
-        run(model, points(5, shape=(3,)))
-
-
 @pytest.mark.parametrize("field", ["loss", "training_loss"])
 def test_the_parameters_of_a_loss_train_in_the_model_or_are_refused(
     points, mlp, field: str

@@ -23,7 +23,6 @@ from fedbn_flwr.training.tasks import (
     MULTI_LABEL,
     REGRESSION,
     SEGMENTATION,
-    TASKS,
     Task,
     higher_is_better,
     in_percent,
@@ -167,7 +166,6 @@ def test_classes_without_targets_and_predictions_are_left_out() -> None:
             torch.ones(6, 1).long(),
             r"int64 of shape \(6, 1\)",
         ),
-        (CLASSIFICATION, torch.ones(6, 2), ["cat", "dog"] * 3, "a list"),
         (BINARY, torch.ones(4, 2), torch.ones(4), "task binary"),
         (BINARY, torch.ones(4, 1), torch.tensor([1.0, 2, -1, NAN]), "2 labels"),
         (BINARY, torch.ones(4, 1), torch.tensor([1, 2, 1, 0]), "1 labels"),
@@ -476,18 +474,3 @@ def test_mixed_precision_rounds_neither_targets_nor_counts(task: Task) -> None:
         else targets[~targets.isnan()].square().mean().item()
     )
     assert result.loss == pytest.approx(want, rel=1e-5)
-
-
-@pytest.mark.parametrize("task", TASKS.values(), ids=TASKS)
-@pytest.mark.parametrize(
-    ("outputs", "what"),
-    [((torch.zeros(2, 3),), "a tuple"), ({"out": torch.zeros(2)}, "a dict of out")],
-)
-def test_outputs_that_are_no_tensor_are_named(
-    task: Task, outputs: Any, what: str
-) -> None:
-    with pytest.raises(
-        DataError,
-        match=f"the model returns {what}, .* so that it returns only the logits",
-    ):
-        task.check(outputs, torch.zeros(2))

@@ -23,7 +23,7 @@ from fedbn_flwr.batchnorm.sync.reduction import (
     Reduce,
     check_names,
 )
-from fedbn_flwr.errors import ConfigError, NormLayerError
+from fedbn_flwr.errors import NormLayerError
 from fedbn_flwr.training.model_state import compiled_modules, not_compiled, unwrap
 from fedbn_flwr.training.replaced_method import replace_method
 
@@ -90,11 +90,6 @@ def synchronised(
             value per channel in the union, activation checkpointing and a layer's own
             arithmetic are refused when the layer is called.
     """
-    if not 1 <= batch_size <= union_batch_size:
-        raise ConfigError(
-            f"batch_size is {batch_size} and union_batch_size is {union_batch_size}:"
-            " batch_size must be at least 1, and union_batch_size not smaller."
-        )
     check_names(exchanges, backward)
     _refuse_unfit(model)
     step = SynchronisedStep(reduce, batch_size, union_batch_size, exchanges, backward)

@@ -192,11 +192,6 @@ def methods_with(
         ConfigError: a value is out of range, a setting has no effect, or its value
             needs the modules of the model.
     """
-    if callable(given["layers"]):
-        raise ConfigError(
-            f"strategy {strategy.name!r}: layers is a function, but a strategy has no"
-            " modules: pass parts=split_state(model, layers=...)"
-        )
     values = {}
     for name, field in strategy.Params.model_fields.items():
         value = given[name]

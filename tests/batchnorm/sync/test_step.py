@@ -100,8 +100,6 @@ def test_tags_shapes_and_types_of_the_exchanges(exchanges, backward, tags):
     [
         ({"exchanges": "3L"}, r"fedtan-exchanges '3L'.*'3L\+1'"),
         ({"backward": "globl"}, "Did you mean 'global'"),
-        ({"n": 9}, "batch_size is 9"),
-        ({"n": 0}, "batch_size is 0"),
     ],
 )
 def test_wrong_arguments_are_refused(options, message):
