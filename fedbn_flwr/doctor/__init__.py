@@ -14,7 +14,6 @@ The package needs torch only. In reading order:
 - ``state``: the checks that need only a state dict.
 - ``by_batch``: statistics of single batches, and distances between statistics.
 - ``differences``: differences between clients in classes and in inputs of BatchNorm.
-- ``each_client``: finds clients that differ from the others.
 - ``mismatch``: compares running statistics with the statistics of the test batch.
 """
 

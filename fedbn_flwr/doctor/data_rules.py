@@ -11,8 +11,7 @@ from collections.abc import Sequence
 
 from fedbn_flwr.doctor import remedies, situations
 from fedbn_flwr.doctor.differences import Shift
-from fedbn_flwr.doctor.each_client import Compared
-from fedbn_flwr.doctor.findings import Finding, Remedy, listed, number_of
+from fedbn_flwr.doctor.findings import Finding, listed, number_of
 from fedbn_flwr.doctor.measured import Measurements
 from fedbn_flwr.doctor.mismatch import Mismatch
 from fedbn_flwr.doctor.thresholds import (
@@ -66,91 +65,6 @@ def small_batch(m: Measurements) -> Finding | None:
         tries = tries[1:]
     what = "The batches are too small for BatchNorm."
     return Finding("small-batch", what, evidence, numbers, tries)
-
-
-def client_inputs(m: Measurements) -> Finding | None:
-    """Report clients whose inputs of BatchNorm differ from the other clients' inputs."""
-    return _about_clients(
-        m,
-        m.each.inputs,
-        m.each.other_inputs,
-        id_="client-inputs",
-        what="the inputs look different from the other clients' inputs.",
-        evidence="its inputs of BatchNorm are {:.2f} standard deviations from the usual"
-        " inputs; the median of the clients is {:.2f}.",
-        tries=remedies.CLIENT_INPUTS,
-    )
-
-
-def client_classes(m: Measurements) -> Finding | None:
-    """Report clients whose class mix differs from the mix of the other clients."""
-    return _about_clients(
-        m,
-        m.each.mix,
-        m.each.other_mix,
-        id_="client-classes",
-        what="the class mix differs from the class mix of the other clients.",
-        evidence="its class mix is {:.2f} away from the usual mix (total variation, 0"
-        " to 1); the median of the clients is {:.2f}.",
-        tries=situations.label_skew(m.training.local_steps).remedies,
-    )
-
-
-def client_repeats(m: Measurements) -> Finding | None:
-    """Report clients that have examples several times."""
-    return _about_clients(
-        m,
-        m.each.repeated,
-        m.each.repeating,
-        id_="client-repeats",
-        what="examples occur several times.",
-        evidence="the share of distinct examples is {:.2f} below the median.",
-        tries=remedies.CLIENT_REPEATS,
-    )
-
-
-def client_below(m: Measurements) -> Finding | None:
-    """Report clients with far lower accuracy, unexplained by classes or inputs."""
-    return _about_clients(
-        m,
-        m.each.below,
-        m.each.worse,
-        id_="client-below",
-        what="the accuracy is far below the others. The inputs or the labels differ, but"
-        " these measures do not show which of the two.",
-        evidence="its accuracy on its training examples is {:.3f} below the median.",
-        tries=remedies.CLIENT_BELOW,
-    )
-
-
-def _about_clients(
-    m: Measurements,
-    measure: Compared | None,
-    odd: Sequence[int],
-    *,
-    id_: str,
-    what: str,
-    evidence: str,
-    tries: Sequence[Remedy],
-) -> Finding | None:
-    """Return a finding about the clients ``odd`` in one measure, or None.
-
-    ``evidence`` is a sentence with one or two placeholders, for the client's value and
-    the median.
-    """
-    if measure is None or not odd:
-        return None
-    # Use the lower median, as the scores do. It is the value of a client.
-    median = sorted(measure.values)[(len(measure.values) - 1) // 2]
-    lines = []
-    for k in odd[:3]:
-        line = f"Client {m.names[k]}: {evidence.format(measure.values[k], median)}"
-        if m.accuracy and measure is not m.each.below:
-            line += f" Its accuracy on its training examples is {m.accuracy[k]:.3f}."
-        lines.append(line)
-    names = [m.names[k] for k in odd]
-    numbers = {"clients": names, "values": [measure.values[k] for k in odd]}
-    return Finding(id_, f"{clients_named(names)}: {what}", lines, numbers, tries)
 
 
 def clients_named(names: Sequence[str]) -> str:
@@ -266,21 +180,14 @@ def _numbers(
 def _far(m: Measurements, distances: Sequence[float]) -> list[str]:
     """Return the clients whose distance is at least the mean, the furthest first."""
     mean = sum(distances) / max(1, len(distances))
-    order = sorted(zip(distances, m.rest, strict=True), key=lambda pair: -pair[0])
+    order = sorted(zip(distances, m.names, strict=True), key=lambda pair: -pair[0])
     return [name for distance, name in order if distance >= mean]
 
 
 def _furthest(m: Measurements, distances: Sequence[float]) -> list[str]:
-    """Return evidence about the clients that differ most or were left out."""
-    lines = []
+    """Return evidence about the clients that differ most."""
     far = _far(m, distances)
-    if far:
-        lines.append(f"The furthest clients: {listed(far)}.")
-    if m.apart:
-        lines.append(
-            f"Left out: {listed(m.apart)}, because they stand out on their own."
-        )
-    return lines
+    return [f"The furthest clients: {listed(far)}."] if far else []
 
 
 def train_test_mismatch(m: Measurements) -> Finding | None:

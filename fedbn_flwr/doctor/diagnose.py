@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from torch import nn
@@ -147,12 +147,10 @@ def diagnose_clients(
     local_keys: Collection[str] | None = None,
     seed: int = 0,
     notes: Sequence[str] = (),
-    own: Mapping[str, TensorState] | None = None,
 ) -> Diagnosis:
     """Return the diagnosis of ``diagnose`` for clients' data in memory.
 
-    ``notes`` precede the function's own notes. ``own`` has the entries that each client
-    keeps, by client; each client's accuracy is measured with its own model.
+    ``notes`` precede the function's own notes.
     """
     # First measure the state and the model, without data.
     plain = unwrap(model)
@@ -191,7 +189,7 @@ def diagnose_clients(
     if not_finite or not layers:
         return Diagnosis(about, findings(m)[0], {}, lacking)
 
-    measuring = Measuring(plain, clients, tests or clients, loss, seed, m, own or {})
+    measuring = Measuring(plain, clients, tests or clients, loss, seed, m)
     # A forward pass may draw random numbers, for example in dropout in train mode.
     with seeded(seed):
         measuring.everything()

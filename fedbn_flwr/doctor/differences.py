@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fedbn_flwr.batchnorm.reestimation import Moments, moments_of
+from fedbn_flwr.batchnorm.reestimation import Moments
 from fedbn_flwr.doctor.by_batch import moments_seen, pooled
 from fedbn_flwr.doctor.clients import ClientExamples
 from fedbn_flwr.doctor.thresholds import CERTAIN, GROUPS, MIN_SHIFT, MIN_SKEW
@@ -53,23 +53,10 @@ class Groups(NamedTuple):
     Attributes:
         layers: moments by path, without layers that were not called in every group.
         owner: index of each group's client, (R,).
-        inputs: moments of the inputs of the whole model, one entry for each group; ()
-            after ``of``.
     """
 
     layers: Layers
     owner: Tensor
-    inputs: Sequence[Moments] = ()
-
-    def of(self, clients: Sequence[int]) -> Groups:
-        """Return the groups of these clients, renumbered from 0."""
-        chosen = torch.isin(self.owner, torch.tensor(clients))
-        places = torch.nonzero(chosen).flatten().tolist()
-        layers = {}
-        for path, moments in self.layers.items():
-            layers[path] = [moments[at] for at in places]
-        _, owner = torch.unique(self.owner[chosen], return_inverse=True)
-        return Groups(layers, owner)
 
 
 @dataclass(frozen=True)
@@ -151,7 +138,7 @@ def groups_of(
     total = sum(map(len, clients))
     size = max(2, math.ceil(total / GROUPS))
     seen: dict[str, list[Moments]] = {path: [] for path in layers}
-    owner, of_inputs = [], []
+    owner = []
     with torch.no_grad():
         for k, client in enumerate(clients):
             # Shuffle the examples. If a loader is sorted, the neighbours in a group
@@ -160,13 +147,12 @@ def groups_of(
             for places in order.tensor_split(max(1, len(client) // size)):
                 owner.append(k)
                 inputs = prepared(client.inputs[places])
-                of_inputs.append(moments_of(client.inputs[places].unsqueeze(-1)))
                 for path, moments in moments_seen(working, layers, inputs).items():
                     seen[path].append(moments)
     # The analysis needs a row from every group, so leave out layers that were not
     # called in every group.
     called = {path: rows for path, rows in seen.items() if len(rows) == len(owner)}
-    return Groups(called, torch.tensor(owner), of_inputs)
+    return Groups(called, torch.tensor(owner))
 
 
 def units(

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 
 from fedbn_flwr.doctor.by_batch import Distance
 from fedbn_flwr.doctor.differences import ClassSkew, Shift
-from fedbn_flwr.doctor.each_client import EachClient
 from fedbn_flwr.doctor.mismatch import Mismatch
 from fedbn_flwr.doctor.state import Missed
 
@@ -58,12 +57,6 @@ class Measurements:
         num_layers: number of BatchNorm layers.
         first_layer: path of the first BatchNorm layer in the state.
         noise: noise of a batch by layer, averaged over the clients.
-        each: each client compared with the others.
-        accuracy: accuracy of each client on its own training examples; empty if the
-            targets are not classes.
-        apart: names of the clients that ``skew`` and ``shift`` leave out, see
-            ``EachClient.apart``.
-        rest: names of the other clients.
         skew: differences in classes.
         shift: differences in the inputs of BatchNorm.
         gap: the mismatch of training and test.
@@ -88,10 +81,6 @@ class Measurements:
     num_layers: int = 0
     first_layer: str = ""
     noise: dict[str, float] = field(default_factory=dict)
-    each: EachClient = field(default_factory=EachClient)
-    accuracy: Sequence[float] = ()
-    apart: Sequence[str] = ()
-    rest: Sequence[str] = ()
     skew: ClassSkew | None = None
     shift: Shift | None = None
     gap: Mismatch | None = None

@@ -120,18 +120,6 @@ def mismatch(
     )
 
 
-def accuracy(
-    model: nn.Module, client: ClientExamples, loss: Loss, generator: torch.Generator
-) -> float | None:
-    """Return the accuracy on the client's examples under running statistics.
-
-    The result is None if the targets are not classes.
-    """
-    batches = mixed_batches([client], generator)
-    _, right = _run(copied(model).eval(), [client], batches, loss)
-    return None if right is None else float(right.mean())
-
-
 def _z(differences: Tensor) -> float:
     """Return the mean in units of its standard error, or 0 if all values are equal."""
     error = float(differences.std()) / math.sqrt(len(differences))

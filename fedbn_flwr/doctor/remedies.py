@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fedbn_flwr.doctor.findings import Remedy
-from fedbn_flwr.doctor.situations import FEDBN, FIXBN, GROUP
+from fedbn_flwr.doctor.situations import FIXBN, GROUP
 
 _RECALIBRATE = Remedy(
     "recalibrate=true",
@@ -22,26 +22,6 @@ CLIENTS_DIFFER = [
         "if all clients share one model: the global statistics are frozen halfway",
     ),
     GROUP,
-]
-_LOOK = Remedy(
-    "look at the client's examples",
-    "check the units, the order of features or pixels, channels and device, the"
-    " preprocessing, and the labels",
-)
-CLIENT_INPUTS = [_LOOK, FEDBN]
-CLIENT_REPEATS = [
-    Remedy(
-        "drop the client's repeated examples",
-        "averages weight a client by its examples, and the variance of a batch of equal"
-        " examples is too small",
-    ),
-]
-CLIENT_BELOW = [
-    _LOOK,
-    Remedy(
-        "train without the client",
-        "for comparison: the other clients gain if its examples do not fit theirs",
-    ),
 ]
 TRAIN_MODE = [
     Remedy(

@@ -171,13 +171,9 @@ RULES = (
     data_rules.unmoved_statistics,
     data_rules.small_batch,
     extreme_variance,
-    data_rules.client_inputs,
-    data_rules.client_classes,
-    data_rules.client_repeats,
     data_rules.label_skew,
     data_rules.feature_shift,
     data_rules.clients_differ,
-    data_rules.client_below,
     data_rules.train_test_mismatch,
 )
 """All rules; each returns a finding or None."""

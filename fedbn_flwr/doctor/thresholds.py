@@ -11,18 +11,12 @@ __all__ = [
     "EXTREME_SHARE",
     "GROUPS",
     "LARGE_LOSS",
-    "LEVEL",
-    "MIN_BELOW",
-    "MIN_CLIENTS",
     "MIN_GAP",
     "MIN_LOSS",
-    "MIN_MIX",
     "MIN_NOISE",
-    "MIN_REPEATED",
     "MIN_SHIFT",
     "MIN_SKEW",
     "NO_VARIANCE",
-    "RE_SPLITS",
     "SMALL_BATCH",
     "Z_OF_A_GAP",
 ]
@@ -100,36 +94,4 @@ as above, and in units of the loss (nats of cross-entropy).
 Z_OF_A_GAP = 4.0
 """Smallest z of a mismatch that is reported: the increase of the loss, or the decrease
 of the accuracy, in standard errors over the test examples.
-"""
-
-LEVEL = 1 / 500
-"""Largest share of federations of equal clients in which chance makes a client stand
-out in any measure.
-"""
-
-RE_SPLITS = 500
-"""Number of random re-splits of the examples among the clients. A client stands out if
-it is further from the usual inputs than all clients of all re-splits (see ``LEVEL``).
-"""
-
-MIN_CLIENTS = 4
-"""Fewest clients for a comparison of one client with the others. Two of three clients
-would agree by chance too often.
-"""
-
-MIN_MIX = 0.25
-"""Total variation of a client's class mix from the mix of the others, from which the
-client is odd: a quarter of its examples would have another class.
-"""
-
-MIN_REPEATED = 0.2
-"""Share of distinct examples below the median from which a client's examples count as
-repeated: a fifth of the examples would equal another example.
-"""
-
-MIN_BELOW = 0.2
-"""Accuracy below the median from which a client is far below the others.
-
-A different class mix alone costs up to 0.15, as seen in 200 healthy federations of the
-digits.
 """

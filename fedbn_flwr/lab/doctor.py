@@ -110,7 +110,6 @@ def diagnose_run(run: Path, max_examples: int = 1024) -> Diagnosis:
             training=training,
             state=state,
             notes=notes,
-            own=_named(kept, names) if local else {},
         )
 
     # A fault of one client may cause findings about all clients, so the findings about
