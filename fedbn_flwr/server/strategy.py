@@ -85,13 +85,12 @@ class Strategy(RunView, FlowerFedAvg):
         num_partitions: number of data partitions that every node holding one must
             report. 0 accepts any number on which the nodes agree; None disables the
             check.
-        **settings: the settings, fields of ``Params``. All methods share the settings
+        **settings: the settings by name, fields of ``Params``. All methods share those
             of ``server.methods.params.Params``.
 
     Attributes:
         method: the method's class, or the result of ``combined``.
         combination: the class's methods.
-        like: Flower's class for this method, whose arguments have the same place.
         params: the settings.
         methods: the options and methods in use.
         run: the server's knowledge of the run.
@@ -113,7 +112,6 @@ class Strategy(RunView, FlowerFedAvg):
     method: ClassVar[type[Method[Any, Any] | Strategy] | Combination] = Method
     combination: ClassVar[Combination] = Combination((Method,), Method.Params)
     Params: ClassVar[type[Any]] = Method.Params
-    like: ClassVar[type[FlowerFedAvg]] = FlowerFedAvg
 
     stopped = False
     __signature__: ClassVar[inspect.Signature | None] = None
@@ -141,7 +139,7 @@ class Strategy(RunView, FlowerFedAvg):
         num_partitions: int | None = None,
         **settings: Any,
     ) -> None:
-        given = given_arguments(type(self), Strategy, flowers, settings)
+        given = given_arguments(type(self), flowers, settings)
         super().__init__(
             **{name: given[name] for name in inspect.signature(FlowerFedAvg).parameters}
         )

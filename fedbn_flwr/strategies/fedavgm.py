@@ -37,7 +37,6 @@ momentum and with rate 1, they equal FedAvg. Both laws are exact up to rounding.
 
 from __future__ import annotations
 
-import flwr.serverapp.strategy as flower
 import numpy as np
 
 from fedbn_flwr.batchnorm.averaging import Array
@@ -86,7 +85,6 @@ class FedAvgM(Strategy):
     """
 
     method = FedAvgMMethod
-    like = flower.FedAvgM
 
 
 # --- what may be wrong ----------------------------------------------------------------

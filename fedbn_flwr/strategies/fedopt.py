@@ -60,7 +60,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-import flwr.serverapp.strategy as flower
 import numpy as np
 from typing_extensions import TypeVar
 
@@ -165,9 +164,6 @@ class FedAdagradMethod(ServerStep[A]):
     source = "Reddi 2021, arXiv:2003.00295"
     Params = FedAdagradParams
     server_rate = "eta"
-    ignored: ClassVar[Mapping[str, str]] = {
-        "eta_l": "the clients use the learning rate of their own training"
-    }
 
     def step(
         self, number: int, delta: Array, moments: Moments
@@ -245,7 +241,6 @@ class FedAdagrad(Strategy):
     """
 
     method = FedAdagradMethod
-    like = flower.FedAdagrad
 
 
 class FedAdam(Strategy):
@@ -260,7 +255,6 @@ class FedAdam(Strategy):
     """
 
     method = FedAdamMethod
-    like = flower.FedAdam
 
 
 class FedYogi(Strategy):
@@ -275,7 +269,6 @@ class FedYogi(Strategy):
     """
 
     method = FedYogiMethod
-    like = flower.FedYogi
 
 
 # --- what may be wrong ----------------------------------------------------------------

@@ -35,7 +35,6 @@ $\mu = 0$ is FedAvg, bit for bit.
 
 from __future__ import annotations
 
-import flwr.serverapp.strategy as flower
 import torch
 from torch import Tensor, nn
 from typing_extensions import TypeVar
@@ -139,7 +138,6 @@ class FedProx(Strategy):
     """
 
     method = FedProxMethod
-    like = flower.FedProx
 
 
 # --- what may be wrong ----------------------------------------------------------------

@@ -19,7 +19,7 @@ from torch import nn
 from fedbn_flwr import strategies
 from fedbn_flwr.batchnorm.parts import split_state
 from fedbn_flwr.messages.records import from_record, to_record
-from fedbn_flwr.strategies import FedAvg, FedBN, FedProx, combined
+from fedbn_flwr.strategies import FedAvg
 from tests.support.bad_replies import spoiling
 from tests.support.fast import thinned
 
@@ -52,8 +52,6 @@ def test_without_batchnorm_they_equal_flowers(
 
     app = functools.partial(spoiling, fail, rounds=lost, who=range(len(SIZES)))
     given = {"fraction_evaluate": 0.0, **(ARGUMENTS[name] if arguments else {})}
-    if arguments and name not in ("FedAvgM", "FedProx"):
-        given["eta_l"] = 0.2
     start, rounds = functools.partial(mlp, norm=False), {"rounds": ROUNDS}
     ours = federate(
         getattr(strategies, name)(**given), start, datasets, wrap=app, **rounds
@@ -69,25 +67,6 @@ def test_without_batchnorm_they_equal_flowers(
         np.testing.assert_allclose(
             ours.state[key], want, rtol=1e-9, atol=1e-12, err_msg=key
         )
-
-
-@pytest.mark.parametrize("name", [name for name in NAMES if name != "FedAvgM"])
-def test_the_clients_rate_of_a_strategy_of_flowers_is_told_to_have_no_effect(
-    name: str, caplog
-) -> None:
-    """The warning appears for single and combined strategies."""
-    alone = getattr(strategies, name)
-    for kind in (alone, combined(alone, FedProx), combined(FedBN, alone)):
-        kind(), kind(eta_l=None)
-        assert not caplog.messages
-        kind(eta_l=0.2)
-        assert caplog.messages == [
-            f"strategy {kind.name!r}: eta_l=0.2 has no effect, as in Flower: the"
-            " clients use the learning rate of their own training. Leave eta_l out."
-        ]
-        caplog.clear()
-    with pytest.raises(TypeError, match="eta_l"):
-        combined(FedBN, FedProx)(eta_l=0.2)
 
 
 class Misnamed(nn.Module):

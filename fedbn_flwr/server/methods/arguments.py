@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
-import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any, TypeAlias
@@ -20,8 +18,6 @@ from fedbn_flwr.server.methods.params import Params, is_list
 from fedbn_flwr.server.methods.together import Methods
 
 __all__ = ["Combination", "all_arguments", "given_arguments", "methods_with"]
-
-logger = logging.getLogger("flwr")
 
 StrategyClass: TypeAlias = Any
 """A ``type[server.strategy.Strategy]``. Its module imports this one."""
@@ -44,30 +40,15 @@ class Combination:
         """The names of the methods."""
         return "+".join(kind.name for kind in self.kinds)
 
-    @property
-    def ignored(self) -> dict[str, str]:
-        """The arguments of Flower's strategies that have no effect, with the reason."""
-        ignored: dict[str, str] = {}
-        for kind in self.kinds:
-            ignored |= kind.ignored
-        return ignored
-
     def methods(self, params: Any) -> Methods:
         """Return the methods with these settings."""
         return Methods(self.kinds, params)
 
 
 def _method_arguments(strategy: StrategyClass) -> inspect.Signature:
-    """Return the arguments of Flower and of the settings, with their defaults.
-
-    The arguments of ``strategy.like``, Flower's class for the method, have the same
-    place here. Those that are not settings have Flower's default.
-    """
-    fields, ignored = strategy.Params.model_fields, strategy.combination.ignored
+    """Return the arguments of Flower's FedAvg, and the settings by name only."""
+    fields = strategy.Params.model_fields
     named = dict(inspect.signature(FlowerFedAvg).parameters)
-    for name, argument in inspect.signature(strategy.like).parameters.items():
-        if name in fields or name in ignored:
-            named.setdefault(name, argument)
     # The settings of every method come last.
     for name in sorted(fields, key=Params.model_fields.__contains__):
         own = named.get(name) or inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY)
@@ -89,39 +70,21 @@ def all_arguments(strategy: StrategyClass, base: StrategyClass) -> inspect.Signa
 
 
 def given_arguments(
-    strategy: StrategyClass,
-    base: StrategyClass,
-    by_place: Sequence[Any],
-    by_name: Mapping[str, Any],
+    strategy: StrategyClass, by_place: Sequence[Any], by_name: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return the value of each argument of Flower and of the settings, by name.
 
-    Arguments of Flower's strategies that have no effect are left out, with a warning.
-
     Args:
         strategy: the class of the strategy.
-        base: the class with the constructor.
         by_place: the arguments given by place.
-        by_name: the arguments given by name, without those that ``base`` names.
+        by_name: the arguments given by name, without those of ``Strategy`` itself.
 
     Raises:
         TypeError: there are too many arguments, one does not exist, or one is given
             twice.
         ConfigError: a share of the clients is not a number from 0 to 1.
     """
-    called = f"{strategy.__name__}.__init__() of strategy {strategy.name!r}"
-    shown = _method_arguments(strategy)
-    by_name = _without_ignored(strategy, shown, by_name)
-    unknown = [name for name in by_name if name not in shown.parameters]
-    if unknown:
-        hint = _hint(unknown[0], strategy, base)
-        raise TypeError(
-            f"{called} got an unexpected keyword argument {unknown[0]!r}{hint}"
-        )
-    try:
-        found = shown.bind(*by_place, **by_name)
-    except TypeError as error:
-        raise TypeError(f"{called}: {error}") from None
+    found = _method_arguments(strategy).bind(*by_place, **by_name)
     found.apply_defaults()
     for name in ("fraction_train", "fraction_evaluate"):
         share = found.arguments[name]
@@ -131,51 +94,6 @@ def given_arguments(
                 " to 1"
             )
     return found.arguments
-
-
-def _without_ignored(
-    strategy: StrategyClass, shown: inspect.Signature, given: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Leave out arguments of Flower's strategies without effect, with a warning."""
-    used, ignored = dict(given), strategy.combination.ignored
-    for name in ignored.keys() & used.keys():
-        value, known = used.pop(name), shown.parameters.get(name)
-        # Ignore Flower's default in the signature, because the user did not set it.
-        if value is None or (known is not None and value == known.default):
-            continue
-        logger.warning(
-            "strategy %r: %s=%s has no effect, as in Flower: %s. Leave %s out.",
-            strategy.name,
-            name,
-            value,
-            ignored[name],
-            name,
-        )
-    return used
-
-
-def _hint(name: str, strategy: StrategyClass, base: StrategyClass) -> str:
-    """Return a text that names a similar argument, or the methods that have this one.
-
-    Python cannot suggest these names, because only ``Params`` contains them.
-    """
-    known = [*strategy.Params.model_fields, *all_arguments(base, base).parameters]
-    near = difflib.get_close_matches(name, known, n=1)
-    if near:
-        return f". Did you mean {near[0]!r}?"
-    others = [
-        kind.name
-        for kind in _below(base)
-        if name in kind.Params.model_fields and len(kind.combination.kinds) == 1
-    ]
-    return f": it is an argument of {', '.join(others)}" if others else ""
-
-
-def _below(kind: StrategyClass) -> Iterator[StrategyClass]:
-    """Yield the subclasses of a class, and theirs."""
-    for below in kind.__subclasses__():
-        yield below
-        yield from _below(below)
 
 
 def methods_with(

@@ -326,8 +326,6 @@ class Method(Generic[P, S]):
         State: the class of the state; its fields are attributes of the strategy, even
             before a run. It is None if there is no state or it is not a dataclass.
         client_hooks: factories of the client hooks, by name.
-        ignored: arguments of Flower's own strategy for this method that have no effect,
-            with the reason.
         rows: the possible problems, at the end of the method's file.
         params: the settings.
     """
@@ -341,7 +339,6 @@ class Method(Generic[P, S]):
     Params: ClassVar[type[Any]] = Params
     State: ClassVar[type[Any] | None] = None
     client_hooks: ClassVar[Mapping[str, HookFactory]] = {}
-    ignored: ClassVar[Mapping[str, str]] = {}
     rows: ClassVar[Sequence[Problem]] = ()
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
