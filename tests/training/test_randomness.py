@@ -15,7 +15,6 @@ from torch.utils.data import DataLoader, TensorDataset
 from fedbn_flwr.training import batches_of, randomness
 from fedbn_flwr.training.randomness import (
     Generators,
-    NumpyGenerator,
     seed_secretly,
     seeded,
 )
@@ -62,42 +61,6 @@ def test_what_is_drawn_in_secret_follows_no_seed() -> None:
     with seeded(5):
         second = each()
     assert all(one != other for one, other in zip(first, second, strict=True))
-
-
-def test_numpys_state_is_saved_and_restored_as_by_numpy_itself() -> None:
-    own, oracle, choose = list[NumpyGenerator](), list[Any](), random.Random(0)
-    other = np.random.RandomState(7)
-    with seeded(7):
-        for _ in range(300):
-            what = choose.choice(
-                [
-                    "seed",
-                    "one normal",
-                    "one normal",
-                    "uniform",
-                    "save",
-                    "save",
-                    "restore",
-                    "restore",
-                ]
-            )
-            if what == "one normal":  # numpy keeps a second normal number
-                assert np.random.randn() == other.randn()
-            # the same bits come again, with and without a kept number
-            elif what == "seed":
-                np.random.seed(0)
-                other.seed(0)
-            elif what == "uniform":
-                assert np.random.rand() == other.rand()
-            elif what == "save":
-                own.append(NumpyGenerator.now())
-                oracle.append(other.get_state())
-            elif own:
-                place = choose.randrange(len(own))
-                own[place].restore()
-                other.set_state(oracle[place])
-            assert str(np.random.get_state()) == str(other.get_state())
-    assert {state.kept is not None for state in own} == {False, True}
 
 
 def test_the_generators_are_restored_after_an_error() -> None:
