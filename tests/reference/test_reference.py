@@ -180,7 +180,6 @@ def test_each_strategy_has_a_reference_and_is_drawn() -> None:
 NOT_DRAWN = {
     "seed": "of the draw of clients; batches have the clients' own",
     "class_moments": "tests/server/test_class_moments.py",
-    "cohort_rounds": "tests/server/test_nodes.py",
     "on_divergence": "tests/server/test_failures.py",
     "loss_key": "a metric of the user's",
     "fedtan_timeout": "tests/transport",

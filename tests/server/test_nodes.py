@@ -294,7 +294,6 @@ def test_each_asked_client_takes_part_or_is_missing(
     """Clients come, leave and fail at random. The last one has nothing to train on."""
     draw, rounds = random.Random(seed), range(1, 6)
     fractions = draw.choices([0.0, 0.25, 0.5, 1.0], k=2)
-    cohort = 2 if 0 < fractions[0] < 1 and seed % 2 else 1
     least = draw.choices([1, 2, 3], k=2)
     hidden = {number: draw.sample(range(5), 2) for number in rounds}
     failing = [(number, draw.randrange(4)) for number in rounds]
@@ -310,17 +309,16 @@ def test_each_asked_client_takes_part_or_is_missing(
         fraction_evaluate=fractions[1],
         min_train_nodes=least[0],
         min_evaluate_nodes=least[1],
-        cohort_rounds=cohort,
     )
     data = [points(8, i) for i in range(4)] + [points(0)]
     run = federate(strategy, mlp, data, rounds=5, hide=hidden, client=Failing)
     seen: set[int] = set()
-    most = tests = 0
+    tests = 0
     for report in run.strategy.reports:
         here = {*range(4)} - {*hidden[report.server_round]}
-        seen, most = seen | here, max(most, len(here))
-        in_cohort = int(fractions[0] * (most if cohort > 1 else len(here)))
-        asked = min(max(in_cohort, least[0]), len(here)) if fractions[0] else 0
+        seen |= here
+        share = int(fractions[0] * len(here))
+        asked = min(max(share, least[0]), len(here)) if fractions[0] else 0
         expected = min(max(int(fractions[0] * len(seen)), least[0]), len(seen))
         assert (report.asked, report.expected) == (asked, expected if asked else 0)
         used, missing = {*map(str, report.participants)}, {*report.missing}
@@ -333,18 +331,12 @@ def test_each_asked_client_takes_part_or_is_missing(
     assert len(run.grid.of("evaluate")) == tests
 
 
-@pytest.mark.parametrize("draw", ["sample", "cohort"])
-def test_those_who_are_drawn_stay_in_the_order_of_all(
-    nodes: NodeRegistry, draw: str
-) -> None:
+def test_those_who_are_drawn_stay_in_the_order_of_all(nodes: NodeRegistry) -> None:
     """The sums of floats depend on the order."""
     everyone = [Node(100 - i, partition_id=i, num_examples=5) for i in range(6)]
     found = set()
     for number in range(20):
-        if draw == "sample":
-            drawn = nodes.sample(everyone, 3, "train", number)
-        else:
-            drawn = nodes.cohort(everyone, 3, number)
+        drawn = nodes.sample(everyone, 3, "train", number)
         places = [everyone.index(node) for node in drawn]
         assert places == sorted(places)
         found.add(tuple(places))

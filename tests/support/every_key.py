@@ -64,7 +64,6 @@ KEYS: dict[str, tuple[Any, dict[str, Any]]] = {
     "frozen-bn": ("train", {"train-only": "fc"}),
     "num-server-rounds": (8, {}),
     "fraction-train": (0.5, {}),
-    "cohort-rounds": (2, {"fraction-train": 0.5}),
     "validation-share": (0.3, {}),
     "fraction-evaluate": (0.5, {"eval-on": "personal-own"}),
     "eval-every": (2, {}),

@@ -298,7 +298,6 @@ ROWS: Sequence[Problem] = (
 _OF_A_FEDERATION = (
     *(
         "fraction-train",
-        "cohort-rounds",
         "fraction-evaluate",
         "min-replies",
         "round-timeout",

@@ -311,14 +311,6 @@ class Params(Settings):
     min_replies: int = setting(
         1, "a round with fewer usable replies keeps the previous model", "rounds", ge=1
     )
-    cohort_rounds: int = setting(
-        1,
-        "number of consecutive rounds that train with the same clients, if"
-        " fraction-train is below 1. A lost client is replaced, the others stay",
-        "rounds",
-        only_if={"fraction-train": SET},
-        ge=1,
-    )
     eval_every: int = setting(
         1, "rounds between tests; the last round is always tested", "tests", ge=1
     )

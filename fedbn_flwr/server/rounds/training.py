@@ -69,7 +69,8 @@ def sample_for_training(run: Run, number: int, grid: Grid) -> list[Node]:
     # Update these two even if the round is not used.
     run.most_able = max(run.most_able, run.round.num_able)
     run.seen.update(node.label for node in able if node.partition_id is not None)
-    nodes = _drawn(run, able, number)
+    count = max(share_of(options.fraction_train, len(able)), options.min_train_nodes)
+    nodes = run.nodes.sample(able, count, "train", number)
     facts = run.facts(number, run.round.travels)
     # If the target epsilon is spent, no client is asked, and the run ends.
     if nodes and not run.protection.admits(facts, len(nodes)):
@@ -82,20 +83,6 @@ def sample_for_training(run: Run, number: int, grid: Grid) -> list[Node]:
         "configure_train: Sampled %s nodes (out of %s)", len(nodes), run.round.num_able
     )
     return nodes
-
-
-def _drawn(run: Run, able: list[Node], number: int) -> list[Node]:
-    """Return a new draw of nodes, or the cohort that stays for several rounds."""
-    fraction, least = run.options.fraction_train, run.options.min_train_nodes
-    rounds = run.methods.params.cohort_rounds
-    if rounds == 1:
-        count = max(share_of(fraction, len(able)), least)
-        return run.nodes.sample(able, count, "train", number)
-    # The size of the cohort does not shrink when a node is lost. Otherwise, a second
-    # node would leave the cohort, and sums over changing clients would reveal single
-    # clients.
-    count = max(share_of(fraction, run.most_able), least)
-    return run.nodes.cohort(able, count, (number - 1) // rounds)
 
 
 def _able_to_train(run: Run, present: Sequence[Node]) -> list[Node]:

@@ -36,7 +36,7 @@ from fedbn_flwr.messages.protocol import SERVER_ROUND, NodeProperties, ReplyInfo
 from fedbn_flwr.messages.site_names import fault_of, with_name
 from fedbn_flwr.messages.versions import differences, own_versions
 from fedbn_flwr.server.methods.method import Node
-from fedbn_flwr.training.randomness import derive_seed, numpy_generator
+from fedbn_flwr.training.randomness import numpy_generator
 from fedbn_flwr.transport.polling_grid import ImmediateGrid, over_network
 
 logger = logging.getLogger("flwr")
@@ -221,22 +221,6 @@ class NodeRegistry:
                 len(unnamed),
                 len(nodes),
             )
-
-    def cohort(self, nodes: list[Node], count: int, number: int) -> list[Node]:
-        """Return the ``count`` nodes of cohort ``number``, in the given order.
-
-        Each cohort ranks the nodes anew, and its first ``count`` nodes train. The rank
-        of a node does not depend on other nodes: if a node is lost, the others stay.
-        """
-        if count < len(nodes):
-            self._warn_of_unnamed(nodes)
-
-        def place(node: Node) -> int:
-            return derive_seed(self._seed, "cohort", number, node.label)
-
-        first = sorted(nodes, key=place)[:count]
-        chosen = {node.node_id for node in first}
-        return [node for node in nodes if node.node_id in chosen]
 
     # --- their names ------------------------------------------------------------------
 
