@@ -6,9 +6,7 @@ from typing import Literal
 from fedbn_flwr.batchnorm.parts import Parts
 from fedbn_flwr.server.runs.run_state import OnReplies, OnRoundEnd
 from fedbn_flwr.server.strategy import AggregateMetrics
-from fedbn_flwr.strategies.bn_scaffold import BNScaffold as _BNScaffold
 from fedbn_flwr.strategies.ditto import Ditto as _Ditto
-from fedbn_flwr.strategies.fbn import FBN as _FBN
 from fedbn_flwr.strategies.fedavg import FedAvg as _FedAvg
 from fedbn_flwr.strategies.fedavgm import FedAvgM as _FedAvgM
 from fedbn_flwr.strategies.fedbn import FedBN as _FedBN
@@ -24,59 +22,11 @@ from fedbn_flwr.strategies.fedtan import FedTAN as _FedTAN
 from fedbn_flwr.strategies.fedtan2 import FedTAN2 as _FedTAN2
 from fedbn_flwr.strategies.fedwon import FedWon as _FedWon
 from fedbn_flwr.strategies.fixbn import FixBN as _FixBN
-from fedbn_flwr.strategies.hbn import HBN as _HBN
 from fedbn_flwr.strategies.mtfl import MTFL as _MTFL
 from fedbn_flwr.strategies.scaffold import Scaffold as _Scaffold
 from fedbn_flwr.strategies.silobn import SiloBN as _SiloBN
 from fedbn_flwr.strategies.standalone import Standalone as _Standalone
 from fedbn_flwr.strategies.staticbn import StaticBN as _StaticBN
-
-class BNScaffold(_BNScaffold):
-    """SCAFFOLD that also corrects the statistics of BatchNorm in every step.
-
-    Example, with ``app`` and ``arrays`` as in the example of ``InProcessGrid``::
-
-        >>> from fedbn_flwr.strategies import BNScaffold
-        >>> strategy = BNScaffold(variance_floor=0.5)
-        >>> with InProcessGrid(app, num_nodes=3) as grid:
-        ...     result = strategy.start(grid, arrays, num_rounds=2)
-    """
-
-    def __init__(
-        self,
-        fraction_train: float = 1.0,
-        fraction_evaluate: float = 1.0,
-        min_train_nodes: int = 2,
-        min_evaluate_nodes: int = 2,
-        min_available_nodes: int = 2,
-        weighted_by_key: str = "num-examples",
-        arrayrecord_key: str = "arrays",
-        configrecord_key: str = "config",
-        train_metrics_aggr_fn: AggregateMetrics | None = None,
-        evaluate_metrics_aggr_fn: AggregateMetrics | None = None,
-        *,
-        server_learning_rate: float = 1.0,
-        variance_floor: float = 0.1,
-        layers: str | Sequence[str] = "",
-        personal: str | Sequence[str] = "",
-        variance: Literal["mean", "pooled"] = "mean",
-        recalibrate: bool = False,
-        class_moments: bool = False,
-        min_replies: int = 1,
-        cohort_rounds: int = 1,
-        eval_every: int = 1,
-        eval_on: str = "",
-        fine_tune: int = 0,
-        seed: int = 0,
-        on_divergence: Literal["stop", "continue"] = "stop",
-        momentum_scope: Literal["none", "local", "global"] = "none",
-        agc: float = 0.0,
-        parts: Parts | None = None,
-        on_round_end: OnRoundEnd | None = None,
-        on_replies: OnReplies | None = None,
-        completes_tests: bool = True,
-        num_partitions: int | None = None,
-    ) -> None: ...
 
 class Ditto(_Ditto):
     """FedAvg with an additional personal model for each client.
@@ -109,56 +59,6 @@ class Ditto(_Ditto):
         recalibrate: bool = False,
         class_moments: bool = False,
         min_replies: int = 1,
-        cohort_rounds: int = 1,
-        eval_every: int = 1,
-        eval_on: str = "",
-        fine_tune: int = 0,
-        seed: int = 0,
-        on_divergence: Literal["stop", "continue"] = "stop",
-        momentum_scope: Literal["none", "local", "global"] = "none",
-        agc: float = 0.0,
-        parts: Parts | None = None,
-        on_round_end: OnRoundEnd | None = None,
-        on_replies: OnReplies | None = None,
-        completes_tests: bool = True,
-        num_partitions: int | None = None,
-    ) -> None: ...
-
-class FBN(_FBN):
-    """FedAvg whose BN trains with global statistics, pooled from steps or a pass.
-
-    Example, with ``app`` and ``arrays`` as in the example of ``InProcessGrid``::
-
-        >>> from fedbn_flwr.strategies import FBN
-        >>> strategy = FBN(fbn_measure="pass")
-        >>> with InProcessGrid(app, num_nodes=3) as grid:
-        ...     result = strategy.start(grid, arrays, num_rounds=2)
-    """
-
-    def __init__(
-        self,
-        fraction_train: float = 1.0,
-        fraction_evaluate: float = 1.0,
-        min_train_nodes: int = 2,
-        min_evaluate_nodes: int = 2,
-        min_available_nodes: int = 2,
-        weighted_by_key: str = "num-examples",
-        arrayrecord_key: str = "arrays",
-        configrecord_key: str = "config",
-        train_metrics_aggr_fn: AggregateMetrics | None = None,
-        evaluate_metrics_aggr_fn: AggregateMetrics | None = None,
-        *,
-        statistics_momentum: float = 0.1,
-        statistics_warm_up: int = 1,
-        fbn_measure: Literal["steps", "pass"] = "steps",
-        statistics_aggregation: str = "mean",
-        layers: str | Sequence[str] = "",
-        personal: str | Sequence[str] = "",
-        variance: Literal["mean", "pooled"] = "mean",
-        recalibrate: bool = False,
-        class_moments: bool = False,
-        min_replies: int = 1,
-        cohort_rounds: int = 1,
         eval_every: int = 1,
         eval_on: str = "",
         fine_tune: int = 0,
@@ -203,7 +103,6 @@ class FedAvg(_FedAvg):
         recalibrate: bool = False,
         class_moments: bool = False,
         min_replies: int = 1,
-        cohort_rounds: int = 1,
         eval_every: int = 1,
         eval_on: str = "",
         fine_tune: int = 0,
@@ -241,16 +140,15 @@ class FedAvgM(_FedAvgM):
         configrecord_key: str = "config",
         train_metrics_aggr_fn: AggregateMetrics | None = None,
         evaluate_metrics_aggr_fn: AggregateMetrics | None = None,
+        *,
         server_learning_rate: float = 1.0,
         server_momentum: float = 0.0,
-        *,
         layers: str | Sequence[str] = "",
         personal: str | Sequence[str] = "",
         variance: Literal["mean", "pooled"] = "mean",
         recalibrate: bool = False,
         class_moments: bool = False,
         min_replies: int = 1,
-        cohort_rounds: int = 1,
         eval_every: int = 1,
         eval_on: str = "",
         fine_tune: int = 0,
@@ -295,7 +193,6 @@ class FedBN(_FedBN):
         recalibrate: bool = False,
         class_moments: bool = False,
         min_replies: int = 1,
-        cohort_rounds: int = 1,
         eval_every: int = 1,
         eval_on: str = "",
         fine_tune: int = 0,
@@ -347,7 +244,6 @@ class FedBS(_FedBS):
         recalibrate: bool = False,
         class_moments: bool = False,
         min_replies: int = 1,
-        cohort_rounds: int = 1,
         eval_every: int = 1,
         eval_on: str = "",
         fine_tune: int = 0,
@@ -398,7 +294,6 @@ class FedDNA(_FedDNA):
         recalibrate: bool = False,
         class_moments: bool = False,
         min_replies: int = 1,
-        cohort_rounds: int = 1,
         eval_every: int = 1,
         eval_on: str = "",
         fine_tune: int = 0,
@@ -443,7 +338,6 @@ class FedNova(_FedNova):
         recalibrate: bool = False,
         class_moments: bool = False,
         min_replies: int = 1,
-        cohort_rounds: int = 1,
         eval_every: int = 1,
         eval_on: str = "",
         fine_tune: int = 0,
@@ -483,7 +377,6 @@ class FedAdagrad(_FedAdagrad):
         evaluate_metrics_aggr_fn: AggregateMetrics | None = None,
         *,
         eta: float = 0.1,
-        eta_l: float = 0.1,
         tau: float = 0.001,
         layers: str | Sequence[str] = "",
         personal: str | Sequence[str] = "",
@@ -491,7 +384,6 @@ class FedAdagrad(_FedAdagrad):
         recalibrate: bool = False,
         class_moments: bool = False,
         min_replies: int = 1,
-        cohort_rounds: int = 1,
         eval_every: int = 1,
         eval_on: str = "",
         fine_tune: int = 0,
@@ -531,17 +423,15 @@ class FedAdam(_FedAdam):
         evaluate_metrics_aggr_fn: AggregateMetrics | None = None,
         *,
         eta: float = 0.1,
-        eta_l: float = 0.1,
+        tau: float = 0.001,
         beta_1: float = 0.9,
         beta_2: float = 0.99,
-        tau: float = 0.001,
         layers: str | Sequence[str] = "",
         personal: str | Sequence[str] = "",
         variance: Literal["mean", "pooled"] = "mean",
         recalibrate: bool = False,
         class_moments: bool = False,
         min_replies: int = 1,
-        cohort_rounds: int = 1,
         eval_every: int = 1,
         eval_on: str = "",
         fine_tune: int = 0,
@@ -581,17 +471,15 @@ class FedYogi(_FedYogi):
         evaluate_metrics_aggr_fn: AggregateMetrics | None = None,
         *,
         eta: float = 0.01,
-        eta_l: float = 0.0316,
+        tau: float = 0.001,
         beta_1: float = 0.9,
         beta_2: float = 0.99,
-        tau: float = 0.001,
         layers: str | Sequence[str] = "",
         personal: str | Sequence[str] = "",
         variance: Literal["mean", "pooled"] = "mean",
         recalibrate: bool = False,
         class_moments: bool = False,
         min_replies: int = 1,
-        cohort_rounds: int = 1,
         eval_every: int = 1,
         eval_on: str = "",
         fine_tune: int = 0,
@@ -629,15 +517,14 @@ class FedProx(_FedProx):
         configrecord_key: str = "config",
         train_metrics_aggr_fn: AggregateMetrics | None = None,
         evaluate_metrics_aggr_fn: AggregateMetrics | None = None,
-        proximal_mu: float = 0.0,
         *,
+        proximal_mu: float = 0.0,
         layers: str | Sequence[str] = "",
         personal: str | Sequence[str] = "",
         variance: Literal["mean", "pooled"] = "mean",
         recalibrate: bool = False,
         class_moments: bool = False,
         min_replies: int = 1,
-        cohort_rounds: int = 1,
         eval_every: int = 1,
         eval_on: str = "",
         fine_tune: int = 0,
@@ -683,7 +570,6 @@ class FedRep(_FedRep):
         recalibrate: bool = False,
         class_moments: bool = False,
         min_replies: int = 1,
-        cohort_rounds: int = 1,
         eval_every: int = 1,
         eval_on: str = "",
         fine_tune: int = 0,
@@ -734,7 +620,6 @@ class FedTAN(_FedTAN):
         recalibrate: bool = False,
         class_moments: bool = False,
         min_replies: int = 1,
-        cohort_rounds: int = 1,
         eval_every: int = 1,
         eval_on: str = "",
         fine_tune: int = 0,
@@ -788,7 +673,6 @@ class FedTAN2(_FedTAN2):
         recalibrate: bool = False,
         class_moments: bool = False,
         min_replies: int = 1,
-        cohort_rounds: int = 1,
         eval_every: int = 1,
         eval_on: str = "",
         fine_tune: int = 0,
@@ -835,7 +719,6 @@ class FedWon(_FedWon):
         recalibrate: bool = False,
         class_moments: bool = False,
         min_replies: int = 1,
-        cohort_rounds: int = 1,
         eval_every: int = 1,
         eval_on: str = "",
         fine_tune: int = 0,
@@ -884,55 +767,6 @@ class FixBN(_FixBN):
         recalibrate: bool = False,
         class_moments: bool = False,
         min_replies: int = 1,
-        cohort_rounds: int = 1,
-        eval_every: int = 1,
-        eval_on: str = "",
-        fine_tune: int = 0,
-        seed: int = 0,
-        on_divergence: Literal["stop", "continue"] = "stop",
-        momentum_scope: Literal["none", "local", "global"] = "none",
-        agc: float = 0.0,
-        parts: Parts | None = None,
-        on_round_end: OnRoundEnd | None = None,
-        on_replies: OnReplies | None = None,
-        completes_tests: bool = True,
-        num_partitions: int | None = None,
-    ) -> None: ...
-
-class HBN(_HBN):
-    """FedAvg whose BN trains with a learned mixture of batch and global statistics.
-
-    Example, with ``app`` and ``arrays`` as in the example of ``InProcessGrid``::
-
-        >>> from fedbn_flwr.strategies import HBN
-        >>> strategy = HBN(share_alpha=True)
-        >>> with InProcessGrid(app, num_nodes=3) as grid:
-        ...     result = strategy.start(grid, arrays, num_rounds=2)
-    """
-
-    def __init__(
-        self,
-        fraction_train: float = 1.0,
-        fraction_evaluate: float = 1.0,
-        min_train_nodes: int = 2,
-        min_evaluate_nodes: int = 2,
-        min_available_nodes: int = 2,
-        weighted_by_key: str = "num-examples",
-        arrayrecord_key: str = "arrays",
-        configrecord_key: str = "config",
-        train_metrics_aggr_fn: AggregateMetrics | None = None,
-        evaluate_metrics_aggr_fn: AggregateMetrics | None = None,
-        *,
-        statistics_momentum: float = 0.1,
-        statistics_warm_up: int = 1,
-        share_alpha: bool = False,
-        layers: str | Sequence[str] = "",
-        personal: str | Sequence[str] = "",
-        variance: Literal["mean", "pooled"] = "mean",
-        recalibrate: bool = False,
-        class_moments: bool = False,
-        min_replies: int = 1,
-        cohort_rounds: int = 1,
         eval_every: int = 1,
         eval_on: str = "",
         fine_tune: int = 0,
@@ -977,7 +811,6 @@ class MTFL(_MTFL):
         recalibrate: bool = False,
         class_moments: bool = False,
         min_replies: int = 1,
-        cohort_rounds: int = 1,
         eval_every: int = 1,
         eval_on: str = "",
         fine_tune: int = 0,
@@ -1023,7 +856,6 @@ class Scaffold(_Scaffold):
         recalibrate: bool = False,
         class_moments: bool = False,
         min_replies: int = 1,
-        cohort_rounds: int = 1,
         eval_every: int = 1,
         eval_on: str = "",
         fine_tune: int = 0,
@@ -1068,7 +900,6 @@ class SiloBN(_SiloBN):
         recalibrate: bool = False,
         class_moments: bool = False,
         min_replies: int = 1,
-        cohort_rounds: int = 1,
         eval_every: int = 1,
         eval_on: str = "",
         fine_tune: int = 0,
@@ -1113,7 +944,6 @@ class Standalone(_Standalone):
         recalibrate: bool = False,
         class_moments: bool = False,
         min_replies: int = 1,
-        cohort_rounds: int = 1,
         eval_every: int = 1,
         eval_on: str = "",
         fine_tune: int = 0,
@@ -1158,7 +988,6 @@ class StaticBN(_StaticBN):
         recalibrate: bool = False,
         class_moments: bool = False,
         min_replies: int = 1,
-        cohort_rounds: int = 1,
         eval_every: int = 1,
         eval_on: str = "",
         fine_tune: int = 0,
