@@ -1,8 +1,7 @@
 r"""Client-level differential privacy for models with BatchNorm.
 
 McMahan et al. 2018, "Learning Differentially Private Recurrent Language Models",
-arXiv:1710.06963 (fixed clipping); Andrew et al. 2021, "Differentially Private Learning
-with Adaptive Clipping", arXiv:1905.03871 (dp-clipping=adaptive).
+arXiv:1710.06963.
 
 ## Problem
 
@@ -23,12 +22,6 @@ The method gets the state of $\bar u$ instead of the clients' replies, and may u
 any way at no further cost. Counters are not averaged. They count rounds, because a
 number of batches would reveal $|D_i|$. A round is always released, even if few clients
 or none have answered, because the existence of an answer can depend on the data.
-
-In adaptive clipping, $b$ is the share of clients with $\lVert u_i \rVert \le C$. It is
-computed from the sum of $b_i - 1/2$ with noise of deviation
-$\sigma_b = \max(m / 20, z)$, and $C \leftarrow C \exp(-\eta (b - \gamma))$. The two
-noises together cost as much as one noise with multiplier $z$, because the updates get
-$z_u = (z^{-2} - (2 \sigma_b)^{-2})^{-1/2}$.
 
 ## What it protects
 
@@ -77,10 +70,6 @@ from fedbn_flwr.server.runs.round_outcome import RoundOutcome
 logger = logging.getLogger("flwr")
 
 NO_ROUND = "No round has been released."
-# gamma: C adapts until this share of the updates is not clipped.
-_QUANTILE = 0.5
-# eta: the speed at which C adapts.
-_RATE = 0.2
 # Relative noise in running variances above which a warning is logged.
 _NOISY = 0.3
 
@@ -200,16 +189,13 @@ class ClientLevelDP(Protection):
         # itself.
         nothing = coordinates.update(facts.before)
         total = {name: 0 * array for name, array in nothing.items()}
-        fitting = 0
         for reply in replies:
-            update, fits = clipped(coordinates.update(reply.state), self.clipping_norm)
-            fitting += fits
+            update, _ = clipped(coordinates.update(reply.state), self.clipping_norm)
             for name, array in update.items():
                 total[name] += array
 
-        # Divide by m, the number of asked clients. The noise has deviation z_u C / m.
-        of_bits, of_updates = self._split(self.noise_multiplier or 0.0, asked)
-        deviation = of_updates * self.clipping_norm / asked
+        # Divide by m, the number of asked clients. The noise has deviation z C / m.
+        deviation = (self.noise_multiplier or 0.0) * self.clipping_norm / asked
         average = {}
         for name, array in total.items():
             noise = self.noise.normal(array.shape)
@@ -220,23 +206,7 @@ class ClientLevelDP(Protection):
         for name in facts.parts.whole.counters:
             if name in state:
                 state[name] = state[name] + 1
-        if self.settings.dp_clipping == "adaptive":
-            self._adapt(fitting - len(replies) / 2, of_bits, asked)
         return [Reply(Node(0), 1.0, state, {})]
-
-    def _adapt(self, surplus: float, of_bits: float, asked: int) -> None:
-        """Set C of the next round to C exp(-eta (b - gamma)).
-
-        Args:
-            surplus: the sum of b_i - 1/2.
-            of_bits: sigma_b, the deviation of the noise in this sum.
-            asked: m.
-        """
-        noisy = surplus + of_bits * float(self.noise.normal(()))
-        share = 0.5 + noisy / asked
-        # The noise may move the share outside of [0, 1].
-        share = min(max(share, 0), 1)
-        self.clipping_norm *= math.exp(-_RATE * (share - _QUANTILE))
 
     def _coordinates(self, facts: Facts) -> Coordinates:
         part_of = facts.parts.part_of
@@ -246,18 +216,6 @@ class ClientLevelDP(Protection):
             if part_of[name] not in self._local
         }
         return Coordinates(shared, facts.parts, self._fixed)
-
-    def _split(self, noise_multiplier: float, asked: int) -> tuple[float, float]:
-        """Return sigma_b and z_u that together cost as much as z.
-
-        If C is fixed, the result is 0 and z.
-        """
-        if self.settings.dp_clipping == "fixed":
-            return 0.0, noise_multiplier
-        of_bits = max(asked / 20, noise_multiplier)
-        # z_u^-2 = z^-2 - (2 sigma_b)^-2, in a form that allows z = 0.
-        left = 1 - (noise_multiplier / (2 * of_bits)) ** 2
-        return of_bits, noise_multiplier / math.sqrt(left)
 
     def admits(self, facts: Facts, asked: int) -> bool:
         """Choose the round's noise, and return whether a target epsilon allows it."""

@@ -24,15 +24,6 @@ DP_ROWS = (
         when=lambda own, known: own.dp_target_epsilon and own.dp_noise_multiplier,
     ),
     Problem(
-        "clients-clip",
-        "dp-clipping=adaptive needs dp=server. With dp=client, all updates arrive with"
-        " norm C, up to rounding, and the server cannot count the updates that were"
-        " longer before",
-        "dp_clipping",
-        stage="settings",
-        when=lambda own, known: own.dp == "client" and own.dp_clipping == "adaptive",
-    ),
-    Problem(
         "no-epsilon",
         "without noise there is no epsilon",
         "dp_delta",
@@ -64,15 +55,9 @@ class DPSettings(Settings):
         only_if=_WITH_DP,
         ge=0,
     )
-    dp_clipping: Literal["fixed", "adaptive"] = setting(
-        "fixed",
-        "choice of C: fixed, or adaptive to follow a quantile of the updates' norms"
-        " (needs dp=server)",
-        only_if=_WITH_DP,
-    )
     dp_clipping_norm: float = setting(
         1.0,
-        "C: largest norm of a client's update; if C adapts, its value in round 1",
+        "C: largest norm of a client's update",
         only_if=_WITH_DP,
         gt=0,
     )

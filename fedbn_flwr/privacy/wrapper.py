@@ -43,7 +43,6 @@ class DPWrapper:
             because it repeats rounds.
         fixed: names of the entries that no client trains (``fixed_entries(model)``).
             They get no noise.
-        clipping: "fixed", or "adaptive" so that C follows the median of the norms.
         delta: delta for which epsilon is stated, well below 1 / number of clients.
         target_epsilon: choose z so that all rounds together cost this epsilon, instead
             of ``noise_multiplier``. The default 0 means no target.
@@ -62,7 +61,6 @@ class DPWrapper:
         noise: Noise | None = None,
         file: Path | None = None,
         fixed: Collection[str] = (),
-        clipping: Literal["fixed", "adaptive"] = "fixed",
         delta: float = 1e-5,
         target_epsilon: float = 0.0,
     ) -> None:
@@ -79,7 +77,6 @@ class DPWrapper:
         chosen = DPSettings(
             dp=where,
             dp_noise_multiplier=noise_multiplier,
-            dp_clipping=clipping,
             dp_clipping_norm=clipping_norm,
             dp_delta=delta,
             dp_target_epsilon=target_epsilon,

@@ -111,7 +111,6 @@ KEYS: dict[str, tuple[Any, dict[str, Any]]] = {
     "fedbs-rounds": (1, {}),
     "dp": ("server", {"eval-on": "global"}),
     "dp-clipping-norm": (0.01, CLIPPED),
-    "dp-clipping": ("adaptive", CLIPPED),
 }
 OWN_DATA = "tests/lab/data/test_own_data.py"
 ELSEWHERE = {

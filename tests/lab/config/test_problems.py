@@ -326,7 +326,6 @@ def another(key: str) -> Any:
         "test-bn": "mix",
     }
     choices |= {
-        "dp-clipping": "adaptive",
         "lr-decay-factor": "0.5",
         "optimizer": "adam",
     }

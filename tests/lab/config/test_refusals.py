@@ -92,7 +92,6 @@ CASES: Mapping[str, dict[str, Any]] = {
     "models-alone": {"strategy": "ditto", "proximal-mu": 0.0},
     "no-server-step": {"strategy": "fedavgm", "server-momentum": 0.0},
     "two-noises": {"dp": "server", "dp-noise-multiplier": 1.0, "dp-target-epsilon": 1},
-    "clients-clip": {"dp": "client", "dp-clipping": "adaptive"},
     "no-epsilon": {"dp": "server", "dp-delta": 1e-6},
     "all-layers": {"strategy": "fedtan", "layers": "norm1"},
     "all-personal": {"strategy": "standalone", "personal": "last-layer"},
