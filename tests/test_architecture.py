@@ -28,7 +28,6 @@ BUDGETS = {
     "fedbn_flwr/doctor": 10_747,
     "fedbn_flwr/engines": 7_004,
     "fedbn_flwr/lab": 12_684,
-    "fedbn_flwr/lab/advice": 4_305,
     "fedbn_flwr/lab/cli": 4_982,
     "fedbn_flwr/lab/config": 6_347,
     "fedbn_flwr/lab/data": 16_948,
@@ -57,7 +56,6 @@ BUDGETS = {
     "tests/doctor": 6_787,
     "tests/engines": 9_068,
     "tests/lab": 17_366,
-    "tests/lab/advice": 3_686,
     "tests/lab/config": 6_357,
     "tests/lab/data": 16_943,
     "tests/lab/deployment": 8_773,
@@ -119,7 +117,6 @@ LEVELS = (
     ("lab/answer", "lab/references", "lab/run_files"),
     ("lab/report", "lab/report_pictures", "lab/new_site"),
     ("lab/doctor",),
-    ("lab/advice",),
     ("lab/cli",),
     ("app", "__main__"),
 )

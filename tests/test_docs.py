@@ -117,7 +117,6 @@ PUBLIC = {
     "fedbn_flwr.batchnorm",
     "fedbn_flwr.doctor",
     "fedbn_flwr.errors",
-    "fedbn_flwr.lab.advice",
     "fedbn_flwr.lab.data",
     "fedbn_flwr.lab.export",
     "fedbn_flwr.lab.models",

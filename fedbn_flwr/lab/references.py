@@ -199,7 +199,7 @@ def mean_of(
     from the others.
 
     Args:
-        rows: rows of ``site_rows`` or ``over_seeds``.
+        rows: rows of ``site_rows``.
         key: "value" or "difference".
         of: the number of means that are compared. The interval has the level
             1 - 0.05 / of (Bonferroni).
@@ -263,30 +263,6 @@ def half_of(
     return float(t * math.sqrt(total))
 
 
-def over_seeds(
-    tables: Sequence[Sequence[Mapping[str, Any]]],
-) -> list[dict[str, Any]]:
-    """Return the mean row of each site over runs with different seeds.
-
-    The standard errors of the seeds are not independent, because the seeds may have the
-    same test examples. So their mean is kept. A number that a seed lacks is None.
-    """
-    by_site: dict[str, list[Mapping[str, Any]]] = {}
-    for row in itertools.chain.from_iterable(tables):
-        by_site.setdefault(row["site"], []).append(row)
-    found = []
-    for rows in by_site.values():
-        mean = dict(itertools.chain.from_iterable(row.items() for row in rows))
-        mean["groups"] = min(row.get("groups", 0) for row in rows)
-        for key in ("value", "other", "spread", "difference", SPREAD, *DECISIONS):
-            values: list[Any] = [row.get(key) for row in rows]
-            complete = len(rows) == len(tables) and None not in values
-            mean[key] = statistics.fmean(values) if complete else None
-            mean[f"{key}-by-seed"] = values
-        found.append(mean)
-    return found
-
-
 @dataclass(frozen=True)
 class Comparison:
     """The difference between a run and a reference.
@@ -346,7 +322,7 @@ def compare(
     Args:
         run: the run.
         reference: the other run.
-        sites: rows of ``site_rows(run, reference)``, or of ``over_seeds``.
+        sites: rows of ``site_rows(run, reference)``.
         of: the number of comparisons on the page.
     """
     mean = mean_of(sites, "difference", of)

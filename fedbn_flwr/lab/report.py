@@ -33,8 +33,6 @@ from fedbn_flwr.lab.answer import (
 )
 from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.files import (
-    ADVICE_FILE,
-    ASKED_FILE,
     CONFIG_FILE,
     STUDY_FILE,
     read_json,
@@ -349,18 +347,14 @@ def _study_page(folder: Path, target: Path) -> dict[str, Any]:
         if len(results) > 1 and results[name].nunique() == 1
     ]
     tuning = folder / "tuning.md"
-    advice = read_json(folder / ADVICE_FILE)
     return {
-        "title": study.name.replace("advice for ", "Which method suits ", 1),
+        "title": study.name,
         "counts": {"methods": study.methods, "splits": study.splits, "runs": cells},
         "states": states,
         "files": target.stem,
         "failures": failures,
         "pictures": drawn,
         "verdicts": verdicts,
-        "advice": advice,
-        "changed": bool(advice) and study.seeds != advice["seeds"],
-        "asked": (folder / ASKED_FILE).is_file(),
         "folder": folder,
         "constant": results[constant].head(1).to_dict("list"),
         "results": results.drop(columns=constant).to_dict("split"),

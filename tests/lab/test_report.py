@@ -28,7 +28,6 @@ from fedbn_flwr.lab.answer import facts_of, next_step
 from fedbn_flwr.lab.cli import app
 from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.doctor import examine
-from fedbn_flwr.lab.files import ASKED_FILE
 from fedbn_flwr.lab.output.folder import lock_folder
 from fedbn_flwr.lab.references import (
     ALONE,
@@ -323,12 +322,9 @@ def test_the_page_of_a_study(tmp_path: Path) -> None:
     assert "Fed$Avg$ <1></text>" in drawn, "a name is not a formula"
     assert ">FedBN</text>" in drawn, "a name with an underscore is in the legend"
     shutil.rmtree(out / "_FedBN/two/seed-1")
-    (out / ASKED_FILE).write_text("{}")
     text = write_report(out).read_text()
     assert "Not finished, and left out of the means: _FedBN/two/seed-1." in text
-    assert "these results are preliminary" in text
-    assert f"fedbn-flwr advise CONFIG --out {out}" in text
-    assert "fedbn-flwr sweep" not in text
+    assert "Do the runs that have no result." in text
 
 
 @pytest.fixture(scope="module")

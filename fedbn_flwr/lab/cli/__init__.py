@@ -1,6 +1,6 @@
 """The command line.
 
-``fedbn-flwr run | sweep | advise | report | doctor | list | inspect | partition | check-node | evaluate | calibrate |
+``fedbn-flwr run | sweep | report | doctor | list | inspect | partition | check-node | evaluate | calibrate |
 export``
 """
 
@@ -16,7 +16,6 @@ from fedbn_flwr.lab.cli import (  # noqa: F401
     node_command,
     run_command,
     sweep_command,
-    advise_command,
     report_command,
     finished,
 )

@@ -137,8 +137,7 @@ def _show(table: pd.DataFrame, title: str) -> None:
     if "p" in table:
         say(
             "p is the p value of the paired t test over the seeds. It does not cover"
-            " other test examples; the intervals of advise and of the report of a"
-            " single run do."
+            " other test examples; the intervals of the report of a single run do."
         )
 
 
