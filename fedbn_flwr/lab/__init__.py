@@ -19,7 +19,7 @@ imports the laboratory.
   run or a study.
 - ``doctor.py``: the faults of BatchNorm in a run. ``advice``: the method that suits the
   sites, found by short runs.
-- ``deployment``: a federation over a network. ``node_check``: the check of a node.
+- ``deployment``: a federation over a network.
 - ``own_code.py``: functions and modules of a user. ``cli``: the command line.
 """
 

@@ -1,6 +1,6 @@
 """The command line.
 
-``fedbn-flwr run | sweep | report | doctor | list | inspect | partition | check-node | evaluate | calibrate |
+``fedbn-flwr run | sweep | report | doctor | list | inspect | partition | evaluate | calibrate |
 export``
 """
 
@@ -13,7 +13,6 @@ import sys
 # imports.
 from fedbn_flwr.lab.cli import (  # noqa: F401
     before,
-    node_command,
     run_command,
     sweep_command,
     report_command,
