@@ -2,7 +2,6 @@
 with the uninterrupted run's.
 
     python benchmarks/kill_and_resume.py                          # in process: 20 kills of each of the four methods
-    python benchmarks/kill_and_resume.py --engine simulation      # in Flower's Ray simulation
     python benchmarks/kill_and_resume.py --methods mtfl+fedadam   # methods in one run, see COMBINED
 
 Each run has 40 rounds on scikit-learn's digits, 3 clients. A kill hits all processes of
@@ -25,7 +24,7 @@ import random
 import tempfile
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import typer
 import yaml
@@ -51,10 +50,9 @@ SETTINGS = {
     "learning-rate": 0.2,
     "eval-every": 10,
 }
-Engine = Literal["in-process", "simulation"]
 
 
-def work(settings: dict[str, Any], out: Path, engine: Engine, workers: int) -> None:
+def work(settings: dict[str, Any], out: Path, workers: int) -> None:
     """One command, in a process of its own: begin the run, or go on with it."""
     os.environ |= {
         MARK: out.name,
@@ -62,18 +60,16 @@ def work(settings: dict[str, Any], out: Path, engine: Engine, workers: int) -> N
         "FLWR_DISABLE_UPDATE_CHECK": "1",
     }
     logging.getLogger("flwr").setLevel(logging.ERROR)
-    run(Config.make({**settings, "resume": True}), out, engine, workers=workers)
+    run(Config.make({**settings, "resume": True}), out, workers=workers)
 
 
-def begin(
-    settings: dict[str, Any], out: Path, engine: Engine, workers: int
-) -> BaseProcess:
+def begin(settings: dict[str, Any], out: Path, workers: int) -> BaseProcess:
     # The fork server imports torch and Flower once for all commands.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(
         ["fedbn_flwr.lab.runs.run", "fedbn_flwr.lab.output.curves"]
     )
-    process = context.Process(target=work, args=(settings, out, engine, workers))
+    process = context.Process(target=work, args=(settings, out, workers))
     process.start()
     return process
 
@@ -134,7 +130,6 @@ def torment(
     method: str,
     settings: dict[str, Any],
     folder: Path,
-    engine: Engine,
     workers: int,
     kills: int,
     draw: random.Random,
@@ -143,7 +138,7 @@ def torment(
     every hash was the same.
     """
     whole = folder / method
-    expected = finish(begin(settings, whole, engine, workers), whole)["sha256"]
+    expected = finish(begin(settings, whole, workers), whole)["sha256"]
     seconds = sum(line["seconds"] for line in read_metrics(whole / "metrics.jsonl")[1:])
     done, again, resumed, hashes = 0, 0, 0, list[str]()
     while done < kills or not hashes:
@@ -151,7 +146,7 @@ def torment(
         ended = False
         while not ended:
             resumed += any((out / "checkpoint").glob("round-*.safetensors"))
-            process = begin(settings, out, engine, workers)
+            process = begin(settings, out, workers)
             if done < kills:
                 wait(process, out, draw, seconds)
             else:
@@ -172,7 +167,6 @@ def torment(
     same = set(hashes) == {expected}
     cells = (
         method,
-        engine,
         done,
         resumed,
         len(hashes),
@@ -185,9 +179,6 @@ def torment(
 
 
 def main(
-    engine: Annotated[
-        str, typer.Option(help="in-process or simulation")
-    ] = "in-process",
     workers: Annotated[
         int, typer.Option(help="worker processes of the engine in-process", min=0)
     ] = 2,
@@ -197,9 +188,8 @@ def main(
     every: Annotated[int, typer.Option(help="checkpoint-every")] = 4,
     seed: Annotated[int, typer.Option(help="of the moments")] = 0,
 ) -> None:
-    chosen: Engine = "simulation" if engine == "simulation" else "in-process"
     print(
-        "| method | engine | kills | resumed from a checkpoint | runs ended | rounds"
+        "| method | kills | resumed from a checkpoint | runs ended | rounds"
         " done again | same | SHA-256 |"
     )
     print("|---|---|---|---|---|---|---|---|", flush=True)
@@ -211,7 +201,6 @@ def main(
                 m,
                 {**common, **COMBINED.get(m, {"strategy": m})},
                 Path(folder),
-                chosen,
                 workers,
                 kills,
                 random.Random(f"{seed} {m}"),

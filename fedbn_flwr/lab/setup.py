@@ -39,7 +39,6 @@ if TYPE_CHECKING:
 __all__ = [
     "build_options",
     "client_tests",
-    "gpu_share",
     "in_memory_format",
     "initialise",
     "local_training",
@@ -87,15 +86,6 @@ def refuse_named_gpu(config: Config) -> None:
             f"device={config.device} names a GPU, but Ray chooses the GPUs. Set"
             " device=cuda or auto."
         )
-
-
-def gpu_share(at_once: int, gpus: int) -> float:
-    """Return the part of a GPU for each of ``at_once`` runs or clients.
-
-    The runs or clients share all GPUs evenly.
-    """
-    on_each = -(-at_once // gpus)  # rounded up
-    return 1 / max(1, on_each)
 
 
 def on_device(model: nn.Module, config: Config) -> nn.Module:

@@ -13,7 +13,6 @@ import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -25,7 +24,6 @@ from fedbn_flwr.lab.finished_runs import sites
 from fedbn_flwr.lab.output import site_tests
 from fedbn_flwr.lab.output.site_tests import SiteTest
 from fedbn_flwr.lab.report import write_report
-from fedbn_flwr.lab.run_files import RunFiles
 from fedbn_flwr.lab.runs.run import run
 from fedbn_flwr.training.tasks import BINARY
 

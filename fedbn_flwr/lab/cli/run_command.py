@@ -15,7 +15,6 @@ from fedbn_flwr.errors import ConfigError, DivergedError
 from fedbn_flwr.lab.cli.console import (
     TRAIN,
     ConfigFile,
-    EngineChoice,
     Overrides,
     app,
     exit_codes,
@@ -31,26 +30,14 @@ from fedbn_flwr.lab.cli.console import (
 def run(
     config: ConfigFile = None,
     set_: Overrides = None,
-    engine: Annotated[
-        EngineChoice, typer.Option(help="Engine that runs the clients.")
-    ] = "in-process",
     workers: Annotated[
         int | None,
         typer.Option(
             min=0,
             help=(
-                "Worker processes of the engine in-process; 0 uses none. Default:"
+                "Worker processes; 0 uses none. Default:"
                 " one per core, if they save time."
             ),
-        ),
-    ] = None,
-    ray_address: Annotated[
-        str | None,
-        typer.Option(
-            help=(
-                "HOST:PORT of a Ray cluster for the engine simulation. The clients"
-                " run on all its machines."
-            )
         ),
     ] = None,
     out: Annotated[
@@ -86,28 +73,13 @@ def run(
         quiet_flower()
         default = f"runs/{datetime.now():%Y%m%d-%H%M%S}-{settings.title}"
         folder = out or Path(settings.out or default)
-        if workers is not None and engine != "in-process":
-            raise ConfigError(
-                f"--workers={workers} is only for --engine in-process. Ray manages its"
-                " own workers."
-            )
-        if ray_address is not None and engine != "simulation":
-            raise ConfigError(
-                f"--ray-address={ray_address} needs --engine simulation: only that engine"
-                " uses Ray."
-            )
-
         checked = preflight(settings, folder)
         report_own_data(checked.config)
 
         # After Ctrl-C, the user resumes the run by a command with these options.
         options = ""
-        if engine != "in-process":
-            options += f" --engine {engine}"
         if workers is not None:
             options += f" --workers {workers}"
-        if ray_address is not None:
-            options += f" --ray-address {ray_address}"
 
         rounds, score = settings.num_server_rounds, data_of(settings).task.score
         try:
@@ -115,7 +87,7 @@ def run(
                 interrupt(lambda: after_interrupt(folder, options)),
                 progress(rounds, settings.title, score) as advance,
             ):
-                summary = start(checked, engine, advance, workers, ray_address)
+                summary = start(checked, advance, workers)
         except DivergedError:
             # The results are complete up to the round that diverged, so print them
             # before the error.
@@ -141,7 +113,6 @@ def _print_results(summary: Mapping[str, Any], folder: Path) -> None:
     """Print the table of sites and the answer, with the numbers of the report."""
     from fedbn_flwr.lab.answer import ask_alone, facts_of
     from fedbn_flwr.lab.cli.site_table import print_sites
-    from fedbn_flwr.lab.output.folder import FLOWER_LOG
     from fedbn_flwr.lab.references import (
         compare,
         references_of,
@@ -154,9 +125,6 @@ def _print_results(summary: Mapping[str, Any], folder: Path) -> None:
     if "sites" in summary:
         print_sites(summary["sites"], quantity_of(summary["headline"]))
     say(f"results: {folder.absolute()}")
-    log = folder.absolute() / FLOWER_LOG
-    if log.is_file():
-        say(f"log of Flower's simulation: {log}")
 
     found = RunFiles.read(folder)
     comparisons = []

@@ -38,7 +38,6 @@ from fedbn_flwr.lab.output.tests_table import Measured, as_text, stored_tests
 
 __all__ = [
     "DIVERGED_AT",
-    "FLOWER_LOG",
     "PLACES",
     "PRIVACY",
     "STATISTICS_FILE",
@@ -55,7 +54,6 @@ logger = logging.getLogger("flwr")
 PRIVACY = "privacy.jsonl"  # the spent privacy of each round; see privacy.accounting
 STATISTICS_FILE = "statistics.jsonl"  # the local statistics; see statistics_log
 # log of the processes of a run in Flower's simulation, in the folder of the run
-FLOWER_LOG = "flower.log"
 # key in summary.json and metrics.jsonl: the first round with a non-finite loss
 DIVERGED_AT = "diverged-at"
 
