@@ -277,7 +277,6 @@ DOMAINS = (
 @pytest.mark.parametrize(
     ("words", "named"),
     [
-        (["run", "--engine", "cloud"], "cloud"),
         (["run", "--sett", "a=1"], "--sett"),
         (["list"], ""),
         (["list", "strategy"], "strategies"),

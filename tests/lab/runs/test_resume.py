@@ -16,7 +16,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from safetensors.numpy import load_file
+from torch.utils.data import TensorDataset
 
 from fedbn_flwr.checked_file import read_checked
 from fedbn_flwr.client import torch_client
@@ -29,7 +31,7 @@ from fedbn_flwr.lab.runs import centralized
 from fedbn_flwr.lab.runs.run import run
 from fedbn_flwr.transport import polling_grid
 from tests.support.fast import fast
-from tests.support.runs import lines_of, serve_nodes, summary_of
+from tests.support.runs import lines_of, serve_nodes, summary_of, write_rows
 
 ROUNDS = 6
 BASE: Mapping[str, Any] = {
@@ -404,24 +406,33 @@ def test_a_run_continues_while_a_node_is_gone(
     assert sizes == sizes[:1] * 4
 
 
+def rows_of(site: Any, part: str) -> TensorDataset:
+    with np.load(site) as file:
+        return TensorDataset(torch.from_numpy(file["x"]), torch.from_numpy(file["y"]))
+
+
+rows_of.input_shape = (2,)  # type: ignore[attr-defined]
+
+
 def test_a_run_continues_with_nodes_that_came_later(
     tmp_path: Path, monkeypatch, caplog
 ) -> None:
     """Nodes may join over a network, unless the number of clients is set."""
     monkeypatch.setattr(polling_grid, "is_network_grid", lambda grid: True)
-    x, y = (
-        np.random.default_rng(0).integers(0, 256, (20, 8, 8), dtype=np.uint8),
-        np.arange(20) % 10,
-    )
-    np.savez(tmp_path / "own.npz", x_train=x, y_train=y, x_test=x, y_test=y)
-    node = {"data-path": str(tmp_path / "own.npz")}
+    rows = write_rows(tmp_path / "own.npz", 20)
+    node = {"data-path": rows.removeprefix("npz:")}
     out = tmp_path / "out"
-    served(out, [node], **{"num-clients": 0, "num-server-rounds": 1})
+    by_function = {
+        "dataset": f"{__name__}:rows_of",
+        "num-classes": 2,
+        "task": "classification",
+    }
+    served(out, [node], **{"num-clients": 0, "num-server-rounds": 1, **by_function})
     with pytest.raises(
         ConfigError, match=r"num-clients=1, but the federation has 3 node"
     ):
-        go_on(out, [node] * 3, **{"num-clients": 1})
-    go_on(out, [node] * 3, **{"num-server-rounds": 2})
+        go_on(out, [node] * 3, **{"num-clients": 1, **by_function})
+    go_on(out, [node] * 3, **{"num-server-rounds": 2, **by_function})
     assert "the run began with 1 node(s) and continues with 3" in caplog.text
     assert participants(out) == [[0], [0, 1, 2]]
 
