@@ -36,7 +36,7 @@ def sweep(
     study: Annotated[
         Path,
         typer.Argument(
-            help="YAML file: base, methods, splits, seeds, paper, target, tune."
+            help="YAML file: base, methods, splits, seeds, paper, target, tune, small."
         ),
     ],
     out: Annotated[
@@ -48,6 +48,9 @@ def sweep(
             "--set", help="KEY=VALUE that overrides the study's base; repeatable."
         ),
     ] = None,
+    small: Annotated[
+        bool, typer.Option("--small", help="Use the study's changes under small.")
+    ] = False,
     parallel: Annotated[
         int | None,
         typer.Option(
@@ -88,7 +91,7 @@ def sweep(
     with exit_codes():
         quiet_flower()
         # Select the runs, and choose the number of processes that is fastest.
-        grid = load_study(study, set_ or [])
+        grid = load_study(study, set_ or [], small)
         selection = Selection(method or (), split or (), seed or ())
         selection.check(grid)
         selected = [

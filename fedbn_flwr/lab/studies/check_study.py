@@ -59,17 +59,18 @@ class Selection:
 EVERYTHING = Selection()
 
 
-def load_study(path: Path, overrides: Sequence[str] = ()) -> Study:
+def load_study(path: Path, overrides: Sequence[str] = (), small: bool = False) -> Study:
     """Read a study file and check the config of every run in it.
 
     Args:
         path: as for ``Study.read``.
         overrides: as for ``Study.read``.
+        small: as for ``Study.read``.
 
     Raises:
         ConfigError: all problems, each with the name of the run.
     """
-    study = Study.read(path, overrides)
+    study = Study.read(path, overrides, small)
     problems = _problems_of(study, merged([read_overrides(overrides)]))
     tell((replace(one, text=f"study {path}: {one.text}") for one in problems), "")
     return study
