@@ -36,7 +36,8 @@ def sweep(
     study: Annotated[
         Path,
         typer.Argument(
-            help="YAML file: base, methods, splits, seeds, paper, target, tune, small."
+            help="YAML file: base, methods, splits, seeds, paper, target, tune, small;"
+            " or which-method, the study in the package."
         ),
     ],
     out: Annotated[
@@ -75,12 +76,16 @@ def sweep(
 
     The table has the mean and the deviation over the seeds.
     """
+    from fedbn_flwr.lab import studies
     from fedbn_flwr.lab.config import read_overrides
     from fedbn_flwr.lab.config.yaml_text import read_yaml
 
     # Read the file before the import of torch, so that an unreadable file is reported a
     # second earlier.
     with exit_codes():
+        shipped = Path(studies.__file__).parent / f"{study}.yaml"
+        if not study.exists() and shipped.is_file():
+            study = shipped
         read_yaml(study, "study")
         read_overrides(set_ or [])
     from fedbn_flwr.lab.studies.check_study import Selection, load_study
