@@ -1,7 +1,6 @@
 """The command line.
 
-``fedbn-flwr run | sweep | report | doctor | list | inspect | partition | evaluate | calibrate |
-export``
+``fedbn-flwr run | sweep | report | doctor | list | partition | evaluate | calibrate | export``
 """
 
 from __future__ import annotations

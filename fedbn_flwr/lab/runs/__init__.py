@@ -9,5 +9,4 @@
 - ``node.py`` makes a node's client. Over a network, ``node_guard.py`` guards the node.
   ``default_app.py`` is both sides as a Flower app.
 - ``check_start.py`` refuses paths, packages, devices and models that a run cannot use.
-- ``inspection.py`` predicts the effect of a method on a model.
 """

@@ -9,10 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
 from fedbn_flwr.errors import ConfigError, NormLayerError
-from fedbn_flwr.lab.cli import app
 from fedbn_flwr.lab.finished_runs.evaluate import evaluate_run
 from fedbn_flwr.lab.finished_runs.saved_model import Choice, load_model
 from fedbn_flwr.lab.runs.check_start import checked_config
@@ -88,35 +86,6 @@ def test_a_bad_path_is_an_error_before_anything_is_written(
     ):
         run(quick_config(model="lenet", **{"train-only": "fc4"}), tmp_path / "out")
     assert not (tmp_path / "out").exists()
-
-
-def test_inspect_says_which_layers_train() -> None:
-    asked = [
-        "--model",
-        "lenet",
-        "--strategy",
-        "fedbn",
-        "--dataset",
-        "mnist",
-        "--set",
-        "train-only=norm2,fc3",
-    ]
-    shown = CliRunner().invoke(app, ["inspect", *asked])
-    assert shown.exit_code == 0, shown.output
-    lines = {
-        line.split()[0]: line.rstrip()
-        for line in shown.output.splitlines()
-        if line.startswith(" norm")
-    }
-    assert "client; not trained" in lines["norm1"]
-    assert "client; in eval mode" in lines["norm1"]
-    assert not any(words in lines["norm2"] for words in ("not trained", "in eval mode"))
-    assert "frozen parameters: 10" in shown.output
-    adapting = (
-        CliRunner().invoke(app, ["inspect", *asked, "--set", "frozen-bn=train"]).output
-    )
-    assert "not trained" in adapting
-    assert "in eval mode" not in adapting
 
 
 def test_a_saved_model_is_a_plain_one(quick_config: Any, tmp_path: Path) -> None:
