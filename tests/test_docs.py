@@ -118,7 +118,6 @@ PUBLIC = {
     "fedbn_flwr.doctor",
     "fedbn_flwr.errors",
     "fedbn_flwr.lab.data",
-    "fedbn_flwr.lab.export",
     "fedbn_flwr.lab.models",
     "fedbn_flwr.mods",
     "fedbn_flwr.norms",

@@ -241,7 +241,6 @@ DOMAINS = (
         (["partition", "--set", "strategy=fedbnn"], "'fedbn'"),
         (["partition", "--set", "model=resnet18"], "'torchvision:resnet18'"),
         (["partition", "--set", "norm=grup"], "'group'"),
-        (["export", "runs/fedbn", "--fold-bn"], "--format onnx"),
         (["partition", "--out", "split.png"], "partition_counts"),
         (["inspect"], "inspect"),
         (["partition", "--set", "partition=naturl"], "'natural'"),

@@ -1,6 +1,6 @@
 """The command line.
 
-``fedbn-flwr run | sweep | report | doctor | list | partition | evaluate | calibrate | export``
+``fedbn-flwr run | sweep | report | doctor | list | partition | evaluate | calibrate``
 """
 
 from __future__ import annotations

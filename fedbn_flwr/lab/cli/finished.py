@@ -1,4 +1,4 @@
-"""``fedbn-flwr evaluate``, ``calibrate`` and ``export``: the model of a run, later."""
+"""``fedbn-flwr evaluate`` and ``calibrate``: the model of a run, later."""
 
 from __future__ import annotations
 
@@ -155,10 +155,6 @@ def calibrate(
             )
         ),
     ] = None,
-    format: Annotated[
-        Literal["torch", "torch-export", "onnx"],
-        typer.Option(help="Format of the model."),
-    ] = "torch",
     predictions: Annotated[
         bool, typer.Option("--predictions", help="Write predictions.csv.")
     ] = False,
@@ -182,7 +178,6 @@ def calibrate(
             way,
             settings=settings,
             client=client,
-            format=format,
             with_predictions=predictions,
         )
         found = done.calibration
@@ -198,49 +193,3 @@ def calibrate(
             value = shown(test.value, metric) + " %" * in_percent(metric)
             say(f"from labels, {name} the calibration: {metric} {value} ({ends})")
         say(f"page: {(out / 'calibration.html').absolute()}")
-
-
-@app.add(
-    AFTERWARDS,
-    "export runs/fedbn --client 2 --format onnx --out runs/model.onnx",
-)
-def export(
-    run: Annotated[
-        Path,
-        typer.Argument(
-            help=(
-                "Folder of the run; its config.yaml and model suffice on a remote site."
-            )
-        ),
-    ],
-    format: Annotated[
-        Literal["torch", "torch-export", "onnx"],
-        typer.Option(help="Format of the file."),
-    ],
-    out: Annotated[
-        Path, typer.Option(help="File to write, .safetensors, .pt2 or .onnx.")
-    ],
-    client: Annotated[
-        int | None,
-        typer.Option(
-            help="Client whose own model to export. Default: the global model."
-        ),
-    ] = None,
-    bn: Annotated[
-        Literal["averaged"] | None,
-        typer.Option(help="Use the average of the clients' local BN."),
-    ] = None,
-    state_dir: StateFolder = None,
-) -> None:
-    """Write a model of a run as one file, checked against the evaluated model."""
-    with exit_codes():
-        refuse_no_run(run)
-    from fedbn_flwr.lab.finished_runs.export import export as write
-    from fedbn_flwr.lab.finished_runs.saved_model import Choice
-
-    with exit_codes():
-        choice = Choice(client, bn is not None, state_dir)
-        done = write(run, out, format, choice)
-        say(f"model: {done.what}")
-        say(f"check: {done.check}")
-        say(f"file: {done.file.absolute()}")

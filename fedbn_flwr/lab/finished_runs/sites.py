@@ -32,7 +32,7 @@ from torch import nn
 from fedbn_flwr.errors import ConfigError, StateError
 from fedbn_flwr.lab.config import data_of, method_of
 from fedbn_flwr.lab.files import read_json, site_names_of
-from fedbn_flwr.lab.finished_runs.saved_model import Choice, load_model, run_config
+from fedbn_flwr.lab.finished_runs.saved_model import Choice, run_config, saved_model
 from fedbn_flwr.lab.output.site_tests import (
     Numbers,
     SiteTest,
@@ -198,7 +198,7 @@ def _tests(run: Path, again: bool) -> list[SiteTest]:
     # same model, it is loaded once.
     @functools.lru_cache(1)
     def load(choice: Choice) -> nn.Module:
-        return on_device(load_model(run, choice).model, config)
+        return on_device(saved_model(run, choice).model, config)
 
     # The run's summary says why a site lacks its own model.
     notes = [row.get("note", "") for row in summary.get("sites", ())]

@@ -22,7 +22,7 @@ from fedbn_flwr.client import TorchClient
 from fedbn_flwr.client.personal_model import client_file
 from fedbn_flwr.errors import ConfigError, StateError
 from fedbn_flwr.lab.cli import app
-from fedbn_flwr.lab.finished_runs.saved_model import Choice, load_model
+from fedbn_flwr.lab.finished_runs.saved_model import Choice, saved_model
 from fedbn_flwr.lab.finished_runs.sites import difference, interval, sites_of_run
 from fedbn_flwr.lab.output.site_tests import SiteTest, test_site
 from fedbn_flwr.lab.partitioned.partitioned_data import partitioned_data
@@ -55,7 +55,7 @@ def test_a_client_has_one_model_fine_tuned_or_not(
 ) -> None:
     """The tested model is the model of all commands.
 
-    These are the table, ``evaluate``, ``--against``, ``personal_state`` and ``export``.
+    These are the table, ``evaluate``, ``--against``, ``personal_state`` and ``saved_model``.
     A run differs from itself by 0, and from another run on the same split by the
     difference of the tests.
     """
@@ -82,7 +82,7 @@ def test_a_client_has_one_model_fine_tuned_or_not(
         for client, value in enumerate(wanted):
             view = partitioned_data(config, 3).test_view(client)
             model = model_of(out, personal_state(out, client))
-            exported = load_model(out, Choice(client)).model
+            exported = saved_model(out, Choice(client)).model
             for one in (model, exported):
                 assert evaluate(one, view).accuracy == value
     rows = sites_of_run(tmp_path / "0", out)

@@ -20,7 +20,7 @@ from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.doctor import diagnose_run
 from fedbn_flwr.lab.finished_runs.evaluate import evaluate_run
-from fedbn_flwr.lab.finished_runs.export import export, load_exported
+from fedbn_flwr.lab.finished_runs.saved_model import load_model
 from fedbn_flwr.lab.models import build_model
 from fedbn_flwr.lab.runs.check_start import checked_config, moved_buffers
 from fedbn_flwr.lab.runs.run import run
@@ -324,7 +324,6 @@ def test_a_model_that_was_edited_after_the_run_is_not_taken_for_it(
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
     _, out = quick_run(model="my_nets:small_net", strategy=strategy)
     longer = Config.load(out / "config.yaml", ["resume=true", "num-server-rounds=3"])
-    file = export(out, tmp_path / "home/model.safetensors", "torch").file
     metrics = (out / "metrics.jsonl").read_bytes()
 
     def edit(code: str, imported: bool = False) -> None:
@@ -333,10 +332,10 @@ def test_a_model_that_was_edited_after_the_run_is_not_taken_for_it(
             sys.modules.pop("my_nets")
 
     edit("", imported=True)
-    export(out, tmp_path / "imported/model.safetensors", "torch")
+    load_model(out)  # the code that was imported is used
     edit(CODE.replace("AdaptiveAvgPool2d", "AdaptiveMaxPool2d"))
     evaluate_run(out, {"dataset": "digits"}, out=tmp_path / "evaluated")
-    load_exported(file)
+    load_model(out)
     changed = (
         f"the file of model 'my_nets:small_net' ({tmp_path / 'my_nets.py'}) has changed"
         " since the run"
@@ -344,15 +343,10 @@ def test_a_model_that_was_edited_after_the_run_is_not_taken_for_it(
     assert caplog.text.count(changed) == 2
     assert changed in (tmp_path / "evaluated/metrics.json").read_text()
     assert any(note.startswith(changed) for note in diagnose_run(out, 16).notes)
-    for again in (
-        lambda: export(out, tmp_path / "again/model.safetensors", "torch"),
-        lambda: run(longer, out),
+    with pytest.raises(
+        ConfigError, match=r"has changed since the run.* Restore the file"
     ):
-        with pytest.raises(
-            ConfigError, match=r"has changed since the run.* Restore the file"
-        ):
-            again()
-    assert not (tmp_path / "again").exists()
+        run(longer, out)
     assert (out / "metrics.jsonl").read_bytes() == metrics
     edit(CODE)
     assert run(longer, out)["rounds"] == 3

@@ -12,7 +12,7 @@ import pytest
 
 from fedbn_flwr.errors import ConfigError, NormLayerError
 from fedbn_flwr.lab.finished_runs.evaluate import evaluate_run
-from fedbn_flwr.lab.finished_runs.saved_model import Choice, load_model
+from fedbn_flwr.lab.finished_runs.saved_model import Choice, saved_model
 from fedbn_flwr.lab.runs.check_start import checked_config
 from fedbn_flwr.lab.runs.run import run
 from fedbn_flwr.training.freezing import stays_in_eval
@@ -91,7 +91,7 @@ def test_a_bad_path_is_an_error_before_anything_is_written(
 def test_a_saved_model_is_a_plain_one(quick_config: Any, tmp_path: Path) -> None:
     """Freezing does not persist: statistics of new inputs reach every layer."""
     run(quick_config(**HEAD), tmp_path / "out")
-    model = load_model(tmp_path / "out", Choice()).model
+    model = saved_model(tmp_path / "out", Choice()).model
     assert all(p.requires_grad for p in model.parameters())
     assert not stays_in_eval(model)
     plain = evaluate_run(tmp_path / "out", {"dataset": "digits"}, "").rows[0]
