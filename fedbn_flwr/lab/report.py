@@ -36,12 +36,11 @@ from fedbn_flwr.lab.files import (
     CONFIG_FILE,
     STUDY_FILE,
     read_json,
-    read_metrics,
     refuse_no_results,
     site_label,
     trained,
 )
-from fedbn_flwr.lab.output.folder import DIVERGED_AT, STATISTICS_FILE
+from fedbn_flwr.lab.output.folder import DIVERGED_AT
 from fedbn_flwr.lab.references import (
     ALONE,
     Comparison,
@@ -171,7 +170,6 @@ def _run_page(run: RunFiles, against: Sequence[Path]) -> dict[str, Any]:
         "why_unmeasured": why_unmeasured.strip("."),
         "notes": [*unmeasured, *handled],
         "other_curves": [*_other_curves(run)],
-        "statistics": [*_statistics(run)],
         "settings": [
             (key, value, fields[key].description)
             for key, value in settings
@@ -261,35 +259,6 @@ def _about(marks: Sequence[int]) -> str:
         if marks
         else ""
     )
-
-
-def _statistics(run: RunFiles) -> Iterator[str]:
-    """Yield the picture of ``statistics.jsonl``, if it has distances of clients."""
-    distances: dict[int, list[float]] = {}
-    change: dict[int, float] = {}
-    for line in read_metrics(run.folder / STATISTICS_FILE):
-        layers = line.get("layers", {}).values()
-        # zip gives the distances of one client in all layers that any client tracks
-        known = [values for layer in layers if any(values := layer["clients"]["l1"])]
-        sums = [sum(own) for own in zip(*known, strict=True) if None not in own]
-        moved = sum(layer["change"]["l1"] or 0 for layer in layers)
-        # Frozen BatchNorm has the distance 0, but 0 has no logarithm.
-        if sums and min(sums):
-            distances[line["round"]] = sums
-        if moved:
-            change[line["round"]] = moved
-    if distances:
-        frame = pd.DataFrame.from_dict(distances, orient="index").T
-        name = "clients, median"
-        curves = {name: frame.median(), "change of the global statistics": change}
-        yield pictures.curves(
-            {name: curve for name, curve in curves.items() if len(curve)},
-            "L1 distance",
-            "Sums over the layers; the band covers all clients.",
-            marks=_phase_changes(run),
-            bands={name: (frame.min(), frame.max())},
-            log=True,
-        )
 
 
 def _study_page(folder: Path, target: Path) -> dict[str, Any]:

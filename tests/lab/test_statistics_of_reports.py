@@ -5,7 +5,6 @@ Values are drawn. If the sign is -1, all values are negated, and lower is better
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,6 @@ from fedbn_flwr.lab import answer, report
 from fedbn_flwr.lab import report_pictures as pictures
 from fedbn_flwr.lab.answer import facts_of, interval_text, next_step, odd_site
 from fedbn_flwr.lab.config import Config
-from fedbn_flwr.lab.output.folder import STATISTICS_FILE
 from fedbn_flwr.lab.references import compare, half_of
 from fedbn_flwr.lab.run_files import RunFiles
 
@@ -228,29 +226,3 @@ def test_the_page_of_a_study_has_the_intervals_of_scipy(
         values = finals[int(name)]
         assert [*curves[name]] == pytest.approx([0.1, values.mean()])
         assert (low[2], high[2]) == (values.min(), values.max())
-
-
-def test_distances_of_statistics_are_sums_over_the_layers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Untracked layers and clients without a value do not count."""
-    drawn: list[Any] = []
-    curves = lambda *args, **kw: drawn.append((args, kw))  # noqa: E731
-    monkeypatch.setattr(pictures, "curves", curves)
-    l1 = np.random.default_rng(0).random((2, 3, 5))
-    lines = []
-    for at, layers in enumerate(l1.tolist(), 1):
-        layers[1][at], layers[2] = None, [None] * 5
-        found = [{"clients": {"l1": of}, "change": {"l1": at}} for of in layers]
-        lines.append({"round": at, "layers": dict(enumerate(found))})
-    text = "\n".join(map(json.dumps, lines))
-    (tmp_path / STATISTICS_FILE).write_text(f"{text}\n")
-    [*report._statistics(replace(run_of([0.5]), folder=tmp_path))]
-    (((shown, *_), options),) = drawn
-    for at, of_clients in enumerate(l1[:, :2].sum(1), 1):
-        of_clients = np.delete(of_clients, at)
-        low, high = options["bands"]["clients, median"]
-        points = shown["clients, median"][at], low[at], high[at]
-        wanted = np.median(of_clients), of_clients.min(), of_clients.max()
-        assert points == pytest.approx(wanted)
-    assert shown["change of the global statistics"] == {1: 3, 2: 6}

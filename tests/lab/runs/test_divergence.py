@@ -91,7 +91,6 @@ def test_a_huge_learning_rate_fails_with_everything_written(
             "summary.json",
             "model.safetensors",
             "curves.png",
-            "statistics.jsonl",
             "checkpoint",
         )
     }

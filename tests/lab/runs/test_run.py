@@ -28,7 +28,6 @@ from fedbn_flwr.lab import setup
 from fedbn_flwr.lab.config import CENTRALIZED, Config
 from fedbn_flwr.lab.output import result_writer
 from fedbn_flwr.lab.output.curves import draw_curves
-from fedbn_flwr.lab.output.folder import STATISTICS_FILE
 from fedbn_flwr.lab.partitioned.partitioned_data import partitioned_data
 from fedbn_flwr.lab.runs.centralized import centralized
 from fedbn_flwr.lab.runs.check_start import checked_config
@@ -114,12 +113,6 @@ def test_a_run_writes_its_folder(name: str, runs) -> None:
     summary, out = runs[name]
     own = name in STRATEGIES and STRATEGIES[name]().methods.own_models
     more = {"clients"} if own else set()
-    if (
-        name != CENTRALIZED
-        and Config.load(out / "config.yaml").norm == "batch"
-        and "statistics" not in STRATEGIES[name]().local
-    ):
-        more |= {STATISTICS_FILE}
     assert {path.name for path in out.iterdir()} == FILES | {"checkpoint"} | more
     assert summary_of(out) == json.loads(json.dumps(summary))
     config = Config.load(out / "config.yaml")
