@@ -205,7 +205,7 @@ def initialise(model: nn.Module, config: Config) -> InitReport | None:
     # do not need.
     from fedbn_flwr.lab.models import load_initial
 
-    return load_initial(model, config.init, config.model, data_of(config).shape[0])
+    return load_initial(model, config.init)
 
 
 def local_training(config: Config) -> LocalTraining:

@@ -320,9 +320,8 @@ class Model(Group):
     )
     init: str = key(
         "",
-        "initial weights, loaded by name and shape: an absolute path of a .safetensors,"
-        " .pt or .pth file, or torchvision, torchvision:NAME, timm or smp (published"
-        " weights, downloaded). Only the server reads them",
+        "initial weights, loaded by name and shape: the absolute path of a .safetensors,"
+        " .pt or .pth file. Only the server reads it",
     )
     train_only: str = key(
         "",
