@@ -80,7 +80,7 @@ def references_of(run: RunFiles, against: Sequence[Path] = ()) -> list[RunFiles]
 def name_of(run: RunFiles) -> str:
     """Return the name of a reference run."""
     title = "training alone" if run.config.strategy == ALONE else run.title
-    if run.folder.name == run.config.title:
+    if run.folder.name == run.config.strategy:
         return title
     if (study_of(run.folder) / STUDY_FILE).is_file():
         return run.folder.resolve().parts[-3]

@@ -154,10 +154,8 @@ def model_and_warnings(config: Config) -> tuple[nn.Module, list[str]]:
     # freeze the layers outside train-only.
     kept = force_eval_as_built(model)
     if kept:
-        warnings.append(
-            f"model {config.model!r}: {kept} frozen-bn has no effect on them."
-        )
-    train_only(model, split(config.train_only), config.frozen_bn)
+        warnings.append(f"model {config.model!r}: {kept}")
+    train_only(model, split(config.train_only))
     unlike = unlike_in_tests(model)
     if unlike:
         warnings.append(f"model {config.model!r}: {unlike}")
@@ -240,7 +238,6 @@ def make_strategy(config: Config, model: nn.Module, num_nodes: int) -> Strategy:
         settings["loss_key"] = VALIDATION_LOSS
     strategy = method.strategy(
         fraction_train=config.fraction_train,
-        fraction_evaluate=config.fraction_evaluate,
         min_train_nodes=1,
         min_evaluate_nodes=1,
         # ``serve`` waits for all nodes at the start. A later round does not wait for

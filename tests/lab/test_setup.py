@@ -170,7 +170,6 @@ def test_every_parameter_reaches_the_strategy(name: str, quick_config) -> None:
     shared |= {
         **changed,
         "fraction-train": 0.5,
-        "fraction-evaluate": 0.25,
         "local-epochs": 0,
     }
     config, _ = Config.make_of_shared(shared, own)
@@ -178,9 +177,8 @@ def test_every_parameter_reaches_the_strategy(name: str, quick_config) -> None:
     assert type(strategy) is STRATEGIES[name]
     assert (
         strategy.fraction_train,
-        strategy.fraction_evaluate,
         strategy.min_available_nodes,
-    ) == (0.5, 0.25, 2)
+    ) == (0.5, 2)
     assert strategy.parts is not None
     assert list(strategy.parts.names) == list(make_model(config).state_dict())
     refused = set()

@@ -71,7 +71,7 @@ def run(
         # Quiet Flower after the import above, because that import loads Flower, and
         # Flower sets its log level when it is loaded.
         quiet_flower()
-        default = f"runs/{datetime.now():%Y%m%d-%H%M%S}-{settings.title}"
+        default = f"runs/{datetime.now():%Y%m%d-%H%M%S}-{settings.strategy}"
         folder = out or Path(settings.out or default)
         checked = preflight(settings, folder)
         report_own_data(checked.config)
@@ -85,7 +85,7 @@ def run(
         try:
             with (
                 interrupt(lambda: after_interrupt(folder, options)),
-                progress(rounds, settings.title, score) as advance,
+                progress(rounds, settings.strategy, score) as advance,
             ):
                 summary = start(checked, advance, workers)
         except DivergedError:

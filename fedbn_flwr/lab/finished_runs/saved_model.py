@@ -232,7 +232,7 @@ def _what_of_client(config: Config, parts: Parts, client: str, kept_here: bool) 
     if kept_here and not kept:
         return f"the own model of client {client}"
     if not kept:
-        why = f"under {config.title} all clients have it"
+        why = f"under {config.strategy} all clients have it"
     elif kept_here:
         return f"the own model of client {client}, with the {kept} entries that it kept"
     else:

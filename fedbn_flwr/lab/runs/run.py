@@ -10,7 +10,6 @@ from torch import nn
 
 from fedbn_flwr.client import client_app
 from fedbn_flwr.engines import InProcessGrid
-from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.lab.config import CENTRALIZED, STATE_IN_OUT, Config, method_of
 from fedbn_flwr.lab.output.folder import RunFolder
 from fedbn_flwr.lab.output.result_writer import OnRound
@@ -59,12 +58,6 @@ def preflight(config: Config, out: Path) -> CheckedConfig:
     if not config.state_dir and _keeps_files(config):
         changes["state_dir"] = STATE_IN_OUT
     config = config.model_copy(update=changes)
-    if config.series and not config.resume and not Path(config.state_dir).is_absolute():
-        raise ConfigError(
-            f"series={config.series} has no effect: the clients' local state is in the"
-            " folder of this run. Set state-dir to the absolute path of a folder that"
-            " all runs of the series share."
-        )
 
     # Check the model before the data are split. The split may determine the number of
     # clients, so count the clients before the checks of the data.

@@ -159,7 +159,6 @@ OF_A_STUDY = {
     "study-name-unknown": "methods: {A: {}}\nskip: [B/all]",
     "study-skips-all": "methods: {A: {}}\nskip: [A/all]",
     "study-folder-shared": "methods: {a b: {}, a+b: {}, a/b: {}, a_b: {}}",
-    "study-series": "methods: {A: {series: a}}",
     "tune-without-validation": (
         "methods: {A: {}}\ntune: {grid: {learning-rate: [0.1]}}"
     ),

@@ -31,10 +31,6 @@ BAD: dict[str, tuple[list[str], list[str]]] = {
         ["num-clients=10", "fraction-train=0.2", "min-replies=3"],
         ["min-replies=3", "fraction-train=0.2"],
     ),
-    "a series without a folder": (
-        ["strategy=fedbn", "series=h"],
-        ["series=h", "state-dir"],
-    ),
     "an empty partition": (
         ["num-clients=1430", "classes-per-client=1"],
         ["'classes'", "6 of 1430 clients"],

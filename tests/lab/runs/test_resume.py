@@ -20,7 +20,6 @@ import torch
 from safetensors.numpy import load_file
 from torch.utils.data import TensorDataset
 
-from fedbn_flwr.checked_file import read_checked
 from fedbn_flwr.client import torch_client
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.lab.config import CENTRALIZED, Config
@@ -290,7 +289,6 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
             {"strategy": "fedprox", "proximal-mu": 0.5},
             "proximal-mu=0.01, now 0.5; strategy='fedavg', now 'fedprox'",
         ),
-        ({"series": "b"}, "series='', now 'b'"),
         ({"num-server-rounds": 3}, "num-server-rounds=3 is below the 6"),
     ],
 )
@@ -456,52 +454,6 @@ def test_parts_kept_only_in_memory_cannot_be_resumed(tmp_path: Path, caplog) -> 
         match=r"cannot resume: client\(s\) 0, 1, 2 kept their local state in memory only",
     ):
         start(tmp_path, strategy="scaffold", resume=True)
-
-
-def test_a_series_without_a_state_folder_is_named(tmp_path: Path, caplog) -> None:
-    """With ``flwr run``, only the clients have the paths of their folders.
-
-    The warning appears even without checkpoints.
-    """
-    settings = {
-        "strategy": "fedbn",
-        "series": "a",
-        "checkpoint-every": 0,
-        "num-server-rounds": 2,
-    }
-    config = Config.make({**BASE, **settings, "out": str(tmp_path)})
-    own = [{"state-dir": str(tmp_path / "clients")}, {}, {}]
-    serve_nodes(config, tmp_path / "out", own)
-    assert [text for text in caplog.messages if "in memory only" in text] == [
-        "client(s) 1, 2 keep their local state in memory only: series=a has no effect for"
-        " them. Set state-dir, in the run's config or in each node's."
-    ]
-
-
-def test_a_new_run_of_an_experiment_starts_from_the_clients_parts(
-    tmp_path: Path,
-) -> None:
-    own = {
-        "strategy": "fedbn",
-        "state-dir": str(tmp_path / "clients"),
-        "num-server-rounds": 2,
-    }
-    for experiment, expected in (
-        ("hospitals", 4),
-        ("hospitals", 8),
-        ("", 4),
-        ("others", 4),
-    ):
-        out = tmp_path / f"{experiment}-{expected}"
-        start(out, series=experiment, **own)
-        folder = max(
-            (tmp_path / "clients").iterdir(), key=lambda path: path.stat().st_mtime
-        )
-        newest = max((folder / "partition-0").iterdir())
-        kept = read_checked(newest)["kept"]["fedbn-flwr.local"]
-        assert [
-            int(v) for k, v in kept.items() if k.endswith("num_batches_tracked")
-        ] == [expected], experiment
 
 
 def test_a_client_that_cannot_write_is_rejected_by_name_and_the_run_continues(

@@ -1,4 +1,4 @@
-"""``train-only`` and ``frozen-bn`` select the moving entries of a run.
+"""``train-only`` selects the moving entries of a run.
 
 The tests also cover refusals and ``inspect``.
 """
@@ -22,22 +22,12 @@ HEAD = {"model": "lenet", "train-only": "fc3"}
 
 
 @pytest.mark.parametrize("strategy", ["fedavg", "centralized"])
-@pytest.mark.parametrize("frozen_bn", ["eval", "train"])
-def test_what_moves(
-    strategy: str, frozen_bn: str, quick_config: Any, tmp_path: Path
-) -> None:
-    config = quick_config(
-        **HEAD, **{"frozen-bn": frozen_bn, "strategy": strategy, "weight-decay": 0.1}
+def test_what_moves(strategy: str, quick_config: Any, tmp_path: Path) -> None:
+    run(
+        quick_config(**HEAD, strategy=strategy, **{"weight-decay": 0.1}),
+        tmp_path / "out",
     )
-    run(config, tmp_path / "out")
-    leaves = ("running_mean", "running_var", "num_batches_tracked")
-    statistics = (
-        {f"norm{i}.{leaf}" for i in (1, 2) for leaf in leaves}
-        if frozen_bn == "train"
-        else set()
-    )
-    moved = moved_entries(tmp_path / "out")
-    assert moved == {"fc3.weight", "fc3.bias"} | statistics
+    assert moved_entries(tmp_path / "out") == {"fc3.weight", "fc3.bias"}
 
 
 def test_reestimation_leaves_frozen_layers_out(
@@ -57,7 +47,6 @@ def test_reestimation_leaves_frozen_layers_out(
         {"strategy": "fedbn"},
         {"strategy": "fedtan"},
         {"strategy": "fixbn"},
-        {"strategy": "mtfl", "frozen-bn": "train"},
         {"recalibrate": True},
     ],
 )
@@ -71,11 +60,8 @@ def test_a_method_for_batchnorm_is_refused_if_none_learns(
     )
 
 
-@pytest.mark.parametrize(
-    "settings", [{"strategy": "fedbn", "frozen-bn": "train"}, {"strategy": "scaffold"}]
-)
-def test_other_methods_are_not(settings: dict[str, Any], quick_config: Any) -> None:
-    checked_config(quick_config(**HEAD, **settings))
+def test_other_methods_are_not(quick_config: Any) -> None:
+    checked_config(quick_config(**HEAD, strategy="scaffold"))
 
 
 def test_a_bad_path_is_an_error_before_anything_is_written(
