@@ -382,7 +382,7 @@ def _of_data(config: Fields, data: RunData) -> Iterator[Problem]:
     if unreadable:
         yield from unreadable
         return
-    info, augment = data.info, data.augmentation
+    info = data.info
     yield from of_name("partition", data.split_name, allowed("partition"))
     yield from of_reading("task", lambda: _check_task(config, data))
 
@@ -403,18 +403,6 @@ def _of_data(config: Fields, data: RunData) -> Iterator[Problem]:
             f" dataset={config.dataset}",
             "num-classes",
         )
-
-    # torchvision's automatic augmentations move the pixels of an image but not its
-    # targets, so they do not fit classes of pixels.
-    augmentations = augment.each if augment and info.task.by_pixel else ()
-    for name in augmentations:
-        if name.endswith("-augment"):
-            yield Problem(
-                "augment-of-pixels",
-                f"augment={name} would move the image but not the classes of its pixels;"
-                f" leave {name} out",
-                "augment",
-            )
 
 
 def _check_task(config: Fields, data: RunData) -> None:

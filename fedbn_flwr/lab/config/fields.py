@@ -238,9 +238,8 @@ class Data(Group):
     )
     augment: str = key(
         "",
-        "comma list of `cropN` (pad N, crop back), `flip`, `resized-crop`,"
-        " `color-jitter`, `auto-augment`, `rand-augment`, `trivial-augment`; empty"
-        " disables augmentation",
+        "comma list of `cropN` (pad N, crop back) and `flip`; empty disables"
+        " augmentation",
     )
 
 
