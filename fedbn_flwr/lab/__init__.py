@@ -14,10 +14,9 @@ imports the laboratory.
 - ``finished_runs``: evaluate, load and calibrate the model of a run. ``files.py`` reads the files
   of runs and studies.
 - ``studies``: grids of runs, their results and tables. ``report`` with
-  ``report_pictures``, ``answer``, ``references`` and ``run_files``: the HTML page of a
+  ``report_pictures``, ``answer`` and ``run_files``: the HTML page of a
   run or a study.
-- ``doctor.py``: the faults of BatchNorm in a run. ``advice``: the method that suits the
-  sites, found by short runs.
+- ``doctor.py``: the faults of BatchNorm in a run.
 - ``deployment``: a federation over a network.
 - ``own_code.py``: functions and modules of a user. ``cli``: the command line.
 """

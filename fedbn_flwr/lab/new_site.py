@@ -37,8 +37,8 @@ from fedbn_flwr.lab.data import (
 from fedbn_flwr.lab.files import CLASS_MOMENTS_FILE
 from fedbn_flwr.lab.finished_runs import evaluate
 from fedbn_flwr.lab.finished_runs.saved_model import Choice, saved_model
-from fedbn_flwr.lab.finished_runs.sites import Interval, interval
 from fedbn_flwr.lab.output.folder import RunFolder
+from fedbn_flwr.lab.output.intervals import Interval, interval
 from fedbn_flwr.lab.output.site_tests import test_site
 from fedbn_flwr.lab.output.summary import MODEL_DESCRIPTION, ModelDescription
 from fedbn_flwr.lab.setup import pick_device

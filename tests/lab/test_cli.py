@@ -277,17 +277,9 @@ def test_run_of_a_file(tmp_path: Path) -> None:
         "model.safetensors has no affine, statistics, counters entries"
     )
     page = html.unescape(write_report(tmp_path / "out").read_text())
-    answer = result.stdout.partition("\n\n")[2].splitlines()
-    facts = [re.fullmatch(r"(.+): ([^:]+) \((.+)\)", line) for line in answer[:-2]]
-    assert [fact[1] for fact in facts if fact] == [
-        "Mean test accuracy of 2 sites",
-        "Worst site",
-        "Cost",
-    ]
-    for number in (fact[2] for fact in facts if fact):
-        assert f'<b class="">{number}</b>' in page, "the page has the same numbers"
-    assert answer[-2].startswith("Is it better than each site alone? fedbn-flwr run ")
-    assert answer[-1] == f"next: fedbn-flwr report {tmp_path / 'out'}"
+    (verdict,) = re.findall(r"^Mean test accuracy of 2 sites: .*$", result.stdout, re.M)
+    assert verdict in page, "the page has the same numbers"
+    assert result.stdout.endswith(f"next: fedbn-flwr report {tmp_path / 'out'}\n")
 
 
 def test_out_in_the_config_and_by_default(tmp_path: Path, monkeypatch) -> None:

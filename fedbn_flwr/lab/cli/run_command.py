@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Mapping
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any
@@ -110,31 +111,28 @@ def _resumed(config: Path | None, out: Path | None) -> Path | None:
 
 
 def _print_results(summary: Mapping[str, Any], folder: Path) -> None:
-    """Print the table of sites and the answer, with the numbers of the report."""
-    from fedbn_flwr.lab.answer import ask_alone, facts_of
+    """Print the table of sites and their mean, with the numbers of the report."""
+    from fedbn_flwr.lab.answer import of_mean
     from fedbn_flwr.lab.cli.site_table import print_sites
-    from fedbn_flwr.lab.references import (
-        compare,
-        references_of,
-        site_rows,
-        with_alone,
-    )
+    from fedbn_flwr.lab.output.intervals import mismatch, sites_of_run
     from fedbn_flwr.lab.run_files import RunFiles
     from fedbn_flwr.training.tasks import quantity_of
 
-    if "sites" in summary:
-        print_sites(summary["sites"], quantity_of(summary["headline"]))
+    metric = quantity_of(summary["headline"])
+    run = RunFiles.read(folder)
+    if not run.has_model:
+        say(
+            f"No usable model: diverged in round {run.diverged_at}: {run.divergence}",
+            style="red",
+        )
+    elif "sites" in summary:
+        # a run with large predictions does not keep them
+        with suppress(ConfigError):
+            found = sites_of_run(folder)
+            print_sites(found.rows, metric)
+            say(of_mean(found, metric))
+    fault = mismatch(folder)
+    if fault and run.has_model:
+        say(f"warning: {fault}.", style="yellow")
     say(f"results: {folder.absolute()}")
-
-    found = RunFiles.read(folder)
-    comparisons = []
-    for reference in references_of(found)[:1]:
-        sites, _ = site_rows(found, reference, again=False)
-        comparisons.append(compare(found, reference, sites))
-    say()
-    for fact in facts_of(found, found.sites(), list(filter(None, comparisons))):
-        say(f"{fact.about}: {fact.value} ({fact.more})")
-    command = ask_alone(found)
-    if command and not with_alone(filter(None, comparisons)):
-        say(f"Is it better than each site alone? {command}")
     say(f"next: fedbn-flwr report {shlex.quote(str(folder))}")

@@ -142,11 +142,10 @@ def _show(table: pd.DataFrame, title: str) -> None:
         shown.add_row(*row)
     say(f"\n{title}", style="bold")
     say(shown)
-    if "p" in table:
-        say(
-            "p is the p value of the paired t test over the seeds. It does not cover"
-            " other test examples; the intervals of the report of a single run do."
-        )
+    say(
+        "In brackets: 95 % intervals over the seeds, corrected for the pairs of methods."
+        " The report's also cover other test examples."
+    )
 
 
 _MINUTE = 60

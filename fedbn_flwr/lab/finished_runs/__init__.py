@@ -2,5 +2,4 @@
 
 - ``saved_model``: the model of a run, global or a client's own; ``load_model``.
 - ``evaluate``: a model on any data, with metrics and predictions.
-- ``sites``: the table by site, with intervals and differences between runs.
 """

@@ -10,4 +10,5 @@ In reading order:
 - ``own_models``: the fine-tuned models of the clients, at the end of a run.
 - ``summary``: texts in the files at the end, such as the description of the model.
 - ``curves``, ``tensorboard_log``: one file of the folder each.
+- ``intervals``: every mean, difference and interval, from the single predictions.
 """

@@ -245,7 +245,7 @@ def test_the_command_ends_with_1_and_shows_the_table(
     settings = set_options(HUGE)
     result = call(monkeypatch, "run", *settings, "--out", str(tmp_path / "out"))
     assert result.exit_code == 1
-    assert "No usable model (diverged in round 1: test-loss is nan" in result.stdout
+    assert "No usable model: diverged in round 1: test-loss is nan" in result.stdout
     assert f"results: {tmp_path / 'out'}" in result.stdout
     assert (
         "the run diverged in round 1: test-loss is nan. Likely cause: " in result.stderr

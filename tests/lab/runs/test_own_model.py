@@ -161,9 +161,7 @@ def test_batchnorm_that_its_function_left_in_eval_mode_stays_so(
     run(config, tmp_path / "out")
     moved = moved_entries(tmp_path / "out")
     counter = set() if strategy == "staticbn" else {"4.num_batches_tracked"}
-    entries = {
-        f"{index}.{leaf}" for index in "1235" for leaf in ("weight", "bias")
-    }
+    entries = {f"{index}.{leaf}" for index in "1235" for leaf in ("weight", "bias")}
     # BatchNorm removes the bias before it, so its gradient is rounding or 0.
     noise = {"3.bias"}
     expected = entries | {"4.running_mean", "4.running_var"} | counter
