@@ -61,7 +61,7 @@ NEWEST_NIGHTLY = "flwr-nightly[simulation]>=1.43.0.dev0"
 # packages that the core's tests need, without onnx of the extra dev, because onnx fits
 # no old Flower
 NEEDED = (
-    f"{ROOT}[lab,privacy,timm]",
+    f"{ROOT}[lab,privacy]",
     *("hypothesis", "pytest", "pytest-timeout", "pytest-xdist"),
 )
 QUIET = {

@@ -51,10 +51,8 @@ from fedbn_flwr.engines.flower_run import (
     toml_pairs,
 )
 from fedbn_flwr.errors import EngineError
-from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.deployment import make_certificates
 from fedbn_flwr.lab.models import build_model
-from fedbn_flwr.lab.runs.inspection import inspect_model
 from fedbn_flwr.transport import Barrier, Member
 from fedbn_flwr.transport.channel_server import ChannelServer
 from fedbn_flwr.transport.grpc_channel import ChannelReducer
@@ -156,25 +154,13 @@ def loads() -> dict[str, Load]:
     one is FedAvg without that.
     """
     parts = build_model("resnet20", num_classes=10, channels=3, size=32).state_dict()
-    found = {}
-    for name, strategy in (
-        ("FedAvg", "fedavg"),
-        ("FixBN", "fixbn"),
-        ("FedTAN", "fedtan"),
-    ):
-        model = build_model("resnet20", num_classes=10, channels=3, size=32)
-        config = Config.make(
-            {"strategy": strategy, "model": "resnet20", "dataset": "cifar10"}
-        )
-        traffic = inspect_model(model, strategy, 1, config).later
-        exchanges = traffic.exchanges - 1
-        if not exchanges:
-            found[name] = Load(1, 1, traffic.down, traffic.up)
-            continue
-        found[f"{name} by messages"] = Load(
-            exchanges + 2, exchanges + 2, traffic.down, traffic.up
-        )
-        found[f"{name} by channel"] = Load(1, 1, traffic.down, traffic.up, exchanges)
+    # Bytes of a later round (tests/strategies/test_fedtan.py counts them); a FedTAN of
+    # L = 19 layers has 3L + 1 exchanges, and sends two moments of 1376 channels.
+    plain, moments, calls = 4 * 271_098, 4 * 2 * 1376, 3 * 19
+    down, up = plain + moments, plain + moments
+    found = {name: Load(1, 1, plain, plain) for name in ("FedAvg", "FixBN")}
+    found["FedTAN by messages"] = Load(calls + 2, calls + 2, down, up)
+    found["FedTAN by channel"] = Load(1, 1, down, up, calls)
     found["FedAvg, arrays one by one"] = replace(found["FedAvg"], arrays=len(parts))
     return found
 

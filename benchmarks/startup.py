@@ -222,10 +222,6 @@ def measured(turns: int, simulation: bool) -> str:
         ),
     }
     if simulation:
-        ways["fedbn-flwr run --engine simulation"] = (
-            lambda: first_round(*RUN, "--engine", "simulation"),
-            "",
-        )
         ways["flwr run of a stock app"] = stock_round, ""
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     for turn in range(turns + 1):

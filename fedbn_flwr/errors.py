@@ -351,10 +351,8 @@ REMOVED = {
         " Its reader was removed in 0.3. Read the files in your own function,"
         " dataset=module:function."
     ),
-    "--fold-bn": (
-        " Folding was removed in 0.3, because --format onnx folds BatchNorm by itself. In"
-        " torch, use torch.fx.experimental.optimization.fuse."
-    ),
+    "export": " Use load_model(RUN, client) and torch.export or torch.onnx.",
+    "inspect": " A run measures its messages: see its report.",
     "partition --out": (
         " Pictures of splits were removed in 0.3. pandas draws the printed table:"
         " DataFrame(partition_counts(...)).plot.bar(stacked=True)."

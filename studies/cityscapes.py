@@ -44,5 +44,17 @@ def small(site, part):
     return city(site, part, 64)
 
 
+def mobilenet(num_classes, encoder="mobilenet_v2"):
+    """Return DeepLab-v3+ with ImageNet's weights (segmentation-models-pytorch)."""
+    import segmentation_models_pytorch as smp
+
+    return smp.DeepLabV3Plus(encoder, encoder_weights="imagenet", classes=num_classes)
+
+
+def resnet50(num_classes):
+    """Return DeepLab-v3+ with ResNet-50."""
+    return mobilenet(num_classes, "resnet50")
+
+
 city.input_shape = (3, 512, 1024)
 small.input_shape = (3, 64, 128)

@@ -138,7 +138,6 @@ print(json.dumps([code, sorted({name.partition(".")[0] for name in sys.modules} 
             ("--help", 0),
             ("evaluate absent --dataset usps", 2),
             ("report absent", 2),
-            ("export absent --format onnx --out model.onnx", 2),
         ]
     ),
 )

@@ -1,8 +1,5 @@
 """Dice and HD95 of a client's own model on its test volumes, by MONAI:
-``python -m apps.volumes.measure MODEL SITE``.
-
-MODEL is a file of ``fedbn-flwr export ... --format torch-export``, SITE a number (of
-``$VOLUMES``) or a folder.
+``python -m apps.volumes.measure RUN SITE``, where SITE is the client's number.
 """
 
 from __future__ import annotations
@@ -16,15 +13,16 @@ from monai.networks.utils import one_hot
 from torch import Tensor
 
 from apps.volumes.sites import volumes
+from fedbn_flwr.lab.finished_runs.saved_model import load_model
 
 __all__ = ["measured", "predictions"]
 
 
-def predictions(model_file: Path, site: int | str) -> tuple[Tensor, Tensor]:
+def predictions(run: Path, site: int) -> tuple[Tensor, Tensor]:
     """Return the predicted and the true class of each voxel of a site's test volumes,
     int64 (N, D, H, W).
     """
-    model, data = torch.export.load(model_file).module(), volumes(site, "test")
+    model, data = load_model(run, site), volumes(site, "test")
     images, labels = zip(*(data[at] for at in range(len(data))), strict=True)
     with torch.no_grad():
         logits = torch.cat([model(image[None]) for image in images])
@@ -45,6 +43,5 @@ def measured(
 
 
 if __name__ == "__main__":
-    site = int(sys.argv[2]) if sys.argv[2].isdecimal() else sys.argv[2]
-    dice, hd95 = measured(*predictions(Path(sys.argv[1]), site))
+    dice, hd95 = measured(*predictions(Path(sys.argv[1]), int(sys.argv[2])))
     print(f"Dice {dice.nanmean():.4f}, HD95 {hd95[hd95.isfinite()].mean():.2f} voxels")

@@ -38,26 +38,15 @@ Any method may use these options; a method that cannot refuses them with the rea
 _COMBINATIONS_HEAD = """
 ## Methods in one run
 
-A method changes one of three places of FedAvg, and a run may have a method in each place: what stays with the clients
-(`local-part`), the local training (`client-hooks`, one or several) and the server's step (`server-step`). The method in
-`strategy` is one of them; the three keys add others. MTFL's own paper combines its local part with Adam on the server:
-
-```sh
-fedbn-flwr run --set strategy=mtfl --set server-step=fedadam --set server-learning-rate=0.03 \\
-    --set num-server-rounds=5 --out runs/options/mtfl-fedadam
-```
-
-FixBN with FedProx's term in every local step, in Python and from the command line:
+A method changes one of three places of FedAvg, and a strategy may have a method in each place: what stays with the clients,
+the local training (one or several) and the server's step. In Python, `combined` makes such a strategy: MTFL with its paper's Adam
+on the server, and FixBN with FedProx's term in every local step.
 
 ```python
-from fedbn_flwr.strategies import FedProx, FixBN, combined
+from fedbn_flwr.strategies import MTFL, FedAdam, FedProx, FixBN, combined
 
-strategy = combined(FixBN, FedProx)(freeze_at=0.5, proximal_mu=0.01)
-```
-
-```sh
-fedbn-flwr run --set strategy=fixbn --set client-hooks=fedprox --set lr-decay-at=freeze \\
-    --set num-server-rounds=4 --out runs/options/fixbn-fedprox
+adam = combined(MTFL, FedAdam)(eta=0.03)
+fixbn = combined(FixBN, FedProx)(freeze_at=0.5, proximal_mu=0.01)
 ```
 
 The order has no meaning.

@@ -42,7 +42,7 @@ def papers_block(root: Path) -> str:
         " that needs no training."
     )
     rest = (
-        "The others have a study and a small twin in"
+        "The others have a study, full and small, in"
         " [studies](../../studies/README.md)."
     )
     return f"\n{head} {meaning}\n\n{_COLUMNS}{rows}\n{rest}\n"

@@ -27,7 +27,7 @@ of test batch $b$ with $n$ examples; the variance is biased. A layer normalises 
   2020, arXiv:2006.16971): the running statistics have the weight of 16 examples.
 
 All other layers are in eval mode, so dropout is off. Every layer with running
-statistics is adapted, even if training keeps it in eval mode (`frozen-bn=eval`). A batch
+statistics is adapted, even if training keeps it in eval mode. A batch
 with one value per channel has no variance, so `batch` refuses it and names the layer.
 
 ## Differs from the papers

@@ -72,7 +72,7 @@ CalibrationWay = Literal["auto", "none", "all", "mix", "early", "matched"]
 """The source of the new statistics; "auto" chooses one of the others."""
 WAYS = get_args(CalibrationWay)
 
-# Rules of "auto". They were found on digits at unseen scanners (benchmarks/new_site.py).
+# Rules of "auto". They were found on digits at unseen scanners (docs/results/new-site.md).
 _LESS = 0.75
 _AGREEMENT = 0.75
 _SURE = 0.5

@@ -115,7 +115,7 @@ def personal_state(run: str | Path, client: int) -> dict[str, torch.Tensor]:
         )
     # There is no file: the client never had local state, or it is on another disk. The
     # hashes in the model's metadata tell the two apart.
-    there = "export its model there, with `fedbn-flwr export --state-dir DIR`"
+    there = "load its model there, with `load_model(RUN, state_dir=DIR)`"
     if str(client) in json.loads(about.get(KEPT_HASHES, "{}")):
         raise StateError(
             f"{run}: the local state of client={client} is not here"

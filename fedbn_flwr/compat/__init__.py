@@ -1,5 +1,5 @@
 """The adapter to those internals of Flower that may change.
 
 - ``flower``: the core's uses of Flower's internals.
-- ``node_key``, ``secret_sharing``: internals for only one module each.
+- ``secret_sharing``: internals for only one module.
 """

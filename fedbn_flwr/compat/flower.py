@@ -1,6 +1,6 @@
 """All uses of Flower's internals.
 
-No other module uses undocumented parts of Flower, except ``node_key`` and
+No other module uses undocumented parts of Flower, except
 ``secret_sharing`` in this package. Each function has a test in
 ``tests/compat/test_flower.py``. If a new version of Flower changes an internal, the
 test names the fault and the remedy. Supported versions are Flower 1.28 to 1.43.

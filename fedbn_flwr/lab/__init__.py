@@ -5,21 +5,19 @@ imports the laboratory.
 
 - ``config``: the settings of a run, and the checks of settings. ``setup.py``: the model,
   the local training and the strategy of a run.
-- ``data`` with ``models`` and ``export``: data sets, networks, and files of models to
-  take away.
+- ``data`` with ``models``: data sets and networks.
 - ``partitioned``: the data of a run, its split over the clients and the report on it.
 - ``output``: the folder of a run: metrics, curves, checkpoints, model, summary.
   ``early_stopping.py`` ends a run.
 - ``runs``: a run in each engine, the checks before it, its server and its clients, and
   the default Flower app.
-- ``finished_runs``: evaluate and export the model of a run. ``files.py`` reads the files
+- ``finished_runs``: evaluate, load and calibrate the model of a run. ``files.py`` reads the files
   of runs and studies.
 - ``studies``: grids of runs, their results and tables. ``report`` with
-  ``report_pictures``, ``answer``, ``references`` and ``run_files``: the HTML page of a
+  ``report_pictures``, ``answer`` and ``run_files``: the HTML page of a
   run or a study.
-- ``doctor.py``: the faults of BatchNorm in a run. ``advice``: the method that suits the
-  sites, found by short runs.
-- ``deployment``: a federation over a network. ``node_check``: the check of a node.
+- ``doctor.py``: the faults of BatchNorm in a run.
+- ``deployment``: a federation over a network.
 - ``own_code.py``: functions and modules of a user. ``cli``: the command line.
 """
 

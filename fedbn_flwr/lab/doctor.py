@@ -535,7 +535,9 @@ def training_of(config: Config, run: Path | None = None, steps: int = 0) -> Trai
         handled |= {"train-test-mismatch", "unmoved-statistics"}
     if Part.REST in methods.local:
         handled |= {"label-skew"}
-    return Training(steps, config.batch_size, config.title, frozenset(handled), tested)
+    return Training(
+        steps, config.batch_size, config.strategy, frozenset(handled), tested
+    )
 
 
 def _state_of_run(

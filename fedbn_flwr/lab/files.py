@@ -16,8 +16,6 @@ CONFIG_FILE = "config.yaml"  # the settings of a run, in its folder
 CLASS_MOMENTS_FILE = "class_moments.npz"  # read_class_moments reads it
 PREDICTIONS_FILE = "predictions.safetensors"  # site_tests writes and reads it
 TESTS_FILE = "tests.csv"  # tests_table writes and reads it
-ADVICE_FILE = "advice.json"
-ASKED_FILE = "asked.json"  # the settings and options of `advise`
 STUDY_FILE = "study.yaml"  # the study with its final settings, in its folder
 
 COUNTED = (
@@ -68,7 +66,7 @@ def refuse_no_results(folder: Path) -> None:
         raise ConfigError(
             f"{str(folder)!r} is not the folder of a run or a study, since it has"
             f" neither {CONFIG_FILE} nor {STUDY_FILE}. Give the --out of `fedbn-flwr"
-            " run`, `fedbn-flwr sweep` or `fedbn-flwr advise`."
+            " run` or `fedbn-flwr sweep`."
         )
 
 

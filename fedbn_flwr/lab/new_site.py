@@ -21,6 +21,7 @@ from fedbn_flwr.batchnorm.calibration import (
     calibrate,
 )
 from fedbn_flwr.batchnorm.class_moments import read_class_moments
+from fedbn_flwr.checked_file import encode_safetensors
 from fedbn_flwr.errors import ConfigError, unknown_name
 from fedbn_flwr.lab.answer import template
 from fedbn_flwr.lab.config.data import in_test_batches, measuring
@@ -34,13 +35,14 @@ from fedbn_flwr.lab.data import (
     own_info,
 )
 from fedbn_flwr.lab.files import CLASS_MOMENTS_FILE
-from fedbn_flwr.lab.finished_runs import evaluate, export
-from fedbn_flwr.lab.finished_runs.saved_model import Choice, load_model
-from fedbn_flwr.lab.finished_runs.sites import Interval, interval
+from fedbn_flwr.lab.finished_runs import evaluate
+from fedbn_flwr.lab.finished_runs.saved_model import Choice, saved_model
 from fedbn_flwr.lab.output.folder import RunFolder
+from fedbn_flwr.lab.output.intervals import Interval, interval
 from fedbn_flwr.lab.output.site_tests import test_site
-from fedbn_flwr.lab.output.summary import ModelDescription
+from fedbn_flwr.lab.output.summary import MODEL_DESCRIPTION, ModelDescription
 from fedbn_flwr.lab.setup import pick_device
+from fedbn_flwr.messages.records import to_state
 from fedbn_flwr.training.batches import inputs_for
 from fedbn_flwr.training.modes import in_eval_mode
 from fedbn_flwr.training.tasks import TASKS, Task
@@ -65,7 +67,6 @@ class CalibratedSite(NamedTuple):
     Attributes:
         what: a description of the model before the calibration.
         calibration: the calibrated model and the judgement.
-        check: the comparison of the written model with the calibrated model.
         metric: the main metric of the run.
         tests: this metric of the model "before" and "after" the calibration, if the
             data have labels.
@@ -73,7 +74,6 @@ class CalibratedSite(NamedTuple):
 
     what: str
     calibration: Calibration
-    check: str
     metric: str
     tests: Mapping[str, Interval]
 
@@ -86,7 +86,6 @@ def calibrate_run(
     *,
     settings: Mapping[str, Any] | None = None,
     client: int | None = None,
-    format: export.Format = "torch",
     with_predictions: bool = False,
 ) -> CalibratedSite:
     """Calibrate a run's model at a new site, and write it with a page about it.
@@ -98,13 +97,12 @@ def calibrate_run(
     Args:
         run: the run's folder. Its ``class_moments.npz`` is used if it is there.
         dataset: the new data, maybe without labels. A function is called for site 0.
-        out: a new folder for ``model.*``, ``calibration.json``, ``calibration.html``
+        out: a new folder for ``model.safetensors``, ``calibration.json``, ``calibration.html``
             and, with ``with_predictions``, ``predictions.csv``.
         way: a way of ``fedbn_flwr.calibrate``.
         settings: the config keys ``data-dir`` and ``device``.
         client: start from the own model of this client. By default, start from the
             global model, with averaged BN if clients keep theirs.
-        format: the format of the model, see ``export``.
         with_predictions: whether to write the prediction for each example.
 
     Raises:
@@ -115,10 +113,8 @@ def calibrate_run(
         EngineError: the folder cannot be written.
     """
     # Check all arguments before any work.
-    file = out / f"model{export.SUFFIXES.get(format, '')}"
     moments_file, settings = run / CLASS_MOMENTS_FILE, settings or {}
     RunFolder.refuse_used(out)
-    export.check_place(file, format)
     if way not in WAYS:
         raise unknown_name("way", way, WAYS)
     others = ", ".join(key for key in settings if key not in _OF_DATA)
@@ -132,7 +128,7 @@ def calibrate_run(
             f"way=matched needs {moments_file}, which a run with class-moments=true"
             " writes. Use another way, or train again."
         )
-    saved = load_model(run, Choice(client=client))
+    saved = saved_model(run, Choice(client=client))
     description, ran = saved.description, saved.config.dataset
     task = measuring(TASKS[description.task], saved.config.metrics)
     task = in_test_batches(task, description.shape, saved.config.batch_size)
@@ -146,7 +142,8 @@ def calibrate_run(
     plain = saved.model.to(samples.device)
     moments = read_class_moments(moments_file) if moments_file.is_file() else None
     found = calibrate(plain, inputs, way, class_moments=moments, task=task)
-    tests, files = {}, {}
+    tests: dict[str, Interval] = {}
+    files: dict[str, str | bytes] = {}
     if samples.labelled:
         for name, model in (("before", plain), ("after", found.model)):
             tests[name] = interval(test_site(model, site.examples, task))
@@ -154,11 +151,11 @@ def calibrate_run(
         columns = {**site.where, **_predicted(found.model, inputs, task, site.classes)}
         files["predictions.csv"] = evaluate.as_csv(columns)
 
-    # Write the model first, because its check may fail.
     what = f"{saved.what}; calibrated by {found.way}"
-    written = replace(saved, model=found.model.cpu(), what=what)
-    check = str(export.export_model(written, file, format).check)
-    done = CalibratedSite(saved.what, found, check, task.score, tests)
+    described = {"format": "pt", "what": what, MODEL_DESCRIPTION: description.to_json()}
+    state = to_state(found.model.cpu().state_dict())
+    files["model.safetensors"] = encode_safetensors(state, described)
+    done = CalibratedSite(saved.what, found, task.score, tests)
     # Report only the last part of a path, because others read these files.
     kind, colon, path = dataset.partition(":")
     about: dict[str, Any] = {"run": run.resolve().name, "model": saved.what}

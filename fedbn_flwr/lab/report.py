@@ -1,9 +1,10 @@
 """The command ``fedbn-flwr report``, for one HTML page of a run or a study.
 
 The page is the template ``report.html`` with the style ``report.css`` and loads no other
-file. The template has the words and the order: the answer first, then the sites, the
-rounds, the findings about BatchNorm, and everything else behind a click. This module
-has the facts and the pictures. The page of an unfinished run shows its present state.
+file. The template has the words and the order: findings about BatchNorm, the verdict,
+the sites, the rounds and the cost. This module has the numbers and the pictures. The
+page of an unfinished run shows its present state. Runs are compared by a study, or by
+``fedbn-flwr evaluate RUN --against RUN2``.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import itertools
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from datetime import datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -21,50 +23,38 @@ import pandas as pd
 from markupsafe import Markup
 
 from fedbn_flwr.checked_file import write_atomically
-from fedbn_flwr.errors import ConfigError
+from fedbn_flwr.errors import ConfigError, FedBNError
 from fedbn_flwr.lab import report_pictures as pictures
-from fedbn_flwr.lab.answer import (
-    ask_alone,
-    directed,
-    facts_of,
-    next_step,
-    odd_site,
-    template,
-)
+from fedbn_flwr.lab.answer import directed, of_mean, shown, template
 from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.files import (
-    ADVICE_FILE,
-    ASKED_FILE,
     CONFIG_FILE,
     STUDY_FILE,
+    ledger_of,
     read_json,
-    read_metrics,
     refuse_no_results,
     site_label,
     trained,
 )
-from fedbn_flwr.lab.output.folder import DIVERGED_AT, STATISTICS_FILE
-from fedbn_flwr.lab.references import (
-    ALONE,
+from fedbn_flwr.lab.output.folder import DIVERGED_AT
+from fedbn_flwr.lab.output.intervals import (
     Comparison,
-    compare,
-    name_of,
-    references_of,
-    site_rows,
-    with_alone,
+    Interval,
+    difference,
+    mean,
+    mismatch,
+    over_seeds,
+    sites_of_run,
+    tests_of,
 )
 from fedbn_flwr.lab.run_files import TESTS, RunFiles, run_warnings
 from fedbn_flwr.lab.studies.one_run import failure_of, is_done, of_study, summary_of
-from fedbn_flwr.lab.studies.results import half_interval, rows_of, table
+from fedbn_flwr.lab.studies.results import rows_of, table
 from fedbn_flwr.lab.studies.study import Study
 from fedbn_flwr.training.tasks import higher_is_better, in_percent, quantity_of
 
 REPORT_FILE = "report.html"
 _GENERATOR = '<meta name="generator" content="fedbn-flwr report">'
-_DIFFER = ("", "label-", "excess-")
-"""The result, the labels and the threshold: the numbers in which a site may differ."""
-_COMPARED = 3
-"""The most runs that a page compares with by itself."""
 _SHOWN = 20
 """The most sites in a picture; the table has all of them."""
 
@@ -72,7 +62,6 @@ _SHOWN = 20
 def write_report(
     folder: Path,
     out: Path | None = None,
-    against: Sequence[Path] = (),
     reload_after: int = 0,
 ) -> Path:
     """Write the report of a run or a study in its present state, and return the file.
@@ -81,15 +70,12 @@ def write_report(
         folder: the folder of a run or a study, finished or not.
         out: the file; by default, ``report.html`` in the folder. An older report is
             replaced.
-        against: folders of runs to compare a run with. By default, these are the
-            finished runs in the same parent folder or study with the same data, split,
-            seed and test.
         reload_after: the seconds after which a browser loads the page again; 0 if it
             does not.
 
     Raises:
-        ConfigError: the folder is neither, the file is not a report, it cannot be
-            written, or a run of ``against`` cannot be compared.
+        ConfigError: the folder is neither, the file is not a report, or it cannot be
+            written.
     """
     # Another file of this name must not be replaced.
     target = out or folder / REPORT_FILE
@@ -99,8 +85,6 @@ def write_report(
             f"out={str(target)!r} is there and is not a report. Choose another file."
         )
 
-    if (folder / STUDY_FILE).is_file() and against:
-        raise ConfigError(f"{folder} is a study: --against compares two runs.")
     # The style is in the page, because a report is sent as one file.
     here = Path(__file__).parent
     page: dict[str, Any] = {
@@ -116,64 +100,46 @@ def write_report(
             page |= _study_page(folder, target)
         else:
             refuse_no_results(folder)
-            page |= _run_page(RunFiles.read(folder), against)
+            page |= _run_page(RunFiles.read(folder))
         write_atomically(target, template(here / "report.html").render(page))
     except OSError as error:
         raise ConfigError(f"out={str(target)!r} cannot be written: {error}") from error
     return target
 
 
-def _run_page(run: RunFiles, against: Sequence[Path]) -> dict[str, Any]:
+def _run_page(run: RunFiles) -> dict[str, Any]:
     """Return the contents of the page of a run."""
-    references = references_of(run, against) if run.summary and run.has_model else []
-    most = len(against) or _COMPARED
-    others = ", ".join(name_of(one) for one in references[most:])
-    references = references[:most]
-    not_compared = others and (
-        f"This page compares with {most} runs and leaves out {others}. Choose the runs by"
-        " --against."
-    )
-    sites: Sequence[Mapping[str, Any]] = ()
-    unknown = ""
-    if run.has_model:
-        sites, unknown = site_rows(run, references[0] if references else None)
-    comparisons = []
-    for reference in references:
-        rows = sites
-        if reference is not references[0]:
-            rows, _ = site_rows(run, reference)
-        comparison = compare(run, reference, rows, len(references))
-        if comparison:
-            comparisons.append(comparison)
+    rows = {row["site"]: row for row in run.sites()} if run.has_model else {}
+    found, warnings = None, [*run_warnings(run)]
+    if run.summary.get("sites") and run.has_model:
+        try:
+            found = sites_of_run(run.folder)
+        except FedBNError as error:
+            warnings.append(f"The sites have no intervals: {error}")
+        else:
+            for row in found.rows:
+                known = rows.setdefault(row["site"], {"metrics": {}, "rounds": 0})
+                known.update(row)
     diagnosis = read_json(run.folder / "doctor.json")
-    findings = diagnosis.get("findings", ()) if run.has_model else ()
-    handled = diagnosis.get("notes", ())
-    unmeasured = diagnosis.get("not-measured", ())
-    _, _, why_unmeasured = next(iter(unmeasured), "").partition("everything, ")
-    differ = [key for key in _DIFFER if any(f"{key}value" in row for row in sites)]
     fields = {field.alias: field for field in Config.model_fields.values()}
     settings = run.config.to_mapping().items()
+    sites, metric = list(rows.values()), quantity_of(run.headline)
     return {
         "title": f"{run.title} on {run.config.dataset}",
         "run": run,
-        "metric": quantity_of(run.headline),
+        "metric": metric,
         "num_sites": len(trained(run.sites())),
         "tests": TESTS,
         "sites": sites,
         "columns": dict.fromkeys(itertools.chain(*(row["metrics"] for row in sites))),
-        "comparisons": comparisons,
-        "facts": facts_of(run, sites, comparisons),
-        "odd": {key: odd_site(sites, key, len(differ)) for key in differ},
-        "warnings": [*run_warnings(run), unknown, not_compared],
-        "step": next_step(run, comparisons, findings),
-        "suggested": "" if with_alone(comparisons) else ask_alone(run),
-        "pictures": [*_main_pictures(run, sites, comparisons)],
-        "cards": findings,
-        "remedied": [note for note in handled if note.startswith("no finding")],
-        "why_unmeasured": why_unmeasured.strip("."),
-        "notes": [*unmeasured, *handled],
-        "other_curves": [*_other_curves(run)],
-        "statistics": [*_statistics(run)],
+        "verdict": _verdict_of_run(run, found),
+        "mismatch": mismatch(run.folder) if run.has_model else "",
+        "warnings": warnings,
+        "pictures": [*_main_pictures(run, sites)],
+        "cards": diagnosis.get("findings", ()) if run.has_model else (),
+        "notes": [*diagnosis.get("not-measured", ()), *diagnosis.get("notes", ())],
+        "totals": run.summary.get("ledger") or ledger_of(run.lines),
+        "seconds": sum(line["seconds"] for line in run.lines),
         "settings": [
             (key, value, fields[key].description)
             for key, value in settings
@@ -182,12 +148,30 @@ def _run_page(run: RunFiles, against: Sequence[Path]) -> dict[str, Any]:
     }
 
 
-def _main_pictures(
-    run: RunFiles,
-    sites: Sequence[Mapping[str, Any]],
-    comparisons: Sequence[Comparison],
-) -> Iterator[str]:
-    """Yield the pictures of the sites and of the rounds, with the reference runs."""
+def _verdict_of_run(run: RunFiles, found: Comparison | None) -> str:
+    """Return the result of a run in a sentence."""
+    metric, value = quantity_of(run.headline), run.final.get(run.headline)
+    if run.diverged_at and not run.has_model:
+        return (
+            f"No usable model: diverged in round {run.diverged_at}: {run.divergence}."
+        )
+    if not run.lines and not run.summary:
+        return "No round is finished yet."
+    if value is None:
+        return f"No round has a test with {metric}, so the page has no result."
+    # If the main test is that of the sites, its mean has an interval.
+    own = run.headline.startswith("personal-own")
+    if found and own and found.mean.value is not None and not found.left_out:
+        return of_mean(found, metric)
+    unit = " %" if in_percent(metric) else ""
+    what = "Mean test" if run.headline.startswith("personal") else "Test"
+    text = f"{what} {directed(metric)} after round {run.final.get('round', '?')}:"
+    text = f"{text} {shown(value, metric)}{unit}."
+    return f"{text} {of_mean(found, metric)}" if found and found.sites else text
+
+
+def _main_pictures(run: RunFiles, sites: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Yield the pictures of the sites and of the rounds."""
     if not run.has_model:
         return
     metric = quantity_of(run.headline)
@@ -202,48 +186,25 @@ def _main_pictures(
     points: dict[str, dict[str, Any]] = {}
     for row in known:
         name = f"{pictures.short(site_label(row))} n={row['examples']}"
-        point = {"this run": row["value"], "low": row.get("low")}
-        for one in comparisons:
-            other = one.by_site.get(row["site"], {})
-            point[name_of(one.reference)] = other.get("other")
-        points[name] = {**point, "high": row.get("high")}
+        points[name] = {key: row.get(key) for key in ("value", "low", "high")}
     if points:
         frame = pd.DataFrame.from_dict(points, orient="index", dtype=float)
         yield pictures.rows(frame, metric, f"{caption}.")
 
-    shown = {"this run": run.curve(run.headline)}
-    for one in comparisons:
-        shown[name_of(one.reference)] = one.reference.curve(one.reference.headline)
+    whole = {"this run": run.curve(run.headline)}
     thin: dict[str, pictures.Curve] = {}
     if run.headline.startswith("personal-own"):
         own = run.own_tests
         own = own[(own["metric"] == metric) & own["value"].notna()]
         for name, tests in itertools.islice(own.groupby("site", sort=False), _SHOWN):
             thin[str(name)] = dict(zip(tests["round"], tests["value"], strict=True))
-    if shown["this run"]:
+    if whole["this run"]:
         caption = f"Rounds: test {directed(metric)}"
         if thin:
             caption += "; thick line: mean of the sites, thin line: a site"
         marks = _phase_changes(run)
         caption = f"{caption}{_about(marks)}."
-        yield pictures.curves(shown, metric, caption, thin=thin, marks=marks)
-
-
-def _other_curves(run: RunFiles) -> Iterator[str]:
-    """Yield a picture for each further quantity, the loss last."""
-    # The tests of each quantity, in the order of the lines.
-    curves: dict[str, dict[str, pictures.Curve]] = {}
-    for key in dict.fromkeys(itertools.chain.from_iterable(run.lines)):
-        # not a mean that another one repeats, or a list of values, one for each client
-        repeats = key == run.headline or key.endswith(("-clients", "-weighted"))
-        if key.startswith(TESTS) and not repeats and run.curve(key):
-            quantity = quantity_of(key)
-            test = key.removesuffix(f"-{quantity}")
-            curves.setdefault(quantity, {})[test] = run.curve(key)
-    for metric in sorted(curves, key=lambda name: (name == "loss", name)):
-        marks = _phase_changes(run)
-        caption = f"Other tests: {metric}{_about(marks)}."
-        yield pictures.curves(curves[metric], metric, caption, marks=marks)
+        yield pictures.curves(whole, metric, caption, thin=thin, marks=marks)
 
 
 def _phase_changes(run: RunFiles) -> list[int]:
@@ -263,35 +224,6 @@ def _about(marks: Sequence[int]) -> str:
         if marks
         else ""
     )
-
-
-def _statistics(run: RunFiles) -> Iterator[str]:
-    """Yield the picture of ``statistics.jsonl``, if it has distances of clients."""
-    distances: dict[int, list[float]] = {}
-    change: dict[int, float] = {}
-    for line in read_metrics(run.folder / STATISTICS_FILE):
-        layers = line.get("layers", {}).values()
-        # zip gives the distances of one client in all layers that any client tracks
-        known = [values for layer in layers if any(values := layer["clients"]["l1"])]
-        sums = [sum(own) for own in zip(*known, strict=True) if None not in own]
-        moved = sum(layer["change"]["l1"] or 0 for layer in layers)
-        # Frozen BatchNorm has the distance 0, but 0 has no logarithm.
-        if sums and min(sums):
-            distances[line["round"]] = sums
-        if moved:
-            change[line["round"]] = moved
-    if distances:
-        frame = pd.DataFrame.from_dict(distances, orient="index").T
-        name = "clients, median"
-        curves = {name: frame.median(), "change of the global statistics": change}
-        yield pictures.curves(
-            {name: curve for name, curve in curves.items() if len(curve)},
-            "L1 distance",
-            "Sums over the layers; the band covers all clients.",
-            marks=_phase_changes(run),
-            bands={name: (frame.min(), frame.max())},
-            log=True,
-        )
 
 
 def _study_page(folder: Path, target: Path) -> dict[str, Any]:
@@ -321,9 +253,12 @@ def _study_page(folder: Path, target: Path) -> dict[str, Any]:
             runs[cell.split].setdefault(cell.method, []).append(RunFiles.read(out))
     drawn: list[str] = []
     verdicts = {}
+    mismatches: dict[str, str] = {}
     numbers = {pictures.short(name): at for at, name in enumerate(study.methods)}
     alone = [
-        name for name, own in study.methods.items() if own.get("strategy") == ALONE
+        name
+        for name, own in study.methods.items()
+        if own.get("strategy") == "standalone"
     ]
     for split, of_split in runs.items():
         where = f", {split}" if len(runs) > 1 else ""
@@ -337,11 +272,18 @@ def _study_page(folder: Path, target: Path) -> dict[str, Any]:
             for method, own in of_split.items()
         }
         finals = _finals(same)
+        faults = {
+            name: text
+            for name, of in same.items()
+            for run in of
+            if (text := mismatch(run.folder))
+        }
+        mismatches |= {f"{name}{where}": text for name, text in faults.items()}
         name = re.sub(r"[^A-Za-z0-9._+=-]", "_", split) if len(runs) > 1 else ""
         file = target.with_name(f"{target.stem}{name and '-'}{name}")
         drawn += _study_pictures(same, finals, metric, where, numbers, file)
         if finals.count().any():
-            verdicts[split] = _verdict(finals, metric, alone)
+            verdicts[split] = _verdict(same, finals, metric, alone)
     results = table(rows)
     constant = [
         name
@@ -349,18 +291,15 @@ def _study_page(folder: Path, target: Path) -> dict[str, Any]:
         if len(results) > 1 and results[name].nunique() == 1
     ]
     tuning = folder / "tuning.md"
-    advice = read_json(folder / ADVICE_FILE)
     return {
-        "title": study.name.replace("advice for ", "Which method suits ", 1),
+        "title": study.name,
         "counts": {"methods": study.methods, "splits": study.splits, "runs": cells},
         "states": states,
         "files": target.stem,
         "failures": failures,
         "pictures": drawn,
         "verdicts": verdicts,
-        "advice": advice,
-        "changed": bool(advice) and study.seeds != advice["seeds"],
-        "asked": (folder / ASKED_FILE).is_file(),
+        "mismatches": mismatches,
         "folder": folder,
         "constant": results[constant].head(1).to_dict("list"),
         "results": results.drop(columns=constant).to_dict("split"),
@@ -378,19 +317,66 @@ def _finals(runs: Mapping[str, Sequence[RunFiles]]) -> pd.DataFrame:
     return pd.DataFrame(found, dtype=float)
 
 
-def _verdict(finals: pd.DataFrame, metric: str, alone: Sequence[str]) -> dict[str, Any]:
-    """Return the best method, and its gaps to the second and to training alone."""
+def _verdict(
+    runs: Mapping[str, Sequence[RunFiles]],
+    finals: pd.DataFrame,
+    metric: str,
+    alone: Sequence[str],
+) -> dict[str, Any]:
+    """Return the best method, and its gaps to the second and to training alone.
+
+    ``sites`` has the difference from training alone by site.
+    """
     rising = higher_is_better(metric)
     means = finals.mean().dropna().sort_values(ascending=not rising)
     best, *others = means.index
-    gaps = {}
+    pairs = math.comb(len(means), 2)
+    gaps, sites = {}, {}
     for other in others:
         if other in (others[0], *alone):
-            gap = (finals[best] - finals[other]).dropna()
+            gap, by_site = _gap(runs[best], runs[other])
             # The best method is known only after the comparison of all pairs.
-            half = half_interval(gap, math.comb(len(means), 2))
-            gaps[other] = (gap.mean(), half, len(gap))
-    return {"best": best, "mean": means[best], "metric": metric, "gaps": gaps}
+            gaps[other] = (gap, gap.ends(pairs), gap.side(pairs))
+            if other in alone:
+                sites = {
+                    name: (one, one.ends(len(by_site)), one.side(len(by_site)))
+                    for name, one in by_site.items()
+                }
+    shown = {"best": best, "mean": means[best], "metric": metric, "gaps": gaps}
+    return {**shown, "sites": sites, "sign": 1 if rising else -1}
+
+
+def _gap(
+    runs: Sequence[RunFiles], others: Sequence[RunFiles]
+) -> tuple[Interval, dict[str, Interval]]:
+    """Return the mean difference of two methods over the seeds, also by site."""
+    other_of = {run.config.seed: run for run in others if run.summary}
+    means, by_site = [], dict[str, list[Interval]]()
+    for run in runs:
+        other = other_of.get(run.config.seed)
+        if other is None or not run.summary:
+            continue
+        mine, theirs = (one.final.get(one.headline) for one in (run, other))
+        if mine is None or theirs is None:
+            continue
+        plain = Interval(float(mine) - float(theirs))
+        # Without single predictions, the interval covers seeds alone.
+        with suppress(FedBNError):
+            pairs = [tests_of(one.folder) for one in (run, other)]
+            gaps = {}
+            for name in pairs[0].keys() & pairs[1].keys():
+                one, two = (tests[name] for tests in pairs)
+                if one.client is not None and one.groups and one.fits(two):
+                    gaps[one.name] = difference(one, two)
+            own = all(one.headline.startswith("personal-own") for one in (run, other))
+            error = mean(gaps.values())
+            if own and error.error is not None:
+                plain = plain._replace(error=error.error, freedom=error.freedom)
+            for name, gap in gaps.items():
+                by_site.setdefault(name, []).append(gap)
+        means.append(plain)
+    found = {name: over_seeds(gaps) for name, gaps in sorted(by_site.items())}
+    return over_seeds(means), found
 
 
 def _study_pictures(
@@ -402,8 +388,13 @@ def _study_pictures(
     file: Path,
 ) -> Iterator[str]:
     """Yield the final main metric of each method, and the curves of the best three."""
-    mean, half = finals.mean(), finals.apply(half_interval)
-    points = pd.DataFrame({"mean": mean, "low": mean - half, "high": mean + half})
+    found = {}
+    for method, values in finals.items():
+        number = over_seeds([Interval(value) for value in values.dropna()])
+        found[method] = (number.value, *number.ends())
+    points = pd.DataFrame.from_dict(
+        found, orient="index", columns=["mean", "low", "high"], dtype=float
+    )
     points = points.dropna(subset="mean").rename(index=pictures.short)
     if in_percent(metric):
         points = points.clip(0, 1)

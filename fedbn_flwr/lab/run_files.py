@@ -60,12 +60,10 @@ class RunFiles:
 
     @property
     def title(self) -> str:
-        """The names of the methods, as in their papers."""
-        names = []
-        for name in self.config.title.split("+"):
-            kind = STRATEGIES.get(name)
-            names.append(kind.__name__ if kind else name)
-        return "+".join(names)
+        """The name of the method, as in its paper."""
+        name = self.config.strategy
+        kind = STRATEGIES.get(name)
+        return kind.__name__ if kind else name
 
     @property
     def headline(self) -> str:

@@ -39,7 +39,6 @@ if TYPE_CHECKING:
 __all__ = [
     "build_options",
     "client_tests",
-    "gpu_share",
     "in_memory_format",
     "initialise",
     "local_training",
@@ -87,15 +86,6 @@ def refuse_named_gpu(config: Config) -> None:
             f"device={config.device} names a GPU, but Ray chooses the GPUs. Set"
             " device=cuda or auto."
         )
-
-
-def gpu_share(at_once: int, gpus: int) -> float:
-    """Return the part of a GPU for each of ``at_once`` runs or clients.
-
-    The runs or clients share all GPUs evenly.
-    """
-    on_each = -(-at_once // gpus)  # rounded up
-    return 1 / max(1, on_each)
 
 
 def on_device(model: nn.Module, config: Config) -> nn.Module:
@@ -164,10 +154,8 @@ def model_and_warnings(config: Config) -> tuple[nn.Module, list[str]]:
     # freeze the layers outside train-only.
     kept = force_eval_as_built(model)
     if kept:
-        warnings.append(
-            f"model {config.model!r}: {kept} frozen-bn has no effect on them."
-        )
-    train_only(model, split(config.train_only), config.frozen_bn)
+        warnings.append(f"model {config.model!r}: {kept}")
+    train_only(model, split(config.train_only))
     unlike = unlike_in_tests(model)
     if unlike:
         warnings.append(f"model {config.model!r}: {unlike}")
@@ -215,7 +203,7 @@ def initialise(model: nn.Module, config: Config) -> InitReport | None:
     # do not need.
     from fedbn_flwr.lab.models import load_initial
 
-    return load_initial(model, config.init, config.model, data_of(config).shape[0])
+    return load_initial(model, config.init)
 
 
 def local_training(config: Config) -> LocalTraining:
@@ -250,7 +238,6 @@ def make_strategy(config: Config, model: nn.Module, num_nodes: int) -> Strategy:
         settings["loss_key"] = VALIDATION_LOSS
     strategy = method.strategy(
         fraction_train=config.fraction_train,
-        fraction_evaluate=config.fraction_evaluate,
         min_train_nodes=1,
         min_evaluate_nodes=1,
         # ``serve`` waits for all nodes at the start. A later round does not wait for

@@ -258,12 +258,6 @@ REPORT_DATA = Key(
     "node config",
     "client",
 )
-DATA_CLASSES = Key(
-    "data-classes",
-    "str, comma list: classes of the node's own data",
-    "node config",
-    "client",
-)
 ALLOW_PATHS = Key(
     "allow-paths",
     "str, comma list: folders whose paths a run may name",
@@ -284,7 +278,6 @@ NODE_KEYS = (
     STATE_DIR,
     DATA_PATH,
     REPORT_DATA,
-    DATA_CLASSES,
     ALLOW_PATHS,
     ALLOW_MODULES,
 )

@@ -34,7 +34,7 @@ with $p_i$, as in FedAvg. BN's integer counters take the maximum.
 
 The paper has no BatchNorm. The paper includes $\eta$ in $x - y_i$ and not in $\tau_i$;
 the result is the same, and here a schedule within a round also counts. A proximal term
-(`client-hooks=fedprox`) does not change $a_i$ here. Server momentum and variance
+does not change $a_i$ here. Server momentum and variance
 reduction of the paper's experiments are left out.
 
 ## Law

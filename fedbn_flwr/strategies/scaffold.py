@@ -48,7 +48,7 @@ late, the client restores its previous $c_i$ when the server next calls it, so t
 remains the mean of the $c_i$. $N$ is the number of clients with data so far, including
 rounds that were not used, and $c$ is scaled when $N$ grows. In two cases $c$ is not the
 mean. A client that has lost $c_i$ starts with zero, and the log names it. A node without
-a partition id does not restore $c_i$. Each run of a `series` starts with all variates at
+a partition id does not restore $c_i$. Each run starts with all variates at
 zero.
 
 ## Law

@@ -13,8 +13,6 @@ import yaml
 from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.doctor import diagnose_run
 from fedbn_flwr.lab.files import read_metrics
-from fedbn_flwr.lab.finished_runs.export import export
-from fedbn_flwr.lab.finished_runs.saved_model import Choice
 from fedbn_flwr.lab.runs.run import run
 from fedbn_flwr.training.metrics import confusion
 
@@ -38,7 +36,7 @@ def test_the_guide(
 ) -> None:
     """Four methods learn, and our Dice equals MONAI's.
 
-    ``init``, the doctor and ``export`` accept the runs.
+    ``init`` and the doctor accept the runs.
     """
     from apps.volumes.make import make
     from apps.volumes.measure import measured, predictions
@@ -62,10 +60,7 @@ def test_the_guide(
         "GiB at most", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     )
 
-    export(
-        tmp_path / "fedbn", tmp_path / "site-2.pt2", "torch-export", Choice(client=2)
-    )
-    predicted, labels = predictions(tmp_path / "site-2.pt2", 2)
+    predicted, labels = predictions(tmp_path / "fedbn", 2)
     dice, hd95 = measured(predicted, labels)
     for at, theirs in enumerate(dice[:, 0].tolist()):
         logits = (

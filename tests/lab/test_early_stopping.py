@@ -20,7 +20,7 @@ from fedbn_flwr.client.personal_model import metadata
 from fedbn_flwr.errors import EngineError
 from fedbn_flwr.lab.config import CENTRALIZED, Config
 from fedbn_flwr.lab.early_stopping import EarlyStopping
-from fedbn_flwr.lab.finished_runs.export import export
+from fedbn_flwr.lab.finished_runs.saved_model import load_model
 from fedbn_flwr.lab.output.checkpoint import Checkpoint, Checkpoints
 from fedbn_flwr.lab.runs.run import run
 from tests.support.runs import lines_of, serve_nodes
@@ -148,7 +148,7 @@ def test_a_run_that_diverges_after_its_best_round_leaves_a_good_model(
     assert summary["best-validation"]["round"] == 4 < summary["diverged-at"]
     assert (summary["rounds"], summary["stopped-early"]) == (7, False)
     assert "diverged-at" not in metadata(out)
-    assert export(out, tmp_path / "model.safetensors", "torch").check.relative <= 1e-5
+    assert all(e.isfinite().all() for e in load_model(out).state_dict().values())
 
 
 def test_what_the_summary_says_of_the_method_is_of_the_best_round(

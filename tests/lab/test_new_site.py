@@ -26,8 +26,7 @@ from typer.testing import CliRunner
 from fedbn_flwr.errors import ConfigError, DataError, FedBNError, NormLayerError
 from fedbn_flwr.lab.cli import app
 from fedbn_flwr.lab.config import Config
-from fedbn_flwr.lab.export import run_torch_export
-from fedbn_flwr.lab.finished_runs.export import load_exported
+from fedbn_flwr.lab.finished_runs.saved_model import load_model
 from fedbn_flwr.lab.new_site import calibrate_run
 from fedbn_flwr.lab.runs.run import run
 
@@ -191,16 +190,11 @@ def test_the_written_model_gives_the_written_predictions(
 ) -> None:
     x = np.random.default_rng(5).normal(1, 3, (30, 4)).astype(np.float32)
     np.savez(tmp_path / "new.npz", x=x)
-    # The file of torch.export needs no part of this package, but it takes long.
-    format: Any = "torch-export" if task == "classification" else "torch"
     out = tmp_path / "out"
     dataset = f"npz:{tmp_path / 'new.npz'}"
-    calibrate_run(
-        tables[task], dataset, out, "all", format=format, with_predictions=True
-    )
-    load = run_torch_export if format == "torch-export" else load_exported
+    calibrate_run(tables[task], dataset, out, "all", with_predictions=True)
     with torch.no_grad():
-        outputs = load(next(out.glob("model.*")))(torch.tensor(x))
+        outputs = load_model(out / "model.safetensors")(torch.tensor(x))
     with (out / "predictions.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert [row["row"] for row in rows] == [str(at) for at in range(30)]
@@ -266,7 +260,6 @@ def test_bad_input_is_refused_before_any_file_is_written(
     cases: list[tuple[type[FedBNError], str, Path, str, dict[str, Any]]] = [
         (ConfigError, "way 'best'", scans, good, {"way": "best"}),
         (ConfigError, "class_moments.npz", scans, good, {"way": "matched"}),
-        (ConfigError, "format 'h5'", scans, good, {"format": "h5"}),
         (ConfigError, "num-clients", scans, good, {"settings": {"num-clients": 2}}),
         (ConfigError, "client=9", scans, good, {"client": 9}),
         (ConfigError, "digitz", scans, "digitz", {}),

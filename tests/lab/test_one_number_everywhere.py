@@ -142,7 +142,7 @@ def check(seed: int, out: Path) -> None:
         # the page: the answer, and the table of the sites
         output_of("report", str(folder))
         text = text_of(folder / "report.html")
-        mean = re.search(rf"(?:Mean t|T|t)est {metric}[^|]*\| (\S+)", text)
+        mean = re.search(rf"(?:Mean t|T)est {metric}[^:|]*: (\S+?)\.?[ |]", text)
         if defined:
             assert mean, text[:900]
             assert mean[1] == shown(main, metric)

@@ -13,11 +13,10 @@ import torch
 from flwr.app import Context, RecordDict
 from torch import nn
 
-from fedbn_flwr.errors import ConfigError, DataError, EngineError
+from fedbn_flwr.errors import ConfigError, DataError
 from fedbn_flwr.lab.config import Config, data_of
 from fedbn_flwr.lab.config.fields import config_fields
 from fedbn_flwr.lab.partitioned.partitioned_data import partitioned_data
-from fedbn_flwr.lab.runs import simulation
 from fedbn_flwr.lab.runs.check_start import checked_config
 from fedbn_flwr.lab.runs.node import client_fn
 from fedbn_flwr.lab.runs.run import run
@@ -42,44 +41,6 @@ def context(config: Config, partition_id: int = 1, **node_config: Any) -> Contex
         else {"partition-id": partition_id, "num-partitions": 3}
     )
     return Context(1, 7, own, RecordDict(), config.to_mapping())
-
-
-@pytest.mark.parametrize(
-    ("settings", "share"),
-    [
-        ({}, 1 / 4),  # 8 cores, 2 GPUs: 8 of 20 clients in parallel, 4 on a GPU
-        ({"num-clients": 3}, 1 / 2),
-        ({"torch-threads": 8}, 1),
-        # all in parallel
-        ({"strategy": "fedtan", "fedtan-transport": "channel"}, 1 / 10),
-        ({"device": "cpu"}, None),
-    ],
-)
-def test_the_clients_of_a_simulation_get_gpus(
-    tmp_path: Path, monkeypatch, settings, share: float | None
-) -> None:
-    """Ray hides the GPUs from an actor that does not request them."""
-    asked: dict[str, Any] = {}
-
-    def flower_run(app: Path, *, federation_config: dict[str, Any], **_: Any) -> None:
-        asked.update(federation_config)
-        (tmp_path / "summary.json").write_text("{}")
-
-    monkeypatch.setattr(simulation, "flower_run", flower_run)
-    monkeypatch.setattr(simulation, "num_cores", lambda: 8)
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
-    # the summary above is empty
-    with pytest.raises(EngineError, match="the run wrote no"):
-        simulation.simulate(Config.make({"num-clients": 20, **settings}), tmp_path)
-    assert asked.get("client-resources-num-gpus") == share
-    with pytest.raises(
-        ConfigError,
-        match=r"device=cuda:1 names a GPU, but Ray chooses the GPUs. Set device=cuda or auto",
-    ):
-        simulation.simulate(
-            Config.make({"num-clients": 2, "device": "cuda:1"}), tmp_path
-        )
 
 
 def test_clients_of_a_process_share_one_copy_of_the_images(quick_config) -> None:
@@ -209,7 +170,6 @@ def test_every_parameter_reaches_the_strategy(name: str, quick_config) -> None:
     shared |= {
         **changed,
         "fraction-train": 0.5,
-        "fraction-evaluate": 0.25,
         "local-epochs": 0,
     }
     config, _ = Config.make_of_shared(shared, own)
@@ -217,9 +177,8 @@ def test_every_parameter_reaches_the_strategy(name: str, quick_config) -> None:
     assert type(strategy) is STRATEGIES[name]
     assert (
         strategy.fraction_train,
-        strategy.fraction_evaluate,
         strategy.min_available_nodes,
-    ) == (0.5, 0.25, 2)
+    ) == (0.5, 2)
     assert strategy.parts is not None
     assert list(strategy.parts.names) == list(make_model(config).state_dict())
     refused = set()

@@ -20,7 +20,6 @@ from fedbn_flwr.errors import NothingTrainedError, StateError
 from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.output.folder import read_metrics
 from fedbn_flwr.lab.runs.run import run as run_config
-from fedbn_flwr.strategies import STRATEGIES
 from tests.reference.federation import RATE
 from tests.reference.networks import network
 
@@ -32,18 +31,12 @@ KEYS = {
 
 def config_of(case: Any, settings: dict[str, Any], module: str) -> Config:
     """Return the config of a case."""
-    main, *others = case.methods or ("fedavg",)
-    roles: dict[str, list[str]] = {}
-    for name in others:
-        roles.setdefault(STRATEGIES[name].method.role, []).append(name)
+    (main,) = case.methods or ("fedavg",)
     tests = ["personal-own"]
     if not case.has("standalone"):
         tests.append("averaged-bn" if case.eval_on == "averaged-bn" else "global")
     values: dict[str, Any] = {
         "strategy": main,
-        "local-part": "".join(roles.get("local-part", [])),
-        "client-hooks": ",".join(roles.get("client-hooks", [])),
-        "server-step": "".join(roles.get("server-step", [])),
         "dataset": f"{module}:examples",
         "model": f"{module}:model",
         "num-clients": len(case.sizes),

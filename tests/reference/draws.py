@@ -288,7 +288,7 @@ def _way(one: Callable[..., Any], values: dict[str, Any]) -> dict[str, Any]:
     has, rare = {*values["methods"]}, one(*range(10))
     if rare == 9:
         return {"engine": "workers"}
-    if rare == 8 and not has & {"fedwon"}:
+    if rare == 8 and len(has) < 2 and not has & {"fedwon"}:
         changed = {"way": "command", "hidden": (), "faults": (), "again": ""}
         changed["transport"] = "messages"
         if values["model"] == "wsconv":

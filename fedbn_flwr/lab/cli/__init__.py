@@ -1,7 +1,6 @@
 """The command line.
 
-``fedbn-flwr run | sweep | advise | report | doctor | list | inspect | partition | check-node | evaluate | calibrate |
-export``
+``fedbn-flwr run | sweep | report | doctor | list | partition | evaluate | calibrate``
 """
 
 from __future__ import annotations
@@ -13,10 +12,8 @@ import sys
 # imports.
 from fedbn_flwr.lab.cli import (  # noqa: F401
     before,
-    node_command,
     run_command,
     sweep_command,
-    advise_command,
     report_command,
     finished,
 )

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from inspect import unwrap
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, get_type_hints
+from typing import Annotated, Any, TypeVar, get_type_hints
 
 import typer
 from rich.console import Console
@@ -150,9 +150,6 @@ StateFolder = Annotated[
     Path | None, typer.Option(help="State folder of this site; selects its own model.")
 ]
 """Arguments of several commands."""
-
-EngineChoice = Literal["in-process", "simulation"]
-"""The engines: a copy of ``runs.run.Engine`` that avoids its import."""
 
 
 def say(text: object = "", style: str | None = None, on: Console = console) -> None:

@@ -1,4 +1,4 @@
-"""``fedbn-flwr evaluate``, ``calibrate`` and ``export``: the model of a run, later."""
+"""``fedbn-flwr evaluate`` and ``calibrate``: the model of a run, later."""
 
 from __future__ import annotations
 
@@ -67,12 +67,12 @@ def evaluate(
         refuse_no_run(run)
         if against is not None:
             refuse_no_run(against)
+    from fedbn_flwr.lab.answer import of_mean
     from fedbn_flwr.lab.cli.site_table import print_sites
     from fedbn_flwr.lab.config import data_of
     from fedbn_flwr.lab.finished_runs.evaluate import evaluate_run
     from fedbn_flwr.lab.finished_runs.saved_model import run_config
-    from fedbn_flwr.lab.finished_runs.sites import LEVEL, sites_of_run
-    from fedbn_flwr.lab.references import other_training
+    from fedbn_flwr.lab.output.intervals import sites_of_run
 
     with exit_codes():
         if dataset is None:
@@ -87,16 +87,11 @@ def evaluate(
             given = ", ".join(name for name, value in of_data.items() if value)
             if given:
                 raise ConfigError(f"{given} needs --dataset, the data to evaluate on.")
-            sites = sites_of_run(run, against, again=True)
-            print_sites(sites, data_of(run_config(run)).task.score)
-            differs = against and other_training(run_config(run), run_config(against))
-            if differs:
-                say(f"The training of {against} had other settings: {differs}.")
-            say(
-                f"low and high are the ends of {LEVEL:.0%} intervals over the groups"
-                " of a site. Each interval is of one site alone. The report's intervals"
-                " are wider, because they are corrected for comparing all sites."
-            )
+            found = sites_of_run(run, against)
+            metric = data_of(run_config(run)).task.score
+            print_sites(found.rows, metric)
+            say(of_mean(found, metric, against))
+            say("Each interval of the table is of one site alone.")
         elif against:
             raise ConfigError(
                 "--against compares two runs on their own test examples. Remove"
@@ -155,10 +150,6 @@ def calibrate(
             )
         ),
     ] = None,
-    format: Annotated[
-        Literal["torch", "torch-export", "onnx"],
-        typer.Option(help="Format of the model."),
-    ] = "torch",
     predictions: Annotated[
         bool, typer.Option("--predictions", help="Write predictions.csv.")
     ] = False,
@@ -182,7 +173,6 @@ def calibrate(
             way,
             settings=settings,
             client=client,
-            format=format,
             with_predictions=predictions,
         )
         found = done.calibration
@@ -193,54 +183,8 @@ def calibrate(
         say(f"trusted: {answer}. {found.warning or CAUTION}")
         metric = done.metric
         for name, test in done.tests.items():
-            low, high = shown(test.low, metric), shown(test.high, metric)
+            low, high = (shown(end, metric) for end in test.ends())
             ends = test.why or f"95 % interval {low} to {high}"
             value = shown(test.value, metric) + " %" * in_percent(metric)
             say(f"from labels, {name} the calibration: {metric} {value} ({ends})")
         say(f"page: {(out / 'calibration.html').absolute()}")
-
-
-@app.add(
-    AFTERWARDS,
-    "export runs/fedbn --client 2 --format onnx --out runs/model.onnx",
-)
-def export(
-    run: Annotated[
-        Path,
-        typer.Argument(
-            help=(
-                "Folder of the run; its config.yaml and model suffice on a remote site."
-            )
-        ),
-    ],
-    format: Annotated[
-        Literal["torch", "torch-export", "onnx"],
-        typer.Option(help="Format of the file."),
-    ],
-    out: Annotated[
-        Path, typer.Option(help="File to write, .safetensors, .pt2 or .onnx.")
-    ],
-    client: Annotated[
-        int | None,
-        typer.Option(
-            help="Client whose own model to export. Default: the global model."
-        ),
-    ] = None,
-    bn: Annotated[
-        Literal["averaged"] | None,
-        typer.Option(help="Use the average of the clients' local BN."),
-    ] = None,
-    state_dir: StateFolder = None,
-) -> None:
-    """Write a model of a run as one file, checked against the evaluated model."""
-    with exit_codes():
-        refuse_no_run(run)
-    from fedbn_flwr.lab.finished_runs.export import export as write
-    from fedbn_flwr.lab.finished_runs.saved_model import Choice
-
-    with exit_codes():
-        choice = Choice(client, bn is not None, state_dir)
-        done = write(run, out, format, choice)
-        say(f"model: {done.what}")
-        say(f"check: {done.check}")
-        say(f"file: {done.file.absolute()}")

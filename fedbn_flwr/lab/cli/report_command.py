@@ -39,13 +39,6 @@ def report(
         Path | None,
         typer.Option(help="File to write. Default: report.html in the folder."),
     ] = None,
-    against: Annotated[
-        list[Path] | None,
-        typer.Option(
-            help="Finished run to compare with; repeatable. Default: the runs in the"
-            " same parent folder with the same data, split, seed and test."
-        ),
-    ] = None,
     watch: Annotated[
         bool,
         typer.Option(
@@ -76,7 +69,7 @@ def report(
                 time.sleep(_RELOAD)
         with extra("The doctor", f"To see it again: fedbn-flwr doctor {folder}"):
             examine(folder)
-        write_report(folder, out, against or ())
+        write_report(folder, out)
         say(f"report: {target.absolute()}")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Mapping
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,7 +16,6 @@ from fedbn_flwr.errors import ConfigError, DivergedError
 from fedbn_flwr.lab.cli.console import (
     TRAIN,
     ConfigFile,
-    EngineChoice,
     Overrides,
     app,
     exit_codes,
@@ -31,26 +31,14 @@ from fedbn_flwr.lab.cli.console import (
 def run(
     config: ConfigFile = None,
     set_: Overrides = None,
-    engine: Annotated[
-        EngineChoice, typer.Option(help="Engine that runs the clients.")
-    ] = "in-process",
     workers: Annotated[
         int | None,
         typer.Option(
             min=0,
             help=(
-                "Worker processes of the engine in-process; 0 uses none. Default:"
+                "Worker processes; 0 uses none. Default:"
                 " one per core, if they save time."
             ),
-        ),
-    ] = None,
-    ray_address: Annotated[
-        str | None,
-        typer.Option(
-            help=(
-                "HOST:PORT of a Ray cluster for the engine simulation. The clients"
-                " run on all its machines."
-            )
         ),
     ] = None,
     out: Annotated[
@@ -84,38 +72,23 @@ def run(
         # Quiet Flower after the import above, because that import loads Flower, and
         # Flower sets its log level when it is loaded.
         quiet_flower()
-        default = f"runs/{datetime.now():%Y%m%d-%H%M%S}-{settings.title}"
+        default = f"runs/{datetime.now():%Y%m%d-%H%M%S}-{settings.strategy}"
         folder = out or Path(settings.out or default)
-        if workers is not None and engine != "in-process":
-            raise ConfigError(
-                f"--workers={workers} is only for --engine in-process. Ray manages its"
-                " own workers."
-            )
-        if ray_address is not None and engine != "simulation":
-            raise ConfigError(
-                f"--ray-address={ray_address} needs --engine simulation: only that engine"
-                " uses Ray."
-            )
-
         checked = preflight(settings, folder)
         report_own_data(checked.config)
 
         # After Ctrl-C, the user resumes the run by a command with these options.
         options = ""
-        if engine != "in-process":
-            options += f" --engine {engine}"
         if workers is not None:
             options += f" --workers {workers}"
-        if ray_address is not None:
-            options += f" --ray-address {ray_address}"
 
         rounds, score = settings.num_server_rounds, data_of(settings).task.score
         try:
             with (
                 interrupt(lambda: after_interrupt(folder, options)),
-                progress(rounds, settings.title, score) as advance,
+                progress(rounds, settings.strategy, score) as advance,
             ):
-                summary = start(checked, engine, advance, workers, ray_address)
+                summary = start(checked, advance, workers)
         except DivergedError:
             # The results are complete up to the round that diverged, so print them
             # before the error.
@@ -138,35 +111,28 @@ def _resumed(config: Path | None, out: Path | None) -> Path | None:
 
 
 def _print_results(summary: Mapping[str, Any], folder: Path) -> None:
-    """Print the table of sites and the answer, with the numbers of the report."""
-    from fedbn_flwr.lab.answer import ask_alone, facts_of
+    """Print the table of sites and their mean, with the numbers of the report."""
+    from fedbn_flwr.lab.answer import of_mean
     from fedbn_flwr.lab.cli.site_table import print_sites
-    from fedbn_flwr.lab.output.folder import FLOWER_LOG
-    from fedbn_flwr.lab.references import (
-        compare,
-        references_of,
-        site_rows,
-        with_alone,
-    )
+    from fedbn_flwr.lab.output.intervals import mismatch, sites_of_run
     from fedbn_flwr.lab.run_files import RunFiles
     from fedbn_flwr.training.tasks import quantity_of
 
-    if "sites" in summary:
-        print_sites(summary["sites"], quantity_of(summary["headline"]))
+    metric = quantity_of(summary["headline"])
+    run = RunFiles.read(folder)
+    if not run.has_model:
+        say(
+            f"No usable model: diverged in round {run.diverged_at}: {run.divergence}",
+            style="red",
+        )
+    elif "sites" in summary:
+        # a run with large predictions does not keep them
+        with suppress(ConfigError):
+            found = sites_of_run(folder)
+            print_sites(found.rows, metric)
+            say(of_mean(found, metric))
+    fault = mismatch(folder)
+    if fault and run.has_model:
+        say(f"warning: {fault}.", style="yellow")
     say(f"results: {folder.absolute()}")
-    log = folder.absolute() / FLOWER_LOG
-    if log.is_file():
-        say(f"log of Flower's simulation: {log}")
-
-    found = RunFiles.read(folder)
-    comparisons = []
-    for reference in references_of(found)[:1]:
-        sites, _ = site_rows(found, reference, again=False)
-        comparisons.append(compare(found, reference, sites))
-    say()
-    for fact in facts_of(found, found.sites(), list(filter(None, comparisons))):
-        say(f"{fact.about}: {fact.value} ({fact.more})")
-    command = ask_alone(found)
-    if command and not with_alone(filter(None, comparisons)):
-        say(f"Is it better than each site alone? {command}")
     say(f"next: fedbn-flwr report {shlex.quote(str(folder))}")

@@ -36,7 +36,8 @@ def sweep(
     study: Annotated[
         Path,
         typer.Argument(
-            help="YAML file: base, methods, splits, seeds, paper, target, tune."
+            help="YAML file: base, methods, splits, seeds, paper, target, tune, small;"
+            " or which-method, the study in the package."
         ),
     ],
     out: Annotated[
@@ -48,6 +49,9 @@ def sweep(
             "--set", help="KEY=VALUE that overrides the study's base; repeatable."
         ),
     ] = None,
+    small: Annotated[
+        bool, typer.Option("--small", help="Use the study's changes under small.")
+    ] = False,
     parallel: Annotated[
         int | None,
         typer.Option(
@@ -72,12 +76,16 @@ def sweep(
 
     The table has the mean and the deviation over the seeds.
     """
+    from fedbn_flwr.lab import studies
     from fedbn_flwr.lab.config import read_overrides
     from fedbn_flwr.lab.config.yaml_text import read_yaml
 
     # Read the file before the import of torch, so that an unreadable file is reported a
     # second earlier.
     with exit_codes():
+        shipped = Path(studies.__file__).parent / f"{study}.yaml"
+        if not study.exists() and shipped.is_file():
+            study = shipped
         read_yaml(study, "study")
         read_overrides(set_ or [])
     from fedbn_flwr.lab.studies.check_study import Selection, load_study
@@ -88,7 +96,7 @@ def sweep(
     with exit_codes():
         quiet_flower()
         # Select the runs, and choose the number of processes that is fastest.
-        grid = load_study(study, set_ or [])
+        grid = load_study(study, set_ or [], small)
         selection = Selection(method or (), split or (), seed or ())
         selection.check(grid)
         selected = [
@@ -134,12 +142,10 @@ def _show(table: pd.DataFrame, title: str) -> None:
         shown.add_row(*row)
     say(f"\n{title}", style="bold")
     say(shown)
-    if "p" in table:
-        say(
-            "p is the p value of the paired t test over the seeds. It does not cover"
-            " other test examples; the intervals of advise and of the report of a"
-            " single run do."
-        )
+    say(
+        "In brackets: 95 % intervals over the seeds, corrected for the pairs of methods."
+        " The report's also cover other test examples."
+    )
 
 
 _MINUTE = 60

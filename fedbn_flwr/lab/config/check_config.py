@@ -36,11 +36,9 @@ from fedbn_flwr.lab.config.values import (
     split,
 )
 from fedbn_flwr.lab.models import MODELS, model_info
-from fedbn_flwr.messages.protocol import SERIES_PATTERN
 from fedbn_flwr.privacy.protection_settings import DPSettings
 from fedbn_flwr.problems import Known, Problem, found_problems
 from fedbn_flwr.server.methods.check_protections import uncovered
-from fedbn_flwr.server.methods.method import ROLES
 from fedbn_flwr.server.methods.params import EVALUATIONS, TEST_BN, of_pydantic, unmet
 from fedbn_flwr.strategies import METHODS
 
@@ -154,21 +152,8 @@ def _unknown_key(key: str, keys: Collection[str]) -> Problem:
 
 
 def _wrong_names(config: Fields) -> Iterator[Problem]:
-    """Yield a problem for each unknown name, and for methods that are named twice."""
+    """Yield a problem for each unknown name."""
     yield from of_name("strategy", config.strategy, [*METHODS, CENTRALIZED])
-    for role in ROLES:
-        of_role = [name for name, method in METHODS.items() if method.role == role]
-        for name in split(getattr(config, role.replace("-", "_"))):
-            yield from of_name(role, name, of_role)
-    names = config.method_names
-    twice = sorted({name for name in names if names.count(name) > 1})
-    if twice:
-        yield Problem(
-            "method-named-twice",
-            f"{', '.join(twice)}: strategy, local-part, client-hooks and server-step name"
-            " this method twice; name it once",
-            "strategy",
-        )
     yield from of_name("norm", config.norm, allowed("norm"))
     # A name with a colon is own data, such as npz:PATH, and not a registered data set.
     if ":" not in config.dataset:
@@ -298,13 +283,12 @@ ROWS: Sequence[Problem] = (
 _OF_A_FEDERATION = (
     *(
         "fraction-train",
-        "fraction-evaluate",
         "min-replies",
         "round-timeout",
         "variance",
     ),
-    *("momentum-scope", "agc", "recalibrate", "class-moments", *ROLES),
-    *("state-dir", "series"),
+    *("momentum-scope", "agc", "recalibrate", "class-moments"),
+    "state-dir",
     *("layers", "personal", "fine-tune", "loop"),
 )
 
@@ -315,11 +299,10 @@ def check_rows(config: Fields) -> list[Problem]:
 
     # Conditions are about the keys of this run. If the name of a method is misspelt, its
     # keys are unknown.
-    names = config.method_names
-    misspelt = not {*PARAMS, CENTRALIZED}.issuperset(names)
+    misspelt = config.strategy not in {*PARAMS, CENTRALIZED}
     ours = {}
     for key, value in config.model_dump(by_alias=True).items():
-        if not USERS[key] or any(name in USERS[key] for name in names):
+        if not USERS[key] or config.strategy in USERS[key]:
             ours[key] = value
 
     reasons, defaults = {}, defaults_of(type(config))
@@ -377,13 +360,6 @@ def check_data_and_methods(config: Fields) -> list[Problem]:
 
 def _of_data(config: Fields, data: RunData) -> Iterator[Problem]:
     """Yield the problems of the data, their model, the task and the split."""
-    if config.series and not SERIES_PATTERN.fullmatch(config.series):
-        yield Problem(
-            "series-name",
-            f"series={config.series!r} must have 1 to 64 characters: letters, digits,"
-            " '.', '-' and '_', with no '.' at the beginning",
-            "series",
-        )
     # The checks below need the data set, the model and the augmentation.
     unreadable = [
         *of_reading("dataset", lambda: data.info),
@@ -393,7 +369,7 @@ def _of_data(config: Fields, data: RunData) -> Iterator[Problem]:
     if unreadable:
         yield from unreadable
         return
-    info, augment = data.info, data.augmentation
+    info = data.info
     yield from of_name("partition", data.split_name, allowed("partition"))
     yield from of_reading("task", lambda: _check_task(config, data))
 
@@ -414,18 +390,6 @@ def _of_data(config: Fields, data: RunData) -> Iterator[Problem]:
             f" dataset={config.dataset}",
             "num-classes",
         )
-
-    # torchvision's automatic augmentations move the pixels of an image but not its
-    # targets, so they do not fit classes of pixels.
-    augmentations = augment.each if augment and info.task.by_pixel else ()
-    for name in augmentations:
-        if name.endswith("-augment"):
-            yield Problem(
-                "augment-of-pixels",
-                f"augment={name} would move the image but not the classes of its pixels;"
-                f" leave {name} out",
-                "augment",
-            )
 
 
 def _check_task(config: Fields, data: RunData) -> None:
@@ -528,7 +492,6 @@ def _unused(config: Fields, data: RunData, method: MethodOfConfig) -> dict[str, 
     height = config.image_size if info.input_shape else data.shape[1]
     metrics = split(config.metrics)
     adapted = any(test.endswith(TEST_BN) for test in tests)
-    of_clients = any(test.startswith("personal") for test in tests)
     of_one_model = all(test.startswith(("global", "personal")) for test in tests)
     rows = (
         # the data
@@ -558,11 +521,6 @@ def _unused(config: Fields, data: RunData, method: MethodOfConfig) -> dict[str, 
         ),
         # the tests
         (
-            "fraction-evaluate",
-            not of_clients,
-            "no test of eval-on is done by clients",
-        ),
-        (
             "test-bn",
             not data.held_out and not adapted,
             "it is for tests of eval-on that end in -test-bn, and for held-out-clients",
@@ -570,7 +528,7 @@ def _unused(config: Fields, data: RunData, method: MethodOfConfig) -> dict[str, 
         (
             "held-out-clients",
             data.held_out and method.shares_nothing,
-            f"{config.title} shares no model",
+            f"{config.strategy} shares no model",
         ),
         (
             "eval-on",
@@ -582,7 +540,7 @@ def _unused(config: Fields, data: RunData, method: MethodOfConfig) -> dict[str, 
         (
             "lr-decay-at",
             "freeze" in split(config.lr_decay_at) and not method.freezes_bn,
-            f"freeze is for fixbn and fedtan2, and {config.title} never freezes BN",
+            f"freeze is for fixbn and fedtan2, and {config.strategy} never freezes BN",
         ),
     )
     unused = {key: reason for key, met, reason in rows if met}

@@ -25,7 +25,6 @@ from pydantic import (
 from pydantic.fields import FieldInfo
 
 from fedbn_flwr.errors import ConfigError
-from fedbn_flwr.lab.config.values import split
 from fedbn_flwr.privacy.protection_settings import DPSettings
 from fedbn_flwr.server.methods.params import (
     SET,
@@ -74,6 +73,10 @@ PARAMS: Mapping[str, type[Params]] = {
 """The settings of each method, in the order of the registry."""
 
 
+_NO_KEYS = ("beta_1", "beta_2")
+"""Settings that only Python sets."""
+
+
 @functools.cache  # called in every check of a config, for every method
 def config_fields(kind: type[Settings]) -> dict[str, str]:
     """Return the name of each setting that is a config key, by the config's field.
@@ -83,7 +86,7 @@ def config_fields(kind: type[Settings]) -> dict[str, str]:
     fields = {}
     for name, field in kind.model_fields.items():
         extra = extra_of(field)
-        if extra.get("group"):
+        if extra.get("group") and name not in _NO_KEYS:
             # A setting declares ``key`` if its config key has another name than the
             # setting.
             field_of_key = str(extra["key"]).replace("-", "_")
@@ -183,22 +186,11 @@ class Group(BaseModel):
 
 
 class MethodKeys(Group):
-    """The keys that select the method and combine it with other methods."""
+    """The key that selects the method."""
 
     group = "method"
 
     strategy: str = key("fedavg", "method; `fedbn-flwr list strategies`")
-    local_part: str = key(
-        "",
-        "method that sets the local parts of a combination; empty selects the strategy",
-    )
-    client_hooks: str = key(
-        "", "comma list of methods whose local training is added to the strategy"
-    )
-    server_step: str = key(
-        "",
-        "method that sets the server step of a combination; empty selects the strategy",
-    )
 
 
 class Data(Group):
@@ -246,9 +238,8 @@ class Data(Group):
     )
     augment: str = key(
         "",
-        "comma list of `cropN` (pad N, crop back), `flip`, `resized-crop`,"
-        " `color-jitter`, `auto-augment`, `rand-augment`, `trivial-augment`; empty"
-        " disables augmentation",
+        "comma list of `cropN` (pad N, crop back) and `flip`; empty disables"
+        " augmentation",
     )
 
 
@@ -320,21 +311,13 @@ class Model(Group):
     )
     init: str = key(
         "",
-        "initial weights, loaded by name and shape: an absolute path of a .safetensors,"
-        " .pt or .pth file, or torchvision, torchvision:NAME, timm or smp (published"
-        " weights, downloaded). Only the server reads them",
+        "initial weights, loaded by name and shape: the absolute path of a .safetensors,"
+        " .pt or .pth file. Only the server reads it",
     )
     train_only: str = key(
         "",
         "comma list of paths of modules (`layer4,fc`): only their parameters train, the"
         " others are frozen; empty trains all",
-    )
-    frozen_bn: Literal["eval", "train"] = key(
-        "eval",
-        "BatchNorm outside train-only: eval normalises with its running statistics and"
-        " keeps them; train normalises with the batch statistics, and the method updates"
-        " the running statistics",
-        {"train-only": SET, "norm": ("batch",)},
     )
     bn_momentum: float = key(
         0.1,
@@ -435,9 +418,6 @@ class Tests(Group):
 
     group = "tests"
 
-    fraction_evaluate: float = key(
-        1.0, "share of the clients that evaluate", gt=0, le=1
-    )
     metrics: str = key(
         "",
         "comma list of metrics of every test, in addition to the metric of the task."
@@ -482,11 +462,6 @@ class Files(Group):
         " `out` selects OUT/checkpoint/clients (set by `fedbn-flwr run`); empty keeps"
         " the state in memory. A node's own `state-dir` takes precedence",
     )
-    series: str = key(
-        "",
-        "experiment id: runs with the same id continue with the local state of the"
-        " clients; empty limits this state to the run",
-    )
     resume: bool = key(
         False,
         "continue from the last checkpoint in `out`; start a run if the folder is empty",
@@ -528,25 +503,6 @@ class Fields(
         allow_inf_nan=False,
         coerce_numbers_to_str=True,  # YAML and --set read the text 5 as a number
     )
-
-    @property
-    def method_names(self) -> list[str]:
-        """The strategy and the methods that are added to it."""
-        return [
-            self.strategy,
-            *split(self.local_part),
-            *split(self.client_hooks),
-            *split(self.server_step),
-        ]
-
-    @property
-    def title(self) -> str:
-        """The names of the methods, joined by "+"."""
-        names = [name for name in self.method_names if name != "fedavg"]
-        # Sort the names in the order of the registry. Unknown names come last; another
-        # check refuses them later.
-        order = [*PARAMS, *names]
-        return "+".join(sorted(names, key=order.index)) or "fedavg"
 
     @property
     def protected(self) -> bool:

@@ -19,12 +19,12 @@ from fedbn_flwr.batchnorm.parts import (
     split_state,
 )
 from fedbn_flwr.lab.config.fields import OWN_DEFAULTS, Fields, config_fields
-from fedbn_flwr.lab.config.values import CENTRALIZED, number, read_decays, split
+from fedbn_flwr.lab.config.values import number, read_decays, split
 from fedbn_flwr.privacy.protection_settings import DPSettings
 from fedbn_flwr.problems import Known, Problem
 from fedbn_flwr.server.methods.params import Params, tests_in
 from fedbn_flwr.server.methods.together import Methods
-from fedbn_flwr.strategies import STRATEGIES, StrategyClass, combined
+from fedbn_flwr.strategies import STRATEGIES, FedAvg, StrategyClass
 from fedbn_flwr.training.schedule import LearningRate
 from fedbn_flwr.training.settings import round_of
 
@@ -49,13 +49,8 @@ class MethodOfConfig:
 
     @cached_property
     def strategy(self) -> StrategyClass:
-        """The class of the strategy, with the methods that are added to it.
-
-        Raises:
-            ConfigError: two of the methods cannot be combined.
-        """
-        names = self.config.method_names
-        return combined(*(STRATEGIES[name] for name in names if name != CENTRALIZED))
+        """The class of the strategy."""
+        return STRATEGIES.get(self.config.strategy, FedAvg)
 
     @cached_property
     def params(self) -> Params:

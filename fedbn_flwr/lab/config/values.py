@@ -21,6 +21,12 @@ from fedbn_flwr.problems import Problem, tell
 RENAMED = {"fedtan-exchange": "fedtan-transport"}
 """Old to new names of keys; YAML and ``--set`` may still use the old name."""
 
+DROPPED = {
+    **dict.fromkeys(("local-part", "client-hooks", "server-step", "series"), ""),
+    **{"frozen-bn": "eval", "fraction-evaluate": 1.0, "beta-1": 0.9, "beta-2": 0.99},
+}
+"""Former keys, which configs of older runs have. At this value they change nothing."""
+
 logger = logging.getLogger("flwr")
 
 
@@ -66,6 +72,7 @@ def new_names(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]
     warning.
     """
     twice = []
+    values = {k: v for k, v in values.items() if k not in DROPPED or v != DROPPED[k]}
     for old, new in RENAMED.items():
         if old not in values:
             continue

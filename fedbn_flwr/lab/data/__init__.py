@@ -21,7 +21,6 @@ Data of a user:
 
 - ``forms``: a folder, an npz file or a function of the user, ``dataset=KIND:PATH``;
   and image files of any data set.
-- ``local_dataset``: files of one node, its ``data-path``, instead of its partition.
 
 The split of the examples over the clients. To add a split, write a function of a
 ``PartitionRequest``, and add an entry to ``partitioning``:
@@ -49,7 +48,6 @@ from fedbn_flwr.lab.data.forms.request import (
     is_own,
 )
 from fedbn_flwr.lab.data.loading import load_dataset
-from fedbn_flwr.lab.data.local_dataset import load_local_dataset
 from fedbn_flwr.lab.data.partitioning import (
     PARTITIONS,
     PartitionInfo,
@@ -89,7 +87,6 @@ __all__ = [
     "Subset",
     "is_own",
     "load_dataset",
-    "load_local_dataset",
     "make_partition",
     "own_data",
     "own_info",

@@ -2,35 +2,21 @@
 
 Crops with padding and flips work on the batch, on uint8 pixels before normalisation. As
 in torchvision's ``RandomCrop(size, padding=N)`` and then ``RandomHorizontalFlip()``, the
-padding has pixel value 0 (black). The other changes are torchvision's own transforms
-(``torchvision.transforms.v2``). They act before crops and flips, on one image at a time,
-with a seed for each image.
+padding has pixel value 0 (black). Other transforms are part of a data set that a
+function of the user returns.
 """
 
 from __future__ import annotations
 
-import functools
 import re
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from fedbn_flwr.errors import ConfigError
-
-RESIZED_CROP = "resized-crop"
-"""A random part of the image as stored, 8 to 100 % of its area, resized: torchvision's
-``RandomResizedCrop``.
-"""
-
-EACH = (RESIZED_CROP, "color-jitter", "auto-augment", "rand-augment", "trivial-augment")
-"""Names of torchvision's transforms, in the order in which they act."""
-
-# The transforms that also move the classes of pixels.
-_GEOMETRIC = (RESIZED_CROP,)
 
 
 class Draw(NamedTuple):
@@ -39,12 +25,10 @@ class Draw(NamedTuple):
     A field is None if the augmentation does not use these draws.
 
     Attributes:
-        seeds: a seed for the transforms of each image, (B,).
         offsets: rows and columns of the crops, (2, B).
         flips: whether each image is mirrored, (B,).
     """
 
-    seeds: Tensor | None
     offsets: Tensor | None
     flips: Tensor | None
 
@@ -57,20 +41,17 @@ class Augment:
         crop: pixels of zero padding on each side, before a crop to the image's size;
             with 0, images are not cropped.
         flip: mirror left and right with probability 1/2.
-        each: names of ``EACH``, transforms of single images.
     """
 
     crop: int = 0
     flip: bool = False
-    each: tuple[str, ...] = ()
 
     @classmethod
     def parse(cls, text: str) -> Augment:
         """Return the augmentation that a text of ``augment`` describes.
 
-        The text is not empty. It is a comma list of ``cropN`` (N >= 1 pixels), ``flip``
-        and names of ``EACH``. The order in the list does not matter: transforms of
-        single images come first, then crops, then flips.
+        The text is not empty. It is a comma list of ``cropN`` (N >= 1 pixels) and
+        ``flip``, in any order: crops come first.
 
         Raises:
             ConfigError: an entry is unknown, occurs twice, or crops by 0.
@@ -81,18 +62,18 @@ class Augment:
         ]
         # Only the first crop counts as known, so a second crop of another size is
         # refused as unknown.
-        known = ("flip", *EACH, *crops[:1])
+        known = ("flip", *crops[:1])
         for entry in entries:
             if entry not in known or entries.count(entry) > 1:
                 raise ConfigError(
                     f"augment={text!r}: {entry!r} is unknown or occurs twice. Use a"
                     " comma list with at most one each of cropN (zero padding of N"
-                    f" >= 1 pixels, then a random crop), flip, {', '.join(EACH)}, e.g."
-                    " 'crop4,flip', or '' for no augmentation."
+                    " >= 1 pixels, then a random crop) and flip, e.g. 'crop4,flip', or '' for no"
+                    " augmentation. A data set of your own function may have any other"
+                    " transform."
                 )
         crop = int(crops[0].removeprefix("crop")) if crops else 0
-        each = tuple(name for name in EACH if name in entries)
-        return cls(crop, "flip" in entries, each)
+        return cls(crop, "flip" in entries)
 
     def __call__(self, inputs: Tensor, generator: torch.Generator) -> Tensor:
         """Return the augmented copy of ``inputs``.
@@ -108,7 +89,7 @@ class Augment:
         self.check(*inputs.shape[2:])
         labels = torch.zeros(len(inputs), dtype=torch.int64, device=inputs.device)
         draw = self.draw(len(inputs), generator)
-        return self.apply(*self.apply_each(inputs, labels, draw), draw)[0]
+        return self.apply(inputs, labels, draw)[0]
 
     def check(self, height: int, width: int) -> None:
         """Raise ConfigError if a crop could miss an image of this size."""
@@ -124,39 +105,16 @@ class Augment:
         Args:
             count: images of the batch, B.
             generator: a CPU generator, so that every device gets the same draws. In
-                this order: a seed for each image, if ``each`` is not empty; offsets of
-                the crops, (2, B) integers in [0, 2 * crop], rows then columns; B flips.
+                this order: offsets of the crops, (2, B) integers in [0, 2 * crop], rows
+                then columns; B flips.
         """
-        # Draw numbers only for the transforms of this run. Its draws then stay equal if
-        # the package gets new transforms.
-        seeds = offsets = flips = None
-        if self.each:
-            seeds = torch.randint(2**62, (count,), generator=generator)
+        offsets = flips = None
         if self.crop:
             most = 2 * self.crop
             offsets = torch.randint(0, most + 1, (2, count), generator=generator)
         if self.flip:
             flips = torch.rand(count, generator=generator) < 0.5
-        return Draw(seeds, offsets, flips)
-
-    def apply_each(
-        self, inputs: Tensor, targets: Tensor, draw: Draw
-    ) -> tuple[Tensor, Tensor]:
-        """Return images (uint8 (B, C, H, W)) and targets after the transforms ``each``."""
-        if draw.seeds is None:
-            return inputs, targets
-        by_pixel = targets.ndim == 3
-        size = (inputs.shape[2], inputs.shape[3])
-        images, masks = list[Tensor](), list[Tensor]()
-        for at, seed in enumerate(draw.seeds.tolist()):
-            given = targets[at] if by_pixel else None
-            image, mask = transform_image(inputs[at], given, self.each, size, seed)
-            images.append(image)
-            if mask is not None:
-                masks.append(mask)
-        if by_pixel:
-            targets = torch.stack(masks)
-        return torch.stack(images), targets
+        return Draw(offsets, flips)
 
     def apply(
         self, inputs: Tensor, targets: Tensor, draw: Draw
@@ -182,60 +140,6 @@ class Augment:
             flips = draw.flips.to(inputs.device).view(-1, 1, 1, 1)
             inputs = torch.where(flips, inputs.flip(3), inputs)
         return inputs
-
-
-def transform_image(
-    image: Tensor,
-    mask: Tensor | None,
-    each: Sequence[str],
-    size: tuple[int, int],
-    seed: int,
-) -> tuple[Tensor, Tensor | None]:
-    """Return one image and its classes of pixels after the transforms.
-
-    Args:
-        image: uint8 (C, H, W); for ``RESIZED_CROP`` it may have any size.
-        mask: the classes of its pixels, uint8 (H, W), or None.
-        each: names of ``EACH``.
-        size: (height, width) of the result of ``RESIZED_CROP``.
-        seed: seed of torchvision's draws; torch's default generator does not change.
-    """
-    # Import here, because torchvision takes longer to import than torch, and few runs
-    # need it.
-    from torchvision import tv_tensors
-
-    # torchvision's transforms draw only from torch's default generator. Seed this
-    # generator, and restore its state afterwards.
-    state = torch.default_generator.get_state()
-    torch.default_generator.manual_seed(seed)
-    try:
-        for name in each:
-            transform = _transform(name, size)
-            if mask is None or name not in _GEOMETRIC:
-                image = transform(image)
-                continue
-            # Given these types, torchvision moves the mask like the image, and each
-            # pixel of the mask gets the class of the nearest pixel.
-            pair = tv_tensors.Image(image), tv_tensors.Mask(mask[None])
-            image, mask = (part.as_subclass(Tensor) for part in transform(*pair))
-            mask = mask[0]
-    finally:
-        torch.default_generator.set_state(state)
-    return image, mask
-
-
-@functools.cache
-def _transform(name: str, size: tuple[int, int]) -> Callable[..., Any]:
-    from torchvision.transforms import v2
-
-    made: Callable[..., Any] = {
-        RESIZED_CROP: lambda: v2.RandomResizedCrop(size, antialias=True),
-        "color-jitter": lambda: v2.ColorJitter(0.4, 0.4, 0.4),
-        "auto-augment": v2.AutoAugment,
-        "rand-augment": v2.RandAugment,
-        "trivial-augment": v2.TrivialAugmentWide,
-    }[name]()
-    return made
 
 
 def _crop(inputs: Tensor, padding: int, offsets: Tensor) -> Tensor:

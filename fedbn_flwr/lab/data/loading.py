@@ -24,8 +24,6 @@ def load_dataset(
     channels: int | None = None,
     size: int | None = None,
     device: str | torch.device = "cpu",
-    *,
-    originals: bool = False,
 ) -> Dataset:
     """Return a data set in the shape that a model needs, on a device.
 
@@ -45,8 +43,6 @@ def load_dataset(
             resized once, bilinear with antialiasing, and rounded to bytes; mean and std
             belong to the published size.
         device: device of the samples.
-        originals: keep image files on the disk, for an augmentation that needs images
-            in their stored size (``resized-crop``).
 
     Raises:
         ConfigError: the name is unknown, or channels or size are not possible.
@@ -65,7 +61,7 @@ def load_dataset(
     # Bring the arguments into one form first, because the cache would otherwise load
     # the data again for another spelling of the same arguments.
     folder, device = _folder(info, data_dir), str(torch.device(device))
-    shape = Shape(channels, size, size, originals)
+    shape = Shape(channels, size, size)
     with _LOADING:
         return _load(info, folder, shape, device)
 

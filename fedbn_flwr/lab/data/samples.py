@@ -28,14 +28,11 @@ class Shape:
         channels: 1 or 3.
         height: in pixels.
         width: in pixels.
-        originals: keep image files on the disk, for an augmentation that needs images
-            in their stored size.
     """
 
     channels: int
     height: int
     width: int
-    originals: bool = False
 
 
 def in_shape(images: Tensor, shape: Shape, chunk: int = 4096) -> Tensor:
@@ -132,20 +129,13 @@ class LazyInputs(ABC):
         return moved
 
     @abstractmethod
-    def read(
-        self,
-        numbers: Sequence[int],
-        each: Sequence[str] = (),
-        seeds: Sequence[int] = (),
-    ) -> tuple[Tensor, Tensor | None]:
+    def read(self, numbers: Sequence[int]) -> tuple[Tensor, Tensor | None]:
         """Return the inputs with these numbers, and their targets.
 
         The targets are None if they are not read with the inputs.
 
         Args:
             numbers: numbers of the inputs, 0..N-1.
-            each: transforms of single images, see ``data.augment``.
-            seeds: a seed for the transforms of each image, or () for no transform.
         """
 
 
@@ -349,20 +339,14 @@ class Samples:
             augment: the augmentation; None for unchanged examples.
             draw: the random draws of ``augment`` for this batch.
         """
-        # Transforms of single images come before transforms of the whole batch. For
-        # files, ``read`` applies them, because they act on images in the stored size.
         if isinstance(self.source, LazyInputs):
-            each = () if augment is None else augment.each
-            seeds = () if draw is None or draw.seeds is None else draw.seeds.tolist()
-            inputs, read = self.source.read(chosen.tolist(), each, seeds)
+            inputs, read = self.source.read(chosen.tolist())
             targets = self.targets.index_select(0, chosen) if read is None else read
         else:
             # Use index_select, because indexing with [] takes several times as long for
             # a batch.
             inputs = self.source.index_select(0, chosen)
             targets = self.targets.index_select(0, chosen)
-            if augment is not None and draw is not None:
-                inputs, targets = augment.apply_each(inputs, targets, draw)
         if augment is not None and draw is not None:
             inputs, targets = augment.apply(inputs, targets, draw)
         return inputs, targets

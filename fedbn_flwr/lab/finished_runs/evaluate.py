@@ -26,7 +26,7 @@ from fedbn_flwr.lab.data import (
     is_own,
     own_data,
 )
-from fedbn_flwr.lab.finished_runs.saved_model import Choice, SavedModel, load_model
+from fedbn_flwr.lab.finished_runs.saved_model import Choice, SavedModel, saved_model
 from fedbn_flwr.lab.output.folder import RunFolder
 from fedbn_flwr.lab.output.summary import ModelDescription
 from fedbn_flwr.lab.partitioned.check_data import has_other_data
@@ -114,7 +114,7 @@ def evaluate_run(
     # the new data, and load the examples.
     if out is not None:
         RunFolder.refuse_used(out)
-    saved = load_model(run, _choice(bn, state_dir))
+    saved = saved_model(run, _choice(bn, state_dir))
     config = _config(saved, data)
     examples = _examples(saved, config)
     model, task = on_device(saved.model, config), data_of(config).test_task
@@ -431,7 +431,7 @@ def _json(about: Mapping[str, Any], rows: Sequence[Row]) -> str:
     return json.dumps({**about, "results": results}, indent=2, allow_nan=False) + "\n"
 
 
-def write_files(out: Path, files: Mapping[str, str]) -> None:
+def write_files(out: Path, files: Mapping[str, str | bytes]) -> None:
     """Write files into a folder, each atomically.
 
     Raises:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,16 +17,20 @@ from fedbn_flwr.client.personal_model import (
     global_state,
     metadata,
     personal_state,
+    read_state,
     site_state,
 )
 from fedbn_flwr.errors import ConfigError, StateError
 from fedbn_flwr.lab.config import CENTRALIZED, STATE_IN_OUT, Config, method_of
 from fedbn_flwr.lab.data import is_own
 from fedbn_flwr.lab.files import CONFIG_FILE, refuse_no_run, site_names_of
+from fedbn_flwr.lab.models.normalise import normalised_inside
 from fedbn_flwr.lab.output.folder import RunFolder
 from fedbn_flwr.lab.output.summary import ModelDescription
 from fedbn_flwr.lab.setup import in_memory_format
 from fedbn_flwr.messages.site_names import with_name
+
+logger = logging.getLogger("flwr")
 
 # value in the metadata for a part of the model that the server has
 GLOBAL = "global"
@@ -90,7 +95,7 @@ def run_config(run: Path) -> Config:
         return Config.model_construct(**known)
 
 
-def load_model(run: Path, choice: Choice) -> SavedModel:
+def saved_model(run: Path, choice: Choice) -> SavedModel:
     """Return the chosen model of a run.
 
     Raises:
@@ -118,6 +123,43 @@ def load_model(run: Path, choice: Choice) -> SavedModel:
         ) from error
     model = in_memory_format(model.eval(), config)
     return SavedModel(run, config, model, description, about, what)
+
+
+def load_model(
+    path: str | Path,
+    client: int | None = None,
+    *,
+    averaged: bool = False,
+    state_dir: str | Path | None = None,
+) -> nn.Module:
+    """Return a model of a run, a plain torch module in eval mode on the CPU.
+
+    It takes inputs in the form of the data (pixels 0..255): ``module[0]`` normalises
+    them, and ``module[1]`` is the network with its state.
+
+    Args:
+        path: the run's folder, or a ``.safetensors`` file of ``calibrate``.
+        client: the own model of this client. Default: the global model.
+        averaged: the global model with the average of the clients' BN entries.
+        state_dir: the own model of a site, whose node kept its local state there.
+
+    Raises:
+        ConfigError: the arguments do not fit the run.
+        StateError: the run lacks the model, or a part of it.
+    """
+    path = Path(path)
+    if path.is_file():
+        state, about = read_state(path)
+        description = ModelDescription.read(about)
+        model = description.model()
+        model.load_state_dict(state)
+    else:
+        kept = None if state_dir is None else Path(state_dir)
+        saved = saved_model(path, Choice(client, averaged, kept))
+        model, description = saved.model, saved.description
+    if changed := description.code_changed():
+        logger.warning("%s: %s", path, changed)
+    return normalised_inside(model, description.normalise())
 
 
 def _personal_state(run: Path, config: Config, client: int) -> dict[str, Tensor]:
@@ -190,7 +232,7 @@ def _what_of_client(config: Config, parts: Parts, client: str, kept_here: bool) 
     if kept_here and not kept:
         return f"the own model of client {client}"
     if not kept:
-        why = f"under {config.title} all clients have it"
+        why = f"under {config.strategy} all clients have it"
     elif kept_here:
         return f"the own model of client {client}, with the {kept} entries that it kept"
     else:

@@ -7,7 +7,6 @@ To add a model, write a file like ``lenet`` and add an entry to ``models_by_name
 - ``mlp``, ``lenet``, ``resnet``, ``digits``, ``alexnet``, ``fedbs_nets``, ``signal_cnn``:
   the papers' networks, each in its own file.
 - ``zoo``: torchvision's networks, ``torchvision:NAME`` and ``torchvision-seg:NAME``.
-- ``extras``: networks of optional packages, ``timm:NAME`` and ``smp:NAME/ENCODER``.
 - ``own``: a user's model, ``module:function``.
 - ``initial``: initial weights from a file or a publisher, loaded by name and shape.
 """

@@ -1,4 +1,4 @@
-"""Initial weights from a file or a publisher, loaded by name and shape.
+"""Initial weights from a file, loaded by name and shape.
 
 A file is ``.safetensors``, or a state dict that torch saved (``.pt``, ``.pth``). The
 reader runs no code of the file. Prefixes of wrappers (``module.``, ``_orig_mod.``,
@@ -19,14 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fedbn_flwr.errors import ConfigError, unknown_name
-from fedbn_flwr.lab.models.extras import (
-    SMP_PREFIX,
-    TIMM_PREFIX,
-    published_smp,
-    published_timm,
-)
-from fedbn_flwr.lab.models.zoo import PREFIX, SEGMENTATION_PREFIX
+from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.training.freezing import layers_of
 from fedbn_flwr.training.model_state import load_state
 from fedbn_flwr.training.state_file import load_file, open_state
@@ -111,23 +104,19 @@ class InitReport:
                 yield f"{what}: {', '.join(names[:shown])}{more}"
 
 
-def load_initial(model: nn.Module, init: str, name: str, channels: int) -> InitReport:
+def load_initial(model: nn.Module, init: str) -> InitReport:
     """Load initial weights into ``model``, in place, and return the report.
 
     Args:
         model: the model with its final layers (after ``replace_norm``).
-        init: a file (``FILES``); ``torchvision`` for the published weights of the
-            model, ``torchvision:NAME`` or ``torchvision:NAME.WEIGHTS`` for weights of
-            another network of torchvision; ``timm``; ``smp`` (for the encoder).
-        name: the model's name in the registry.
-        channels: channels of the model's input, for weights that are adapted to them.
+        init: the absolute path of a file (``FILES``).
 
     Raises:
-        ConfigError: ``init`` is not such a name, it cannot be read or fetched, a value
-            is not finite, or no parameter of the model matches in name and shape.
+        ConfigError: ``init`` is no such file, it cannot be read, a value is not finite,
+            or no parameter of the model matches in name and shape.
     """
     # For each entry of the model that the source has, find its name in the source.
-    given, at = _chosen(init, _read(init, name, channels))
+    given, at = _chosen(init, _read_file(Path(init)))
     state = model.state_dict()
     names = _renamed(given, state)
     batchnorm = _batchnorm_on_one_side(model, names)
@@ -149,7 +138,7 @@ def load_initial(model: nn.Module, init: str, name: str, channels: int) -> InitR
     parameters = dict(model.named_parameters(remove_duplicate=False))
     if parameters.keys().isdisjoint(loaded):
         raise ConfigError(
-            f"init={init}: no parameter of model {name!r} has an entry of the same name"
+            f"init={init}: no parameter of the model has an entry of the same name"
             f" and shape. The first names in the source: {', '.join(list(given)[:3])};"
             f" in the model: {', '.join(list(state)[:3])}."
         )
@@ -249,44 +238,8 @@ def _batchnorm_on_one_side(model: nn.Module, names: Mapping[str, str]) -> list[s
     return sorted(paths & modules.keys() & (there ^ here))
 
 
-def _read(init: str, name: str, channels: int) -> Any:
-    """Return the content of the file ``init``, or the weights that a publisher has."""
-    if init.endswith(FILES):
-        return _read_file(Path(init))
-    # ``init`` is a publisher (torchvision, timm, smp) and means its weights for the
-    # model's own network. ``torchvision:NAME`` means the weights of another network.
-    publisher, _, network = init.partition(":")
-    of_model = ""
-    for prefix in _PUBLISHERS.get(publisher, ()):
-        if name.startswith(prefix):
-            of_model = name.removeprefix(prefix)
-    named = bool(network) and publisher == "torchvision"
-    if not named and (network or not of_model):
-        raise ConfigError(
-            f"init={init!r} is neither a file ({', '.join(FILES)}) nor a publisher of"
-            f" model {name!r}. Use torchvision for torchvision:NAME and"
-            " torchvision-seg:NAME, timm for timm:NAME, smp for"
-            " smp:ARCHITECTURE/ENCODER, or torchvision:NAME for the weights of that"
-            " network."
-        )
-    try:
-        if publisher == "torchvision":
-            return _of_torchvision(network or of_model)
-        if publisher == "timm":
-            return published_timm(of_model, channels)
-        return published_smp(of_model, channels)
-    except ConfigError:
-        raise
-    # The packages download in their own ways and raise their own errors.
-    except Exception as error:
-        raise ConfigError(
-            f"init={init}: the weights could not be fetched: {error}. Fetch them on a"
-            " machine with a network, and write init=/the/absolute/path/of/the/file."
-        ) from error
-
-
 def _read_file(path: Path) -> Any:
-    if not path.is_file():
+    if path.suffix not in FILES or not path.is_file():
         raise ConfigError(
             f"init={str(path)!r} is not a file. Write the absolute path of a"
             f" {' or '.join(FILES)} file."
@@ -302,27 +255,3 @@ def _read_file(path: Path) -> Any:
     # A damaged file may raise any exception in these readers.
     except Exception as error:
         raise ConfigError(f"init={str(path)!r} could not be read: {error}") from error
-
-
-def _of_torchvision(which: str) -> Any:
-    # Import here, because torchvision takes longer to import than torch, and few runs
-    # need published weights.
-    import torchvision.models
-
-    network, _, version = which.partition(".")
-    known = torchvision.models.get_model_weights(network)
-    if (version or "DEFAULT") not in known.__members__:
-        raise unknown_name(
-            f"weights of torchvision:{network}", version, known.__members__
-        )
-    return known[version or "DEFAULT"].get_state_dict(
-        progress=False, check_hash=True, weights_only=True
-    )
-
-
-_PUBLISHERS = {
-    "torchvision": (PREFIX, SEGMENTATION_PREFIX),
-    "timm": (TIMM_PREFIX,),
-    "smp": (SMP_PREFIX,),
-}
-"""The prefixes of the models of each publisher."""

@@ -14,7 +14,6 @@ from torch import nn
 from fedbn_flwr.errors import ConfigError, unknown_name
 from fedbn_flwr.lab.models import digits, lenet, mlp, resnet
 from fedbn_flwr.lab.models.alexnet import FULL, SMALL, AlexNet
-from fedbn_flwr.lab.models.extras import SMP_PREFIX, TIMM_PREFIX, smp_info, timm_info
 from fedbn_flwr.lab.models.fedbs_nets import cifar_net, mnist_net
 from fedbn_flwr.lab.models.info import ModelInfo, always, at_least
 from fedbn_flwr.lab.models.own import OWN, is_own, own_info
@@ -98,16 +97,12 @@ MODELS: dict[str, ModelInfo] = {
     ),
     f"{PREFIX}<name>": zoo_info("<name>"),
     f"{SEGMENTATION_PREFIX}<name>": segmentation_info("<name>"),
-    f"{TIMM_PREFIX}<name>": timm_info("<name>"),
-    f"{SMP_PREFIX}<architecture>/<encoder>": smp_info("<architecture>/<encoder>"),
     OWN: own_info("<module>:<function>"),
 }
 
 _FAMILIES: dict[str, Callable[[str], ModelInfo]] = {
     PREFIX: zoo_info,
     SEGMENTATION_PREFIX: segmentation_info,
-    TIMM_PREFIX: timm_info,
-    SMP_PREFIX: smp_info,
 }
 
 # Layers draw their initial weights from torch's default generators. This lock prevents
@@ -119,8 +114,8 @@ def model_info(name: str) -> ModelInfo:
     """Return the entry of a model name.
 
     A name is a key of ``MODELS``; a prefix and the name of a network (``torchvision:``
-    and ``timm:`` of a classifier, ``torchvision-seg:`` of a segmentation network,
-    ``smp:`` of ARCHITECTURE/ENCODER); or a user's ``module:function``.
+    of a classifier, ``torchvision-seg:`` of a segmentation network); or a user's
+    ``module:function``.
 
     Raises:
         ConfigError: the name is unknown; the message suggests the nearest one.

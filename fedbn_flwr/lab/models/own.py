@@ -24,7 +24,7 @@ from fedbn_flwr.lab import own_code
 from fedbn_flwr.lab.models.info import SIZES, ModelInfo, at_least
 
 OWN = "<module>:<function>"
-PUBLISHERS = ("torchvision", "torchvision-seg", "timm", "smp")
+PUBLISHERS = ("torchvision", "torchvision-seg")
 
 
 def is_own(name: str) -> bool:

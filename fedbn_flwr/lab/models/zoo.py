@@ -11,7 +11,6 @@ their own truncated-normal initialisation is slow.
 
 ``torchvision-seg:<name>``: logits are (N, classes, H, W) for images (N, 3, H, W). They
 are the entry "out" of torchvision's dictionary. The auxiliary classifier is left out.
-FixBN trains DeepLabv3+, but torchvision has only DeepLabv3; ``smp:`` has DeepLabv3+.
 """
 
 from __future__ import annotations

@@ -9,5 +9,6 @@ In reading order:
 - ``run_tests``, ``site_tests``: the tests of the run, and the tests of each site.
 - ``own_models``: the fine-tuned models of the clients, at the end of a run.
 - ``summary``: texts in the files at the end, such as the description of the model.
-- ``statistics_log``, ``curves``, ``tensorboard_log``: one file of the folder each.
+- ``curves``, ``tensorboard_log``: one file of the folder each.
+- ``intervals``: every mean, difference and interval, from the single predictions.
 """

@@ -343,9 +343,6 @@ class CheckpointManager:
         self, server_round: int, stopping: EarlyStopping | None = None
     ) -> None:
         """Save a checkpoint if one is due, and warn of clients without state files."""
-        if self._config.series:
-            what = f"series={self._config.series} has no effect for them"
-            self._warn_of_volatile(what)
         if not self._config.checkpoint_every:
             return
         self._whole = self._checkpoint(server_round)
@@ -400,8 +397,7 @@ class CheckpointManager:
             )
 
     def _continuity(self) -> Continuity:
-        series = self._config.series or self._run
-        return Continuity(series, self._run, tuple(self.checkpoints.rounds))
+        return Continuity(self._run, self._run, tuple(self.checkpoints.rounds))
 
 
 def _rounds(folder: Path) -> list[int]:

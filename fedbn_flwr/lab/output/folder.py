@@ -38,10 +38,8 @@ from fedbn_flwr.lab.output.tests_table import Measured, as_text, stored_tests
 
 __all__ = [
     "DIVERGED_AT",
-    "FLOWER_LOG",
     "PLACES",
     "PRIVACY",
-    "STATISTICS_FILE",
     "RunFolder",
     "changed_settings",
     "extra",
@@ -53,9 +51,7 @@ __all__ = [
 logger = logging.getLogger("flwr")
 
 PRIVACY = "privacy.jsonl"  # the spent privacy of each round; see privacy.accounting
-STATISTICS_FILE = "statistics.jsonl"  # the local statistics; see statistics_log
 # log of the processes of a run in Flower's simulation, in the folder of the run
-FLOWER_LOG = "flower.log"
 # key in summary.json and metrics.jsonl: the first round with a non-finite loss
 DIVERGED_AT = "diverged-at"
 
@@ -175,9 +171,8 @@ class RunFolder:
     """A run's folder, with ``config.yaml``, ``metrics.jsonl`` and ``summary.json``.
 
     ``model.safetensors`` and ``curves.png`` are written at the end. If the clients
-    share the disk, ``clients/`` has each client's local entries. ``statistics.jsonl``
-    exists if the server sees statistics, and ``privacy.jsonl`` if the run has ``dp``.
-    If ``tensorboard`` is set, the rounds are also written for TensorBoard.
+    share the disk, ``clients/`` has each client's local entries. ``privacy.jsonl``
+    exists if the run has ``dp``. If ``tensorboard`` is set, the rounds are also written for TensorBoard.
 
     Use the folder in a ``with`` statement; it closes the event file of TensorBoard.
 
@@ -277,13 +272,9 @@ class RunFolder:
                 f"{metrics} lacks some of the rounds 1 to {after}. Restore it, or start"
                 " a new run."
             )
-        for path in (metrics, self.path / STATISTICS_FILE):
-            # Rewrite the file even if it has no complete line, because the next line
-            # would follow the incomplete one.
-            if path.exists():
-                lines = [line for line in read_metrics(path) if line["round"] <= after]
-                kept = "".join(json.dumps(line) + "\n" for line in lines)
-                write_atomically(path, kept)
+        # Rewrite the file even if it has no complete line, because the next line would
+        # follow the incomplete one.
+        write_atomically(metrics, "".join(json.dumps(line) + "\n" for line in lines))
         (self.path / PREDICTIONS_FILE).unlink(missing_ok=True)
         # Also for a run of an earlier version, whose tests are in its lines.
         tests = [test for test in stored_tests(self.path) if test.round <= after]

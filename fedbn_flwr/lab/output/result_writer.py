@@ -391,7 +391,7 @@ class ResultWriter:
                 self._config, self._model, self._data, strategy, state, run, clients
             )
             if sites:
-                summary["sites"] = [site.row for site in sites]
+                summary["sites"] = [site.row for site in sites if site.part == "test"]
                 save_predictions(run, sites, summary["sha256"])
                 # The clients may have tested their models in this round.
                 known = {test.key for test in stored_tests(run)}

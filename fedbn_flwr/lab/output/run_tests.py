@@ -94,9 +94,8 @@ class GlobalTests:
             # test at each site.
             if config.protected:
                 advice = (
-                    "After the run each site exports and tests its own model:"
-                    " `fedbn-flwr export RUN --state-dir DIR`, with the state-dir of its"
-                    " node."
+                    "After the run each site tests its own model: `fedbn-flwr evaluate"
+                    " RUN --state-dir DIR`, with the state-dir of its node."
                 )
             logger.warning(
                 "eval-on=%s tests the model of the server, but strategy %r keeps %s"

@@ -16,18 +16,17 @@ from collections.abc import (
     Iterable,
     Iterator,
     Mapping,
-    Sequence,
 )
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from fedbn_flwr.batchnorm.adaptation import adapted
 from fedbn_flwr.batchnorm.averaging import State
 from fedbn_flwr.batchnorm.calibration import FEWEST, calibrate
 from fedbn_flwr.batchnorm.class_moments import ClassMoments
@@ -53,6 +52,7 @@ from fedbn_flwr.server.runs.failures import shortened
 from fedbn_flwr.server.runs.run_state import Run
 from fedbn_flwr.strategies import Strategy
 from fedbn_flwr.training.evaluation import evaluate
+from fedbn_flwr.training.freezing import layers_of
 from fedbn_flwr.training.metrics import confusion, dice, mean_iou
 from fedbn_flwr.training.model_state import load_state
 from fedbn_flwr.training.tasks import TASKS, Task
@@ -65,10 +65,9 @@ _MOST_SITES = 50
 # Larger files of predictions cost more than testing the models again.
 _MOST_BYTES = 64 * 2**20
 # the attributes of a test in the file of predictions, in addition to its arrays
-_SAVED = ("result", "name", "client", "error", "note", "num_examples", "labels")
-_RESAMPLES = 400  # enough for a standard error
-_SEED = 0
-Numbers = NDArray[np.float64]
+_SAVED = ("result", "name", "client", "error", "note", "num_examples", "part")
+BATCH: Literal["batch"] = "batch"
+"""The part of tests with batch statistics instead of running ones."""
 
 
 @dataclass(frozen=True)
@@ -86,9 +85,8 @@ class SiteTest:
         error: the reason why the data cannot be read; then outputs are empty.
         note: the reason why the site lacks its own model; then outputs may be empty.
         num_examples: the number of the site's test examples, tested or not.
-        labels: for a yes or no, the numbers of no and of yes among the training and
-            validation examples.
         about: further entries of the site's row.
+        part: "test", or ``BATCH`` for a test with batch statistics.
     """
 
     task: Task
@@ -101,8 +99,13 @@ class SiteTest:
     error: str = ""
     note: str = ""
     num_examples: int = 0
-    labels: Sequence[int] = (0, 0)
     about: Mapping[str, Any] = field(default_factory=dict)
+    part: str = "test"
+
+    @property
+    def identity(self) -> int | str:
+        """The number of the client, or the name of a held-out site."""
+        return self.name if self.client is None else self.client
 
     @functools.cached_property
     def value(self) -> float:
@@ -166,70 +169,7 @@ class SiteTest:
             rows.append((int(correct), int(self.task.counted(targets))))
         return np.array(rows)
 
-    @functools.cached_property
-    def draws(self) -> Numbers:
-        """The metric over all groups, then over draws of the groups.
-
-        All tests of equally many groups have the same draws. A metric may be NaN,
-        because a draw may lack a class.
-        """
-        # Import here, because only these draws need scikit-learn.
-        import sklearn
-
-        # The checks of many draws of the same examples would take longer than the
-        # metrics.
-        unchecked = {"assume_finite": True, "skip_parameter_validation": True}
-        count, draw = len(self.groups), np.random.default_rng(_SEED)
-        chosen = [np.arange(count)] if count else []
-        if self.units > 1:
-            chosen += [draw.integers(count, size=count) for _ in range(_RESAMPLES)]
-        with np.errstate(all="ignore"), sklearn.config_context(**unchecked):
-            return np.array([self.metric(groups) for groups in chosen])
-
-    @functools.cached_property
-    def units(self) -> int:
-        """The number of groups, or of the groups with the rarer of two classes.
-
-        The rarer class decides how certain a metric of classes, such as AUROC, is.
-        """
-        classes = torch.unique(self.targets[~self.targets.isnan()])
-        by_class = self.task.score not in ("accuracy", "loss")
-        if not by_class or self.task.by_pixel or len(classes) != 2:
-            return len(self.groups)
-        has = [
-            [bool((self.targets[g] == c).any()) for g in self.groups] for c in classes
-        ]
-        return min(map(sum, has))
-
-    @property
-    def decisions(self) -> dict[str, float]:
-        """For a yes or no: shares of yes, each with its standard error.
-
-        ``yes`` and ``called`` are the shares among the targets and the predictions of
-        the test examples, and ``excess`` is their difference. ``label`` is the share
-        among the targets of all examples of the site.
-        """
-        found: dict[str, float] = {}
-        known = ~self.targets.flatten().isnan()
-        if getattr(self.task, "single", False) and len(self.groups) > 1 and known.any():
-            yes = (self.targets.flatten()[known] > 0).double()
-            called = (self.outputs.flatten()[known] > 0).double()
-            trained = torch.tensor([0.0, 1.0]).repeat_interleave(
-                torch.tensor(self.labels)
-            )
-            numbers = {"yes": yes, "called": called, "excess": called - yes}
-            if len(trained):  # files of older runs do not have them
-                numbers["label"] = torch.cat([yes, trained.double()])
-            for name, values in numbers.items():
-                # Even if all are alike, a few examples do not make a share certain.
-                # Patients have as many examples in training as in the test.
-                groups = len(self.groups) * len(values) / len(yes)
-                variance = float(values.var(correction=0)) + 1 / groups
-                found[f"{name}-value"] = float(values.mean())
-                found[f"{name}-spread"] = (variance / groups) ** 0.5
-        return found
-
-    def has_examples_of(self, other: SiteTest) -> bool:
+    def fits(self, other: SiteTest) -> bool:
         """Return whether the other test has the same targets in the same groups."""
         if self.targets.shape != other.targets.shape:
             return False
@@ -301,33 +241,39 @@ def test_sites(
 ) -> list[SiteTest]:
     """Return the test of each client in their order, and then of each held-out site.
 
+    The tests of the clients with batch statistics follow, if the model has BatchNorm
+    with running statistics.
+
     Args:
         data: the data of the run.
         names: the clients' names by number, see ``site_names``.
         task: the learning task; its score is the metric.
         model_of: returns the model of a site.
     """
-    views: list[tuple[str, int | None, Subset, Indices]] = []
+    views: list[tuple[str, int | None, Subset]] = []
     for number, name in enumerate(site_names(data, names)):
-        # Without validation-share, the tuple of validation parts is empty.
-        validation = data.validation[number : number + 1]
-        trained = np.concatenate([data.train[number], *validation])
-        views.append((name, number, data.test_view(number), trained))
+        views.append((name, number, data.test_view(number)))
     for at, name in enumerate(data.held_out_names):
-        views.append((name, None, data.held_out_views(at)[1], data.held_out[at][0]))
-    found = []
-    for name, client, view, trained in views:
+        views.append((name, None, data.held_out_views(at)[1]))
+    found, by_batch = [], []
+    for name, client, view in views:
         model, note = model_of(client)
-        site = _untested(task)
-        if model is not None:
-            site = test_site(model, view, task)
-        site = replace(site, name=name, client=client, note=note)
-        labels = (0, 0)
-        if getattr(task, "single", False):
-            targets = data.dataset.train.targets.cpu()[trained]
-            labels = (int((targets == 0).sum()), int((targets == 1).sum()))
-        found.append(replace(site, num_examples=len(view), labels=labels))
-    return found
+        about: dict[str, Any] = {"name": name, "client": client}
+        about["num_examples"] = len(view)
+        site = _untested(task) if model is None else test_site(model, view, task)
+        found.append(replace(site, note=note, **about))
+        if model is None or client is None or not site.groups:
+            continue
+        # a model that is right only with batch statistics has a fault
+        tracked = (
+            layer.running_mean is not None for layer in layers_of(model).values()
+        )
+        if any(tracked):
+            with suppress(FedBNError), adapted(model, BATCH):
+                by_batch.append(
+                    replace(test_site(model, view, task), part=BATCH, **about)
+                )
+    return [*found, *(one for one in by_batch if one.groups)]
 
 
 test_sites.__test__ = False  # type: ignore[attr-defined]  # pytest must not collect it
@@ -421,6 +367,8 @@ def as_tests(
     own = "own" if method.tests_own_models else "global"
     bn = method.tests[0] if method.tests[0] in (SHARED_BN, RECALIBRATED) else RUNNING
     for site in sites:
+        if site.part != "test":
+            continue
         name, where = str(site.client), ("test", own, bn)
         if site.client is None:
             name, where = site.name, (HELD_OUT, "global", RUNNING)

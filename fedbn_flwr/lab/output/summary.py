@@ -27,8 +27,8 @@ from fedbn_flwr.errors import StateError
 from fedbn_flwr.lab.config import STATE_IN_OUT, Config, data_of, state_in_out
 from fedbn_flwr.lab.data import Dataset
 from fedbn_flwr.lab.data.samples import per_channel
-from fedbn_flwr.lab.export import Normalise
 from fedbn_flwr.lab.models import build_model, code_changed, code_sha256
+from fedbn_flwr.lab.models.normalise import Normalise
 from fedbn_flwr.lab.setup import build_options
 from fedbn_flwr.server.methods.shared_bn import SHARED_BN
 from fedbn_flwr.server.rounds.testing import completing_entries

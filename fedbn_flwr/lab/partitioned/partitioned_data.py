@@ -23,7 +23,6 @@ from fedbn_flwr.lab.data import (
     split_dataset,
     split_off,
 )
-from fedbn_flwr.lab.data.augment import RESIZED_CROP
 from fedbn_flwr.lab.data.splits import Indices
 from fedbn_flwr.lab.setup import pick_device
 from fedbn_flwr.training.randomness import derive_seed
@@ -259,7 +258,7 @@ def load_data(config: Config, shape: tuple[int, ...] = ()) -> Dataset:
             " each at the data-path of its node config, but tests of the server need"
             " data. Use eval-on=personal-own over a network, or set the path."
         )
-    shape, augment = shape or data_of(config).shape, data_of(config).augmentation
+    shape = shape or data_of(config).shape
     # Only images (three dimensions) are converted to channels and a size. Rows and
     # signals are not changed.
     channels, size = shape[:2] if len(shape) == 3 else (None, None)
@@ -269,7 +268,6 @@ def load_data(config: Config, shape: tuple[int, ...] = ()) -> Dataset:
         channels,
         size,
         pick_device(config.device),
-        originals=augment is not None and RESIZED_CROP in augment.each,
     )
 
 

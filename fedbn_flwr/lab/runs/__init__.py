@@ -1,7 +1,7 @@
 """Runs in each engine.
 
 - ``run.py`` checks a run and starts it in its engine, in process or in workers.
-  ``simulation.py`` and ``cluster.py`` run it on Ray. ``centralized.py`` is the
+  ``centralized.py`` is the
   reference on all data.
 - ``serve.py`` is the server's side of a federated run from top to bottom: the wait for
   nodes, the data, the strategy, the rounds. ``folder_listener.py`` records the rounds
@@ -9,5 +9,4 @@
 - ``node.py`` makes a node's client. Over a network, ``node_guard.py`` guards the node.
   ``default_app.py`` is both sides as a Flower app.
 - ``check_start.py`` refuses paths, packages, devices and models that a run cannot use.
-- ``inspection.py`` predicts the effect of a method on a model.
 """

@@ -151,7 +151,7 @@ def _refuse_norms(config: Config, model: nn.Module) -> None:
             " BatchNorm. Use norm='batch'.",
             code="norm-replaces-nothing",
         )
-    keys = "strategy='fedavg' client-hooks='' local-part='', norm='batch', personal"
+    keys = "strategy='fedavg', norm='batch', personal"
     tell(misfits(config, model), "-", f"The keys: {keys}.")
 
     # With a protection, the counters of BN count rounds. A cumulative average needs a
@@ -219,8 +219,7 @@ def misfits(config: Config, model: nn.Module) -> list[Problem]:
     # not change.
     by = "freezes them itself"
     if config.train_only:
-        which = "gamma and beta of" if config.frozen_bn == "train" else "all of"
-        by = f"train-only={config.train_only} freezes {which} them"
+        by = f"train-only={config.train_only} freezes all of them"
     known = replace(
         known,
         parts=method.parts(model, learning=True),

@@ -6,7 +6,7 @@ The strategy calls the listener while it does the rounds.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,22 +14,17 @@ from flwr.app import ArrayRecord, MetricRecord
 from flwr.serverapp.strategy import Result
 from torch import nn
 
-from fedbn_flwr.batchnorm.averaging import State
 from fedbn_flwr.errors import DivergedError, NothingTrainedError
 from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.output.checkpoint import CheckpointManager
 from fedbn_flwr.lab.output.folder import (
     DIVERGED_AT,
-    STATISTICS_FILE,
     RunFolder,
-    extra,
 )
 from fedbn_flwr.lab.output.result_writer import OnRound, ResultWriter
-from fedbn_flwr.lab.output.statistics_log import StatisticsLog, rounds_with_statistics
 from fedbn_flwr.lab.partitioned.partitioned_data import PartitionedData
 from fedbn_flwr.messages.protocol import Continuity
 from fedbn_flwr.messages.records import from_record, to_record
-from fedbn_flwr.server.methods.method import Reply
 from fedbn_flwr.server.runs.failures import divergence, nothing_trained
 from fedbn_flwr.server.runs.round_outcome import RoundOutcome
 from fedbn_flwr.server.runs.run_listener import RunListener
@@ -39,7 +34,7 @@ logger = logging.getLogger("flwr")
 
 
 class FolderListener(RunListener):
-    """Tests the global model, and writes lines, statistics, checkpoints and results.
+    """Tests the global model, and writes lines, checkpoints and results.
 
     ``Strategy.start`` gets the listener as ``recording``, and the method ``test`` as
     ``evaluate_fn``.
@@ -61,14 +56,6 @@ class FolderListener(RunListener):
         self._writer = ResultWriter(folder, config, model, data, strategy, on_round)
         self._checkpoints = checkpoints
         self._folder = folder
-        self._statistics = StatisticsLog(model, strategy)
-        # Log no statistics under a protection, because the server then sees only their
-        # averages.
-        self._with_statistics: frozenset[int] = frozenset()
-        if not config.protected:
-            self._with_statistics = rounds_with_statistics(config.num_server_rounds)
-        # the line of statistics of this round
-        self._line: dict[str, Any] = {}
 
     @contextmanager
     def open(self) -> Iterator[None]:
@@ -111,16 +98,6 @@ class FolderListener(RunListener):
         metrics = self._writer.test(server_round, arrays)
         return MetricRecord(metrics) if metrics else None
 
-    def replies(
-        self, server_round: int, replies: Sequence[Reply], before: State, after: State
-    ) -> None:
-        """Compute the line on the clients' statistics, if the round has such a line."""
-        if server_round not in self._with_statistics:
-            return
-        name = f"Round {server_round} of {STATISTICS_FILE}"
-        with extra(name, "Only a new run can measure it."):
-            self._line = self._statistics.line(server_round, replies, before, after)
-
     def end_round(
         self,
         server_round: int,
@@ -130,9 +107,6 @@ class FolderListener(RunListener):
         """Write the lines of a round, and then its checkpoint if one is due."""
         # Write the checkpoint last: a resume can remove lines after its checkpoint, but
         # cannot write missing lines.
-        if self._line:
-            self._folder.append(STATISTICS_FILE, self._line)
-            self._line = {}
         self._writer.write(self._strategy.run.report)
         self._checkpoints.after_round(server_round, self._writer.stopping)
 

@@ -21,11 +21,10 @@ from fedbn_flwr.lab.config import (
     STATE_IN_OUT,
     Config,
     data_of,
-    listed,
     method_of,
     state_in_out,
 )
-from fedbn_flwr.lab.data import Subset, is_own, load_dataset, load_local_dataset
+from fedbn_flwr.lab.data import Subset, is_own, load_dataset
 from fedbn_flwr.lab.partitioned.partitioned_data import (
     PartitionedData,
     domain_test,
@@ -40,7 +39,6 @@ from fedbn_flwr.lab.setup import (
     training_model,
 )
 from fedbn_flwr.messages.protocol import (
-    DATA_CLASSES,
     DATA_PATH,
     NODE_KEYS,
     NUM_PARTITIONS,
@@ -269,21 +267,15 @@ def _own_data(config: Config, context: Context) -> tuple[PartitionedData, Config
     if data_of(config).by_function:
         return _data_of_site(config, context), config
 
-    # The run is on a registered data set: read images of its classes from the node's
-    # folder.
     node = context.node_config
     path = os.path.expanduser(str(node[DATA_PATH]))
     client = partition_of(context) or 0
     if not is_own(config.dataset):
-        data = load_local_dataset(
-            path,
-            config.dataset,
-            *data_of(config).shape[:2],
-            classes=tuple(listed(str(node.get(DATA_CLASSES, "")))),
-            device=str(pick_device(config.device)),
-            num_classes=config.num_classes,
+        raise DataError(
+            f"the node has data of its own, but dataset={config.dataset!r} names data"
+            " that all nodes have. Set dataset=folder:, npz: or module:function.",
+            code=ABOUT_THE_RUN,
         )
-        return whole_data(config, data, client), config
 
     # The run is on own data: read data in the same format from the node's path.
     kind = config.dataset.partition(":")[0]
@@ -298,31 +290,6 @@ def _own_data(config: Config, context: Context) -> tuple[PartitionedData, Config
         # Report any error as a fault of the node's data, because only the path differs
         # from the run's valid config.
         raise DataError(f"data-path={path!r}: {error}") from error
-
-
-def describe_data(config: Config, context: Context) -> str:
-    """Return a text with the counts of a node's data: its own data or its partition.
-
-    Raises:
-        DataError: the data cannot be used, or do not fit the run's model.
-    """
-    # Import here, because a client does not need these texts.
-    from fedbn_flwr.lab.partitioned.counts import data_text
-
-    of_site = data_of(config).by_function and on_network_node()
-    if DATA_PATH in context.node_config or of_site:
-        split, config = _own_data(config, context)
-        return data_text(split, config)
-    client, num_clients = _part(context)
-    split = partitioned_data(config, num_clients)
-    mine = slice(client, client + 1)
-    split = replace(
-        split,
-        train=split.train[mine],
-        test=split.test[mine],
-        validation=split.validation[mine],
-    )
-    return data_text(split, config, of_node=True)
 
 
 def _check_fit(config: Config, here: Config) -> None:

@@ -1,16 +1,15 @@
-"""Start a run from the command line or from Python, in the engine of choice."""
+"""Start a run from the command line or from Python."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from torch import nn
 
 from fedbn_flwr.client import client_app
 from fedbn_flwr.engines import InProcessGrid
-from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.lab.config import CENTRALIZED, STATE_IN_OUT, Config, method_of
 from fedbn_flwr.lab.output.folder import RunFolder
 from fedbn_flwr.lab.output.result_writer import OnRound
@@ -24,14 +23,12 @@ from fedbn_flwr.lab.runs.check_start import (
 )
 from fedbn_flwr.lab.runs.node import RunClients
 from fedbn_flwr.lab.runs.serve import serve
-from fedbn_flwr.lab.runs.simulation import simulate
 from fedbn_flwr.lab.setup import pick_device
 from fedbn_flwr.machine import num_cores
 from fedbn_flwr.training.settings import share_of
 
-__all__ = ["Engine", "default_workers", "preflight", "run", "start", "work_of"]
+__all__ = ["default_workers", "preflight", "run", "start", "work_of"]
 
-Engine = Literal["in-process", "simulation"]
 
 # value of ``work_of`` from which worker processes save time; with the smallest models,
 # this is a tenth of a second of work
@@ -61,12 +58,6 @@ def preflight(config: Config, out: Path) -> CheckedConfig:
     if not config.state_dir and _keeps_files(config):
         changes["state_dir"] = STATE_IN_OUT
     config = config.model_copy(update=changes)
-    if config.series and not config.resume and not Path(config.state_dir).is_absolute():
-        raise ConfigError(
-            f"series={config.series} has no effect: the clients' local state is in the"
-            " folder of this run. Set state-dir to the absolute path of a folder that"
-            " all runs of the series share."
-        )
 
     # Check the model before the data are split. The split may determine the number of
     # clients, so count the clients before the checks of the data.
@@ -129,10 +120,8 @@ def work_of(config: Config, model: nn.Module) -> float:
 def run(
     config: Config,
     out: Path,
-    engine: Engine = "in-process",
     on_round: OnRound | None = None,
     workers: int | None = None,
-    ray_address: str | None = None,
 ) -> dict[str, Any]:
     """Do one run and return its summary.
 
@@ -141,44 +130,29 @@ def run(
             each group under a split by group.
         out: the output folder, empty or missing, or with ``resume`` the folder of a run
             to resume.
-        engine: "in-process" runs the clients without Flower's runtime, "simulation" in
-            Flower's Ray simulation.
         on_round: called with each line of ``metrics.jsonl``.
-        workers: worker processes of the engine in-process; with 0, only this process
+        workers: worker processes; with 0, only this process
             works. By default, ``default_workers``. The results have the same bits for
             any number.
-        ray_address: ``host:port`` of a Ray cluster for the engine "simulation". The
-            clients run on its machines, with code and data from this machine.
 
     Raises:
         FedBNError: settings are bad, data is missing, the folder is in use, or the
             federation failed. After a DivergedError, the folder is complete up to the
             round that diverged.
     """
-    if ray_address is not None and engine != "simulation":
-        raise ConfigError(
-            f"ray-address={ray_address} is for the engine simulation, but {engine} runs"
-            " on this machine."
-        )
-    return start(preflight(config, out), engine, on_round, workers, ray_address)
+    return start(preflight(config, out), on_round, workers)
 
 
 def start(
     checked: CheckedConfig,
-    engine: Engine = "in-process",
     on_round: OnRound | None = None,
     workers: int | None = None,
-    ray_address: str | None = None,
 ) -> dict[str, Any]:
     """Do a run that ``preflight`` has checked, as ``run`` does."""
     config = checked.config
     out = Path(config.out)
     if config.strategy == CENTRALIZED:
         return centralized(checked, out, on_round)
-    # In the simulation, Flower starts a process for the server, and ``serve`` is called
-    # there.
-    if engine == "simulation":
-        return simulate(config, out, on_round, ray_address=ray_address)
 
     # The clients get a copy of the model, because the server uses the model itself.
     clients = RunClients.of(checked)

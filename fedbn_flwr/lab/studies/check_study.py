@@ -59,17 +59,18 @@ class Selection:
 EVERYTHING = Selection()
 
 
-def load_study(path: Path, overrides: Sequence[str] = ()) -> Study:
+def load_study(path: Path, overrides: Sequence[str] = (), small: bool = False) -> Study:
     """Read a study file and check the config of every run in it.
 
     Args:
         path: as for ``Study.read``.
         overrides: as for ``Study.read``.
+        small: as for ``Study.read``.
 
     Raises:
         ConfigError: all problems, each with the name of the run.
     """
-    study = Study.read(path, overrides)
+    study = Study.read(path, overrides, small)
     problems = _problems_of(study, merged([read_overrides(overrides)]))
     tell((replace(one, text=f"study {path}: {one.text}") for one in problems), "")
     return study
@@ -152,11 +153,10 @@ def _wrong_names(study: Study) -> Iterator[Problem]:
 def _problems_of_runs(study: Study) -> Iterator[Problem]:
     """Yield the problems of runs and trials.
 
-    These are two runs with one folder, wrong settings, trials that cannot be compared,
-    and runs that depend on other runs by ``series``.
+    These are two runs with one folder, wrong settings, and trials that cannot be
+    compared.
     """
     folders: dict[Path, tuple[str, str, str, int]] = {}
-    tied: dict[str, str] = {}
     shares: dict[str, float] = {}  # runs fill it first, because they come before trials
     for cell in (*study.cells(), *study.trials()):
         # Two runs may get the same folder: method A on split b/c, and method A/b on
@@ -178,8 +178,6 @@ def _problems_of_runs(study: Study) -> Iterator[Problem]:
         except ConfigError as error:
             yield Problem(error.code, f"{cell.name}: {error}", stage="start")
             continue
-        if config.series:
-            tied[cell.name] = config.series
 
         # Trials are compared by their score on validation examples, so each must have
         # some.
@@ -203,20 +201,6 @@ def _problems_of_runs(study: Study) -> Iterator[Problem]:
                 "validation-share",
                 "start",
             )
-    if tied:
-        one = names = next(iter(tied))
-        if len(tied) > 1:
-            names = f"{one} and {len(tied) - 1} other runs"
-        yield Problem(
-            "study-series",
-            f"{names}: series={tied[one]} ties"
-            " runs together: a run starts with the parts that clients kept in the run"
-            " before, and parallel runs would depend on their timing. Leave series out"
-            " of a study; for a series do the runs one after another with `fedbn-flwr"
-            " run`",
-            "series",
-            "start",
-        )
 
 
 def _places(study: Study) -> Iterator[tuple[str, Collection[str]]]:

@@ -18,6 +18,7 @@ import pandas as pd
 from fedbn_flwr.checked_file import write_atomically
 from fedbn_flwr.lab.files import lost_lines, read_metrics
 from fedbn_flwr.lab.output.folder import DIVERGED_AT
+from fedbn_flwr.lab.output.intervals import Interval, over_seeds
 from fedbn_flwr.lab.studies.one_run import failure_of, is_done, summary_of
 from fedbn_flwr.lab.studies.study import AVERAGE, WHOLE, Cell, PaperNumber, Study
 from fedbn_flwr.training.tasks import higher_is_better, in_percent, quantity_of
@@ -186,9 +187,11 @@ def table(rows: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
         form = ".2f" if percent else ".4f"
         line |= _line(runs, how, form)
         if runs["main"].iloc[0] and domain == WHOLE:
-            difference, p = tests.get((split, method), (_NAN, _NAN))
-            line[f"minus {first}"] = _number(difference, f"+{form}")
-            line["p"] = _number(p, ".3f")
+            gap, (low, high) = tests.get((split, method), (_NAN, (None, None)))
+            text = _number(gap, f"+{form}")
+            if low is not None:
+                text += f" ({low:+{form}} to {high:+{form}})"
+            line[f"minus {first}"] = text
         lines.append(line)
     made = pd.DataFrame(lines).fillna("")
     return made.loc[:, (made != "").any()]
@@ -239,20 +242,15 @@ def _number(value: float, form: str, std: float = _NAN) -> str:
 
 def paired_tests(
     rows: Sequence[Mapping[str, Any]],
-) -> dict[tuple[str, str], tuple[float, float]]:
-    """Return (difference, p) of each split and method, compared with the first method.
+) -> dict[tuple[str, str], tuple[float, tuple[Any, Any]]]:
+    """Return (difference, ends) of each split and method, compared with the first method.
 
-    The difference is the mean over the seeds; p is the p value of the paired t test, times
-    the number of pairs of methods (Bonferroni), so copies of one method rarely get a p
-    below 0.05. Two runs with the same seed have the same data split and the same initial weights, so
-    runs are paired by seed. Main metrics of one quantity are compared, even if their
-    tests differ: FedBN's accuracy belongs to the clients' models, and FedAvg's accuracy
-    to the global model. p is NaN with one seed, or if all differences are equal.
+    The difference is the mean over the seeds, and its interval is corrected for the
+    number of pairs of methods. Two runs with the same seed have the same data split and
+    the same initial weights, so runs are paired by seed. Main metrics of one quantity
+    are compared, even if their tests differ: FedBN's accuracy belongs to the clients'
+    models, and FedAvg's accuracy to the global model.
     """
-    # Import here, because scipy's statistics take half a second to import, and the plan
-    # of a sweep does not need them.
-    from scipy.stats import ttest_rel
-
     frame = pd.DataFrame(rows, columns=[*FIELDS])
     first = frame["method"].iloc[0]
     main = frame["main"].eq(True) & (frame["domain"] == WHOLE)
@@ -261,7 +259,7 @@ def paired_tests(
         final=pd.to_numeric(frame["final"]), quantity=frame["metric"].map(quantity_of)
     )
 
-    tests: dict[tuple[str, str], tuple[float, float]] = {}
+    tests: dict[tuple[str, str], tuple[float, tuple[Any, Any]]] = {}
     for (split, _), of_split in frame.groupby(["split", "quantity"], sort=False):
         # Make a table with a row for each seed and a column for each method.
         finals = of_split.pivot_table(
@@ -274,28 +272,10 @@ def paired_tests(
             if both.empty:
                 continue
             differences = both[method] - both[first]
-            p = _NAN
-            if differences.max() - differences.min() > _ROUNDING:
-                p = float(ttest_rel(both[method], both[first]).pvalue)
-                p = min(1.0, p * math.comb(len(finals.columns), 2))
-            tests[split, method] = float(differences.mean()), p
+            gap = over_seeds([Interval(float(one)) for one in differences])
+            pairs = math.comb(len(finals.columns), 2)
+            tests[split, method] = float(differences.mean()), gap.ends(pairs)
     return tests
-
-
-def half_interval(values: pd.Series, of: int = 1) -> float:
-    """Return half of the 95 % interval of the mean over the seeds.
-
-    If there are several such intervals, the level is 1 - 0.05 / of (Bonferroni). The
-    half is NaN with one seed, or if all values are equal, because then nothing is known
-    of their spread.
-    """
-    if values.max() - values.min() <= _ROUNDING:
-        return _NAN
-    # Import here, because SciPy takes long to import, and the plan of a sweep does not
-    # need it.
-    from scipy import stats
-
-    return float(stats.t.ppf(1 - 0.025 / of, values.count() - 1) * values.sem())
 
 
 def markdown(shown: pd.DataFrame) -> str:

@@ -39,6 +39,9 @@ Every combination of the grid is run with the settings of ``tune.base``. The sco
 combination is the mean over ``tune.seeds`` of the score in the last round, or in the
 best round with ``early-stopping``. The combination with the best score is used. The
 test set is not used to choose. Trials are in ``OUT/tune/METHOD/SPLIT/``.
+
+``small`` has changes of the file for a small study of the same question: mappings are
+changed key by key, and null removes a key. ``sweep STUDY --small`` uses them.
 """
 
 from __future__ import annotations
@@ -246,7 +249,9 @@ class Study(BaseModel):
         return paper
 
     @classmethod
-    def read(cls, path: Path, overrides: Sequence[str] = ()) -> Study:
+    def read(
+        cls, path: Path, overrides: Sequence[str] = (), small: bool = False
+    ) -> Study:
         """Read a study file.
 
         The configs of its runs are not made, because their data may be elsewhere.
@@ -255,11 +260,17 @@ class Study(BaseModel):
             path: the YAML file.
             overrides: ``key=value`` settings that override its ``base``, such as a data
                 folder.
+            small: apply the changes of the file's section ``small``.
 
         Raises:
             ConfigError: the file is not a study.
         """
         read = read_yaml(path, "study")
+        changes = read.pop("small", None)
+        if small:
+            if not isinstance(changes, dict):
+                raise ConfigError(f"study {path} has no section small with settings.")
+            read = _changed(read, {"name": f"{read.get('name')}, small", **changes})
         if overrides:
             base = read.get("base") or {}
             if isinstance(base, dict):
@@ -323,6 +334,17 @@ class Study(BaseModel):
         for name, settings in chosen.items():
             overrides[name] = {**overrides.get(name, {}), **settings}
         return self.model_copy(update={"overrides": overrides, "tune": None})
+
+
+def _changed(full: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    """Return a mapping with changes; None removes a key."""
+    result = dict(full)
+    for key, value in changes.items():
+        old = full.get(key)
+        if isinstance(old, dict) and isinstance(value, dict):
+            value = _changed(old, value)
+        result[key] = value
+    return {key: value for key, value in result.items() if value is not None}
 
 
 def _by_domain(stated: Any) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """The declarations of methods, as data that describe each phase.
 
 Code here and in its readers derives all else from them: the entries that stay with the
-clients, the model that a method needs, the ledger of ``inspect``, the shape checks of
+clients, the model that a method needs, the shape checks of
 replies, the refusals of privacy, the records under masked sums, whether sums are
 enough, and which methods exclude each other.
 """

@@ -16,10 +16,10 @@ from flwr.common.config import parse_config_args
 
 from fedbn_flwr.engines.flower_run import toml_pairs
 from fedbn_flwr.errors import ConfigError
-from fedbn_flwr.lab.config import Config, learning_rate_of, method_of
+from fedbn_flwr.lab.config import Config, learning_rate_of
 from fedbn_flwr.lab.config.fields import config_fields
 from fedbn_flwr.lab.config.yaml_text import read_overrides, read_yaml
-from fedbn_flwr.strategies import STRATEGIES, combined
+from fedbn_flwr.strategies import STRATEGIES
 
 ROOT = Path(__file__).parents[3]
 
@@ -89,7 +89,8 @@ def test_every_parameter_of_a_strategy_is_a_key() -> None:
             *config_fields(strategy.Params).values()
         }
         # validation-share chooses the first
-        assert without <= {"loss_key", "fedtan_timeout", "variance_floor"}, name
+        of_python = {"loss_key", "fedtan_timeout", "variance_floor", "beta_1", "beta_2"}
+        assert without <= of_python, name
 
 
 def test_yaml_set_and_run_config_give_the_same_config(tmp_path: Path) -> None:
@@ -135,23 +136,6 @@ def test_a_shared_key_without_effect_is_left_out_and_named() -> None:
         Config.make_of_shared(shared, {"strategy": "fedprox", "freeze-at": 5})
 
 
-def test_methods_are_combined_by_their_keys() -> None:
-    config = Config.make(
-        {
-            "strategy": "mtfl",
-            "server-step": "fedadam",
-            "client-hooks": "fixbn, fedprox",
-            "server-learning-rate": 0.3,
-        }
-    )
-    assert method_of(config).strategy is combined(
-        *(STRATEGIES[name] for name in ("fixbn", "mtfl", "fedadam", "fedprox"))
-    )
-    assert method_of(config).params.eta == 0.3
-    assert method_of(config).tests == ("personal-own",)
-    assert Config.make(config.to_mapping()) == config
-
-
 def test_set_overrides_the_file(tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
     path.write_text("learning-rate: 0.5\nseed: 3\n")
@@ -162,11 +146,11 @@ def test_set_overrides_the_file(tmp_path: Path) -> None:
 def test_a_name_of_digits_with_a_zero_before_them_stays_a_name(tmp_path: Path) -> None:
     """In YAML 1.1 ``held-out-clients=01`` is an octal number: another client."""
     (tmp_path / "config.yaml").write_text(
-        "held-out-clients: 01\nseries: 010\nlocal-steps: 10\n"
+        "held-out-clients: 01\nout: 010\nlocal-steps: 10\n"
     )
     assert read_yaml(tmp_path / "config.yaml", "config") == {
         "held-out-clients": "01",
-        "series": "010",
+        "out": "010",
         "local-steps": 10,
     }
     assert read_overrides(["held-out-clients=01", "a=-3", "b=0"]) == {
@@ -177,8 +161,8 @@ def test_a_name_of_digits_with_a_zero_before_them_stays_a_name(tmp_path: Path) -
 
 
 def test_a_number_where_text_is_wanted_is_text() -> None:
-    config = Config.load(None, ["series=2020", "out=16"])
-    assert (config.series, config.out) == ("2020", "16")
+    config = Config.load(None, ["out=16"])
+    assert config.out == "16"
 
 
 # Refusals.
@@ -193,7 +177,7 @@ def test_a_number_where_text_is_wanted_is_text() -> None:
         (b"\x89PNG\r\n\x1a\n", "UTF-8"),
         (b"a: \xff", "UTF-8"),
         ("seed: 1".encode("utf-16"), "UTF-8"),
-        (b"series: 2026-13-45", "month"),
+        (b"out: 2026-13-45", "month"),
         (
             b"learning-rate: 0.1\nlearning-rate: 0.2\n",
             "line 2: 'learning-rate' is also in line 1",
@@ -212,7 +196,7 @@ def test_a_file_that_cannot_be_read_is_refused(
         Config.load(path)
 
 
-@pytest.mark.parametrize("override", ["seed", "seed=[", "series=2026-13-45"])
+@pytest.mark.parametrize("override", ["seed", "seed=[", "out=2026-13-45"])
 def test_an_override_that_cannot_be_read_is_refused(override: str) -> None:
     with pytest.raises(ConfigError, match=f"--set '{re.escape(override)}'"):
         Config.load(None, [override])

@@ -21,7 +21,7 @@ from fedbn_flwr.lab.config.values import allowed
 from fedbn_flwr.lab.data import DATASETS, PARTITIONS
 from fedbn_flwr.norms import NORMS
 from fedbn_flwr.server.methods.params import SET
-from fedbn_flwr.strategies import METHODS, STRATEGIES
+from fedbn_flwr.strategies import METHODS
 from fedbn_flwr.training.tasks import TASKS
 from tests.support.fast import thinned
 
@@ -55,17 +55,6 @@ def test_the_names_that_need_no_torch_are_those_of_the_registries() -> None:
     }
     for key, registry in registries.items():
         assert {*allowed(key)} >= set(registry), key
-
-
-@pytest.mark.parametrize("name", STRATEGIES)
-def test_the_title_is_the_name_of_the_combination(name: str) -> None:
-    assert Config.model_construct(strategy=name).title == name
-    combination = {
-        "strategy": "mtfl",
-        "server-step": "fedadam",
-        "client-hooks": "fixbn, fedprox",
-    }
-    assert Config.make(combination).title == "fedprox+fedadam+mtfl+fixbn"
 
 
 @pytest.mark.parametrize(
@@ -116,14 +105,6 @@ FIRST = {
     "a method misspelt, and its key": (
         {"strategy": "fixbnn", "freeze-at": 5},
         [("unknown-name", "strategy")],
-    ),
-    "a method that has no such role": (
-        {"server-step": "fedprox"},
-        [("unknown-name", "server-step")],
-    ),
-    "a method twice": (
-        {"strategy": "fixbn", "client-hooks": "fixbn"},
-        [("method-named-twice", "strategy")],
     ),
     "two lengths": (
         {"local-steps": 3, "local-epochs": 2},
@@ -193,11 +174,6 @@ SECOND = {
     ),
     "a task": ({"task": "regression"}, ("task-of-labels", "task")),
     "an augmentation": ({"augment": "x"}, None),
-    "a combination": (
-        {"strategy": "fixbn", "client-hooks": "fedtan"},
-        ("not-combined", "strategy"),
-    ),
-    "a series": ({"series": "/"}, ("series-name", "series")),
     "noise and tests of clients": (
         {"dp": "server", "eval-on": "personal-own"},
         ("unprotected-report", "dp"),
@@ -205,10 +181,6 @@ SECOND = {
     "a decay at a freeze": ({"lr-decay-at": "freeze"}, ("no-effect", "lr-decay-at")),
     "files that are not needed": ({"data-dir": "/data"}, ("no-effect", "data-dir")),
     "a size": ({"model": "lenet", "image-size": 20}, ("no-effect", "image-size")),
-    "clients that do not test": (
-        {"fraction-evaluate": 0.5},
-        ("no-effect", "fraction-evaluate"),
-    ),
     "a test that nobody asks for": ({"test-bn": "mix"}, ("no-effect", "test-bn")),
 }
 
@@ -235,7 +207,6 @@ FURTHER: list[tuple[dict[Any, Any], str, str]] = [
         "no-body-step",
         "head-steps",
     ),
-    ({"local-part": "fedadam"}, "unknown-name", "local-part"),
     ({"local_steps": 3}, "unknown-key", "local_steps"),
     (
         {
@@ -321,7 +292,6 @@ def another(key: str) -> Any:
     default = defaults_of(Config)[key]
     choices = {
         "variance": "pooled",
-        "frozen-bn": "train",
         "sampling": "without-replacement",
         "test-bn": "mix",
     }

@@ -45,7 +45,6 @@ from fedbn_flwr.training import LearningRate, LocalTraining, make_optimizer
 from tests.lab.config.test_problems import FIRST, FURTHER, SECOND
 from tests.support.fast import thinned
 from tests.support.federation import torch_clients
-from tests.support.pixels import SETTINGS as SEGMENTATION
 from tests.support.their_client import TheirClient, numpy_clients
 
 ROWS: dict[str, list[Problem]] = defaultdict(list)
@@ -101,7 +100,6 @@ CASES: Mapping[str, dict[str, Any]] = {
     "no-variances": {"strategy": "fedbn", "variance": "pooled"},
     "untracked": {"strategy": "staticbn", "variance": "pooled"},
     "unprotected-value": {"strategy": "scaffold", "dp": "server", "eval-on": "global"},
-    "augment-of-pixels": {**SEGMENTATION, "augment": "rand-augment"},
     "dp-stops-early": {"dp": "server", "early-stopping": 2, "validation-share": 0.2},
     "dp-reads-classes": {"dp": "server", "dataset": "npz:{folder}/own.npz"},
     "relative-path": {"dataset": "mnist", "data-dir": "mnist"},
@@ -152,7 +150,6 @@ OF_A_STUDY = {
     "study-name-unknown": "methods: {A: {}}\nskip: [B/all]",
     "study-skips-all": "methods: {A: {}}\nskip: [A/all]",
     "study-folder-shared": "methods: {a b: {}, a+b: {}, a/b: {}, a_b: {}}",
-    "study-series": "methods: {A: {series: a}}",
     "tune-without-validation": (
         "methods: {A: {}}\ntune: {grid: {learning-rate: [0.1]}}"
     ),

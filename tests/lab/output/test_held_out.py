@@ -17,8 +17,8 @@ from safetensors.numpy import load_file
 
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.lab.config import Config
-from fedbn_flwr.lab.finished_runs.sites import sites_of_run
 from fedbn_flwr.lab.output import site_tests
+from fedbn_flwr.lab.output.intervals import sites_of_run
 from fedbn_flwr.lab.partitioned.partitioned_data import count_clients, partitioned_data
 from fedbn_flwr.lab.runs.run import run
 from tests.support.runs import lines_of
@@ -171,7 +171,7 @@ def test_the_tests_are_those_of_the_saved_model_by_hand(
     assert held_out == [("a", 10), ("d", 10)]
     values = [row["value"] for row in sites]
     assert values[2:] == pytest.approx(losses[which], rel=1e-4)
-    again = [row["value"] for row in sites_of_run(out)]
+    again = [row["value"] for row in sites_of_run(out).rows]
     assert again == pytest.approx(values, rel=1e-5)
 
 

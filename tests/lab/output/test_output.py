@@ -130,11 +130,6 @@ EXTRAS: Mapping[str, tuple[str, list[str], str]] = {
     ),
     "site client 0": (f"{HERE}.site_tests.evaluate", [], "cut.png"),
     "curves.png": (f"{HERE}.curves.draw_curves", [], "fedbn-flwr report"),
-    "Round 2 of statistics": (
-        f"{HERE}.folder_listener.StatisticsLog.line",
-        [],
-        "new run",
-    ),
     "fine-tuning of client 2": (
         f"{HERE}.own_models.TorchClient",
         ["fine-tune=2"],
@@ -169,9 +164,7 @@ def test_no_extra_can_take_the_results_of_a_run(
     def fails(*args: Any, **kwargs: Any) -> None:
         raise DataError("cut.png cannot be read")
 
-    monkeypatch.setattr(
-        where.replace("output.folder_listener", "runs.folder_listener"), fails
-    )
+    monkeypatch.setattr(where, fails)
     words = [word for one in settings for word in ("--set", one)]
     here = tmp_path / "here"
     command = ["run", str(there / "config.yaml"), *words, "--out", str(here)]

@@ -18,13 +18,10 @@ import pytest
 import torch
 from PIL import Image
 from torch.utils.data import Dataset
-from typer.testing import CliRunner
 
 from fedbn_flwr.errors import ConfigError, DataError, FedBNError
-from fedbn_flwr.lab.cli import app
 from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.runs.run import run
-from tests.support.options import set_options
 from tests.support.runs import lines_of
 
 NAMES = ("east", "north", "west")
@@ -200,7 +197,3 @@ def test_what_the_server_must_know_of_the_data_is_in_the_config(
         match=r"held-out-clients='a' has no effect: only the nodes have the data",
     ):
         Config.make({**settings, "held-out-clients": "a"})
-    keys = set_options({**settings, "model": "mlp"})
-    shown = CliRunner().invoke(app, ["inspect", *keys])
-    assert shown.exit_code == 0, shown.output
-    assert "mlp (norm=batch)" in shown.output

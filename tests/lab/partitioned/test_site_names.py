@@ -25,7 +25,7 @@ from fedbn_flwr.lab.cli import app
 from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.doctor import diagnose_run
 from fedbn_flwr.lab.files import read_json, read_metrics
-from fedbn_flwr.lab.finished_runs.sites import sites_of_run
+from fedbn_flwr.lab.output.intervals import sites_of_run
 from fedbn_flwr.lab.report import write_report
 from fedbn_flwr.lab.run_files import RunFiles
 from fedbn_flwr.lab.runs.check_start import checked_config
@@ -146,7 +146,7 @@ def test_everything_shows_the_names_of_the_source_in_their_order(
     for line in read_metrics(out / "metrics.jsonl"):
         assert list(line["sites"].items()) == [(str(at), name) for at, name in sites]
     rows = read_json(out / "summary.json")["sites"]
-    for found in (rows, sites_of_run(out), sites_of_run(out, out)):
+    for found in (rows, sites_of_run(out).rows, sites_of_run(out, out).rows):
         assert [(row["client"], row["site"]) for row in found] == sites
         assert {row["site"]: row["examples"] for row in found} == examples
 
@@ -171,7 +171,7 @@ def test_everything_shows_the_names_of_the_source_in_their_order(
     for row in summary["sites"]:
         del row["client"]
     (out / "summary.json").write_text(json.dumps(summary))
-    of_data = [row["site"] for row in sites_of_run(out)]
+    of_data = [row["site"] for row in sites_of_run(out).rows]
     assert len({*of_data}) == len(sites)
 
 

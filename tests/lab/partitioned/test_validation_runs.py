@@ -20,7 +20,7 @@ from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.partitioned.partitioned_data import partitioned_data
 from fedbn_flwr.lab.runs import serve
 from fedbn_flwr.lab.runs.check_start import checked_config
-from fedbn_flwr.lab.runs.node import RunClients, client_fn, describe_data
+from fedbn_flwr.lab.runs.node import RunClients, client_fn
 from fedbn_flwr.lab.setup import make_strategy
 from fedbn_flwr.training.evaluation import evaluate
 from tests.support.runs import lines_of, model_of
@@ -154,16 +154,3 @@ def test_the_command_partition_shows_the_validation_examples() -> None:
     assert len(train) == len(validation) == 2
     for trained, aside in zip(map(int, train), map(int, validation), strict=True):
         assert aside / (trained + aside) == pytest.approx(0.25, abs=0.00125)
-
-
-def test_a_node_is_told_of_its_own_examples_alone(quick_config) -> None:
-    config = quick_config(**SHARE, partition="dirichlet")
-    split = partitioned_data(config, 3)
-    for client in range(3):
-        about = {"partition-id": client, "num-partitions": 3}
-        context = Context(1, 1, about, RecordDict(), config.to_mapping())
-        line = describe_data(config, context).splitlines()[0].replace(",", "")
-        found = {part: int(n) for n, part in re.findall(r"(\d+) ([a-z]+)", line)}
-        own = (split.train, split.validation, split.test)
-        counts = [len(of_clients[client]) for of_clients in own]
-        assert [found.get(part, 0) for part in PARTS] == counts

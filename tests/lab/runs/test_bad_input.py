@@ -31,10 +31,6 @@ BAD: dict[str, tuple[list[str], list[str]]] = {
         ["num-clients=10", "fraction-train=0.2", "min-replies=3"],
         ["min-replies=3", "fraction-train=0.2"],
     ),
-    "a series without a folder": (
-        ["strategy=fedbn", "series=h"],
-        ["series=h", "state-dir"],
-    ),
     "an empty partition": (
         ["num-clients=1430", "classes-per-client=1"],
         ["'classes'", "6 of 1430 clients"],
@@ -61,13 +57,11 @@ def refused(arguments: list[str]) -> str:
 def test_bad_input_ends_with_a_message_and_writes_nothing(
     name: str, tmp_path: Path, monkeypatch
 ) -> None:
-    """The two engines take turns, because they share the checks."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     settings, named = BAD[name]
-    engine = ("in-process", "simulation")[list(BAD).index(name) % 2]
     words = [word for setting in settings for word in ("--set", setting)]
-    said = refused(["run", *words, "--engine", engine, "--out", "out"])
+    said = refused(["run", *words, "--out", "out"])
     for part in named:
         assert part in said
     assert list(tmp_path.iterdir()) == []

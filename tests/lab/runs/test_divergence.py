@@ -11,10 +11,9 @@ import pytest
 from safetensors import safe_open
 from typer.testing import CliRunner
 
-from fedbn_flwr.errors import DivergedError, EngineError, RunFailedError
+from fedbn_flwr.errors import DivergedError, RunFailedError
 from fedbn_flwr.lab.cli import app
 from fedbn_flwr.lab.config import Config
-from fedbn_flwr.lab.runs import simulation
 from fedbn_flwr.lab.runs.run import run
 from fedbn_flwr.lab.studies.check_study import load_study
 from fedbn_flwr.lab.studies.sweep import sweep
@@ -92,7 +91,6 @@ def test_a_huge_learning_rate_fails_with_everything_written(
             "summary.json",
             "model.safetensors",
             "curves.png",
-            "statistics.jsonl",
             "checkpoint",
         )
     }
@@ -247,7 +245,7 @@ def test_the_command_ends_with_1_and_shows_the_table(
     settings = set_options(HUGE)
     result = call(monkeypatch, "run", *settings, "--out", str(tmp_path / "out"))
     assert result.exit_code == 1
-    assert "No usable model (diverged in round 1: test-loss is nan" in result.stdout
+    assert "No usable model: diverged in round 1: test-loss is nan" in result.stdout
     assert f"results: {tmp_path / 'out'}" in result.stdout
     assert (
         "the run diverged in round 1: test-loss is nan. Likely cause: " in result.stderr
@@ -292,30 +290,3 @@ def test_a_sweep_does_the_other_runs_where_one_trains_nothing(tmp_path: Path) ->
     ) as caught:
         sweep(study, tmp_path / "out")
     assert list(caught.value.result["runs"]) == ["0, 1 failed"] * 2
-
-
-def test_a_diverged_run_in_simulation_is_told_from_a_failed_one(
-    tmp_path: Path, monkeypatch
-) -> None:
-    """Flower only reports that the ServerApp raised; the summary gives the reason."""
-    (tmp_path / "summary.json").write_text('{"diverged-at": 1}')
-
-    def ends(summary: str):
-        def flower_run(*arguments: Any, **options: Any) -> None:
-            (tmp_path / "summary.json").write_text(summary)
-            raise EngineError(
-                "flwr run: finished:failed. The last lines of its log: loss is nan"
-            )
-
-        monkeypatch.setattr(simulation, "flower_run", flower_run)
-
-    config = Config.make({"num-clients": 2, "out": str(tmp_path)})
-    ends('{"diverged-at": 3}')
-    with pytest.raises(
-        DivergedError, match="The last lines of its log: loss is nan"
-    ) as caught:
-        simulation.simulate(config, tmp_path)
-    assert caught.value.diverged_at == 3
-    with pytest.raises(EngineError) as failed:  # the summary of the earlier run
-        simulation.simulate(config, tmp_path)
-    assert not isinstance(failed.value, DivergedError)

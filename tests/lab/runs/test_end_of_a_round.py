@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 from flwr.app import ArrayRecord
 
-from fedbn_flwr.lab.files import read_metrics
 from fedbn_flwr.lab.output.checkpoint import Checkpoints
-from fedbn_flwr.lab.output.folder import STATISTICS_FILE, RunFolder
+from fedbn_flwr.lab.output.folder import RunFolder
 from fedbn_flwr.strategies import FedAvg
 from tests.support.runs import lines_of
 
@@ -17,7 +16,7 @@ from tests.support.runs import lines_of
 def test_the_files_of_a_round_are_written_after_its_tests(
     quick_run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The statistics and the line are written before the checkpoint.
+    """The line is written before the checkpoint.
 
     A resumed run repeats only rounds after its checkpoint.
     """
@@ -54,7 +53,6 @@ def test_the_files_of_a_round_are_written_after_its_tests(
     ends = [
         [
             f"tested {n}",
-            f"{STATISTICS_FILE} {n}",
             f"metrics.jsonl {n}",
             f"checkpoint {n}",
         ]
@@ -67,4 +65,3 @@ def test_the_files_of_a_round_are_written_after_its_tests(
     assert dict(returned[2]) == {
         name: lines[1][name] for name in ("test-loss", "test-accuracy")
     }
-    assert [line["round"] for line in read_metrics(out / STATISTICS_FILE)] == [1, 2]

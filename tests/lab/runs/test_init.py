@@ -9,10 +9,8 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
-from typer.testing import CliRunner
 
 from fedbn_flwr.errors import ConfigError
-from fedbn_flwr.lab.cli import app
 from fedbn_flwr.lab.models import build_model
 from fedbn_flwr.lab.runs.run import run
 
@@ -84,29 +82,3 @@ def test_a_relative_file_is_refused_with_the_absolute_one(
         ConfigError, match=rf"init='a\.pt' is relative.*'{tmp_path}/a\.pt'"
     ):
         run(quick_config(model="lenet", init="a.pt"), tmp_path / "out")
-
-
-def test_inspect_prints_all_names(
-    tmp_path: Path, trained: dict[str, torch.Tensor]
-) -> None:
-    del trained["conv1.bias"]
-    torch.save(trained, tmp_path / "a.pt")
-    asked = [
-        "--model",
-        "lenet",
-        "--dataset",
-        "mnist",
-        "--set",
-        "num-classes=12",
-        "--set",
-        f"init={tmp_path}/a.pt",
-    ]
-    shown = CliRunner().invoke(app, ["inspect", *asked])
-    assert shown.exit_code == 0, shown.output
-    assert (
-        f"init={tmp_path}/a.pt: 17 entries loaded, 2 of another shape, 1 missing, 0"
-        " unused" in shown.output
-    )
-    assert (
-        "not in the source, so left at their initial values: conv1.bias" in shown.output
-    )

@@ -36,7 +36,6 @@ CASES: dict[str, dict[str, Any]] = {
     "a model of each client, tuned": {"strategy": "fedbn", "fine-tune": 2},
     "a head, tuned": {"strategy": "fedavg", "personal": "last-layer", "fine-tune": 2},
     "FedTAN by messages": {"strategy": "fedtan", "fedtan-transport": "messages"},
-    "two methods": {"strategy": "fedbn", "client-hooks": "fedprox,scaffold"},
     "a batch of one example": {"batch-size": 13, "local-steps": 0, "num-clients": 8},
     "random images": {"model": "lenet", "augment": "crop2,flip"},
     "momentum that stays": {"sgd-momentum": 0.9, "momentum-scope": "local"},

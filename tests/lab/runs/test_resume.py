@@ -16,20 +16,21 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from safetensors.numpy import load_file
+from torch.utils.data import TensorDataset
 
-from fedbn_flwr.checked_file import read_checked
 from fedbn_flwr.client import torch_client
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.lab.config import CENTRALIZED, Config
 from fedbn_flwr.lab.files import read_metrics
-from fedbn_flwr.lab.output.folder import STATISTICS_FILE, lock_folder
+from fedbn_flwr.lab.output.folder import lock_folder
 from fedbn_flwr.lab.output.result_writer import OnRound
 from fedbn_flwr.lab.runs import centralized
 from fedbn_flwr.lab.runs.run import run
 from fedbn_flwr.transport import polling_grid
 from tests.support.fast import fast
-from tests.support.runs import lines_of, serve_nodes, summary_of
+from tests.support.runs import lines_of, serve_nodes, summary_of, write_rows
 
 ROUNDS = 6
 BASE: Mapping[str, Any] = {
@@ -106,7 +107,7 @@ def same(cut: Path, whole: Path) -> None:
         lines = lines_of(out)
         for line in lines:
             del line["seconds"]
-        return summary, lines, read_metrics(out / STATISTICS_FILE)
+        return summary, lines
 
     assert read(cut) == read(whole)
     models = [load_file(out / "model.safetensors") for out in (cut, whole)]
@@ -287,7 +288,6 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
             {"strategy": "fedprox", "proximal-mu": 0.5},
             "proximal-mu=0.01, now 0.5; strategy='fedavg', now 'fedprox'",
         ),
-        ({"series": "b"}, "series='', now 'b'"),
         ({"num-server-rounds": 3}, "num-server-rounds=3 is below the 6"),
     ],
 )
@@ -403,24 +403,33 @@ def test_a_run_continues_while_a_node_is_gone(
     assert sizes == sizes[:1] * 4
 
 
+def rows_of(site: Any, part: str) -> TensorDataset:
+    with np.load(site) as file:
+        return TensorDataset(torch.from_numpy(file["x"]), torch.from_numpy(file["y"]))
+
+
+rows_of.input_shape = (2,)  # type: ignore[attr-defined]
+
+
 def test_a_run_continues_with_nodes_that_came_later(
     tmp_path: Path, monkeypatch, caplog
 ) -> None:
     """Nodes may join over a network, unless the number of clients is set."""
     monkeypatch.setattr(polling_grid, "is_network_grid", lambda grid: True)
-    x, y = (
-        np.random.default_rng(0).integers(0, 256, (20, 8, 8), dtype=np.uint8),
-        np.arange(20) % 10,
-    )
-    np.savez(tmp_path / "own.npz", x_train=x, y_train=y, x_test=x, y_test=y)
-    node = {"data-path": str(tmp_path / "own.npz")}
+    rows = write_rows(tmp_path / "own.npz", 20)
+    node = {"data-path": rows.removeprefix("npz:")}
     out = tmp_path / "out"
-    served(out, [node], **{"num-clients": 0, "num-server-rounds": 1})
+    by_function = {
+        "dataset": f"{__name__}:rows_of",
+        "num-classes": 2,
+        "task": "classification",
+    }
+    served(out, [node], **{"num-clients": 0, "num-server-rounds": 1, **by_function})
     with pytest.raises(
         ConfigError, match=r"num-clients=1, but the federation has 3 node"
     ):
-        go_on(out, [node] * 3, **{"num-clients": 1})
-    go_on(out, [node] * 3, **{"num-server-rounds": 2})
+        go_on(out, [node] * 3, **{"num-clients": 1, **by_function})
+    go_on(out, [node] * 3, **{"num-server-rounds": 2, **by_function})
     assert "the run began with 1 node(s) and continues with 3" in caplog.text
     assert participants(out) == [[0], [0, 1, 2]]
 
@@ -444,52 +453,6 @@ def test_parts_kept_only_in_memory_cannot_be_resumed(tmp_path: Path, caplog) -> 
         match=r"cannot resume: client\(s\) 0, 1, 2 kept their local state in memory only",
     ):
         start(tmp_path, strategy="scaffold", resume=True)
-
-
-def test_a_series_without_a_state_folder_is_named(tmp_path: Path, caplog) -> None:
-    """With ``flwr run``, only the clients have the paths of their folders.
-
-    The warning appears even without checkpoints.
-    """
-    settings = {
-        "strategy": "fedbn",
-        "series": "a",
-        "checkpoint-every": 0,
-        "num-server-rounds": 2,
-    }
-    config = Config.make({**BASE, **settings, "out": str(tmp_path)})
-    own = [{"state-dir": str(tmp_path / "clients")}, {}, {}]
-    serve_nodes(config, tmp_path / "out", own)
-    assert [text for text in caplog.messages if "in memory only" in text] == [
-        "client(s) 1, 2 keep their local state in memory only: series=a has no effect for"
-        " them. Set state-dir, in the run's config or in each node's."
-    ]
-
-
-def test_a_new_run_of_an_experiment_starts_from_the_clients_parts(
-    tmp_path: Path,
-) -> None:
-    own = {
-        "strategy": "fedbn",
-        "state-dir": str(tmp_path / "clients"),
-        "num-server-rounds": 2,
-    }
-    for experiment, expected in (
-        ("hospitals", 4),
-        ("hospitals", 8),
-        ("", 4),
-        ("others", 4),
-    ):
-        out = tmp_path / f"{experiment}-{expected}"
-        start(out, series=experiment, **own)
-        folder = max(
-            (tmp_path / "clients").iterdir(), key=lambda path: path.stat().st_mtime
-        )
-        newest = max((folder / "partition-0").iterdir())
-        kept = read_checked(newest)["kept"]["fedbn-flwr.local"]
-        assert [
-            int(v) for k, v in kept.items() if k.endswith("num_batches_tracked")
-        ] == [expected], experiment
 
 
 def test_a_client_that_cannot_write_is_rejected_by_name_and_the_run_continues(

@@ -28,16 +28,13 @@ from fedbn_flwr.lab import setup
 from fedbn_flwr.lab.config import CENTRALIZED, Config
 from fedbn_flwr.lab.output import result_writer
 from fedbn_flwr.lab.output.curves import draw_curves
-from fedbn_flwr.lab.output.folder import STATISTICS_FILE
 from fedbn_flwr.lab.partitioned.partitioned_data import partitioned_data
 from fedbn_flwr.lab.runs.centralized import centralized
 from fedbn_flwr.lab.runs.check_start import checked_config
 from fedbn_flwr.lab.runs.default_app import client_app
-from fedbn_flwr.lab.runs.inspection import inspect_model
 from fedbn_flwr.lab.runs.run import preflight, run
 from fedbn_flwr.lab.runs.serve import serve
-from fedbn_flwr.lab.setup import make_model
-from fedbn_flwr.messages.records import Traffic, state_sha256, to_state
+from fedbn_flwr.messages.records import state_sha256, to_state
 from fedbn_flwr.strategies import STRATEGIES
 from fedbn_flwr.training.evaluation import evaluate
 from tests.support.pictures import drawn
@@ -116,12 +113,6 @@ def test_a_run_writes_its_folder(name: str, runs) -> None:
     summary, out = runs[name]
     own = name in STRATEGIES and STRATEGIES[name]().methods.own_models
     more = {"clients"} if own else set()
-    if (
-        name != CENTRALIZED
-        and Config.load(out / "config.yaml").norm == "batch"
-        and "statistics" not in STRATEGIES[name]().local
-    ):
-        more |= {STATISTICS_FILE}
     assert {path.name for path in out.iterdir()} == FILES | {"checkpoint"} | more
     assert summary_of(out) == json.loads(json.dumps(summary))
     config = Config.load(out / "config.yaml")
@@ -172,19 +163,6 @@ def test_the_saved_model_is_the_final_one(name: str, runs) -> None:
     # Without local state, the hash is the model's.
     if name == "fedavg":
         assert state_sha256(to_state(model.state_dict())) == summary["sha256"]
-
-
-@pytest.mark.parametrize("every", [1, 3])
-def test_the_traffic_of_reestimation_is_what_inspect_predicts_where_tests_are_rare(
-    quick_run, every: int
-) -> None:
-    for own in ({"strategy": "staticbn"}, {"strategy": "silobn", "recalibrate": True}):
-        summary, out = quick_run(
-            **own, **{"num-server-rounds": 4, "eval-every": every, "eval-on": "global"}
-        )
-        config = Config.load(out / "config.yaml")
-        found = inspect_model(make_model(config), config.strategy, 3, config)
-        assert Traffic(*(summary["ledger"][key] for key in TRAFFIC)) == found.total()
 
 
 @pytest.mark.parametrize("name", ["fedbn", "fedtan", CENTRALIZED])

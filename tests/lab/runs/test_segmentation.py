@@ -8,11 +8,9 @@ from typing import Any
 import pytest
 
 from fedbn_flwr.errors import ConfigError
-from fedbn_flwr.lab.config import Config, data_of
+from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.partitioned.partitioned_data import partitioned_data
-from fedbn_flwr.lab.runs.inspection import batchnorm_calls
 from fedbn_flwr.lab.runs.run import run
-from fedbn_flwr.lab.setup import make_model
 from fedbn_flwr.training.evaluation import evaluate
 from fedbn_flwr.training.tasks import SEGMENTATION
 from tests.support.pixels import SETTINGS
@@ -35,12 +33,6 @@ STEPS = {
 @pytest.fixture(scope="module")
 def settings() -> dict[str, Any]:
     return {**SETTINGS, **STEPS, "model": MODELS["lraspp"]}
-
-
-def test_images_are_twice_as_wide_as_high(settings: dict[str, Any]) -> None:
-    config = Config.make(settings)
-    assert data_of(config).shape == (3, 64, 128)
-    assert len(batchnorm_calls(make_model(config), config)) == 47
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""``train-only`` and ``frozen-bn`` select the moving entries of a run.
+"""``train-only`` selects the moving entries of a run.
 
 The tests also cover refusals and ``inspect``.
 """
@@ -9,12 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
 from fedbn_flwr.errors import ConfigError, NormLayerError
-from fedbn_flwr.lab.cli import app
 from fedbn_flwr.lab.finished_runs.evaluate import evaluate_run
-from fedbn_flwr.lab.finished_runs.saved_model import Choice, load_model
+from fedbn_flwr.lab.finished_runs.saved_model import Choice, saved_model
 from fedbn_flwr.lab.runs.check_start import checked_config
 from fedbn_flwr.lab.runs.run import run
 from fedbn_flwr.training.freezing import stays_in_eval
@@ -24,22 +22,12 @@ HEAD = {"model": "lenet", "train-only": "fc3"}
 
 
 @pytest.mark.parametrize("strategy", ["fedavg", "centralized"])
-@pytest.mark.parametrize("frozen_bn", ["eval", "train"])
-def test_what_moves(
-    strategy: str, frozen_bn: str, quick_config: Any, tmp_path: Path
-) -> None:
-    config = quick_config(
-        **HEAD, **{"frozen-bn": frozen_bn, "strategy": strategy, "weight-decay": 0.1}
+def test_what_moves(strategy: str, quick_config: Any, tmp_path: Path) -> None:
+    run(
+        quick_config(**HEAD, strategy=strategy, **{"weight-decay": 0.1}),
+        tmp_path / "out",
     )
-    run(config, tmp_path / "out")
-    leaves = ("running_mean", "running_var", "num_batches_tracked")
-    statistics = (
-        {f"norm{i}.{leaf}" for i in (1, 2) for leaf in leaves}
-        if frozen_bn == "train"
-        else set()
-    )
-    moved = moved_entries(tmp_path / "out")
-    assert moved == {"fc3.weight", "fc3.bias"} | statistics
+    assert moved_entries(tmp_path / "out") == {"fc3.weight", "fc3.bias"}
 
 
 def test_reestimation_leaves_frozen_layers_out(
@@ -59,7 +47,6 @@ def test_reestimation_leaves_frozen_layers_out(
         {"strategy": "fedbn"},
         {"strategy": "fedtan"},
         {"strategy": "fixbn"},
-        {"strategy": "mtfl", "frozen-bn": "train"},
         {"recalibrate": True},
     ],
 )
@@ -73,11 +60,8 @@ def test_a_method_for_batchnorm_is_refused_if_none_learns(
     )
 
 
-@pytest.mark.parametrize(
-    "settings", [{"strategy": "fedbn", "frozen-bn": "train"}, {"strategy": "scaffold"}]
-)
-def test_other_methods_are_not(settings: dict[str, Any], quick_config: Any) -> None:
-    checked_config(quick_config(**HEAD, **settings))
+def test_other_methods_are_not(quick_config: Any) -> None:
+    checked_config(quick_config(**HEAD, strategy="scaffold"))
 
 
 def test_a_bad_path_is_an_error_before_anything_is_written(
@@ -90,39 +74,10 @@ def test_a_bad_path_is_an_error_before_anything_is_written(
     assert not (tmp_path / "out").exists()
 
 
-def test_inspect_says_which_layers_train() -> None:
-    asked = [
-        "--model",
-        "lenet",
-        "--strategy",
-        "fedbn",
-        "--dataset",
-        "mnist",
-        "--set",
-        "train-only=norm2,fc3",
-    ]
-    shown = CliRunner().invoke(app, ["inspect", *asked])
-    assert shown.exit_code == 0, shown.output
-    lines = {
-        line.split()[0]: line.rstrip()
-        for line in shown.output.splitlines()
-        if line.startswith(" norm")
-    }
-    assert "client; not trained" in lines["norm1"]
-    assert "client; in eval mode" in lines["norm1"]
-    assert not any(words in lines["norm2"] for words in ("not trained", "in eval mode"))
-    assert "frozen parameters: 10" in shown.output
-    adapting = (
-        CliRunner().invoke(app, ["inspect", *asked, "--set", "frozen-bn=train"]).output
-    )
-    assert "not trained" in adapting
-    assert "in eval mode" not in adapting
-
-
 def test_a_saved_model_is_a_plain_one(quick_config: Any, tmp_path: Path) -> None:
     """Freezing does not persist: statistics of new inputs reach every layer."""
     run(quick_config(**HEAD), tmp_path / "out")
-    model = load_model(tmp_path / "out", Choice()).model
+    model = saved_model(tmp_path / "out", Choice()).model
     assert all(p.requires_grad for p in model.parameters())
     assert not stays_in_eval(model)
     plain = evaluate_run(tmp_path / "out", {"dataset": "digits"}, "").rows[0]

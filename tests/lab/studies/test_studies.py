@@ -1,4 +1,4 @@
-"""Each file of a paper's study can run, names its command, and has a twin."""
+"""Each file of a paper's study can run, full and small, and names its commands."""
 
 from __future__ import annotations
 
@@ -9,22 +9,19 @@ from typing import Any
 
 import pytest
 import yaml
+from typer.testing import CliRunner
 
+from fedbn_flwr.lab.cli import app
 from fedbn_flwr.lab.studies.check_study import load_study
+from fedbn_flwr.lab.studies.study import Study
 from tests.support.fast import thinned
 
 FOLDER = Path(__file__).parents[3] / "studies"
-FULL = sorted(
-    path for path in FOLDER.glob("*.yaml") if not path.stem.endswith("-small")
-)
+STUDIES = sorted(FOLDER.glob("*.yaml"))
 # training examples of the smallest domain
 OF_A_DOMAIN = {"digits-five": 7438, "office-caltech10": 112}
 # as many rounds, tuned
-LONGER = {
-    "fedwon-table-1-office-small",
-    "fedwon-office-agc-small",
-    "fedwon-table-2-small",
-}
+LONGER = {"fedwon-table-1-office", "fedwon-office-agc", "fedwon-table-2"}
 SIZES = {
     "imagenet": 1281167,
     "tiny-imagenet": 100000,
@@ -34,18 +31,18 @@ SIZES = {
 }
 
 
-def read(path: Path) -> dict[str, Any]:
-    content: dict[str, Any] = yaml.safe_load(path.read_text())
+def read(path: Path, small: bool = False) -> dict[str, Any]:
+    content = Study.read(path, small=small).to_mapping()
     return {"splits": {"all": {}}, "skip": [], "seeds": [0], **content}
 
 
-def checked(path: Path, tmp_path: Path) -> None:
+def checked(path: Path, small: bool, tmp_path: Path) -> None:
     """Load each method and each split once, with the first seed.
 
     Other cells have the same keys. This checks that every key is known and has an
     effect, and that `paper` and `skip` name runs.
     """
-    content = read(path)
+    content = read(path, small)
     names = [
         name
         for name in itertools.product(content["methods"], content["splits"])
@@ -77,9 +74,9 @@ def checked(path: Path, tmp_path: Path) -> None:
     load_study(tmp_path / path.name)
 
 
-def examples(path: Path) -> float:
+def examples(content: dict[str, Any]) -> float:
     """Return the approximate training examples of all runs."""
-    content, total = read(path), 0.0
+    total = 0.0
     for split, of_split in content["splits"].items():
         for method, of_method in content["methods"].items():
             c = {**content["base"], **of_split, **of_method}
@@ -97,80 +94,82 @@ def examples(path: Path) -> float:
     return total * len(content["seeds"])
 
 
-def head_of(path: Path) -> str:
-    return " ".join(
-        line.removeprefix("# ")
-        for line in path.read_text().splitlines()
-        if line.startswith("# ")
-    )
+def heads_of(path: Path) -> list[str]:
+    """Return the comments of a study and those of its section ``small``."""
+    return [
+        " ".join(re.findall(r"^ *# (.*)$", part, re.MULTILINE))
+        for part in path.read_text().split("\nsmall:", 1)
+    ]
 
 
-@pytest.mark.parametrize("full", thinned(FULL), ids=lambda path: path.stem)
-def test_a_study_can_run_says_how_and_has_a_small_twin(
-    full: Path, tmp_path: Path
+@pytest.mark.parametrize("path", thinned(STUDIES), ids=lambda path: path.stem)
+def test_a_study_can_run_full_and_small_and_says_how(
+    path: Path, tmp_path: Path
 ) -> None:
-    small = full.with_name(f"{full.stem}-small.yaml")
-    for path in (full, small):
-        checked(path, tmp_path)
+    for small in (False, True):
+        checked(path, small, tmp_path)
+        option, ending = (" --small", "-small") if small else ("", "")
         command = (
-            rf"^#   fedbn-flwr sweep studies/{path.name}( --set data-dir=FOLDER)? --out"
-            rf" runs/{path.stem}$"
-        )
+            rf"#   ?fedbn-flwr sweep studies/{path.name}{option}( --set"
+            rf" data-dir=FOLDER)? --out runs/{path.stem}{ending}$"
+        ).replace("#   ?", "# +")
         assert re.search(command, path.read_text(), re.MULTILINE)
-        assert f"]({path.name})" in (FOLDER / "README.md").read_text()
+    assert f"]({path.name})" in (FOLDER / "README.md").read_text()
+    full, small_head = heads_of(path)
     for word in ("Expected: ", "Open in the paper, chosen here: ", "Time: "):
-        assert word in head_of(full)
+        assert word in full
     for word in (
-        f"What differs from {full.name}: ",
+        f"What differs from {path.name}: ",
         "Expected: ",
         "The paper's numbers",
     ):
-        assert word in head_of(small)
-    assert examples(small) < examples(full)
+        assert word in small_head
+    assert examples(read(path, small=True)) < examples(read(path))
 
 
-@pytest.mark.parametrize("full", FULL, ids=lambda path: path.stem)
-def test_the_time_of_a_study(full: Path) -> None:
+@pytest.mark.parametrize("path", STUDIES, ids=lambda path: path.stem)
+def test_the_time_of_a_study(path: Path) -> None:
     """The head of a study counts its runs and gives the same time as the page.
 
     A small study takes an hour at most.
     """
-    page = (FOLDER / "README.md").read_text()
-    for path, about in (
-        (full, "some"),
-        (full.with_name(f"{full.stem}-small.yaml"), "about"),
-    ):
+    cells = row_of(path)
+    for small, about in ((False, "some"), (True, "about")):
         found = re.search(
             rf"Time: (\d+) runs.*?, {about} ((\d+) (minutes|hours|days)) on two cores",
-            head_of(path),
+            heads_of(path)[small],
         )
         assert found, "no time"
         runs, time, number, unit = found.groups()
-        content = read(path)
+        content = read(path, small)
         pairs = len(content["methods"]) * len(content["splits"]) - len(content["skip"])
         assert int(runs) == pairs * len(content["seeds"])
-        assert (
-            path == full
-            or path.stem in LONGER
-            or (unit == "minutes" and int(number) <= 60)
-        )
-        row = next(
-            line
-            for line in page.splitlines()
-            if f"[{full.stem}]({full.name}) | [small]" in line
-        )
-        assert row.split(" | ")[5 if path == full else 6] == time
+        if small and path.stem not in LONGER:
+            assert unit == "minutes"
+            assert int(number) <= 60
+        assert cells[5 if small else 4] == time
+
+
+def row_of(path: Path) -> list[str]:
+    """Return the cells of the study's row on the page."""
+    page = (FOLDER / "README.md").read_text()
+    (row,) = [
+        line
+        for line in page.splitlines()
+        if line.startswith("| ") and f" | [{path.stem}]({path.name}) | " in line
+    ]
+    return row.strip("|").strip().split(" | ")
 
 
 def test_each_study_has_a_name_of_its_own() -> None:
-    names = [read(path)["name"] for path in FOLDER.glob("*.yaml")]
+    names = [read(path, small)["name"] for path in STUDIES for small in (False, True)]
     assert sorted(names) == sorted(set(names))
 
 
 def test_a_head_that_names_t_star_has_a_method_that_freezes() -> None:
-    for path in FULL:
+    for path in STUDIES:
         methods = {settings["strategy"] for settings in read(path)["methods"].values()}
-        assert "T* = R/2" not in head_of(path) or methods & {
+        assert "T* = R/2" not in heads_of(path)[0] or methods & {
             "fixbn",
             "fedtan2",
         }, path.name
@@ -209,15 +208,7 @@ def test_every_table_and_figure_of_the_papers_is_listed_once() -> None:
 
 def results_of() -> dict[str, str]:
     """Return the last cell of each study's row on the page, by study."""
-    page, cells = (FOLDER / "README.md").read_text(), {}
-    for path in FULL:
-        row = next(
-            line
-            for line in page.splitlines()
-            if f"[{path.stem}]({path.name}) | [small]" in line
-        )
-        cells[path.stem] = row.removesuffix(" |").split(" | ")[7]
-    return cells
+    return {path.stem: row_of(path)[6] for path in STUDIES}
 
 
 def test_the_state_of_a_table_or_figure_is_that_of_its_studies() -> None:
@@ -245,14 +236,12 @@ def test_every_study_is_of_a_table_or_figure_or_asks_what_our_results_raise() ->
         .read_text()
         .partition("Questions that our results raise")[2]
     )
-    for path in FULL:
-        assert (path.stem in listed) != (f"]({path.name}) | [small]" in ours), path.name
+    for path in STUDIES:
+        assert (path.stem in listed) != (f"]({path.name}) | " in ours), path.name
 
 
-def test_every_small_twin_has_its_study() -> None:
-    assert {path.stem for path in FOLDER.glob("*-small.yaml")} == {
-        f"{path.stem}-small" for path in FULL
-    }
-
-
-# longer than two rounds
+def test_a_study_of_the_package_is_found_by_its_name(tmp_path: Path) -> None:
+    asked = ["sweep", "which-method", "--method", "FedTam", "--out", str(tmp_path)]
+    result = CliRunner().invoke(app, asked)
+    assert result.exit_code == 2
+    assert "FedTAN" in result.output

@@ -94,7 +94,7 @@ def test_the_table_of_a_study_has_the_numbers_of_scipy(seed: int) -> None:
     # A second metric is not compared.
     losses = [one | {"metric": "loss", "main": False} for one in rows if one["metric"]]
     finals: dict[Any, dict[int, float]] = {}
-    found_p: dict[Any, Any] = {}
+    found: dict[Any, Any] = {}
     for line in table([*rows, *losses]).to_dict("records"):
         name = line["split"], line["method"]
         of = [one for one in rows if (one["split"], one["method"]) == name]
@@ -123,17 +123,21 @@ def test_the_table_of_a_study_has_the_numbers_of_scipy(seed: int) -> None:
             "reached": f"{len(reached)} of {len(values)}" if ended else "",
             "rounds to it": mean(reached, ".1f"),
             "minus paper": mean([score - 55.5 for score in scores], f"+{form}"),
-            "minus A": mean(gaps, f"+{form}"),
         }
         assert {key: line.get(key, "") for key in expected} == expected
-        p = ttest_1samp(gaps, 0).pvalue if known else None
-        found_p[name] = line.get("p", ""), p
+        text, _, ends = line.get("minus A", "").partition(" (")
+        assert text == mean(gaps, f"+{form}")
+        found[name] = ends.strip(")"), gaps if known else [], form
     assert {*finals} == {*itertools.product(["iid", "two"], MAIN)}
     # Bonferroni: each pair of methods with a value of the accuracy is a comparison.
-    for (split, _), (text, p) in found_p.items():
+    for (split, _), (text, gaps, form) in found.items():
         compared = [one for one in MAIN if finals[split, one] and one != "Other"]
         pairs = len([*itertools.combinations(compared, 2)])
-        assert text == ("" if p is None else f"{min(1, pairs * p):.3f}")
+        ends = ""
+        if gaps:
+            interval = ttest_1samp(gaps, 0).confidence_interval(1 - 0.05 / pairs)
+            ends = f"{interval.low:+{form}} to {interval.high:+{form}}"
+        assert text == ends
 
 
 def test_a_bar_in_a_name_ends_no_cell() -> None:

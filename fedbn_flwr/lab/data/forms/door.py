@@ -278,6 +278,6 @@ def _info_of_nodes(request: OwnData) -> DatasetInfo:
 def _nothing(folder: Path, shape: Shape) -> Loaded:
     """Raise ValueError, because this process has no data.
 
-    Each node loads its own data by ``load_local_dataset``.
+    Each node loads its own data.
     """
     raise ValueError("the data are on the nodes only")

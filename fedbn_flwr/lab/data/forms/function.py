@@ -275,16 +275,8 @@ class ReadInputs(LazyInputs):
         self._form, self.by_pixel = form, form.task.by_pixel
         self.shape = (len(self._places), *form.shape)
 
-    def read(
-        self,
-        numbers: Sequence[int],
-        each: Sequence[str] = (),
-        seeds: Sequence[int] = (),
-    ) -> tuple[Tensor, Tensor]:
+    def read(self, numbers: Sequence[int]) -> tuple[Tensor, Tensor]:
         """Return the inputs with these numbers, and their targets."""
-        # The package's transforms are for images as bytes. A user's data set may have
-        # its own transforms.
-        del each, seeds
         shape, dtype, _ = self._form.of_targets
         inputs = torch.empty(len(numbers), *self.shape[1:])
         targets = torch.empty(len(numbers), *shape, dtype=dtype)

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from fedbn_flwr.errors import DataError
-from fedbn_flwr.lab.data.augment import transform_image
 from fedbn_flwr.lab.data.readers import Loaded
 from fedbn_flwr.lab.data.samples import LazyInputs, Samples, Shape, in_shape
 from fedbn_flwr.machine import num_cores
@@ -72,7 +71,7 @@ def open_images(
             disk, only headers and ends are checked.
     """
     size = (len(train) + len(test)) * shape.channels * shape.height * shape.width
-    in_memory = size <= MAX_BYTES and not shape.originals
+    in_memory = size <= MAX_BYTES
     samples, problems = list[Samples](), list[str]()
     for files in (train, test):
         paths = [path for path, _ in files]
@@ -102,12 +101,7 @@ class ImageFiles(LazyInputs):
         self._paths, self._wanted, self._centre = paths, shape, centre
         self.shape = (len(paths), shape.channels, shape.height, shape.width)
 
-    def read(
-        self,
-        numbers: Sequence[int],
-        each: Sequence[str] = (),
-        seeds: Sequence[int] = (),
-    ) -> tuple[Tensor, None]:
+    def read(self, numbers: Sequence[int]) -> tuple[Tensor, None]:
         """Return uint8 images.
 
         Raises:
@@ -118,14 +112,6 @@ class ImageFiles(LazyInputs):
         # forked process must not start torch's threads in another thread.
         decoded = for_all(pixels, [self._paths[number] for number in numbers])
         for at, image in enumerate(decoded):
-            # Transforms get images of the wanted size, as if the images were in memory.
-            # If a transform cuts out a part of an image, it gets the original image. In
-            # both cases, the result is resized below.
-            if not self._wanted.originals:
-                image = self._fitted(image)
-            if seeds:
-                size = (self.shape[2], self.shape[3])
-                image, _ = transform_image(image, None, each, size, seeds[at])
             images[at] = self._fitted(image)
         return images.to(self.device), None
 

@@ -22,9 +22,22 @@ from fedbn_flwr.client import TorchClient
 from fedbn_flwr.client.personal_model import client_file
 from fedbn_flwr.errors import ConfigError, StateError
 from fedbn_flwr.lab.cli import app
-from fedbn_flwr.lab.finished_runs.saved_model import Choice, load_model
-from fedbn_flwr.lab.finished_runs.sites import difference, interval, sites_of_run
-from fedbn_flwr.lab.output.site_tests import SiteTest, test_site
+from fedbn_flwr.lab.finished_runs.saved_model import Choice, saved_model
+from fedbn_flwr.lab.output.intervals import (
+    Interval,
+    difference,
+    interval,
+    mean,
+    mismatch,
+    over_seeds,
+    sites_of_run,
+)
+from fedbn_flwr.lab.output.site_tests import (
+    BATCH,
+    SiteTest,
+    save_predictions,
+    test_site,
+)
 from fedbn_flwr.lab.partitioned.partitioned_data import partitioned_data
 from fedbn_flwr.lab.report import write_report
 from fedbn_flwr.lab.run_files import RunFiles
@@ -55,11 +68,11 @@ def test_a_client_has_one_model_fine_tuned_or_not(
 ) -> None:
     """The tested model is the model of all commands.
 
-    These are the table, ``evaluate``, ``--against``, ``personal_state`` and ``export``.
+    These are the table, ``evaluate``, ``--against``, ``personal_state`` and ``saved_model``.
     A run differs from itself by 0, and from another run on the same split by the
     difference of the tests.
     """
-    monkeypatch.setattr("fedbn_flwr.lab.output.site_tests._RESAMPLES", 20)
+    monkeypatch.setattr("fedbn_flwr.lab.output.intervals._RESAMPLES", 20)
     settings = {"eval-on": "personal-own", "partition": "iid", **FINE_TUNED[name]}
     settings = {**needs(settings["strategy"]), **settings}
     workers = 2 if name == "workers" else 0
@@ -72,7 +85,7 @@ def test_a_client_has_one_model_fine_tuned_or_not(
         wanted = [tested["clients"][str(i)]["own-accuracy"] for i in range(3)]
         values.append(np.array(wanted))
         assert [row["value"] for row in summary["sites"]] == wanted
-        rows = sites_of_run(out, out)
+        rows = sites_of_run(out, out).rows
         assert [row["value"] for row in rows] == wanted
         for row in rows:
             # All draws are equal, but a few examples do not make 0 certain.
@@ -82,10 +95,10 @@ def test_a_client_has_one_model_fine_tuned_or_not(
         for client, value in enumerate(wanted):
             view = partitioned_data(config, 3).test_view(client)
             model = model_of(out, personal_state(out, client))
-            exported = load_model(out, Choice(client)).model
+            exported = saved_model(out, Choice(client)).model
             for one in (model, exported):
                 assert evaluate(one, view).accuracy == value
-    rows = sites_of_run(tmp_path / "0", out)
+    rows = sites_of_run(tmp_path / "0", out).rows
     apart = [row["difference"] for row in rows]
     assert apart == pytest.approx(values[0] - values[1], abs=1e-12)
     for row in rows:
@@ -134,7 +147,7 @@ def test_a_global_model_is_tested_at_each_site_and_runs_of_another_split_are_ref
         dataset="digits-domains", partition="domain", **{"num-clients": 5}
     )
     by_domain = summary["final"]["domains"]["test-accuracy"]
-    rows = sites_of_run(out)
+    rows = sites_of_run(out).rows
     assert {row["site"]: row["value"] for row in rows} == pytest.approx(by_domain)
     assert [row["value"] for row in summary["sites"]] == pytest.approx(
         list(by_domain.values())
@@ -178,8 +191,8 @@ def test_intervals_are_those_of_student_over_patients() -> None:
     ):
         low, high = stats.ttest_1samp(means, 0).confidence_interval()
         ends = pytest.approx((low, high), abs=0.1 * (high - low))
-        assert (found.value, found[1:3]) == (pytest.approx(means.mean()), ends)
-        assert found.spread == pytest.approx(stats.sem(means), rel=0.1)
+        assert (found.value, found.ends()) == (pytest.approx(means.mean()), ends)
+        assert found.error == pytest.approx(stats.sem(means), rel=0.1)
 
 
 def only(metric: str) -> Task:
@@ -200,7 +213,7 @@ def test_an_interval_of_auroc_is_as_wide_as_that_of_new_patients(seed: int) -> N
         site = SiteTest(auroc, scores, truth.double(), groups)
         values.append(site.metric(np.arange(len(truth))))
         if at < 5:
-            errors.append(interval(site).spread)
+            errors.append(interval(site).error)
     assert np.mean(errors) == pytest.approx(np.std(values), rel=0.35)
 
 
@@ -213,9 +226,9 @@ def test_a_model_at_the_end_of_the_interval_is_rarely_perfect(
     groups = [np.array([row]) for row in range(len(truth))]
     perfect = SiteTest(only("auroc"), truth.double()[:, None], truth.double(), groups)
     found = interval(perfect)
-    assert (found.value, found.high) == (1, 1)
-    assert found.low is not None
-    shift = 2**0.5 * stats.norm.ppf(found.low)  # between normal scores of this AUROC
+    low, high = found.ends()
+    assert (found.value, high) == (1, 1)
+    shift = 2**0.5 * stats.norm.ppf(low)  # between normal scores of this AUROC
     draw = np.random.default_rng(0)
     lowest = (shift + draw.normal(size=(20_000, events))).min(1)
     assert (lowest > draw.normal(size=(20_000, others)).max(1)).mean() < 0.05
@@ -226,7 +239,7 @@ def test_every_number_has_an_interval_above_0_or_a_reason(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """This includes sites with one class, with equal predictions and with 1 example."""
-    monkeypatch.setattr("fedbn_flwr.lab.output.site_tests._RESAMPLES", 20)
+    monkeypatch.setattr("fedbn_flwr.lab.output.intervals._RESAMPLES", 20)
     draw = np.random.default_rng(seed)
     size, share = int(draw.integers(0, 16)), draw.choice([0, 0.1, 0.5])
     truth = torch.from_numpy(1.0 * (draw.random(size) < share))
@@ -240,33 +253,14 @@ def test_every_number_has_an_interval_above_0_or_a_reason(
         outputs += outputs[:1]
         one, other, copy = (SiteTest(task, each, targets, groups) for each in outputs)
         for found in (interval(one), difference(one, other), difference(one, copy)):
-            if found.why:
-                assert found[1:4] == (None, None, None)
-            else:
-                assert found.low <= found.value <= found.high
-                assert found.low < found.high
-                assert found.spread > 0
+            low, high = found.ends()
+            assert (low is None) == bool(found.why)
+            if not found.why:
+                assert low <= found.value <= high
+                assert low < high
         copied = difference(one, copy)
         assert copied.value in (0, None)
-        assert copied.why or copied.low < 0 < copied.high
-
-
-def test_a_row_of_a_yes_or_no_has_the_shares_of_yes() -> None:
-    """Their errors belong to shares with one example more of each kind."""
-    site = replace(patients(1), labels=(30, 7))
-    found = site.decisions
-    called, yes = (site.outputs[:, 0] > 0).double(), site.targets
-    for name, values in (("yes", yes), ("called", called), ("excess", called - yes)):
-        error = ((values.var(correction=0) + 1 / 40) / 40) ** 0.5
-        assert found[f"{name}-value"] == pytest.approx(float(values.mean()))
-        assert found[f"{name}-spread"] == pytest.approx(float(error))
-    labels = torch.cat([yes, torch.zeros(30), torch.ones(7)])
-    assert found["label-value"] == pytest.approx(float(labels.mean()))
-    groups = 40 * len(labels) / len(yes)
-    error = ((labels.var(correction=0) + 1 / groups) / groups) ** 0.5
-    assert found["label-spread"] == pytest.approx(float(error))
-    assert SiteTest(REGRESSION, site.outputs, yes, site.groups).decisions == {}
-    assert replace(site, groups=[np.arange(120)]).decisions == {}
+        assert copied.side() == 0
 
 
 def test_two_models_see_the_same_pixels_of_a_segmentation() -> None:
@@ -288,7 +282,7 @@ def test_two_models_see_the_same_pixels_of_a_segmentation() -> None:
         sites.append(test_site(nn.Conv2d(1, 3, 3, padding=1), Images(), SEGMENTATION))
     one, other = sites
     assert not torch.equal(one.outputs, other.outputs)
-    assert one.has_examples_of(other)
+    assert one.fits(other)
 
 
 @pytest.mark.parametrize("strategy", ["fedbn", "ditto"])
@@ -307,12 +301,103 @@ def test_a_site_whose_training_was_always_refused_is_marked_with_the_reason(
     _, whole = quick_run(**settings)
     monkeypatch.setattr(TorchClient, "fit_uncopied", disk_full)
     summary, out = quick_run(**settings)
-    for rows in (summary["sites"], sites_of_run(out), sites_of_run(out, whole)):
+    for rows in (
+        summary["sites"],
+        sites_of_run(out).rows,
+        sites_of_run(out, whole).rows,
+    ):
         assert ["note" in row for row in rows] == [False, True, False]
         assert rows[1]["note"].endswith("disk full")
     # Under Ditto, the server has a whole model for this client.
-    difference_of_both = sites_of_run(whole, out)[1]["difference"]
+    difference_of_both = sites_of_run(whole, out).rows[1]["difference"]
     assert (difference_of_both is None) == (strategy != "ditto")
     shown = CliRunner().invoke(app, ["evaluate", str(out)])
     assert "no model of its own" in " ".join(shown.output.split())
     assert "no model of its own" in write_report(out).read_text()
+
+
+# Means.
+
+
+@pytest.mark.parametrize("seed", fast(range(20), *range(4)))
+def test_a_mean_of_seeds_is_students_and_a_mean_of_sites_welchs(seed: int) -> None:
+    draw = np.random.default_rng(seed)
+    values = draw.normal(size=int(draw.integers(2, 9)))
+    low, high = stats.ttest_1samp(values, 0).confidence_interval()
+    assert over_seeds([*map(Interval, values)]).ends() == pytest.approx((low, high))
+    # Two sites of n and m values: Welch's test has the interval of their sum.
+    a, b = draw.normal(size=5), draw.normal(2, 3, size=int(draw.integers(3, 30)))
+    found = mean(
+        Interval(sign * x.mean(), stats.sem(x), len(x) - 1)
+        for sign, x in ((1, a), (-1, b))
+    )
+    welch = stats.ttest_ind(a, b, equal_var=False).confidence_interval()
+    assert [2 * end for end in found.ends()] == pytest.approx([*welch])
+
+
+def test_a_mean_leaves_out_sites_without_an_interval_and_has_a_reason_without() -> None:
+    known, few = Interval(0.5, 0.1, 9), Interval(1.0, why="only one")
+    assert mean([known, few, Interval(why="none")]) == known
+    assert mean([few, Interval(why="none")]).why == "only one"
+    assert mean([]).value is None
+    many = mean(Interval(value) for value in (0.0, 1.0) * 20)
+    assert many.error == pytest.approx(0.5 / 39**0.5)
+    assert over_seeds([known]).why == "one seed has no interval"
+    assert over_seeds([known, known]).why == "equal with every seed"
+    assert over_seeds([known, Interval(0.7, 0.1, 9)]).error > 0.1
+
+
+def drawn(draw: np.random.Generator, accuracy: float) -> list[SiteTest]:
+    """Return the tests of a model that is right with this probability, at 3 sites."""
+    found = []
+    for at in range(3):
+        truth = torch.arange(40).remainder(2).double()
+        right = torch.from_numpy(draw.random(40) < accuracy)
+        outputs = torch.where(right, truth, 1 - truth)[:, None] - 0.5
+        groups = [np.array([row]) for row in range(40)]
+        task = BINARY.scored_by("accuracy")
+        about = {"name": f"client {at}", "client": at, "num_examples": 40}
+        found.append(SiteTest(task, outputs, truth, groups, **about))
+    return found
+
+
+def test_equal_methods_are_rarely_said_to_differ(monkeypatch) -> None:
+    """The mean difference of 300 pairs of equally good models, and of unequal ones."""
+    monkeypatch.setattr("fedbn_flwr.lab.output.intervals._RESAMPLES", 40)
+    draw = np.random.default_rng(0)
+    claims = {0.8: 0, 0.5: 0}
+    for other in claims:
+        for _ in range(300):
+            pairs = zip(drawn(draw, 0.8), drawn(draw, other), strict=True)
+            claims[other] += mean(difference(*pair) for pair in pairs).side() != 0
+    assert claims[0.8] <= 24  # 5 % are 15, with a deviation of 4
+    assert claims[0.5] >= 290
+
+
+@pytest.mark.parametrize(("plain", "by_batch"), [(0.5, 0.95), (0.95, 0.5), (0.9, 0.92)])
+def test_a_model_that_is_right_with_batch_statistics_alone_is_named(
+    tmp_path: Path, plain: float, by_batch: float
+) -> None:
+    draw = np.random.default_rng(1)
+    tests = drawn(draw, plain)
+    tests += [replace(one, part=BATCH) for one in drawn(draw, by_batch)]
+    save_predictions(tmp_path, tests, "x")
+    (tmp_path / "summary.json").write_text('{"sha256": "x"}')
+    assert ("do not fit the weights" in mismatch(tmp_path)) == (plain == 0.5)
+
+
+def test_a_mean_and_its_difference_are_over_the_same_sites(tmp_path: Path) -> None:
+    draw = np.random.default_rng(2)
+    for name, lost in (("a", 0), ("b", 1)):
+        tests = drawn(draw, 0.8)
+        tests[lost] = replace(tests[lost], outputs=tests[lost].outputs * 0 + 0.1)
+        if name == "b":
+            empty = {"outputs": torch.empty(0), "targets": torch.empty(0)}
+            tests[2] = replace(tests[2], **empty, groups=[], note="no model")
+        (tmp_path / name).mkdir()
+        save_predictions(tmp_path / name, tests, "x")
+        (tmp_path / name / "summary.json").write_text('{"sha256": "x"}')
+    found = sites_of_run(tmp_path / "a", tmp_path / "b")
+    assert found.sites == ["client 0", "client 1"]
+    assert found.left_out == {"client 2": "no model of the site"}
+    assert found.mean.value - found.other.value == pytest.approx(found.gap.value)
