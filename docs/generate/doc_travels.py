@@ -111,11 +111,10 @@ def _cost(travels: Travels) -> str:
     floats = {(): "$F$", tuple(sorted(ALL)): "nothing"}.get(
         tuple(sorted(travels.local)), "$F - F_l$"
     )
-    down_statistics, up_statistics = travels.extra_statistics
     copies_down, copies_up = travels.extra_copies
     step = _plus(travels.exchanges.cost()[1] / 2, "S") if travels.exchanges else ""
-    down = f"{floats}{_plus(copies_down, 'T')}{_plus(down_statistics, 'S')}{step}"
-    up = f"{floats}{_plus(copies_up, 'T')}{_plus(up_statistics, 'S')}{step}"
+    down = f"{floats}{_plus(copies_down, 'T')}{step}"
+    up = f"{floats}{_plus(copies_up, 'T')}{step}"
     text = f"{down} floats down, {up} up per client"
     if travels.exchanges:
         text += f"; {_exchanges(travels.exchanges)} exchanges"

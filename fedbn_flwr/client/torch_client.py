@@ -10,8 +10,8 @@ from __future__ import annotations
 import functools
 import json
 import math
-from collections.abc import Callable, Mapping
-from contextlib import closing, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -337,12 +337,7 @@ class TorchClient(NumPyClient):
         test_sets = self.data.asked_for(sent.test_sets)
         metrics: Config = {}
         first: EvalResult | None = None
-        with self._cached_model() as cached:
-            kept = self._open_kept(cached, config, sent)
-            local = entries_that_stay(cached, sent)
-            load_received(cached, parameters, config, sent, kept.tested(local))
-            if sent.fine_tune and len(self.data.train):
-                self._fine_tune(cached, config, kept, frozenset(local))
+        with self.tested_model(parameters, config) as cached:
             for name, data in test_sets.items():
                 prefix = f"{name}-" if name else ""
                 count = f"{name}-{NUM_EXAMPLES}" if name else EXAMPLES_TESTED
@@ -360,6 +355,20 @@ class TorchClient(NumPyClient):
         if first is None:
             return float("nan"), 0, metrics
         return first.loss, first.num_examples, metrics
+
+    @contextmanager
+    def tested_model(
+        self, parameters: list[Array], config: Config
+    ) -> Iterator[CachedModel]:
+        """Lend the model that ``evaluate`` tests: received, local, and fine-tuned."""
+        sent = EvaluateConfig.read(config)
+        with self._cached_model() as cached:
+            kept = self._open_kept(cached, config, sent)
+            local = entries_that_stay(cached, sent)
+            load_received(cached, parameters, config, sent, kept.tested(local))
+            if sent.fine_tune and len(self.data.train):
+                self._fine_tune(cached, config, kept, frozenset(local))
+            yield cached
 
     def statistics(
         self, parameters: list[Array], config: Config

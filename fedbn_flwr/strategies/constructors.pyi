@@ -545,7 +545,7 @@ class FedRep(_FedRep):
     Example, with ``app`` and ``arrays`` as in the example of ``InProcessGrid``::
 
         >>> from fedbn_flwr.strategies import FedRep
-        >>> strategy = FedRep(head_steps=1)
+        >>> strategy = FedRep(head_steps=1, personal="2")  # the path of the head
         >>> with InProcessGrid(app, num_nodes=3) as grid:
         ...     result = strategy.start(grid, arrays, num_rounds=2)
     """

@@ -57,7 +57,7 @@ def fine_tuned(
     sent = strategy.run.test_config(server_round)
     elsewhere = set[str]()
     # Skip clients whose local state is on other machines, because the steps may need
-    # it: HBN's alpha, for example, is local state.
+    # it: gamma and beta of FedBN, for example, are local state.
     if strategy.methods.own_models or HOOKS in sent:
         elsewhere = strategy.run.kept.hashes.keys() - kept
     shapes = {name: array.shape for name, array in state.items()}
@@ -72,11 +72,9 @@ def fine_tuned(
         KeptState(context, parts, parts.fingerprint(shapes)).replace(content)
         (named,) = strategy.run.nodes.shown([str(client)])
         with extra(f"The fine-tuning of client {named}", again):
-            tuned = on_device(copied(model), config)
-            # Use the run's client code without tests, so that it only loads the model
-            # and trains.
+            # The run's client code trains a copy of its model, so take that copy.
             trainee = TorchClient(
-                tuned,
+                on_device(copied(model), config),
                 data.train_view(client),
                 {},
                 local_training(config),
@@ -85,6 +83,10 @@ def fine_tuned(
                 seed=config.seed,
                 task=data_of(config).test_task,
             )
-            with threads(config.torch_threads):
-                trainee.evaluate([*entries.values()], {**sent, ARRAY_NAMES: names})
-            yield str(client), to_state(tuned.state_dict())
+            message = {**sent, ARRAY_NAMES: names}
+            with (
+                threads(config.torch_threads),
+                trainee.tested_model([*entries.values()], message) as tuned,
+            ):
+                own = to_state(tuned.state)
+            yield str(client), own
