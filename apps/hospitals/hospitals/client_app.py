@@ -39,7 +39,6 @@ def train(msg: Message, context: Context):
     )
     order = torch.Generator().manual_seed(seed)
     with bn_rules(model, msg, context) as rules:
-        rules.survey(DataLoader(data, settings["batch-size"]))
         loss = train_fn(
             model,
             data,

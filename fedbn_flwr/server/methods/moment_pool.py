@@ -70,6 +70,6 @@ def unmeasured(
     return (
         f"no reply has moments of the inputs of {', '.join(paths)}, {which}: these"
         " layers ran under no_grad or not at all. If the training reaches them but the"
-        " model's forward does not, pass forward=f to answer_statistics(...) or"
-        " rules.survey(...), with a function f(inputs) that calls all of them."
+        " model's forward does not, pass forward=f to answer_statistics(...), with a"
+        " function f(inputs) that calls all of them."
     )
