@@ -62,6 +62,7 @@ PORT = 28000  # port of the SuperLink for real SuperNodes
 LOOK = 0.5  # seconds between two looks of a SuperNode for its app's reply
 POLL = 0.05  # seconds: FLWR_SUPEREXEC_TASK_POLL_INTERVAL of docker-compose.yml
 LINE = 125e6  # bytes per second of a line of 1 Gbit/s
+CHANNEL_CLIENTS = 512  # largest number of calls that the channel serves at once
 # (number of arrays, bytes of each) in the messages from which the constants are found
 SHAPES = ((1, 4), (17, 4), (1, 1_000_000))
 PIECE = 1_107_000  # bytes of ResNet-20, sent in one piece
@@ -477,6 +478,32 @@ def start_seconds() -> float:
     return min(found)
 
 
+def channel_seconds(clients: int = 16, exchanges: int = 50) -> float:
+    """Return the CPU seconds of a client's call in an exchange by channel, both ends
+    together.
+    """
+    server = ChannelServer("127.0.0.1:0")
+    barrier = Barrier(
+        {i: Member(1.0, 1, f"client {i}") for i in range(clients)}, timeout=60
+    )
+    tokens = server.admit(barrier)
+
+    def work(client: int) -> None:
+        reducer = ChannelReducer(server.address, tokens[client], b"", 60)
+        reducer.begin()
+        for k in range(exchanges):
+            reducer.reduce(f"mean/{k}", torch.zeros(64))
+        reducer.close()
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(clients)]
+    began = time.process_time()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    spent = time.process_time() - began
+    server.close()
+    return spent / clients / exchanges
 
 
 def core_share(seconds: float = 2.0) -> float:

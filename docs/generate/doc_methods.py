@@ -38,9 +38,10 @@ Any method may use these options; a method that cannot refuses them with the rea
 _COMBINATIONS_HEAD = """
 ## Methods in one run
 
-A method changes one of three places of FedAvg, and a strategy may have a method in each place: what stays with the clients,
-the local training (one or several) and the server's step. In Python, `combined` makes such a strategy: MTFL with its paper's Adam
-on the server, and FixBN with FedProx's term in every local step.
+A method changes one of three places of FedAvg, and a strategy may have a method in each
+place: what stays with the clients, the local training (one or several) and the server's
+step. In Python, `combined` makes such a strategy: MTFL with its paper's Adam on the
+server, and FixBN with FedProx's term in every local step.
 
 ```python
 from fedbn_flwr.strategies import MTFL, FedAdam, FedProx, FixBN, combined

@@ -221,10 +221,9 @@ class _ClientMessages:
         Raises:
             TypeError: the client is not a ``TorchClient``.
         """
-        client = self._client(context)
-        return reply_to_fit(
-            message, *client.statistics(*open_message(message)), of="statistics"
-        )
+        client = cast(TorchClient, self._client(context))
+        arrays, num_examples, metrics = client.statistics(*open_message(message))
+        return reply_to_fit(message, arrays, num_examples, metrics, of="statistics")
 
 
 def protected_if_asked(

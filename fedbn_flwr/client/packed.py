@@ -40,8 +40,8 @@ def packed(message: Message, context: Context, call_next: ClientAppCallable) -> 
     reply = call_next(message, context)
     # This answer to the server's query informs the server that it may send all arrays
     # in one piece.
-    if message.metadata.message_type == MessageType.QUERY and reply.has_content():
-        # Earlier mods do not read arrays in one piece.
-        if not earlier_mods():
-            add_info(reply, {PACKS: FORMAT})
+    is_answer = message.metadata.message_type == MessageType.QUERY
+    # Earlier mods do not read arrays in one piece.
+    if is_answer and reply.has_content() and not earlier_mods():
+        add_info(reply, {PACKS: FORMAT})
     return reply

@@ -25,11 +25,14 @@ from fedbn_flwr.strategies import (
     FedAvg,
     FedProx,
     FedTAN,
+    FixBN,
+    Scaffold,
+    StaticBN,
 )
 from fedbn_flwr.strategies.fedprox import ProximalTerm
 from fedbn_flwr.strategies.scaffold import ControlVariates
 from fedbn_flwr.training import ClientHook
-from tests.support.strange_layers import Checkpointed
+from tests.support.strange_layers import Checkpointed, settings_of
 from tests.support.user_loops import SIZES, hooked_loop, loop_without_step
 
 PROXIMAL = {"fedbn-flwr.hooks": "proximal", "fedbn-flwr.proximal-mu": 5.0}
@@ -312,3 +315,45 @@ def changed(model: nn.Module) -> list[str]:
         for name in vars(module)
         if name in ("forward", "train")
     ]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        functools.partial(FixBN, freeze_at=0, freeze_affine=True),
+        StaticBN,
+        Scaffold,
+        FedTAN,
+        FedProx,
+    ],
+)
+def test_an_error_in_the_block_leaves_the_model_and_the_optimizer_as_they_were(
+    run_app, user_app, make
+) -> None:
+    """Even Ctrl-C, a ``BaseException``, leaves a model that may be trained again."""
+    found: list[tuple[Any, Any]] = []
+
+    def loop(model: nn.Module, data: Any, msg: Message, context: Context) -> float:
+        optimizer = torch.optim.SGD(model.train().parameters(), 0.1)
+        groups, before = copy.deepcopy(optimizer.param_groups), settings_of(model)
+        try:
+            with bn_rules(model, msg, context) as rules:
+                rules.wrap(optimizer)
+                with rules.step(len(data)):
+                    data.loss(model).backward()
+                optimizer.step()
+                raise KeyboardInterrupt
+        finally:
+            found.append((before, settings_of(model)))
+            assert [len(group["params"]) for group in optimizer.param_groups] == [
+                len(groups[0]["params"])
+            ]
+            assert not optimizer._optimizer_step_pre_hooks
+            assert not optimizer._optimizer_step_post_hooks
+            assert not any("forward" in vars(module) for module in model.modules())
+        return 0.0
+
+    run_app(make(), user_app(loop, query=True), rounds=1, fails=NothingTrainedError)
+    assert len(found) == len(SIZES)
+    for before, after in found:
+        assert before == after

@@ -164,7 +164,8 @@ def test_nothing_of_a_client_is_in_the_model_of_the_next(mlp) -> None:
         cached.plain.eval().seen = [1]
         next(cached.plain.parameters()).requires_grad_(False)
     with lend() as cached:
-        assert cached.plain.training and not hasattr(cached.plain, "seen")
+        assert cached.plain.training
+        assert not hasattr(cached.plain, "seen")
         assert all(p.requires_grad for p in cached.plain.parameters())
 
 

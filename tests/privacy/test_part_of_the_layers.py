@@ -1,6 +1,7 @@
 """``layers`` under differential privacy.
 
-A BatchNorm layer outside of ``layers`` is shared like any other entry, with noise. The network is from torchvision, in float64.
+A BatchNorm layer outside of ``layers`` is shared like any other entry, with noise. The
+network is from torchvision, in float64.
 """
 
 from __future__ import annotations

@@ -79,7 +79,7 @@ def test_a_class_with_a_name_of_flowers_has_its_arguments_and_defaults(
     [(FixBN, {"freez_at": 3}), (FedAvg, {"freeze_at": 3}), (FedAdam, {"eta_l": 0.2})],
 )
 def test_an_unknown_argument_is_a_type_error(make: Any, given: dict[str, Any]) -> None:
-    with pytest.raises(TypeError, match=f"keyword argument '{[*given][0]}'"):
+    with pytest.raises(TypeError, match=f"keyword argument '{next(iter(given))}'"):
         make(**given)
     with pytest.raises(TypeError, match="positional"):
         make(*[None] * 12)

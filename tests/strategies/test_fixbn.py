@@ -209,3 +209,24 @@ def test_a_client_that_begins_after_the_freeze_with_parts_of_its_own_is_named(
     ]
     assert len(told) == freeze_affine
     assert all(text.startswith("round 3: client 1 trained") for text in told)
+
+
+def test_clients_receive_when_bn_is_frozen(
+    federate, datasets, mlp, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "flwr")
+    run = federate(FixBN(freeze_at=1), mlp, datasets, rounds=2)
+    assert [r.args for r in caplog.records].count((2, "frozen")) == 1
+    configs = run.grid.config()
+    assert dict(configs[0]) == {"server-round": 1}
+    assert dict(configs[-1]) == {
+        "server-round": 2,
+        "fedbn-flwr.hooks": "freeze-bn",
+        "fedbn-flwr.freeze-affine": False,
+        "fedbn-flwr.frozen": True,
+    }
+    assert all(
+        "fedbn-flwr.hooks" not in config for config in run.grid.config("evaluate")
+    )
+    second = federate(FedTAN2(fedtan_rounds=1), mlp, datasets, rounds=2, barrier=True)
+    assert dict(second.grid.config()[-1]) == dict(configs[-1])

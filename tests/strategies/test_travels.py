@@ -24,7 +24,7 @@ from fedbn_flwr.server.methods.travels import (
     together,
 )
 from fedbn_flwr.server.rounds.training import terms_of
-from fedbn_flwr.strategies import METHODS, Strategy
+from fedbn_flwr.strategies import METHODS, STRATEGIES, Strategy, combined
 
 
 def test_phases_of_two_methods_run_in_parallel() -> None:
@@ -209,3 +209,15 @@ def test_every_method_of_the_package_says_what_it_reads() -> None:
     assert [
         kind.name for kind in (*METHODS.values(), *OPTIONS) if reads_undeclared(kind)
     ] == []
+
+
+def test_the_state_of_a_strategy_is_there_before_a_run_too() -> None:
+    """Flower's own loop calls ``evaluate_fn`` before the first ``configure_train``."""
+    assert STRATEGIES["fixbn"]().state.frozen_after is None
+    fedbs = STRATEGIES["fedbs"]().state
+    assert (fedbs.switched_after, fedbs.agreed) == (None, 0)
+    both = combined(STRATEGIES["fixbn"], STRATEGIES["scaffold"])().state
+    assert (both["fixbn"].frozen_after, both["scaffold"].variates) == (None, {})
+    scoped = STRATEGIES["fedavg"](momentum_scope="global")
+    assert scoped.run.states["momentum-scope"].momentum == {}
+    assert scoped.state is None

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from fedbn_flwr.batchnorm.reestimation import reestimate_statistics
 from fedbn_flwr.errors import ConfigError, DataError, NormLayerError
+from fedbn_flwr.strategies.fixbn import FreezeBN
 from fedbn_flwr.training import (
     ClientHook,
     LearningRate,
@@ -25,6 +26,7 @@ from fedbn_flwr.training.evaluation import evaluate
 from fedbn_flwr.training.gradient_clipping import clip_in_steps
 from fedbn_flwr.training.randomness import torch_generator
 from fedbn_flwr.training.tasks import CLASSIFICATION
+from tests.support.strange_layers import settings_of
 
 
 def stream(purpose: str) -> torch.Generator:
@@ -336,3 +338,30 @@ def test_a_virtual_batch_of_one_row_names_the_layer_and_the_batch(points, mlp) -
         run(model, points(9), batch_size=9)
     with pytest.raises(NormLayerError, match=r"'1' .* 9 examples"):
         reestimate_statistics(model, points(9), batch_size=9)
+
+
+def test_each_purpose_has_a_stream_of_its_own_and_takes_it_once(points, mlp) -> None:
+    taken = []
+
+    def noted(purpose: str) -> torch.Generator:
+        taken.append(purpose)
+        return stream(purpose)
+
+    rate = {"learning_rate": 0.1, "hooks": {"none": ClientHook()}}
+    train(mlp(), points(8), settings(batch_size=4), stream=noted, **rate)
+    assert sorted(taken) == ["augment", "batches", "dropout"]
+
+
+@pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
+@pytest.mark.parametrize("left", [1, 3])
+def test_a_training_that_fails_leaves_the_model_as_it_was(
+    error: type[BaseException], left: int, mlp, points
+) -> None:
+    """A model that a user trains again trains like a new model."""
+    model, data = mlp().train(), points(12, 0)
+    before = settings_of(model)
+    hooks = {"freeze-bn": FreezeBN(affine=True)}
+    options = {"batch_size": 4, "local_steps": 3, "hooks": hooks}
+    with pytest.raises(error):
+        run(model, Breaks(data, left, error()), **options)
+    assert settings_of(model) == before
