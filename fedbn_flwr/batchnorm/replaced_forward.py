@@ -51,11 +51,6 @@ class _Forward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._function(*args, **kwargs)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        # ``memo`` contains the copy of the layer, unless only this object is copied.
-        copied = memo.get(id(self._layer))
-        return self if copied is None else _own_forward(copied)
-
     def __reduce__(self) -> tuple[Any, ...]:
         return _own_forward, (self._layer,)
 

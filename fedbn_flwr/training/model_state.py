@@ -1,29 +1,27 @@
 """The state of models.
 
 The module finds the place of each entry once, so that reading a state needs no walk
-over the modules. It loads states and copies models. It also removes wrappers that add a
+over the modules. It loads states. It also removes wrappers that add a
 prefix to every name (``torch.compile``, DDP).
 """
 
 from __future__ import annotations
 
-import copy
 import sys
 from collections import OrderedDict
 from collections.abc import (
     Callable,
     Collection,
-    Iterable,
     Iterator,
     Mapping,
 )
-from typing import Any, ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from fedbn_flwr.errors import StateError
+from fedbn_flwr.training.copying import copied  # noqa: F401
 
 # The name of the inner module in torch.compile, and in DistributedDataParallel,
 # DataParallel and AveragedModel.
@@ -82,75 +80,6 @@ def no_tensors(model: nn.Module) -> str:
         f" {', '.join(bad[:3])}{more}. Return a tensor from get_extra_state of"
         " the layer, or make it a buffer."
     )
-
-
-ATTRIBUTES_OF_TORCH = frozenset(vars(nn.Module()))
-
-M = TypeVar("M", bound=nn.Module)
-
-
-def copied(model: M, shared: Iterable[Tensor] = ()) -> M:
-    """Return a deep copy of a model.
-
-    The old ``weight_norm`` and models that keep an activation contain tensors with a
-    graph. The copy has the values of these tensors; the next forward pass creates them
-    again.
-
-    Args:
-        model: the model; it does not change.
-        shared: tensors that the copy and the model have in common.
-
-    Raises:
-        StateError: a layer contains another object that cannot be copied; the message
-            names the layer.
-    """
-    memo = memo_of(model, shared)
-    try:
-        return copy.deepcopy(model, dict(memo))
-    # Any exception is possible: the layer may contain a lock, a file or a user's
-    # object.
-    except Exception as error:
-        path, kind = _innermost_that_fails(model, memo)
-        raise StateError(
-            f"the model cannot be copied: layer '{path or 'the model itself'}' ({kind})"
-            f" raised {type(error).__name__}: {error}. Remove the object that cannot be"
-            " copied from the layer. Replace an old weight_norm or spectral_norm by the"
-            " function in torch.nn.utils.parametrizations."
-        ) from error
-
-
-def memo_of(model: nn.Module, shared: Iterable[Any]) -> dict[int, Any]:
-    """Return the memo for ``deepcopy`` of a model or its parts.
-
-    ``deepcopy`` uses an object in the memo instead of a copy. The memo has the shared
-    objects, and the values of tensors with a graph.
-    """
-    memo = {id(one): one for one in shared}
-    for module in model.modules():
-        held = [*module._parameters.values(), *module._buffers.values()]
-        for name, value in vars(module).items():
-            # Skip the attributes of torch, such as empty tables of hooks. This saves
-            # most of the time.
-            if name not in ATTRIBUTES_OF_TORCH:
-                held.append(value)
-        for value in tree_leaves(held):
-            if isinstance(value, Tensor) and not value.is_leaf:
-                memo.setdefault(id(value), value.detach().clone())
-    return memo
-
-
-def _innermost_that_fails(model: nn.Module, memo: Mapping[int, Any]) -> tuple[str, str]:
-    """Return path and class of an innermost layer that cannot be copied.
-
-    All layers inside it can be copied.
-    """
-    # Children come before their parents, so the first failure is an innermost layer.
-    for path, module in reversed(list(model.named_modules())):
-        try:
-            copy.deepcopy(module, dict(memo))
-        except Exception:
-            return path, type(module).__name__
-    return "", type(model).__name__
 
 
 P = ParamSpec("P")

@@ -14,7 +14,7 @@ from torch.nn.utils import spectral_norm, weight_norm
 
 from fedbn_flwr.errors import StateError
 from fedbn_flwr.norms import replace_norm
-from fedbn_flwr.training.model_state import copied
+from fedbn_flwr.training.copying import copied
 
 
 class Keeping(nn.Module):

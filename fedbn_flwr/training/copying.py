@@ -1,0 +1,212 @@
+"""Copies that have nothing in common with the original, whatever it contains.
+
+``copy.deepcopy`` does not copy functions, so two copies of a model would share what a
+function keeps in its closure, such as the counter of a forward hook. A ``Template``
+pickles the object once instead, and each copy is made from the pickle. Only classes,
+modules of Python and functions with a name that can be imported are shared: their state
+belongs to the process.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import sys
+import weakref
+from collections.abc import Iterable
+from types import (
+    BuiltinFunctionType,
+    CellType,
+    CodeType,
+    FunctionType,
+    MethodType,
+    ModuleType,
+)
+from typing import Any, Generic, TypeVar
+
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from fedbn_flwr.errors import StateError
+
+__all__ = ["Template", "copied"]
+
+T = TypeVar("T")
+M = TypeVar("M", bound=nn.Module)
+
+_SHARED = (type, ModuleType, CodeType, BuiltinFunctionType, weakref.ref)
+
+
+class Template(Generic[T]):
+    """An object, frozen for any number of copies.
+
+    Tensors are cloned from the original when a copy is made, so do not change the
+    original as long as the template is in use.
+
+    Args:
+        original: the object; it does not change.
+        shared: objects that all copies and the original have in common.
+
+    Raises:
+        Exception: the object contains something that cannot be copied, such as a lock.
+    """
+
+    def __init__(self, original: T, shared: Iterable[Any] = ()) -> None:
+        self.shared = [*shared]
+        stream = io.BytesIO()
+        writer = _Writer(stream, {id(one) for one in self.shared})
+        writer.dump(original)
+        self.pickled, self.kept = stream.getvalue(), writer.kept
+
+    def copy(self) -> T:
+        """Return a new copy."""
+        copied: T = _Reader(self).load()
+        return copied
+
+
+def copied(model: M, shared: Iterable[Any] = ()) -> M:
+    """Return a copy of a model.
+
+    The old ``weight_norm`` and models that keep an activation contain tensors with a
+    graph. The copy has the values of these tensors; the next forward pass creates them
+    again.
+
+    Args:
+        model: the model; it does not change.
+        shared: objects that the copy and the model have in common.
+
+    Raises:
+        StateError: a layer contains another object that cannot be copied; the message
+            names the layer.
+    """
+    return template_of(model, shared).copy()
+
+
+def template_of(model: M, shared: Iterable[Any] = ()) -> Template[M]:
+    """Return the template of a model, or raise the StateError of ``copied``."""
+    shared = [*shared]
+    try:
+        template = Template(model, shared)
+        template.copy()
+        return template
+    # Any exception is possible: the layer may contain a lock, a file or a user's
+    # object.
+    except Exception as error:
+        path, kind = _innermost_that_fails(model)
+        raise StateError(
+            f"the model cannot be copied: layer '{path or 'the model itself'}' ({kind})"
+            f" raised {type(error).__name__}: {error}. Remove the object that cannot be"
+            " copied from the layer. Replace an old weight_norm or spectral_norm by the"
+            " function in torch.nn.utils.parametrizations."
+        ) from error
+
+
+def _innermost_that_fails(model: nn.Module) -> tuple[str, str]:
+    """Return path and class of an innermost layer that cannot be copied."""
+    # Children come before their parents, so the first failure is an innermost layer.
+    for path, module in reversed(list(model.named_modules())):
+        try:
+            Template(module).copy()
+        except Exception:
+            return path, type(module).__name__
+    return "", type(model).__name__
+
+
+class _Reference:
+    """An object that the pickle only refers to.
+
+    ``is_shared``: copies get the object itself, not a deep copy of it.
+    """
+
+    def __init__(self, value: Any, is_shared: bool) -> None:
+        self.value, self.is_shared = value, is_shared
+
+
+class _Writer(pickle.Pickler):
+    """Pickles an object, with references to its tensors and to what is shared."""
+
+    def __init__(self, stream: io.BytesIO, shared: set[int]) -> None:
+        super().__init__(stream, protocol=5)
+        self.kept: list[_Reference] = []
+        self._shared = shared
+
+    def persistent_id(self, obj: Any) -> int | None:
+        if isinstance(obj, _Reference):
+            kept = obj
+        elif isinstance(obj, _SHARED) or id(obj) in self._shared:
+            kept = _Reference(obj, True)
+        elif hasattr(type(obj), "__deepcopy__") and not _is_parametrized(obj):
+            kept = _Reference(obj, False)  # tensors and arrays, for example
+        else:
+            return None
+        self.kept.append(kept)
+        return len(self.kept) - 1
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, FunctionType) and not _can_be_imported(obj):
+            names = _Reference(obj.__globals__, True)
+            made = obj.__code__, names, obj.__name__, None, obj.__closure__
+            state = obj.__defaults__, obj.__kwdefaults__, vars(obj)
+            return FunctionType, made, state, None, None, _finish
+        if isinstance(obj, CellType):
+            return CellType, (), _contents(obj), None, None, _fill
+        if isinstance(obj, MethodType):
+            return MethodType, (obj.__func__, obj.__self__)
+        if _is_parametrized(obj):  # refuses to be pickled
+            return object.__new__, (type(obj),), vars(obj), None, None, _set_attributes
+        return NotImplemented
+
+
+class _Reader(pickle.Unpickler):
+    """Makes one copy of each object that the pickle refers to and does not share."""
+
+    def __init__(self, template: Template[Any]) -> None:
+        super().__init__(io.BytesIO(template.pickled))
+        self._kept = template.kept
+        # ``deepcopy`` uses the objects in its memo instead of copies.
+        self._memo = {id(one): one for one in template.shared}
+
+    def persistent_load(self, number: int) -> Any:
+        kept = self._kept[number]
+        value = kept.value
+        if kept.is_shared:
+            return value
+        if isinstance(value, Tensor) and not value.is_leaf:
+            return self._memo.setdefault(id(value), value.detach().clone())
+        return copy.deepcopy(value, self._memo)
+
+
+def _can_be_imported(function: FunctionType) -> bool:
+    found: Any = sys.modules.get(function.__module__)
+    for name in function.__qualname__.split("."):
+        found = getattr(found, name, None)
+    return found is function
+
+
+def _is_parametrized(obj: Any) -> bool:
+    return isinstance(obj, nn.Module) and parametrize.is_parametrized(obj)
+
+
+def _contents(cell: CellType) -> list[Any]:
+    try:
+        return [cell.cell_contents]
+    except ValueError:  # the function around it has not assigned the variable
+        return []
+
+
+# The pickle calls these functions with new objects, whose parts may contain them.
+
+
+def _fill(cell: CellType, contents: list[Any]) -> None:
+    for content in contents:
+        cell.cell_contents = content
+
+
+def _finish(function: FunctionType, state: tuple[Any, Any, dict[str, Any]]) -> None:
+    function.__defaults__, function.__kwdefaults__, attributes = state
+    vars(function).update(attributes)
+
+
+def _set_attributes(module: nn.Module, attributes: dict[str, Any]) -> None:
+    vars(module).update(attributes)
