@@ -14,7 +14,8 @@ import io
 import pickle
 import sys
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from types import (
     BuiltinFunctionType,
     CellType,
@@ -30,7 +31,7 @@ from torch.nn.utils import parametrize
 
 from fedbn_flwr.errors import StateError
 
-__all__ = ["Template", "copied"]
+__all__ = ["Template", "copied", "template_of"]
 
 T = TypeVar("T")
 M = TypeVar("M", bound=nn.Module)
@@ -80,16 +81,22 @@ def copied(model: M, shared: Iterable[Any] = ()) -> M:
         StateError: a layer contains another object that cannot be copied; the message
             names the layer.
     """
-    return template_of(model, shared).copy()
+    with _naming_the_layer(model):
+        return Template(model, shared).copy()
 
 
-def template_of(model: M, shared: Iterable[Any] = ()) -> Template[M]:
-    """Return the template of a model, or raise the StateError of ``copied``."""
-    shared = [*shared]
-    try:
-        template = Template(model, shared)
+def template_of(model: M) -> Template[M]:
+    """Return the template of a model. It raises the StateError of ``copied``."""
+    with _naming_the_layer(model):
+        template = Template(model)
         template.copy()
-        return template
+    return template
+
+
+@contextmanager
+def _naming_the_layer(model: nn.Module) -> Iterator[None]:
+    try:
+        yield
     # Any exception is possible: the layer may contain a lock, a file or a user's
     # object.
     except Exception as error:
@@ -174,7 +181,11 @@ class _Reader(pickle.Unpickler):
             return value
         if isinstance(value, Tensor) and not value.is_leaf:
             return self._memo.setdefault(id(value), value.detach().clone())
-        return copy.deepcopy(value, self._memo)
+        made = copy.deepcopy(value, self._memo)
+        # Torch leaves out the attributes that code has set on a parameter.
+        if isinstance(value, nn.Parameter):
+            vars(made).update(copy.deepcopy(vars(value), self._memo))
+        return made
 
 
 def _can_be_imported(function: FunctionType) -> bool:
