@@ -181,7 +181,7 @@ def found_problems(
         )
 
 
-def tell(problems: Iterable[Problem], mark: str = "_", hint: str = "") -> None:
+def raise_or_warn(problems: Iterable[Problem], mark: str = "_", hint: str = "") -> None:
     """Raise the refusals as one error, or log the warnings if there is no refusal.
 
     If the model does not fit, the error has only the problems of stage "model".

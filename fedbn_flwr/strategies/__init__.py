@@ -23,7 +23,7 @@ from pydantic import create_model
 from fedbn_flwr.errors import ConfigError, unknown_name
 from fedbn_flwr.messages.hook_context import HookContext
 from fedbn_flwr.messages.protocol import PREFIX, Key
-from fedbn_flwr.problems import Known, Problem, found_problems, tell
+from fedbn_flwr.problems import Known, Problem, found_problems, raise_or_warn
 from fedbn_flwr.server.methods.arguments import Combination
 from fedbn_flwr.server.methods.check_combinations import why_not_combined
 from fedbn_flwr.server.methods.method import (
@@ -364,7 +364,7 @@ def refuse_on_client(
         # Leave out warnings, because the server has logged them.
         found = found_problems(rows, method, known, ["run"])
         problems += [problem for problem in found if problem.effect == "refuse"]
-    tell(dict.fromkeys(problems), "")
+    raise_or_warn(dict.fromkeys(problems), "")
 
 
 # In a checkout, the link ``strategies`` leads to this folder. Its modules are the same

@@ -12,7 +12,7 @@ from flwr.serverapp.strategy import FedAvg as FlowerFedAvg
 
 from fedbn_flwr.batchnorm.parts import Parts
 from fedbn_flwr.errors import ConfigError
-from fedbn_flwr.problems import Known, tell
+from fedbn_flwr.problems import Known, raise_or_warn
 from fedbn_flwr.server.methods.method import Method
 from fedbn_flwr.server.methods.params import Params, is_list
 from fedbn_flwr.server.methods.together import Methods
@@ -122,5 +122,5 @@ def methods_with(
     known = Known(fraction_train=given["fraction_train"])
     problems = methods.problems(known, ["settings"])
     refused = [problem for problem in problems if problem.effect != "warn"]
-    tell(methods.params.told(refused))
+    raise_or_warn(methods.params.told(refused))
     return methods

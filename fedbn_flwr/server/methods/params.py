@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from pydantic.fields import FieldInfo
 
 from fedbn_flwr.errors import unknown_name
-from fedbn_flwr.problems import Known, Problem, found_problems, tell
+from fedbn_flwr.problems import Known, Problem, found_problems, raise_or_warn
 
 __all__ = [
     "EVALUATIONS",
@@ -215,8 +215,8 @@ class Settings(BaseModel):
         try:
             super().__init__(**values)
         except ValidationError as error:
-            tell(of_pydantic(error, type(self).model_fields))
-        tell(self.told(self.problems()))
+            raise_or_warn(of_pydantic(error, type(self).model_fields))
+        raise_or_warn(self.told(self.problems()))
 
     def problems(self, known: Known | None = None) -> Iterator[Problem]:
         """Yield the problems of settings that exclude each other or have no effect.

@@ -18,7 +18,7 @@ from fedbn_flwr.problems import (
     Problem,
     Stage,
     found_problems,
-    tell,
+    raise_or_warn,
 )
 from fedbn_flwr.server.methods.check_models import problems_of_model
 from fedbn_flwr.server.methods.check_settings import problems_of_settings
@@ -307,7 +307,7 @@ def _tell_in_round(
 ) -> None:
     """Log the warnings of a round, and raise the problem that ends the run."""
     known = Known(number=facts.number, state=state, facts=facts, replies=replies)
-    tell(found_problems(method.rows, method, known, [stage]))
+    raise_or_warn(found_problems(method.rows, method, known, [stage]))
 
 
 def _fields_of(saved: Mapping[str, Mapping[str, Any]]) -> set[str]:

@@ -7,7 +7,7 @@ import logging
 from fedbn_flwr.batchnorm.check_state import check_state
 from fedbn_flwr.batchnorm.parts import Part, name_layers
 from fedbn_flwr.errors import ConfigError, ReplyError
-from fedbn_flwr.problems import Known, tell
+from fedbn_flwr.problems import Known, raise_or_warn
 from fedbn_flwr.server.methods.check_protections import of_wrapper
 from fedbn_flwr.server.methods.shared_bn import SHARED_BN
 from fedbn_flwr.server.runs.run_state import Run
@@ -63,7 +63,7 @@ def begin(
         parts=run.parts_with_ties,
         shapes=run.start.shapes,
     )
-    tell(methods.params.told(methods.problems(known)))
+    raise_or_warn(methods.params.told(methods.problems(known)))
     others = run.parts.others
     if others:
         name_layers(others, methods.of_other_layers(run.parts))
@@ -79,7 +79,7 @@ def begin(
 def check_wrapper(run: Run) -> None:
     """Refuse a strategy of Flower around this strategy if it does not suit the run."""
     if not run.reports:
-        tell(of_wrapper(run.methods, run.parts))
+        raise_or_warn(of_wrapper(run.methods, run.parts))
 
 
 def _warn_of_initial_values(run: Run) -> None:
