@@ -54,7 +54,7 @@ from fedbn_flwr.lab.setup import make_model, on_device
 from fedbn_flwr.machine import threads
 from fedbn_flwr.messages.records import tensors, to_state
 from fedbn_flwr.messages.site_names import with_name
-from fedbn_flwr.server.methods.travels import model_needs
+from fedbn_flwr.server.methods.phases import model_needs
 from fedbn_flwr.training.freezing import layers_of
 from fedbn_flwr.training.model_state import copied, load_state
 from fedbn_flwr.training.randomness import torch_generator

@@ -18,7 +18,7 @@ import numpy as np
 from fedbn_flwr.batchnorm.averaging import Array, State
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.server.methods.method import declared
-from fedbn_flwr.server.methods.travels import sums_suffice, together
+from fedbn_flwr.server.methods.phases import sums_suffice, together
 from fedbn_flwr.server.runs.run_state import Run
 from fedbn_flwr.server.strategy import Strategy
 
@@ -75,7 +75,7 @@ def restored(
         workflow: Flower's ``SecAggPlusWorkflow``.
     """
     parts = run.parts.whole
-    frozen = run.parts.select(run.round.travels.frozen)
+    frozen = run.parts.select(run.round.phase.frozen)
     variances = {running_var for _, running_var in parts.moments()}
     found: dict[str, Array] = {}
     for name, average in entries.items():

@@ -5,9 +5,9 @@ the classes.
 training, a third's server step. ``register`` makes the client hooks of a method of your
 own project known. At the end of its file, a method has the ``rows`` with its refusals:
 the server evaluates them before and in a run, and ``refuse_on_client`` evaluates them
-with the facts of a client's training. Refusals that follow from a method's ``travels``
+with the facts of a client's training. Refusals that follow from a method's ``phases``
 are in ``server.methods.check_*``. This package also has the names that a method of your
-own needs (``Method``, ``Travels``, ...).
+own needs (``Method``, ``Phase``, ...).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from fedbn_flwr.server.methods.method import (
 )
 from fedbn_flwr.server.methods.options import OPTIONS
 from fedbn_flwr.server.methods.params import setting
-from fedbn_flwr.server.methods.travels import ALL, BATCHNORM, TRACKED, Extra, Travels
+from fedbn_flwr.server.methods.phases import ALL, BATCHNORM, TRACKED, Extra, Phase
 from fedbn_flwr.server.strategy import Strategy
 from fedbn_flwr.strategies.fedavg import FedAvgMethod
 from fedbn_flwr.training.client_hook import ClientHook
@@ -94,6 +94,7 @@ __all__ = [
     "Key",
     "Known",
     "Method",
+    "Phase",
     "Problem",
     "Replies",
     "Scaffold",
@@ -102,7 +103,6 @@ __all__ = [
     "StaticBN",
     "Strategy",
     "StrategyClass",
-    "Travels",
     "combined",
     "make_hooks",
     "register",

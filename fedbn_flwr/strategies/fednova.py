@@ -55,7 +55,7 @@ from fedbn_flwr.batchnorm.parts import Part
 from fedbn_flwr.messages.protocol import Key
 from fedbn_flwr.problems import Problem
 from fedbn_flwr.server.methods.method import Ask, Facts, Method, Replies
-from fedbn_flwr.server.methods.travels import Extra, Travels
+from fedbn_flwr.server.methods.phases import Extra, Phase
 from fedbn_flwr.server.strategy import Strategy
 from fedbn_flwr.training.client_hook import ClientHook
 
@@ -120,13 +120,13 @@ class FedNovaMethod(Method):
     role = "server-step"
     client_hooks = {"measure-tau": lambda context: MeasureTau(context.local_entries)}
 
-    def travels(self, num_rounds: int | None = None) -> tuple[Travels, ...]:
+    def phases(self, num_rounds: int | None = None) -> tuple[Phase, ...]:
         """Return a phase with single replies and the tau of each."""
         why = "the server divides the change of each client by its tau"
         instead = "FedAvg with the same local-steps for all clients"
         tau = Extra(TAU, "scalar", why, required=True, instead=instead)
         return (
-            Travels(
+            Phase(
                 each=frozenset({Part.AFFINE, Part.REST}),
                 extras=(tau,),
                 decides=frozenset({"server step"}),

@@ -98,7 +98,7 @@ from fedbn_flwr.messages.hook_context import HookContext
 from fedbn_flwr.messages.protocol import FIRST_BATCH, Key
 from fedbn_flwr.server.methods.method import Ask, Facts, Method
 from fedbn_flwr.server.methods.params import Params, setting
-from fedbn_flwr.server.methods.travels import Exchanges, Travels
+from fedbn_flwr.server.methods.phases import Exchanges, Phase
 from fedbn_flwr.server.strategy import Strategy
 from fedbn_flwr.training.client_hook import ClientHook
 from fedbn_flwr.transport import Reducer
@@ -228,9 +228,9 @@ class FedTANMethod(Method[FedTANParams]):
     client_hooks = {"synchronise-first-step": _make_hook}
     backward: ClassVar[Backward] = "global"
 
-    def travels(self, num_rounds: int | None = None) -> tuple[Travels, ...]:
+    def phases(self, num_rounds: int | None = None) -> tuple[Phase, ...]:
         """Return the exchanges of the first step."""
-        return (Travels("synchronised", exchanges=self.exchanges()),)
+        return (Phase("synchronised", exchanges=self.exchanges()),)
 
     def exchanges(self) -> Exchanges:
         """Return the exchanges of mean, variance and two gradients in a BN call.

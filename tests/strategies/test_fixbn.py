@@ -76,7 +76,7 @@ def test_the_automatic_t_star_is_the_round_of_the_rule(
     assert window + of_rule.index(True) == t_star
     state = method.begin(Facts(0, 9, parts, {}))
     for number, (mean, tilt) in enumerate(zip(means, tilts, strict=True), start=1):
-        phase = method.phase(state, number)
+        phase = method.phase_name(state, number)
         assert phase == ("train" if number <= t_star else "frozen")
         deltas = (mean + 13 * tilt, mean - 6 * tilt, mean)
         sent = [

@@ -20,7 +20,7 @@ from fedbn_flwr.errors import NormLayerError
 from fedbn_flwr.messages.records import to_record
 from fedbn_flwr.mods import bn_rules
 from fedbn_flwr.norms import replace_norm
-from fedbn_flwr.server.methods.travels import model_needs
+from fedbn_flwr.server.methods.phases import model_needs
 from fedbn_flwr.strategies import (
     MTFL,
     STRATEGIES,

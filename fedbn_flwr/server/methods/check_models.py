@@ -1,7 +1,7 @@
 """The models that the methods of a run refuse.
 
 The needed layers, their entries, and the entries in common follow from the declarations
-of the methods (``Travels``). If only one method has a need, the need is a row in the
+of the methods (``Phase``). If only one method has a need, the need is a row in the
 file of this method.
 """
 
@@ -15,7 +15,7 @@ from fedbn_flwr.batchnorm.parts import Part, Parts, tied_apart
 from fedbn_flwr.errors import NormLayerError
 from fedbn_flwr.problems import Known, Problem
 from fedbn_flwr.server.methods.method import Method, declared
-from fedbn_flwr.server.methods.travels import (
+from fedbn_flwr.server.methods.phases import (
     ALL,
     in_common,
     model_needs,

@@ -1,6 +1,6 @@
 """The settings and tests that the methods of a run refuse, and settings without effect.
 
-They follow from the declarations of the methods (``Travels``): settings without effect,
+They follow from the declarations of the methods (``Phase``): settings without effect,
 tests without a model, weights that do not fit, and phases that never begin. A condition
 between two settings is ``only_if`` at the setting, in ``params``.
 """
@@ -15,12 +15,12 @@ from fedbn_flwr.messages.protocol import NUM_EXAMPLES
 from fedbn_flwr.problems import Known, Problem
 from fedbn_flwr.server.methods.method import Method, declared, reestimates
 from fedbn_flwr.server.methods.params import RECALIBRATED
-from fedbn_flwr.server.methods.shared_bn import SHARED_BN
-from fedbn_flwr.server.methods.travels import (
+from fedbn_flwr.server.methods.phases import (
     TRACKED,
     acts_on_batchnorm,
     together,
 )
+from fedbn_flwr.server.methods.shared_bn import SHARED_BN
 
 
 def problems_of_settings(methods: Any, known: Known) -> Iterator[Problem]:

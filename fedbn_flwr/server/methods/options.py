@@ -29,8 +29,8 @@ from fedbn_flwr.server.methods.momentum import (
     MomentumBuffers,
 )
 from fedbn_flwr.server.methods.params import RECALIBRATED, Params, tests_in
+from fedbn_flwr.server.methods.phases import PERSONAL, Extra, Phase
 from fedbn_flwr.server.methods.shared_bn import SHARED_BN, ShareBN
-from fedbn_flwr.server.methods.travels import PERSONAL, Extra, Travels
 from fedbn_flwr.training.client_hook import ClientHook
 from fedbn_flwr.training.gradient_clipping import clip_gradients, exclude_head
 
@@ -67,13 +67,13 @@ class MomentumScope(Option[Momentum]):
         """Return whether the momentum persists between rounds."""
         return bool(params.momentum_scope != "none")
 
-    def travels(self, num_rounds: int | None = None) -> tuple[Travels, ...]:
+    def phases(self, num_rounds: int | None = None) -> tuple[Phase, ...]:
         """Return a phase that declares the buffers that the server averages."""
         if self.params.momentum_scope == "local":
-            return (Travels(kept="SGD's momentum"),)
+            return (Phase(kept="SGD's momentum"),)
         why = "momentum-scope=global sends SGD's momentum in addition to the model"
         buffers = Extra(MOMENTUM, "trainable", why, down=True, read="mean")
-        return (Travels(extras=(buffers,)),)
+        return (Phase(extras=(buffers,)),)
 
     def on_clients(self, state: Momentum, facts: Facts) -> list[Ask]:
         """Send the scope, and the averaged buffers if the scope is "global"."""
@@ -136,10 +136,10 @@ class AveragedBN(Option):
         """Return whether a test needs the average."""
         return SHARED_BN in tests_in(params.eval_on)
 
-    def travels(self, num_rounds: int | None = None) -> tuple[Travels, ...]:
+    def phases(self, num_rounds: int | None = None) -> tuple[Phase, ...]:
         """Return a phase that declares the copies that clients send."""
         why = f"eval-on={SHARED_BN} collects the BN parts that stay with the clients"
-        return (Travels(extras=(Extra(SHARED_BN, "local", why, read="mean"),)),)
+        return (Phase(extras=(Extra(SHARED_BN, "local", why, read="mean"),)),)
 
     def on_clients(self, state: None, facts: Facts) -> list[Ask]:
         """Request the copies. A client may leave them out."""
@@ -159,9 +159,9 @@ class PersonalEntries(Option):
         """Return whether the user has named any entries."""
         return bool(params.personal)
 
-    def travels(self, num_rounds: int | None = None) -> tuple[Travels, ...]:
+    def phases(self, num_rounds: int | None = None) -> tuple[Phase, ...]:
         """Return a phase that keeps the personal entries on the client."""
-        return (Travels(local=PERSONAL),)
+        return (Phase(local=PERSONAL),)
 
 
 class Recalibrate(Option):
@@ -175,9 +175,9 @@ class Recalibrate(Option):
         """Return whether statistics are re-estimated."""
         return bool(params.recalibrate)
 
-    def travels(self, num_rounds: int | None = None) -> tuple[Travels, ...]:
+    def phases(self, num_rounds: int | None = None) -> tuple[Phase, ...]:
         """Return a phase that re-estimates the statistics before tests."""
-        return (Travels(reestimates=True),)
+        return (Phase(reestimates=True),)
 
 
 class TestRecalibrated(Recalibrate):
@@ -203,9 +203,9 @@ class CollectedClassMoments(Option):
         """Return whether the moments are collected."""
         return bool(params.class_moments)
 
-    def travels(self, num_rounds: int | None = None) -> tuple[Travels, ...]:
+    def phases(self, num_rounds: int | None = None) -> tuple[Phase, ...]:
         """Return a phase that collects the moments after the last round."""
-        return (Travels(class_moments=True),)
+        return (Phase(class_moments=True),)
 
 
 class PooledVariance(Option):
@@ -219,10 +219,10 @@ class PooledVariance(Option):
         """Return whether variances are pooled."""
         return bool(params.variance == "pooled")
 
-    def travels(self, num_rounds: int | None = None) -> tuple[Travels, ...]:
+    def phases(self, num_rounds: int | None = None) -> tuple[Phase, ...]:
         """Return a phase in which the server reads each client's statistics."""
         # The spread of the clients' means cannot be computed from their average.
-        return (Travels(each=frozenset({Part.STATISTICS})),)
+        return (Phase(each=frozenset({Part.STATISTICS})),)
 
 
 OPTIONS: tuple[type[Option[Any]], ...] = (

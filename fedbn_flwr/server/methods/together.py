@@ -33,10 +33,10 @@ from fedbn_flwr.server.methods.method import (
 )
 from fedbn_flwr.server.methods.options import chosen_options
 from fedbn_flwr.server.methods.params import Params, tests_in
-from fedbn_flwr.server.methods.travels import (
+from fedbn_flwr.server.methods.phases import (
     TRACKED,
     PartSet,
-    Travels,
+    Phase,
     in_common,
     in_parallel,
     together,
@@ -82,12 +82,12 @@ class Methods:
         """Iterate over the options in use, then the methods."""
         return iter(self._methods)
 
-    def phases(self, num_rounds: int | None = None) -> list[Travels]:
+    def phases(self, num_rounds: int | None = None) -> list[Phase]:
         """Return the declarations of a run's phases, in order."""
         return in_parallel([declared(method, num_rounds) for method in self._methods])
 
     @cached_property
-    def whole(self) -> Travels:
+    def whole(self) -> Phase:
         """The declarations of all phases of a run, merged into one."""
         return together(one for method in self._methods for one in declared(method))
 
@@ -144,16 +144,16 @@ class Methods:
         """Return the states before the first round."""
         return {method.name: method.begin(facts) for method in self._methods}
 
-    def phase(self, states: States, number: int) -> Travels:
+    def phase(self, states: States, number: int) -> Phase:
         """Return the declaration of a round's phase, with the name of the phase."""
         name, declarations = "train", []
         for method in self._methods:
-            own = method.phase(states[method.name], number)
+            own = method.phase_name(states[method.name], number)
             # A declaration without a name applies in every phase of its method.
-            declarations += [one for one in declared(method) if one.phase in ("", own)]
+            declarations += [one for one in declared(method) if one.name in ("", own)]
             # The round takes the phase name of the last method that has one.
             name = own or name
-        return dataclasses.replace(together(declarations), phase=name)
+        return dataclasses.replace(together(declarations), name=name)
 
     def on_clients(self, states: States, facts: Facts) -> list[Ask]:
         """Return the client hooks of a round, in order.

@@ -19,7 +19,7 @@ from fedbn_flwr.errors import MOD_ORDER, ClientPartError, ReplyError, split_code
 from fedbn_flwr.messages.protocol import NUM_EXAMPLES, ReplyInfo
 from fedbn_flwr.messages.records import num_bytes, of_kind, views
 from fedbn_flwr.server.methods.method import Facts, Node, Reply, Size
-from fedbn_flwr.server.methods.travels import Extra
+from fedbn_flwr.server.methods.phases import Extra
 from fedbn_flwr.server.runs.round_outcome import RoundOutcome
 
 __all__ = [
@@ -81,7 +81,7 @@ class Terms:
 
         All other records belong to the user.
         """
-        return frozenset(extra.key for extra in self.facts.travels.records)
+        return frozenset(extra.key for extra in self.facts.phase.records)
 
     def read(self, node: Node, message: Message) -> Reply:
         """Return the reply of a node after checking that its model fits.
@@ -123,7 +123,7 @@ class Terms:
             ReplyError: a record or a metric is missing or does not fit.
             ClientPartError: a frozen entry has changed.
         """
-        for extra in self.facts.travels.extras:
+        for extra in self.facts.phase.extras:
             if extra.size == "scalar":
                 self._check_metric(reply, extra)
             else:
@@ -159,7 +159,7 @@ class Terms:
 
     def _refuse_changed(self, reply: Reply) -> None:
         """Refuse a reply that changed an entry frozen by the method in this round."""
-        phase = self.facts.travels.phase
+        phase = self.facts.phase.name
         for name in self.facts.frozen:
             if not np.array_equal(reply.state[name], self.facts.before[name]):
                 raise ClientPartError(

@@ -66,7 +66,7 @@ def play_training(
     # Determine the nodes, the methods' hooks, and the requirements for a reply.
     run.open_round(number)
     nodes = sample_for_training(run, number, grid)
-    facts = run.facts(number, run.round.travels)
+    facts = run.facts(number, run.round.phase)
     with with_refusals(run):
         asks = run.methods.on_clients(run.states, facts)
     terms = terms_of(run, facts, asks)

@@ -27,7 +27,7 @@ from fedbn_flwr.errors import MOD_ORDER, ClientPartError, ConfigError
 from fedbn_flwr.messages.protocol import NUM_EXAMPLES
 from fedbn_flwr.messages.records import to_record
 from fedbn_flwr.server.methods.method import Ask, Facts, Node, Replies, Reply
-from fedbn_flwr.server.methods.travels import TRACKED
+from fedbn_flwr.server.methods.phases import TRACKED
 from fedbn_flwr.server.rounds.dispatch import NOTHING, Sent, address, raise_shared_error
 from fedbn_flwr.server.rounds.replies import (
     Refused,
@@ -71,7 +71,7 @@ def sample_for_training(run: Run, number: int, grid: Grid) -> list[Node]:
     run.seen.update(node.label for node in able if node.partition_id is not None)
     count = max(share_of(options.fraction_train, len(able)), options.min_train_nodes)
     nodes = run.nodes.sample(able, count, "train", number)
-    facts = run.facts(number, run.round.travels)
+    facts = run.facts(number, run.round.phase)
     # If the target epsilon is spent, no client is asked, and the run ends.
     if nodes and not run.protection.admits(facts, len(nodes)):
         return []
@@ -141,14 +141,14 @@ def _records(facts: Facts, asks: Sequence[Ask]) -> dict[str, Any]:
     Raises:
         ConfigError: a client hook sends a record that no method declares.
     """
-    records: dict[str, Any] = {extra.key: {} for extra in facts.travels.records}
+    records: dict[str, Any] = {extra.key: {} for extra in facts.phase.records}
     for ask in asks:
         undeclared = ask.sends.keys() - records.keys()
         if undeclared:
             raise ConfigError(
                 f"client hook {ask.hook!r} sends record {min(undeclared)!r}, but no"
                 " method declares it: add an Extra with this key to the result of"
-                " travels()"
+                " phases()"
             )
         records |= ask.sends
     return records
@@ -193,7 +193,7 @@ def sum_ahead(
     together = len(sent.nodes) if isinstance(messages, list) else _TOGETHER
     nodes = sorted(sent.nodes)
     weights = {node.node_id: node.num_examples or 0 for node in nodes}
-    kind, key = facts.travels.weights, run.options.weighted_by_key
+    kind, key = facts.phase.weights, run.options.weighted_by_key
     if kind == "equal":
         weights = dict.fromkeys(weights, 1)
     elif kind != "examples" or key != NUM_EXAMPLES:
@@ -213,7 +213,7 @@ def kept_in_replies(
     # A list of messages, and functions of the user, may still read whole replies.
     if isinstance(messages, list) or not run.options.frees_replies:
         return None
-    each = facts.travels.each
+    each = facts.phase.each
     return None if Part.REST in each else facts.parts.select(each | TRACKED)
 
 
@@ -326,7 +326,7 @@ def release(run: Run, terms: Terms, usable: Sequence[Usable[Reply]]) -> Replies:
     facts = terms.facts
     released = run.protection.pool(facts, run.report, replies)
     run.report.kept_previous = run.report.kept_previous or not released
-    return Replies(released, facts.travels.weights)
+    return Replies(released, facts.phase.weights)
 
 
 def average_replies(
@@ -351,7 +351,7 @@ def note_kept(
     first round is undone has no local state, so it receives the whole state again.
     """
     replies = [one.read for one in usable]
-    if not run.round.travels.undo:
+    if not run.round.phase.undo:
         run.kept = run.kept.noted(replies, [(one.node, one.message) for one in refused])
     elif used:
         run.kept = run.kept.noted(replies)

@@ -23,8 +23,8 @@ from fedbn_flwr.messages.protocol import Continuity, MessageConfig, TrainConfig
 from fedbn_flwr.messages.records import views
 from fedbn_flwr.server.methods.method import Ask, Facts, Node, Reply
 from fedbn_flwr.server.methods.params import RECALIBRATED
+from fedbn_flwr.server.methods.phases import Phase
 from fedbn_flwr.server.methods.together import Methods, States
-from fedbn_flwr.server.methods.travels import Travels
 from fedbn_flwr.server.runs.kept import Kept
 from fedbn_flwr.server.runs.nodes import NodeRegistry
 from fedbn_flwr.server.runs.protection import Protection
@@ -159,7 +159,7 @@ class Round:
     """The server's knowledge of one round. The next round begins with a new value.
 
     Attributes:
-        travels: the declaration of this round's phase.
+        phase: the declaration of this round's phase.
         before: the global state that was sent in this round.
         num_able: number of nodes with training data; N in the papers.
         statistics_at_start: re-estimated statistics at the start of this round.
@@ -170,7 +170,7 @@ class Round:
             replies that arrived; None if a loop other than our ``start`` sends them.
     """
 
-    travels: Travels = field(default_factory=Travels)
+    phase: Phase = field(default_factory=Phase)
     before: State = field(default_factory=dict)
     num_able: int = 0
     statistics_at_start: dict[str, Any] = field(default_factory=dict)
@@ -287,7 +287,7 @@ class Run:
     @property
     def synchronises(self) -> bool:
         """Whether the first local step of this round is synchronised."""
-        return self.round.travels.exchanges is not None
+        return self.round.phase.exchanges is not None
 
     @property
     def ends_diverged(self) -> bool:
@@ -295,14 +295,14 @@ class Run:
         stops = self.methods.params.on_divergence == "stop"
         return stops and bool(self.reports) and bool(self.report.diverged)
 
-    def facts(self, number: int, travels: Travels | None = None) -> Facts:
+    def facts(self, number: int, phase: Phase | None = None) -> Facts:
         """Return a round's facts for the methods. Round 0 is before the first round."""
         return Facts(
             number,
             self.start.num_rounds,
             self.parts,
             self.round.before,
-            travels=travels or self.methods.whole,
+            phase=phase or self.methods.whole,
             num_able=self.round.num_able,
             most_able=self.most_able,
             known=frozenset(self.seen.union(self.kept.hashes)),
@@ -326,16 +326,16 @@ class Run:
 
     def open_round(self, number: int) -> None:
         """Begin a round with the model of ``set_model``."""
-        travels = self.methods.phase(self.states, number)
-        if self.reports and travels.phase != self.report.phase:
-            logger.info("Round %d begins the phase %r.", number, travels.phase)
+        phase = self.methods.phase(self.states, number)
+        if self.reports and phase.name != self.report.phase:
+            logger.info("Round %d begins the phase %r.", number, phase.name)
         # The model at the end of the last round is the model at the start of this
         # round. Read its statistics before the new report is added, because
         # ``known_statistics`` reads the last report.
         at_start = self.reestimated or self.known_statistics
-        self.round = Round(travels, self.round.before, statistics_at_start=at_start)
+        self.round = Round(phase, self.round.before, statistics_at_start=at_start)
         self.reestimated = {}
-        self.reports.append(RoundOutcome(number, travels.phase))
+        self.reports.append(RoundOutcome(number, phase.name))
 
     def present(self, grid: Grid, at_least: int) -> list[Node]:
         """Return the connected nodes of this round, at least ``at_least`` of them."""
@@ -366,7 +366,7 @@ class Run:
             # Tell the clients that statistics are frozen only if the freeze begins in
             # some round. If statistics are frozen in every round, there is no such
             # moment.
-            frozen=self.methods.freezes_bn and bool(facts.travels.frozen),
+            frozen=self.methods.freezes_bn and bool(facts.phase.frozen),
         )
         entries = config.write()
         for ask in asks:

@@ -28,7 +28,7 @@ __all__ = [
     "Exchanges",
     "Extra",
     "PartSet",
-    "Travels",
+    "Phase",
 ]
 
 PartSet = frozenset[Part]
@@ -96,11 +96,11 @@ class Exchanges:
 
 
 @dataclass(frozen=True)
-class Travels:
+class Phase:
     """The declaration of a phase of a method. The model travels without ``local``.
 
     Attributes:
-        phase: the name of the phase; empty if the method has only one phase.
+        name: its name; empty if the method has only one phase.
         last: the last round of the phase. In the last phase, None means the end of the
             run. In an earlier phase, None means that the run determines the round.
         local: the parts that stay with the client.
@@ -126,7 +126,7 @@ class Travels:
         after_setting: the setting that determines ``after``.
     """
 
-    phase: str = ""
+    name: str = ""
     last: int | None = None
     local: PartSet = NONE
     frozen: PartSet = NONE
@@ -166,13 +166,13 @@ class Travels:
         return TRANSPORTS[self.exchanges.link.transport].all_at_once
 
 
-def together(declarations: Iterable[Travels]) -> Travels:
+def together(declarations: Iterable[Phase]) -> Phase:
     """Return one declaration that merges all given declarations."""
-    total = Travels()
+    total = Phase()
     for one in declarations:
         # If only one method may decide, keep the later or the first value:
         # ``combined`` refuses two methods with different values.
-        total = Travels(
+        total = Phase(
             local=total.local | one.local,
             frozen=total.frozen | one.frozen,
             each=total.each | one.each,
@@ -192,22 +192,20 @@ def together(declarations: Iterable[Travels]) -> Travels:
     return total
 
 
-def in_parallel(methods: Iterable[Sequence[Travels]]) -> list[Travels]:
+def in_parallel(methods: Iterable[Sequence[Phase]]) -> list[Phase]:
     """Return the phases of a run, given the phases of each of its methods.
 
     Raises:
         ConfigError: two methods change their phase in a round that only the run
             determines.
     """
-    phases = [Travels()]
+    phases = [Phase()]
     for other in methods:
         phases = list(_merged_phases(phases, other))
     return phases
 
 
-def _merged_phases(
-    first: Sequence[Travels], second: Sequence[Travels]
-) -> Iterator[Travels]:
+def _merged_phases(first: Sequence[Phase], second: Sequence[Phase]) -> Iterator[Phase]:
     """Yield the phases of two lists. Each lasts until a phase of either list ends.
 
     Raises:
@@ -222,11 +220,11 @@ def _merged_phases(
         known = [end for end in ends if end is not None]
         if len(ends) == 2 and len(known) < 2:
             raise ConfigError(
-                f"phases {a.phase!r} and {b.phase!r} both end in a round that only the"
+                f"phases {a.name!r} and {b.name!r} both end in a round that only the"
                 " run determines"
             )
         last = min(known, default=None)
-        yield dataclasses.replace(together([a, b]), phase=b.phase or a.phase, last=last)
+        yield dataclasses.replace(together([a, b]), name=b.name or a.name, last=last)
         if not ends:
             return
         # If two phases end in the same round, both lists advance.
@@ -235,65 +233,65 @@ def _merged_phases(
                 phases.pop(0)
 
 
-def single_decisions(travels: Travels) -> frozenset[str]:
+def single_decisions(phase: Phase) -> frozenset[str]:
     """Return the decisions, in words, that only one method of a run may make."""
-    decides = set(travels.decides)
+    decides = set(phase.decides)
     # Leave out personal entries, because they are the user's choice under every method.
-    if travels.local - PERSONAL:
+    if phase.local - PERSONAL:
         decides.add("which parts stay with the clients")
-    if travels.frozen & TRACKED or travels.exchanges:
+    if phase.frozen & TRACKED or phase.exchanges:
         decides.add("the statistics that BN normalises with")
-    if travels.exchanges:
+    if phase.exchanges:
         decides.add("gradients")
     return frozenset(decides)
 
 
-def in_common(travels: Travels) -> PartSet:
+def in_common(phase: Phase) -> PartSet:
     """Return the parts that all clients must have in common for the method."""
     common = NONE
-    if travels.frozen & TRACKED:
+    if phase.frozen & TRACKED:
         common |= TRACKED
-    if travels.exchanges:
+    if phase.exchanges:
         common |= BATCHNORM
     # Re-estimated statistics need all weights in common, because they are measured with
     # the global weights.
-    if travels.reestimates:
+    if phase.reestimates:
         common |= ALL
     return common
 
 
-def acts_on_batchnorm(travels: Travels) -> bool:
+def acts_on_batchnorm(phase: Phase) -> bool:
     """Return whether the method treats BN differently from the other entries."""
-    apart = (travels.local | travels.frozen) & BATCHNORM
-    if apart and Part.REST not in travels.local:
+    apart = (phase.local | phase.frozen) & BATCHNORM
+    if apart and Part.REST not in phase.local:
         return True
-    return travels.reestimates or travels.exchanges is not None
+    return phase.reestimates or phase.exchanges is not None
 
 
-def model_needs(travels: Travels) -> list[PartSet]:
+def model_needs(phase: Phase) -> list[PartSet]:
     """Return the parts of BN that the method needs, as a set for each need.
 
     The empty set stands for any BN.
     """
-    measured = travels.reestimates or travels.class_moments
+    measured = phase.reestimates or phase.class_moments
     needs: list[PartSet] = []
     # A client that keeps the whole model needs no particular layer.
-    own = travels.local - PERSONAL
+    own = phase.local - PERSONAL
     if own and Part.REST not in own:
         needs.append(own)
-    if travels.frozen or travels.exchanges or measured:
+    if phase.frozen or phase.exchanges or measured:
         needs.append(NONE)
-    if travels.frozen & TRACKED or measured:
+    if phase.frozen & TRACKED or measured:
         needs.append(frozenset({Part.STATISTICS}))
-    if Part.AFFINE in travels.frozen:
+    if Part.AFFINE in phase.frozen:
         needs.append(frozenset({Part.AFFINE}))
-    return list(dict.fromkeys([*needs, *travels.needs]))
+    return list(dict.fromkeys([*needs, *phase.needs]))
 
 
-def sums_suffice(travels: Travels) -> bool:
+def sums_suffice(phase: Phase) -> bool:
     """Return whether the server needs only the average, weighted by |D_i|."""
-    if travels.each or travels.exchanges:
+    if phase.each or phase.exchanges:
         return False
-    if any(extra.read == "each" for extra in travels.extras):
+    if any(extra.read == "each" for extra in phase.extras):
         return False
-    return travels.weights == "examples"
+    return phase.weights == "examples"

@@ -13,26 +13,24 @@ from fedbn_flwr.server.methods.check_protections import disclosures
 from fedbn_flwr.server.methods.method import Ask, Method, reads_undeclared
 from fedbn_flwr.server.methods.options import OPTIONS
 from fedbn_flwr.server.methods.params import Params
-from fedbn_flwr.server.methods.together import Methods
-from fedbn_flwr.server.methods.travels import (
+from fedbn_flwr.server.methods.phases import (
     TRACKED,
     Exchanges,
     Extra,
-    Travels,
+    Phase,
     in_parallel,
     model_needs,
     together,
 )
+from fedbn_flwr.server.methods.together import Methods
 from fedbn_flwr.server.rounds.training import terms_of
 from fedbn_flwr.strategies import METHODS, STRATEGIES, Strategy, combined
 
 
 def test_phases_of_two_methods_run_in_parallel() -> None:
-    first = [Travels("a", last=3), Travels("b", last=5), Travels("c")]
-    second = [Travels("x", last=5, weights="equal"), Travels("y")]
-    phases = [
-        (one.phase, one.last, one.weights) for one in in_parallel([first, second])
-    ]
+    first = [Phase("a", last=3), Phase("b", last=5), Phase("c")]
+    second = [Phase("x", last=5, weights="equal"), Phase("y")]
+    phases = [(one.name, one.last, one.weights) for one in in_parallel([first, second])]
     assert phases == [("x", 3, "equal"), ("x", 5, "equal"), ("y", None, "examples")]
 
 
@@ -41,7 +39,7 @@ def test_beside_a_method_of_which_nothing_travels_all_of_a_method_travels() -> N
         Key("moments", "", "client", "server"),
         Key("metric", "", "client", "server"),
     )
-    one = Travels(
+    one = Phase(
         local=frozenset({Part.AFFINE}),
         frozen=TRACKED,
         each=frozenset({Part.REST}),
@@ -58,8 +56,8 @@ def test_beside_a_method_of_which_nothing_travels_all_of_a_method_travels() -> N
         kept="a variate",
     )
     assert (
-        together([one, Travels()])
-        == together([Travels(), one])
+        together([one, Phase()])
+        == together([Phase(), one])
         == together([one, one])
         == one
     )
@@ -67,64 +65,64 @@ def test_beside_a_method_of_which_nothing_travels_all_of_a_method_travels() -> N
 
 def test_needs_are_told_in_the_order_of_the_layer_to_its_entries() -> None:
     statistics, affine = frozenset({Part.STATISTICS}), frozenset({Part.AFFINE})
-    assert model_needs(Travels(frozen=TRACKED, needs=(affine,))) == [
+    assert model_needs(Phase(frozen=TRACKED, needs=(affine,))) == [
         frozenset(),
         statistics,
         affine,
     ]
 
 
-def methods_of(*phases: Travels) -> Methods:
-    fields = {"name": "mine", "travels": lambda self, num_rounds=None: phases}
+def methods_of(*phases: Phase) -> Methods:
+    fields = {"name": "mine", "phases": lambda self, num_rounds=None: phases}
     return Methods((type("Mine", (Method,), fields),), Params())
 
 
-def metric_that(read: Any) -> Travels:
+def metric_that(read: Any) -> Phase:
     key = Key("metric", "", "client", "server")
-    return Travels(extras=(Extra(key, "scalar", "a metric", read=read),))
+    return Phase(extras=(Extra(key, "scalar", "a metric", read=read),))
 
 
 @pytest.mark.parametrize(
-    ("travels", "told"),
+    ("phase", "told"),
     [
-        (Travels(exchanges=Exchanges((1, 3))), 1),
-        (Travels(reestimates=True), 1),
-        (Travels(each=TRACKED), 1),
+        (Phase(exchanges=Exchanges((1, 3))), 1),
+        (Phase(reestimates=True), 1),
+        (Phase(each=TRACKED), 1),
         (metric_that("each"), 1),
         (metric_that("log"), 0),
     ],
 )
 def test_privacy_hears_of_all_that_is_read_beside_the_update(
-    travels: Travels, told: int
+    phase: Phase, told: int
 ) -> None:
-    assert len(disclosures(methods_of(travels))) == told
+    assert len(disclosures(methods_of(phase))) == told
 
 
 @pytest.mark.parametrize(("held", "freezes"), [(frozenset(), True), (TRACKED, False)])
 def test_what_is_held_from_the_first_phase_on_does_not_freeze_in_the_run(
     held: frozenset[Part], freezes: bool
 ) -> None:
-    phases = Travels("a", last=1, frozen=held), Travels("b", frozen=TRACKED)
+    phases = Phase("a", last=1, frozen=held), Phase("b", frozen=TRACKED)
     assert methods_of(*phases).freezes_bn is freezes
 
 
 class Early(Method):
     name = "early"
 
-    def travels(self, num_rounds: int | None = None) -> tuple[Travels, ...]:
-        return Travels("a", last=1, undo=True), Travels("b")
+    def phases(self, num_rounds: int | None = None) -> tuple[Phase, ...]:
+        return Phase("a", last=1, undo=True), Phase("b")
 
-    def phase(self, state: None, number: int) -> str:
+    def phase_name(self, state: None, number: int) -> str:
         return "a" if number == 1 else "b"
 
 
 class Late(Early):
     name = "late"
 
-    def travels(self, num_rounds: int | None = None) -> tuple[Travels, ...]:
-        return Travels("x", last=2, weights="equal"), Travels("y")
+    def phases(self, num_rounds: int | None = None) -> tuple[Phase, ...]:
+        return Phase("x", last=2, weights="equal"), Phase("y")
 
-    def phase(self, state: None, number: int) -> str:
+    def phase_name(self, state: None, number: int) -> str:
         return "x" if number <= 2 else "y"
 
 
@@ -138,9 +136,7 @@ def test_a_round_has_the_phase_that_was_foretold() -> None:
 
 def test_two_ends_that_are_found_out_in_the_run_are_refused() -> None:
     with pytest.raises(ConfigError):
-        in_parallel(
-            [[Travels("a"), Travels("b")], [Travels("x", last=2), Travels("y")]]
-        )
+        in_parallel([[Phase("a"), Phase("b")], [Phase("x", last=2), Phase("y")]])
 
 
 class OnlyUp(Method):
@@ -149,8 +145,8 @@ class OnlyUp(Method):
     name = "only-up"
     undeclared = False
 
-    def travels(self, num_rounds: int | None = None) -> tuple[Travels, ...]:
-        return (Travels(extras=(Extra(SENT, "trainable", "tells all", read="log"),)),)
+    def phases(self, num_rounds: int | None = None) -> tuple[Phase, ...]:
+        return (Phase(extras=(Extra(SENT, "trainable", "tells all", read="log"),)),)
 
     def on_clients(self, state: None, facts: Any) -> list[Ask]:
         return [
@@ -187,7 +183,7 @@ def test_a_record_that_is_sent_and_not_declared_is_refused_by_name(
     class Mine(Strategy):
         method = Forgetful
 
-    with pytest.raises(ConfigError, match=r"'nothing' sends record 'other'.*travels"):
+    with pytest.raises(ConfigError, match=r"'nothing' sends record 'other'.*phases"):
         federate(Mine(), mlp, [points(8), points(12, 1)], rounds=1)
 
 
