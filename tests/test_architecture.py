@@ -86,7 +86,7 @@ LEVELS = (
     ("batchnorm",),
     ("doctor",),
     ("messages", "transport", "checked_file"),
-    ("server/__init__", "server/methods", "engines"),
+    ("server/__init__", "server/averaging", "server/methods", "engines"),
     ("server/runs",),
     ("server/rounds",),
     ("server/loops", "server/run_view"),

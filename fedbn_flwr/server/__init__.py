@@ -1,7 +1,8 @@
-"""The server code that all strategies share, in three packages and three modules.
+"""The server code that all strategies share, in three packages and four modules.
 
 Each imports only from those before it:
 
+- ``averaging``: the average of clients' states.
 - ``methods``: everything that the author of a method needs.
 - ``runs``: the server's knowledge that lasts longer than a round.
 - ``rounds``: sending messages, reading replies, computing the next model.

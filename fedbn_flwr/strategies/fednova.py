@@ -50,10 +50,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from fedbn_flwr.batchnorm.averaging import to_shares, weighted_sum
 from fedbn_flwr.batchnorm.parts import Part
 from fedbn_flwr.messages.protocol import Key
 from fedbn_flwr.problems import Problem
+from fedbn_flwr.server.averaging import to_shares, weighted_sum
 from fedbn_flwr.server.methods.method import Ask, Facts, Method, Replies
 from fedbn_flwr.server.methods.phases import Extra, Phase
 from fedbn_flwr.server.strategy import Strategy

@@ -68,11 +68,11 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import TypeVar
 
-from fedbn_flwr.batchnorm.averaging import weighted_sum, wide_type
 from fedbn_flwr.batchnorm.parts import Part
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.messages.protocol import Key
 from fedbn_flwr.problems import Problem
+from fedbn_flwr.server.averaging import weighted_sum, wide_type
 from fedbn_flwr.server.methods.method import (
     Ask,
     Facts,

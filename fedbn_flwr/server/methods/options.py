@@ -12,10 +12,10 @@ from typing import Any
 from torch import nn
 from typing_extensions import TypeVar
 
-from fedbn_flwr.batchnorm.averaging import to_shares
 from fedbn_flwr.batchnorm.parts import Part
 from fedbn_flwr.messages.protocol import Key
 from fedbn_flwr.problems import Problem
+from fedbn_flwr.server.averaging import to_shares
 from fedbn_flwr.server.methods.method import (
     Ask,
     Facts,

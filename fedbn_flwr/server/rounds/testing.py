@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord
 from flwr.serverapp import Grid
 
-from fedbn_flwr.batchnorm.averaging import State
+from fedbn_flwr.batchnorm.arrays import State
 from fedbn_flwr.messages.records import to_record
 from fedbn_flwr.server.methods.method import Node
 from fedbn_flwr.server.methods.params import RECALIBRATED

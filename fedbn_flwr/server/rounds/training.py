@@ -20,12 +20,12 @@ from flwr.app import (
 )
 from flwr.serverapp import Grid
 
-from fedbn_flwr.batchnorm.averaging import SumAhead, average
 from fedbn_flwr.batchnorm.parts import Part
 from fedbn_flwr.compat.flower import filled, values_of
 from fedbn_flwr.errors import MOD_ORDER, ClientPartError, ConfigError
 from fedbn_flwr.messages.protocol import NUM_EXAMPLES
 from fedbn_flwr.messages.records import to_record
+from fedbn_flwr.server.averaging import SumAhead, average
 from fedbn_flwr.server.methods.method import Ask, Facts, Node, Replies, Reply
 from fedbn_flwr.server.methods.phases import TRACKED
 from fedbn_flwr.server.rounds.dispatch import NOTHING, Sent, address, raise_shared_error

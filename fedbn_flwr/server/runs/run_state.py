@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
 from flwr.serverapp import Grid
 
-from fedbn_flwr.batchnorm.averaging import State
+from fedbn_flwr.batchnorm.arrays import State
 from fedbn_flwr.batchnorm.class_moments import ClassMoments
 from fedbn_flwr.batchnorm.parts import (
     Parts,

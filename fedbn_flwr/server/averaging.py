@@ -13,14 +13,12 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
+from fedbn_flwr.batchnorm.arrays import Array, State
 from fedbn_flwr.batchnorm.parts import Parts
 from fedbn_flwr.errors import ReplyError
 
 __all__ = [
-    "Array",
-    "State",
     "SumAhead",
     "Variance",
     "average",
@@ -30,8 +28,6 @@ __all__ = [
     "wide_type",
 ]
 
-Array = NDArray[Any]
-State = Mapping[str, Array]
 Variance = Literal["mean", "pooled"]
 _Block = list[tuple[int, slice]]
 
