@@ -89,7 +89,7 @@ LEVELS = (
     ("server/__init__", "server/averaging", "server/methods", "engines"),
     ("server/runs",),
     ("server/rounds",),
-    ("server/loops", "server/run_view"),
+    ("server/run_view",),
     ("server/strategy",),
     ("strategies", "privacy"),
     ("client",),

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from fedbn_flwr.batchnorm.parts import Part
-from fedbn_flwr.server.methods.method import Method, declared
+from fedbn_flwr.server.methods.method import Method
 from fedbn_flwr.server.methods.phases import ALL, Exchanges, PartSet, Phase
 
 __all__ = ["cost_of", "travels_section"]
@@ -30,7 +30,7 @@ _RECORDS = {
 def travels_section(method: Method[Any, Any]) -> list[str]:
     """Return the section, one list for each phase that differs from the phase before."""
     lines = ["## What travels", ""]
-    phases = declared(method)
+    phases = method.declared
     for phase in phases:
         lines += [f"In phase *{phase.name}*:", ""] if len(phases) > 1 else []
         lines += [*(f"- {what}: {text}" for what, text in _rows(phase)), ""]
@@ -40,7 +40,7 @@ def travels_section(method: Method[Any, Any]) -> list[str]:
 def cost_of(method: Method[Any, Any]) -> str:
     """Return the cost of a round, phase by phase."""
     costs: dict[str, list[str]] = {}
-    for phase in declared(method):
+    for phase in method.declared:
         costs.setdefault(_cost(phase), []).append(phase.name)
     if len(costs) == 1:
         return f"{next(iter(costs))} a round."

@@ -149,7 +149,6 @@ ALONE = Problem(
     "{method.title}: with proximal-mu=0, each client trains its personal model"
     " independently, just as standalone does. Use a proximal-mu above 0, such as 0.01.",
     "proximal_mu",
-    stage="settings",
     effect="warn",
     when=lambda method, known: method.params.proximal_mu == 0,
 )

@@ -96,7 +96,6 @@ FedAvgMMethod.rows = (
         " Flower, the server averages as in fedavg. Use a server-momentum above 0, such"
         " as 0.9.",
         "server_momentum server_learning_rate",
-        stage="settings",
         effect="warn",
         when=lambda method, known: (
             method.params.server_momentum == 0

@@ -27,13 +27,13 @@ from fedbn_flwr.engines import InProcessGrid
 from fedbn_flwr.errors import ConfigError, NothingTrainedError
 from fedbn_flwr.messages.protocol import Continuity
 from fedbn_flwr.messages.records import from_record, to_record
-from fedbn_flwr.server.loops import OwnLoop
 from fedbn_flwr.server.methods.method import Node
 from fedbn_flwr.server.rounds.dispatch import address, in_order
 from fedbn_flwr.server.runs.kept import Kept
 from fedbn_flwr.server.runs.round_outcome import RoundOutcome
 from fedbn_flwr.server.runs.run_listener import RunListener
 from fedbn_flwr.server.runs.run_state import Run
+from fedbn_flwr.server.strategy import Strategy
 from fedbn_flwr.strategies import FedAvg, FedAvgM, FedBN, FixBN, Scaffold, StaticBN
 from fedbn_flwr.training import LearningRate, LocalTraining
 from tests.support.bad_replies import lose_replies
@@ -71,20 +71,15 @@ def test_our_loop_over_rounds_equals_flowers(
 
     ours, calls = run()
 
-    def flowers(loop, strategy, grid):
+    def flowers(strategy, grid, num_rounds, configs, evaluate_fn, should_stop):
         run = strategy.run
         assert run.start.after == 0
+        timeout = run.start.timeout
         return FlowerFedAvg.start(
-            strategy,
-            grid,
-            run.arrays,
-            loop.num_rounds,
-            run.start.timeout,
-            *loop.configs,
-            loop.test_model,
+            strategy, grid, run.arrays, num_rounds, timeout, *configs, evaluate_fn
         )
 
-    monkeypatch.setattr(OwnLoop, "rounds", flowers)
+    monkeypatch.setattr(Strategy, "_rounds", flowers)
     theirs, their_calls = run()
     assert calls == their_calls
     same_bits(ours.state, theirs.state)

@@ -340,7 +340,6 @@ NOT_SAVED: Mapping[str, str] = {
     "nodes": "they are asked again; the labels of the initialised ones are saved",
     "reports": "of this start: below is what is read of them",
     "round": "its fields are below as well",
-    "half": "the replies of this round have been read",
 }
 NOT_SAVED_OF_REPORTS: Mapping[str, str] = {
     "diverged": (

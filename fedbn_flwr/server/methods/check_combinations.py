@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from fedbn_flwr.server.methods.method import Method, declared
-from fedbn_flwr.server.methods.phases import in_common, single_decisions, together
+from fedbn_flwr.server.methods.method import Method
+from fedbn_flwr.server.methods.phases import in_common, single_decisions
 
 
 def why_not_combined(
@@ -16,7 +16,7 @@ def why_not_combined(
         if kind.alone or not kind.role:
             return kind.alone or f"{kind.name} is not combined with other methods"
     # Use the defaults: the settings do not change whether a pair is allowed.
-    whole = {kind: together(declared(kind(kind.Params()))) for kind in (first, second)}
+    whole = {kind: kind(kind.Params()).whole for kind in (first, second)}
     both = single_decisions(whole[first]) & single_decisions(whole[second])
     if both:
         return f"both decide {' and '.join(sorted(both))}"

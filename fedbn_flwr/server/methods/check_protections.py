@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 from fedbn_flwr.batchnorm.parts import Part, Parts
 from fedbn_flwr.compat.flower import DP_WRAPPERS, calling_object
 from fedbn_flwr.problems import Problem
-from fedbn_flwr.server.methods.method import Method, declared, reads_undeclared
-from fedbn_flwr.server.methods.phases import Exchanges, together
+from fedbn_flwr.server.methods.method import Method, reads_undeclared
+from fedbn_flwr.server.methods.phases import Exchanges
 from fedbn_flwr.server.methods.together import Methods
 
 
@@ -56,7 +56,7 @@ def uncovered(methods: Methods, key: str, value: str) -> Iterator[Problem]:
 
 def _sent_for(method: Method[Any, Any]) -> Iterator[Disclosure]:
     """Yield the values that clients send because of one method."""
-    phase = together(declared(method))
+    phase = method.whole
     if Part.REST in phase.local:
         yield Disclosure("its clients share nothing, so there is nothing to protect")
 

@@ -13,12 +13,11 @@ from typing import Any
 from fedbn_flwr.batchnorm.parts import Part
 from fedbn_flwr.messages.protocol import NUM_EXAMPLES
 from fedbn_flwr.problems import Known, Problem
-from fedbn_flwr.server.methods.method import Method, declared, reestimates
+from fedbn_flwr.server.methods.method import Method
 from fedbn_flwr.server.methods.params import RECALIBRATED
 from fedbn_flwr.server.methods.phases import (
     TRACKED,
     acts_on_batchnorm,
-    together,
 )
 from fedbn_flwr.server.methods.shared_bn import SHARED_BN
 
@@ -31,7 +30,24 @@ def problems_of_settings(methods: Any, known: Known) -> Iterator[Problem]:
     yield from _of_tests(methods, known)
     yield from _of_settings(methods, known)
     for method in methods:
-        yield from _of_statistics(method, known)
+        yield from _of_statistics(method)
+
+
+def problems_of_run(methods: Any, known: Known) -> Iterator[Problem]:
+    """Yield the problems of the weights and of phases that never begin.
+
+    ``methods``: the methods of a run, ``together.Methods``.
+    """
+    if methods.whole.exchanges and known.weighted_by_key not in (None, NUM_EXAMPLES):
+        yield Problem(
+            "unknown-weights",
+            f"weighted_by_key={known.weighted_by_key!r}: a synchronised step is"
+            f" weighted by {NUM_EXAMPLES}, because the server must know the"
+            " weights before the round",
+            "weighted_by_key",
+            remedy=f"weighted_by_key={NUM_EXAMPLES!r}",
+        )
+    for method in methods:
         yield from _of_phases(method, known)
 
 
@@ -83,7 +99,7 @@ def _of_settings(methods: Any, known: Known) -> Iterator[Problem]:
     """Yield the problems of the settings that all methods share."""
     chosen = methods.params.layers or (known.parts and known.parts.averaged)
     for method in methods:
-        if chosen and together(declared(method)).exchanges is not None:
+        if chosen and method.whole.exchanges is not None:
             yield Problem(
                 "all-layers",
                 f"{method.title} measures the statistics of all BatchNorm layers"
@@ -91,15 +107,6 @@ def _of_settings(methods: Any, known: Known) -> Iterator[Problem]:
                 "layers",
                 stage="settings",
             )
-    if methods.whole.exchanges and known.weighted_by_key not in (None, NUM_EXAMPLES):
-        yield Problem(
-            "unknown-weights",
-            f"weighted_by_key={known.weighted_by_key!r}: a synchronised step is"
-            f" weighted by {NUM_EXAMPLES}, because the server must know the"
-            " weights before the round",
-            "weighted_by_key",
-            remedy=f"weighted_by_key={NUM_EXAMPLES!r}",
-        )
     if not acts_on_batchnorm(methods.whole):
         yield _unused(
             "no-layers",
@@ -125,14 +132,14 @@ def _of_settings(methods: Any, known: Known) -> Iterator[Problem]:
         )
 
 
-def _of_statistics(method: Method[Any, Any], known: Known) -> Iterator[Problem]:
+def _of_statistics(method: Method[Any, Any]) -> Iterator[Problem]:
     """Yield the settings without effect if a method sets BN's statistics itself."""
     # BN's momentum affects only running statistics, and here all of them are frozen.
-    if all(phase.frozen & TRACKED for phase in declared(method)):
+    if all(phase.frozen & TRACKED for phase in method.declared):
         text = f"{method.name} tracks no running variances in training"
         yield _unused("untracked", text, "variance")
         yield _unused("untracked", text, "bn_momentum")
-    if method.role != "option" and reestimates(method):
+    if method.role != "option" and method.whole.reestimates:
         yield _unused(
             "always-re-estimated", f"{method.name} always re-estimates", "recalibrate"
         )
@@ -140,7 +147,7 @@ def _of_statistics(method: Method[Any, Any], known: Known) -> Iterator[Problem]:
 
 def _of_phases(method: Method[Any, Any], known: Known) -> Iterator[Problem]:
     """Yield a problem for each phase that begins only after the end of the run."""
-    for phase in declared(method, known.num_rounds):
+    for phase in method.declared_for(known.num_rounds):
         rounds, after = known.num_rounds, phase.after
         if rounds is None or after is None or after < rounds:
             continue

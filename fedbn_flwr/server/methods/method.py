@@ -39,7 +39,7 @@ from fedbn_flwr.messages.site_names import with_name
 from fedbn_flwr.problems import Problem
 from fedbn_flwr.server.averaging import to_shares, weighted_sum
 from fedbn_flwr.server.methods.params import Params
-from fedbn_flwr.server.methods.phases import ALL, Phase
+from fedbn_flwr.server.methods.phases import ALL, Phase, together
 
 __all__ = [
     "ROLES",
@@ -363,6 +363,27 @@ class Method(Generic[P, S]):
         """
         return (Phase(),)
 
+    @cached_property
+    def declared(self) -> tuple[Phase, ...]:
+        """The phases, without the last round of each."""
+        return self.declared_for(None)
+
+    @cached_property
+    def whole(self) -> Phase:
+        """All phases, merged into one."""
+        return together(self.declared)
+
+    def declared_for(self, num_rounds: int | None) -> tuple[Phase, ...]:
+        """Return the phases of a run.
+
+        If a class overrides ``aggregate`` below the class that declares ``phases``, it
+        may read everything in the replies.
+        """
+        phases = self.phases(num_rounds)
+        if reads_undeclared(type(self)):
+            return tuple(replace(one, each=ALL) for one in phases)
+        return phases
+
     def begin(self, facts: Facts) -> S:
         """Return the state before round 1, a ``State`` with the defaults of its fields.
 
@@ -373,7 +394,7 @@ class Method(Generic[P, S]):
 
     def phase_name(self, state: S, number: int) -> str:
         """Return the name of the round's phase, one of ``phases``."""
-        return self.phases()[0].name
+        return self.declared[0].name
 
     def on_clients(self, state: S, facts: Facts) -> list[Ask]:
         """Return the client hooks of the round, in order."""
@@ -399,20 +420,6 @@ class Method(Generic[P, S]):
         return {}
 
 
-def declared(
-    method: Method[Any, Any], num_rounds: int | None = None
-) -> tuple[Phase, ...]:
-    """Return the declaration of each phase of a method.
-
-    If a class overrides ``aggregate`` below the class that declares ``phases``, it may
-    read everything in the replies.
-    """
-    phases = method.phases(num_rounds)
-    if reads_undeclared(type(method)):
-        return tuple(replace(one, each=ALL) for one in phases)
-    return phases
-
-
 def reads_undeclared(kind: type[Method[Any, Any]]) -> bool:
     """Return whether ``aggregate`` may read more than ``phases`` declares."""
     # Of the base classes, the one nearest to ``kind`` decides. A class with both
@@ -423,8 +430,3 @@ def reads_undeclared(kind: type[Method[Any, Any]]) -> bool:
         if "aggregate" in vars(base):
             return True
     return False
-
-
-def reestimates(method: Method[Any, Any]) -> bool:
-    """Return whether a method re-estimates statistics in one of its phases."""
-    return any(phase.reestimates for phase in declared(method))

@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from pydantic.fields import FieldInfo
 
 from fedbn_flwr.errors import unknown_name
-from fedbn_flwr.problems import Known, Problem, found_problems, raise_or_warn
+from fedbn_flwr.problems import Problem, raise_or_warn
 
 __all__ = [
     "EVALUATIONS",
@@ -100,15 +100,10 @@ def setting(
     return Field(default, description=meaning, json_schema_extra=extra, **limits)
 
 
-def extra_of(field: FieldInfo) -> dict[str, Any]:
+def about(field: FieldInfo) -> dict[str, Any]:
     """Return the arguments of ``setting`` that pydantic does not have."""
     extra = field.json_schema_extra
     return extra if isinstance(extra, dict) else {}
-
-
-def is_list(field: FieldInfo) -> bool:
-    """Return whether the setting is a comma list."""
-    return bool(extra_of(field).get("is_list"))
 
 
 def unmet(
@@ -199,8 +194,7 @@ class Settings(BaseModel):
         rows: the problems that several settings have together.
 
     Raises:
-        ConfigError: values are out of range, and the error names each; or settings
-            exclude each other or have no effect.
+        ConfigError: values are out of range, and the error names each.
     """
 
     rows: ClassVar[Sequence[Problem]] = ()
@@ -216,30 +210,21 @@ class Settings(BaseModel):
             super().__init__(**values)
         except ValidationError as error:
             raise_or_warn(of_pydantic(error, type(self).model_fields))
-        raise_or_warn(self.told(self.problems()))
 
-    def problems(self, known: Known | None = None) -> Iterator[Problem]:
-        """Yield the problems of settings that exclude each other or have no effect.
-
-        ``known``: the facts of the run.
-        """
-        known = known or Known()
-        # fraction-train is the only argument of Flower's constructor that occurs in
-        # conditions (``only_if``).
+    def unused(self) -> Iterator[Problem]:
+        """Yield a problem for each setting without effect, whether it is set or not."""
         values: dict[str, Any] = {}
-        defaults: dict[str, Any] = {"fraction-train": 1.0}
-        if known.fraction_train is not None:
-            values["fraction-train"] = known.fraction_train
-        for name, field in type(self).model_fields.items():
+        defaults: dict[str, Any] = {}
+        fields = type(self).model_fields
+        for name, field in fields.items():
             key = name.replace("_", "-")
             values[key], defaults[key] = getattr(self, name), field.default
-        for name, field in type(self).model_fields.items():
-            conditions = extra_of(field).get("only_if", {})
+        for name, field in fields.items():
+            conditions = about(field).get("only_if", {})
             reason = unmet(conditions, values, defaults)
             if reason:
                 keys = " ".join((name, *conditions))
                 yield Problem("no-effect", reason, keys, "settings", "no-effect")
-        yield from found_problems(self.rows, self, known)
 
     def told(self, problems: Iterable[Problem]) -> Iterator[Problem]:
         """Yield the problems, without unused settings that have their default value."""

@@ -45,7 +45,8 @@ class Extra:
 
     Attributes:
         key: the name in the reply, and in the training message if it is a record.
-        size: "trainable" for arrays like the shared trainable entries; "local" for a copy of the client's local entries; "scalar" for a metric.
+        size: "trainable" for arrays like the shared trainable entries; "local" for a
+            copy of the client's local entries; "scalar" for a metric.
         why: what it reveals about a client; used when privacy refuses the method.
         down: whether the server sends it as well, from round 2 on.
         read: "mean" if the average with the weights p_i is enough, "each" if the server

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from functools import cached_property
 from typing import Any
 
 from fedbn_flwr.batchnorm.parts import Part, Parts
@@ -21,21 +20,21 @@ from fedbn_flwr.problems import (
     raise_or_warn,
 )
 from fedbn_flwr.server.methods.check_models import problems_of_model
-from fedbn_flwr.server.methods.check_settings import problems_of_settings
+from fedbn_flwr.server.methods.check_settings import (
+    problems_of_run,
+    problems_of_settings,
+)
 from fedbn_flwr.server.methods.method import (
     Ask,
     Facts,
     Method,
     Replies,
     Reply,
-    declared,
-    reestimates,
 )
 from fedbn_flwr.server.methods.options import chosen_options
 from fedbn_flwr.server.methods.params import Params, tests_in
 from fedbn_flwr.server.methods.phases import (
     TRACKED,
-    PartSet,
     Phase,
     in_common,
     in_parallel,
@@ -66,6 +65,11 @@ class Methods:
         params: the settings.
         tests: the tests of ``eval_on`` (``tests_in``).
         name: the name of the strategy.
+        whole: all phases of the run, merged into one.
+        local: the parts of the state that stay with the clients.
+        reestimates: whether every test and the final model use re-estimated statistics.
+        freezes_bn: whether a part of BN is frozen in a later phase, but not in the
+            first.
     """
 
     def __init__(self, kinds: Sequence[type[Method[Any, Any]]], params: Any) -> None:
@@ -75,8 +79,20 @@ class Methods:
         # Options come first, because a method must see the model that the options
         # leave.
         self._methods: tuple[Method[Any, Any], ...] = tuple(
-            kind(params) for kind in (*chosen_options(params), *kinds)
+            kind(params) for kind in (*chosen_options(params, self.tests), *kinds)
         )
+        self.whole = together(method.whole for method in self._methods)
+        self.local = self.whole.local
+        self.reestimates: bool = params.recalibrate
+        self.freezes_bn = False
+        for method in self._methods:
+            # Leave out options: eval-on=recalibrated is an option, and affects only one
+            # test.
+            if method.role != "option" and method.whole.reestimates:
+                self.reestimates = True
+            first, last = method.declared[0], method.declared[-1]
+            if last.frozen and not first.frozen:
+                self.freezes_bn = True
 
     def __iter__(self) -> Iterator[Method[Any, Any]]:
         """Iterate over the options in use, then the methods."""
@@ -84,49 +100,12 @@ class Methods:
 
     def phases(self, num_rounds: int | None = None) -> list[Phase]:
         """Return the declarations of a run's phases, in order."""
-        return in_parallel([declared(method, num_rounds) for method in self._methods])
-
-    @cached_property
-    def whole(self) -> Phase:
-        """The declarations of all phases of a run, merged into one."""
-        return together(one for method in self._methods for one in declared(method))
-
-    @property
-    def local(self) -> PartSet:
-        """The parts of the state that stay with the clients."""
-        return self.whole.local
+        return in_parallel([one.declared_for(num_rounds) for one in self._methods])
 
     @property
     def own_models(self) -> bool:
         """Whether each client has a model of its own."""
         return bool(self.local) or self.whole.second_model
-
-    @property
-    def freezes_bn(self) -> bool:
-        """Whether a part of BN is frozen in a later phase, but not in the first."""
-        for method in self._methods:
-            phases = declared(method)
-            if len(phases) > 1 and phases[-1].frozen and not phases[0].frozen:
-                return True
-        return False
-
-    @property
-    def reestimates(self) -> bool:
-        """Whether every test and the final model use re-estimated statistics."""
-        if self.params.recalibrate:
-            return True
-        # Leave out options: eval-on=recalibrated is an option, and affects only one
-        # test.
-        own = [method for method in self._methods if method.role != "option"]
-        return any(reestimates(method) for method in own)
-
-    @property
-    def client_hooks(self) -> dict[str, Any]:
-        """The factories of the client hooks by name."""
-        hooks: dict[str, Any] = {}
-        for method in self._methods:
-            hooks |= method.client_hooks
-        return hooks
 
     @property
     def reported_metrics(self) -> list[str]:
@@ -150,7 +129,7 @@ class Methods:
         for method in self._methods:
             own = method.phase_name(states[method.name], number)
             # A declaration without a name applies in every phase of its method.
-            declarations += [one for one in declared(method) if one.name in ("", own)]
+            declarations += [one for one in method.declared if one.name in ("", own)]
             # The round takes the phase name of the last method that has one.
             name = own or name
         return dataclasses.replace(together(declarations), name=name)
@@ -264,13 +243,21 @@ class Methods:
         ``Settings.told``.
         """
         known = dataclasses.replace(known, tests=known.tests or self.tests)
-        found = [*self.params.problems(known), *problems_of_settings(self, known)]
-        found += problems_of_model(self, known)
-        found = [problem for problem in found if problem.stage in stages]
-        for method in self._methods:
-            found += found_problems(method.rows, method, known, stages)
+        found: list[Problem] = []
+        if "settings" in stages:
+            found += [*self.params.unused(), *problems_of_settings(self, known)]
+        if "run" in stages:
+            found += problems_of_run(self, known)
+        if "model" in stages:
+            found += problems_of_model(self, known)
+        for one in (self.params, *self._methods):
+            found += found_problems(one.rows, one, known, stages)
         # FedTAN-II has FixBN's rows as well: return each problem once.
         return list(dict.fromkeys(found))
+
+    def raise_or_warn(self, known: Known, stages: Collection[Stage]) -> None:
+        """Raise the problems of the methods at these stages, or log the warnings."""
+        raise_or_warn(self.params.told(self.problems(known, stages)))
 
     def of_other_layers(self, parts: Parts) -> str:
         """Return a sentence on the treatment of layers that only resemble BatchNorm.

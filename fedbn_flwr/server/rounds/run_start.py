@@ -63,7 +63,7 @@ def begin(
         parts=run.parts_with_ties,
         shapes=run.start.shapes,
     )
-    raise_or_warn(methods.params.told(methods.problems(known)))
+    methods.raise_or_warn(known, ["run", "model"])
     others = run.parts.others
     if others:
         name_layers(others, methods.of_other_layers(run.parts))

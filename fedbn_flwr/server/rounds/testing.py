@@ -8,9 +8,9 @@ or re-estimated statistics (``server.rounds.recalibration``). Training does not 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
-from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord
+from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType
 from flwr.serverapp import Grid
 
 from fedbn_flwr.batchnorm.arrays import State
@@ -76,16 +76,6 @@ def read_tests(run: Run, sent: Sent, replies: Iterable[Message]) -> list[Message
     run.start.tested |= bool(usable)
     note_losses(run, losses_not_finite(run.report.evaluations, run.nodes.names))
     return [test.message for test in usable]
-
-
-def test_metrics(run: Run, tests: Sequence[Message]) -> MetricRecord | None:
-    """Return the averaged metrics of the clients' tests, or None without a test."""
-    if not tests:
-        return None
-    contents = [message.content for message in tests]
-    metrics = run.options.average_test_metrics(contents, run.options.weighted_by_key)
-    run.round.metrics["evaluate_metrics_clientapp"] = metrics
-    return metrics
 
 
 def completing_entries(run: Run, test: str) -> State:

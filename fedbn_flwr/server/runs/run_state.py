@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -33,7 +33,6 @@ from fedbn_flwr.transport.step_transport import Transport
 
 __all__ = [
     "AggregateMetrics",
-    "Half",
     "OnReplies",
     "OnRoundEnd",
     "Options",
@@ -123,38 +122,6 @@ class Start:
 
 
 @dataclass
-class Half:
-    """One half of a round, between its messages and their replies.
-
-    Attributes:
-        configure: name of the method that made the messages.
-        server_round: the round.
-        played: the generator that waits for the replies.
-        messages: the messages.
-        arrays: the model in the messages, as the loop passed it.
-        early_replies: replies of a synchronised round, which runs during the call of
-            ``configure_train``.
-    """
-
-    configure: str
-    server_round: int
-    played: Generator[Any, Any, None]
-    messages: Sequence[Message]
-    arrays: ArrayRecord
-    early_replies: Sequence[Message] = ()
-
-    def was_left(self, arrays: ArrayRecord) -> bool:
-        """Return whether a training's replies were not read, although one follows.
-
-        Flower's wrappers skip ``aggregate_train`` if a reply is an error. If the model
-        has changed to ``arrays``, the loop has aggregated the replies itself.
-        """
-        # A synchronised round has early replies: its messages were already answered.
-        asked = bool(self.messages) and not self.early_replies
-        return self.configure == "configure_train" and asked and arrays is self.arrays
-
-
-@dataclass
 class Round:
     """The server's knowledge of one round. The next round begins with a new value.
 
@@ -165,9 +132,8 @@ class Round:
         statistics_at_start: re-estimated statistics at the start of this round.
         metrics: the metrics of this round so far, under the names of Flower's
             ``Result``.
-        half: the half of the round whose replies have not been read, if any.
-        delivery: the nodes that received messages in this half of the round, and the
-            replies that arrived; None if a loop other than our ``start`` sends them.
+        delivery: the nodes that received messages, of the training or of the tests, and
+            the replies that arrived; None if a loop other than our ``start`` sends them.
     """
 
     phase: Phase = field(default_factory=Phase)
@@ -175,7 +141,6 @@ class Round:
     num_able: int = 0
     statistics_at_start: dict[str, Any] = field(default_factory=dict)
     metrics: dict[str, MetricRecord] = field(default_factory=dict)
-    half: Half | None = None
     delivery: tuple[frozenset[int], Sequence[Message]] | None = None
 
     def note_delivery(
