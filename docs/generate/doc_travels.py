@@ -7,7 +7,7 @@ from typing import Any
 
 from fedbn_flwr.batchnorm.parts import Part
 from fedbn_flwr.server.methods.method import Method
-from fedbn_flwr.server.methods.phases import ALL, Exchanges, PartSet, Phase
+from fedbn_flwr.server.methods.phases import ALL, PartSet, Phase
 
 __all__ = ["cost_of", "travels_section"]
 
@@ -41,7 +41,7 @@ def cost_of(method: Method[Any, Any]) -> str:
     """Return the cost of a round, phase by phase."""
     costs: dict[str, list[str]] = {}
     for phase in method.declared:
-        costs.setdefault(_cost(phase), []).append(phase.name)
+        costs.setdefault(_cost(method, phase), []).append(phase.name)
     if len(costs) == 1:
         return f"{next(iter(costs))} a round."
     return (
@@ -105,25 +105,26 @@ def _weights(weights: str) -> str:
     return weights if weights == "equal" else f"by the metric `{weights}`"
 
 
-def _cost(phase: Phase) -> str:
+def _cost(method: Method[Any, Any], phase: Phase) -> str:
     floats = {(): "$F$", tuple(sorted(ALL)): "nothing"}.get(
         tuple(sorted(phase.local)), "$F - F_l$"
     )
-    copies_down, copies_up = phase.extra_copies
-    step = _plus(phase.exchanges.cost()[1] / 2, "S") if phase.exchanges else ""
+    copies = [extra for extra in phase.extras if extra.size == "trainable"]
+    copies_down, copies_up = sum(extra.down for extra in copies), len(copies)
+    step = ""
+    if phase.exchanges:
+        # mean and variance of each layer, and their two gradients
+        exchanges, step = "$3L + 1$", _plus(2, "S")
+        if getattr(method, "backward", "global") != "global":
+            exchanges, step = "$2L + 1$", _plus(1, "S")
     down = f"{floats}{_plus(copies_down, 'T')}{step}"
     up = f"{floats}{_plus(copies_up, 'T')}{step}"
     text = f"{down} floats down, {up} up per client"
     if phase.exchanges:
-        text += f"; {_exchanges(phase.exchanges)} exchanges"
+        text += f"; {exchanges} exchanges"
     if phase.reestimates:
         text += "; before a test $F$ down, $S$ up per client"
     return text
-
-
-def _exchanges(exchanges: Exchanges) -> str:
-    number = exchanges.cost()[0]
-    return f"${number if number > 1 else ''}L + 1$"
 
 
 def _plus(times: float, symbol: str) -> str:

@@ -594,14 +594,12 @@ class Strategy(RunView, FlowerFedAvg):
         messages = list(messages)
         if not messages or not self.run.synchronises:
             return self.send_tests(messages, grid)
-        replies = train_synchronised(self.run, messages, grid)
-        return self.run.round.note_delivery(messages, replies)
+        return train_synchronised(self.run, messages, grid)
 
     def send_tests(self, messages: Iterable[Message], grid: Grid) -> Sequence[Message]:
         """Send messages that need no exchanges, and return the replies in time."""
         messages = list(messages)
-        replies = polling(grid).receive(messages, timeout=self.run.start.timeout)
-        return self.run.round.note_delivery(messages, replies)
+        return polling(grid).receive(messages, timeout=self.run.start.timeout)
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]

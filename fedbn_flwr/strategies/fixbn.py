@@ -280,14 +280,14 @@ class FixBNMethod(Method[Any, Frozen]):
                 instead="a fixed round",
             )
             first = replace(first, extras=(delta,))
-        last = None if num_rounds is None else self.freezes_after(num_rounds)
+        after = None if num_rounds is None else self.freezes_after(num_rounds)
         frozen = Phase(
             "frozen",
             frozen=self.parts,
-            after=last,
+            after=after,
             after_setting=self.key.replace("-", "_"),
         )
-        return replace(first, last=last), frozen
+        return first, frozen
 
     def begin(self, facts: Facts) -> Frozen:
         """Return the first state, with T* if it is known."""

@@ -417,16 +417,14 @@ STRANGE = ".*error 6: not mine"
 
 
 @pytest.mark.parametrize(
-    ("timeout", "travelled", "why"),
+    ("timeout", "why"),
     [
-        (60.0, ({7, 8, 9}, {7, 6}), rf"the wait ended after 0\.\d s{STRANGE}"),
-        (0.0, ({7, 8, 9}, {7, 6}), f"no reply within 0 s{STRANGE}"),
-        (60.0, None, f"no reply was passed on{STRANGE}"),
-        (60.0, ({7, 8, 9}, {7, 8, 9}), "its reply came, but the project's own"),
+        (0.0, f"no reply within 0 s{STRANGE}"),
+        (60.0, f"no reply was passed on{STRANGE}"),
     ],
 )
 def test_nodes_without_a_reply_are_reported_with_the_true_cause(
-    timeout: float, travelled: Any, why: str, caplog
+    timeout: float, why: str, caplog
 ) -> None:
     """Flower's engine, or another loop, waits less than the strategy.
 
@@ -442,13 +440,6 @@ def test_nodes_without_a_reply_are_reported_with_the_true_cause(
         Message(RecordDict(), reply_to=sent.messages[0]),
         Message(Error(6, "not mine"), reply_to=strange),
     ]
-    if travelled:
-        sent_to, came_from = travelled
-        came = [
-            Message(Error(6, ""), reply_to=Message(RecordDict(), i, "train"))
-            for i in came_from
-        ]
-        run.round.delivery = (frozenset(sent_to), came)
     assert [node.node_id for node, _ in in_order(run, sent, replies)] == [7]
     assert list(report.reasons) == [8, 9]
     (text,) = set(report.reasons.values())
@@ -738,7 +729,7 @@ class Picky(FedAvg):
         )
 
 
-def test_what_a_project_leaves_out_is_told_from_what_did_not_come(mlp, points) -> None:
+def test_a_node_that_a_project_leaves_out_is_reported(mlp, points) -> None:
     data = [points(8), points(12, 1), points(6, 2), points(6, 3)]
     clients = torch_clients(
         mlp, data, LocalTraining(learning_rate=LearningRate(0.1), batch_size=4)
@@ -752,8 +743,8 @@ def test_what_a_project_leaves_out_is_told_from_what_did_not_come(mlp, points) -
     reasons = [
         report.rejected[node_id].split(": ", 1)[1] for node_id in strategy.ids[:3]
     ]
-    found = [["reply came" in why, "message was not sent" in why] for why in reasons]
-    assert found == [[False, True], [True, True], [True, False]]
+    # The second node is left out of the training and of the tests.
+    assert [why.count("no reply was passed on") for why in reasons] == [1, 2, 1]
 
 
 def test_a_class_may_average_the_replies_by_itself(federate, mlp, points) -> None:

@@ -41,7 +41,8 @@ STATISTICS = ("1.running_mean", "1.running_var", "1.num_batches_tracked")
     ],
 )
 def test_freeze_at_gives_t_star(at, rounds: int, t_star: int | None) -> None:
-    assert FixBN(freeze_at=at).methods.phases(rounds)[0].last == t_star
+    method = FixBNMethod(FixBNParams(freeze_at=at))
+    assert method.declared_for(rounds)[1].after == t_star
 
 
 @pytest.mark.parametrize("method", [FixBN, FedTAN2])

@@ -1,6 +1,5 @@
 """Declarations determine phases, sent entries and the needs of a model."""
 
-import dataclasses
 from typing import Any
 
 import pytest
@@ -15,22 +14,14 @@ from fedbn_flwr.server.methods.options import OPTIONS
 from fedbn_flwr.server.methods.params import Params
 from fedbn_flwr.server.methods.phases import (
     TRACKED,
-    Exchanges,
     Extra,
     Phase,
-    in_parallel,
     model_needs,
     together,
 )
 from fedbn_flwr.server.methods.together import Methods
 from fedbn_flwr.strategies import METHODS, STRATEGIES, Strategy, combined
-
-
-def test_phases_of_two_methods_run_in_parallel() -> None:
-    first = [Phase("a", last=3), Phase("b", last=5), Phase("c")]
-    second = [Phase("x", last=5, weights="equal"), Phase("y")]
-    phases = [(one.name, one.last, one.weights) for one in in_parallel([first, second])]
-    assert phases == [("x", 3, "equal"), ("x", 5, "equal"), ("y", None, "examples")]
+from fedbn_flwr.transport.step_transport import LinkSettings
 
 
 def test_beside_a_method_of_which_nothing_travels_all_of_a_method_travels() -> None:
@@ -47,7 +38,7 @@ def test_beside_a_method_of_which_nothing_travels_all_of_a_method_travels() -> N
             Extra(moments, "moments", "why"),
             Extra(metric, "scalar", "why", required=True),
         ),
-        exchanges=Exchanges((1, 3)),
+        exchanges=LinkSettings(),
         reestimates=True,
         undo=True,
         decides=frozenset({"gradients"}),
@@ -84,7 +75,7 @@ def metric_that(read: Any) -> Phase:
 @pytest.mark.parametrize(
     ("phase", "told"),
     [
-        (Phase(exchanges=Exchanges((1, 3))), 1),
+        (Phase(exchanges=LinkSettings()), 1),
         (Phase(reestimates=True), 1),
         (Phase(each=TRACKED), 1),
         (metric_that("each"), 1),
@@ -101,7 +92,7 @@ def test_privacy_hears_of_all_that_is_read_beside_the_update(
 def test_what_is_held_from_the_first_phase_on_does_not_freeze_in_the_run(
     held: frozenset[Part], freezes: bool
 ) -> None:
-    phases = Phase("a", last=1, frozen=held), Phase("b", frozen=TRACKED)
+    phases = Phase("a", frozen=held), Phase("b", frozen=TRACKED)
     assert methods_of(*phases).freezes_bn is freezes
 
 
@@ -109,7 +100,7 @@ class Early(Method):
     name = "early"
 
     def phases(self, num_rounds: int | None = None) -> tuple[Phase, ...]:
-        return Phase("a", last=1, undo=True), Phase("b")
+        return Phase("a", undo=True), Phase("b")
 
     def phase_name(self, state: None, number: int) -> str:
         return "a" if number == 1 else "b"
@@ -119,23 +110,20 @@ class Late(Early):
     name = "late"
 
     def phases(self, num_rounds: int | None = None) -> tuple[Phase, ...]:
-        return Phase("x", last=2, weights="equal"), Phase("y")
+        return Phase("x", weights="equal"), Phase("y")
 
     def phase_name(self, state: None, number: int) -> str:
         return "x" if number <= 2 else "y"
 
 
-def test_a_round_has_the_phase_that_was_foretold() -> None:
+def test_a_round_has_the_present_phases_of_all_methods() -> None:
     methods = Methods((Early, Late), Params())
     states = {"early": None, "late": None}
-    for number, foretold in enumerate(methods.phases(3), start=1):
-        phase = methods.phase(states, number)
-        assert dataclasses.replace(phase, last=foretold.last) == foretold
-
-
-def test_two_ends_that_are_found_out_in_the_run_are_refused() -> None:
-    with pytest.raises(ConfigError):
-        in_parallel([[Phase("a"), Phase("b")], [Phase("x", last=2), Phase("y")]])
+    assert [methods.phase(states, number) for number in (1, 2, 3)] == [
+        Phase("x", weights="equal", undo=True),
+        Phase("x", weights="equal"),
+        Phase("y"),
+    ]
 
 
 class OnlyUp(Method):
@@ -163,7 +151,6 @@ def test_a_record_that_only_clients_send_is_asked_for_counted_once_and_refused_b
         method = OnlyUp
 
     strategy = Mine()
-    assert strategy.methods.whole.extra_copies == (0, 1)
     assert [one.text for one in disclosures(strategy.methods)] == ["tells all"], (
         "arrays reveal data even if they are only reported"
     )

@@ -256,8 +256,7 @@ def _try_model(config: Config, model: nn.Module) -> None:
     if config.batch_size == 1 and refusing_layers(model, noise[:1]):
         methods = None if config.strategy == CENTRALIZED else method_of(config).methods
         # In a synchronised step, and with frozen statistics, one example is enough.
-        phases = methods.phases() if methods else []
-        if not any(phase.exchanges or phase.frozen for phase in phases):
+        if methods is None or not (methods.whole.exchanges or methods.whole.frozen):
             raise ConfigError(ONE_BY_ONE)
 
 

@@ -13,7 +13,6 @@ from fedbn_flwr.batchnorm.parts import Part, Parts
 from fedbn_flwr.compat.flower import DP_WRAPPERS, calling_object
 from fedbn_flwr.problems import Problem
 from fedbn_flwr.server.methods.method import Method, reads_undeclared
-from fedbn_flwr.server.methods.phases import Exchanges
 from fedbn_flwr.server.methods.together import Methods
 
 
@@ -72,7 +71,10 @@ def _sent_for(method: Method[Any, Any]) -> Iterator[Disclosure]:
 
     # List the values sent between the messages of a round, and before tests.
     if phase.exchanges:
-        yield _exchanges(phase.exchanges)
+        yield Disclosure(
+            "the exchanges of its first step contain statistics of clients' single"
+            " batches"
+        )
     if phase.reestimates:
         yield Disclosure(
             f"{method.title} collects statistics that are re-estimated on the clients'"
@@ -97,13 +99,6 @@ def _sent_for(method: Method[Any, Any]) -> Iterator[Disclosure]:
             f"{method.title} reads the {', '.join(sorted(phase.each))} of single"
             " replies"
         )
-
-
-def _exchanges(exchanges: Exchanges) -> Disclosure:
-    text = (
-        "the exchanges of its first step contain statistics of clients' single batches"
-    )
-    return Disclosure(text)
 
 
 _INSTEAD = (

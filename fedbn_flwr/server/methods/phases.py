@@ -8,16 +8,13 @@ enough, and which methods exclude each other.
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Literal
 
 from fedbn_flwr.batchnorm.parts import Part
-from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.messages.protocol import Key
 from fedbn_flwr.transport.step_transport import LinkSettings
-from fedbn_flwr.transport.transports import TRANSPORTS
 
 __all__ = [
     "ALL",
@@ -25,7 +22,6 @@ __all__ = [
     "NONE",
     "PERSONAL",
     "TRACKED",
-    "Exchanges",
     "Extra",
     "PartSet",
     "Phase",
@@ -66,51 +62,19 @@ class Extra:
 
 
 @dataclass(frozen=True)
-class Exchanges:
-    """The exchanges of statistics in the first local step.
-
-    Attributes:
-        forward: the number of exchanges, and of rows of channels in each direction, for
-            one call of a BN layer.
-        backward: the same numbers for the backward pass, which are added if the input
-            of the layer needs a gradient.
-        read: "mean" if the server needs only weighted sums (3L+1), "each" if it needs
-            more (2L+1).
-        link: the transport of the exchanges and its settings.
-        apart: further numbers in each direction for one call of a BN layer.
-    """
-
-    forward: tuple[int, int]
-    backward: tuple[int, int] = (0, 0)
-    read: Literal["mean", "each"] = "mean"
-    link: LinkSettings = field(default_factory=LinkSettings)
-    apart: int = 0
-
-    def cost(self, gradient: bool = True) -> tuple[int, int]:
-        """Return the exchanges of one BN call, and its rows of channels each way.
-
-        ``gradient``: whether the input of the layer needs a gradient.
-        """
-        if not gradient:
-            return self.forward
-        return self.forward[0] + self.backward[0], self.forward[1] + self.backward[1]
-
-
-@dataclass(frozen=True)
 class Phase:
     """The declaration of a phase of a method. The model travels without ``local``.
 
     Attributes:
         name: its name; empty if the method has only one phase.
-        last: the last round of the phase. In the last phase, None means the end of the
-            run. In an earlier phase, None means that the run determines the round.
         local: the parts that stay with the client.
         frozen: the parts that return unchanged; a reply that changed them is refused.
         each: the parts that the server reads in single replies, not only in their
             average.
         weights: "examples" for |D_i|, "equal", or the key of a metric.
         extras: the records and metrics in addition to the model.
-        exchanges: the exchanges of the first local step; None if there are none.
+        exchanges: the transport of the exchanges in the first local step, and its
+            settings; None if there are no exchanges.
         reestimates: whether BN statistics are re-estimated before tests.
         class_moments: whether clients send class moments after the last round.
         undo: whether a client whose reply is not used returns to its earlier local
@@ -128,13 +92,12 @@ class Phase:
     """
 
     name: str = ""
-    last: int | None = None
     local: PartSet = NONE
     frozen: PartSet = NONE
     each: PartSet = NONE
     weights: str = "examples"
     extras: tuple[Extra, ...] = ()
-    exchanges: Exchanges | None = None
+    exchanges: LinkSettings | None = None
     reestimates: bool = False
     class_moments: bool = False
     undo: bool = False
@@ -146,25 +109,9 @@ class Phase:
     after_setting: str = ""
 
     @property
-    def extra_copies(self) -> tuple[int, int]:
-        """Numbers of additional copies of the shared trainable floats, down and up.
-
-        The server sends none in round 1.
-        """
-        records = [extra for extra in self.extras if extra.size == "trainable"]
-        return sum(record.down for record in records), len(records)
-
-    @property
     def records(self) -> tuple[Extra, ...]:
         """The records of arrays in addition to the model, without the metrics."""
         return tuple(extra for extra in self.extras if extra.size != "scalar")
-
-    @property
-    def needs_all_at_once(self) -> bool:
-        """Whether a round's clients must run together, each in its own process."""
-        if self.exchanges is None:
-            return False
-        return TRANSPORTS[self.exchanges.link.transport].all_at_once
 
 
 def together(declarations: Iterable[Phase]) -> Phase:
@@ -191,47 +138,6 @@ def together(declarations: Iterable[Phase]) -> Phase:
             kept="; ".join(dict.fromkeys(filter(None, (total.kept, one.kept)))),
         )
     return total
-
-
-def in_parallel(methods: Iterable[Sequence[Phase]]) -> list[Phase]:
-    """Return the phases of a run, given the phases of each of its methods.
-
-    Raises:
-        ConfigError: two methods change their phase in a round that only the run
-            determines.
-    """
-    phases = [Phase()]
-    for other in methods:
-        phases = list(_merged_phases(phases, other))
-    return phases
-
-
-def _merged_phases(first: Sequence[Phase], second: Sequence[Phase]) -> Iterator[Phase]:
-    """Yield the phases of two lists. Each lasts until a phase of either list ends.
-
-    Raises:
-        ConfigError: both lists change their phase in a round that only the run
-            determines.
-    """
-    left, right = list(first), list(second)
-    while left and right:
-        a, b = left[0], right[0]
-        # The last phase of a list has no end: it continues to the end of the run.
-        ends = [phases[0].last for phases in (left, right) if len(phases) > 1]
-        known = [end for end in ends if end is not None]
-        if len(ends) == 2 and len(known) < 2:
-            raise ConfigError(
-                f"phases {a.name!r} and {b.name!r} both end in a round that only the"
-                " run determines"
-            )
-        last = min(known, default=None)
-        yield dataclasses.replace(together([a, b]), name=b.name or a.name, last=last)
-        if not ends:
-            return
-        # If two phases end in the same round, both lists advance.
-        for phases in (left, right):
-            if len(phases) > 1 and phases[0].last == last:
-                phases.pop(0)
 
 
 def single_decisions(phase: Phase) -> frozenset[str]:

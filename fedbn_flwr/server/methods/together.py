@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-from fedbn_flwr.batchnorm.parts import Part, Parts
+from fedbn_flwr.batchnorm.parts import Parts
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.problems import (
     BEFORE_A_RUN,
@@ -34,10 +34,7 @@ from fedbn_flwr.server.methods.method import (
 from fedbn_flwr.server.methods.options import chosen_options
 from fedbn_flwr.server.methods.params import Params, tests_in
 from fedbn_flwr.server.methods.phases import (
-    TRACKED,
     Phase,
-    in_common,
-    in_parallel,
     together,
 )
 
@@ -97,10 +94,6 @@ class Methods:
     def __iter__(self) -> Iterator[Method[Any, Any]]:
         """Iterate over the options in use, then the methods."""
         return iter(self._methods)
-
-    def phases(self, num_rounds: int | None = None) -> list[Phase]:
-        """Return the declarations of a run's phases, in order."""
-        return in_parallel([one.declared_for(num_rounds) for one in self._methods])
 
     @property
     def own_models(self) -> bool:
@@ -258,31 +251,6 @@ class Methods:
     def raise_or_warn(self, known: Known, stages: Collection[Stage]) -> None:
         """Raise the problems of the methods at these stages, or log the warnings."""
         raise_or_warn(self.params.told(self.problems(known, stages)))
-
-    def of_other_layers(self, parts: Parts) -> str:
-        """Return a sentence on the treatment of layers that only resemble BatchNorm.
-
-        They have running statistics, but are not a torch BatchNorm.
-        """
-        whole = self.whole
-        done = {
-            "keep": Part.STATISTICS in self.local,
-            "freeze": self.freezes_bn,
-            "synchronise": whole.exchanges is not None,
-            "measure": self.reestimates or bool(in_common(whole) & TRACKED),
-        }
-        left_out = [word for word, does in done.items() if does]
-        if parts.by_names:
-            does = "treats their entries as BatchNorm's, because of their names"
-            not_done = "the clients, which find layers by type, do not {} them"
-            left_out = [word for word in left_out if word != "keep"]
-        else:
-            rest = "keeps" if Part.REST in self.local else "averages"
-            does = f"{rest} their statistics"
-            not_done = "does not {} them"
-        if not left_out or Part.REST in self.local:
-            return f"{self.name} {does}."
-        return f"{self.name} {does}, and {not_done.format(' or '.join(left_out))}."
 
 
 def _tell_in_round(

@@ -166,7 +166,7 @@ def in_order(
     missing: dict[str, list[str]] = {}
     for node in sent.nodes:
         if node.node_id not in arrived and node.node_id not in dropped:
-            why = _no_reply(run, sent, node, others)
+            why = _no_reply(sent, others)
             run.report.reject(node, why)
             missing.setdefault(why, []).append(str(node))
     # Log one line for each reason, because a project may drop replies on purpose.
@@ -193,28 +193,11 @@ def _in_words(strange: Sequence[Message]) -> str:
     return f"; {text}"
 
 
-def _no_reply(run: Run, sent: Sent, node: Node, others: str) -> str:
-    """Return the reason why there is no reply from a node, followed by ``others``.
-
-    The project's code left the reply or its message out, or the reply is late or lost.
-    """
+def _no_reply(sent: Sent, others: str) -> str:
+    """Return the reason why there is no reply from a node, followed by ``others``."""
     seconds = time.monotonic() - sent.at
-    if run.round.delivery is not None:
-        sent_to, came = run.round.delivery
-        if any(reply.metadata.src_node_id == node.node_id for reply in came):
-            return (
-                "its reply came, but the project's own aggregate_... method did not"
-                " pass it on to the strategy's method"
-            )
-        if node.node_id not in sent_to:
-            return (
-                "its message was not sent: the project's own configure_... method left"
-                " it out"
-            )
     if seconds >= sent.timeout:
         return f"no reply within {sent.timeout:g} s{others}"
-    if run.round.delivery is not None:
-        return f"no reply, and the wait ended after {seconds:.1f} s{others}"
     return (
         f"no reply was passed on to the strategy ({seconds:.1f} s after its message was"
         " made): either none came, or the loop, a wrapper or an overridden method left"

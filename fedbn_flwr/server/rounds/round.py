@@ -146,7 +146,7 @@ def begin_tests(
     run: Run, number: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
 ) -> Testing:
     """Make the messages that test the model after a round."""
-    run.arrays, run.round.delivery = arrays, None
+    run.arrays = arrays
     if not run.tests_after(number):
         return Testing(number, NOTHING)
     # Re-estimate the statistics before the model is sent, because the clients test it

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, MetricRecord, RecordDict
 from flwr.serverapp import Grid
 
 from fedbn_flwr.batchnorm.arrays import State
@@ -132,8 +132,6 @@ class Round:
         statistics_at_start: re-estimated statistics at the start of this round.
         metrics: the metrics of this round so far, under the names of Flower's
             ``Result``.
-        delivery: the nodes that received messages, of the training or of the tests, and
-            the replies that arrived; None if a loop other than our ``start`` sends them.
     """
 
     phase: Phase = field(default_factory=Phase)
@@ -141,16 +139,6 @@ class Round:
     num_able: int = 0
     statistics_at_start: dict[str, Any] = field(default_factory=dict)
     metrics: dict[str, MetricRecord] = field(default_factory=dict)
-    delivery: tuple[frozenset[int], Sequence[Message]] | None = None
-
-    def note_delivery(
-        self, messages: Sequence[Message], replies: Sequence[Message]
-    ) -> Sequence[Message]:
-        """Store the receivers of these messages, and return the replies."""
-        # A user's class may leave out messages before, and replies after this call.
-        sent_to = frozenset(message.metadata.dst_node_id for message in messages)
-        self.delivery = sent_to, replies
-        return replies
 
 
 @dataclass
