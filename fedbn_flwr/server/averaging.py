@@ -39,20 +39,16 @@ _BLOCK = 1 << 15
 def to_shares(weights: Sequence[float]) -> list[float]:
     """Return p_i = w_i / sum(w).
 
-    If the sum of the weights overflows, the weights are first divided by the largest.
-
     Raises:
-        ReplyError: a weight is negative or not finite, or all weights are zero.
+        ReplyError: a weight is negative, all weights are zero, or their sum is not
+            finite.
     """
-    if not all(np.isfinite(w) and w >= 0 for w in weights) or not sum(weights) > 0:
+    total = float(np.sum(np.asarray(weights, dtype=np.float64)))
+    if not 0 < total < math.inf or min(weights) < 0:
         raise ReplyError(
             f"weights {list(weights)} cannot be averaged: they must be finite and not"
             " negative, and at least one must be above 0"
         )
-    with np.errstate(over="ignore"):
-        total = float(np.sum(np.asarray(weights, dtype=np.float64)))
-    if math.isinf(total):
-        return to_shares([float(w) / max(weights) for w in weights])
     return [float(w) / total for w in weights]
 
 

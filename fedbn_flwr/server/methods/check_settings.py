@@ -16,7 +16,6 @@ from fedbn_flwr.problems import Known, Problem
 from fedbn_flwr.server.methods.method import Method
 from fedbn_flwr.server.methods.params import RECALIBRATED
 from fedbn_flwr.server.methods.phases import (
-    TRACKED,
     acts_on_batchnorm,
 )
 from fedbn_flwr.server.methods.shared_bn import SHARED_BN
@@ -29,8 +28,6 @@ def problems_of_settings(methods: Any, known: Known) -> Iterator[Problem]:
     """
     yield from _of_tests(methods, known)
     yield from _of_settings(methods, known)
-    for method in methods:
-        yield from _of_statistics(method)
 
 
 def problems_of_run(methods: Any, known: Known) -> Iterator[Problem]:
@@ -113,12 +110,6 @@ def _of_settings(methods: Any, known: Known) -> Iterator[Problem]:
             f"{methods.name} treats BatchNorm like all other layers",
             "layers",
         )
-    if Part.REST in methods.local:
-        yield _unused(
-            "all-personal",
-            f"with {methods.name} the whole model stays with the client",
-            "personal",
-        )
     personal = [test for test in known.tests or () if test.startswith("personal")]
     if known.tests and not personal:
         yield _unused(
@@ -129,19 +120,6 @@ def _of_settings(methods: Any, known: Known) -> Iterator[Problem]:
     if Part.STATISTICS in methods.local and SHARED_BN not in (known.tests or ()):
         yield _unused(
             "no-variances", f"{methods.name} averages no running variances", "variance"
-        )
-
-
-def _of_statistics(method: Method[Any, Any]) -> Iterator[Problem]:
-    """Yield the settings without effect if a method sets BN's statistics itself."""
-    # BN's momentum affects only running statistics, and here all of them are frozen.
-    if all(phase.frozen & TRACKED for phase in method.declared):
-        text = f"{method.name} tracks no running variances in training"
-        yield _unused("untracked", text, "variance")
-        yield _unused("untracked", text, "bn_momentum")
-    if method.role != "option" and method.whole.reestimates:
-        yield _unused(
-            "always-re-estimated", f"{method.name} always re-estimates", "recalibrate"
         )
 
 

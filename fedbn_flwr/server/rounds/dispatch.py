@@ -42,11 +42,6 @@ class Sent:
     at: float = field(default_factory=time.monotonic)
     timeout: float = 0.0
 
-    @property
-    def pairs(self) -> list[tuple[Node, Message]]:
-        """The nodes with their messages."""
-        return list(zip(self.nodes, self.messages, strict=True))
-
 
 NOTHING = Sent()
 
