@@ -281,7 +281,8 @@ class Strategy(RunView, FlowerFedAvg):
             self.stopped = False
         if self.completes_tests:
             testing.warn_of_nothing_shared(self.run)
-        failures.raise_if_failed(self.run, result)
+        failures.raise_if_ends(self.run, result)
+        failures.raise_if_untrained(self.run, result)
         return result
 
     def _rounds(
@@ -433,6 +434,10 @@ class Strategy(RunView, FlowerFedAvg):
             start.timeout,
             {SYNCHRONISES: True} if synchronises else {},
             self.num_partitions,
+            # The app must answer the query if steps are synchronised or the number of
+            # partitions is compared. Other runs continue without answers if the app has
+            # no function for queries.
+            one_first=not synchronises and self.num_partitions is None,
             # A name would reveal more of a protected client than its number.
             site_names=self.site_names if self.protection.publishes_metrics else None,
         )

@@ -190,14 +190,20 @@ class Mute(Answers):
         )
 
 
-def test_an_app_without_a_function_for_queries_is_asked_no_more() -> None:
+@pytest.mark.parametrize("one_first", [True, False])
+def test_an_app_without_a_function_for_queries_is_asked_no_more(
+    one_first: bool,
+) -> None:
     """A query logs an exception at each node, and a lost node reveals nothing."""
-    nodes = NodeRegistry(seed=0, timeout=1)
+    nodes = NodeRegistry(seed=0, timeout=1, one_first=one_first)
     grid = Mute({11: ErrorCode.NODE_UNAVAILABLE, 12: {}, 13: {}})
     assert [n.node_id for n in nodes.present(grid, 1)] == [11, 12, 13]
     grid.nodes |= {14: {}}
     assert [n.node_id for n in nodes.present(grid, 1)] == [11, 12, 13, 14]
-    assert grid.asked == [[11, 12, 13]]
+    assert grid.asked == ([[11], [12, 13]] if one_first else [[11, 12, 13]])
+    first = Mute({11: {}, 12: {}})
+    NodeRegistry(seed=0, timeout=1, one_first=one_first).present(first, 1)
+    assert first.asked == ([[11]] if one_first else [[11, 12]])
 
 
 def test_nodes_whose_properties_the_engine_knows_are_not_asked(
@@ -426,6 +432,7 @@ def test_nodes_have_their_own_names_or_those_of_the_data(caplog) -> None:
     with caplog.at_level(logging.WARNING, logger="flwr"):
         found = registry.present(Answers(said), 1)
     assert [each.name for each in found] == ["north", "07", "7", "", "07", ""]
+    assert registry.shown(["0", "2", "3"]) == ["0 (north)", "2 (7)", "3"]
     assert str(found[1]) == "node 12 (partition 1, 07)"
     (refused,) = caplog.messages
     assert refused.startswith("node 16 (partition 5): its site-name is ignored: ")

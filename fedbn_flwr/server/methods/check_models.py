@@ -50,13 +50,8 @@ def problems_of_model(methods: Any, known: Known) -> Iterator[Problem]:
             "standalone, or fewer personal entries",
             "personal",
         )
-    unless = ""
-    if parts.by_names:
-        unless = (
-            " If they are two tensors that start with the same numbers, pass"
-            " parts=split_state(model)."
-        )
-    yield from tied_apart(parts.tied, kept, unless)
+    # If the split follows from names, the clients find tied entries.
+    yield from tied_apart(parts.tied, kept)
     for method in methods:
         yield from _of_layers(method, known, parts)
         yield from _of_personal(method, known, parts)

@@ -157,7 +157,7 @@ class Facts:
         """The entries that stay with the clients."""
         return self.parts.select(self.phase.local)
 
-    @property
+    @cached_property
     def shared(self) -> State:
         """The entries of ``before`` that do not stay with the clients."""
         local = set(self.local)

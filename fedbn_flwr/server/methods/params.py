@@ -157,25 +157,17 @@ def in_words(conditions: Mapping[str, Any]) -> str:
 def of_pydantic(
     error: ValidationError, fields: Mapping[str, FieldInfo]
 ) -> list[Problem]:
-    """Return a problem for each value: the setting, its value and what is allowed."""
+    """Return a problem for each value that pydantic refuses."""
     # A union reports several problems for one field: keep the first of each.
     first: dict[str, Any] = {}
     for one in error.errors(include_url=False):
         first.setdefault(str(one["loc"][0]), one)
     problems = []
     for name, one in first.items():
-        value, text = one["input"], text_of(one)
-        allowed = limits(fields[name]) if name in fields else ""
+        value = one["input"]
+        text = f"{name}={value!r}: {text_of(one)}"
         if one["type"] == "literal_error":
             text = str(unknown_name(name, value, get_args(fields[name].annotation)))
-        elif one["type"] == "int_from_float":
-            text = (
-                f"{name}={value!r} must be a whole number{allowed and f', {allowed}'}"
-            )
-        elif allowed and isinstance(value, (int, float)):
-            text = f"{name}={value!r} must be {allowed}"
-        else:
-            text = f"{name}={value!r}: {text}"
         problems.append(Problem("bad-value", text, name))
     return problems
 
@@ -350,18 +342,3 @@ class Params(Settings):
             if name not in EVALUATIONS:
                 raise ValueError(str(unknown_name("test", name, EVALUATIONS)))
         return eval_on
-
-
-def limits(field: FieldInfo) -> str:
-    """Return the limits of a field in words, or "" if it has none."""
-    # In pydantic, each limit is an object of its own.
-    bounds = {}
-    for limit in field.metadata:
-        for sign in ("ge", "gt", "le", "lt"):
-            if hasattr(limit, sign):
-                bounds[sign] = getattr(limit, sign)
-    if bounds.keys() >= {"ge", "lt"}:
-        return f"in [{bounds['ge']}, {bounds['lt']})"
-    words = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
-    text = " and ".join(f"{words[sign]} {value}" for sign, value in bounds.items())
-    return f"a finite number {text}" if text and field.annotation is float else text

@@ -109,8 +109,7 @@ def in_order(
     Each reply is yielded as soon as all replies before it have arrived. If a node may
     name its partition only in its reply, the function first waits for all replies. It
     ignores a reply from a node that was not asked, and reports it with each node that
-    did not answer. If a node sends several replies, the first counts, and the log names
-    the node.
+    did not answer. If a node sends several replies, the first counts.
 
     Args:
         run: the run.
@@ -132,14 +131,8 @@ def in_order(
         node_id = message.metadata.src_node_id
         if node_id not in asked:
             strange.append(message)
-        elif node_id in arrived:
-            logger.warning(
-                "round %d: %s: ignoring a further reply to the same message",
-                run.report.server_round,
-                asked[node_id],
-            )
         else:
-            arrived[node_id] = message
+            arrived.setdefault(node_id, message)
         while due and due[0].node_id in arrived:
             reply = arrived[due.popleft().node_id]
             yielded.append((run.nodes.identify_sender(reply), reply))

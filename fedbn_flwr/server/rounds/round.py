@@ -16,6 +16,7 @@ from flwr.serverapp import Grid
 from fedbn_flwr.messages.records import to_record
 from fedbn_flwr.server.averaging import average
 from fedbn_flwr.server.methods.method import Facts
+from fedbn_flwr.server.methods.params import RECALIBRATED
 from fedbn_flwr.server.rounds.dispatch import NOTHING, Sent, in_order
 from fedbn_flwr.server.rounds.recalibration import reestimate_before_tests
 from fedbn_flwr.server.rounds.replies import Terms
@@ -151,7 +152,7 @@ def begin_tests(
         return Testing(number, NOTHING)
     # Re-estimate the statistics before the model is sent, because the clients test it
     # with them.
-    if run.tests_need_statistics:
+    if run.methods.reestimates or RECALIBRATED in run.methods.tests:
         reestimate_before_tests(run, arrays, grid)
     return Testing(number, address_tests(run, number, arrays, config, grid))
 

@@ -14,10 +14,6 @@ from fedbn_flwr.server.runs.run_state import Run
 
 logger = logging.getLogger("flwr")
 
-# In quantisation-aware training, torch's observers add entries to the state. The names
-# of these entries end in one of these texts.
-_OBSERVED = ("activation_post_process.min_val", "activation_post_process.max_val")
-
 
 def check_initial(run: Run) -> None:
     """Raise ConfigError if the initial state is not finite."""
@@ -25,19 +21,10 @@ def check_initial(run: Run) -> None:
     try:
         check_state(run.round.before, run.round.before, run.parts)
     except ReplyError as error:
-        remedy = (
-            "To keep a constant, such as a mask of -inf, out of the state dict, use"
-            " register_buffer(..., persistent=False)"
-        )
-        if any(name.endswith(_OBSERVED) for name in run.round.before):
-            remedy = (
-                "The observers of quantisation-aware training start with infinity:"
-                " pass a batch through the model when it is built, on the server"
-                " and on the clients, or quantise the trained model"
-            )
         raise ConfigError(
-            f"initial_arrays: {error}. Every reply with such a value would be"
-            f" refused. {remedy}"
+            f"initial_arrays: {error}. Every reply with such a value would be refused."
+            " To keep a constant, such as a mask of -inf, out of the state dict, use"
+            " register_buffer(..., persistent=False)"
         ) from None
 
 
@@ -60,7 +47,7 @@ def begin(
         num_rounds=run.start.num_rounds,
         recorded=recorded,
         weighted_by_key=run.options.weighted_by_key,
-        parts=run.parts_with_ties,
+        parts=run.parts,
         shapes=run.start.shapes,
     )
     methods.raise_or_warn(known, ["run", "model"])

@@ -97,7 +97,10 @@ def completed(run: Run, arrays: ArrayRecord) -> ArrayRecord:
     The averages are used if a test asks for them. The statistics are used if the run
     uses them in every test.
     """
-    return with_statistics(run, _replaced(arrays, completing_entries(run, SHARED_BN)))
+    entries = dict(completing_entries(run, SHARED_BN))
+    if run.methods.reestimates:
+        entries |= run.reestimated
+    return _replaced(arrays, entries)
 
 
 def with_statistics(run: Run, arrays: ArrayRecord) -> ArrayRecord:

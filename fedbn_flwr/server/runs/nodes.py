@@ -33,7 +33,7 @@ from fedbn_flwr.errors import (
 )
 from fedbn_flwr.messages.packing import FORMAT
 from fedbn_flwr.messages.protocol import SERVER_ROUND, NodeProperties, ReplyInfo
-from fedbn_flwr.messages.site_names import fault_of
+from fedbn_flwr.messages.site_names import fault_of, with_name
 from fedbn_flwr.messages.versions import differences, own_versions
 from fedbn_flwr.server.methods.method import Node
 from fedbn_flwr.training.randomness import numpy_generator
@@ -53,6 +53,8 @@ class NodeRegistry:
             take part.
         num_partitions: number of partitions on which all nodes must agree. 0 takes the
             number of the first node that reports one; None disables the check.
+        one_first: whether one node is asked before the others. All nodes run the same
+            app: if it has no function for queries, no other node is asked.
         site_names: the names that the data have for their partitions, by label; a node's
             ``site-name`` replaces it. With None no node gets a name, not even from its
             ``site-name``.
@@ -69,6 +71,7 @@ class NodeRegistry:
         timeout: float,
         query_config: Mapping[str, Any] | None = None,
         num_partitions: int | None = None,
+        one_first: bool = False,
         site_names: Mapping[str, str] | None = None,
     ) -> None:
         self._seed = seed
@@ -77,6 +80,7 @@ class NodeRegistry:
         self._query = RecordDict()
         self._num_partitions = num_partitions
         self._said_by = "the split of the server"  # source of ``_num_partitions``
+        self._one_first = one_first
         self._site_names = site_names
         self._app_is_mute = False  # whether the app has no function for queries
         self._told_of_unnamed = False
@@ -87,10 +91,6 @@ class NodeRegistry:
         # this run has new ids.
         self._expected: set[str] = set()
         self._connected: set[int] = set()  # node ids at the last call of `present`
-        # The ids of the last call of `present`, and its result: with a thousand nodes,
-        # sorting costs more than the rest of `present`.
-        self._last_ids: list[int] = []
-        self._last_nodes: list[Node] = []
 
     # --- who is there -----------------------------------------------------------------
 
@@ -126,8 +126,6 @@ class NodeRegistry:
         for node_id in (connected - self._connected) & self._nodes.keys():
             logger.info("%s is connected again.", self._nodes[node_id])
         self._connected = connected
-        if node_ids == self._last_ids:
-            return self._last_nodes
         self.silent = {}
         config = {SERVER_ROUND: server_round, **self._query_config}
         self._query = RecordDict({config_key: ConfigRecord(config)})
@@ -135,10 +133,8 @@ class NodeRegistry:
         if new:
             self._join(grid, new)
         known = [self._nodes[node_id] for node_id in node_ids if node_id in self._nodes]
-        self._last_nodes = sorted(known)
         # A node that is still unknown is asked again at the next call.
-        self._last_ids = node_ids if len(known) == len(node_ids) else []
-        return self._last_nodes
+        return sorted(known)
 
     def node(self, node_id: int) -> Node:
         """Return the node, with empty metadata for an unknown id."""
@@ -164,7 +160,6 @@ class NodeRegistry:
                 return node
         node = self._named(replace(node, partition_id=partition_id), info.site_name)
         self._nodes[node.node_id] = node
-        self._last_ids = []  # the node's place in the order has changed
         return node
 
     @property
@@ -230,6 +225,11 @@ class NodeRegistry:
         """The names of the sites by label, in the order of partition ids."""
         nodes = sorted(self._nodes.values())
         return {node.label: node.name for node in nodes if node.name}
+
+    def shown(self, labels: Iterable[str]) -> list[str]:
+        """Return the labels with the names of the sites, for messages."""
+        names = self.names
+        return [with_name(label, names.get(label)) for label in labels]
 
     def _node(self, node_id: int, said: NodeProperties) -> Node:
         """Return a node from its answer to the query."""
@@ -324,14 +324,20 @@ class NodeRegistry:
             if grid.answers_queries() is False:
                 self._app_is_mute = True
         asked = [node_id for node_id in node_ids if node_id not in found]
+        # If wanted, ask one node first. Flower logs an exception at each asked node
+        # whose app has no function for queries.
+        batches = [asked[:1], asked[1:]] if self._one_first else [asked]
         replies: list[Message] = []
-        if asked and not self._app_is_mute:
-            queries = [Message(self._query, one, MessageType.QUERY) for one in asked]
-            replies = list(grid.send_and_receive(queries, timeout=self._timeout))
+        for batch in batches:
+            if batch and not self._app_is_mute:
+                self._one_first = False
+                queries = [Message(self._query, i, MessageType.QUERY) for i in batch]
+                replies += grid.send_and_receive(queries, timeout=self._timeout)
+                self._app_is_mute = any(
+                    lacks_function(reply, QUERY_FUNCTION) for reply in replies
+                )
         reasons: list[str] = []
         for reply in replies:
-            if lacks_function(reply, QUERY_FUNCTION):
-                self._app_is_mute = True
             node_id = reply.metadata.src_node_id
             if reply.has_content():
                 said = NodeProperties.read(reply)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -15,14 +15,12 @@ from fedbn_flwr.batchnorm.arrays import State
 from fedbn_flwr.batchnorm.class_moments import ClassMoments
 from fedbn_flwr.batchnorm.parts import (
     Parts,
-    equal_entries,
     split_state,
 )
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.messages.protocol import Continuity, MessageConfig, TrainConfig
 from fedbn_flwr.messages.records import views
 from fedbn_flwr.server.methods.method import Ask, Facts, Node, Reply
-from fedbn_flwr.server.methods.params import RECALIBRATED
 from fedbn_flwr.server.methods.phases import Phase
 from fedbn_flwr.server.methods.together import Methods, States
 from fedbn_flwr.server.runs.kept import Kept
@@ -193,11 +191,6 @@ class Run:
         return self.reports[-1]
 
     @property
-    def local_hashes(self) -> Mapping[str, str]:
-        """The SHA-256 of each client's local state, by label."""
-        return self.kept.hashes
-
-    @property
     def parts(self) -> Parts:
         """The split of the model's state.
 
@@ -217,13 +210,6 @@ class Run:
         return self.parts.select(self.methods.local)
 
     @property
-    def layers(self) -> tuple[str, ...]:
-        """The paths of the methods' BatchNorm layers, or nothing for all layers."""
-        if not self.parts.averaged:
-            return ()
-        return tuple(layer.path for layer in self.parts.layers)
-
-    @property
     def known_statistics(self) -> dict[str, Any]:
         """Re-estimated statistics from before this round that are still valid.
 
@@ -231,11 +217,6 @@ class Run:
         """
         changed = bool(self.reports) and not self.report.kept_previous
         return {} if changed else self.round.statistics_at_start
-
-    @property
-    def tests_need_statistics(self) -> bool:
-        """Whether a test, or the result, uses re-estimated statistics."""
-        return self.methods.reestimates or RECALIBRATED in self.methods.tests
 
     @property
     def synchronises(self) -> bool:
@@ -297,11 +278,14 @@ class Run:
 
     def message_config(self, number: int) -> MessageConfig:
         """Return the config entries of every message with the model."""
+        parts = self.parts
+        # Name the BatchNorm layers only if the method does not treat all.
+        layers = tuple(layer.path for layer in parts.layers) if parts.averaged else ()
         return MessageConfig(
             server_round=number,
             local_entries=self.local_entries,
-            layers=self.layers,
-            personal=self.parts.personal,
+            layers=layers,
+            personal=parts.personal,
             fine_tune=self.methods.params.fine_tune,
             continuity=self.start.continuity,
             start_id=self.start.start_id,
@@ -407,16 +391,6 @@ class Run:
                 " ...): pass ArrayRecord(model.state_dict()); parameters() has no"
                 " buffers, such as running statistics"
             )
-
-    @property
-    def parts_with_ties(self) -> Parts:
-        """The split, with its tied entries.
-
-        If the split follows from names, entries with equal numbers count as tied.
-        """
-        if not self.parts.by_names or not self.local_entries:
-            return self.parts
-        return replace(self.parts, tied=equal_entries(self.round.before))
 
     def saved(self) -> dict[str, Any]:
         """Return the strategy's state for a checkpoint, without the model.
