@@ -65,7 +65,7 @@ TAU = Key.up("fednova-tau", "float: tau_i")
 class MeasureTau(ClientHook):
     """Client code that measures tau_i, the way of gradients of 1."""
 
-    stage = "count"
+    purpose = "count"
     of_all_steps = "tau depends on all steps: return the weights of the last step"
 
     def __init__(self, local: frozenset[str] = frozenset()) -> None:

@@ -75,7 +75,7 @@ HEAD_STEPS = Key.down("fedbn-flwr.head-steps", "int: tau_h")
 class HeadThenBody(ClientHook):
     """Client code that trains only the head in the first steps, then only the body."""
 
-    stage = "choose"
+    purpose = "choose"
 
     def __init__(self, head: Collection[str], head_steps: int) -> None:
         self._head, self._head_steps = head, head_steps

@@ -118,7 +118,7 @@ class ControlVariates(ClientHook):
     )
     # Act after hooks that drop gradients, because this hook counts the steps of each
     # parameter.
-    stage = "correct"
+    purpose = "correct"
 
     def __init__(self, local: frozenset[str] = frozenset()) -> None:
         self._local = local
