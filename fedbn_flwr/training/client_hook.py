@@ -19,8 +19,8 @@ __all__ = [
     "Extras",
     "LossAndOutputs",
     "NamedHooks",
-    "RetryStep",
     "Purpose",
+    "RetryStep",
     "overrides",
 ]
 
