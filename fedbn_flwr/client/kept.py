@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from flwr.app import ConfigRecord, Context
 
-from fedbn_flwr.batchnorm.arrays import Array, State
+from fedbn_flwr.batchnorm.array_types import Array, State
 from fedbn_flwr.batchnorm.parts import Parts
 from fedbn_flwr.client.kept_files import KeptFiles
 from fedbn_flwr.client.permissions import check_path

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from fedbn_flwr.batchnorm.arrays import Array, State
+from fedbn_flwr.batchnorm.array_types import Array, State
 from fedbn_flwr.batchnorm.parts import (
     Parts,
     name_once,

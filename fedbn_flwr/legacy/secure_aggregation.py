@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from fedbn_flwr.batchnorm.arrays import Array, State
+from fedbn_flwr.batchnorm.array_types import Array, State
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.server.methods.phases import sums_suffice
 from fedbn_flwr.server.runs.run_state import Run

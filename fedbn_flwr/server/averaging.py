@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from fedbn_flwr.batchnorm.arrays import Array, State
+from fedbn_flwr.batchnorm.array_types import Array, State
 from fedbn_flwr.batchnorm.parts import Parts
 from fedbn_flwr.errors import ReplyError
 

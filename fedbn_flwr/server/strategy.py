@@ -37,8 +37,8 @@ from fedbn_flwr.server.rounds.recalibration import (
     reestimate_before_tests,
 )
 from fedbn_flwr.server.rounds.round import (
-    Testing,
-    Training,
+    BegunTests,
+    BegunTraining,
     begin_tests,
     begin_training,
     close_round,
@@ -69,7 +69,7 @@ logger = logging.getLogger("flwr")
 
 TestModel = Callable[[int, ArrayRecord], MetricRecord | None]
 ShouldStop = Callable[[int, Result], bool]
-Begun = TypeVar("Begun", Training, Testing)
+Begun = TypeVar("Begun", BegunTraining, BegunTests)
 
 
 class Strategy(RunView, FlowerFedAvg):
@@ -182,7 +182,7 @@ class Strategy(RunView, FlowerFedAvg):
         self.protection = Protection()
         self._saved: tuple[int, Mapping[str, Any]] | None = None
         # the training or the tests whose replies have not been read
-        self._begun: Training | Testing | None = None
+        self._begun: BegunTraining | BegunTests | None = None
         # whether ``start`` runs the rounds, and its listener
         self._in_start = False
         self._recording: RunListener | None = None
@@ -552,7 +552,7 @@ class Strategy(RunView, FlowerFedAvg):
         has changed to ``arrays``, the loop has aggregated the replies itself.
         """
         left = self._begun
-        if self._in_start or not isinstance(left, Training):
+        if self._in_start or not isinstance(left, BegunTraining):
             return
         # The messages of a training with early replies were already answered.
         asked = bool(left.sent.messages) and not left.early_replies
@@ -615,7 +615,7 @@ class Strategy(RunView, FlowerFedAvg):
                 second round if the number of rounds is unknown.
         """
         self._refresh()
-        training = self._take(Training, server_round, replies)
+        training = self._take(BegunTraining, server_round, replies)
         trained: tuple[ArrayRecord | None, MetricRecord | None] = None, None
         if training is not None:
             trained = finish_training(self.run, training, replies)
@@ -640,7 +640,7 @@ class Strategy(RunView, FlowerFedAvg):
     ) -> MetricRecord | None:
         """Average the clients' metrics, and report the metrics of each client."""
         self._refresh()
-        tests = self._take(Testing, server_round, replies)
+        tests = self._take(BegunTests, server_round, replies)
         metrics = None if tests is None else finish_tests(self.run, tests, replies)
         # In other loops, this is the last call of a round. In ``start``, the server's
         # own test follows.

@@ -39,7 +39,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from fedbn_flwr.batchnorm.arrays import Array
+from fedbn_flwr.batchnorm.array_types import Array
 from fedbn_flwr.problems import Problem
 from fedbn_flwr.server.methods.params import Params, setting
 from fedbn_flwr.server.strategy import Strategy

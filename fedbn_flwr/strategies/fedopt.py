@@ -63,7 +63,7 @@ from typing import Any, ClassVar
 import numpy as np
 from typing_extensions import TypeVar
 
-from fedbn_flwr.batchnorm.arrays import Array
+from fedbn_flwr.batchnorm.array_types import Array
 from fedbn_flwr.problems import Problem
 from fedbn_flwr.server.methods.method import Facts, Method, Replies
 from fedbn_flwr.server.methods.params import Params, setting

@@ -57,7 +57,9 @@ class Session:
             if overrides(hook, "start", "penalty", "gradients"):
                 self.acting.append(hook)
         # Hooks of the same purpose keep their order, because sorting is stable.
-        self._by_purpose = sorted(self.acting, key=lambda hook: _PURPOSES.index(hook.purpose))
+        self._by_purpose = sorted(
+            self.acting, key=lambda hook: _PURPOSES.index(hook.purpose)
+        )
 
     @contextmanager
     def block(self) -> Iterator[None]:

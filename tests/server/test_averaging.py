@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from fedbn_flwr.batchnorm.arrays import State
+from fedbn_flwr.batchnorm.array_types import State
 from fedbn_flwr.batchnorm.check_state import check_state
 from fedbn_flwr.batchnorm.parts import split_state
 from fedbn_flwr.batchnorm.sync import combine

@@ -10,7 +10,7 @@ import tracemalloc
 import numpy as np
 from flwr.app import Message, MessageType, MetricRecord, RecordDict
 
-from fedbn_flwr.batchnorm.arrays import Array
+from fedbn_flwr.batchnorm.array_types import Array
 from fedbn_flwr.batchnorm.parts import Part, split_state
 from fedbn_flwr.compat.flower import identify_process
 from fedbn_flwr.messages.protocol import Key

@@ -19,7 +19,7 @@ import torch
 from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
 from torch import nn
 
-from fedbn_flwr.batchnorm.arrays import Array
+from fedbn_flwr.batchnorm.array_types import Array
 from fedbn_flwr.batchnorm.parts import split_state
 from fedbn_flwr.client import client_app
 from fedbn_flwr.engines import InProcessGrid

@@ -30,7 +30,7 @@ from typing import Any, ClassVar, Generic, Literal, NamedTuple
 
 from typing_extensions import TypeVar
 
-from fedbn_flwr.batchnorm.arrays import State
+from fedbn_flwr.batchnorm.array_types import State
 from fedbn_flwr.batchnorm.parts import Parts
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.messages.hook_context import HookFactory

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fedbn_flwr.batchnorm.arrays import State
+from fedbn_flwr.batchnorm.array_types import State
 from fedbn_flwr.batchnorm.parts import Parts
 from fedbn_flwr.messages.protocol import Key
 from fedbn_flwr.server.averaging import Variance, average

@@ -11,7 +11,7 @@ from typing import Generic, TypeVar
 import numpy as np
 from flwr.app import ArrayRecord, Message, MetricRecord
 
-from fedbn_flwr.batchnorm.arrays import State
+from fedbn_flwr.batchnorm.array_types import State
 from fedbn_flwr.batchnorm.check_state import check_finite, check_state
 from fedbn_flwr.batchnorm.parts import Parts
 from fedbn_flwr.compat.flower import is_mod_refusal

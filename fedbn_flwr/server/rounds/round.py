@@ -1,7 +1,7 @@
 """A round: its training and its tests, each before and after the clients' work.
 
 Flower returns to its caller between sending messages and reading replies. A value
-(``Training``, ``Testing``) has everything that is needed in between.
+(``BegunTraining``, ``BegunTests``) has everything that is needed in between.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ from fedbn_flwr.server.runs.failures import (
 from fedbn_flwr.server.runs.run_state import Run
 
 __all__ = [
-    "Testing",
-    "Training",
+    "BegunTests",
+    "BegunTraining",
     "begin_tests",
     "begin_training",
     "close_round",
@@ -50,7 +50,7 @@ __all__ = [
 
 
 @dataclass(frozen=True)
-class Training:
+class BegunTraining:
     """The training of a round, between its messages and their replies.
 
     Attributes:
@@ -73,7 +73,7 @@ class Training:
 
 
 @dataclass(frozen=True)
-class Testing:
+class BegunTests:
     """The tests of a round, between their messages and their replies."""
 
     configured_by: ClassVar[str] = "configure_evaluate"
@@ -83,7 +83,7 @@ class Testing:
 
 def begin_training(
     run: Run, number: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
-) -> Training:
+) -> BegunTraining:
     """Determine the nodes and the hooks of a round, and make its messages."""
     run.open_round(number)
     nodes = sample_for_training(run, number, grid)
@@ -100,11 +100,11 @@ def begin_training(
     sent = NOTHING
     if nodes:
         sent = address_training(run, facts, nodes, arrays, config, asks)
-    return Training(number, arrays, facts, terms, sent)
+    return BegunTraining(number, arrays, facts, terms, sent)
 
 
 def finish_training(
-    run: Run, training: Training, messages: Iterable[Message]
+    run: Run, training: BegunTraining, messages: Iterable[Message]
 ) -> tuple[ArrayRecord | None, MetricRecord | None]:
     """Read the replies, and return the new model and the averaged metrics, if any."""
     facts, sent = training.facts, training.sent
@@ -145,20 +145,20 @@ def finish_training(
 
 def begin_tests(
     run: Run, number: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
-) -> Testing:
+) -> BegunTests:
     """Make the messages that test the model after a round."""
     run.arrays = arrays
     if not run.tests_after(number):
-        return Testing(number, NOTHING)
+        return BegunTests(number, NOTHING)
     # Re-estimate the statistics before the model is sent, because the clients test it
     # with them.
     if run.methods.reestimates or RECALIBRATED in run.methods.tests:
         reestimate_before_tests(run, arrays, grid)
-    return Testing(number, address_tests(run, number, arrays, config, grid))
+    return BegunTests(number, address_tests(run, number, arrays, config, grid))
 
 
 def finish_tests(
-    run: Run, tests: Testing, messages: Iterable[Message]
+    run: Run, tests: BegunTests, messages: Iterable[Message]
 ) -> MetricRecord | None:
     """Read the clients' tests, and return their averaged metrics, if any."""
     usable = read_tests(run, tests.sent, messages)

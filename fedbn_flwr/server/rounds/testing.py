@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType
 from flwr.serverapp import Grid
 
-from fedbn_flwr.batchnorm.arrays import State
+from fedbn_flwr.batchnorm.array_types import State
 from fedbn_flwr.messages.records import to_record
 from fedbn_flwr.server.methods.method import Node
 from fedbn_flwr.server.methods.params import RECALIBRATED

@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 from flwr.app import ArrayRecord, MetricRecord, RecordDict
 from flwr.serverapp import Grid
 
-from fedbn_flwr.batchnorm.arrays import State
+from fedbn_flwr.batchnorm.array_types import State
 from fedbn_flwr.batchnorm.class_moments import ClassMoments
 from fedbn_flwr.batchnorm.parts import (
     Parts,
@@ -189,6 +189,11 @@ class Run:
     def report(self) -> RoundOutcome:
         """The report of this round."""
         return self.reports[-1]
+
+    @property
+    def local_hashes(self) -> Mapping[str, str]:
+        """The SHA-256 of each client's local state, by label."""
+        return self.kept.hashes
 
     @property
     def parts(self) -> Parts:
