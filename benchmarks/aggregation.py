@@ -37,10 +37,10 @@ from flwr.serverapp.strategy.strategy_utils import aggregate_arrayrecords
 from measure import facts, table, write_block
 from torch import nn
 
-from fedbn_flwr.batchnorm.averaging import average, to_shares
 from fedbn_flwr.batchnorm.check_state import check_state
 from fedbn_flwr.batchnorm.parts import split_state
 from fedbn_flwr.messages.records import tensors, to_record, views
+from fedbn_flwr.server.averaging import average, to_shares
 
 FLOWER = "aggregate_arrayrecords"
 OURS = "ours"

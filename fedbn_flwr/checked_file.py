@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
 from fedbn_flwr.atomic_file import remove_leftovers, write_atomically
-from fedbn_flwr.batchnorm.averaging import Array, State
+from fedbn_flwr.batchnorm.array_types import Array, State
 from fedbn_flwr.errors import StateError
 from fedbn_flwr.messages.records import state_sha256
 

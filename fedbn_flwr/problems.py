@@ -41,7 +41,6 @@ class Known:
 
     Attributes:
         num_rounds: R, the number of rounds.
-        fraction_train: the share of the clients that train in a round.
         norm: the normalisation of the model.
         optimizer: the clients' optimizer.
         sgd_momentum: momentum of the clients' SGD.
@@ -61,7 +60,6 @@ class Known:
     """
 
     num_rounds: int | None = None
-    fraction_train: float | None = None
     norm: str | None = None
     optimizer: str | None = None
     sgd_momentum: float | None = None
@@ -181,7 +179,7 @@ def found_problems(
         )
 
 
-def tell(problems: Iterable[Problem], mark: str = "_", hint: str = "") -> None:
+def raise_or_warn(problems: Iterable[Problem], mark: str = "_", hint: str = "") -> None:
     """Raise the refusals as one error, or log the warnings if there is no refusal.
 
     If the model does not fit, the error has only the problems of stage "model".

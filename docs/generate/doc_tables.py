@@ -34,7 +34,6 @@ from fedbn_flwr.lab.config.values import NAMES_FILE
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.protocol import Key
 from fedbn_flwr.norms import NORMS
-from fedbn_flwr.server.methods.method import declared
 from fedbn_flwr.server.methods.options import OPTIONS
 from fedbn_flwr.strategies import METHODS, STRATEGIES
 
@@ -199,7 +198,7 @@ def method_menu() -> str:
 def _group_of(name: str) -> str:
     """Return the group of a method, by what it declares."""
     method = METHODS[name](METHODS[name].Params())
-    phases = declared(method)
+    phases = method.declared
     statistics = any(
         phase.exchanges
         or phase.frozen

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from fedbn_flwr.batchnorm.parts import Part
-from fedbn_flwr.server.methods.method import Method, declared
-from fedbn_flwr.server.methods.travels import ALL, Exchanges, PartSet, Travels
+from fedbn_flwr.server.methods.method import Method
+from fedbn_flwr.server.methods.phases import ALL, PartSet, Phase
 
 __all__ = ["cost_of", "travels_section"]
 
@@ -30,9 +30,9 @@ _RECORDS = {
 def travels_section(method: Method[Any, Any]) -> list[str]:
     """Return the section, one list for each phase that differs from the phase before."""
     lines = ["## What travels", ""]
-    phases = declared(method)
+    phases = method.declared
     for phase in phases:
-        lines += [f"In phase *{phase.phase}*:", ""] if len(phases) > 1 else []
+        lines += [f"In phase *{phase.name}*:", ""] if len(phases) > 1 else []
         lines += [*(f"- {what}: {text}" for what, text in _rows(phase)), ""]
     return lines[:-1]
 
@@ -40,8 +40,8 @@ def travels_section(method: Method[Any, Any]) -> list[str]:
 def cost_of(method: Method[Any, Any]) -> str:
     """Return the cost of a round, phase by phase."""
     costs: dict[str, list[str]] = {}
-    for phase in declared(method):
-        costs.setdefault(_cost(phase), []).append(phase.phase)
+    for phase in method.declared:
+        costs.setdefault(_cost(method, phase), []).append(phase.name)
     if len(costs) == 1:
         return f"{next(iter(costs))} a round."
     return (
@@ -53,26 +53,24 @@ def cost_of(method: Method[Any, Any]) -> str:
     )
 
 
-def _rows(travels: Travels) -> Iterator[tuple[str, str]]:
-    shared = _shared(travels.local)
+def _rows(phase: Phase) -> Iterator[tuple[str, str]]:
+    shared = _shared(phase.local)
     down = [
         f"`{extra.key}`: {_RECORDS[extra.size]}, not in round 1"
-        for extra in travels.extras
+        for extra in phase.extras
         if extra.down
     ]
-    up = [f"`{extra.key}`: {_RECORDS[extra.size]}" for extra in travels.extras]
+    up = [f"`{extra.key}`: {_RECORDS[extra.size]}" for extra in phase.extras]
     step = (
         ["per BN layer of the first step: the vectors of its exchanges"]
-        if travels.exchanges
+        if phase.exchanges
         else []
     )
-    before_test = ["before a test: the whole state"] if travels.reestimates else []
+    before_test = ["before a test: the whole state"] if phase.reestimates else []
     moments = (
-        ["before a test: the moments of each BN layer"] if travels.reestimates else []
+        ["before a test: the moments of each BN layer"] if phase.reestimates else []
     )
-    frozen = (
-        f"{_listed(travels.frozen)} return as they were sent" if travels.frozen else ""
-    )
+    frozen = f"{_listed(phase.frozen)} return as they were sent" if phase.frozen else ""
     sent_down = "; ".join([shared, *down, *step, *before_test])
     sent_up = "; ".join(filter(None, [shared, frozen, *up, *step, *moments]))
     if sent_down == sent_up:
@@ -80,10 +78,10 @@ def _rows(travels: Travels) -> Iterator[tuple[str, str]]:
     else:
         yield "sent down", sent_down
         yield "sent up", sent_up
-    if kept := "; ".join(filter(None, [_listed(travels.local), travels.kept])):
+    if kept := "; ".join(filter(None, [_listed(phase.local), phase.kept])):
         yield "kept", kept
-    if travels.weights != "examples":
-        yield "weights", _weights(travels.weights)
+    if phase.weights != "examples":
+        yield "weights", _weights(phase.weights)
 
 
 def _shared(local: PartSet) -> str:
@@ -107,25 +105,26 @@ def _weights(weights: str) -> str:
     return weights if weights == "equal" else f"by the metric `{weights}`"
 
 
-def _cost(travels: Travels) -> str:
+def _cost(method: Method[Any, Any], phase: Phase) -> str:
     floats = {(): "$F$", tuple(sorted(ALL)): "nothing"}.get(
-        tuple(sorted(travels.local)), "$F - F_l$"
+        tuple(sorted(phase.local)), "$F - F_l$"
     )
-    copies_down, copies_up = travels.extra_copies
-    step = _plus(travels.exchanges.cost()[1] / 2, "S") if travels.exchanges else ""
+    copies = [extra for extra in phase.extras if extra.size == "trainable"]
+    copies_down, copies_up = sum(extra.down for extra in copies), len(copies)
+    step = ""
+    if phase.exchanges:
+        # mean and variance of each layer, and their two gradients
+        exchanges, step = "$3L + 1$", _plus(2, "S")
+        if getattr(method, "backward", "global") != "global":
+            exchanges, step = "$2L + 1$", _plus(1, "S")
     down = f"{floats}{_plus(copies_down, 'T')}{step}"
     up = f"{floats}{_plus(copies_up, 'T')}{step}"
     text = f"{down} floats down, {up} up per client"
-    if travels.exchanges:
-        text += f"; {_exchanges(travels.exchanges)} exchanges"
-    if travels.reestimates:
+    if phase.exchanges:
+        text += f"; {exchanges} exchanges"
+    if phase.reestimates:
         text += "; before a test $F$ down, $S$ up per client"
     return text
-
-
-def _exchanges(exchanges: Exchanges) -> str:
-    number = exchanges.cost()[0]
-    return f"${number if number > 1 else ''}L + 1$"
 
 
 def _plus(times: float, symbol: str) -> str:

@@ -4,7 +4,7 @@ In reading order:
 
 - ``parts``: the split of a model's state: affine, statistics, counters, the rest, and
   personal entries.
-- ``averaging``: the average of clients' states.
+- ``array_types``: the types of the arrays of a state.
 - ``check_state``: refuses a state with wrong shapes, values that are not finite, or
   negative variances, before it is averaged.
 - ``reestimation``: statistics from data, of a batch and of a pass ("precise BN").

@@ -37,7 +37,7 @@ from fedbn_flwr.messages.protocol import (
     merged_config,
 )
 from fedbn_flwr.messages.records import from_record, model_record, tensors
-from fedbn_flwr.problems import Known, tell
+from fedbn_flwr.problems import Known, raise_or_warn
 from fedbn_flwr.training.client_hook import ClientHook, NamedHooks, overrides
 from fedbn_flwr.training.model_state import unwrap, view_with_names, without_wrappers
 from fedbn_flwr.training.optimizer_hooks import before_steps, stepping_optimizers
@@ -141,7 +141,9 @@ def bn_rules(
         }
         kept.hand_over(with_arrays, extras)
     name_once(model)
-    tell(tied_apart(tied_entries(unwrap(model)), set(map(without_wrappers, local))))
+    raise_or_warn(
+        tied_apart(tied_entries(unwrap(model)), set(map(without_wrappers, local)))
+    )
     refuse = functools.partial(refuse_on_client, sent.hooks, config)
     rules = Hooks(model, hooks, refuse)
     with rules.block():

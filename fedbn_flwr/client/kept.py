@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from flwr.app import ConfigRecord, Context
 
-from fedbn_flwr.batchnorm.averaging import Array, State
+from fedbn_flwr.batchnorm.array_types import Array, State
 from fedbn_flwr.batchnorm.parts import Parts
 from fedbn_flwr.client.kept_files import KeptFiles
 from fedbn_flwr.client.permissions import check_path
@@ -48,7 +48,7 @@ from fedbn_flwr.messages.records import (
     to_state,
     views,
 )
-from fedbn_flwr.training.client_hook import OWN_MODEL, Extras, NamedHooks
+from fedbn_flwr.training.client_hook import OWN_MODEL, Extras, NamedHooks, overrides
 
 _VERSION = 1
 _RECORDS = (KEPT, KEPT_BY_HOOKS)
@@ -315,7 +315,10 @@ class KeptState:
             place = hook.kept_as or hook_name
             for name, array in to_state(hook.keep()).items():
                 entries[f"{place}/{name}"] = array
-        if entries:
+        # A hook that keeps nothing forgets its entries of earlier rounds. A round
+        # without such hooks forgets nothing.
+        keeps = any(overrides(hook, "keep") for hook in hooks.values())
+        if entries or (keeps and self._read(KEPT_BY_HOOKS)):
             self._write(KEPT_BY_HOOKS, entries, server_round)
 
     def save(self, server_round: int) -> None:

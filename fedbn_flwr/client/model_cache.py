@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from fedbn_flwr.batchnorm.averaging import Array, State
+from fedbn_flwr.batchnorm.array_types import Array, State
 from fedbn_flwr.batchnorm.parts import (
     Parts,
     name_once,
@@ -35,7 +35,7 @@ from fedbn_flwr.errors import ConfigError, NormLayerError, StateError
 from fedbn_flwr.messages.numpy_client import Config
 from fedbn_flwr.messages.protocol import ARRAY_NAMES, MessageConfig
 from fedbn_flwr.messages.records import tensors, to_state
-from fedbn_flwr.problems import tell
+from fedbn_flwr.problems import raise_or_warn
 from fedbn_flwr.training.batches import Batches, inputs_for, set_memory_format
 from fedbn_flwr.training.client_hook import ClientHook, Extras
 from fedbn_flwr.training.freezing import force_eval_as_built, unlike_in_tests
@@ -237,7 +237,7 @@ def entries_that_stay(cached: CachedModel, sent: MessageConfig) -> tuple[str, ..
             " strategy. If only some layers should stay, pass layers=, or"
             " parts=split_state(model, layers=...)."
         )
-    tell(tied_apart(cached.parts.tied, names))
+    raise_or_warn(tied_apart(cached.parts.tied, names))
     return names
 
 

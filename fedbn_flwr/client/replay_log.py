@@ -12,7 +12,7 @@ from typing import Any
 
 from flwr.app import ArrayRecord, ConfigRecord, Context
 
-from fedbn_flwr.batchnorm.averaging import Array
+from fedbn_flwr.batchnorm.array_types import Array
 from fedbn_flwr.errors import StateError
 from fedbn_flwr.messages.protocol import (
     ARRAY_NAMES,

@@ -20,7 +20,7 @@ from flwr.app import Context
 from flwr.client import NumPyClient
 from torch import nn
 
-from fedbn_flwr.batchnorm.averaging import Array
+from fedbn_flwr.batchnorm.array_types import Array
 from fedbn_flwr.batchnorm.class_moments import ClassMoments, class_moments
 from fedbn_flwr.batchnorm.parts import Parts
 from fedbn_flwr.batchnorm.reestimation import reestimate_statistics

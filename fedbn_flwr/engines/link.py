@@ -33,7 +33,7 @@ import numpy as np
 import torch
 from flwr.app import Array as FlowerArray
 
-from fedbn_flwr.batchnorm.averaging import Array
+from fedbn_flwr.batchnorm.array_types import Array
 from fedbn_flwr.compat.flower import BufferArray
 
 _LARGE = 2**10  # bytes; smaller arrays stay in the pickle

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fedbn_flwr.batchnorm.averaging import average
 from fedbn_flwr.batchnorm.parts import Part
 from fedbn_flwr.checked_file import write_atomically
 from fedbn_flwr.client.personal_model import ABSENT, read_state
@@ -54,7 +53,8 @@ from fedbn_flwr.lab.setup import make_model, on_device
 from fedbn_flwr.machine import threads
 from fedbn_flwr.messages.records import tensors, to_state
 from fedbn_flwr.messages.site_names import with_name
-from fedbn_flwr.server.methods.travels import model_needs
+from fedbn_flwr.server.averaging import average
+from fedbn_flwr.server.methods.phases import model_needs
 from fedbn_flwr.training.freezing import layers_of
 from fedbn_flwr.training.model_state import copied, load_state
 from fedbn_flwr.training.randomness import torch_generator

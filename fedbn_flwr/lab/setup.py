@@ -228,14 +228,18 @@ def make_strategy(config: Config, model: nn.Module, num_nodes: int) -> Strategy:
     The state is split by the model's layer types.
     """
     method = method_of(config)
-    settings = method.params.model_dump()
+    changed: dict[str, str] = {}
     kept = method.methods.local & {Part.AFFINE, Part.STATISTICS, Part.PERSONAL}
     if config.held_out_clients and kept and not method.shares_nothing:
         # Held-out clients have no local entries, so they are tested with the average of
         # the clients' entries.
-        settings["eval_on"] = ",".join(dict.fromkeys((*method.tests, SHARED_BN)))
+        changed["eval_on"] = ",".join(dict.fromkeys((*method.tests, SHARED_BN)))
     if config.validation_share and config.strategy == FedBS.name:
-        settings["loss_key"] = VALIDATION_LOSS
+        changed["loss_key"] = VALIDATION_LOSS
+    methods = method.methods
+    if changed:
+        params = method.params.model_copy(update=changed)
+        methods = method.strategy.combination.methods(params)
     strategy = method.strategy(
         fraction_train=config.fraction_train,
         min_train_nodes=1,
@@ -250,7 +254,7 @@ def make_strategy(config: Config, model: nn.Module, num_nodes: int) -> Strategy:
         # The strategy does not add averaged BN to its tests, because the result writer
         # does so.
         completes_tests=False,
-        **settings,
+        methods=methods,
     )
     if not client_tests(config):
         # Set this after the construction, because Flower warns if the argument is 0.

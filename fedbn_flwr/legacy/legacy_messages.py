@@ -17,7 +17,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Context, Message
 from flwr.clientapp.typing import ClientAppCallable
 from flwr.common import Code
 
-from fedbn_flwr.batchnorm.averaging import Array
+from fedbn_flwr.batchnorm.array_types import Array
 from fedbn_flwr.compat.flower import Mod
 from fedbn_flwr.errors import StateError
 from fedbn_flwr.messages.numpy_client import to_records

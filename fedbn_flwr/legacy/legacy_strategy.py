@@ -67,7 +67,7 @@ from fedbn_flwr.messages.protocol import (
     merged_config,
 )
 from fedbn_flwr.messages.records import from_record, to_record
-from fedbn_flwr.problems import Known, Problem, found_problems, tell
+from fedbn_flwr.problems import Known, Problem, found_problems, raise_or_warn
 from fedbn_flwr.server.methods.params import RECALIBRATED
 from fedbn_flwr.server.runs.failures import losses_not_finite, note_losses
 from fedbn_flwr.server.runs.protection import Protection
@@ -572,7 +572,7 @@ def _prepare(
             f" strategy={strategy!r:.80} is not one. Write to_legacy(FedBN(), arrays),"
             " with the brackets"
         )
-    tell(found_problems(ROWS, strategy.methods, Known()))
+    raise_or_warn(found_problems(ROWS, strategy.methods, Known()))
     after = strategy.prepare(initial_arrays, num_rounds, timeout)
     if after:
         raise ConfigError(

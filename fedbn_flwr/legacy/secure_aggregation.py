@@ -15,10 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from fedbn_flwr.batchnorm.averaging import Array, State
+from fedbn_flwr.batchnorm.array_types import Array, State
 from fedbn_flwr.errors import ConfigError
-from fedbn_flwr.server.methods.method import declared
-from fedbn_flwr.server.methods.travels import sums_suffice, together
+from fedbn_flwr.server.methods.phases import sums_suffice
 from fedbn_flwr.server.runs.run_state import Run
 from fedbn_flwr.server.strategy import Strategy
 
@@ -35,7 +34,7 @@ def refuse_under_secure_aggregation(strategy: Strategy) -> None:
     # Flower's secure aggregation gives only the average. Report the last method that
     # needs more.
     for method in reversed([*strategy.methods]):
-        if not sums_suffice(together(declared(method))):
+        if not sums_suffice(method.whole):
             raise ConfigError(
                 f"{method.title} needs the arrays of each client, but Flower's secure"
                 " aggregation gives only their average, weighted by num-examples. Use"
@@ -75,7 +74,7 @@ def restored(
         workflow: Flower's ``SecAggPlusWorkflow``.
     """
     parts = run.parts.whole
-    frozen = run.parts.select(run.round.travels.frozen)
+    frozen = run.parts.select(run.round.phase.frozen)
     variances = {running_var for _, running_var in parts.moments()}
     found: dict[str, Array] = {}
     for name, average in entries.items():

@@ -15,7 +15,7 @@ from typing import Any
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 
-from fedbn_flwr.batchnorm.averaging import Array
+from fedbn_flwr.batchnorm.array_types import Array
 from fedbn_flwr.compat.flower import answer, filled, values_of
 from fedbn_flwr.errors import StateError
 from fedbn_flwr.messages.protocol import (

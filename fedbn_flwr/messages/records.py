@@ -22,7 +22,7 @@ from flwr.app import Array as FlowerArray
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from numpy.lib.format import write_array_header_1_0
 
-from fedbn_flwr.batchnorm.averaging import Array, State
+from fedbn_flwr.batchnorm.array_types import Array, State
 from fedbn_flwr.compat.flower import BufferArray, array_of_bytes, filled, values_of
 from fedbn_flwr.errors import StateError
 

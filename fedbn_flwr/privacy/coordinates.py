@@ -25,7 +25,7 @@ from collections.abc import Collection, Mapping
 
 import numpy as np
 
-from fedbn_flwr.batchnorm.averaging import Array, State
+from fedbn_flwr.batchnorm.array_types import Array, State
 from fedbn_flwr.batchnorm.parts import Parts, split_state
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.messages.protocol import Key

@@ -59,11 +59,11 @@ from fedbn_flwr.privacy.coordinates import (
 )
 from fedbn_flwr.privacy.noise import Noise, SystemNoise
 from fedbn_flwr.privacy.protection_settings import DPSettings
-from fedbn_flwr.problems import tell
+from fedbn_flwr.problems import raise_or_warn
 from fedbn_flwr.server.methods.check_protections import uncovered
 from fedbn_flwr.server.methods.method import Facts, Node, Reply
+from fedbn_flwr.server.methods.phases import NONE, PartSet
 from fedbn_flwr.server.methods.together import Methods
-from fedbn_flwr.server.methods.travels import NONE, PartSet
 from fedbn_flwr.server.runs.protection import Protection
 from fedbn_flwr.server.runs.round_outcome import RoundOutcome
 
@@ -128,7 +128,7 @@ class ClientLevelDP(Protection):
         """
         self._begin()
         self._local = methods.local
-        tell(uncovered(methods, "dp", self.settings.dp))
+        raise_or_warn(uncovered(methods, "dp", self.settings.dp))
 
     def _begin(self) -> None:
         self.clipping_norm = self.settings.dp_clipping_norm

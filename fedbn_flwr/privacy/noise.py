@@ -15,7 +15,7 @@ import numpy as np
 from cryptography.hazmat.primitives.ciphers import Cipher
 from cryptography.hazmat.primitives.ciphers.algorithms import ChaCha20
 
-from fedbn_flwr.batchnorm.averaging import Array
+from fedbn_flwr.batchnorm.array_types import Array
 
 _BLOCK = 2**20  # values that are computed together
 

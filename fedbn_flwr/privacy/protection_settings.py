@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
-from fedbn_flwr.problems import Problem
+from fedbn_flwr.problems import Known, Problem, found_problems, raise_or_warn
 from fedbn_flwr.server.methods.params import Settings
 from fedbn_flwr.server.methods.params import setting as _setting
 
@@ -42,6 +42,11 @@ class DPSettings(Settings):
     """The settings of client-level differential privacy."""
 
     rows: ClassVar[Sequence[Problem]] = DP_ROWS
+
+    def __init__(self, **values: Any) -> None:
+        super().__init__(**values)
+        problems = [*self.unused(), *found_problems(self.rows, self, Known())]
+        raise_or_warn(self.told(problems))
 
     dp: Literal["off", "server", "client"] = setting(
         "off",

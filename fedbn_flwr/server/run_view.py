@@ -8,8 +8,8 @@ from flwr.app import ArrayRecord
 
 from fedbn_flwr.batchnorm.parts import Parts
 from fedbn_flwr.messages.protocol import Continuity
+from fedbn_flwr.server.methods.phases import PartSet
 from fedbn_flwr.server.methods.together import Methods
-from fedbn_flwr.server.methods.travels import PartSet
 from fedbn_flwr.server.rounds import testing
 from fedbn_flwr.server.runs.protection import Protection
 from fedbn_flwr.server.runs.round_outcome import RoundOutcome

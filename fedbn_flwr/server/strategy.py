@@ -7,8 +7,10 @@ refers to the strategy.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, ClassVar
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, ClassVar, TypeVar
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
@@ -16,30 +18,39 @@ from flwr.serverapp.strategy import FedAvg as FlowerFedAvg
 from flwr.serverapp.strategy import Result
 
 from fedbn_flwr.batchnorm.parts import Parts
-from fedbn_flwr.compat.flower import is_default_aggregation
+from fedbn_flwr.compat.flower import (
+    is_default_aggregation,
+    log_strategy_start_info,
+)
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.messages.protocol import SYNCHRONISES, refuse_own_keys
-from fedbn_flwr.server.loops import Loop, OwnLoop, ShouldStop, TestModel
 from fedbn_flwr.server.methods.arguments import (
+    FLOWERS,
     Combination,
-    all_arguments,
-    given_arguments,
-    methods_with,
+    refuse_shares,
 )
 from fedbn_flwr.server.methods.method import Method
+from fedbn_flwr.server.methods.together import Methods
 from fedbn_flwr.server.rounds import run_start, testing
+from fedbn_flwr.server.rounds.recalibration import (
+    collect_class_moments,
+    reestimate_before_tests,
+)
 from fedbn_flwr.server.rounds.round import (
+    BegunTests,
+    BegunTraining,
+    begin_tests,
+    begin_training,
     close_round,
-    play_tests,
-    play_training,
-    read_half,
+    finish_tests,
+    finish_training,
 )
 from fedbn_flwr.server.rounds.synchronised_training import train_synchronised
 from fedbn_flwr.server.run_view import RunView
 from fedbn_flwr.server.runs import failures
 from fedbn_flwr.server.runs.nodes import NodeRegistry
 from fedbn_flwr.server.runs.protection import Protection
-from fedbn_flwr.server.runs.round_outcome import average_metrics
+from fedbn_flwr.server.runs.round_outcome import AVERAGED, average_metrics
 from fedbn_flwr.server.runs.run_listener import RunListener
 from fedbn_flwr.server.runs.run_state import (
     AggregateMetrics,
@@ -52,7 +63,13 @@ from fedbn_flwr.server.runs.run_state import (
 from fedbn_flwr.training.run_memory import memory_of_run
 from fedbn_flwr.transport.polling_grid import polling
 
-__all__ = ["AggregateMetrics", "Strategy"]
+__all__ = ["AggregateMetrics", "ShouldStop", "Strategy", "TestModel"]
+
+logger = logging.getLogger("flwr")
+
+TestModel = Callable[[int, ArrayRecord], MetricRecord | None]
+ShouldStop = Callable[[int, Result], bool]
+Begun = TypeVar("Begun", BegunTraining, BegunTests)
 
 
 class Strategy(RunView, FlowerFedAvg):
@@ -85,6 +102,7 @@ class Strategy(RunView, FlowerFedAvg):
         num_partitions: number of data partitions that every node holding one must
             report. 0 accepts any number on which the nodes agree; None disables the
             check.
+        methods: the class's methods with checked settings, instead of ``settings``.
         **settings: the settings by name, fields of ``Params``. All methods share those
             of ``server.methods.params.Params``.
 
@@ -126,8 +144,13 @@ class Strategy(RunView, FlowerFedAvg):
         cls.combination = method
         cls.name, cls.Params = method.name, method.Params
         # Help shows this signature, unless the class has a constructor of its own.
-        made = cls.__init__ is Strategy.__init__
-        cls.__signature__ = all_arguments(cls, Strategy) if made else None
+        cls.__signature__ = None
+        if cls.__init__ is Strategy.__init__:
+            named = [*method.arguments.parameters.values()]
+            for own in inspect.signature(Strategy.__init__).parameters.values():
+                if own.kind is inspect.Parameter.KEYWORD_ONLY:
+                    named.append(own)
+            cls.__signature__ = inspect.Signature(named)
 
     def __init__(
         self,
@@ -137,26 +160,32 @@ class Strategy(RunView, FlowerFedAvg):
         on_replies: OnReplies | None = None,
         completes_tests: bool = True,
         num_partitions: int | None = None,
+        methods: Methods | None = None,
         **settings: Any,
     ) -> None:
-        given = given_arguments(type(self), flowers, settings)
-        super().__init__(
-            **{name: given[name] for name in inspect.signature(FlowerFedAvg).parameters}
-        )
+        bound = self.combination.arguments.bind(*flowers, **settings)
+        bound.apply_defaults()
+        given = bound.arguments
+        refuse_shares(self.name, given)
+        super().__init__(**{name: given[name] for name in FLOWERS})
         # Flower's function divides by the weight of all clients, even of clients that
         # do not report the metric.
         if is_default_aggregation(self.train_metrics_aggr_fn):
             self.train_metrics_aggr_fn = average_metrics
         if is_default_aggregation(self.evaluate_metrics_aggr_fn):
             self.evaluate_metrics_aggr_fn = average_metrics
-        self.methods = methods_with(type(self), given, parts)
+        self.methods = methods or self.combination.methods_given(given, parts)
         self.params = self.methods.params
         self.on_round_end, self.on_replies = on_round_end, on_replies
         self.completes_tests, self.num_partitions = completes_tests, num_partitions
         self.site_names: Mapping[str, str] = {}
         self.protection = Protection()
         self._saved: tuple[int, Mapping[str, Any]] | None = None
-        self._loop = Loop()
+        # the training or the tests whose replies have not been read
+        self._begun: BegunTraining | BegunTests | None = None
+        # whether ``start`` runs the rounds, and its listener
+        self._in_start = False
+        self._recording: RunListener | None = None
         self.run = self._new_run(Start(parts_or_none=parts))
 
     def protect(self, protection: Protection) -> None:
@@ -231,25 +260,118 @@ class Strategy(RunView, FlowerFedAvg):
         """
         refuse_own_keys(train_config=train_config, evaluate_config=evaluate_config)
         configs = train_config or ConfigRecord(), evaluate_config or ConfigRecord()
-        loop = OwnLoop(recording, num_rounds, configs, evaluate_fn, should_stop)
-        self._loop = loop
+        self._in_start, self._recording = True, recording
         try:
             self.prepare(initial_arrays, num_rounds, timeout)
-            result = loop.run(self, grid)
+            self.run.count_start(grid)
+            grid = polling(grid)
+            if recording is not None:
+                recording.begin(self.run.start.after)
+            result = self._rounds(grid, num_rounds, configs, evaluate_fn, should_stop)
+            self._complete(result, grid, num_rounds)
         finally:
             # Take the continuity of the recording, because only it includes the last
             # checkpoint.
             self._refresh()
             # The options refer to the recording, which would keep the run in memory.
-            self._loop = Loop()
+            self._in_start, self._recording = False, None
             self._refresh()
             self.run.close()
             # The flag applies to this run, not to the next one.
             self.stopped = False
         if self.completes_tests:
             testing.warn_of_nothing_shared(self.run)
-        failures.raise_if_failed(self.run, result)
+        failures.raise_if_ends(self.run, result)
+        failures.raise_if_untrained(self.run, result)
         return result
+
+    def _rounds(
+        self,
+        grid: Grid,
+        num_rounds: int,
+        configs: tuple[ConfigRecord, ConfigRecord],
+        evaluate_fn: TestModel | None,
+        should_stop: ShouldStop | None,
+    ) -> Result:
+        """Run the rounds like Flower's loop, but starting at any round.
+
+        ``configs`` are the configs of training and of tests.
+        """
+        arrays, after = self.run.arrays, self.run.start.after
+        train_config, test_config = configs
+        logger.info("Starting %s strategy:", self.name)
+        log_strategy_start_info(num_rounds, arrays, *configs)
+        self.summary()
+        if after:
+            logger.info("Continuing after round %d", after)
+        result = Result(arrays=arrays)
+
+        def test(server_round: int) -> MetricRecord | None:
+            if evaluate_fn is None:
+                return None
+            model = self.for_evaluate_fn(server_round, arrays)
+            metrics = evaluate_fn(server_round, model)
+            if metrics is not None:
+                logger.info(
+                    "Evaluation of the global model, round %d: %s",
+                    server_round,
+                    metrics,
+                )
+                result.evaluate_metrics_serverapp[server_round] = metrics
+            return metrics
+
+        # As in Flower's loop, round 0 tests the initial model. A resumed run skips it.
+        if not after:
+            test(0)
+        for server_round in range(after + 1, num_rounds + 1):
+            if self.stops_after(server_round - 1):
+                break
+            logger.info("[ROUND %d/%d]", server_round, num_rounds)
+
+            # Train. Keep the last model if too few replies arrive for a new model.
+            messages = self.configure_train(server_round, arrays, train_config, grid)
+            replies = self.send_training(messages, grid)
+            averaged, metrics = self.aggregate_train(server_round, replies)
+            if averaged is not None:
+                result.arrays = arrays = averaged
+            if metrics is not None:
+                note = _note(self.train_metrics_aggr_fn)
+                logger.info("Training%s: %s", note, metrics)
+                result.train_metrics_clientapp[server_round] = metrics
+
+            # Test on the clients.
+            messages = self.configure_evaluate(server_round, arrays, test_config, grid)
+            replies = self.send_tests(messages, grid)
+            metrics = self.aggregate_evaluate(server_round, replies)
+            if metrics is not None:
+                note = _note(self.evaluate_metrics_aggr_fn)
+                logger.info("Evaluation%s: %s", note, metrics)
+                result.evaluate_metrics_clientapp[server_round] = metrics
+
+            # Test on the server. The result may stop the run after this round.
+            tested = test(server_round)
+            if should_stop is not None and should_stop(server_round, result):
+                self.stopped = True
+            # Ask before the end of the round, which writes its traffic.
+            run = self.run
+            last = server_round == num_rounds or self.stops_after(server_round)
+            if last and run.methods.whole.class_moments and not run.ends_diverged:
+                collect_class_moments(run, arrays, grid)
+            self.end_round(server_round, tested)
+        return result
+
+    def _complete(self, result: Result, grid: Grid, num_rounds: int) -> None:
+        """Complete the model of the result.
+
+        A run that was stopped between two tests has no statistics for its last weights
+        yet.
+        """
+        run = self.run
+        last = run.reports[-1].server_round if run.reports else num_rounds
+        untested = not run.tests_after(last)
+        if run.methods.reestimates and untested and not run.ends_diverged:
+            reestimate_before_tests(run, result.arrays, grid)
+        result.arrays = testing.completed(run, result.arrays)
 
     def stops_after(self, server_round: int) -> bool:
         """Return whether the run ends after this round.
@@ -258,8 +380,7 @@ class Strategy(RunView, FlowerFedAvg):
         """
         if self.stopped or self.run.ends_diverged:
             return True
-        recording = self._loop.recording
-        if recording is not None and recording.finished:
+        if self._recording is not None and self._recording.finished:
             return True
         return self.protection.stops_after(server_round)
 
@@ -302,6 +423,7 @@ class Strategy(RunView, FlowerFedAvg):
         # Close the earlier run here, because Flower's loops do not, and its address
         # must be free again.
         self.run.close()
+        self._begun = None
         self.run = self._new_run(self.run.start.again(**changed))
 
     def _new_run(self, start: Start) -> Run:
@@ -335,13 +457,13 @@ class Strategy(RunView, FlowerFedAvg):
         continuity.
         """
         self.run.options = self._options()
-        recording = self._loop.recording
+        recording = self._recording
         if recording is not None and recording.continuity is not None:
             self.run.start.continuity = recording.continuity
 
     def _options(self) -> Options:
         """Return the current attributes."""
-        recording = self._loop.recording
+        recording = self._recording
         return Options(
             fraction_train=self.fraction_train,
             fraction_evaluate=self.fraction_evaluate,
@@ -362,11 +484,11 @@ class Strategy(RunView, FlowerFedAvg):
     def _frees_replies(self) -> bool:
         """Whether only the methods read the arrays of the replies in this run."""
         reads = self.on_replies is not None
-        if self._loop.recording is not None:
-            reads = self._loop.recording.whole_replies
+        if self._recording is not None:
+            reads = self._recording.whole_replies
         own = type(self).aggregate_train, type(self).send_training
         return (
-            self._loop.is_own
+            self._in_start
             and not reads
             and own == (Strategy.aggregate_train, Strategy.send_training)
             and self.train_metrics_aggr_fn is average_metrics
@@ -379,7 +501,7 @@ class Strategy(RunView, FlowerFedAvg):
         aggregate = getattr(self.aggregate_train, "__func__", None)
         run_start.begin(
             self.run,
-            recorded=self._loop.recording is not None,
+            recorded=self._recording is not None,
             completes_tests=self.completes_tests,
             own_aggregation=aggregate is not Strategy.aggregate_train,
         )
@@ -396,14 +518,72 @@ class Strategy(RunView, FlowerFedAvg):
         returns no messages.
         """
         refuse_own_keys(config=config)
-        self._loop.open_round(self, server_round, arrays, grid)
-        played = play_training(self.run, server_round, arrays, config, grid)
+        self._open_round(server_round, arrays, grid)
         self._refresh()
-        half = self._loop.open_half(
-            self, "configure_train", server_round, played, arrays
-        )
-        to_send, half.early_replies = self._loop.to_send(self, half.messages, grid)
-        return to_send
+        self._finish_left(arrays)
+        training = begin_training(self.run, server_round, arrays, config, grid)
+        self._begun = training
+        if self._in_start or not self.run.synchronises:
+            return training.sent.messages
+        # Another loop sends messages once, but a synchronised step sends several.
+        replies = self.send_training(training.sent.messages, grid)
+        self._begun = replace(training, early_replies=replies)
+        return ()
+
+    def _open_round(self, server_round: int, arrays: ArrayRecord, grid: Grid) -> None:
+        """Take the model of the round. Begin the run if ``prepare`` has not begun it."""
+        # If round 1 comes again, another loop has started a new run.
+        if self.reports and server_round <= self.reports[0].server_round:
+            self.forget_run()
+        run = self.run
+        run.set_model(arrays)
+        run_start.check_wrapper(run)
+        # ``start`` and ``to_legacy`` have begun the run.
+        if not run.start.begun:
+            self.begin()
+            run.count_start(grid)
+            if self.completes_tests and self.on_round_end is None:
+                run_start.warn_of_own_start(run)
+
+    def _finish_left(self, arrays: ArrayRecord) -> None:
+        """Finish a training whose replies were not read, although a call follows.
+
+        Flower's wrappers skip ``aggregate_train`` if a reply is an error. If the model
+        has changed to ``arrays``, the loop has aggregated the replies itself.
+        """
+        left = self._begun
+        if self._in_start or not isinstance(left, BegunTraining):
+            return
+        # The messages of a training with early replies were already answered.
+        asked = bool(left.sent.messages) and not left.early_replies
+        if asked and arrays is left.arrays:
+            self._begun = None
+            finish_training(self.run, left, [])
+            failures.raise_if_nothing_trains(self.run)
+
+    def _take(
+        self, kind: type[Begun], server_round: int, replies: Iterable[Message]
+    ) -> Begun | None:
+        """Return the training or the tests that the replies belong to.
+
+        The result is None if they never began.
+
+        Raises:
+            ConfigError: the user's method that makes the messages did not call the
+                method of this package in this round.
+        """
+        begun, self._begun = self._begun, None
+        known = bool(self.run.reports)
+        if known and isinstance(begun, kind) and begun.number == server_round:
+            return begun
+        # Nothing to read: a user's class may ask no client in a round.
+        if [*replies] or not known:
+            name = kind.configured_by
+            raise ConfigError(
+                f"{name} of {type(self).__name__} did not call super().{name}(): call"
+                " it, and remove the messages that you do not want from its result"
+            )
+        return None
 
     def send_training(
         self, messages: Iterable[Message], grid: Grid
@@ -415,14 +595,12 @@ class Strategy(RunView, FlowerFedAvg):
         messages = list(messages)
         if not messages or not self.run.synchronises:
             return self.send_tests(messages, grid)
-        replies = train_synchronised(self.run, messages, grid)
-        return self.run.round.note_delivery(messages, replies)
+        return train_synchronised(self.run, messages, grid)
 
     def send_tests(self, messages: Iterable[Message], grid: Grid) -> Sequence[Message]:
         """Send messages that need no exchanges, and return the replies in time."""
         messages = list(messages)
-        replies = polling(grid).receive(messages, timeout=self.run.start.timeout)
-        return self.run.round.note_delivery(messages, replies)
+        return polling(grid).receive(messages, timeout=self.run.start.timeout)
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
@@ -437,31 +615,38 @@ class Strategy(RunView, FlowerFedAvg):
                 second round if the number of rounds is unknown.
         """
         self._refresh()
-        read = read_half(self.run, self, "configure_train", server_round, replies)
-        self._loop.end_training(self)
-        return read or (None, None)
+        training = self._take(BegunTraining, server_round, replies)
+        trained: tuple[ArrayRecord | None, MetricRecord | None] = None, None
+        if training is not None:
+            trained = finish_training(self.run, training, replies)
+        # Flower's loops would end without an error.
+        if not self._in_start:
+            failures.raise_if_nothing_trains(self.run)
+        return trained
 
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
         """Return the evaluation messages if due, after a re-estimation if necessary."""
         refuse_own_keys(config=config)
-        played = play_tests(self.run, server_round, arrays, config, grid)
         self._refresh()
-        half = self._loop.open_half(
-            self, "configure_evaluate", server_round, played, arrays
-        )
-        return half.messages
+        self._finish_left(arrays)
+        tests = begin_tests(self.run, server_round, arrays, config, grid)
+        self._begun = tests
+        return tests.sent.messages
 
     def aggregate_evaluate(
         self, server_round: int, replies: Iterable[Message]
     ) -> MetricRecord | None:
         """Average the clients' metrics, and report the metrics of each client."""
         self._refresh()
-        metrics: MetricRecord | None = read_half(
-            self.run, self, "configure_evaluate", server_round, replies
-        )
-        self._loop.end_tests(self, server_round)
+        tests = self._take(BegunTests, server_round, replies)
+        metrics = None if tests is None else finish_tests(self.run, tests, replies)
+        # In other loops, this is the last call of a round. In ``start``, the server's
+        # own test follows.
+        if not self._in_start:
+            self.end_round(server_round, None)
+            failures.raise_if_ends(self.run)
         return metrics
 
     def end_round(self, server_round: int, server_test: MetricRecord | None) -> None:
@@ -496,3 +681,8 @@ class Strategy(RunView, FlowerFedAvg):
         self.prepare(arrays, start.num_rounds, start.timeout)
         self.run.reports = reports
         return testing.completed(self.run, arrays)
+
+
+def _note(aggregate: Any) -> str:
+    """Return a note that metrics are averages, or "" for a user's own function."""
+    return f" ({AVERAGED})" if aggregate is average_metrics else ""

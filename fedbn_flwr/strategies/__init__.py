@@ -5,9 +5,9 @@ the classes.
 training, a third's server step. ``register`` makes the client hooks of a method of your
 own project known. At the end of its file, a method has the ``rows`` with its refusals:
 the server evaluates them before and in a run, and ``refuse_on_client`` evaluates them
-with the facts of a client's training. Refusals that follow from a method's ``travels``
+with the facts of a client's training. Refusals that follow from a method's ``phases``
 are in ``server.methods.check_*``. This package also has the names that a method of your
-own needs (``Method``, ``Travels``, ...).
+own needs (``Method``, ``Phase``, ...).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pydantic import create_model
 from fedbn_flwr.errors import ConfigError, unknown_name
 from fedbn_flwr.messages.hook_context import HookContext
 from fedbn_flwr.messages.protocol import PREFIX, Key
-from fedbn_flwr.problems import Known, Problem, found_problems, tell
+from fedbn_flwr.problems import Known, Problem, found_problems, raise_or_warn
 from fedbn_flwr.server.methods.arguments import Combination
 from fedbn_flwr.server.methods.check_combinations import why_not_combined
 from fedbn_flwr.server.methods.method import (
@@ -34,7 +34,7 @@ from fedbn_flwr.server.methods.method import (
 )
 from fedbn_flwr.server.methods.options import OPTIONS
 from fedbn_flwr.server.methods.params import setting
-from fedbn_flwr.server.methods.travels import ALL, BATCHNORM, TRACKED, Extra, Travels
+from fedbn_flwr.server.methods.phases import ALL, BATCHNORM, TRACKED, Extra, Phase
 from fedbn_flwr.server.strategy import Strategy
 from fedbn_flwr.strategies.fedavg import FedAvgMethod
 from fedbn_flwr.training.client_hook import ClientHook
@@ -94,6 +94,7 @@ __all__ = [
     "Key",
     "Known",
     "Method",
+    "Phase",
     "Problem",
     "Replies",
     "Scaffold",
@@ -102,7 +103,6 @@ __all__ = [
     "StaticBN",
     "Strategy",
     "StrategyClass",
-    "Travels",
     "combined",
     "make_hooks",
     "register",
@@ -364,7 +364,7 @@ def refuse_on_client(
         # Leave out warnings, because the server has logged them.
         found = found_problems(rows, method, known, ["run"])
         problems += [problem for problem in found if problem.effect == "refuse"]
-    tell(dict.fromkeys(problems), "")
+    raise_or_warn(dict.fromkeys(problems), "")
 
 
 # In a checkout, the link ``strategies`` leads to this folder. Its modules are the same

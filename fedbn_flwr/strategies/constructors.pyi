@@ -71,6 +71,7 @@ class Ditto(_Ditto):
         on_replies: OnReplies | None = None,
         completes_tests: bool = True,
         num_partitions: int | None = None,
+        methods: Methods | None = None,
     ) -> None: ...
 
 class FedAvg(_FedAvg):
@@ -115,6 +116,7 @@ class FedAvg(_FedAvg):
         on_replies: OnReplies | None = None,
         completes_tests: bool = True,
         num_partitions: int | None = None,
+        methods: Methods | None = None,
     ) -> None: ...
 
 class FedAvgM(_FedAvgM):
@@ -161,6 +163,7 @@ class FedAvgM(_FedAvgM):
         on_replies: OnReplies | None = None,
         completes_tests: bool = True,
         num_partitions: int | None = None,
+        methods: Methods | None = None,
     ) -> None: ...
 
 class FedBN(_FedBN):
@@ -205,6 +208,7 @@ class FedBN(_FedBN):
         on_replies: OnReplies | None = None,
         completes_tests: bool = True,
         num_partitions: int | None = None,
+        methods: Methods | None = None,
     ) -> None: ...
 
 class FedBS(_FedBS):
@@ -256,6 +260,7 @@ class FedBS(_FedBS):
         on_replies: OnReplies | None = None,
         completes_tests: bool = True,
         num_partitions: int | None = None,
+        methods: Methods | None = None,
     ) -> None: ...
 
 class FedDNA(_FedDNA):
@@ -306,6 +311,7 @@ class FedDNA(_FedDNA):
         on_replies: OnReplies | None = None,
         completes_tests: bool = True,
         num_partitions: int | None = None,
+        methods: Methods | None = None,
     ) -> None: ...
 
 class FedNova(_FedNova):
@@ -350,6 +356,7 @@ class FedNova(_FedNova):
         on_replies: OnReplies | None = None,
         completes_tests: bool = True,
         num_partitions: int | None = None,
+        methods: Methods | None = None,
     ) -> None: ...
 
 class FedAdagrad(_FedAdagrad):
@@ -396,6 +403,7 @@ class FedAdagrad(_FedAdagrad):
         on_replies: OnReplies | None = None,
         completes_tests: bool = True,
         num_partitions: int | None = None,
+        methods: Methods | None = None,
     ) -> None: ...
 
 class FedAdam(_FedAdam):
@@ -444,6 +452,7 @@ class FedAdam(_FedAdam):
         on_replies: OnReplies | None = None,
         completes_tests: bool = True,
         num_partitions: int | None = None,
+        methods: Methods | None = None,
     ) -> None: ...
 
 class FedYogi(_FedYogi):
@@ -492,6 +501,7 @@ class FedYogi(_FedYogi):
         on_replies: OnReplies | None = None,
         completes_tests: bool = True,
         num_partitions: int | None = None,
+        methods: Methods | None = None,
     ) -> None: ...
 
 class FedProx(_FedProx):
@@ -537,6 +547,7 @@ class FedProx(_FedProx):
         on_replies: OnReplies | None = None,
         completes_tests: bool = True,
         num_partitions: int | None = None,
+        methods: Methods | None = None,
     ) -> None: ...
 
 class FedRep(_FedRep):
@@ -582,6 +593,7 @@ class FedRep(_FedRep):
         on_replies: OnReplies | None = None,
         completes_tests: bool = True,
         num_partitions: int | None = None,
+        methods: Methods | None = None,
     ) -> None: ...
 
 class FedTAN(_FedTAN):
@@ -632,6 +644,7 @@ class FedTAN(_FedTAN):
         on_replies: OnReplies | None = None,
         completes_tests: bool = True,
         num_partitions: int | None = None,
+        methods: Methods | None = None,
     ) -> None: ...
 
 class FedTAN2(_FedTAN2):
@@ -685,6 +698,7 @@ class FedTAN2(_FedTAN2):
         on_replies: OnReplies | None = None,
         completes_tests: bool = True,
         num_partitions: int | None = None,
+        methods: Methods | None = None,
     ) -> None: ...
 
 class FedWon(_FedWon):
@@ -731,6 +745,7 @@ class FedWon(_FedWon):
         on_replies: OnReplies | None = None,
         completes_tests: bool = True,
         num_partitions: int | None = None,
+        methods: Methods | None = None,
     ) -> None: ...
 
 class FixBN(_FixBN):
@@ -779,6 +794,7 @@ class FixBN(_FixBN):
         on_replies: OnReplies | None = None,
         completes_tests: bool = True,
         num_partitions: int | None = None,
+        methods: Methods | None = None,
     ) -> None: ...
 
 class MTFL(_MTFL):
@@ -823,6 +839,7 @@ class MTFL(_MTFL):
         on_replies: OnReplies | None = None,
         completes_tests: bool = True,
         num_partitions: int | None = None,
+        methods: Methods | None = None,
     ) -> None: ...
 
 class Scaffold(_Scaffold):
@@ -868,6 +885,7 @@ class Scaffold(_Scaffold):
         on_replies: OnReplies | None = None,
         completes_tests: bool = True,
         num_partitions: int | None = None,
+        methods: Methods | None = None,
     ) -> None: ...
 
 class SiloBN(_SiloBN):
@@ -912,6 +930,7 @@ class SiloBN(_SiloBN):
         on_replies: OnReplies | None = None,
         completes_tests: bool = True,
         num_partitions: int | None = None,
+        methods: Methods | None = None,
     ) -> None: ...
 
 class Standalone(_Standalone):
@@ -956,6 +975,7 @@ class Standalone(_Standalone):
         on_replies: OnReplies | None = None,
         completes_tests: bool = True,
         num_partitions: int | None = None,
+        methods: Methods | None = None,
     ) -> None: ...
 
 class StaticBN(_StaticBN):
@@ -1000,4 +1020,5 @@ class StaticBN(_StaticBN):
         on_replies: OnReplies | None = None,
         completes_tests: bool = True,
         num_partitions: int | None = None,
+        methods: Methods | None = None,
     ) -> None: ...

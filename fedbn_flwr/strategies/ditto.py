@@ -51,7 +51,7 @@ from fedbn_flwr.problems import Problem
 from fedbn_flwr.server.methods.method import Ask, Facts
 from fedbn_flwr.server.methods.options import AGC, ClipGradients
 from fedbn_flwr.server.methods.params import setting
-from fedbn_flwr.server.methods.travels import Travels
+from fedbn_flwr.server.methods.phases import Phase
 from fedbn_flwr.server.strategy import Strategy
 from fedbn_flwr.strategies.fedprox import (
     LARGE_MU,
@@ -120,9 +120,9 @@ class DittoMethod(FedProxMethod[DittoParams]):
         )
     }
 
-    def travels(self, num_rounds: int | None = None) -> tuple[Travels, ...]:
+    def phases(self, num_rounds: int | None = None) -> tuple[Phase, ...]:
         """Return a phase that keeps the personal model on the client."""
-        return (Travels(kept="the personal model", second_model=True),)
+        return (Phase(kept="the personal model", second_model=True),)
 
     def on_clients(self, state: None, facts: Facts) -> list[Ask]:
         """Send lambda."""
@@ -149,7 +149,6 @@ ALONE = Problem(
     "{method.title}: with proximal-mu=0, each client trains its personal model"
     " independently, just as standalone does. Use a proximal-mu above 0, such as 0.01.",
     "proximal_mu",
-    stage="settings",
     effect="warn",
     when=lambda method, known: method.params.proximal_mu == 0,
 )

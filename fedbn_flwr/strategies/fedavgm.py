@@ -39,7 +39,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from fedbn_flwr.batchnorm.averaging import Array
+from fedbn_flwr.batchnorm.array_types import Array
 from fedbn_flwr.problems import Problem
 from fedbn_flwr.server.methods.params import Params, setting
 from fedbn_flwr.server.strategy import Strategy
@@ -96,7 +96,6 @@ FedAvgMMethod.rows = (
         " Flower, the server averages as in fedavg. Use a server-momentum above 0, such"
         " as 0.9.",
         "server_momentum server_learning_rate",
-        stage="settings",
         effect="warn",
         when=lambda method, known: (
             method.params.server_momentum == 0

@@ -41,7 +41,7 @@ without BN is refused.
 from __future__ import annotations
 
 from fedbn_flwr.server.methods.method import Method
-from fedbn_flwr.server.methods.travels import BATCHNORM, Travels
+from fedbn_flwr.server.methods.phases import BATCHNORM, Phase
 from fedbn_flwr.server.strategy import Strategy
 
 
@@ -53,9 +53,9 @@ class FedBNMethod(Method):
     source = "Li 2021, arXiv:2102.07623"
     role = "local-part"
 
-    def travels(self, num_rounds: int | None = None) -> tuple[Travels, ...]:
+    def phases(self, num_rounds: int | None = None) -> tuple[Phase, ...]:
         """Return a phase that keeps BN on the client."""
-        return (Travels(local=BATCHNORM),)
+        return (Phase(local=BATCHNORM),)
 
 
 class FedBN(Strategy):

@@ -55,7 +55,7 @@ from torch import nn
 from fedbn_flwr.messages.protocol import VALIDATION_LOSS, Key
 from fedbn_flwr.server.methods.method import Ask, Facts, Replies
 from fedbn_flwr.server.methods.params import setting
-from fedbn_flwr.server.methods.travels import Extra, Travels
+from fedbn_flwr.server.methods.phases import Extra, Phase
 from fedbn_flwr.server.strategy import Strategy
 from fedbn_flwr.strategies.fedprox import LARGE_MU, FedProxMethod, FedProxParams
 from fedbn_flwr.training.client_hook import ClientHook
@@ -120,15 +120,15 @@ class FedBSMethod(FedProxMethod[FedBSParams, FedBSState]):
         ),
     }
 
-    def travels(self, num_rounds: int | None = None) -> tuple[Travels, ...]:
+    def phases(self, num_rounds: int | None = None) -> tuple[Phase, ...]:
         """Return the two phases, with the losses as weights in phase 1."""
         # Both phases ask for the loss: in phase 2 it only appears in the metrics.
         key = Key.up(self.params.loss_key, "float: F_k")
         why = "the clients' losses are the weights of the average"
         loss = (Extra(key, "scalar", why, required=True),)
         return (
-            Travels("loss-weighted", weights=key, extras=loss),
-            Travels(
+            Phase("loss-weighted", weights=key, extras=loss),
+            Phase(
                 "proximal",
                 weights="equal",
                 extras=loss,
@@ -137,7 +137,7 @@ class FedBSMethod(FedProxMethod[FedBSParams, FedBSState]):
             ),
         )
 
-    def phase(self, state: FedBSState, number: int) -> str:
+    def phase_name(self, state: FedBSState, number: int) -> str:
         """Return the phase of a round."""
         first = state.switched_after is None or number <= state.switched_after
         return "loss-weighted" if first else "proximal"
@@ -191,7 +191,7 @@ FedBSMethod.rows = (
         LARGE_MU,
         when=lambda method, known: (
             method.params.proximal_mu
-            and method.phase(known.state, known.number) == "proximal"
+            and method.phase_name(known.state, known.number) == "proximal"
         ),
     ),
 )

@@ -50,12 +50,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from fedbn_flwr.batchnorm.averaging import to_shares, weighted_sum
 from fedbn_flwr.batchnorm.parts import Part
 from fedbn_flwr.messages.protocol import Key
 from fedbn_flwr.problems import Problem
+from fedbn_flwr.server.averaging import to_shares, weighted_sum
 from fedbn_flwr.server.methods.method import Ask, Facts, Method, Replies
-from fedbn_flwr.server.methods.travels import Extra, Travels
+from fedbn_flwr.server.methods.phases import Extra, Phase
 from fedbn_flwr.server.strategy import Strategy
 from fedbn_flwr.training.client_hook import ClientHook
 
@@ -65,7 +65,7 @@ TAU = Key.up("fednova-tau", "float: tau_i")
 class MeasureTau(ClientHook):
     """Client code that measures tau_i, the way of gradients of 1."""
 
-    stage = "count"
+    purpose = "count"
     of_all_steps = "tau depends on all steps: return the weights of the last step"
 
     def __init__(self, local: frozenset[str] = frozenset()) -> None:
@@ -120,13 +120,13 @@ class FedNovaMethod(Method):
     role = "server-step"
     client_hooks = {"measure-tau": lambda context: MeasureTau(context.local_entries)}
 
-    def travels(self, num_rounds: int | None = None) -> tuple[Travels, ...]:
+    def phases(self, num_rounds: int | None = None) -> tuple[Phase, ...]:
         """Return a phase with single replies and the tau of each."""
         why = "the server divides the change of each client by its tau"
         instead = "FedAvg with the same local-steps for all clients"
         tau = Extra(TAU, "scalar", why, required=True, instead=instead)
         return (
-            Travels(
+            Phase(
                 each=frozenset({Part.AFFINE, Part.REST}),
                 extras=(tau,),
                 decides=frozenset({"server step"}),

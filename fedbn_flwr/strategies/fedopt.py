@@ -63,11 +63,11 @@ from typing import Any, ClassVar
 import numpy as np
 from typing_extensions import TypeVar
 
-from fedbn_flwr.batchnorm.averaging import Array
+from fedbn_flwr.batchnorm.array_types import Array
 from fedbn_flwr.problems import Problem
 from fedbn_flwr.server.methods.method import Facts, Method, Replies
 from fedbn_flwr.server.methods.params import Params, setting
-from fedbn_flwr.server.methods.travels import Travels
+from fedbn_flwr.server.methods.phases import Phase
 from fedbn_flwr.server.strategy import Strategy
 
 SERVER_RATE = "the server's learning rate (eta_g)"
@@ -119,12 +119,12 @@ class ServerStep(Method[P, ServerMoments]):
     State = ServerMoments
     server_rate: ClassVar[str]
 
-    def travels(self, num_rounds: int | None = None) -> tuple[Travels, ...]:
+    def phases(self, num_rounds: int | None = None) -> tuple[Phase, ...]:
         """Return a phase whose server step comes from this method.
 
         The method needs only the mean change of the clients.
         """
-        return (Travels(decides=frozenset({"server step"})),)
+        return (Phase(decides=frozenset({"server step"})),)
 
     @abstractmethod
     def step(

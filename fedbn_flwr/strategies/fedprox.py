@@ -156,7 +156,6 @@ NO_TERM = Problem(
     "{method.title}: with proximal-mu=0, the default in Flower, the clients train as"
     " in fedavg. Use a proximal-mu above 0, such as 0.01.",
     "proximal_mu",
-    stage="settings",
     effect="warn",
     when=lambda method, known: method.params.proximal_mu == 0,
 )

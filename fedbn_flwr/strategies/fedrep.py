@@ -49,7 +49,7 @@ from fedbn_flwr.messages.protocol import Key
 from fedbn_flwr.problems import Problem
 from fedbn_flwr.server.methods.method import Ask, Facts, Method
 from fedbn_flwr.server.methods.params import Params, setting
-from fedbn_flwr.server.methods.travels import PERSONAL, Travels
+from fedbn_flwr.server.methods.phases import PERSONAL, Phase
 from fedbn_flwr.server.strategy import Strategy
 from fedbn_flwr.training.client_hook import ClientHook
 from fedbn_flwr.training.model_state import without_wrappers
@@ -75,7 +75,7 @@ HEAD_STEPS = Key.down("fedbn-flwr.head-steps", "int: tau_h")
 class HeadThenBody(ClientHook):
     """Client code that trains only the head in the first steps, then only the body."""
 
-    stage = "choose"
+    purpose = "choose"
 
     def __init__(self, head: Collection[str], head_steps: int) -> None:
         self._head, self._head_steps = head, head_steps
@@ -143,9 +143,9 @@ class FedRepMethod(Method[FedRepParams]):
         )
     }
 
-    def travels(self, num_rounds: int | None = None) -> tuple[Travels, ...]:
+    def phases(self, num_rounds: int | None = None) -> tuple[Phase, ...]:
         """Return a phase that keeps the head on the client."""
-        return (Travels(local=PERSONAL),)
+        return (Phase(local=PERSONAL),)
 
     def on_clients(self, state: None, facts: Facts) -> list[Ask]:
         """Send tau_h."""

@@ -98,7 +98,7 @@ from fedbn_flwr.messages.hook_context import HookContext
 from fedbn_flwr.messages.protocol import FIRST_BATCH, Key
 from fedbn_flwr.server.methods.method import Ask, Facts, Method
 from fedbn_flwr.server.methods.params import Params, setting
-from fedbn_flwr.server.methods.travels import Exchanges, Travels
+from fedbn_flwr.server.methods.phases import Phase
 from fedbn_flwr.server.strategy import Strategy
 from fedbn_flwr.training.client_hook import ClientHook
 from fedbn_flwr.transport import Reducer
@@ -228,16 +228,8 @@ class FedTANMethod(Method[FedTANParams]):
     client_hooks = {"synchronise-first-step": _make_hook}
     backward: ClassVar[Backward] = "global"
 
-    def travels(self, num_rounds: int | None = None) -> tuple[Travels, ...]:
-        """Return the exchanges of the first step."""
-        return (Travels("synchronised", exchanges=self.exchanges()),)
-
-    def exchanges(self) -> Exchanges:
-        """Return the exchanges of mean, variance and two gradients in a BN call.
-
-        2L+1 sends mean and variance together, and the rounding error of the mean. The
-        variance comes with a column of the examples per element.
-        """
+    def phases(self, num_rounds: int | None = None) -> tuple[Phase, ...]:
+        """Return a phase whose first step exchanges mean, variance and two gradients."""
         p = self.params
         link = LinkSettings(
             p.fedtan_transport,
@@ -246,12 +238,7 @@ class FedTANMethod(Method[FedTANParams]):
             p.fedtan_address,
             p.fedtan_tls_dir,
         )
-        # Each pair is the number of exchanges, and of rows of channels in each
-        # direction. FedDNA has no exchanges in the backward pass.
-        backward = (1, 2) if self.backward == "global" else (0, 0)
-        if p.fedtan_exchanges == "2L+1":
-            return Exchanges((1, 3), backward, "each", link, apart=3)
-        return Exchanges((2, 2), backward, "mean", link, apart=1)
+        return (Phase("synchronised", exchanges=link),)
 
     def on_clients(self, state: None, facts: Facts) -> list[Ask]:
         """Ask the clients to synchronise their first step."""

@@ -41,7 +41,7 @@ from typing import ClassVar
 
 from fedbn_flwr.server.methods.method import Ask, Facts
 from fedbn_flwr.server.methods.params import setting
-from fedbn_flwr.server.methods.travels import Travels
+from fedbn_flwr.server.methods.phases import Phase
 from fedbn_flwr.server.strategy import Strategy
 from fedbn_flwr.strategies.fedtan import FedTANMethod, FedTANParams
 from fedbn_flwr.strategies.fixbn import At, FixBNMethod, Frozen, WindowParams
@@ -77,15 +77,15 @@ class FedTAN2Method(FixBNMethod):
         super().__init__(params)
         self._fedtan = FedTANMethod(params)
 
-    def first_phase(self) -> Travels:
+    def first_phase(self) -> Phase:
         """Return the phase of FedTAN."""
-        return self._fedtan.travels()[0]
+        return self._fedtan.phases()[0]
 
     def on_clients(self, state: Frozen, facts: Facts) -> list[Ask]:
         """Ask for the hooks of FixBN, and for FedTAN's step in the first M rounds."""
         # FixBN asks for the freeze, or for delta_m while an automatic M is not known.
         asks = super().on_clients(state, facts)
-        if self.phase(state, facts.number) != "frozen":
+        if self.phase_name(state, facts.number) != "frozen":
             asks = [*self._fedtan.on_clients(None, facts), *asks]
         return asks
 

@@ -81,7 +81,7 @@ from fedbn_flwr.messages.protocol import Key
 from fedbn_flwr.problems import Problem
 from fedbn_flwr.server.methods.method import Ask, Facts, Method, Replies
 from fedbn_flwr.server.methods.params import Params, setting
-from fedbn_flwr.server.methods.travels import BATCHNORM, TRACKED, Extra, Travels
+from fedbn_flwr.server.methods.phases import BATCHNORM, TRACKED, Extra, Phase
 from fedbn_flwr.server.strategy import Strategy
 from fedbn_flwr.training.client_hook import ClientHook
 from fedbn_flwr.training.freezing import force_eval
@@ -255,9 +255,9 @@ class FixBNMethod(Method[Any, Frozen]):
         """The parts of BN that the method freezes."""
         return BATCHNORM if self.params.freeze_affine else TRACKED
 
-    def first_phase(self) -> Travels:
+    def first_phase(self) -> Phase:
         """Return the phase before BN is frozen, the same as in FedAvg."""
-        return Travels("train")
+        return Phase("train")
 
     def freezes_after(self, num_rounds: int) -> int | None:
         """Return T*, or None if the run determines T*.
@@ -266,7 +266,7 @@ class FixBNMethod(Method[Any, Frozen]):
         """
         return round_of(self.params.freeze_at, num_rounds)
 
-    def travels(self, num_rounds: int | None = None) -> tuple[Travels, ...]:
+    def phases(self, num_rounds: int | None = None) -> tuple[Phase, ...]:
         """Return the phases before and after the freeze."""
         first = self.first_phase()
         if self.params.freeze_at == "auto":
@@ -280,14 +280,14 @@ class FixBNMethod(Method[Any, Frozen]):
                 instead="a fixed round",
             )
             first = replace(first, extras=(delta,))
-        last = None if num_rounds is None else self.freezes_after(num_rounds)
-        frozen = Travels(
+        after = None if num_rounds is None else self.freezes_after(num_rounds)
+        frozen = Phase(
             "frozen",
             frozen=self.parts,
-            after=last,
+            after=after,
             after_setting=self.key.replace("-", "_"),
         )
-        return replace(first, last=last), frozen
+        return first, frozen
 
     def begin(self, facts: Facts) -> Frozen:
         """Return the first state, with T* if it is known."""
@@ -298,15 +298,15 @@ class FixBNMethod(Method[Any, Frozen]):
             rounds = facts.total_rounds(f"{self.key}={at}")
         return Frozen(self.freezes_after(rounds))
 
-    def phase(self, state: Frozen, number: int) -> str:
+    def phase_name(self, state: Frozen, number: int) -> str:
         """Return "frozen" after the freeze, or the name of the first phase."""
         if state.frozen_after is not None and number > state.frozen_after:
             return "frozen"
-        return self.first_phase().phase
+        return self.first_phase().name
 
     def on_clients(self, state: Frozen, facts: Facts) -> list[Ask]:
         """Ask the clients to freeze BN, or to report delta_m while T* is not known."""
-        if self.phase(state, facts.number) == "frozen":
+        if self.phase_name(state, facts.number) == "frozen":
             affine = {FREEZE_AFFINE: self.params.freeze_affine}
             # The reply need not report the hook: its frozen entries are compared with
             # the entries that were sent.
@@ -319,7 +319,7 @@ class FixBNMethod(Method[Any, Frozen]):
         self, state: Frozen, facts: Facts, replies: Replies, model: dict[str, Any]
     ) -> tuple[dict[str, Any], Frozen]:
         """Restore frozen entries bit for bit, or look for T* if it is unknown."""
-        if self.phase(state, facts.number) == "frozen":
+        if self.phase_name(state, facts.number) == "frozen":
             # Restore frozen entries, because the server's step of another method may
             # have changed them.
             return facts.with_frozen(model), state
@@ -335,7 +335,7 @@ class FixBNMethod(Method[Any, Frozen]):
 
     def outcome(self, state: Frozen, num_rounds: int) -> dict[str, Any]:
         """Return the last round before the freeze, or None if BN was not frozen."""
-        frozen = self.phase(state, num_rounds) == "frozen"
+        frozen = self.phase_name(state, num_rounds) == "frozen"
         return {"frozen-after": state.frozen_after if frozen else None}
 
 
@@ -371,8 +371,8 @@ def _untouched(method: Any, known: Any) -> bool:
 
 def _late(method: Any, known: Any) -> str:
     """Return the new clients of a round whose own gamma and beta are frozen."""
-    kept = (method.parts - TRACKED) & known.facts.travels.local
-    if not kept or method.phase(known.state, known.number) != "frozen":
+    kept = (method.parts - TRACKED) & known.facts.phase.local
+    if not kept or method.phase_name(known.state, known.number) != "frozen":
         return ""
     return ", ".join(reply.node.shown for reply in known.replies if reply.info.began)
 
@@ -431,6 +431,8 @@ FixBNMethod.rows = (
         " without a lower rate delayed the divergence, but did not prevent it.",
         effect="cause",
         stage="diverged",
-        when=lambda method, known: method.phase(known.state, known.number) == "frozen",
+        when=lambda method, known: (
+            method.phase_name(known.state, known.number) == "frozen"
+        ),
     ),
 )

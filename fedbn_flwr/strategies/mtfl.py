@@ -39,7 +39,7 @@ from __future__ import annotations
 
 from fedbn_flwr.batchnorm.parts import Part
 from fedbn_flwr.server.methods.method import Method
-from fedbn_flwr.server.methods.travels import Travels
+from fedbn_flwr.server.methods.phases import Phase
 from fedbn_flwr.server.strategy import Strategy
 
 
@@ -51,9 +51,9 @@ class MTFLMethod(Method):
     source = "Mills 2022, arXiv:2007.09236"
     role = "local-part"
 
-    def travels(self, num_rounds: int | None = None) -> tuple[Travels, ...]:
+    def phases(self, num_rounds: int | None = None) -> tuple[Phase, ...]:
         """Return a phase that keeps gamma and beta on the client."""
-        return (Travels(local=frozenset({Part.AFFINE})),)
+        return (Phase(local=frozenset({Part.AFFINE})),)
 
 
 class MTFL(Strategy):

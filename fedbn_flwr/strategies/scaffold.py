@@ -68,11 +68,11 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import TypeVar
 
-from fedbn_flwr.batchnorm.averaging import weighted_sum, wide_type
 from fedbn_flwr.batchnorm.parts import Part
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.messages.protocol import Key
 from fedbn_flwr.problems import Problem
+from fedbn_flwr.server.averaging import weighted_sum, wide_type
 from fedbn_flwr.server.methods.method import (
     Ask,
     Facts,
@@ -80,7 +80,7 @@ from fedbn_flwr.server.methods.method import (
     Replies,
 )
 from fedbn_flwr.server.methods.params import Params, setting
-from fedbn_flwr.server.methods.travels import Extra, Travels
+from fedbn_flwr.server.methods.phases import Extra, Phase
 from fedbn_flwr.server.strategy import Strategy
 from fedbn_flwr.training.client_hook import ClientHook, Entries, Extras
 from fedbn_flwr.training.optimizers import dense_gradient
@@ -118,7 +118,7 @@ class ControlVariates(ClientHook):
     )
     # Act after hooks that drop gradients, because this hook counts the steps of each
     # parameter.
-    stage = "correct"
+    purpose = "correct"
 
     def __init__(self, local: frozenset[str] = frozenset()) -> None:
         self._local = local
@@ -252,14 +252,14 @@ class ScaffoldMethod(Method[P, S]):
     State = Variates
     client_hooks = {"variates": lambda context: ControlVariates(context.local_entries)}
 
-    def travels(self, num_rounds: int | None = None) -> tuple[Travels, ...]:
+    def phases(self, num_rounds: int | None = None) -> tuple[Phase, ...]:
         """Return a phase that also sends the changes of the variates.
 
         If a reply is lost, the client undoes the round.
         """
         why = "the changes of the control variates come with the model"
         return (
-            Travels(
+            Phase(
                 each=frozenset({Part.AFFINE, Part.REST}),
                 extras=(Extra(VARIATES, "trainable", why, down=True, required=True),),
                 undo=True,

@@ -38,7 +38,7 @@ without BN is refused.
 from __future__ import annotations
 
 from fedbn_flwr.server.methods.method import Method
-from fedbn_flwr.server.methods.travels import TRACKED, Travels
+from fedbn_flwr.server.methods.phases import TRACKED, Phase
 from fedbn_flwr.server.strategy import Strategy
 
 
@@ -50,9 +50,9 @@ class SiloBNMethod(Method):
     source = "Andreux 2020, arXiv:2008.07424"
     role = "local-part"
 
-    def travels(self, num_rounds: int | None = None) -> tuple[Travels, ...]:
+    def phases(self, num_rounds: int | None = None) -> tuple[Phase, ...]:
         """Return a phase that keeps statistics and counters on the client."""
-        return (Travels(local=TRACKED),)
+        return (Phase(local=TRACKED),)
 
 
 class SiloBN(Strategy):

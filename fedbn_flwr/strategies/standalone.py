@@ -32,7 +32,7 @@ A client ends with the state that it would reach without the others.
 from __future__ import annotations
 
 from fedbn_flwr.server.methods.method import Method
-from fedbn_flwr.server.methods.travels import ALL, Travels
+from fedbn_flwr.server.methods.phases import ALL, Phase
 from fedbn_flwr.server.strategy import Strategy
 
 
@@ -44,9 +44,9 @@ class StandaloneMethod(Method):
     source = "reference of arXiv:2306.05879"
     alone = "standalone shares nothing that another method could change"
 
-    def travels(self, num_rounds: int | None = None) -> tuple[Travels, ...]:
+    def phases(self, num_rounds: int | None = None) -> tuple[Phase, ...]:
         """Return a phase that keeps the whole state on the client."""
-        return (Travels(local=ALL),)
+        return (Phase(local=ALL),)
 
 
 class Standalone(Strategy):

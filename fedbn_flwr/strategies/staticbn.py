@@ -55,7 +55,7 @@ from fedbn_flwr.batchnorm.parts import batchnorm_layers
 from fedbn_flwr.batchnorm.reestimation import stop_tracking
 from fedbn_flwr.batchnorm.replaced_forward import layers_in_training
 from fedbn_flwr.server.methods.method import Ask, Facts, Method
-from fedbn_flwr.server.methods.travels import TRACKED, Travels
+from fedbn_flwr.server.methods.phases import TRACKED, Phase
 from fedbn_flwr.server.strategy import Strategy
 from fedbn_flwr.training.client_hook import ClientHook
 
@@ -99,9 +99,9 @@ class StaticBNMethod(Method):
     role = "client-hooks"
     client_hooks = {"untracked-statistics": lambda context: Untracked(context.layers)}
 
-    def travels(self, num_rounds: int | None = None) -> tuple[Travels, ...]:
+    def phases(self, num_rounds: int | None = None) -> tuple[Phase, ...]:
         """Return a phase with frozen statistics that are re-estimated."""
-        return (Travels(frozen=TRACKED, reestimates=True),)
+        return (Phase(frozen=TRACKED, reestimates=True),)
 
     def on_clients(self, state: None, facts: Facts) -> list[Ask]:
         """Ask the clients not to track statistics.

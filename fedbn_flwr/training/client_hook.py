@@ -19,8 +19,8 @@ __all__ = [
     "Extras",
     "LossAndOutputs",
     "NamedHooks",
+    "Purpose",
     "RetryStep",
-    "Stage",
     "overrides",
 ]
 
@@ -28,8 +28,8 @@ __all__ = [
 LossAndOutputs = tuple[Tensor, Tensor]
 Entries = Mapping[str, Tensor]
 Extras = Mapping[str, Entries]
-Stage = Literal["choose", "change", "correct", "count"]
-"""The stages of ``ClientHook.gradients`` in a step, in order."""
+Purpose = Literal["choose", "change", "correct", "count"]
+"""The purposes of ``ClientHook.gradients``, in the order in which they act."""
 OWN_MODEL = "own-model"
 """Value of ``ClientHook.kept_as``: the kept state is the client's own model."""
 
@@ -61,7 +61,7 @@ class ClientHook:
         kept_as: the name for storing the result of ``keep``. "" means the name of the
             hook. ``OWN_MODEL`` means that the result is the client's own model, used
             in tests and exports.
-        stage: when ``gradients`` acts, independent of the order of the methods.
+        purpose: when ``gradients`` acts, independent of the order of the methods.
             "choose": it drops the gradients of parameters that do not train in this
             step. "change": it changes the gradients of the loss, such as by clipping.
             "correct": it adds to the gradients. "count": it reads the gradients that
@@ -77,7 +77,7 @@ class ClientHook:
     compares_with_start: ClassVar[bool] = False
     of_all_steps: ClassVar[str] = ""
     kept_as: ClassVar[str] = ""
-    stage: ClassVar[Stage] = "change"
+    purpose: ClassVar[Purpose] = "change"
     in_batchnorm: bool = False
     step: int = 0
 
@@ -109,7 +109,7 @@ class ClientHook:
         """Change the gradients of a step.
 
         The call comes after the clipping of their norm, and before weight decay and
-        momentum. ``stage`` determines the order of several hooks.
+        momentum. ``purpose`` determines the order of several hooks.
         """
 
     def synchronises(self, step: int) -> bool:

@@ -16,13 +16,13 @@ from torch import Tensor, nn
 from fedbn_flwr.training.client_hook import (
     ClientHook,
     NamedHooks,
-    Stage,
+    Purpose,
     overrides,
 )
 from fedbn_flwr.training.optimizer_hooks import parameters_of
 from fedbn_flwr.training.optimizers import dense_gradient
 
-_STAGES = get_args(Stage)
+_PURPOSES = get_args(Purpose)
 
 
 class Session:
@@ -56,8 +56,10 @@ class Session:
         for hook in hooks.values():
             if overrides(hook, "start", "penalty", "gradients"):
                 self.acting.append(hook)
-        # Hooks of the same stage keep their order, because sorting is stable.
-        self._by_stage = sorted(self.acting, key=lambda hook: _STAGES.index(hook.stage))
+        # Hooks of the same purpose keep their order, because sorting is stable.
+        self._by_purpose = sorted(
+            self.acting, key=lambda hook: _PURPOSES.index(hook.purpose)
+        )
 
     @contextmanager
     def block(self) -> Iterator[None]:
@@ -113,12 +115,12 @@ class Session:
                 yield penalty
 
     def change_gradients(self, again: bool = False) -> None:
-        """Let the hooks change the gradients of a step, in the order of their stages.
+        """Let the hooks change the gradients of a step, in the order of their purposes.
 
         ``again`` is true if another optimizer has already begun this step.
         """
         self.steps += not again
-        for hook in self._by_stage:
+        for hook in self._by_purpose:
             hook.step = self.steps - 1
             hook.gradients(self.model)
 

@@ -41,7 +41,6 @@ if TYPE_CHECKING:
 class ByChannel(Transport):
     """The clients exchange through the server's port, open during the run."""
 
-    all_at_once = True
     has_port = True
 
     def __init__(self, settings: LinkSettings) -> None:

@@ -92,13 +92,10 @@ class Transport:
     client's half.
 
     Attributes:
-        all_at_once: whether all clients of a round must run at the same time, each in
-            its own process.
         has_port: whether clients connect to a port of the server, with the settings
             ``bind``, ``address`` and ``tls_dir``.
     """
 
-    all_at_once: ClassVar[bool] = False
     has_port: ClassVar[bool] = False
 
     def __init__(self, settings: LinkSettings) -> None:

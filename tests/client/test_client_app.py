@@ -26,7 +26,7 @@ from flwr.server import Server, ServerConfig, SimpleClientManager
 from flwr.server.compat import start_grid
 from flwr.server.strategy import FedAvg as LegacyFedAvg
 
-from fedbn_flwr.batchnorm.averaging import Array
+from fedbn_flwr.batchnorm.array_types import Array
 from fedbn_flwr.client import TorchClient, client_app
 from fedbn_flwr.engines import InProcessGrid
 from fedbn_flwr.messages.records import from_record, to_record, to_state

@@ -19,7 +19,7 @@ from fedbn_flwr import strategies
 from fedbn_flwr.client import client_app
 from fedbn_flwr.client.kept_files import Continuity
 from fedbn_flwr.messages.records import from_record
-from fedbn_flwr.strategies import Ask, Method, Strategy, Travels, register
+from fedbn_flwr.strategies import Ask, Method, Phase, Strategy, register
 from fedbn_flwr.training import ClientHook, LearningRate, LocalTraining
 from tests.support.fast import fast
 from tests.support.federation import torch_clients
@@ -86,8 +86,8 @@ def strategy_with(second: type[Pull]) -> type[Strategy]:
             }
         )
 
-        def travels(self, num_rounds: int | None = None) -> tuple[Travels, ...]:
-            return (Travels(kept="the sums"),)
+        def phases(self, num_rounds: int | None = None) -> tuple[Phase, ...]:
+            return (Phase(kept="the sums"),)
 
         def on_clients(self, state: Any, facts: Any) -> list[Ask]:
             return [Ask("weak"), Ask("strong")]

@@ -39,7 +39,6 @@ from flwr.clientapp import ClientApp
 from torch import nn
 
 from fedbn_flwr import TorchClient, client_app
-from fedbn_flwr.batchnorm.averaging import SumAhead
 from fedbn_flwr.engines import InProcessGrid, in_process
 from fedbn_flwr.engines.link import Packed, WorkerPipe
 from fedbn_flwr.engines.worker_process import CALL
@@ -47,6 +46,7 @@ from fedbn_flwr.engines.workers import _end
 from fedbn_flwr.messages.protocol import BARRIER
 from fedbn_flwr.messages.records import to_record, view
 from fedbn_flwr.norms import use_feature_norm
+from fedbn_flwr.server.averaging import SumAhead
 from fedbn_flwr.server.rounds import replies, training
 from fedbn_flwr.server.rounds import round as rounds
 from fedbn_flwr.strategies import (

@@ -37,7 +37,7 @@ from flwr.server.workflow import DefaultWorkflow, SecAggPlusWorkflow
 from torch import nn
 
 from fedbn_flwr import to_client_fn, to_legacy
-from fedbn_flwr.batchnorm.averaging import Array
+from fedbn_flwr.batchnorm.array_types import Array
 from fedbn_flwr.compat.flower import TaskIdentity
 from fedbn_flwr.engines import InProcessGrid
 from fedbn_flwr.errors import (

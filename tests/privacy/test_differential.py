@@ -37,7 +37,7 @@ from fedbn_flwr.privacy.coordinates import CLIP, Coordinates, norm
 from fedbn_flwr.privacy.differential import ClientLevelDP, DPSettings
 from fedbn_flwr.privacy.noise import SystemNoise
 from fedbn_flwr.server.methods.method import Facts, Node, Reply
-from fedbn_flwr.server.methods.travels import Travels
+from fedbn_flwr.server.methods.phases import Phase
 from fedbn_flwr.server.runs.round_outcome import RoundOutcome
 from fedbn_flwr.strategies import (
     STRATEGIES,
@@ -60,8 +60,8 @@ class EqualMethod(Method):
 
     name = "equal"
 
-    def travels(self, num_rounds: int | None = None) -> tuple[Travels, ...]:
-        return (Travels(weights="equal"),)
+    def phases(self, num_rounds: int | None = None) -> tuple[Phase, ...]:
+        return (Phase(weights="equal"),)
 
 
 class Equal(Strategy):

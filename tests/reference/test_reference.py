@@ -125,6 +125,20 @@ RARE = (
         layers=True,
     ),
     Case(methods=("mtfl", "fixbn"), rounds=4, freeze_affine=True),
+    # Frozen local parameters have no buffers, so the clients forget the earlier ones.
+    Case(
+        methods=("mtfl", "fixbn", "fedadam", "fedprox"),
+        model="parametrized",
+        sizes=(6, 9, 12),
+        batch_size=3,
+        steps=3,
+        sampling="without-replacement",
+        momentum=0.9,
+        momentum_scope="global",
+        variance="pooled",
+        freeze_affine=True,
+        way="two-optimizers",
+    ),
     Case(
         methods=("fedbn",),
         rounds=4,

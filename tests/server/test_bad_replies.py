@@ -340,14 +340,3 @@ def test_after_any_refusal_the_next_message_has_the_whole_model(
         elif kind == "train":
             is_whole = bool(np.isnan(views(reply.content["arrays"])["0.weight"]).any())
     assert len(found) > 8
-
-
-def test_observers_of_quantisation_aware_training_are_told_from_a_constant(mlp) -> None:
-    state = {
-        **to_state(mlp().state_dict()),
-        "activation_post_process.min_val": np.array(np.inf),
-    }
-    with pytest.raises(
-        ConfigError, match=r"'activation_post_process\.min_val' contains inf.*observers"
-    ):
-        FedAvg().prepare(to_record(state), 1, 1.0)

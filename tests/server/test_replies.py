@@ -10,14 +10,15 @@ import tracemalloc
 import numpy as np
 from flwr.app import Message, MessageType, MetricRecord, RecordDict
 
-from fedbn_flwr.batchnorm.averaging import Array, average
+from fedbn_flwr.batchnorm.array_types import Array
 from fedbn_flwr.batchnorm.parts import Part, split_state
 from fedbn_flwr.compat.flower import identify_process
 from fedbn_flwr.messages.protocol import Key
 from fedbn_flwr.messages.records import encode, to_record
+from fedbn_flwr.server.averaging import average
 from fedbn_flwr.server.methods.method import Facts, Node
+from fedbn_flwr.server.methods.phases import Extra, Phase
 from fedbn_flwr.server.methods.shared_bn import LatestBN
-from fedbn_flwr.server.methods.travels import Extra, Travels
 from fedbn_flwr.server.rounds.replies import Terms, read_arrays
 
 STATE: dict[str, Array] = {
@@ -28,10 +29,10 @@ STATE: dict[str, Array] = {
 }
 SIZE = sum(array.nbytes for array in STATE.values())
 MORE = Extra(Key("more", "ArrayRecord", "client", "server"), "trainable", "")
-TRAVELS = Travels(local=frozenset({Part.COUNTERS}), extras=(MORE,))
+PHASE = Phase(local=frozenset({Part.COUNTERS}), extras=(MORE,))
 TERMS = Terms(
     strategy="fedavg",
-    facts=Facts(1, None, split_state(STATE), STATE, TRAVELS),
+    facts=Facts(1, None, split_state(STATE), STATE, PHASE),
     hooks=frozenset(),
     arrays_key="arrays",
     count_key="num-examples",

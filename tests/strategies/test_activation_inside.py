@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from fedbn_flwr.batchnorm.averaging import Array
+from fedbn_flwr.batchnorm.array_types import Array
 from fedbn_flwr.norms import NORMS, replace_norm
 from fedbn_flwr.strategies import STRATEGIES
 from tests.support.federation import Outcome

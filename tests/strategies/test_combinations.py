@@ -1,6 +1,6 @@
 """Allowed and refused pairs of methods in one strategy.
 
-tests/reference compares the numbers of combinations, with hooks of every stage.
+tests/reference compares the numbers of combinations, with hooks of every purpose.
 """
 
 from __future__ import annotations

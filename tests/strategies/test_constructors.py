@@ -40,6 +40,7 @@ OTHERS = {
     "on_replies": None,
     "completes_tests": True,
     "num_partitions": None,
+    "methods": None,
 }
 """The arguments that are neither Flower's nor settings."""
 

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fedbn_flwr.batchnorm.averaging import average
 from fedbn_flwr.batchnorm.parts import split_state
 from fedbn_flwr.client import TorchClient
 from fedbn_flwr.errors import NothingTrainedError, ReplyError
 from fedbn_flwr.messages.protocol import VALIDATION_LOSS
 from fedbn_flwr.messages.records import from_record, tensors
+from fedbn_flwr.server.averaging import average
 from fedbn_flwr.server.methods.method import Ask, Facts, Node, Replies, Reply
 from fedbn_flwr.server.rounds.replies import Terms
 from fedbn_flwr.strategies.fedbs import FedBS, FedBSMethod, FedBSParams, FedBSState
@@ -47,10 +47,10 @@ def averaged(
     method: FedBSMethod, state: FedBSState, number: int, sent: list[Reply]
 ) -> Any:
     """Return the model and the state that a round computes."""
-    (travels,) = [
-        one for one in method.travels() if one.phase == method.phase(state, number)
+    (phase,) = [
+        one for one in method.phases() if one.name == method.phase_name(state, number)
     ]
-    weighed = Replies(sent, travels.weights)
+    weighed = Replies(sent, phase.weights)
     return method.aggregate(
         state,
         facts(number),
@@ -122,12 +122,12 @@ def test_the_switch_happens_once_in_the_round_of_the_rule() -> None:
     )
     near, wide = (1.0, 1.1, 0.9), (1.0, 2.0, 0.5)
     for server_round, losses in enumerate([near, wide, near, (1.0,), near], start=1):
-        assert method.phase(state, server_round) == "loss-weighted"
+        assert method.phase_name(state, server_round) == "loss-weighted"
         assert method.on_clients(state, facts(server_round)) == []
         _, state = averaged(method, state, server_round, replies(*losses))
     assert state.switched_after == 5
-    assert method.phase(state, 5) == "loss-weighted"
-    assert method.phase(state, 6) == "proximal"
+    assert method.phase_name(state, 5) == "loss-weighted"
+    assert method.phase_name(state, 6) == "proximal"
     assert method.on_clients(state, facts(6)) == [
         Ask("proximal", {"fedbn-flwr.proximal-mu": 0.01})
     ]
@@ -157,11 +157,11 @@ ACCEPTED = (-0.0, 0.0, 0, 5e-324, 1.0, sys.float_info.max)
 def test_any_finite_number_from_0_on_is_accepted_and_nothing_else(
     method: Any, value: float | None
 ) -> None:
-    travels = method.travels()[0]
-    (asked,) = travels.extras
+    phase = method.phases()[0]
+    (asked,) = phase.extras
     terms = Terms(
         strategy=method.name,
-        facts=Facts(1, None, PARTS, {}, travels),
+        facts=Facts(1, None, PARTS, {}, phase),
         hooks=frozenset(),
         arrays_key="arrays",
         count_key="num-examples",

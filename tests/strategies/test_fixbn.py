@@ -41,7 +41,8 @@ STATISTICS = ("1.running_mean", "1.running_var", "1.num_batches_tracked")
     ],
 )
 def test_freeze_at_gives_t_star(at, rounds: int, t_star: int | None) -> None:
-    assert FixBN(freeze_at=at).methods.phases(rounds)[0].last == t_star
+    method = FixBNMethod(FixBNParams(freeze_at=at))
+    assert method.declared_for(rounds)[1].after == t_star
 
 
 @pytest.mark.parametrize("method", [FixBN, FedTAN2])
@@ -76,7 +77,7 @@ def test_the_automatic_t_star_is_the_round_of_the_rule(
     assert window + of_rule.index(True) == t_star
     state = method.begin(Facts(0, 9, parts, {}))
     for number, (mean, tilt) in enumerate(zip(means, tilts, strict=True), start=1):
-        phase = method.phase(state, number)
+        phase = method.phase_name(state, number)
         assert phase == ("train" if number <= t_star else "frozen")
         deltas = (mean + 13 * tilt, mean - 6 * tilt, mean)
         sent = [

@@ -19,7 +19,7 @@ import torch
 from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
 from torch import nn
 
-from fedbn_flwr.batchnorm.averaging import Array
+from fedbn_flwr.batchnorm.array_types import Array
 from fedbn_flwr.batchnorm.parts import split_state
 from fedbn_flwr.client import client_app
 from fedbn_flwr.engines import InProcessGrid
@@ -340,7 +340,6 @@ NOT_SAVED: Mapping[str, str] = {
     "nodes": "they are asked again; the labels of the initialised ones are saved",
     "reports": "of this start: below is what is read of them",
     "round": "its fields are below as well",
-    "half": "the replies of this round have been read",
 }
 NOT_SAVED_OF_REPORTS: Mapping[str, str] = {
     "diverged": (

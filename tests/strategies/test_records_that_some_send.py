@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fedbn_flwr.batchnorm.averaging import Array
+from fedbn_flwr.batchnorm.array_types import Array
 from fedbn_flwr.messages.records import from_record, to_record
 from fedbn_flwr.strategies import (
     MTFL,

@@ -20,13 +20,12 @@ from fedbn_flwr.errors import NormLayerError
 from fedbn_flwr.messages.records import to_record
 from fedbn_flwr.mods import bn_rules
 from fedbn_flwr.norms import replace_norm
-from fedbn_flwr.server.methods.travels import model_needs
+from fedbn_flwr.server.methods.phases import model_needs
 from fedbn_flwr.strategies import (
     MTFL,
     STRATEGIES,
     FedAvg,
     FedBN,
-    FedRep,
     FedTAN,
     FedTAN2,
     FedWon,
@@ -214,30 +213,6 @@ def named(caplog) -> Iterator[Callable[[], int]]:
     """Return a function that counts the warnings of a new run about layer 3."""
     with memory_of_run():
         yield lambda: sum("'3'" in text for text in caplog.messages)
-
-
-@pytest.mark.parametrize("make", OTHERS.values(), ids=OTHERS)
-@pytest.mark.parametrize(
-    "method",
-    [m for m in STRATEGIES.values() if m is not FedWon],
-    ids=lambda m: m.name,
-)
-def test_a_layer_with_statistics_that_is_no_batchnorm_is_named_by_every_strategy(
-    method: type[FedAvg], make: Callable[[], nn.Module], named
-) -> None:
-    model = beside(make())
-    head = {"personal": "0"} if method is FedRep else {}
-    accepted(method(parts=split_state(model), **head), model)
-    assert named() == 1
-
-
-@pytest.mark.parametrize("make", [Own, lambda: Ported(*COMPLEX)])
-@pytest.mark.parametrize("method", [FedAvg, FedBN, FixBN, FedTAN, StaticBN])
-def test_by_names_alone_a_layer_without_counter_or_variance_is_named(
-    method, make, named
-) -> None:
-    accepted(method(), beside(make()))
-    assert named() == 1
 
 
 @pytest.mark.parametrize("make", OTHERS.values(), ids=OTHERS)

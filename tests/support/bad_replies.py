@@ -9,7 +9,7 @@ import pytest
 from flwr.app import ConfigRecord, Context, Error, Message, MessageType, RecordDict
 from flwr.clientapp import ClientApp
 
-from fedbn_flwr.batchnorm.averaging import Array
+from fedbn_flwr.batchnorm.array_types import Array
 from fedbn_flwr.client import client_app
 from fedbn_flwr.messages.records import from_record, to_record
 from tests.support.federation import RecordingGrid

@@ -22,7 +22,7 @@ from flwr.server import ServerApp, ServerAppComponents, ServerConfig
 from torch import Tensor, nn
 
 from fedbn_flwr import to_legacy
-from fedbn_flwr.batchnorm.averaging import Array
+from fedbn_flwr.batchnorm.array_types import Array
 from fedbn_flwr.client import TorchClient
 from fedbn_flwr.engines import InProcessGrid
 from fedbn_flwr.errors import RunFailedError

@@ -11,7 +11,7 @@ from flwr.client import NumPyClient
 from torch import nn
 from torch.nn import functional as F
 
-from fedbn_flwr.batchnorm.averaging import Array
+from fedbn_flwr.batchnorm.array_types import Array
 from fedbn_flwr.messages.records import to_state
 from tests.support.user_loops import BATCH, ruled
 

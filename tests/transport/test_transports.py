@@ -14,7 +14,6 @@ from flwr.clientapp import ClientApp
 
 from fedbn_flwr.engines import InProcessGrid
 from fedbn_flwr.messages.records import to_record
-from fedbn_flwr.strategies import FedTAN
 from fedbn_flwr.strategies.fedtan import FedTANParams
 from fedbn_flwr.transport import Member
 from fedbn_flwr.transport.step_transport import Limits, LinkSettings
@@ -24,12 +23,6 @@ from fedbn_flwr.transport.transports import TRANSPORTS
 def test_the_setting_allows_the_names_of_the_mapping() -> None:
     allowed = FedTANParams.model_fields["fedtan_transport"].annotation
     assert typing.get_args(allowed) == tuple(TRANSPORTS)
-
-
-@pytest.mark.parametrize("name", TRANSPORTS)
-def test_a_method_says_of_its_transport_what_the_mapping_says(name: str) -> None:
-    whole = FedTAN(fedtan_transport=name).methods.whole
-    assert whole.needs_all_at_once is TRANSPORTS[name].all_at_once
 
 
 @pytest.mark.parametrize("exchanges", [0, 1])

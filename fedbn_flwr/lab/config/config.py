@@ -22,7 +22,7 @@ from fedbn_flwr.lab.config.values import (
     read_settings,
     split,
 )
-from fedbn_flwr.problems import tell
+from fedbn_flwr.problems import raise_or_warn
 
 Scalar = str | int | float | bool
 
@@ -58,9 +58,9 @@ class Config(Fields):
         """
         # Stages 1 and 2: each key alone, and the keys together.
         config, problems = checked_keys(cls, values, complete)
-        tell(problems, "")
+        raise_or_warn(problems, "")
         # Stage 3: the data, the methods and the protections, which need valid keys.
-        tell(check_data_and_methods(config), "")
+        raise_or_warn(check_data_and_methods(config), "")
         return config._resolved()
 
     @classmethod
@@ -70,7 +70,7 @@ class Config(Fields):
         Raises:
             ConfigError: as ``make``.
         """
-        tell(checked_keys(cls, values)[1], "")
+        raise_or_warn(checked_keys(cls, values)[1], "")
 
     def _resolved(self) -> Config:
         """Return the config in which actual values replace "not set".

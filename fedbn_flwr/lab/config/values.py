@@ -16,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from fedbn_flwr.problems import Problem, tell
+from fedbn_flwr.problems import Problem, raise_or_warn
 
 RENAMED = {"fedtan-exchange": "fedtan-transport"}
 """Old to new names of keys; YAML and ``--set`` may still use the old name."""
@@ -61,7 +61,7 @@ def merged(sources: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
         renamed, twice = new_names(source)
         settings |= renamed
         problems += twice
-    tell(problems, "")
+    raise_or_warn(problems, "")
     return settings
 
 

@@ -16,7 +16,7 @@ from typing import Any, Self
 import numpy as np
 import yaml
 
-from fedbn_flwr.batchnorm.averaging import State
+from fedbn_flwr.batchnorm.array_types import State
 from fedbn_flwr.batchnorm.class_moments import ClassMoments, encode_class_moments
 from fedbn_flwr.checked_file import (
     encode_safetensors,

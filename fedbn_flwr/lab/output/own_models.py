@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from flwr.app import Context, RecordDict
 from torch import nn
 
-from fedbn_flwr.batchnorm.averaging import State
+from fedbn_flwr.batchnorm.array_types import State
 from fedbn_flwr.client.kept import KeptState, own_entries
 from fedbn_flwr.client.torch_client import TorchClient
 from fedbn_flwr.lab.config import Config, data_of

@@ -16,7 +16,7 @@ from typing import Any
 from flwr.app import ArrayRecord
 from torch import nn
 
-from fedbn_flwr.batchnorm.averaging import State
+from fedbn_flwr.batchnorm.array_types import State
 from fedbn_flwr.client.personal_model import (
     ABSENT,
     FINE_TUNED,

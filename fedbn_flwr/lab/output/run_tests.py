@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from fedbn_flwr.batchnorm.adaptation import TestBNMode, evaluate_adapted, try_batches
-from fedbn_flwr.batchnorm.averaging import State
+from fedbn_flwr.batchnorm.array_types import State
 from fedbn_flwr.batchnorm.reestimation import load_statistics, reestimate_statistics
 from fedbn_flwr.lab.config import Config, data_of, method_of
 from fedbn_flwr.lab.data import Subset

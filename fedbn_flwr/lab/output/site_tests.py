@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from fedbn_flwr.batchnorm.adaptation import adapted
-from fedbn_flwr.batchnorm.averaging import State
+from fedbn_flwr.batchnorm.array_types import State
 from fedbn_flwr.batchnorm.calibration import FEWEST, calibrate
 from fedbn_flwr.batchnorm.class_moments import ClassMoments
 from fedbn_flwr.batchnorm.site_passes import ONE_BATCH

@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import nn
 
-from fedbn_flwr.batchnorm.averaging import State
+from fedbn_flwr.batchnorm.array_types import State
 from fedbn_flwr.batchnorm.parts import Part
 from fedbn_flwr.client.kept import own_entries
 from fedbn_flwr.client.kept_files import KeptFiles

@@ -30,7 +30,7 @@ from fedbn_flwr.lab.setup import (
 )
 from fedbn_flwr.machine import has_bfloat16
 from fedbn_flwr.privacy.counters import refuse_cumulative
-from fedbn_flwr.problems import Problem, tell
+from fedbn_flwr.problems import Problem, raise_or_warn
 from fedbn_flwr.training.feed import ONE_BY_ONE
 from fedbn_flwr.training.freezing import layers_of
 from fedbn_flwr.training.model_state import copied
@@ -68,7 +68,7 @@ def checked_config(config: Config) -> CheckedConfig:
             layers.
     """
     # Check this machine.
-    tell(_problems_here(config), "")
+    raise_or_warn(_problems_here(config), "")
     warnings = []
     device = pick_device(config.device)
     if config.amp and not has_bfloat16(device):
@@ -152,7 +152,7 @@ def _refuse_norms(config: Config, model: nn.Module) -> None:
             code="norm-replaces-nothing",
         )
     keys = "strategy='fedavg', norm='batch', personal"
-    tell(misfits(config, model), "-", f"The keys: {keys}.")
+    raise_or_warn(misfits(config, model), "-", f"The keys: {keys}.")
 
     # With a protection, the counters of BN count rounds. A cumulative average needs a
     # count of batches, so refuse it.
@@ -256,8 +256,7 @@ def _try_model(config: Config, model: nn.Module) -> None:
     if config.batch_size == 1 and refusing_layers(model, noise[:1]):
         methods = None if config.strategy == CENTRALIZED else method_of(config).methods
         # In a synchronised step, and with frozen statistics, one example is enough.
-        phases = methods.phases() if methods else []
-        if not any(phase.exchanges or phase.frozen for phase in phases):
+        if methods is None or not (methods.whole.exchanges or methods.whole.frozen):
             raise ConfigError(ONE_BY_ONE)
 
 

@@ -12,7 +12,7 @@ from fedbn_flwr.lab.config import read_overrides
 from fedbn_flwr.lab.config.check_config import of_name
 from fedbn_flwr.lab.config.values import merged
 from fedbn_flwr.lab.studies.study import Cell, Study
-from fedbn_flwr.problems import Problem, tell
+from fedbn_flwr.problems import Problem, raise_or_warn
 from fedbn_flwr.strategies import FedBS
 
 __all__ = ["EVERYTHING", "Selection", "load_study"]
@@ -47,7 +47,7 @@ class Selection:
         for kind, selected, of_study in kinds:
             for name in map(str, selected):
                 problems += of_name(f"--{kind}", name, [*map(str, of_study)])
-        tell(problems, "")
+        raise_or_warn(problems, "")
         if not any(cell in self for cell in study.cells()):
             raise ConfigError(
                 f"study {study.name!r}: skip leaves out every run that is selected:"
@@ -72,7 +72,9 @@ def load_study(path: Path, overrides: Sequence[str] = (), small: bool = False) -
     """
     study = Study.read(path, overrides, small)
     problems = _problems_of(study, merged([read_overrides(overrides)]))
-    tell((replace(one, text=f"study {path}: {one.text}") for one in problems), "")
+    raise_or_warn(
+        (replace(one, text=f"study {path}: {one.text}") for one in problems), ""
+    )
     return study
 
 

@@ -4,7 +4,7 @@ Read the modules in this order:
 
 - ``method``: the interface of a paper's algorithm, a client as a method sees it, and
   the facts of a round.
-- ``travels``: the declaration of the sent, local and frozen parts in each phase.
+- ``phases``: the declaration of the sent, local and frozen parts in each phase.
 - ``params``: the settings of all methods.
 - ``options``: options that every method can have; ``momentum`` and ``shared_bn`` are
   two of them.

@@ -1,7 +1,7 @@
 """The models that the methods of a run refuse.
 
 The needed layers, their entries, and the entries in common follow from the declarations
-of the methods (``Travels``). If only one method has a need, the need is a row in the
+of the methods (``Phase``). If only one method has a need, the need is a row in the
 file of this method.
 """
 
@@ -14,12 +14,11 @@ from typing import Any
 from fedbn_flwr.batchnorm.parts import Part, Parts, tied_apart
 from fedbn_flwr.errors import NormLayerError
 from fedbn_flwr.problems import Known, Problem
-from fedbn_flwr.server.methods.method import Method, declared
-from fedbn_flwr.server.methods.travels import (
+from fedbn_flwr.server.methods.method import Method
+from fedbn_flwr.server.methods.phases import (
     ALL,
     in_common,
     model_needs,
-    together,
 )
 
 _NEEDED = {Part.AFFINE: "gamma and beta", Part.STATISTICS: "running statistics"}
@@ -51,13 +50,8 @@ def problems_of_model(methods: Any, known: Known) -> Iterator[Problem]:
             "standalone, or fewer personal entries",
             "personal",
         )
-    unless = ""
-    if parts.by_names:
-        unless = (
-            " If they are two tensors that start with the same numbers, pass"
-            " parts=split_state(model)."
-        )
-    yield from tied_apart(parts.tied, kept, unless)
+    # If the split follows from names, the clients find tied entries.
+    yield from tied_apart(parts.tied, kept)
     for method in methods:
         yield from _of_layers(method, known, parts)
         yield from _of_personal(method, known, parts)
@@ -76,7 +70,7 @@ def _of_layers(
     # layer of the model.
     parts = dataclasses.replace(parts, personal=())
     # Either the model has no layer, or no layer has the parts that the method needs.
-    for wanted in model_needs(together(declared(method))):
+    for wanted in model_needs(method.whole):
         if not parts.layers:
             has = _NONE_FOUND_BY_NAME if parts.by_names else known.has
             yield _misfit(
@@ -102,7 +96,7 @@ def _of_personal(
     method: Method[Any, Any], known: Known, parts: Parts
 ) -> Iterator[Problem]:
     """Yield a problem if the method needs personal entries of all clients in common."""
-    common = in_common(together(declared(method)))
+    common = in_common(method.whole)
     # Skip layers outside ``layers``, because the method does not act on them.
     by_type = dataclasses.replace(parts, personal=()).part_of
     needed = [name for name in parts.personal if by_type[name] in common]

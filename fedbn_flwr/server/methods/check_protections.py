@@ -12,9 +12,8 @@ from typing import Any, NamedTuple
 from fedbn_flwr.batchnorm.parts import Part, Parts
 from fedbn_flwr.compat.flower import DP_WRAPPERS, calling_object
 from fedbn_flwr.problems import Problem
-from fedbn_flwr.server.methods.method import Method, declared, reads_undeclared
+from fedbn_flwr.server.methods.method import Method, reads_undeclared
 from fedbn_flwr.server.methods.together import Methods
-from fedbn_flwr.server.methods.travels import Exchanges, together
 
 
 class Disclosure(NamedTuple):
@@ -56,32 +55,33 @@ def uncovered(methods: Methods, key: str, value: str) -> Iterator[Problem]:
 
 def _sent_for(method: Method[Any, Any]) -> Iterator[Disclosure]:
     """Yield the values that clients send because of one method."""
-    travels = together(declared(method))
-    if Part.REST in travels.local:
+    phase = method.whole
+    if Part.REST in phase.local:
         yield Disclosure("its clients share nothing, so there is nothing to protect")
 
     # List the records and metrics. A metric that is only logged is left out, because it
     # may be withheld.
     says_why = False
-    for extra in travels.extras:
+    for extra in phase.extras:
         if extra.size != "scalar" or extra.read != "log":
             says_why = True
             yield Disclosure(extra.why, key=extra.key, instead=extra.instead)
-    if travels.weights not in ("examples", "equal") and not says_why:
-        yield Disclosure(
-            f"the clients' {travels.weights} are the weights of the average"
-        )
+    if phase.weights not in ("examples", "equal") and not says_why:
+        yield Disclosure(f"the clients' {phase.weights} are the weights of the average")
 
     # List the values sent between the messages of a round, and before tests.
-    if travels.exchanges:
-        yield _exchanges(travels.exchanges)
-    if travels.reestimates:
+    if phase.exchanges:
+        yield Disclosure(
+            "the exchanges of its first step contain statistics of clients' single"
+            " batches"
+        )
+    if phase.reestimates:
         yield Disclosure(
             f"{method.title} collects statistics that are re-estimated on the clients'"
             " data"
         )
 
-    if travels.class_moments:
+    if phase.class_moments:
         yield Disclosure(
             f"{method.title} collects the moments of each client's BN inputs for each"
             " class"
@@ -92,20 +92,13 @@ def _sent_for(method: Method[Any, Any]) -> Iterator[Disclosure]:
         kind = type(method).__name__
         yield Disclosure(
             f"{kind}.aggregate may read anything in single replies",
-            instead=f"{kind}.travels to declare which parts it reads",
+            instead=f"{kind}.phases to declare which parts it reads",
         )
-    elif travels.each and not says_why:
+    elif phase.each and not says_why:
         yield Disclosure(
-            f"{method.title} reads the {', '.join(sorted(travels.each))} of single"
+            f"{method.title} reads the {', '.join(sorted(phase.each))} of single"
             " replies"
         )
-
-
-def _exchanges(exchanges: Exchanges) -> Disclosure:
-    text = (
-        "the exchanges of its first step contain statistics of clients' single batches"
-    )
-    return Disclosure(text)
 
 
 _INSTEAD = (

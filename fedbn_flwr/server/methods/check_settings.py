@@ -1,6 +1,6 @@
 """The settings and tests that the methods of a run refuse, and settings without effect.
 
-They follow from the declarations of the methods (``Travels``): settings without effect,
+They follow from the declarations of the methods (``Phase``): settings without effect,
 tests without a model, weights that do not fit, and phases that never begin. A condition
 between two settings is ``only_if`` at the setting, in ``params``.
 """
@@ -13,14 +13,12 @@ from typing import Any
 from fedbn_flwr.batchnorm.parts import Part
 from fedbn_flwr.messages.protocol import NUM_EXAMPLES
 from fedbn_flwr.problems import Known, Problem
-from fedbn_flwr.server.methods.method import Method, declared, reestimates
+from fedbn_flwr.server.methods.method import Method
 from fedbn_flwr.server.methods.params import RECALIBRATED
-from fedbn_flwr.server.methods.shared_bn import SHARED_BN
-from fedbn_flwr.server.methods.travels import (
-    TRACKED,
+from fedbn_flwr.server.methods.phases import (
     acts_on_batchnorm,
-    together,
 )
+from fedbn_flwr.server.methods.shared_bn import SHARED_BN
 
 
 def problems_of_settings(methods: Any, known: Known) -> Iterator[Problem]:
@@ -30,8 +28,23 @@ def problems_of_settings(methods: Any, known: Known) -> Iterator[Problem]:
     """
     yield from _of_tests(methods, known)
     yield from _of_settings(methods, known)
+
+
+def problems_of_run(methods: Any, known: Known) -> Iterator[Problem]:
+    """Yield the problems of the weights and of phases that never begin.
+
+    ``methods``: the methods of a run, ``together.Methods``.
+    """
+    if methods.whole.exchanges and known.weighted_by_key not in (None, NUM_EXAMPLES):
+        yield Problem(
+            "unknown-weights",
+            f"weighted_by_key={known.weighted_by_key!r}: a synchronised step is"
+            f" weighted by {NUM_EXAMPLES}, because the server must know the"
+            " weights before the round",
+            "weighted_by_key",
+            remedy=f"weighted_by_key={NUM_EXAMPLES!r}",
+        )
     for method in methods:
-        yield from _of_statistics(method, known)
         yield from _of_phases(method, known)
 
 
@@ -83,7 +96,7 @@ def _of_settings(methods: Any, known: Known) -> Iterator[Problem]:
     """Yield the problems of the settings that all methods share."""
     chosen = methods.params.layers or (known.parts and known.parts.averaged)
     for method in methods:
-        if chosen and together(declared(method)).exchanges is not None:
+        if chosen and method.whole.exchanges is not None:
             yield Problem(
                 "all-layers",
                 f"{method.title} measures the statistics of all BatchNorm layers"
@@ -91,26 +104,11 @@ def _of_settings(methods: Any, known: Known) -> Iterator[Problem]:
                 "layers",
                 stage="settings",
             )
-    if methods.whole.exchanges and known.weighted_by_key not in (None, NUM_EXAMPLES):
-        yield Problem(
-            "unknown-weights",
-            f"weighted_by_key={known.weighted_by_key!r}: a synchronised step is"
-            f" weighted by {NUM_EXAMPLES}, because the server must know the"
-            " weights before the round",
-            "weighted_by_key",
-            remedy=f"weighted_by_key={NUM_EXAMPLES!r}",
-        )
     if not acts_on_batchnorm(methods.whole):
         yield _unused(
             "no-layers",
             f"{methods.name} treats BatchNorm like all other layers",
             "layers",
-        )
-    if Part.REST in methods.local:
-        yield _unused(
-            "all-personal",
-            f"with {methods.name} the whole model stays with the client",
-            "personal",
         )
     personal = [test for test in known.tests or () if test.startswith("personal")]
     if known.tests and not personal:
@@ -125,22 +123,9 @@ def _of_settings(methods: Any, known: Known) -> Iterator[Problem]:
         )
 
 
-def _of_statistics(method: Method[Any, Any], known: Known) -> Iterator[Problem]:
-    """Yield the settings without effect if a method sets BN's statistics itself."""
-    # BN's momentum affects only running statistics, and here all of them are frozen.
-    if all(phase.frozen & TRACKED for phase in declared(method)):
-        text = f"{method.name} tracks no running variances in training"
-        yield _unused("untracked", text, "variance")
-        yield _unused("untracked", text, "bn_momentum")
-    if method.role != "option" and reestimates(method):
-        yield _unused(
-            "always-re-estimated", f"{method.name} always re-estimates", "recalibrate"
-        )
-
-
 def _of_phases(method: Method[Any, Any], known: Known) -> Iterator[Problem]:
     """Yield a problem for each phase that begins only after the end of the run."""
-    for phase in declared(method, known.num_rounds):
+    for phase in method.declared_for(known.num_rounds):
         rounds, after = known.num_rounds, phase.after
         if rounds is None or after is None or after < rounds:
             continue

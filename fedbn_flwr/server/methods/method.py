@@ -13,8 +13,8 @@ Two methods, the federated mean and a mean that only moves half of the way::
     class Damped(Method):
         name = "damped"
 
-        def travels(self, num_rounds=None):
-            return (Travels(decides=frozenset({"server step"})),)
+        def phases(self, num_rounds=None):
+            return (Phase(decides=frozenset({"server step"})),)
 
         def aggregate(self, state, facts, replies, model):
             damped = {name: (facts.before[name] + model[name]) / 2 for name in facts.parts.rest}
@@ -30,15 +30,16 @@ from typing import Any, ClassVar, Generic, Literal, NamedTuple
 
 from typing_extensions import TypeVar
 
-from fedbn_flwr.batchnorm.averaging import State, to_shares, weighted_sum
+from fedbn_flwr.batchnorm.array_types import State
 from fedbn_flwr.batchnorm.parts import Parts
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.messages.hook_context import HookFactory
 from fedbn_flwr.messages.protocol import ReplyInfo
 from fedbn_flwr.messages.site_names import with_name
 from fedbn_flwr.problems import Problem
+from fedbn_flwr.server.averaging import to_shares, weighted_sum
 from fedbn_flwr.server.methods.params import Params
-from fedbn_flwr.server.methods.travels import ALL, Travels
+from fedbn_flwr.server.methods.phases import ALL, Phase, together
 
 __all__ = [
     "ROLES",
@@ -130,7 +131,7 @@ class Facts:
         num_rounds: R; None if Flower's own loop does not report it.
         parts: the split of the model's state.
         before: the global state that was sent; read-only.
-        travels: the declaration of the round's phase, merged from all methods.
+        phase: the declaration of the round's phase, merged from all methods.
         num_able: number of nodes with training data; N in the papers.
         most_able: the largest ``num_able`` so far, including unused rounds.
         known: labels of the clients that the server has met: they had training data in
@@ -141,7 +142,7 @@ class Facts:
     num_rounds: int | None
     parts: Parts
     before: State
-    travels: Travels = field(default_factory=Travels)
+    phase: Phase = field(default_factory=Phase)
     num_able: int = 0
     most_able: int = 0
     known: frozenset[str] = frozenset()
@@ -149,14 +150,14 @@ class Facts:
     @cached_property
     def frozen(self) -> tuple[str, ...]:
         """The entries that the clients return unchanged."""
-        return self.parts.select(self.travels.frozen - self.travels.local)
+        return self.parts.select(self.phase.frozen - self.phase.local)
 
     @cached_property
     def local(self) -> tuple[str, ...]:
         """The entries that stay with the clients."""
-        return self.parts.select(self.travels.local)
+        return self.parts.select(self.phase.local)
 
-    @property
+    @cached_property
     def shared(self) -> State:
         """The entries of ``before`` that do not stay with the clients."""
         local = set(self.local)
@@ -228,7 +229,7 @@ class Replies(Sequence[Reply]):
 
     Args:
         replies: the replies.
-        weighted_by: the source of the weights (``Travels.weights``).
+        weighted_by: the source of the weights (``Phase.weights``).
 
     Attributes:
         weights: a weight >= 0 for each reply; the normalised weights are p_i. If the
@@ -286,7 +287,7 @@ class Ask(NamedTuple):
         hook: its name in ``client_hooks``.
         config: the config entries that its clients receive.
         sends: the records that the server sends in addition to the model, by key;
-            ``travels`` declares each.
+            ``phases`` declares each.
         shown: whether the reply may omit the hook from its list of applied hooks,
             because the rest of the reply shows the hook's effect, or because a client
             may skip the hook.
@@ -355,12 +356,33 @@ class Method(Generic[P, S]):
         """The method's name in messages."""
         return self.name if self.role == "option" else f"strategy {self.name!r}"
 
-    def travels(self, num_rounds: int | None = None) -> tuple[Travels, ...]:
+    def phases(self, num_rounds: int | None = None) -> tuple[Phase, ...]:
         """Return what is sent, kept and frozen in each phase.
 
         ``num_rounds`` (R in the papers) determines the last round of each phase.
         """
-        return (Travels(),)
+        return (Phase(),)
+
+    @cached_property
+    def declared(self) -> tuple[Phase, ...]:
+        """The phases, without the last round of each."""
+        return self.declared_for(None)
+
+    @cached_property
+    def whole(self) -> Phase:
+        """All phases, merged into one."""
+        return together(self.declared)
+
+    def declared_for(self, num_rounds: int | None) -> tuple[Phase, ...]:
+        """Return the phases of a run.
+
+        If a class overrides ``aggregate`` below the class that declares ``phases``, it
+        may read everything in the replies.
+        """
+        phases = self.phases(num_rounds)
+        if reads_undeclared(type(self)):
+            return tuple(replace(one, each=ALL) for one in phases)
+        return phases
 
     def begin(self, facts: Facts) -> S:
         """Return the state before round 1, a ``State`` with the defaults of its fields.
@@ -370,9 +392,9 @@ class Method(Generic[P, S]):
         """
         return self.State() if self.State else None  # type: ignore[return-value]
 
-    def phase(self, state: S, number: int) -> str:
-        """Return the name of the round's phase, one of ``travels``."""
-        return self.travels()[0].phase
+    def phase_name(self, state: S, number: int) -> str:
+        """Return the name of the round's phase, one of ``phases``."""
+        return self.declared[0].name
 
     def on_clients(self, state: S, facts: Facts) -> list[Ask]:
         """Return the client hooks of the round, in order."""
@@ -398,32 +420,13 @@ class Method(Generic[P, S]):
         return {}
 
 
-def declared(
-    method: Method[Any, Any], num_rounds: int | None = None
-) -> tuple[Travels, ...]:
-    """Return the declaration of each phase of a method.
-
-    If a class overrides ``aggregate`` below the class that declares ``travels``, it may
-    read everything in the replies.
-    """
-    phases = method.travels(num_rounds)
-    if reads_undeclared(type(method)):
-        return tuple(replace(one, each=ALL) for one in phases)
-    return phases
-
-
 def reads_undeclared(kind: type[Method[Any, Any]]) -> bool:
-    """Return whether ``aggregate`` may read more than ``travels`` declares."""
+    """Return whether ``aggregate`` may read more than ``phases`` declares."""
     # Of the base classes, the one nearest to ``kind`` decides. A class with both
     # functions declares all entries that it reads.
     for base in kind.__mro__:
-        if "travels" in vars(base):
+        if "phases" in vars(base):
             return False
         if "aggregate" in vars(base):
             return True
     return False
-
-
-def reestimates(method: Method[Any, Any]) -> bool:
-    """Return whether a method re-estimates statistics in one of its phases."""
-    return any(phase.reestimates for phase in declared(method))

@@ -6,16 +6,16 @@ An option is used if its setting asks for it. The settings are fields of
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from typing import Any
+from collections.abc import Collection
+from typing import Any, ClassVar
 
 from torch import nn
 from typing_extensions import TypeVar
 
-from fedbn_flwr.batchnorm.averaging import to_shares
 from fedbn_flwr.batchnorm.parts import Part
 from fedbn_flwr.messages.protocol import Key
 from fedbn_flwr.problems import Problem
+from fedbn_flwr.server.averaging import to_shares
 from fedbn_flwr.server.methods.method import (
     Ask,
     Facts,
@@ -28,9 +28,9 @@ from fedbn_flwr.server.methods.momentum import (
     Momentum,
     MomentumBuffers,
 )
-from fedbn_flwr.server.methods.params import RECALIBRATED, Params, tests_in
+from fedbn_flwr.server.methods.params import RECALIBRATED, Params
+from fedbn_flwr.server.methods.phases import PERSONAL, Extra, Phase
 from fedbn_flwr.server.methods.shared_bn import SHARED_BN, ShareBN
-from fedbn_flwr.server.methods.travels import PERSONAL, Extra, Travels
 from fedbn_flwr.training.client_hook import ClientHook
 from fedbn_flwr.training.gradient_clipping import clip_gradients, exclude_head
 
@@ -40,20 +40,23 @@ S = TypeVar("S", default=None)
 
 
 class Option(Method[Params, S]):
-    """An option of every method. ``name`` is the setting in the user's spelling."""
+    """An option of every method. ``name`` is the setting in the user's spelling.
+
+    Attributes:
+        setting: the setting that asks for it, by any value but the default.
+        test: the test of ``eval_on`` that asks for it instead.
+    """
 
     role = "option"
-
-    @staticmethod
-    @abstractmethod
-    def chosen(params: Any) -> bool:
-        """Return whether the settings ask for the option."""
+    setting: ClassVar[str] = ""
+    test: ClassVar[str] = ""
 
 
 class MomentumScope(Option[Momentum]):
     """SGD's momentum between rounds, kept by the client or averaged by the server."""
 
     name = "momentum-scope"
+    setting = "momentum_scope"
     instead = "momentum-scope=none"
     State = Momentum
     client_hooks = {
@@ -62,18 +65,13 @@ class MomentumScope(Option[Momentum]):
         )
     }
 
-    @staticmethod
-    def chosen(params: Any) -> bool:
-        """Return whether the momentum persists between rounds."""
-        return bool(params.momentum_scope != "none")
-
-    def travels(self, num_rounds: int | None = None) -> tuple[Travels, ...]:
+    def phases(self, num_rounds: int | None = None) -> tuple[Phase, ...]:
         """Return a phase that declares the buffers that the server averages."""
         if self.params.momentum_scope == "local":
-            return (Travels(kept="SGD's momentum"),)
+            return (Phase(kept="SGD's momentum"),)
         why = "momentum-scope=global sends SGD's momentum in addition to the model"
         buffers = Extra(MOMENTUM, "trainable", why, down=True, read="mean")
-        return (Travels(extras=(buffers,)),)
+        return (Phase(extras=(buffers,)),)
 
     def on_clients(self, state: Momentum, facts: Facts) -> list[Ask]:
         """Send the scope, and the averaged buffers if the scope is "global"."""
@@ -111,13 +109,9 @@ class AdaptiveClipping(Option):
     """Adaptive gradient clipping in every step."""
 
     name = "agc"
+    setting = "agc"
     instead = "agc=0"
     client_hooks = {"agc": lambda context: ClipGradients(float(context.config[AGC]))}
-
-    @staticmethod
-    def chosen(params: Any) -> bool:
-        """Return whether gradients are clipped."""
-        return bool(params.agc)
 
     def on_clients(self, state: None, facts: Facts) -> list[Ask]:
         """Send lambda."""
@@ -128,18 +122,14 @@ class AveragedBN(Option):
     """Tests of a global model with the average of the clients' local BN parts."""
 
     name = "eval-on=averaged-bn"
+    test = SHARED_BN
     instead = "another eval-on"
     client_hooks = {"share-bn": lambda context: ShareBN(context.local_entries)}
 
-    @staticmethod
-    def chosen(params: Any) -> bool:
-        """Return whether a test needs the average."""
-        return SHARED_BN in tests_in(params.eval_on)
-
-    def travels(self, num_rounds: int | None = None) -> tuple[Travels, ...]:
+    def phases(self, num_rounds: int | None = None) -> tuple[Phase, ...]:
         """Return a phase that declares the copies that clients send."""
         why = f"eval-on={SHARED_BN} collects the BN parts that stay with the clients"
-        return (Travels(extras=(Extra(SHARED_BN, "local", why, read="mean"),)),)
+        return (Phase(extras=(Extra(SHARED_BN, "local", why, read="mean"),)),)
 
     def on_clients(self, state: None, facts: Facts) -> list[Ask]:
         """Request the copies. A client may leave them out."""
@@ -152,77 +142,57 @@ class PersonalEntries(Option):
     """Option that keeps the entries named by the user on the clients."""
 
     name = "personal"
+    setting = "personal"
     instead = "no personal entries"
 
-    @staticmethod
-    def chosen(params: Any) -> bool:
-        """Return whether the user has named any entries."""
-        return bool(params.personal)
-
-    def travels(self, num_rounds: int | None = None) -> tuple[Travels, ...]:
+    def phases(self, num_rounds: int | None = None) -> tuple[Phase, ...]:
         """Return a phase that keeps the personal entries on the client."""
-        return (Travels(local=PERSONAL),)
+        return (Phase(local=PERSONAL),)
 
 
 class Recalibrate(Option):
     """Every test and the final model use re-estimated statistics."""
 
     name = "recalibrate=true"
+    setting = "recalibrate"
     instead = "recalibrate=false"
 
-    @staticmethod
-    def chosen(params: Any) -> bool:
-        """Return whether statistics are re-estimated."""
-        return bool(params.recalibrate)
-
-    def travels(self, num_rounds: int | None = None) -> tuple[Travels, ...]:
+    def phases(self, num_rounds: int | None = None) -> tuple[Phase, ...]:
         """Return a phase that re-estimates the statistics before tests."""
-        return (Travels(reestimates=True),)
+        return (Phase(reestimates=True),)
 
 
 class TestRecalibrated(Recalibrate):
     """A test with re-estimated statistics."""
 
     name = f"eval-on={RECALIBRATED}"
+    test = RECALIBRATED
     instead = "another eval-on"
-
-    @staticmethod
-    def chosen(params: Any) -> bool:
-        """Return whether the run has a test with re-estimated statistics."""
-        return RECALIBRATED in tests_in(params.eval_on)
 
 
 class CollectedClassMoments(Option):
     """Moments of BN's inputs for each class, for the calibration at new sites."""
 
     name = "class-moments=true"
+    setting = "class_moments"
     instead = "class-moments=false"
 
-    @staticmethod
-    def chosen(params: Any) -> bool:
-        """Return whether the moments are collected."""
-        return bool(params.class_moments)
-
-    def travels(self, num_rounds: int | None = None) -> tuple[Travels, ...]:
+    def phases(self, num_rounds: int | None = None) -> tuple[Phase, ...]:
         """Return a phase that collects the moments after the last round."""
-        return (Travels(class_moments=True),)
+        return (Phase(class_moments=True),)
 
 
 class PooledVariance(Option):
     """The average of running variances, including the spread of the clients' means."""
 
     name = "variance=pooled"
+    setting = "variance"
     instead = "variance=mean"
 
-    @staticmethod
-    def chosen(params: Any) -> bool:
-        """Return whether variances are pooled."""
-        return bool(params.variance == "pooled")
-
-    def travels(self, num_rounds: int | None = None) -> tuple[Travels, ...]:
+    def phases(self, num_rounds: int | None = None) -> tuple[Phase, ...]:
         """Return a phase in which the server reads each client's statistics."""
         # The spread of the clients' means cannot be computed from their average.
-        return (Travels(each=frozenset({Part.STATISTICS})),)
+        return (Phase(each=frozenset({Part.STATISTICS})),)
 
 
 OPTIONS: tuple[type[Option[Any]], ...] = (
@@ -238,9 +208,17 @@ OPTIONS: tuple[type[Option[Any]], ...] = (
 """The options, in the order in which they act."""
 
 
-def chosen_options(params: Any) -> list[type[Option[Any]]]:
-    """Return the options that the settings ask for."""
-    return [kind for kind in OPTIONS if kind.chosen(params)]
+def chosen_options(params: Any, tests: Collection[str]) -> list[type[Option[Any]]]:
+    """Return the options that the settings and the tests ask for."""
+    chosen = []
+    for kind in OPTIONS:
+        asked = kind.test in tests
+        if not kind.test:
+            default = Params.model_fields[kind.setting].default
+            asked = getattr(params, kind.setting) != default
+        if asked:
+            chosen.append(kind)
+    return chosen
 
 
 # --- what may be wrong ----------------------------------------------------------------

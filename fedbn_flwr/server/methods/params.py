@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from pydantic.fields import FieldInfo
 
 from fedbn_flwr.errors import unknown_name
-from fedbn_flwr.problems import Known, Problem, found_problems, tell
+from fedbn_flwr.problems import Problem, raise_or_warn
 
 __all__ = [
     "EVALUATIONS",
@@ -100,15 +100,10 @@ def setting(
     return Field(default, description=meaning, json_schema_extra=extra, **limits)
 
 
-def extra_of(field: FieldInfo) -> dict[str, Any]:
+def about(field: FieldInfo) -> dict[str, Any]:
     """Return the arguments of ``setting`` that pydantic does not have."""
     extra = field.json_schema_extra
     return extra if isinstance(extra, dict) else {}
-
-
-def is_list(field: FieldInfo) -> bool:
-    """Return whether the setting is a comma list."""
-    return bool(extra_of(field).get("is_list"))
 
 
 def unmet(
@@ -162,25 +157,17 @@ def in_words(conditions: Mapping[str, Any]) -> str:
 def of_pydantic(
     error: ValidationError, fields: Mapping[str, FieldInfo]
 ) -> list[Problem]:
-    """Return a problem for each value: the setting, its value and what is allowed."""
+    """Return a problem for each value that pydantic refuses."""
     # A union reports several problems for one field: keep the first of each.
     first: dict[str, Any] = {}
     for one in error.errors(include_url=False):
         first.setdefault(str(one["loc"][0]), one)
     problems = []
     for name, one in first.items():
-        value, text = one["input"], text_of(one)
-        allowed = limits(fields[name]) if name in fields else ""
+        value = one["input"]
+        text = f"{name}={value!r}: {text_of(one)}"
         if one["type"] == "literal_error":
             text = str(unknown_name(name, value, get_args(fields[name].annotation)))
-        elif one["type"] == "int_from_float":
-            text = (
-                f"{name}={value!r} must be a whole number{allowed and f', {allowed}'}"
-            )
-        elif allowed and isinstance(value, (int, float)):
-            text = f"{name}={value!r} must be {allowed}"
-        else:
-            text = f"{name}={value!r}: {text}"
         problems.append(Problem("bad-value", text, name))
     return problems
 
@@ -199,8 +186,7 @@ class Settings(BaseModel):
         rows: the problems that several settings have together.
 
     Raises:
-        ConfigError: values are out of range, and the error names each; or settings
-            exclude each other or have no effect.
+        ConfigError: values are out of range, and the error names each.
     """
 
     rows: ClassVar[Sequence[Problem]] = ()
@@ -215,31 +201,22 @@ class Settings(BaseModel):
         try:
             super().__init__(**values)
         except ValidationError as error:
-            tell(of_pydantic(error, type(self).model_fields))
-        tell(self.told(self.problems()))
+            raise_or_warn(of_pydantic(error, type(self).model_fields))
 
-    def problems(self, known: Known | None = None) -> Iterator[Problem]:
-        """Yield the problems of settings that exclude each other or have no effect.
-
-        ``known``: the facts of the run.
-        """
-        known = known or Known()
-        # fraction-train is the only argument of Flower's constructor that occurs in
-        # conditions (``only_if``).
+    def unused(self) -> Iterator[Problem]:
+        """Yield a problem for each setting without effect, whether it is set or not."""
         values: dict[str, Any] = {}
-        defaults: dict[str, Any] = {"fraction-train": 1.0}
-        if known.fraction_train is not None:
-            values["fraction-train"] = known.fraction_train
-        for name, field in type(self).model_fields.items():
+        defaults: dict[str, Any] = {}
+        fields = type(self).model_fields
+        for name, field in fields.items():
             key = name.replace("_", "-")
             values[key], defaults[key] = getattr(self, name), field.default
-        for name, field in type(self).model_fields.items():
-            conditions = extra_of(field).get("only_if", {})
+        for name, field in fields.items():
+            conditions = about(field).get("only_if", {})
             reason = unmet(conditions, values, defaults)
             if reason:
                 keys = " ".join((name, *conditions))
                 yield Problem("no-effect", reason, keys, "settings", "no-effect")
-        yield from found_problems(self.rows, self, known)
 
     def told(self, problems: Iterable[Problem]) -> Iterator[Problem]:
         """Yield the problems, without unused settings that have their default value."""
@@ -365,18 +342,3 @@ class Params(Settings):
             if name not in EVALUATIONS:
                 raise ValueError(str(unknown_name("test", name, EVALUATIONS)))
         return eval_on
-
-
-def limits(field: FieldInfo) -> str:
-    """Return the limits of a field in words, or "" if it has none."""
-    # In pydantic, each limit is an object of its own.
-    bounds = {}
-    for limit in field.metadata:
-        for sign in ("ge", "gt", "le", "lt"):
-            if hasattr(limit, sign):
-                bounds[sign] = getattr(limit, sign)
-    if bounds.keys() >= {"ge", "lt"}:
-        return f"in [{bounds['ge']}, {bounds['lt']})"
-    words = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
-    text = " and ".join(f"{words[sign]} {value}" for sign, value in bounds.items())
-    return f"a finite number {text}" if text and field.annotation is float else text

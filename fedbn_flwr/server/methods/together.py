@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from functools import cached_property
 from typing import Any
 
-from fedbn_flwr.batchnorm.parts import Part, Parts
+from fedbn_flwr.batchnorm.parts import Parts
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.problems import (
     BEFORE_A_RUN,
@@ -18,27 +17,24 @@ from fedbn_flwr.problems import (
     Problem,
     Stage,
     found_problems,
-    tell,
+    raise_or_warn,
 )
 from fedbn_flwr.server.methods.check_models import problems_of_model
-from fedbn_flwr.server.methods.check_settings import problems_of_settings
+from fedbn_flwr.server.methods.check_settings import (
+    problems_of_run,
+    problems_of_settings,
+)
 from fedbn_flwr.server.methods.method import (
     Ask,
     Facts,
     Method,
     Replies,
     Reply,
-    declared,
-    reestimates,
 )
 from fedbn_flwr.server.methods.options import chosen_options
 from fedbn_flwr.server.methods.params import Params, tests_in
-from fedbn_flwr.server.methods.travels import (
-    TRACKED,
-    PartSet,
-    Travels,
-    in_common,
-    in_parallel,
+from fedbn_flwr.server.methods.phases import (
+    Phase,
     together,
 )
 
@@ -66,6 +62,11 @@ class Methods:
         params: the settings.
         tests: the tests of ``eval_on`` (``tests_in``).
         name: the name of the strategy.
+        whole: all phases of the run, merged into one.
+        local: the parts of the state that stay with the clients.
+        reestimates: whether every test and the final model use re-estimated statistics.
+        freezes_bn: whether a part of BN is frozen in a later phase, but not in the
+            first.
     """
 
     def __init__(self, kinds: Sequence[type[Method[Any, Any]]], params: Any) -> None:
@@ -75,58 +76,29 @@ class Methods:
         # Options come first, because a method must see the model that the options
         # leave.
         self._methods: tuple[Method[Any, Any], ...] = tuple(
-            kind(params) for kind in (*chosen_options(params), *kinds)
+            kind(params) for kind in (*chosen_options(params, self.tests), *kinds)
         )
+        self.whole = together(method.whole for method in self._methods)
+        self.local = self.whole.local
+        self.reestimates: bool = params.recalibrate
+        self.freezes_bn = False
+        for method in self._methods:
+            # Leave out options: eval-on=recalibrated is an option, and affects only one
+            # test.
+            if method.role != "option" and method.whole.reestimates:
+                self.reestimates = True
+            first, last = method.declared[0], method.declared[-1]
+            if last.frozen and not first.frozen:
+                self.freezes_bn = True
 
     def __iter__(self) -> Iterator[Method[Any, Any]]:
         """Iterate over the options in use, then the methods."""
         return iter(self._methods)
 
-    def phases(self, num_rounds: int | None = None) -> list[Travels]:
-        """Return the declarations of a run's phases, in order."""
-        return in_parallel([declared(method, num_rounds) for method in self._methods])
-
-    @cached_property
-    def whole(self) -> Travels:
-        """The declarations of all phases of a run, merged into one."""
-        return together(one for method in self._methods for one in declared(method))
-
-    @property
-    def local(self) -> PartSet:
-        """The parts of the state that stay with the clients."""
-        return self.whole.local
-
     @property
     def own_models(self) -> bool:
         """Whether each client has a model of its own."""
         return bool(self.local) or self.whole.second_model
-
-    @property
-    def freezes_bn(self) -> bool:
-        """Whether a part of BN is frozen in a later phase, but not in the first."""
-        for method in self._methods:
-            phases = declared(method)
-            if len(phases) > 1 and phases[-1].frozen and not phases[0].frozen:
-                return True
-        return False
-
-    @property
-    def reestimates(self) -> bool:
-        """Whether every test and the final model use re-estimated statistics."""
-        if self.params.recalibrate:
-            return True
-        # Leave out options: eval-on=recalibrated is an option, and affects only one
-        # test.
-        own = [method for method in self._methods if method.role != "option"]
-        return any(reestimates(method) for method in own)
-
-    @property
-    def client_hooks(self) -> dict[str, Any]:
-        """The factories of the client hooks by name."""
-        hooks: dict[str, Any] = {}
-        for method in self._methods:
-            hooks |= method.client_hooks
-        return hooks
 
     @property
     def reported_metrics(self) -> list[str]:
@@ -144,16 +116,16 @@ class Methods:
         """Return the states before the first round."""
         return {method.name: method.begin(facts) for method in self._methods}
 
-    def phase(self, states: States, number: int) -> Travels:
+    def phase(self, states: States, number: int) -> Phase:
         """Return the declaration of a round's phase, with the name of the phase."""
         name, declarations = "train", []
         for method in self._methods:
-            own = method.phase(states[method.name], number)
+            own = method.phase_name(states[method.name], number)
             # A declaration without a name applies in every phase of its method.
-            declarations += [one for one in declared(method) if one.phase in ("", own)]
+            declarations += [one for one in method.declared if one.name in ("", own)]
             # The round takes the phase name of the last method that has one.
             name = own or name
-        return dataclasses.replace(together(declarations), phase=name)
+        return dataclasses.replace(together(declarations), name=name)
 
     def on_clients(self, states: States, facts: Facts) -> list[Ask]:
         """Return the client hooks of a round, in order.
@@ -264,38 +236,21 @@ class Methods:
         ``Settings.told``.
         """
         known = dataclasses.replace(known, tests=known.tests or self.tests)
-        found = [*self.params.problems(known), *problems_of_settings(self, known)]
-        found += problems_of_model(self, known)
-        found = [problem for problem in found if problem.stage in stages]
-        for method in self._methods:
-            found += found_problems(method.rows, method, known, stages)
+        found: list[Problem] = []
+        if "settings" in stages:
+            found += [*self.params.unused(), *problems_of_settings(self, known)]
+        if "run" in stages:
+            found += problems_of_run(self, known)
+        if "model" in stages:
+            found += problems_of_model(self, known)
+        for one in (self.params, *self._methods):
+            found += found_problems(one.rows, one, known, stages)
         # FedTAN-II has FixBN's rows as well: return each problem once.
         return list(dict.fromkeys(found))
 
-    def of_other_layers(self, parts: Parts) -> str:
-        """Return a sentence on the treatment of layers that only resemble BatchNorm.
-
-        They have running statistics, but are not a torch BatchNorm.
-        """
-        whole = self.whole
-        done = {
-            "keep": Part.STATISTICS in self.local,
-            "freeze": self.freezes_bn,
-            "synchronise": whole.exchanges is not None,
-            "measure": self.reestimates or bool(in_common(whole) & TRACKED),
-        }
-        left_out = [word for word, does in done.items() if does]
-        if parts.by_names:
-            does = "treats their entries as BatchNorm's, because of their names"
-            not_done = "the clients, which find layers by type, do not {} them"
-            left_out = [word for word in left_out if word != "keep"]
-        else:
-            rest = "keeps" if Part.REST in self.local else "averages"
-            does = f"{rest} their statistics"
-            not_done = "does not {} them"
-        if not left_out or Part.REST in self.local:
-            return f"{self.name} {does}."
-        return f"{self.name} {does}, and {not_done.format(' or '.join(left_out))}."
+    def raise_or_warn(self, known: Known, stages: Collection[Stage]) -> None:
+        """Raise the problems of the methods at these stages, or log the warnings."""
+        raise_or_warn(self.params.told(self.problems(known, stages)))
 
 
 def _tell_in_round(
@@ -307,7 +262,7 @@ def _tell_in_round(
 ) -> None:
     """Log the warnings of a round, and raise the problem that ends the run."""
     known = Known(number=facts.number, state=state, facts=facts, replies=replies)
-    tell(found_problems(method.rows, method, known, [stage]))
+    raise_or_warn(found_problems(method.rows, method, known, [stage]))
 
 
 def _fields_of(saved: Mapping[str, Mapping[str, Any]]) -> set[str]:

@@ -42,11 +42,6 @@ class Sent:
     at: float = field(default_factory=time.monotonic)
     timeout: float = 0.0
 
-    @property
-    def pairs(self) -> list[tuple[Node, Message]]:
-        """The nodes with their messages."""
-        return list(zip(self.nodes, self.messages, strict=True))
-
 
 NOTHING = Sent()
 
@@ -114,8 +109,7 @@ def in_order(
     Each reply is yielded as soon as all replies before it have arrived. If a node may
     name its partition only in its reply, the function first waits for all replies. It
     ignores a reply from a node that was not asked, and reports it with each node that
-    did not answer. If a node sends several replies, the first counts, and the log names
-    the node.
+    did not answer. If a node sends several replies, the first counts.
 
     Args:
         run: the run.
@@ -137,14 +131,8 @@ def in_order(
         node_id = message.metadata.src_node_id
         if node_id not in asked:
             strange.append(message)
-        elif node_id in arrived:
-            logger.warning(
-                "round %d: %s: ignoring a further reply to the same message",
-                run.report.server_round,
-                asked[node_id],
-            )
         else:
-            arrived[node_id] = message
+            arrived.setdefault(node_id, message)
         while due and due[0].node_id in arrived:
             reply = arrived[due.popleft().node_id]
             yielded.append((run.nodes.identify_sender(reply), reply))
@@ -166,7 +154,7 @@ def in_order(
     missing: dict[str, list[str]] = {}
     for node in sent.nodes:
         if node.node_id not in arrived and node.node_id not in dropped:
-            why = _no_reply(run, sent, node, others)
+            why = _no_reply(sent, others)
             run.report.reject(node, why)
             missing.setdefault(why, []).append(str(node))
     # Log one line for each reason, because a project may drop replies on purpose.
@@ -193,28 +181,11 @@ def _in_words(strange: Sequence[Message]) -> str:
     return f"; {text}"
 
 
-def _no_reply(run: Run, sent: Sent, node: Node, others: str) -> str:
-    """Return the reason why there is no reply from a node, followed by ``others``.
-
-    The project's code left the reply or its message out, or the reply is late or lost.
-    """
+def _no_reply(sent: Sent, others: str) -> str:
+    """Return the reason why there is no reply from a node, followed by ``others``."""
     seconds = time.monotonic() - sent.at
-    if run.round.delivery is not None:
-        sent_to, came = run.round.delivery
-        if any(reply.metadata.src_node_id == node.node_id for reply in came):
-            return (
-                "its reply came, but the project's own aggregate_... method did not"
-                " pass it on to the strategy's method"
-            )
-        if node.node_id not in sent_to:
-            return (
-                "its message was not sent: the project's own configure_... method left"
-                " it out"
-            )
     if seconds >= sent.timeout:
         return f"no reply within {sent.timeout:g} s{others}"
-    if run.round.delivery is not None:
-        return f"no reply, and the wait ended after {seconds:.1f} s{others}"
     return (
         f"no reply was passed on to the strategy ({seconds:.1f} s after its message was"
         " made): either none came, or the loop, a wrapper or an overridden method left"

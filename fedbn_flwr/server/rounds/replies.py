@@ -11,7 +11,7 @@ from typing import Generic, TypeVar
 import numpy as np
 from flwr.app import ArrayRecord, Message, MetricRecord
 
-from fedbn_flwr.batchnorm.averaging import State
+from fedbn_flwr.batchnorm.array_types import State
 from fedbn_flwr.batchnorm.check_state import check_finite, check_state
 from fedbn_flwr.batchnorm.parts import Parts
 from fedbn_flwr.compat.flower import is_mod_refusal
@@ -19,7 +19,7 @@ from fedbn_flwr.errors import MOD_ORDER, ClientPartError, ReplyError, split_code
 from fedbn_flwr.messages.protocol import NUM_EXAMPLES, ReplyInfo
 from fedbn_flwr.messages.records import num_bytes, of_kind, views
 from fedbn_flwr.server.methods.method import Facts, Node, Reply, Size
-from fedbn_flwr.server.methods.travels import Extra
+from fedbn_flwr.server.methods.phases import Extra
 from fedbn_flwr.server.runs.round_outcome import RoundOutcome
 
 __all__ = [
@@ -75,14 +75,6 @@ class Terms:
     arrays_key: str
     count_key: str
 
-    @property
-    def extras(self) -> frozenset[str]:
-        """The names of the further records that the methods read.
-
-        All other records belong to the user.
-        """
-        return frozenset(extra.key for extra in self.facts.travels.records)
-
     def read(self, node: Node, message: Message) -> Reply:
         """Return the reply of a node after checking that its model fits.
 
@@ -95,7 +87,9 @@ class Terms:
                 code.
         """
         metrics = read_metrics(message, self.count_key)
-        state, extras, sizes = read_arrays(message, self.arrays_key, self.extras)
+        # All other records belong to the user.
+        keys = [record.key for record in self.facts.phase.records]
+        state, extras, sizes = read_arrays(message, self.arrays_key, keys)
         info = ReplyInfo.read(message)
         # Check this first, so that the error names the fault of the app instead of its
         # effect.
@@ -123,12 +117,20 @@ class Terms:
             ReplyError: a record or a metric is missing or does not fit.
             ClientPartError: a frozen entry has changed.
         """
-        for extra in self.facts.travels.extras:
+        for extra in self.facts.phase.extras:
             if extra.size == "scalar":
                 self._check_metric(reply, extra)
             else:
                 self._check_record(reply.extras.get(extra.key, {}), extra)
-        self._refuse_changed(reply)
+        for name in self.facts.frozen:
+            if not np.array_equal(reply.state[name], self.facts.before[name]):
+                raise ClientPartError(
+                    f"entry '{name}' changed during training, but strategy"
+                    f" '{self.strategy}' freezes it in this round (phase"
+                    f" '{self.facts.phase.name}'). Run the client's training inside"
+                    " `with bn_rules(model, msg, context):`"
+                    f"{_no_batchnorm_hint(self.facts.parts)}."
+                )
 
     def _check_metric(self, reply: Reply, extra: Extra) -> None:
         value = reply.metrics.get(extra.key)
@@ -156,18 +158,6 @@ class Terms:
     def _hooks_to_apply(self) -> str:
         named = ", ".join(f"'{hook}'" for hook in sorted(self.hooks))
         return f"the client's training must apply the client hook {named}"
-
-    def _refuse_changed(self, reply: Reply) -> None:
-        """Refuse a reply that changed an entry frozen by the method in this round."""
-        phase = self.facts.travels.phase
-        for name in self.facts.frozen:
-            if not np.array_equal(reply.state[name], self.facts.before[name]):
-                raise ClientPartError(
-                    f"entry '{name}' changed during training, but strategy"
-                    f" '{self.strategy}' freezes it in this round (phase '{phase}')."
-                    " Run the client's training inside `with bn_rules(model, msg,"
-                    f" context):`{_no_batchnorm_hint(self.facts.parts)}."
-                )
 
     def _refuse_missing_part(self, state: State, info: ReplyInfo) -> None:
         """Refuse a reply from an app that lacks the method's client code.

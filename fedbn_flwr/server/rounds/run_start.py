@@ -5,18 +5,14 @@ from __future__ import annotations
 import logging
 
 from fedbn_flwr.batchnorm.check_state import check_state
-from fedbn_flwr.batchnorm.parts import Part, name_layers
+from fedbn_flwr.batchnorm.parts import Part
 from fedbn_flwr.errors import ConfigError, ReplyError
-from fedbn_flwr.problems import Known, tell
+from fedbn_flwr.problems import Known, raise_or_warn
 from fedbn_flwr.server.methods.check_protections import of_wrapper
 from fedbn_flwr.server.methods.shared_bn import SHARED_BN
 from fedbn_flwr.server.runs.run_state import Run
 
 logger = logging.getLogger("flwr")
-
-# In quantisation-aware training, torch's observers add entries to the state. The names
-# of these entries end in one of these texts.
-_OBSERVED = ("activation_post_process.min_val", "activation_post_process.max_val")
 
 
 def check_initial(run: Run) -> None:
@@ -25,19 +21,10 @@ def check_initial(run: Run) -> None:
     try:
         check_state(run.round.before, run.round.before, run.parts)
     except ReplyError as error:
-        remedy = (
-            "To keep a constant, such as a mask of -inf, out of the state dict, use"
-            " register_buffer(..., persistent=False)"
-        )
-        if any(name.endswith(_OBSERVED) for name in run.round.before):
-            remedy = (
-                "The observers of quantisation-aware training start with infinity:"
-                " pass a batch through the model when it is built, on the server"
-                " and on the clients, or quantise the trained model"
-            )
         raise ConfigError(
-            f"initial_arrays: {error}. Every reply with such a value would be"
-            f" refused. {remedy}"
+            f"initial_arrays: {error}. Every reply with such a value would be refused."
+            " To keep a constant, such as a mask of -inf, out of the state dict, use"
+            " register_buffer(..., persistent=False)"
         ) from None
 
 
@@ -60,13 +47,10 @@ def begin(
         num_rounds=run.start.num_rounds,
         recorded=recorded,
         weighted_by_key=run.options.weighted_by_key,
-        parts=run.parts_with_ties,
+        parts=run.parts,
         shapes=run.start.shapes,
     )
-    tell(methods.params.told(methods.problems(known)))
-    others = run.parts.others
-    if others:
-        name_layers(others, methods.of_other_layers(run.parts))
+    methods.raise_or_warn(known, ["run", "model"])
     run.begin()
 
     # Warn about surprises in the model that the run returns.
@@ -79,7 +63,7 @@ def begin(
 def check_wrapper(run: Run) -> None:
     """Refuse a strategy of Flower around this strategy if it does not suit the run."""
     if not run.reports:
-        tell(of_wrapper(run.methods, run.parts))
+        raise_or_warn(of_wrapper(run.methods, run.parts))
 
 
 def _warn_of_initial_values(run: Run) -> None:

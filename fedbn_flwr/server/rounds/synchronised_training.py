@@ -64,8 +64,7 @@ def train_synchronised(
 
 def _step(run: Run, messages: Sequence[Message], grid: Grid) -> StepResult:
     """Run the step at the grid's barrier, if any, or by the configured transport."""
-    exchanges = run.round.travels.exchanges
-    link = exchanges.link if exchanges else LinkSettings()
+    link = run.round.phase.exchanges or LinkSettings()
     members = _members(run, messages)
     # Send each member its batch size. The member must use it, because the other clients
     # compute with the sum of all batch sizes.

@@ -8,12 +8,12 @@ or re-estimated statistics (``server.rounds.recalibration``). Training does not 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
-from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord
+from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType
 from flwr.serverapp import Grid
 
-from fedbn_flwr.batchnorm.averaging import State
+from fedbn_flwr.batchnorm.array_types import State
 from fedbn_flwr.messages.records import to_record
 from fedbn_flwr.server.methods.method import Node
 from fedbn_flwr.server.methods.params import RECALIBRATED
@@ -78,16 +78,6 @@ def read_tests(run: Run, sent: Sent, replies: Iterable[Message]) -> list[Message
     return [test.message for test in usable]
 
 
-def test_metrics(run: Run, tests: Sequence[Message]) -> MetricRecord | None:
-    """Return the averaged metrics of the clients' tests, or None without a test."""
-    if not tests:
-        return None
-    contents = [message.content for message in tests]
-    metrics = run.options.average_test_metrics(contents, run.options.weighted_by_key)
-    run.round.metrics["evaluate_metrics_clientapp"] = metrics
-    return metrics
-
-
 def completing_entries(run: Run, test: str) -> State:
     """Return the entries that replace the global entries in a test.
 
@@ -107,7 +97,10 @@ def completed(run: Run, arrays: ArrayRecord) -> ArrayRecord:
     The averages are used if a test asks for them. The statistics are used if the run
     uses them in every test.
     """
-    return with_statistics(run, _replaced(arrays, completing_entries(run, SHARED_BN)))
+    entries = dict(completing_entries(run, SHARED_BN))
+    if run.methods.reestimates:
+        entries |= run.reestimated
+    return _replaced(arrays, entries)
 
 
 def with_statistics(run: Run, arrays: ArrayRecord) -> ArrayRecord:

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,15 +20,15 @@ from flwr.app import (
 )
 from flwr.serverapp import Grid
 
-from fedbn_flwr.batchnorm.averaging import SumAhead, average
 from fedbn_flwr.batchnorm.parts import Part
 from fedbn_flwr.compat.flower import filled, values_of
 from fedbn_flwr.errors import MOD_ORDER, ClientPartError, ConfigError
 from fedbn_flwr.messages.protocol import NUM_EXAMPLES
 from fedbn_flwr.messages.records import to_record
+from fedbn_flwr.server.averaging import SumAhead
 from fedbn_flwr.server.methods.method import Ask, Facts, Node, Replies, Reply
-from fedbn_flwr.server.methods.travels import TRACKED
-from fedbn_flwr.server.rounds.dispatch import NOTHING, Sent, address, raise_shared_error
+from fedbn_flwr.server.methods.phases import TRACKED
+from fedbn_flwr.server.rounds.dispatch import Sent, address, raise_shared_error
 from fedbn_flwr.server.rounds.replies import (
     Refused,
     Terms,
@@ -71,7 +71,7 @@ def sample_for_training(run: Run, number: int, grid: Grid) -> list[Node]:
     run.seen.update(node.label for node in able if node.partition_id is not None)
     count = max(share_of(options.fraction_train, len(able)), options.min_train_nodes)
     nodes = run.nodes.sample(able, count, "train", number)
-    facts = run.facts(number, run.round.travels)
+    facts = run.facts(number, run.round.phase)
     # If the target epsilon is spent, no client is asked, and the run ends.
     if nodes and not run.protection.admits(facts, len(nodes)):
         return []
@@ -122,38 +122,6 @@ def _able_to_train(run: Run, present: Sequence[Node]) -> list[Node]:
     return able
 
 
-def terms_of(run: Run, facts: Facts, asks: Sequence[Ask]) -> Terms:
-    """Return the requirements for a reply to the training messages of a round."""
-    return Terms(
-        strategy=run.methods.name,
-        facts=facts,
-        hooks=frozenset(ask.hook for ask in asks if not ask.shown),
-        arrays_key=run.options.arrays_key,
-        count_key=run.options.weighted_by_key,
-    )
-
-
-def _records(facts: Facts, asks: Sequence[Ask]) -> dict[str, Any]:
-    """Return the records that are sent in addition to the model, by key.
-
-    A record is empty if only clients send it.
-
-    Raises:
-        ConfigError: a client hook sends a record that no method declares.
-    """
-    records: dict[str, Any] = {extra.key: {} for extra in facts.travels.records}
-    for ask in asks:
-        undeclared = ask.sends.keys() - records.keys()
-        if undeclared:
-            raise ConfigError(
-                f"client hook {ask.hook!r} sends record {min(undeclared)!r}, but no"
-                " method declares it: add an Extra with this key to the result of"
-                " travels()"
-            )
-        records |= ask.sends
-    return records
-
-
 def address_training(
     run: Run,
     facts: Facts,
@@ -162,17 +130,30 @@ def address_training(
     config: ConfigRecord,
     asks: Sequence[Ask],
 ) -> Sent:
-    """Return the training messages of a round. ``config`` has the user's entries."""
-    if not nodes:
-        return NOTHING
-    extras = {key: to_record(state) for key, state in _records(facts, asks).items()}
-    own = run.train_config(facts, asks, tuple(extras))
+    """Return the training messages of a round. ``config`` has the user's entries.
+
+    Raises:
+        ConfigError: a client hook sends a record that no method declares.
+    """
+    # A record is empty if only clients send it.
+    records: dict[str, Any] = {record.key: {} for record in facts.phase.records}
+    for ask in asks:
+        undeclared = ask.sends.keys() - records.keys()
+        if undeclared:
+            raise ConfigError(
+                f"client hook {ask.hook!r} sends record {min(undeclared)!r}, but no"
+                " method declares it: add an Extra with this key to the result of"
+                " phases()"
+            )
+        records |= ask.sends
+    further = {key: to_record(state) for key, state in records.items()}
+    own = run.train_config(facts, asks, tuple(further))
     # The user's entries come first, so the entries of the package and the methods
     # replace them.
     entries = {**config, **own, **run.protection.config()}
     run.report.asked = len(nodes)
     return address(
-        run, nodes, MessageType.TRAIN, arrays, entries, run.report.train, extras
+        run, nodes, MessageType.TRAIN, arrays, entries, run.report.train, further
     )
 
 
@@ -193,7 +174,7 @@ def sum_ahead(
     together = len(sent.nodes) if isinstance(messages, list) else _TOGETHER
     nodes = sorted(sent.nodes)
     weights = {node.node_id: node.num_examples or 0 for node in nodes}
-    kind, key = facts.travels.weights, run.options.weighted_by_key
+    kind, key = facts.phase.weights, run.options.weighted_by_key
     if kind == "equal":
         weights = dict.fromkeys(weights, 1)
     elif kind != "examples" or key != NUM_EXAMPLES:
@@ -213,7 +194,7 @@ def kept_in_replies(
     # A list of messages, and functions of the user, may still read whole replies.
     if isinstance(messages, list) or not run.options.frees_replies:
         return None
-    each = facts.travels.each
+    each = facts.phase.each
     return None if Part.REST in each else facts.parts.select(each | TRACKED)
 
 
@@ -259,7 +240,14 @@ def read_training(
     replies = [one.read for one in usable]
     _report_usable(run, replies)
     warn_of_other_counts(replies, run.options.weighted_by_key, run.start.other_counts)
-    _refuse_useless_apps(run, sent, bool(usable), refused)
+
+    # Raise the error of apps that do not work, if no app works, because every further
+    # round would fail in the same way. If only some apps fail, their nodes may be the
+    # reason: refuse their replies and continue.
+    for lost in refused:
+        if isinstance(lost.error, ClientPartError) and not usable:
+            raise lost.error
+    raise_shared_error(run, sent, refused, bool(run.start.trained))
     return usable, refused
 
 
@@ -294,23 +282,8 @@ def _report_usable(run: Run, replies: Sequence[Reply]) -> None:
     run.start.trained.update(reply.node.label for reply in replies)
 
 
-def _refuse_useless_apps(
-    run: Run, sent: Sent, any_usable: bool, refused: Sequence[Refused]
-) -> None:
-    """Raise the error of apps that do not work, if no app works.
-
-    Every further round would fail in the same way.
-    """
-    # If only some apps fail, their nodes may be the reason: refuse their replies and
-    # continue.
-    for one in refused:
-        if isinstance(one.error, ClientPartError) and not any_usable:
-            raise one.error
-    raise_shared_error(run, sent, refused, bool(run.start.trained))
-
-
-def release(run: Run, terms: Terms, usable: Sequence[Usable[Reply]]) -> Replies:
-    """Return the replies as the methods see them.
+def used_replies(run: Run, facts: Facts, usable: Sequence[Usable[Reply]]) -> Replies:
+    """Return the replies that the round uses, as the methods see them.
 
     There are none if too few are usable, or if the protection releases nothing.
     """
@@ -323,23 +296,9 @@ def release(run: Run, terms: Terms, usable: Sequence[Usable[Reply]]) -> Replies:
     run.not_finite_since = 0
     losses = losses_not_finite(training_losses(run.report.clients), run.nodes.names)
     note_losses(run, losses)
-    facts = terms.facts
     released = run.protection.pool(facts, run.report, replies)
     run.report.kept_previous = run.report.kept_previous or not released
-    return Replies(released, facts.travels.weights)
-
-
-def average_replies(
-    run: Run, replies: Replies, ahead: SumAhead | None = None
-) -> dict[str, Any]:
-    """Return the average of the replies with the weights p_i.
-
-    Counters take the maximum.
-    """
-    states = [reply.state for reply in replies]
-    return average(
-        states, replies.weights, run.parts, run.methods.params.variance, ahead
-    )
+    return Replies(released, facts.phase.weights)
 
 
 def note_kept(
@@ -351,7 +310,7 @@ def note_kept(
     first round is undone has no local state, so it receives the whole state again.
     """
     replies = [one.read for one in usable]
-    if not run.round.travels.undo:
+    if not run.round.phase.undo:
         run.kept = run.kept.noted(replies, [(one.node, one.message) for one in refused])
     elif used:
         run.kept = run.kept.noted(replies)
@@ -361,22 +320,11 @@ def note_kept(
                 run.nodes.initialised.discard(reply.node.node_id)
 
 
-def training_metrics(
-    run: Run,
-    replies: Replies,
-    model: Mapping[str, Any] | None,
-    usable: Sequence[Usable[Reply]],
-) -> MetricRecord | None:
+def average_metrics(run: Run, usable: Sequence[Usable[Reply]]) -> MetricRecord | None:
     """Return the averaged metrics of the used replies, and add them to the report.
 
-    Also call ``on_replies``, the first listener that receives the new model.
+    There are none if the protection hides single clients.
     """
-    if model is None:
-        return None
-    if run.options.on_replies is not None:
-        run.options.on_replies(
-            run.report.server_round, replies, run.round.before, model
-        )
     if not run.protection.publishes_metrics:
         return None
     contents = [one.message.content for one in usable]

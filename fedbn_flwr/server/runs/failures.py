@@ -209,15 +209,6 @@ def raise_if_ends(run: Run, result: Result | None = None) -> None:
         raise DivergedError(divergence(report, advice), report.diverged_at, result)
 
 
-def raise_if_failed(run: Run, result: Result) -> None:
-    """Raise DivergedError or NothingTrainedError if a finished run failed.
-
-    The error contains the result.
-    """
-    raise_if_ends(run, result)
-    _raise_if_untrained(run, result)
-
-
 def raise_if_nothing_trains(run: Run) -> None:
     """Raise NothingTrainedError if no round used a reply, in loops except ``start``.
 
@@ -226,10 +217,10 @@ def raise_if_nothing_trains(run: Run) -> None:
     """
     over = len(run.reports) >= (run.start.num_rounds or _PATIENCE)
     if over and any(report.asked or report.rejected for report in run.reports):
-        _raise_if_untrained(run)
+        raise_if_untrained(run)
 
 
-def _raise_if_untrained(run: Run, result: Result | None = None) -> None:
+def raise_if_untrained(run: Run, result: Result | None = None) -> None:
     """Raise NothingTrainedError if a run that was meant to train used no reply."""
     # A resumed run may have trained before the resume; those reports are not available.
     if run.options.fraction_train == 0 or run.start.after or not run.reports:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from flwr.app import ConfigRecord, Message, MessageType, RecordDict
@@ -91,10 +91,6 @@ class NodeRegistry:
         # this run has new ids.
         self._expected: set[str] = set()
         self._connected: set[int] = set()  # node ids at the last call of `present`
-        # The ids of the last call of `present`, and its result: with a thousand nodes,
-        # sorting costs more than the rest of `present`.
-        self._last_ids: list[int] = []
-        self._last_nodes: list[Node] = []
 
     # --- who is there -----------------------------------------------------------------
 
@@ -122,10 +118,14 @@ class NodeRegistry:
         """
         node_ids = self._wait(grid, at_least)
         connected = set(node_ids)
-        self._log_changes(self._connected, connected)
+        for node_id in (self._connected - connected) & self._nodes.keys():
+            logger.warning(
+                "%s is no longer connected; the run continues without it.",
+                self._nodes[node_id],
+            )
+        for node_id in (connected - self._connected) & self._nodes.keys():
+            logger.info("%s is connected again.", self._nodes[node_id])
         self._connected = connected
-        if node_ids == self._last_ids:
-            return self._last_nodes
         self.silent = {}
         config = {SERVER_ROUND: server_round, **self._query_config}
         self._query = RecordDict({config_key: ConfigRecord(config)})
@@ -133,10 +133,8 @@ class NodeRegistry:
         if new:
             self._join(grid, new)
         known = [self._nodes[node_id] for node_id in node_ids if node_id in self._nodes]
-        self._last_nodes = sorted(known)
         # A node that is still unknown is asked again at the next call.
-        self._last_ids = node_ids if len(known) == len(node_ids) else []
-        return self._last_nodes
+        return sorted(known)
 
     def node(self, node_id: int) -> Node:
         """Return the node, with empty metadata for an unknown id."""
@@ -162,8 +160,6 @@ class NodeRegistry:
                 return node
         node = self._named(replace(node, partition_id=partition_id), info.site_name)
         self._nodes[node.node_id] = node
-        self._warn_of_shared_names([node])
-        self._last_ids = []  # the node's place in the order has changed
         return node
 
     @property
@@ -262,32 +258,7 @@ class NodeRegistry:
             name = self._site_names.get(node.label, "") if has_part else ""
         return replace(node, name=name)
 
-    def _warn_of_shared_names(self, new: Collection[Node]) -> None:
-        """Warn if a new node has the name of another node."""
-        by_name: dict[str, dict[str, Node]] = {}
-        for node in sorted(self._nodes.values()):
-            if node.name and node.node_id in self._connected:
-                by_name.setdefault(node.name, {})[node.label] = node
-        for nodes in by_name.values():
-            if len(nodes) > 1 and any(node in new for node in nodes.values()):
-                logger.warning(
-                    "%s have the same name. Give each node its own site-name in"
-                    " --node-config; until then only the numbers tell them apart.",
-                    " and ".join(map(str, nodes.values())),
-                )
-
     # --- how they join, and leave ------------------------------------------------------
-
-    def _log_changes(self, before: set[int], now: set[int]) -> None:
-        """Log the known nodes that were disconnected or connected again."""
-        known = self._nodes.keys()
-        for node_id in (before - now) & known:
-            logger.warning(
-                "%s is no longer connected; the run continues without it.",
-                self._nodes[node_id],
-            )
-        for node_id in (now - before) & known:
-            logger.info("%s is connected again.", self._nodes[node_id])
 
     def _wait(self, grid: Grid, at_least: int) -> list[int]:
         """Return the ids of the connected nodes as soon as there are enough.
@@ -324,7 +295,6 @@ class NodeRegistry:
             for node in found.values():
                 logger.info("%s joins the run.", node)
         self._nodes.update(found)
-        self._warn_of_shared_names(found.values())
         if isinstance(grid, ImmediateGrid):
             grid.name_nodes(found)
             grid.pack_for(node_id for node_id, node in found.items() if node.packs)
@@ -354,13 +324,30 @@ class NodeRegistry:
             if grid.answers_queries() is False:
                 self._app_is_mute = True
         asked = [node_id for node_id in node_ids if node_id not in found]
+        # If wanted, ask one node first. Flower logs an exception at each asked node
+        # whose app has no function for queries.
+        batches = [asked[:1], asked[1:]] if self._one_first else [asked]
+        replies: list[Message] = []
+        for batch in batches:
+            if batch and not self._app_is_mute:
+                self._one_first = False
+                queries = [Message(self._query, i, MessageType.QUERY) for i in batch]
+                replies += grid.send_and_receive(queries, timeout=self._timeout)
+                self._app_is_mute = any(
+                    lacks_function(reply, QUERY_FUNCTION) for reply in replies
+                )
         reasons: list[str] = []
-        for reply in self._answers(grid, asked):
+        for reply in replies:
             node_id = reply.metadata.src_node_id
             if reply.has_content():
                 said = NodeProperties.read(reply)
-                found[node_id] = self._node(node_id, said)
-                _warn_of_versions(found[node_id], said)
+                node = found[node_id] = self._node(node_id, said)
+                other = differences(own_versions(), said.versions)
+                if other:
+                    texts = "; ".join(dict(other))
+                    logger.warning(
+                        "%s: %s. Install one version everywhere.", node, texts
+                    )
             elif is_mod_refusal(reply):
                 refusal = str(reply.error.reason)
                 found[node_id] = Node(node_id, refusal=refusal, behind_mod=True)
@@ -380,27 +367,6 @@ class NodeRegistry:
         _log_answers(found.values(), self.silent)
         return found
 
-    def _answers(self, grid: Grid, node_ids: list[int]) -> list[Message]:
-        """Return the answers in time. Send no queries if the app cannot answer them."""
-        # If wanted, ask one node first. Flower logs an exception at each asked node
-        # whose app has no function for queries.
-        batches = [node_ids]
-        if self._one_first:
-            batches = [node_ids[:1], node_ids[1:]]
-        replies: list[Message] = []
-        for batch in batches:
-            if batch and not self._app_is_mute:
-                self._one_first = False
-                queries = [
-                    Message(self._query, node_id, MessageType.QUERY)
-                    for node_id in batch
-                ]
-                replies += grid.send_and_receive(queries, timeout=self._timeout)
-                self._app_is_mute = any(
-                    lacks_function(reply, QUERY_FUNCTION) for reply in replies
-                )
-        return replies
-
     def _distinct(self, nodes: Mapping[int, Node]) -> dict[int, Node]:
         """Return the new nodes whose partition no other connected node has.
 
@@ -419,66 +385,42 @@ class NodeRegistry:
         # Use a fixed order instead of the order of arrival, because the order decides
         # which of two nodes is left out.
         for node in sorted(nodes.values()):
-            problem = self._conflict(node, holders)
-            if problem is None:
+            problem = self._conflict(node, holders.get(node.partition_id))
+            if not problem:
                 distinct[node.node_id] = node
                 if node.partition_id is not None:
                     holders[node.partition_id] = node
             elif not self._nodes:
-                raise ConfigError(problem.text)
+                raise ConfigError(problem)
             else:
-                logger.warning("%s %s", problem.text, problem.until)
+                logger.warning("%s The second node is left out.", problem)
         return distinct
 
-    def _conflict(
-        self, node: Node, holders: Mapping[int | None, Node]
-    ) -> _Conflict | None:
-        """Return the reason why a new node cannot take part, or None if it can."""
-        holder = holders.get(node.partition_id)
+    def _conflict(self, node: Node, holder: Node | None) -> str:
+        """Return the reason why a new node cannot take part, or "" if it can.
+
+        ``holder`` is the connected node that has the partition of the new node.
+        """
         if holder is not None:
-            return _Conflict(
+            return (
                 f"{holder} and {node} both have"
                 f" partition-id={node.partition_id}: give each SuperNode its own in"
-                " --node-config.",
-                "The second node is left out while the first is connected.",
+                " --node-config."
             )
         # None disables the comparison. A node that does not take part has no valid
         # number.
         compared = node.num_partitions is not None and self._num_partitions is not None
         if not compared or node.unusable or node.refusal:
-            return None
+            return ""
         if self._num_partitions == 0:  # 0 allows any number: the first node decides
             self._num_partitions = node.num_partitions
             self._said_by = str(node)
         if node.num_partitions == self._num_partitions:
-            return None
-        return _Conflict(
+            return ""
+        return (
             f"{self._said_by} has num-partitions={self._num_partitions}, but {node} has"
             f" num-partitions={node.num_partitions}: partitions of different splits"
-            " share examples. Give all SuperNodes the same number in --node-config.",
-            "The second node is left out.",
-        )
-
-
-@dataclass(frozen=True)
-class _Conflict:
-    """The reason why a new node cannot take part.
-
-    Attributes:
-        text: the reason, with the remedy.
-        until: the consequence for the node, for the log of a run that continues.
-    """
-
-    text: str
-    until: str
-
-
-def _warn_of_versions(node: Node, said: NodeProperties) -> None:
-    """Warn if the versions of a node differ from ours."""
-    other = differences(own_versions(), said.versions)
-    if other:
-        logger.warning(
-            "%s: %s. Install one version everywhere.", node, "; ".join(dict(other))
+            " share examples. Give all SuperNodes the same number in --node-config."
         )
 
 

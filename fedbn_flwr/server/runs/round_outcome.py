@@ -149,7 +149,9 @@ def average_metrics(
                 key,
             )
             continue
-        if _is_count(key) and all(_is_whole(value) for value in values):
+        # A user's ``mean-local-steps`` is no count of this package.
+        is_count = key in _COUNTS or key.endswith(_OF_SET)
+        if is_count and all(_is_whole(value) for value in values):
             averaged[key] = int(sum(values))
             continue
         # A metric of a task may be NaN if the client's test does not define it.
@@ -183,14 +185,6 @@ def _size_for(key: str, sizes: Mapping[str, float], otherwise: float) -> float:
     # Take the longest name: "mnist-m-loss" also begins with the name of set "mnist".
     fitting = [prefix for prefix in sizes if key.startswith(prefix)]
     return sizes[max(fitting, key=len)] if fitting else otherwise
-
-
-def _is_count(key: str) -> bool:
-    """Return whether a metric has the name of a count of this package.
-
-    A user's ``mean-local-steps`` does not have such a name.
-    """
-    return key in _COUNTS or key.endswith(_OF_SET)
 
 
 def _is_whole(value: Any) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from flwr.app import ArrayRecord, MetricRecord
 
-from fedbn_flwr.batchnorm.averaging import State
+from fedbn_flwr.batchnorm.array_types import State
 from fedbn_flwr.messages.protocol import Continuity
 from fedbn_flwr.server.methods.method import Reply
 

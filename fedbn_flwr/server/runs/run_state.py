@@ -3,28 +3,26 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, MetricRecord, RecordDict
 from flwr.serverapp import Grid
 
-from fedbn_flwr.batchnorm.averaging import State
+from fedbn_flwr.batchnorm.array_types import State
 from fedbn_flwr.batchnorm.class_moments import ClassMoments
 from fedbn_flwr.batchnorm.parts import (
     Parts,
-    equal_entries,
     split_state,
 )
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.messages.protocol import Continuity, MessageConfig, TrainConfig
 from fedbn_flwr.messages.records import views
 from fedbn_flwr.server.methods.method import Ask, Facts, Node, Reply
-from fedbn_flwr.server.methods.params import RECALIBRATED
+from fedbn_flwr.server.methods.phases import Phase
 from fedbn_flwr.server.methods.together import Methods, States
-from fedbn_flwr.server.methods.travels import Travels
 from fedbn_flwr.server.runs.kept import Kept
 from fedbn_flwr.server.runs.nodes import NodeRegistry
 from fedbn_flwr.server.runs.protection import Protection
@@ -33,7 +31,6 @@ from fedbn_flwr.transport.step_transport import Transport
 
 __all__ = [
     "AggregateMetrics",
-    "Half",
     "OnReplies",
     "OnRoundEnd",
     "Options",
@@ -123,69 +120,23 @@ class Start:
 
 
 @dataclass
-class Half:
-    """One half of a round, between its messages and their replies.
-
-    Attributes:
-        configure: name of the method that made the messages.
-        server_round: the round.
-        played: the generator that waits for the replies.
-        messages: the messages.
-        arrays: the model in the messages, as the loop passed it.
-        early_replies: replies of a synchronised round, which runs during the call of
-            ``configure_train``.
-    """
-
-    configure: str
-    server_round: int
-    played: Generator[Any, Any, None]
-    messages: Sequence[Message]
-    arrays: ArrayRecord
-    early_replies: Sequence[Message] = ()
-
-    def was_left(self, arrays: ArrayRecord) -> bool:
-        """Return whether a training's replies were not read, although one follows.
-
-        Flower's wrappers skip ``aggregate_train`` if a reply is an error. If the model
-        has changed to ``arrays``, the loop has aggregated the replies itself.
-        """
-        # A synchronised round has early replies: its messages were already answered.
-        asked = bool(self.messages) and not self.early_replies
-        return self.configure == "configure_train" and asked and arrays is self.arrays
-
-
-@dataclass
 class Round:
     """The server's knowledge of one round. The next round begins with a new value.
 
     Attributes:
-        travels: the declaration of this round's phase.
+        phase: the declaration of this round's phase.
         before: the global state that was sent in this round.
         num_able: number of nodes with training data; N in the papers.
         statistics_at_start: re-estimated statistics at the start of this round.
         metrics: the metrics of this round so far, under the names of Flower's
             ``Result``.
-        half: the half of the round whose replies have not been read, if any.
-        delivery: the nodes that received messages in this half of the round, and the
-            replies that arrived; None if a loop other than our ``start`` sends them.
     """
 
-    travels: Travels = field(default_factory=Travels)
+    phase: Phase = field(default_factory=Phase)
     before: State = field(default_factory=dict)
     num_able: int = 0
     statistics_at_start: dict[str, Any] = field(default_factory=dict)
     metrics: dict[str, MetricRecord] = field(default_factory=dict)
-    half: Half | None = None
-    delivery: tuple[frozenset[int], Sequence[Message]] | None = None
-
-    def note_delivery(
-        self, messages: Sequence[Message], replies: Sequence[Message]
-    ) -> Sequence[Message]:
-        """Store the receivers of these messages, and return the replies."""
-        # A user's class may leave out messages before, and replies after this call.
-        sent_to = frozenset(message.metadata.dst_node_id for message in messages)
-        self.delivery = sent_to, replies
-        return replies
 
 
 @dataclass
@@ -264,13 +215,6 @@ class Run:
         return self.parts.select(self.methods.local)
 
     @property
-    def layers(self) -> tuple[str, ...]:
-        """The paths of the methods' BatchNorm layers, or nothing for all layers."""
-        if not self.parts.averaged:
-            return ()
-        return tuple(layer.path for layer in self.parts.layers)
-
-    @property
     def known_statistics(self) -> dict[str, Any]:
         """Re-estimated statistics from before this round that are still valid.
 
@@ -280,14 +224,9 @@ class Run:
         return {} if changed else self.round.statistics_at_start
 
     @property
-    def tests_need_statistics(self) -> bool:
-        """Whether a test, or the result, uses re-estimated statistics."""
-        return self.methods.reestimates or RECALIBRATED in self.methods.tests
-
-    @property
     def synchronises(self) -> bool:
         """Whether the first local step of this round is synchronised."""
-        return self.round.travels.exchanges is not None
+        return self.round.phase.exchanges is not None
 
     @property
     def ends_diverged(self) -> bool:
@@ -295,14 +234,14 @@ class Run:
         stops = self.methods.params.on_divergence == "stop"
         return stops and bool(self.reports) and bool(self.report.diverged)
 
-    def facts(self, number: int, travels: Travels | None = None) -> Facts:
+    def facts(self, number: int, phase: Phase | None = None) -> Facts:
         """Return a round's facts for the methods. Round 0 is before the first round."""
         return Facts(
             number,
             self.start.num_rounds,
             self.parts,
             self.round.before,
-            travels=travels or self.methods.whole,
+            phase=phase or self.methods.whole,
             num_able=self.round.num_able,
             most_able=self.most_able,
             known=frozenset(self.seen.union(self.kept.hashes)),
@@ -326,16 +265,16 @@ class Run:
 
     def open_round(self, number: int) -> None:
         """Begin a round with the model of ``set_model``."""
-        travels = self.methods.phase(self.states, number)
-        if self.reports and travels.phase != self.report.phase:
-            logger.info("Round %d begins the phase %r.", number, travels.phase)
+        phase = self.methods.phase(self.states, number)
+        if self.reports and phase.name != self.report.phase:
+            logger.info("Round %d begins the phase %r.", number, phase.name)
         # The model at the end of the last round is the model at the start of this
         # round. Read its statistics before the new report is added, because
         # ``known_statistics`` reads the last report.
         at_start = self.reestimated or self.known_statistics
-        self.round = Round(travels, self.round.before, statistics_at_start=at_start)
+        self.round = Round(phase, self.round.before, statistics_at_start=at_start)
         self.reestimated = {}
-        self.reports.append(RoundOutcome(number, travels.phase))
+        self.reports.append(RoundOutcome(number, phase.name))
 
     def present(self, grid: Grid, at_least: int) -> list[Node]:
         """Return the connected nodes of this round, at least ``at_least`` of them."""
@@ -344,11 +283,14 @@ class Run:
 
     def message_config(self, number: int) -> MessageConfig:
         """Return the config entries of every message with the model."""
+        parts = self.parts
+        # Name the BatchNorm layers only if the method does not treat all.
+        layers = tuple(layer.path for layer in parts.layers) if parts.averaged else ()
         return MessageConfig(
             server_round=number,
             local_entries=self.local_entries,
-            layers=self.layers,
-            personal=self.parts.personal,
+            layers=layers,
+            personal=parts.personal,
             fine_tune=self.methods.params.fine_tune,
             continuity=self.start.continuity,
             start_id=self.start.start_id,
@@ -366,7 +308,7 @@ class Run:
             # Tell the clients that statistics are frozen only if the freeze begins in
             # some round. If statistics are frozen in every round, there is no such
             # moment.
-            frozen=self.methods.freezes_bn and bool(facts.travels.frozen),
+            frozen=self.methods.freezes_bn and bool(facts.phase.frozen),
         )
         entries = config.write()
         for ask in asks:
@@ -454,16 +396,6 @@ class Run:
                 " ...): pass ArrayRecord(model.state_dict()); parameters() has no"
                 " buffers, such as running statistics"
             )
-
-    @property
-    def parts_with_ties(self) -> Parts:
-        """The split, with its tied entries.
-
-        If the split follows from names, entries with equal numbers count as tied.
-        """
-        if not self.parts.by_names or not self.local_entries:
-            return self.parts
-        return replace(self.parts, tied=equal_entries(self.round.before))
 
     def saved(self) -> dict[str, Any]:
         """Return the strategy's state for a checkpoint, without the model.

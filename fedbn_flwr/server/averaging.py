@@ -13,14 +13,12 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
+from fedbn_flwr.batchnorm.array_types import Array, State
 from fedbn_flwr.batchnorm.parts import Parts
 from fedbn_flwr.errors import ReplyError
 
 __all__ = [
-    "Array",
-    "State",
     "SumAhead",
     "Variance",
     "average",
@@ -30,8 +28,6 @@ __all__ = [
     "wide_type",
 ]
 
-Array = NDArray[Any]
-State = Mapping[str, Array]
 Variance = Literal["mean", "pooled"]
 _Block = list[tuple[int, slice]]
 
@@ -43,20 +39,16 @@ _BLOCK = 1 << 15
 def to_shares(weights: Sequence[float]) -> list[float]:
     """Return p_i = w_i / sum(w).
 
-    If the sum of the weights overflows, the weights are first divided by the largest.
-
     Raises:
-        ReplyError: a weight is negative or not finite, or all weights are zero.
+        ReplyError: a weight is negative, all weights are zero, or their sum is not
+            finite.
     """
-    if not all(np.isfinite(w) and w >= 0 for w in weights) or not sum(weights) > 0:
+    total = float(np.sum(np.asarray(weights, dtype=np.float64)))
+    if not 0 < total < math.inf or min(weights) < 0:
         raise ReplyError(
             f"weights {list(weights)} cannot be averaged: they must be finite and not"
             " negative, and at least one must be above 0"
         )
-    with np.errstate(over="ignore"):
-        total = float(np.sum(np.asarray(weights, dtype=np.float64)))
-    if math.isinf(total):
-        return to_shares([float(w) / max(weights) for w in weights])
     return [float(w) / total for w in weights]
 
 

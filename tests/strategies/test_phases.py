@@ -1,6 +1,5 @@
 """Declarations determine phases, sent entries and the needs of a model."""
 
-import dataclasses
 from typing import Any
 
 import pytest
@@ -13,27 +12,16 @@ from fedbn_flwr.server.methods.check_protections import disclosures
 from fedbn_flwr.server.methods.method import Ask, Method, reads_undeclared
 from fedbn_flwr.server.methods.options import OPTIONS
 from fedbn_flwr.server.methods.params import Params
-from fedbn_flwr.server.methods.together import Methods
-from fedbn_flwr.server.methods.travels import (
+from fedbn_flwr.server.methods.phases import (
     TRACKED,
-    Exchanges,
     Extra,
-    Travels,
-    in_parallel,
+    Phase,
     model_needs,
     together,
 )
-from fedbn_flwr.server.rounds.training import terms_of
+from fedbn_flwr.server.methods.together import Methods
 from fedbn_flwr.strategies import METHODS, STRATEGIES, Strategy, combined
-
-
-def test_phases_of_two_methods_run_in_parallel() -> None:
-    first = [Travels("a", last=3), Travels("b", last=5), Travels("c")]
-    second = [Travels("x", last=5, weights="equal"), Travels("y")]
-    phases = [
-        (one.phase, one.last, one.weights) for one in in_parallel([first, second])
-    ]
-    assert phases == [("x", 3, "equal"), ("x", 5, "equal"), ("y", None, "examples")]
+from fedbn_flwr.transport.step_transport import LinkSettings
 
 
 def test_beside_a_method_of_which_nothing_travels_all_of_a_method_travels() -> None:
@@ -41,7 +29,7 @@ def test_beside_a_method_of_which_nothing_travels_all_of_a_method_travels() -> N
         Key("moments", "", "client", "server"),
         Key("metric", "", "client", "server"),
     )
-    one = Travels(
+    one = Phase(
         local=frozenset({Part.AFFINE}),
         frozen=TRACKED,
         each=frozenset({Part.REST}),
@@ -50,7 +38,7 @@ def test_beside_a_method_of_which_nothing_travels_all_of_a_method_travels() -> N
             Extra(moments, "moments", "why"),
             Extra(metric, "scalar", "why", required=True),
         ),
-        exchanges=Exchanges((1, 3)),
+        exchanges=LinkSettings(),
         reestimates=True,
         undo=True,
         decides=frozenset({"gradients"}),
@@ -58,8 +46,8 @@ def test_beside_a_method_of_which_nothing_travels_all_of_a_method_travels() -> N
         kept="a variate",
     )
     assert (
-        together([one, Travels()])
-        == together([Travels(), one])
+        together([one, Phase()])
+        == together([Phase(), one])
         == together([one, one])
         == one
     )
@@ -67,80 +55,75 @@ def test_beside_a_method_of_which_nothing_travels_all_of_a_method_travels() -> N
 
 def test_needs_are_told_in_the_order_of_the_layer_to_its_entries() -> None:
     statistics, affine = frozenset({Part.STATISTICS}), frozenset({Part.AFFINE})
-    assert model_needs(Travels(frozen=TRACKED, needs=(affine,))) == [
+    assert model_needs(Phase(frozen=TRACKED, needs=(affine,))) == [
         frozenset(),
         statistics,
         affine,
     ]
 
 
-def methods_of(*phases: Travels) -> Methods:
-    fields = {"name": "mine", "travels": lambda self, num_rounds=None: phases}
+def methods_of(*phases: Phase) -> Methods:
+    fields = {"name": "mine", "phases": lambda self, num_rounds=None: phases}
     return Methods((type("Mine", (Method,), fields),), Params())
 
 
-def metric_that(read: Any) -> Travels:
+def metric_that(read: Any) -> Phase:
     key = Key("metric", "", "client", "server")
-    return Travels(extras=(Extra(key, "scalar", "a metric", read=read),))
+    return Phase(extras=(Extra(key, "scalar", "a metric", read=read),))
 
 
 @pytest.mark.parametrize(
-    ("travels", "told"),
+    ("phase", "told"),
     [
-        (Travels(exchanges=Exchanges((1, 3))), 1),
-        (Travels(reestimates=True), 1),
-        (Travels(each=TRACKED), 1),
+        (Phase(exchanges=LinkSettings()), 1),
+        (Phase(reestimates=True), 1),
+        (Phase(each=TRACKED), 1),
         (metric_that("each"), 1),
         (metric_that("log"), 0),
     ],
 )
 def test_privacy_hears_of_all_that_is_read_beside_the_update(
-    travels: Travels, told: int
+    phase: Phase, told: int
 ) -> None:
-    assert len(disclosures(methods_of(travels))) == told
+    assert len(disclosures(methods_of(phase))) == told
 
 
 @pytest.mark.parametrize(("held", "freezes"), [(frozenset(), True), (TRACKED, False)])
 def test_what_is_held_from_the_first_phase_on_does_not_freeze_in_the_run(
     held: frozenset[Part], freezes: bool
 ) -> None:
-    phases = Travels("a", last=1, frozen=held), Travels("b", frozen=TRACKED)
+    phases = Phase("a", frozen=held), Phase("b", frozen=TRACKED)
     assert methods_of(*phases).freezes_bn is freezes
 
 
 class Early(Method):
     name = "early"
 
-    def travels(self, num_rounds: int | None = None) -> tuple[Travels, ...]:
-        return Travels("a", last=1, undo=True), Travels("b")
+    def phases(self, num_rounds: int | None = None) -> tuple[Phase, ...]:
+        return Phase("a", undo=True), Phase("b")
 
-    def phase(self, state: None, number: int) -> str:
+    def phase_name(self, state: None, number: int) -> str:
         return "a" if number == 1 else "b"
 
 
 class Late(Early):
     name = "late"
 
-    def travels(self, num_rounds: int | None = None) -> tuple[Travels, ...]:
-        return Travels("x", last=2, weights="equal"), Travels("y")
+    def phases(self, num_rounds: int | None = None) -> tuple[Phase, ...]:
+        return Phase("x", weights="equal"), Phase("y")
 
-    def phase(self, state: None, number: int) -> str:
+    def phase_name(self, state: None, number: int) -> str:
         return "x" if number <= 2 else "y"
 
 
-def test_a_round_has_the_phase_that_was_foretold() -> None:
+def test_a_round_has_the_present_phases_of_all_methods() -> None:
     methods = Methods((Early, Late), Params())
     states = {"early": None, "late": None}
-    for number, foretold in enumerate(methods.phases(3), start=1):
-        phase = methods.phase(states, number)
-        assert dataclasses.replace(phase, last=foretold.last) == foretold
-
-
-def test_two_ends_that_are_found_out_in_the_run_are_refused() -> None:
-    with pytest.raises(ConfigError):
-        in_parallel(
-            [[Travels("a"), Travels("b")], [Travels("x", last=2), Travels("y")]]
-        )
+    assert [methods.phase(states, number) for number in (1, 2, 3)] == [
+        Phase("x", weights="equal", undo=True),
+        Phase("x", weights="equal"),
+        Phase("y"),
+    ]
 
 
 class OnlyUp(Method):
@@ -149,8 +132,8 @@ class OnlyUp(Method):
     name = "only-up"
     undeclared = False
 
-    def travels(self, num_rounds: int | None = None) -> tuple[Travels, ...]:
-        return (Travels(extras=(Extra(SENT, "trainable", "tells all", read="log"),)),)
+    def phases(self, num_rounds: int | None = None) -> tuple[Phase, ...]:
+        return (Phase(extras=(Extra(SENT, "trainable", "tells all", read="log"),)),)
 
     def on_clients(self, state: None, facts: Any) -> list[Ask]:
         return [
@@ -168,14 +151,12 @@ def test_a_record_that_only_clients_send_is_asked_for_counted_once_and_refused_b
         method = OnlyUp
 
     strategy = Mine()
-    assert strategy.methods.whole.extra_copies == (0, 1)
     assert [one.text for one in disclosures(strategy.methods)] == ["tells all"], (
         "arrays reveal data even if they are only reported"
     )
     run = strategy.run
     run.set_model(to_record(mlp().state_dict()))
-    asks = strategy.methods.on_clients({"only-up": None}, run.facts(1))
-    assert terms_of(run, run.facts(1), asks).extras == {SENT}
+    assert [record.key for record in run.facts(1).phase.records] == [SENT]
 
 
 def test_a_record_that_is_sent_and_not_declared_is_refused_by_name(
@@ -187,7 +168,7 @@ def test_a_record_that_is_sent_and_not_declared_is_refused_by_name(
     class Mine(Strategy):
         method = Forgetful
 
-    with pytest.raises(ConfigError, match=r"'nothing' sends record 'other'.*travels"):
+    with pytest.raises(ConfigError, match=r"'nothing' sends record 'other'.*phases"):
         federate(Mine(), mlp, [points(8), points(12, 1)], rounds=1)
 
 
