@@ -61,7 +61,7 @@ from fedbn_flwr.training.evaluation import (
     evaluate,
     without_running_statistics,
 )
-from fedbn_flwr.training.freezing import layers_of, refuse_scripted
+from fedbn_flwr.training.freezing import layers_of
 from fedbn_flwr.training.model_state import copied
 from fedbn_flwr.training.tasks import CLASSIFICATION, Task
 
@@ -97,12 +97,11 @@ def adapted(model: nn.Module, mode: TestBNMode) -> Iterator[None]:
 
     Raises:
         NormLayerError: in mode ``batch``, a layer gets a batch with one value per
-            channel; or a layer is in TorchScript.
+            channel.
     """
     if not mode:
         yield
         return
-    refuse_scripted(model, "test-time BatchNorm")
     # Collect the layers before their running statistics are removed.
     layers = {}
     for path, layer in layers_of(model).items():

@@ -166,7 +166,7 @@ def calibrate(
         DataError: there are fewer than two examples, an input is not finite, or the
             inputs can be read only once.
         NormLayerError: no BatchNorm layer has running statistics, or a layer is called
-            twice in a pass or is in TorchScript.
+            twice in a pass.
     """
     site = NewSite(model, batches)
     before = task.class_probabilities(site.plain.outputs)

@@ -27,7 +27,7 @@ from fedbn_flwr.batchnorm.replaced_forward import watch_inputs
 from fedbn_flwr.errors import DataError, StateError
 from fedbn_flwr.training.batches import inputs_for
 from fedbn_flwr.training.channels import per_channel
-from fedbn_flwr.training.freezing import layers_of, refuse_scripted
+from fedbn_flwr.training.freezing import layers_of
 from fedbn_flwr.training.model_state import copied, unwrap
 from fedbn_flwr.training.tasks import CLASSIFICATION, Task
 
@@ -90,7 +90,6 @@ def class_moments(
         NormLayerError: a layer is in TorchScript.
         StateError: the model cannot be copied.
     """
-    refuse_scripted(model, "class moments")
     model = copied(unwrap(model)).eval()
     seen: list[tuple[str, Tensor, Tensor]] = []
     sums: list[dict[str, Tensor]] = [{}, {}]

@@ -36,9 +36,7 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from fedbn_flwr.errors import ConfigError, NormLayerError
 from fedbn_flwr.problems import Problem
 from fedbn_flwr.training.freezing import (
-    is_scripted_batchnorm,
     layers_of,
-    refuse_scripted,
     stays_in_eval,
 )
 from fedbn_flwr.training.head import HEADS, head_of
@@ -504,9 +502,8 @@ def split_state(
         # Use remove_duplicate=False, because a layer registered at two paths is twice
         # in the state dict.
         modules = dict(model_or_state_dict.named_modules(remove_duplicate=False))
+        paths = [*layers_of(model_or_state_dict, every_path=True)]
         for path, module in modules.items():
-            if isinstance(module, _BatchNorm) or is_scripted_batchnorm(module):
-                paths.append(path)
             for kind in type(module).__mro__ if path else ():
                 types.setdefault(kind.__name__, []).append(without_wrappers(path))
         others = other_layers(model_or_state_dict)
@@ -552,25 +549,17 @@ def split_state(
     return parts._where(chosen.__contains__)
 
 
-def batchnorm_layers(
-    model: nn.Module, paths: Collection[str] = (), changed: str = ""
-) -> list[_BatchNorm]:
+def batchnorm_layers(model: nn.Module, paths: Collection[str] = ()) -> list[_BatchNorm]:
     """Return the BatchNorm layers with these paths, or all layers, each layer once.
 
     Args:
         model: the model.
         paths: the paths, with or without a wrapper's prefix. If ``model`` is a user's
             module around the network, paths inside the network are accepted.
-        changed: names the caller's change of the layers, for an error; "" if the caller
-            changes nothing.
 
     Raises:
-        NormLayerError: the caller changes a layer in TorchScript, so the change would
-            have no effect; or the model has none of the paths, or has them in two
-            places.
+        NormLayerError: the model has none of the paths, or has them in two places.
     """
-    if changed:
-        refuse_scripted(model, changed)
     # A layer that is used twice may be named by its second path.
     layers = layers_of(model, every_path=True)
     at = {without_wrappers(path): layer for path, layer in layers.items()}
@@ -626,7 +615,7 @@ def other_layers(model: nn.Module) -> list[str]:
     """
     paths = []
     for path, module in model.named_modules():
-        if isinstance(module, _BatchNorm) or is_scripted_batchnorm(module):
+        if isinstance(module, _BatchNorm):
             continue
         buffers = dict(module.named_buffers(recurse=False))
         # A number, such as a loss, does not belong to the channels of a layer.

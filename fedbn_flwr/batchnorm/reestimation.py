@@ -243,13 +243,12 @@ def reestimate_statistics(
         BatchNorm cannot compute statistics from them.
 
     Raises:
-        NormLayerError: a layer is in TorchScript, the model does not have the paths in
-            ``measured``, or a BatchNorm layer raises a ValueError; the message names
-            the layer.
+        NormLayerError: the model does not have the paths in ``measured``, or a
+            BatchNorm layer raises a ValueError; the message names the layer.
     """
     if forward is None:  # nothing that a pass changes stays in the model
         model = copied(model)
-    chosen = batchnorm_layers(model, measured, "re-estimated statistics")
+    chosen = batchnorm_layers(model, measured)
     in_eval = [one for one in batchnorm_layers(model) if one not in chosen]
     in_eval += left_in_eval(model).values()
     with restored_modes(model), torch.no_grad():

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedbn_flwr.batchnorm.reestimation import tracking_layers
-from fedbn_flwr.training.freezing import refuse_scripted, stays_in_eval
+from fedbn_flwr.training.freezing import stays_in_eval
 from fedbn_flwr.training.model_state import not_compiled
 from fedbn_flwr.training.modes import restored_modes
 from fedbn_flwr.training.replaced_method import replace_method
@@ -25,11 +25,7 @@ def layers_in_training(model: nn.Module) -> dict[str, _BatchNorm]:
 
     Layers that the model keeps in eval mode, or that are in eval mode while the model
     is in train mode, are left out. A layer at several paths is listed under the first.
-
-    Raises:
-        NormLayerError: a layer is in TorchScript.
     """
-    refuse_scripted(model, "statistics in training")
     in_eval = stays_in_eval(model)
     with restored_modes(model):
         model.train()

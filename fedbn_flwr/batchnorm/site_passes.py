@@ -21,7 +21,7 @@ from fedbn_flwr.batchnorm.reestimation import Moments, merge, moments_of
 from fedbn_flwr.batchnorm.replaced_forward import watch_inputs
 from fedbn_flwr.errors import DataError, NormLayerError
 from fedbn_flwr.training.batches import inputs_for
-from fedbn_flwr.training.freezing import layers_of, refuse_scripted
+from fedbn_flwr.training.freezing import layers_of
 from fedbn_flwr.training.model_state import copied, unwrap
 from fedbn_flwr.training.modes import in_eval_mode
 
@@ -93,11 +93,10 @@ class NewSite:
         DataError: there are fewer than two examples, an input is not finite, or the
             inputs can be read only once.
         NormLayerError: no layer has running statistics, or a layer is called twice in a
-            pass or is in TorchScript.
+            pass.
     """
 
     def __init__(self, model: nn.Module, batches: Iterable[Any]) -> None:
-        refuse_scripted(model, "calibration")
         if iter(batches) is batches:
             raise DataError(
                 "calibrate: batches can be read only once. Pass a list, or another"

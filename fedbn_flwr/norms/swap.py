@@ -18,7 +18,6 @@ from torch.nn.modules.conv import _ConvNd
 from fedbn_flwr.errors import NormLayerError
 from fedbn_flwr.norms.own_forward import modules_after
 from fedbn_flwr.norms.replaced_layers import Replacement, named
-from fedbn_flwr.training.freezing import refuse_scripted
 
 LayerMaker = Callable[[_BatchNorm, str], nn.Module]
 
@@ -66,9 +65,8 @@ def swap_batchnorm(
 
     Raises:
         NormLayerError: a layer has a custom forward pass or forward hooks, so a part
-            would be lost; or a layer is in TorchScript.
+            would be lost.
     """
-    refuse_scripted(model, "another norm")
     places = batchnorm_places(model)
     after = _modules_after(places)
     # Make one new layer for a layer at several places, so that these places still share

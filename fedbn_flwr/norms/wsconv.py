@@ -119,8 +119,7 @@ def use_wsconv(
     Raises:
         ConfigError: the activation is unknown, or gain is not a bool.
         NormLayerError: ``refuse_unusual`` refuses a convolution; or a BatchNorm has a
-            custom forward pass, forward hooks, or layers that it does not apply, or is
-            in TorchScript.
+            custom forward pass, forward hooks, or layers that it does not apply.
     """
     paths = [path for path, _ in model.named_modules(remove_duplicate=False)]
     convolutions = {}

@@ -157,7 +157,7 @@ class FreezeBN(ClientHook):
 
     def begin(self, model: nn.Module) -> None:
         """Put the BN layers in eval mode, and freeze gamma and beta if ``affine``."""
-        layers = batchnorm_layers(model, self.paths, "frozen BatchNorm")
+        layers = batchnorm_layers(model, self.paths)
         self._undo = [force_eval(layer) for layer in layers]
         if not self.affine or not layers:
             return
@@ -205,8 +205,7 @@ class MeasureDrift(ClientHook):
 
     def _statistics(self, model: nn.Module) -> list[Tensor]:
         found = []
-        changed = "the change of the statistics"
-        for layer in batchnorm_layers(model, self.paths, changed):
+        for layer in batchnorm_layers(model, self.paths):
             found += [layer.running_mean, layer.running_var]
         return [statistic for statistic in found if statistic is not None]
 

@@ -213,21 +213,6 @@ def test_fingerprint_sees_names_types_and_shapes() -> None:
     assert len(prints) == 5
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
-def test_torchscript_keeps_the_types_of_its_layers() -> None:
-    """This includes layers whose names reveal no type or a wrong type."""
-    bn, other = (
-        nn.BatchNorm1d(2, track_running_stats=False),
-        nn.InstanceNorm1d(2, track_running_stats=True),
-    )
-    model = nn.Sequential(nn.Linear(2, 2), bn, nn.Sequential(nn.BatchNorm1d(2), other))
-    assert split_state(torch.jit.script(model)) == split_state(model)
-    assert split_state(nn.Sequential(torch.jit.script(bn))).affine == (
-        "0.weight",
-        "0.bias",
-    )
-
-
 class Windowed(nn.Module):
     """A layer with two constants and with entries that training moves.
 

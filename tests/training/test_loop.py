@@ -211,19 +211,14 @@ def test_other_cases_that_take_a_batch_of_one(points, mlp, change: str) -> None:
     )
 
 
-@pytest.mark.parametrize("scripted", [False, True])
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 @pytest.mark.parametrize(("size", "dropped"), [(2, 0), (1, 1)])
 def test_a_norm_that_only_the_training_calls_is_asked_too(
-    points, scripted: bool, size: int, dropped: int
+    points, size: int, dropped: int
 ) -> None:
     model = OnlyInTraining(size).double()
-    data, used = (
-        points(5, shape=(1, size, size)),
-        torch.jit.script(model) if scripted else model,
-    )
+    data = points(5, shape=(1, size, size))
     state = torch.get_rng_state()
-    assert run(used, data, batch_size=4).num_dropped == dropped
+    assert run(model, data, batch_size=4).num_dropped == dropped
     assert model.norm.num_batches_tracked == 2 - dropped, (
         "finding out must not update BN"
     )
