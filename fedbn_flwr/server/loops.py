@@ -195,7 +195,7 @@ class OwnLoop(Loop):
         if not after:
             test(0)
         for server_round in range(after + 1, num_rounds + 1):
-            if strategy.stops_after(server_round - 1):
+            if strategy.ends:
                 break
             logger.info("[ROUND %d/%d]", server_round, num_rounds)
 
@@ -230,7 +230,7 @@ class OwnLoop(Loop):
                 strategy.stopped = True
             # Ask before the end of the round, which writes its traffic.
             run = strategy.run
-            last = server_round == num_rounds or strategy.stops_after(server_round)
+            last = server_round == num_rounds or strategy.ends
             if last and run.methods.whole.class_moments and not run.ends_diverged:
                 collect_class_moments(run, arrays, grid)
             strategy.end_round(server_round, tested)

@@ -251,17 +251,13 @@ class Strategy(RunView, FlowerFedAvg):
         failures.raise_if_failed(self.run, result)
         return result
 
-    def stops_after(self, server_round: int) -> bool:
-        """Return whether the run ends after this round.
-
-        The run diverged or was stopped, or its privacy budget is spent.
-        """
+    @property
+    def ends(self) -> bool:
+        """Whether the run ends after this round: it diverged or was stopped."""
         if self.stopped or self.run.ends_diverged:
             return True
         recording = self._loop.recording
-        if recording is not None and recording.finished:
-            return True
-        return self.protection.stops_after(server_round)
+        return recording is not None and recording.finished
 
     def prepare(
         self, initial_arrays: ArrayRecord, num_rounds: int | None, timeout: float
