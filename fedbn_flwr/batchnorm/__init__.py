@@ -3,7 +3,8 @@
 In reading order:
 
 - ``parts``: the split of a model's state: affine, statistics, counters, the rest, and
-  personal entries.
+  personal entries. ``tied_entries``: entries that share a tensor. ``fixed_entries``:
+  entries that local training does not change. ``layers``: the layers at given paths.
 - ``averaging``: the average of clients' states.
 - ``check_state``: refuses a state with wrong shapes, values that are not finite, or
   negative variances, before it is averaged.
@@ -15,5 +16,4 @@ In reading order:
   model there. ``site_passes``: its passes over the inputs. ``class_moments``: the
   moments of each class at the training sites.
 - ``sync``: BatchNorm over the batches of all clients of a round, as in FedTAN.
-- ``outer_affine``: finds gamma and beta that the module around a layer applies.
 """

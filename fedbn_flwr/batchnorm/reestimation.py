@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from fedbn_flwr.batchnorm.parts import batchnorm_layers
+from fedbn_flwr.batchnorm.layers import batchnorm_layers
 from fedbn_flwr.training.batches import Batches, inputs_for, join_last, with_positions
 from fedbn_flwr.training.channels import (
     batch_mean_and_variance,

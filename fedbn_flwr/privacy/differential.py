@@ -84,8 +84,8 @@ class ClientLevelDP(Protection):
         file: a file for the releases, see ``PrivacyAccountant``.
         fixed: names of the entries that no client trains, such as a frozen backbone or
             a constant buffer. They get no noise, and replies that changed them are
-            refused. ``fixed_entries(model)`` of ``fedbn_flwr.batchnorm.parts`` finds
-            them.
+            refused. ``fixed_entries(model)`` of
+            ``fedbn_flwr.batchnorm.fixed_entries`` finds them.
 
     Attributes:
         clipping_norm: C.

@@ -51,7 +51,7 @@ from collections.abc import Callable, Collection
 
 from torch import nn
 
-from fedbn_flwr.batchnorm.parts import batchnorm_layers
+from fedbn_flwr.batchnorm.layers import batchnorm_layers
 from fedbn_flwr.batchnorm.reestimation import stop_tracking
 from fedbn_flwr.batchnorm.replaced_forward import layers_in_training
 from fedbn_flwr.server.methods.method import Ask, Facts, Method

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
-from fedbn_flwr.batchnorm.parts import Part, Parts
+from fedbn_flwr.batchnorm.parts import Parts
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.problems import (
     BEFORE_A_RUN,
@@ -34,10 +34,8 @@ from fedbn_flwr.server.methods.method import (
 from fedbn_flwr.server.methods.options import chosen_options
 from fedbn_flwr.server.methods.params import Params, tests_in
 from fedbn_flwr.server.methods.travels import (
-    TRACKED,
     PartSet,
     Travels,
-    in_common,
     in_parallel,
     together,
 )
@@ -271,31 +269,6 @@ class Methods:
             found += found_problems(method.rows, method, known, stages)
         # FedTAN-II has FixBN's rows as well: return each problem once.
         return list(dict.fromkeys(found))
-
-    def of_other_layers(self, parts: Parts) -> str:
-        """Return a sentence on the treatment of layers that only resemble BatchNorm.
-
-        They have running statistics, but are not a torch BatchNorm.
-        """
-        whole = self.whole
-        done = {
-            "keep": Part.STATISTICS in self.local,
-            "freeze": self.freezes_bn,
-            "synchronise": whole.exchanges is not None,
-            "measure": self.reestimates or bool(in_common(whole) & TRACKED),
-        }
-        left_out = [word for word, does in done.items() if does]
-        if parts.by_names:
-            does = "treats their entries as BatchNorm's, because of their names"
-            not_done = "the clients, which find layers by type, do not {} them"
-            left_out = [word for word in left_out if word != "keep"]
-        else:
-            rest = "keeps" if Part.REST in self.local else "averages"
-            does = f"{rest} their statistics"
-            not_done = "does not {} them"
-        if not left_out or Part.REST in self.local:
-            return f"{self.name} {does}."
-        return f"{self.name} {does}, and {not_done.format(' or '.join(left_out))}."
 
 
 def _tell_in_round(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 from fedbn_flwr.batchnorm.check_state import check_state
-from fedbn_flwr.batchnorm.parts import Part, name_layers
+from fedbn_flwr.batchnorm.parts import Part
 from fedbn_flwr.errors import ConfigError, ReplyError
 from fedbn_flwr.problems import Known, tell
 from fedbn_flwr.server.methods.check_protections import of_wrapper
@@ -64,9 +64,6 @@ def begin(
         shapes=run.start.shapes,
     )
     tell(methods.params.told(methods.problems(known)))
-    others = run.parts.others
-    if others:
-        name_layers(others, methods.of_other_layers(run.parts))
     run.begin()
 
     # Warn about surprises in the model that the run returns.
