@@ -142,8 +142,7 @@ def calibrate(
     Args:
         model: the model, with averaged BN statistics. It does not change.
         batches: the inputs of the new site: tensors (B, ...), or tuples whose first
-            element is the input. They are read several times, so pass a list, or a
-            DataLoader without random transforms.
+            element is the input. They are read once and kept in memory.
         way: one of ``WAYS``.
         class_moments: pooled class moments of the training sites, for "matched".
         prior_examples: N of "mix": the weight of the running statistics, in examples.
@@ -163,10 +162,9 @@ def calibrate(
 
     Raises:
         ConfigError: an argument is not allowed, or does not fit the model.
-        DataError: there are fewer than two examples, an input is not finite, or the
-            inputs can be read only once.
-        NormLayerError: no BatchNorm layer has running statistics, or a layer is called
-            twice in a pass.
+        DataError: there are fewer than two examples, or an input is not finite.
+        NormLayerError: there is no BatchNorm layer, or a layer has no running
+            statistics, has its own forward pass, or is called twice in a pass.
     """
     site = NewSite(model, batches)
     before = task.class_probabilities(site.plain.outputs)
@@ -271,9 +269,8 @@ def _judged(
             f"Do not use this model here yet: {doubt}. Label {to_label} of the"
             f" {examples} examples, drawn at random, and test the model on them."
         )
-    site.load(tried[way].statistics)
     return Calibration(
-        model=site.model,
+        model=site.calibrated(tried[way].statistics),
         way=way,
         reason=f"{way} was {'chosen' if auto else 'given'}: {reason}.",
         trusted=not doubt,

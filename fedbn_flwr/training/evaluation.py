@@ -70,7 +70,6 @@ def evaluate(
     *,
     task: Task = CLASSIFICATION,
     batch_size: int = 0,
-    tries_last: bool = True,
     on_batch: Callable[[Tensor, Tensor], None] | None = None,
 ) -> EvalResult:
     """Return the metrics of ``model`` on all of ``data``, in eval mode.
@@ -87,9 +86,6 @@ def evaluate(
         batch_size: examples per batch. 0 means the default of the task. A task has a
             separate default for models whose BatchNorm layers use the batch's
             statistics.
-        tries_last: whether a last batch of one example is tried in an extra forward
-            pass. False leaves this batch as it is: choose it if hooks of the model
-            count the passes.
         on_batch: called with the outputs (B, ...) and the targets (B, ...) of each
             batch, in order.
 
@@ -111,7 +107,7 @@ def evaluate(
     with in_eval_mode(model), torch.no_grad():
         size = batch_size or _test_batch(model, task)
         order: Sequence[Tensor] = torch.split(torch.arange(len(data)), size)
-        if tries_last and len(order[-1]) == 1:
+        if len(order[-1]) == 1:
             order = _joined(model, data, order, prepared)
         with closing(with_positions(data, order)) as batches:
             for _, (inputs, targets) in batches:
