@@ -9,8 +9,8 @@ In reading order:
 - ``check_state``: refuses a state with wrong shapes, values that are not finite, or
   negative variances, before it is averaged.
 - ``reestimation``: statistics from data, of a batch and of a pass ("precise BN").
-- ``replaced_forward``: a method's forward pass instead of a layer's own, and
-  normalisation with given statistics.
+- ``measuring``: reads the inputs of layers in passes through a copy.
+- ``replaced_forward``: the layers that track statistics in training.
 - ``adaptation``: test-time BatchNorm, with statistics of the test inputs.
 - ``calibration``: statistics for a site that did not train, and a judgement of the
   model there. ``site_passes``: its passes over the inputs. ``class_moments``: the

@@ -68,4 +68,5 @@ def uncompiled() -> AbstractContextManager[Any]:
     # Without a compiled model in this process, the import would take seconds.
     if "torch._dynamo" not in sys.modules:
         return nullcontext()
-    return torch.compiler.set_stance("force_eager")  # type: ignore[no-untyped-call]
+    eager: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
+    return eager

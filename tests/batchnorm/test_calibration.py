@@ -29,7 +29,7 @@ from fedbn_flwr.batchnorm.class_moments import (
     pool_class_moments,
 )
 from fedbn_flwr.batchnorm.reestimation import reestimate_statistics
-from fedbn_flwr.batchnorm.site_passes import NewSite, use_all, use_matched
+from fedbn_flwr.batchnorm.site_passes import NewSite, use_all, use_matched, use_mix
 from fedbn_flwr.errors import ConfigError, DataError, NormLayerError
 from fedbn_flwr.training.tasks import BINARY, CLASSIFICATION, REGRESSION
 from tests.support.fast import fast
@@ -221,12 +221,12 @@ def oracle_way(drawn: Drawn, way: str, prior: float = 16) -> np.ndarray:
     return matched(mix)
 
 
-def result(drawn: Drawn, way: Any, **options: Any) -> Calibration:
-    return calibrate(drawn.model, [drawn.x], way, class_moments=drawn.known, **options)
+def result(drawn: Drawn, way: Any) -> Calibration:
+    return calibrate(drawn.model, [drawn.x], way, class_moments=drawn.known)
 
 
-def probabilities(drawn: Drawn, way: Any, **options: Any) -> Tensor:
-    found = result(drawn, way, **options).probabilities
+def probabilities(drawn: Drawn, way: Any) -> Tensor:
+    found = result(drawn, way).probabilities
     assert found is not None
     return found
 
@@ -249,19 +249,21 @@ def test_the_returned_model_has_the_outputs_of_its_way(drawn: Drawn) -> None:
 
 def test_the_ends_of_each_way_are_other_ways(drawn: Drawn) -> None:
     everything, nothing = probabilities(drawn, "all"), probabilities(drawn, "none")
+    site = NewSite(drawn.model, [drawn.x])
+    n, mix = len(drawn.x), drawn.known.class_mix
     ends = {
-        "early, all layers": (probabilities(drawn, "early", early=3), everything),
-        "early, no layer": (probabilities(drawn, "early", early=0), nothing),
-        "mix, N = 0": (probabilities(drawn, "mix", prior_examples=0), everything),
-        "mix, N = inf": (
-            probabilities(drawn, "mix", prior_examples=math.inf),
-            nothing,
+        "early, all layers": (use_all, site.order, everything),
+        "early, no layer": (use_all, [], nothing),
+        "mix, N = 0": (use_mix(0, n), site.order, everything),
+        "mix, N = inf": (use_mix(math.inf, n), site.order, nothing),
+        "matched, training mix": (
+            use_matched(drawn.known, mix),
+            site.order,
+            everything,
         ),
     }
-    site = NewSite(drawn.model, [drawn.x])
-    matched = site.tried(use_matched(drawn.known, drawn.known.class_mix), site.order)
-    ends["matched, training mix"] = (matched.outputs.softmax(1), everything)
-    for name, (got, expected) in ends.items():
+    for name, (rule, layers, expected) in ends.items():
+        got = site.tried(rule, layers).outputs.softmax(1)
         torch.testing.assert_close(got, expected, **CLOSE, msg=name)
     assert not torch.allclose(everything, nothing, atol=1e-3)
 
@@ -592,11 +594,9 @@ def test_bad_calls_are_refused_before_a_way_is_tried() -> None:
             model,
             [x],
             "most",  # type: ignore[arg-type]
-            prior_examples=-1,
-            early=4,
             class_moments=other,
         )
-    for part in ("most", "prior_examples=-1", "early=4", "class_moments"):
+    for part in ("most", "class_moments"):
         assert part in str(refused.value)
     with pytest.raises(ConfigError, match="class_moments"):
         calibrate(model, [x], "matched")

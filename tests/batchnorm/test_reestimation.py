@@ -19,7 +19,12 @@ from torch.utils.data import DataLoader, TensorDataset
 from fedbn_flwr.batchnorm import reestimation
 from fedbn_flwr.batchnorm.adaptation import evaluate_adapted
 from fedbn_flwr.batchnorm.calibration import calibrate
-from fedbn_flwr.batchnorm.reestimation import merge, moments_of, reestimate_statistics
+from fedbn_flwr.batchnorm.reestimation import (
+    MomentSums,
+    merge,
+    moments_of,
+    reestimate_statistics,
+)
 from fedbn_flwr.batchnorm.sync import try_synchronised_step
 from fedbn_flwr.doctor import diagnose
 from fedbn_flwr.errors import NormLayerError
@@ -207,6 +212,23 @@ def test_merged_moments_are_those_of_all_values(
     m2 = ((centred - mean) ** 2).sum(0).astype(float)
     rtol = 1e-6 if offset > 1e6 else 1e-9
     np.testing.assert_allclose(total.m2, m2, rtol=rtol, atol=1e-12)
+
+
+@pytest.mark.parametrize("offset", [0.0, 1e6])
+def test_sums_over_batches_are_the_moments_of_all_values(
+    offset: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There are more calls than kept moments, so moments are merged."""
+    monkeypatch.setattr(reestimation, "_KEPT", 2)
+    sums = MomentSums()
+    x = torch.randn(7, 3, 2, 2, dtype=torch.float64) + offset
+    for batch in x.split(3):  # the last batch has one example
+        sums.gather("0", batch)
+        assert len(sums._moments["0"]) == 1
+    found, want = sums.merged()["0"], moments_of(x)
+    assert found.count == want.count == 28
+    torch.testing.assert_close(found.mean, want.mean, rtol=1e-14, atol=1e-14)
+    torch.testing.assert_close(found.m2, want.m2, rtol=1e-9, atol=0)
 
 
 def test_one_example_at_a_time_is_two_where_a_layer_needs_two(points, mlp) -> None:
