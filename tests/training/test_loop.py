@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedbn_flwr.batchnorm.reestimation import reestimate_statistics
 from fedbn_flwr.errors import ConfigError, DataError, NormLayerError
 from fedbn_flwr.strategies.fixbn import FreezeBN
 from fedbn_flwr.training import (
@@ -331,8 +330,6 @@ def test_a_virtual_batch_of_one_row_names_the_layer_and_the_batch(points, mlp) -
     assert run(model, points(10), batch_size=10).num_steps == 1
     with pytest.raises(NormLayerError, match=r"'1' .* 9 examples"):
         run(model, points(9), batch_size=9)
-    with pytest.raises(NormLayerError, match=r"'1' .* 9 examples"):
-        reestimate_statistics(model, points(9), batch_size=9)
 
 
 def test_each_purpose_has_a_stream_of_its_own_and_takes_it_once(points, mlp) -> None:
