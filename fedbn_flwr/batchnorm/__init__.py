@@ -4,13 +4,12 @@ In reading order:
 
 - ``parts``: the split of a model's state: affine, statistics, counters, the rest, and
   personal entries. ``tied_entries``: entries that share a tensor. ``fixed_entries``:
-  entries that local training does not change. ``layers``: the layers at given paths.
+  entries that local training does not change. ``layers``: the layers that a method acts on.
 - ``averaging``: the average of clients' states.
 - ``check_state``: refuses a state with wrong shapes, values that are not finite, or
   negative variances, before it is averaged.
 - ``reestimation``: statistics from data, of a batch and of a pass ("precise BN").
-- ``measuring``: reads the inputs of layers in passes through a copy.
-- ``replaced_forward``: the layers that track statistics in training.
+- ``layer_inputs``: reads the inputs of layers in passes through a copy.
 - ``adaptation``: test-time BatchNorm, with statistics of the test inputs.
 - ``calibration``: statistics for a site that did not train, and a judgement of the
   model there. ``site_passes``: its passes over the inputs. ``class_moments``: the

@@ -47,12 +47,12 @@ from typing import Any, Literal, get_args
 
 from torch import Tensor, nn
 
-from fedbn_flwr.batchnorm.measuring import uncompiled, watch_inputs
+from fedbn_flwr.batchnorm.layer_inputs import uncompiled, watch_inputs
 from fedbn_flwr.batchnorm.reestimation import batch_statistics
 from fedbn_flwr.training.batches import Batches
+from fedbn_flwr.training.copying import copied
 from fedbn_flwr.training.evaluation import EvalResult, evaluate
 from fedbn_flwr.training.freezing import layers_of
-from fedbn_flwr.training.model_state import copied
 from fedbn_flwr.training.tasks import CLASSIFICATION, Task
 
 __all__ = ["PRIOR", "TEST_BN_MODES", "TestBNMode", "adapted", "evaluate_adapted"]

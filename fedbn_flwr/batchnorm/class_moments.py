@@ -22,12 +22,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from fedbn_flwr.batchnorm.measuring import uncompiled, watch_inputs
+from fedbn_flwr.batchnorm.layer_inputs import uncompiled, watch_inputs
 from fedbn_flwr.errors import DataError, StateError
 from fedbn_flwr.training.batches import inputs_for
 from fedbn_flwr.training.channels import per_channel
+from fedbn_flwr.training.copying import copied
 from fedbn_flwr.training.freezing import layers_of
-from fedbn_flwr.training.model_state import copied, unwrap
+from fedbn_flwr.training.model_state import unwrap
 from fedbn_flwr.training.tasks import CLASSIFICATION, Task
 
 __all__ = [

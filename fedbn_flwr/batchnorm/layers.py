@@ -1,4 +1,4 @@
-"""The BatchNorm layers of a client's model at the paths that the server has sent."""
+"""The BatchNorm layers of a client's model that a method acts on."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedbn_flwr.errors import NormLayerError
-from fedbn_flwr.training.freezing import layers_of
+from fedbn_flwr.training.freezing import layers_of, stays_in_eval
 from fedbn_flwr.training.model_state import without_wrappers
+from fedbn_flwr.training.modes import restored_modes
 
-__all__ = ["batchnorm_layers"]
+__all__ = ["batchnorm_layers", "layers_in_training", "tracking_layers"]
 
 
 def batchnorm_layers(model: nn.Module, paths: Collection[str] = ()) -> list[_BatchNorm]:
@@ -44,3 +45,26 @@ def batchnorm_layers(model: nn.Module, paths: Collection[str] = ()) -> list[_Bat
             )
         chosen = [around[0] + path for path in bare]
     return list(dict.fromkeys(at[path] for path in chosen))
+
+
+def tracking_layers(model: nn.Module) -> list[_BatchNorm]:
+    """Return the BatchNorm layers that update running statistics in a forward pass."""
+    layers = []
+    for layer in layers_of(model).values():
+        tracks = layer.running_mean is not None and layer.track_running_stats
+        if layer.training and tracks:
+            layers.append(layer)
+    return layers
+
+
+def layers_in_training(model: nn.Module) -> dict[str, _BatchNorm]:
+    """Return the BatchNorm layers that track statistics in training, by path.
+
+    Layers that the model keeps in eval mode, or that are in eval mode while the model
+    is in train mode, are left out. A layer at several paths is listed under the first.
+    """
+    in_eval = stays_in_eval(model)
+    with restored_modes(model):
+        model.train()
+        layers = {*tracking_layers(model)} - in_eval
+    return {path: module for path, module in model.named_modules() if module in layers}

@@ -9,17 +9,16 @@ a number.
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from fnmatch import fnmatchcase
 from functools import cached_property
 from typing import Any
 
 from torch import nn
 
+from fedbn_flwr.batchnorm.patterns import is_at, listed, near
 from fedbn_flwr.batchnorm.tied_entries import tied_entries
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.training.freezing import layers_of
@@ -121,19 +120,19 @@ class Parts:
             ConfigError: a path or glob matches no BatchNorm layer, or the split was
                 made for other layers.
         """
-        patterns = _listed(layers)
+        patterns = listed(layers)
         if not patterns:
             return self
         paths = [layer.path for layer in self.whole.layers]
-        unknown = [one for one in patterns if not any(_is_at(p, one) for p in paths)]
+        unknown = [one for one in patterns if not any(is_at(p, one) for p in paths)]
         if unknown:
             what = f"matches none of the {len(paths)} BatchNorm layers by path or glob"
-            lines = [f"layers: {one!r} {what}. {_near(one, paths)}" for one in unknown]
+            lines = [f"layers: {one!r} {what}. {near(one, paths)}" for one in unknown]
             raise ConfigError("\n".join(lines))
         chosen: list[BatchNormLayer] = []
         averaged: list[BatchNormLayer] = []
         for layer in self.whole.layers:
-            is_chosen = any(_is_at(layer.path, one) for one in patterns)
+            is_chosen = any(is_at(layer.path, one) for one in patterns)
             (chosen if is_chosen else averaged).append(layer)
         parts = replace(self, layers=tuple(chosen), averaged=tuple(averaged))
         if self.averaged and parts.layers != self.layers:
@@ -153,8 +152,8 @@ class Parts:
         Raises:
             ConfigError: a pattern has no entry, or the head has another name.
         """
-        listed = _listed(patterns)
-        unknown = [one for one in listed if not self._entries_at(one)]
+        places = listed(patterns)
+        unknown = [one for one in places if not self._entries_at(one)]
         if LAST_LAYER in unknown:
             tops = dict.fromkeys(name.partition(".")[0] for name in self.names)
             raise ConfigError(
@@ -166,13 +165,13 @@ class Parts:
         if unknown:
             known = [*self.names, *(f"{_TYPE}{kind}" for kind in self.types)]
             lines = [
-                f"personal: {one!r} matches no entry. {_near(one, known)}"
+                f"personal: {one!r} matches no entry. {near(one, known)}"
                 for one in unknown
             ]
             if self.by_names:
                 lines.append("Classes can be used with parts=split_state(model).")
             raise ConfigError("\n".join(lines))
-        chosen = {name for one in listed for name in self._entries_at(one)}
+        chosen = {name for one in places for name in self._entries_at(one)}
         personal = tuple(name for name in self.names if name in chosen)
         # Return the same object if possible, because it keeps its cached values and
         # every round of a run calls this function.
@@ -188,7 +187,7 @@ class Parts:
         return [
             name
             for name in self.names
-            if any(_is_at(without_wrappers(name), place) for place in places)
+            if any(is_at(without_wrappers(name), place) for place in places)
         ]
 
     @cached_property
@@ -339,32 +338,6 @@ def split_state(
         buffers=frozenset(buffers),
     )
     return parts.with_personal(personal).only(layers)
-
-
-def _is_at(path: str, pattern: str) -> bool:
-    """Return whether a layer or entry has this path or glob, or is below it."""
-    # A name may have brackets, which a glob reads as a set of characters.
-    named = f"{path}.".startswith(f"{pattern}.")
-    return named or fnmatchcase(path, pattern) or fnmatchcase(path, f"{pattern}.*")
-
-
-def _listed(patterns: str | Sequence[str]) -> list[str]:
-    """Return the patterns, split at commas, without empty patterns."""
-    each = patterns.split(",") if isinstance(patterns, str) else patterns
-    return [pattern.strip() for pattern in each if pattern.strip()]
-
-
-def _near(pattern: str, paths: Sequence[str]) -> str:
-    """Return a sentence with known paths that are similar to the pattern.
-
-    If no path is similar, the sentence has the first paths. The paths of the modules
-    above are also candidates.
-    """
-    known = dict.fromkeys(
-        path.rsplit(".", count)[0] for path in paths for count in range(3)
-    )
-    near = difflib.get_close_matches(pattern, list(known), n=3) or paths[:3]
-    return f"Near: {', '.join(repr(path) for path in near) or 'none'}."
 
 
 def _parametrized(names: Iterable[str]) -> dict[str, list[str]]:

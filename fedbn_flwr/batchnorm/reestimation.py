@@ -22,15 +22,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from fedbn_flwr.batchnorm.layers import batchnorm_layers
-from fedbn_flwr.batchnorm.measuring import uncompiled, watch_inputs
+from fedbn_flwr.batchnorm.layer_inputs import uncompiled, watch_inputs
+from fedbn_flwr.batchnorm.layers import batchnorm_layers, tracking_layers
 from fedbn_flwr.training.batches import Batches, inputs_for, join_last, with_positions
 from fedbn_flwr.training.channels import (
     batch_mean_and_variance,
     other_axes,
 )
+from fedbn_flwr.training.copying import copied
 from fedbn_flwr.training.freezing import layers_of, left_in_eval
-from fedbn_flwr.training.model_state import copied
 from fedbn_flwr.training.randomness import seeded
 from fedbn_flwr.training.single_examples import name_layer, takes_one_example
 
@@ -43,7 +43,6 @@ __all__ = [
     "merge",
     "moments_of",
     "reestimate_statistics",
-    "tracking_layers",
 ]
 
 
@@ -157,16 +156,6 @@ def batch_statistics(x: Tensor) -> tuple[Tensor, Tensor]:
     Both are in float32 or wider. One value per channel has variance 0.
     """
     return batch_mean_and_variance(x.to(torch.promote_types(x.dtype, torch.float32)))
-
-
-def tracking_layers(model: nn.Module) -> list[_BatchNorm]:
-    """Return the BatchNorm layers that update running statistics in a forward pass."""
-    layers = []
-    for layer in layers_of(model).values():
-        tracks = layer.running_mean is not None and layer.track_running_stats
-        if layer.training and tracks:
-            layers.append(layer)
-    return layers
 
 
 def reestimate_statistics(

@@ -16,12 +16,13 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from fedbn_flwr.batchnorm.class_moments import ClassMoments
-from fedbn_flwr.batchnorm.measuring import uncompiled, watch_inputs
+from fedbn_flwr.batchnorm.layer_inputs import uncompiled, watch_inputs
 from fedbn_flwr.batchnorm.reestimation import Moments, MomentSums, merge, moments_of
 from fedbn_flwr.errors import DataError, NormLayerError
 from fedbn_flwr.training.batches import inputs_for
+from fedbn_flwr.training.copying import copied
 from fedbn_flwr.training.freezing import layers_of
-from fedbn_flwr.training.model_state import copied, unwrap
+from fedbn_flwr.training.model_state import unwrap
 
 Statistics = tuple[Tensor, Tensor]
 """Mean and biased variance of a layer, (C,) each, in float64."""

@@ -18,8 +18,8 @@ from fedbn_flwr.norms.group_ws import use_group_ws
 from fedbn_flwr.norms.none import remove_batch
 from fedbn_flwr.norms.replaced_layers import NormReport, Replacement, named
 from fedbn_flwr.norms.wsconv import use_wsconv
+from fedbn_flwr.training.copying import copied
 from fedbn_flwr.training.freezing import layers_of
-from fedbn_flwr.training.model_state import copied
 
 __all__ = ["NORMS", "NormBuilder", "NormInfo", "keep_batch", "replace_norm"]
 
