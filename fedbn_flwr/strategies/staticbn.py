@@ -52,8 +52,8 @@ from collections.abc import Collection, Mapping
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from fedbn_flwr.batchnorm.layers import batchnorm_layers, layers_in_training
 from fedbn_flwr.batchnorm.layer_inputs import refuse_own_forward
+from fedbn_flwr.batchnorm.layers import batchnorm_layers, layers_in_training
 from fedbn_flwr.server.methods.method import Ask, Facts, Method
 from fedbn_flwr.server.methods.travels import TRACKED, Travels
 from fedbn_flwr.server.strategy import Strategy

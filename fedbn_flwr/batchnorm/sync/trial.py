@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from fedbn_flwr.batchnorm.sync.step import synchronised
 from fedbn_flwr.errors import NormLayerError
-from fedbn_flwr.training.copying import copied
+from fedbn_flwr.training.model_state import copied
 from fedbn_flwr.training.randomness import seeded
 
 # Number of passes with two examples. A layer that is skipped in half of the passes is
