@@ -15,7 +15,8 @@ import pytest
 import torch
 from torch import nn
 
-from fedbn_flwr.batchnorm.reestimation import reestimate_statistics, tracking_layers
+from fedbn_flwr.batchnorm.layers import tracking_layers
+from fedbn_flwr.batchnorm.reestimation import reestimate_statistics
 from fedbn_flwr.doctor.clients import ClientExamples
 from fedbn_flwr.doctor.diagnose import diagnose_clients
 from fedbn_flwr.lab.models import build_model

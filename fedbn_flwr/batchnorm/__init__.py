@@ -3,17 +3,16 @@
 In reading order:
 
 - ``parts``: the split of a model's state: affine, statistics, counters, the rest, and
-  personal entries.
+  personal entries. ``tied_entries``: entries that share a tensor. ``fixed_entries``:
+  entries that local training does not change. ``layers``: the layers that a method acts on.
 - ``array_types``: the types of the arrays of a state.
 - ``check_state``: refuses a state with wrong shapes, values that are not finite, or
   negative variances, before it is averaged.
 - ``reestimation``: statistics from data, of a batch and of a pass ("precise BN").
-- ``replaced_forward``: a method's forward pass instead of a layer's own, and
-  normalisation with given statistics.
+- ``layer_inputs``: reads the inputs of layers in passes through a copy.
 - ``adaptation``: test-time BatchNorm, with statistics of the test inputs.
 - ``calibration``: statistics for a site that did not train, and a judgement of the
   model there. ``site_passes``: its passes over the inputs. ``class_moments``: the
   moments of each class at the training sites.
 - ``sync``: BatchNorm over the batches of all clients of a round, as in FedTAN.
-- ``outer_affine``: finds gamma and beta that the module around a layer applies.
 """

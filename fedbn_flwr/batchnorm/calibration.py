@@ -131,8 +131,6 @@ def calibrate(
     way: CalibrationWay = "auto",
     *,
     class_moments: ClassMoments | None = None,
-    prior_examples: float = PRIOR,
-    early: int | None = None,
     task: Task = CLASSIFICATION,
 ) -> Calibration:
     """Return a copy of a model with statistics that fit a new site, and a judgement.
@@ -142,12 +140,9 @@ def calibrate(
     Args:
         model: the model, with averaged BN statistics. It does not change.
         batches: the inputs of the new site: tensors (B, ...), or tuples whose first
-            element is the input. They are read several times, so pass a list, or a
-            DataLoader without random transforms.
+            element is the input. They are read once and kept in memory.
         way: one of ``WAYS``.
         class_moments: pooled class moments of the training sites, for "matched".
-        prior_examples: N of "mix": the weight of the running statistics, in examples.
-        early: the number of layers that "early" changes; None means half, rounded up.
         task: defines the class probabilities. Tasks without one class for each example
             (numbers, several labels, pixels) have no judgement and no "matched".
 
@@ -163,20 +158,15 @@ def calibrate(
 
     Raises:
         ConfigError: an argument is not allowed, or does not fit the model.
-        DataError: there are fewer than two examples, an input is not finite, or the
-            inputs can be read only once.
-        NormLayerError: no BatchNorm layer has running statistics, or a layer is called
-            twice in a pass or is in TorchScript.
+        DataError: there are fewer than two examples, or an input is not finite.
+        NormLayerError: there is no BatchNorm layer, or a layer has no running
+            statistics, has its own forward pass, or is called twice in a pass.
     """
     site = NewSite(model, batches)
     before = task.class_probabilities(site.plain.outputs)
     problems = []
     if way not in WAYS:
         problems.append(f"way={way!r} is unknown. Allowed: {', '.join(WAYS)}.")
-    if not prior_examples >= 0:
-        problems.append(f"prior_examples={prior_examples} must be 0 or more.")
-    if early is not None and not 0 <= early <= len(site.order):
-        problems.append(f"early={early} must be 0 to {len(site.order)}, all layers.")
     if way == "matched" and (class_moments is None or before is None):
         problems.append(
             "way='matched' needs class_moments of the training sites, and a task with"
@@ -193,18 +183,16 @@ def calibrate(
 
     # Try all ways, because a way is only trusted if another way confirms it.
     layers, examples = len(site.order), len(site.plain.outputs)
-    first = (layers + 1) // 2 if early is None else early
+    first = (layers + 1) // 2
     tried = {
         "none": site.plain,
         "all": site.tried(use_all, site.order),
-        "mix": site.tried(use_mix(prior_examples, examples), site.order),
+        "mix": site.tried(use_mix(PRIOR, examples), site.order),
         "early": site.tried(use_all, site.order[:first]),
     }
     if known:
         tried["matched"] = _matched(site, known, tried["early"], task)
     kinds = {"none": "none", "early": "early", "all": "all", "mix": "all"}
-    if first == 0:
-        kinds["early"] = "none"
     if first == layers:
         kinds = dict.fromkeys(("all", "mix", "early", "matched"), "all")
     return _judged(site, tried, way, kinds, known, task)
@@ -271,9 +259,8 @@ def _judged(
             f"Do not use this model here yet: {doubt}. Label {to_label} of the"
             f" {examples} examples, drawn at random, and test the model on them."
         )
-    site.load(tried[way].statistics)
     return Calibration(
-        model=site.model,
+        model=site.calibrated(tried[way].statistics),
         way=way,
         reason=f"{way} was {'chosen' if auto else 'given'}: {reason}.",
         trusted=not doubt,

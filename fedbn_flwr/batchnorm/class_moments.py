@@ -10,7 +10,6 @@ added.
 
 from __future__ import annotations
 
-import functools
 import io
 import zipfile
 from collections.abc import Iterable, Mapping, Sequence
@@ -23,12 +22,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from fedbn_flwr.batchnorm.replaced_forward import watch_inputs
+from fedbn_flwr.batchnorm.layer_inputs import uncompiled, watch_inputs
 from fedbn_flwr.errors import DataError, StateError
 from fedbn_flwr.training.batches import inputs_for
 from fedbn_flwr.training.channels import per_channel
-from fedbn_flwr.training.freezing import layers_of, refuse_scripted
-from fedbn_flwr.training.model_state import copied, unwrap
+from fedbn_flwr.training.copying import copied
+from fedbn_flwr.training.freezing import layers_of
+from fedbn_flwr.training.model_state import unwrap
 from fedbn_flwr.training.tasks import CLASSIFICATION, Task
 
 __all__ = [
@@ -87,26 +87,29 @@ def class_moments(
 
     Raises:
         DataError: the task or a target is no class of the model.
-        NormLayerError: a layer is in TorchScript.
+        NormLayerError: a layer has its own forward pass.
         StateError: the model cannot be copied.
     """
-    refuse_scripted(model, "class moments")
     model = copied(unwrap(model)).eval()
     seen: list[tuple[str, Tensor, Tensor]] = []
     sums: list[dict[str, Tensor]] = [{}, {}]
     counts = torch.zeros(0)
 
-    def note(path: str, layer: Any, x: Tensor) -> None:
+    layers: dict[str, Any] = {}
+    for path, layer in layers_of(model).items():
+        if layer.running_mean is not None:
+            layers[path] = layer
+
+    def note(path: str, x: Tensor) -> None:
+        layer = layers[path]
         z = x.double() - per_channel(layer.running_mean.double(), x)
         z /= per_channel((layer.running_var.double() + layer.eps).sqrt(), x)
         z = z.reshape(*z.shape[:2], -1)
         seen.append((path, z.mean(2).cpu(), z.square().mean(2).cpu()))
 
-    for path, layer in layers_of(model).items():
-        if layer.running_mean is not None:
-            watch_inputs(layer, functools.partial(note, path))
+    watch_inputs(layers, note)
     prepared = inputs_for(model)
-    with torch.no_grad():
+    with torch.no_grad(), uncompiled():
         for inputs, targets in batches:
             seen.clear()
             guesses = task.class_probabilities(model(prepared(inputs)))

@@ -9,59 +9,29 @@ a number.
 
 from __future__ import annotations
 
-import difflib
 import hashlib
-import logging
-from collections.abc import (
-    Callable,
-    Collection,
-    Hashable,
-    Iterable,
-    Iterator,
-    Mapping,
-    Sequence,
-)
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from fnmatch import fnmatchcase
 from functools import cached_property
 from typing import Any
 
-import numpy as np
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.utils.parametrizations import _SpectralNorm
-from torch.nn.utils.spectral_norm import SpectralNorm
 
-from fedbn_flwr.errors import ConfigError, NormLayerError
-from fedbn_flwr.problems import Problem
-from fedbn_flwr.training.freezing import (
-    is_scripted_batchnorm,
-    layers_of,
-    refuse_scripted,
-    stays_in_eval,
-)
+from fedbn_flwr.batchnorm.patterns import is_at, listed, near
+from fedbn_flwr.batchnorm.tied_entries import tied_entries
+from fedbn_flwr.errors import ConfigError
+from fedbn_flwr.training.freezing import layers_of
 from fedbn_flwr.training.head import HEADS, head_of
 from fedbn_flwr.training.model_state import without_wrappers
-from fedbn_flwr.training.run_memory import is_noted, note
 
 __all__ = [
     "LAST_LAYER",
     "BatchNormLayer",
-    "Layers",
     "Part",
     "Parts",
-    "batchnorm_layers",
     "entry_name",
-    "equal_entries",
-    "fixed_entries",
-    "learning_parts",
-    "name_layers",
-    "name_once",
-    "other_layers",
     "split_state",
-    "tied_apart",
-    "tied_entries",
 ]
 
 
@@ -90,20 +60,6 @@ LAST_LAYER = "last-layer"
 # torch.nn.utils.parametrize puts this prefix before the name of the parameter.
 _PARAMETRIZED = "parametrizations."
 
-logger = logging.getLogger("flwr")
-
-
-Layers = str | Sequence[str] | Callable[[str, nn.Module], bool]
-"""The layers that a method treats as BatchNorm.
-
-They are given by paths and globs, or by a function of path and module. A text is a
-comma list; a path includes all layers below it.
-"""
-
-
-def _part_of_leaf(leaf: str) -> Part:
-    return _LEAF[leaf.removeprefix(_PARAMETRIZED).partition(".")[0]]
-
 
 def entry_name(path: str, leaf: str) -> str:
     """Return the name of a layer's entry (path "" for the model itself)."""
@@ -131,8 +87,6 @@ class Parts:
         names: all names, in the state dict's order.
         layers: the BatchNorm layers that the method treats.
         by_names: whether the layers were found by names instead of types.
-        others: the paths of ``other_layers``. In a split by names, the paths of layers
-            in ``layers`` that lack the counter or the variance of torch's layers.
         averaged: the BatchNorm layers that the method does not treat. They are averaged
             as in FedAvg and belong to REST.
         personal: the PERSONAL entries, independent of their layers.
@@ -147,7 +101,6 @@ class Parts:
     names: tuple[str, ...]
     layers: tuple[BatchNormLayer, ...]
     by_names: bool = False
-    others: tuple[str, ...] = ()
     averaged: tuple[BatchNormLayer, ...] = ()
     personal: tuple[str, ...] = ()
     types: Mapping[str, Sequence[str]] = field(default_factory=dict, compare=False)
@@ -167,16 +120,21 @@ class Parts:
             ConfigError: a path or glob matches no BatchNorm layer, or the split was
                 made for other layers.
         """
-        patterns = _listed(layers)
+        patterns = listed(layers)
         if not patterns:
             return self
         paths = [layer.path for layer in self.whole.layers]
-        unknown = [one for one in patterns if not any(_is_at(p, one) for p in paths)]
+        unknown = [one for one in patterns if not any(is_at(p, one) for p in paths)]
         if unknown:
             what = f"matches none of the {len(paths)} BatchNorm layers by path or glob"
-            lines = [f"layers: {one!r} {what}. {_near(one, paths)}" for one in unknown]
+            lines = [f"layers: {one!r} {what}. {near(one, paths)}" for one in unknown]
             raise ConfigError("\n".join(lines))
-        parts = self._where(lambda path: any(_is_at(path, one) for one in patterns))
+        chosen: list[BatchNormLayer] = []
+        averaged: list[BatchNormLayer] = []
+        for layer in self.whole.layers:
+            is_chosen = any(is_at(layer.path, one) for one in patterns)
+            (chosen if is_chosen else averaged).append(layer)
+        parts = replace(self, layers=tuple(chosen), averaged=tuple(averaged))
         if self.averaged and parts.layers != self.layers:
             raise ConfigError(
                 f"layers={layers!r} chooses {parts.named_layers()}, but parts= has"
@@ -194,8 +152,8 @@ class Parts:
         Raises:
             ConfigError: a pattern has no entry, or the head has another name.
         """
-        listed = _listed(patterns)
-        unknown = [one for one in listed if not self._entries_at(one)]
+        places = listed(patterns)
+        unknown = [one for one in places if not self._entries_at(one)]
         if LAST_LAYER in unknown:
             tops = dict.fromkeys(name.partition(".")[0] for name in self.names)
             raise ConfigError(
@@ -207,13 +165,13 @@ class Parts:
         if unknown:
             known = [*self.names, *(f"{_TYPE}{kind}" for kind in self.types)]
             lines = [
-                f"personal: {one!r} matches no entry. {_near(one, known)}"
+                f"personal: {one!r} matches no entry. {near(one, known)}"
                 for one in unknown
             ]
             if self.by_names:
                 lines.append("Classes can be used with parts=split_state(model).")
             raise ConfigError("\n".join(lines))
-        chosen = {name for one in listed for name in self._entries_at(one)}
+        chosen = {name for one in places for name in self._entries_at(one)}
         personal = tuple(name for name in self.names if name in chosen)
         # Return the same object if possible, because it keeps its cached values and
         # every round of a run calls this function.
@@ -229,18 +187,8 @@ class Parts:
         return [
             name
             for name in self.names
-            if any(_is_at(without_wrappers(name), place) for place in places)
+            if any(is_at(without_wrappers(name), place) for place in places)
         ]
-
-    def _where(self, chosen: Callable[[str], bool]) -> Parts:
-        layers: list[BatchNormLayer] = []
-        averaged: list[BatchNormLayer] = []
-        for layer in self.whole.layers:
-            if chosen(layer.path):
-                layers.append(layer)
-            else:
-                averaged.append(layer)
-        return replace(self, layers=tuple(layers), averaged=tuple(averaged))
 
     @cached_property
     def part_of(self) -> Mapping[str, Part]:
@@ -248,7 +196,8 @@ class Parts:
         part_of = dict.fromkeys(self.names, Part.REST)
         for layer in self.layers:
             for leaf, name in layer.entries.items():
-                part_of[name] = _part_of_leaf(leaf)
+                plain = leaf.removeprefix(_PARAMETRIZED).partition(".")[0]
+                part_of[name] = _LEAF[plain]
         part_of |= dict.fromkeys(self.personal, Part.PERSONAL)
         return part_of
 
@@ -305,154 +254,9 @@ class Parts:
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
-def fixed_entries(model: nn.Module) -> frozenset[str]:
-    """Return the entries that local training does not change (see ``train_only``).
-
-    These are parameters without ``requires_grad``, the statistics and counters of
-    layers that are kept in eval mode, and floating buffers, such as a constant window
-    or a mask. Buffers that training changes are excluded: the buffers of layers with
-    running statistics and of spectral norm. A buffer with its own update rule is
-    wrongly included; remove it from the result.
-    """
-    fixed = set()
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        if not parameter.requires_grad:
-            fixed.add(name)
-    parts, in_eval = split_state(model), stays_in_eval(model)
-    modules = dict(model.named_modules(remove_duplicate=False))
-    for path, module in modules.items():
-        buffers = dict(module.named_buffers(recurse=False))
-        if _moves_buffers(module, buffers):
-            continue
-        for leaf, buffer in buffers.items():
-            name = entry_name(path, leaf)
-            floating = buffer.is_floating_point() or buffer.is_complex()
-            # A buffer that is not persistent is not an entry of the state.
-            if floating and name in parts.part_of:
-                fixed.add(name)
-    for layer in parts.layers:
-        if modules[layer.path] in in_eval:
-            for leaf, name in layer.entries.items():
-                # Gamma and beta are parameters; training may change them in eval mode.
-                if _part_of_leaf(leaf) != Part.AFFINE:
-                    fixed.add(name)
-    return frozenset(fixed)
-
-
-def _moves_buffers(module: nn.Module, buffers: Collection[str]) -> bool:
-    """Return whether training changes a module's buffers.
-
-    These buffers are running statistics, or the vectors of spectral norm. The vectors
-    are in a parametrization or, in torch's older form, in a hook of the module.
-    """
-    if isinstance(module, _SpectralNorm):
-        return True
-    for hook in module._forward_pre_hooks.values():
-        if isinstance(hook, SpectralNorm):
-            return True
-    return any(map(_is_running, buffers))
-
-
-def _is_running(leaf: str) -> bool:
-    """Return whether a buffer's name means running statistics.
-
-    Layers from TensorFlow have names such as ``moving_mean``; they are included.
-    """
-    return leaf.startswith(("running_", "moving_"))
-
-
-def tied_entries(model: nn.Module) -> dict[str, str]:
-    """Map each entry that shares an earlier entry's tensor to the earlier entry."""
-    # keep_vars=True returns the tensors of the model. Without it, each entry would be a
-    # new tensor with an id of its own.
-    state = model.state_dict(keep_vars=True)
-    return _repeated((name, id(tensor)) for name, tensor in state.items())
-
-
-def equal_entries(state: Mapping[str, np.ndarray[Any, Any]]) -> dict[str, str]:
-    """Map each entry that is equal to an earlier entry to the earlier entry.
-
-    Tied weights are equal. Without the model, only the numbers reveal a tie. Constant
-    entries are left out, because many entries start as all 0 or all 1.
-    """
-    varied = {name: a for name, a in state.items() if (a != a.flat[:1]).any()}
-    return _repeated(
-        (name, (a.shape, hashlib.sha256(a.tobytes()).digest()))
-        for name, a in varied.items()
-    )
-
-
-def _repeated(values: Iterable[tuple[str, Hashable]]) -> dict[str, str]:
-    """Map each name that repeats a value to the first name with this value."""
-    first: dict[Hashable, str] = {}
-    repeated = {}
-    for name, value in values:
-        earlier = first.setdefault(value, name)
-        if earlier != name:
-            repeated[name] = earlier
-    return repeated
-
-
-def tied_apart(
-    tied: Mapping[str, str], local: Collection[str], unless: str = ""
-) -> Iterator[Problem]:
-    """Yield a problem if a tied tensor stays with the client under only one name.
-
-    Only the first such tensor is reported.
-
-    Args:
-        tied: see ``Parts.tied``.
-        local: the entries that stay with the client.
-        unless: a further sentence that is appended to the message.
-    """
-    for pair in tied.items():
-        stays, shared = sorted(pair, key=lambda name: name not in local)
-        if stays in local and shared not in local:
-            yield Problem(
-                "tied-apart",
-                f"'{stays}' stays with the client, but '{shared}' is shared. Both are"
-                " names of the same tensor, so one would overwrite the other. Untie"
-                " them in the model, name both in personal, or use a strategy that"
-                f" shares both.{unless}",
-                "personal",
-                "model",
-            )
-            return
-
-
-def learning_parts(
-    model: nn.Module,
-    layers: Layers = "",
-    personal: str | Sequence[str] = "",
-) -> Parts:
-    """Return ``split_state`` with the fixed entries of BatchNorm layers in REST.
-
-    Local training does not change the ``fixed_entries``. All arguments are explained in
-    ``split_state``.
-    """
-    parts = split_state(model, layers, personal)
-    fixed = fixed_entries(model)
-    return replace(
-        parts,
-        layers=tuple(_learning(parts.layers, fixed)),
-        averaged=tuple(_learning(parts.averaged, fixed)),
-    )
-
-
-def _learning(
-    layers: Iterable[BatchNormLayer], fixed: Collection[str]
-) -> Iterator[BatchNormLayer]:
-    for layer in layers:
-        learning = {
-            leaf: name for leaf, name in layer.entries.items() if name not in fixed
-        }
-        if learning:
-            yield BatchNormLayer(layer.path, learning)
-
-
 def split_state(
     model_or_state_dict: nn.Module | Mapping[str, Any],
-    layers: Layers = "",
+    layers: str | Sequence[str] = "",
     personal: str | Sequence[str] = "",
 ) -> Parts:
     """Return the split of a model's state into AFFINE, STATISTICS, COUNTERS and REST.
@@ -468,8 +272,9 @@ def split_state(
     gamma and beta: FedBN shares them, and FixBN never freezes them. ``personal`` with
     "type:CLASS" keeps all entries of a class with the clients.
 
-    With ``layers``, a method treats only these BatchNorm layers: "layer1,layer2", or
-    ``lambda path, module: module.num_features > 64``. The others are in REST.
+    With ``layers``, a method treats only these BatchNorm layers, and the others are in
+    REST. They are paths and globs, as a sequence or as a comma list ("layer1,layer2"). A
+    path includes all layers below it.
 
     With ``personal``, these entries are PERSONAL, see ``Parts.with_personal``.
 
@@ -485,14 +290,12 @@ def split_state(
         (('2.weight', '2.bias'), ('0.weight', '0.bias'))
 
     Raises:
-        ConfigError: a path or glob of ``layers`` matches no BatchNorm layer; the
-            function ``layers`` chooses no layer, or is given without the model; a
-            pattern of ``personal`` has no entry, or the head has another name.
+        ConfigError: a path or glob of ``layers`` matches no BatchNorm layer; a pattern
+            of ``personal`` has no entry, or the head has another name.
     """
     # Find the paths of the layers: by type in a model, by running_mean in a state dict.
-    paths, modules = [], {}
+    paths = []
     types: dict[str, list[str]] = {}
-    others: list[str] = []
     tied: dict[str, str] = {}
     buffers: set[str] = set()
     by_names = not isinstance(model_or_state_dict, nn.Module)
@@ -504,12 +307,10 @@ def split_state(
         # Use remove_duplicate=False, because a layer registered at two paths is twice
         # in the state dict.
         modules = dict(model_or_state_dict.named_modules(remove_duplicate=False))
+        paths = [*layers_of(model_or_state_dict, every_path=True)]
         for path, module in modules.items():
-            if isinstance(module, _BatchNorm) or is_scripted_batchnorm(module):
-                paths.append(path)
             for kind in type(module).__mro__ if path else ():
                 types.setdefault(kind.__name__, []).append(without_wrappers(path))
-        others = other_layers(model_or_state_dict)
         tied = tied_entries(model_or_state_dict)
     else:
         names = tuple(model_or_state_dict)
@@ -528,136 +329,15 @@ def split_state(
             entries[leaf] = entry_name(path, leaf)
         present = {leaf: name for leaf, name in entries.items() if name in known}
         found.append(BatchNormLayer(path, present))
-        # A BatchNorm layer of torch has both of these entries.
-        if by_names and not {"running_var", "num_batches_tracked"} <= present.keys():
-            others.append(path)
     parts = Parts(
         names,
         tuple(found),
         by_names,
-        tuple(others),
         types=types,
         tied=tied,
         buffers=frozenset(buffers),
     )
-    parts = parts.with_personal(personal)
-    if not callable(layers):
-        return parts.only(layers)
-    chosen = {path for path in paths if layers(path, modules[path])}
-    if not chosen:
-        raise ConfigError(
-            f"layers chooses none of the model's {parts.named_layers()}. To treat none"
-            " of them, use FedAvg."
-        )
-    return parts._where(chosen.__contains__)
-
-
-def batchnorm_layers(
-    model: nn.Module, paths: Collection[str] = (), changed: str = ""
-) -> list[_BatchNorm]:
-    """Return the BatchNorm layers with these paths, or all layers, each layer once.
-
-    Args:
-        model: the model.
-        paths: the paths, with or without a wrapper's prefix. If ``model`` is a user's
-            module around the network, paths inside the network are accepted.
-        changed: names the caller's change of the layers, for an error; "" if the caller
-            changes nothing.
-
-    Raises:
-        NormLayerError: the caller changes a layer in TorchScript, so the change would
-            have no effect; or the model has none of the paths, or has them in two
-            places.
-    """
-    if changed:
-        refuse_scripted(model, changed)
-    # A layer that is used twice may be named by its second path.
-    layers = layers_of(model, every_path=True)
-    at = {without_wrappers(path): layer for path, layer in layers.items()}
-    bare = [*dict.fromkeys(map(without_wrappers, paths))]
-    chosen = [path for path in at if path in bare or not bare]
-    if bare and not chosen:
-        ends = [
-            path.removesuffix(bare[0]) for path in at if path.endswith(f".{bare[0]}")
-        ]
-        around = [end for end in ends if at.keys() >= {end + path for path in bare}]
-        if len(around) != 1:
-            raise NormLayerError(
-                f"the strategy treats the BatchNorm layers {', '.join(bare[:3])} of the"
-                f" server's model, but a {type(model).__name__} has these paths in"
-                f" {len(around)} places. Pass the network whose state dict is sent,"
-                " without a module around it."
-            )
-        chosen = [around[0] + path for path in bare]
-    return list(dict.fromkeys(at[path] for path in chosen))
-
-
-def _is_at(path: str, pattern: str) -> bool:
-    """Return whether a layer or entry has this path or glob, or is below it."""
-    # A name may have brackets, which a glob reads as a set of characters.
-    named = f"{path}.".startswith(f"{pattern}.")
-    return named or fnmatchcase(path, pattern) or fnmatchcase(path, f"{pattern}.*")
-
-
-def _listed(patterns: str | Sequence[str]) -> list[str]:
-    """Return the patterns, split at commas, without empty patterns."""
-    each = patterns.split(",") if isinstance(patterns, str) else patterns
-    return [pattern.strip() for pattern in each if pattern.strip()]
-
-
-def _near(pattern: str, paths: Sequence[str]) -> str:
-    """Return a sentence with known paths that are similar to the pattern.
-
-    If no path is similar, the sentence has the first paths. The paths of the modules
-    above are also candidates.
-    """
-    known = dict.fromkeys(
-        path.rsplit(".", count)[0] for path in paths for count in range(3)
-    )
-    near = difflib.get_close_matches(pattern, list(known), n=3) or paths[:3]
-    return f"Near: {', '.join(repr(path) for path in near) or 'none'}."
-
-
-def other_layers(model: nn.Module) -> list[str]:
-    """Return the paths of layers with running statistics that are not BatchNorm.
-
-    Such a layer is neither torch's BatchNorm nor a subclass, so no method treats it as
-    BatchNorm. Frozen layers (their weight is a buffer) are left out.
-    """
-    paths = []
-    for path, module in model.named_modules():
-        if isinstance(module, _BatchNorm) or is_scripted_batchnorm(module):
-            continue
-        buffers = dict(module.named_buffers(recurse=False))
-        # A number, such as a loss, does not belong to the channels of a layer.
-        moves = any(_is_running(leaf) and buffers[leaf].dim() for leaf in buffers)
-        if moves and "weight" not in buffers:
-            paths.append(path)
-    return paths
-
-
-def name_layers(paths: Sequence[str], what: str) -> None:
-    """Warn about the ``other_layers`` at these paths.
-
-    ``what`` is a sentence about their treatment.
-    """
-    note("named", *paths)
-    shown = ", ".join(repr(path or "the model itself") for path in paths[:3])
-    more = f" and {len(paths) - 3} more" if len(paths) > 3 else ""
-    logger.warning(
-        "layer %s%s has running statistics, but is not a BatchNorm layer of torch. %s"
-        " To treat it as BatchNorm, make its class a class of torch or a subclass.",
-        shown,
-        more,
-        what,
-    )
-
-
-def name_once(model: nn.Module) -> None:
-    """Warn about the model's ``other_layers``, once in a run."""
-    paths = other_layers(model)
-    if paths and not is_noted("named", *paths):
-        name_layers(paths, "Clients train them unchanged, and no method treats them.")
+    return parts.with_personal(personal).only(layers)
 
 
 def _parametrized(names: Iterable[str]) -> dict[str, list[str]]:

@@ -12,8 +12,9 @@ as in torch's layers.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,15 +22,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from fedbn_flwr.batchnorm.parts import batchnorm_layers
+from fedbn_flwr.batchnorm.layer_inputs import uncompiled, watch_inputs
+from fedbn_flwr.batchnorm.layers import batchnorm_layers, tracking_layers
 from fedbn_flwr.training.batches import Batches, inputs_for, join_last, with_positions
 from fedbn_flwr.training.channels import (
     batch_mean_and_variance,
     other_axes,
 )
+from fedbn_flwr.training.copying import copied
 from fedbn_flwr.training.freezing import layers_of, left_in_eval
-from fedbn_flwr.training.model_state import copied
-from fedbn_flwr.training.modes import restored_modes
 from fedbn_flwr.training.randomness import seeded
 from fedbn_flwr.training.single_examples import name_layer, takes_one_example
 
@@ -42,14 +43,11 @@ __all__ = [
     "merge",
     "moments_of",
     "reestimate_statistics",
-    "stop_tracking",
-    "tracking_layers",
 ]
 
 
 # Number of elements in a block. A block in float64 has 2 MiB and stays in the cache.
 _BLOCK = 1 << 18
-_TRACKED = ("running_mean", "running_var", "num_batches_tracked")
 # Number of moments that are collected for a layer before they are merged.
 _KEPT = 64
 
@@ -127,34 +125,29 @@ def merge(moments: Sequence[Moments]) -> Moments:
 
 
 class MomentSums:
-    """The moments of layers' inputs, over all calls.
+    """The moments of layers' inputs over all calls, by path.
 
     They are collected and merged in groups, to save operations and memory.
     """
 
     def __init__(self) -> None:
-        self._moments: dict[nn.Module, list[Moments]] = {}
+        self._moments: dict[str, list[Moments]] = {}
 
-    def gather(self, layer: nn.Module, moments: Moments) -> None:
-        """Add the moments of a call of ``layer``.
+    def gather(self, path: str, x: Tensor) -> None:
+        """Add the moments of the input of a call.
 
         Calls with zero rows, such as calls of an idle expert, are ignored.
         """
-        if not moments.count:
+        if not x.numel():
             return
-        waiting = self._moments.setdefault(layer, [])
-        waiting.append(moments)
+        waiting = self._moments.setdefault(path, [])
+        waiting.append(moments_of(x))
         if len(waiting) == _KEPT:
             waiting[:] = [merge(waiting)]
 
-    def by_path(self, model: nn.Module) -> dict[str, Moments]:
-        """Return the moments of the called layers, by each of their paths."""
-        merged = {layer: merge(moments) for layer, moments in self._moments.items()}
-        by_path = {}
-        for path, module in model.named_modules(remove_duplicate=False):
-            if module in merged:
-                by_path[path] = merged[module]
-        return by_path
+    def merged(self) -> dict[str, Moments]:
+        """Return the moments of the called layers."""
+        return {path: merge(moments) for path, moments in self._moments.items()}
 
 
 def batch_statistics(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -162,49 +155,7 @@ def batch_statistics(x: Tensor) -> tuple[Tensor, Tensor]:
 
     Both are in float32 or wider. One value per channel has variance 0.
     """
-    return batch_mean_and_variance(_wide(x))
-
-
-def _wide(x: Tensor) -> Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))
-
-
-def tracking_layers(model: nn.Module) -> list[_BatchNorm]:
-    """Return the BatchNorm layers that update running statistics in a forward pass."""
-    layers = []
-    for layer in layers_of(model).values():
-        tracks = layer.running_mean is not None and layer.track_running_stats
-        if layer.training and tracks:
-            layers.append(layer)
-    return layers
-
-
-def stop_tracking(layers: Collection[_BatchNorm]) -> Callable[[], None]:
-    """Let layers in train mode update no buffer, and return the undo function.
-
-    The layers then use the batch's statistics. A custom forward pass may update buffers
-    in any case. The undo function undoes these changes as well.
-    """
-    kept = []
-    for layer in layers:
-        if type(layer).forward is not _BatchNorm.forward:
-            for name, buffer in layer.named_buffers(recurse=False):
-                if name in _TRACKED:
-                    kept.append((layer, name, buffer, buffer.clone()))
-    before = [(layer, layer.track_running_stats) for layer in layers]
-    for layer in layers:
-        layer.track_running_stats = False
-
-    def undo() -> None:
-        for layer, tracked in before:
-            layer.track_running_stats = tracked
-        # Put back the original buffer object, because the pass may have replaced it and
-        # other objects may refer to it.
-        with torch.no_grad():
-            for layer, name, buffer, value in kept:
-                setattr(layer, name, buffer.copy_(value))
-
-    return undo
+    return batch_mean_and_variance(x.to(torch.promote_types(x.dtype, torch.float32)))
 
 
 def reestimate_statistics(
@@ -214,12 +165,12 @@ def reestimate_statistics(
     batch_size: int,
     seed: int = 0,
     measured: Collection[str] = (),
-    forward: Callable[[Any], Any] | None = None,
+    forward: Callable[[Any, Any], Any] | None = None,
 ) -> dict[str, Moments]:
     """Return the statistics of every BatchNorm layer from one pass over the data.
 
-    The model does not change. It is in train mode in the pass: BatchNorm uses each
-    batch's own statistics, and running statistics are neither used nor changed. Layers
+    The pass is that of a copy in train mode: BatchNorm uses each batch's own statistics,
+    and running statistics are neither used nor changed. Layers
     that the model keeps in eval mode, or that are in eval mode while the model is in
     train mode, are left out.
 
@@ -232,9 +183,8 @@ def reestimate_statistics(
         seed: for dropout and other random layers.
         measured: paths of the BatchNorm layers to measure. The others are in eval mode
             like in a test. () means all.
-        forward: called with the inputs of each batch instead of ``model``, if the
-            training uses layers that the model's own forward does not use. The function
-            calls the layers of ``model``.
+        forward: ``forward(model, inputs)`` is called instead of ``model(inputs)``, if
+            the training uses layers that the model's own forward does not use.
 
     Returns:
         The moments by layer path. A layer called several times counts all its inputs; a
@@ -243,39 +193,44 @@ def reestimate_statistics(
         BatchNorm cannot compute statistics from them.
 
     Raises:
-        NormLayerError: a layer is in TorchScript, the model does not have the paths in
-            ``measured``, or a BatchNorm layer raises a ValueError; the message names
-            the layer.
+        NormLayerError: the model does not have the paths in ``measured``, or a
+            BatchNorm layer has its own forward pass or raises a ValueError; the message
+            names the layer.
     """
-    if forward is None:  # nothing that a pass changes stays in the model
-        model = copied(model)
-    chosen = batchnorm_layers(model, measured, "re-estimated statistics")
-    in_eval = [one for one in batchnorm_layers(model) if one not in chosen]
-    in_eval += left_in_eval(model).values()
-    with restored_modes(model), torch.no_grad():
-        model.train()
-        for layer in in_eval:
+    model = copied(model)
+    in_eval = left_in_eval(model).values()
+    chosen = batchnorm_layers(model, measured)
+    model.train()
+    for layer in layers_of(model).values():
+        if layer in in_eval or layer not in chosen:
             layer.training = False
-        watched = tracking_layers(model)
-
-        prepared = inputs_for(model)
-        # With ``forward``, do not try the model on one example, because the model's own
-        # forward pass does not use all layers that ``forward`` uses.
-        tried = model if forward is None else None
-        with seeded(seed):
-            order = _positions(tried, data, batch_size, prepared)
-        with gathered_inputs(watched) as gathered, ExitStack() as stack:
-            stack.callback(stop_tracking(watched))
-            stack.enter_context(seeded(seed))
-            batches = stack.enter_context(closing(with_positions(data, order)))
-            for positions, (inputs, _) in batches:
-                try:
-                    (forward or model)(prepared(inputs))
-                except ValueError as error:
-                    # torch's error for one value per channel does not name the layer
-                    name_layer(error, model, len(positions))
-                    raise
-    return gathered.by_path(model)
+    prepared = inputs_for(model)
+    # With ``forward``, do not try the model on one example, because the model's own
+    # forward pass does not use all layers that ``forward`` uses.
+    tried = model if forward is None else None
+    with seeded(seed):
+        order = _positions(tried, data, batch_size, prepared)
+    tracking = tracking_layers(model)
+    layers = {path: one for path, one in layers_of(model).items() if one in tracking}
+    for layer in tracking:
+        layer.track_running_stats = False
+    passed = functools.partial(forward, model) if forward else model
+    with (
+        torch.no_grad(),
+        gathered_inputs(layers) as gathered,
+        seeded(seed),
+        closing(with_positions(data, order)) as batches,
+    ):
+        for positions, (inputs, _) in batches:
+            try:
+                passed(prepared(inputs))
+            except ValueError as error:
+                # torch's error for one value per channel does not name the layer
+                name_layer(error, model, len(positions))
+                raise
+    of_layer = {layers[path]: moments for path, moments in gathered.merged().items()}
+    every = layers_of(model, every_path=True)
+    return {path: of_layer[one] for path, one in every.items() if one in of_layer}
 
 
 def load_statistics(model: nn.Module, moments: Mapping[str, Moments]) -> None:
@@ -319,19 +274,17 @@ def _positions(
 
 
 @contextmanager
-def gathered_inputs(layers: Collection[_BatchNorm]) -> Iterator[MomentSums]:
-    """Gather the moments of all inputs of these layers in the block."""
+def gathered_inputs(layers: Mapping[str, _BatchNorm]) -> Iterator[MomentSums]:
+    """Gather the moments of all inputs of these layers of a copy, in the block.
+
+    Raises:
+        NormLayerError: a layer has its own forward pass.
+    """
     sums = MomentSums()
-
-    # Note the input before the call, because the layer may change it in place.
-    def note(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        sums.gather(layer, moments_of(args[0] if args else kwargs["input"]))
-
-    handles = [
-        layer.register_forward_pre_hook(note, with_kwargs=True) for layer in layers
-    ]
+    handles = watch_inputs(layers, sums.gather)
     try:
-        yield sums
+        with uncompiled():
+            yield sums
     finally:
         for handle in handles:
             handle.remove()

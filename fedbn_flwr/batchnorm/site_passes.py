@@ -5,10 +5,9 @@
 
 from __future__ import annotations
 
-import functools
-import itertools
+import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,21 +16,20 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from fedbn_flwr.batchnorm.class_moments import ClassMoments
-from fedbn_flwr.batchnorm.reestimation import Moments, merge, moments_of
-from fedbn_flwr.batchnorm.replaced_forward import watch_inputs
+from fedbn_flwr.batchnorm.layer_inputs import uncompiled, watch_inputs
+from fedbn_flwr.batchnorm.reestimation import Moments, MomentSums, merge, moments_of
 from fedbn_flwr.errors import DataError, NormLayerError
 from fedbn_flwr.training.batches import inputs_for
-from fedbn_flwr.training.freezing import layers_of, refuse_scripted
-from fedbn_flwr.training.model_state import copied, unwrap
-from fedbn_flwr.training.modes import in_eval_mode
+from fedbn_flwr.training.copying import copied
+from fedbn_flwr.training.freezing import layers_of
+from fedbn_flwr.training.model_state import unwrap
 
 Statistics = tuple[Tensor, Tensor]
 """Mean and biased variance of a layer, (C,) each, in float64."""
 Rule = Callable[[Statistics, Moments, str], Statistics]
 """``rule(stored, moments, path)`` returns the new statistics of a layer."""
 
-# Batches are joined up to this number of elements. One batch needs one pass; several
-# batches need a pass for each layer.
+# Batches are joined up to this number of elements.
 ONE_BATCH = 1 << 21
 # Smallest variance of a normalised channel: a class may have none.
 _SMALL = 1e-3
@@ -81,40 +79,35 @@ class _Reached(BaseException):
 
 
 class NewSite:
-    """A copy of the model, and the inputs of the new site.
+    """The inputs of the new site, and a copy of the model for passes over them.
+
+    The inputs are read once and kept, so each pass sees the same examples.
 
     Attributes:
-        model: the copy.
         plain: the outputs under the stored statistics.
         order: paths of the layers, in the order of their calls.
         shifts: shift of each layer, see ``Calibration``.
 
     Raises:
-        DataError: there are fewer than two examples, an input is not finite, or the
-            inputs can be read only once.
-        NormLayerError: no layer has running statistics, or a layer is called twice in a
-            pass or is in TorchScript.
+        DataError: there are fewer than two examples, or an input is not finite.
+        NormLayerError: there is no BatchNorm layer, or a layer has no running
+            statistics, has its own forward pass, or is called twice in a pass.
     """
 
     def __init__(self, model: nn.Module, batches: Iterable[Any]) -> None:
-        refuse_scripted(model, "calibration")
-        if iter(batches) is batches:
-            raise DataError(
-                "calibrate: batches can be read only once. Pass a list, or another"
-                " iterable that can be read again."
-            )
-        self.model = copied(unwrap(model))
-        self._layers: dict[str, Any] = {}
+        self._given = unwrap(model)
+        self._model = copied(self._given).eval()
+        self._layers: dict[str, Any] = {**layers_of(self._model)}
         stored: dict[str, Statistics] = {}
-        for path, layer in layers_of(self.model).items():
+        for path, layer in self._layers.items():
+            if layer.running_mean is None:
+                raise NormLayerError(
+                    f"calibrate: BatchNorm layer '{path}' has no running statistics, so"
+                    " the result would depend on the batch size."
+                )
             mean, var = layer.running_mean, layer.running_var
-            if mean is not None and var is not None:
-                self._layers[path] = layer
-                stored[path] = mean.double().clone(), var.double().clone()
-        self._batches = batches
-        # Keep the inputs if they fit into one batch.
-        first = [*itertools.islice(self._read(), 2)]
-        self._whole = first if len(first) == 1 else None
+            stored[path] = mean.double().clone(), var.double().clone()
+        self._inputs = [*_joined(inputs_for(self._model), batches)]
         moments, outputs = self._first_pass()
         if not moments:
             raise NormLayerError(
@@ -134,32 +127,11 @@ class NewSite:
         """The number of channels of each layer in ``order``."""
         return {path: len(self.plain.statistics[path][0]) for path in self.order}
 
-    def _read(self) -> Iterator[Any]:
-        """Yield the prepared inputs in few batches."""
-        prepared = inputs_for(self.model)
-        waiting: list[Tensor] = []
-        for batch in self._batches:
-            inputs = prepared(batch[0] if isinstance(batch, list | tuple) else batch)
-            is_tensor = isinstance(inputs, Tensor)
-            if waiting:
-                size = sum(map(torch.numel, waiting))
-                joins = is_tensor and inputs.shape[1:] == waiting[0].shape[1:]
-                if not joins or size + inputs.numel() > ONE_BATCH:
-                    yield torch.cat(waiting)
-                    waiting = []
-            if is_tensor:
-                waiting.append(inputs)
-            else:
-                yield inputs
-        if waiting:
-            yield torch.cat(waiting)
-
     def _first_pass(self) -> tuple[dict[str, Moments], Tensor]:
         """Return the moments by layer and the outputs, under the stored statistics."""
-        seen: dict[str, list[Moments]] = {}
-        called: set[str] = set()
+        sums, called, outputs = MomentSums(), set[str](), []
 
-        def note(path: str, _: nn.Module, x: Tensor) -> None:
+        def note(path: str, x: Tensor) -> None:
             if path in called:
                 raise NormLayerError(
                     f"calibrate: the model calls BatchNorm layer '{path}' twice in a"
@@ -167,11 +139,10 @@ class NewSite:
                     " separate layer for each call."
                 )
             called.add(path)
-            seen.setdefault(path, []).append(moments_of(x))
+            sums.gather(path, x)
 
-        outputs = []
         with self._watched(note):
-            for inputs in self._whole or self._read():
+            for inputs in self._inputs:
                 leaves = [x for x in tree_leaves(inputs) if isinstance(x, Tensor)]
                 if not all(bool(x.isfinite().all()) for x in leaves):
                     raise DataError(
@@ -179,26 +150,29 @@ class NewSite:
                         " or drop the examples."
                     )
                 called.clear()
-                outputs.append(self.model(inputs))
+                outputs.append(self._outputs(inputs))
         examples = sum(map(len, outputs))
         if examples < 2:
             raise DataError(
                 f"calibrate: {examples} examples have no variance. Pass two or more."
             )
-        moments = {path: merge(each) for path, each in seen.items()}
-        return moments, torch.cat(outputs).cpu()
+        return sums.merged(), torch.cat(outputs)
+
+    def _outputs(self, inputs: Any) -> Tensor:
+        # Pass a copy, because the model may change its inputs in place.
+        outputs: Tensor = self._model(copy.deepcopy(inputs))
+        return outputs.cpu()
 
     @contextmanager
-    def _watched(
-        self, note: Callable[[str, nn.Module, Tensor], None]
-    ) -> Iterator[None]:
-        """Call ``note`` with the input of each layer, in passes in eval mode."""
-        with ExitStack() as stack:
-            stack.enter_context(torch.no_grad())
-            stack.enter_context(in_eval_mode(self.model))
-            for path, layer in self._layers.items():
-                stack.callback(watch_inputs(layer, functools.partial(note, path)))
-            yield
+    def _watched(self, note: Callable[[str, Tensor], None]) -> Iterator[None]:
+        """Call ``note`` with the input of each layer in the block."""
+        handles = watch_inputs(self._layers, note)
+        try:
+            with uncompiled(), torch.no_grad():
+                yield
+        finally:
+            for handle in handles:
+                handle.remove()
 
     def tried(self, rule: Rule, paths: Sequence[str]) -> Tried:
         """Apply a rule to the layers ``paths``, and return the result.
@@ -207,34 +181,73 @@ class NewSite:
         """
         stored = self.plain.statistics
         chosen = dict(stored)
-        self.load(stored)
+        _load(self._layers, stored)
         waiting, seen = list(paths), list[Moments]()
 
         def choose() -> None:
             path = waiting.pop(0)
             chosen[path] = rule(stored[path], merge(seen), path)
             seen.clear()
-            self.load({path: chosen[path]})
+            _load(self._layers, {path: chosen[path]})
 
-        def note(path: str, _: nn.Module, x: Tensor) -> None:
+        def note(path: str, x: Tensor) -> None:
             if waiting and path == waiting[0]:
                 seen.append(moments_of(x))
-                if self._whole is None:
+                # One batch needs one pass; several batches need one for each layer.
+                if len(self._inputs) > 1:
                     raise _Reached
                 choose()
 
         with self._watched(note):
             while True:
                 outputs = []
-                for inputs in self._whole or self._read():
+                for inputs in self._inputs:
                     with suppress(_Reached):
-                        outputs.append(self.model(inputs).cpu())
+                        outputs.append(self._outputs(inputs))
                 if not waiting:
                     return Tried(torch.cat(outputs), chosen)
                 choose()
 
-    def load(self, statistics: Mapping[str, Statistics]) -> None:
-        """Load statistics into the copy."""
-        for path, (mean, var) in statistics.items():
-            self._layers[path].running_mean.copy_(mean)
-            self._layers[path].running_var.copy_(var)
+    def calibrated(self, statistics: Mapping[str, Statistics]) -> nn.Module:
+        """Return a copy of the given model with these statistics."""
+        model = copied(self._given)
+        _load(layers_of(model), statistics)
+        return model
+
+
+def _joined(prepared: Callable[[Any], Any], batches: Iterable[Any]) -> Iterator[Any]:
+    """Yield the prepared inputs in few batches."""
+    waiting: list[Tensor] = []
+    for batch in batches:
+        inputs = prepared(batch[0] if isinstance(batch, list | tuple) else batch)
+        is_tensor = isinstance(inputs, Tensor)
+        if waiting:
+            size = sum(map(torch.numel, waiting))
+            joins = is_tensor and inputs.shape[1:] == waiting[0].shape[1:]
+            if not joins or size + inputs.numel() > ONE_BATCH:
+                yield torch.cat(waiting)
+                waiting = []
+        if is_tensor:
+            waiting.append(inputs)
+        else:
+            yield inputs
+    if waiting:
+        yield torch.cat(waiting)
+
+
+@torch.no_grad()
+def _load(layers: Mapping[str, Any], statistics: Mapping[str, Statistics]) -> None:
+    """Load statistics into layers.
+
+    Raises:
+        NormLayerError: the dtype of a layer cannot hold its new variance.
+    """
+    for path, (mean, var) in statistics.items():
+        layer = layers[path]
+        layer.running_mean.copy_(mean)
+        layer.running_var.copy_(var)
+        if var.isfinite().all() and not layer.running_var.isfinite().all():
+            raise NormLayerError(
+                f"calibrate: the variance of layer '{path}' is {float(var.max()):.3g},"
+                f" too large for {layer.running_var.dtype}. Pass model.float()."
+            )

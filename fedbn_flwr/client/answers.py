@@ -82,7 +82,7 @@ def answer_statistics(
     model: nn.Module,
     loader: Any,
     *,
-    forward: Callable[[Any], Any] | None = None,
+    forward: Callable[[Any, Any], Any] | None = None,
 ) -> Message:
     """Return the answer to ``query.statistics``: BN statistics of the training data.
 
@@ -102,9 +102,9 @@ def answer_statistics(
         model: the model on its device; the received state is loaded into it.
         loader: a ``DataLoader`` whose batches are (inputs, targets), without random
             transforms. There is one pass, in the order of the loader's data set.
-        forward: called with the inputs of each batch instead of ``model``. Pass it if
-            the training calls BatchNorm layers that the model's own forward does not
-            reach: ``lambda x: net.decoder(net.encoder(x))`` with ``net`` as the model.
+        forward: ``forward(model, inputs)`` is called instead of ``model(inputs)``. Pass
+            it if the training calls BatchNorm layers that the model's own forward does
+            not reach: ``lambda net, x: net.decoder(net.encoder(x))``.
 
     Raises:
         StateError: the received entries do not fit the model.

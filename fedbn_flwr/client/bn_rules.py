@@ -16,11 +16,7 @@ import torch
 from flwr.app import Context, Message
 from torch import Tensor, nn
 
-from fedbn_flwr.batchnorm.parts import (
-    name_once,
-    tied_apart,
-    tied_entries,
-)
+from fedbn_flwr.batchnorm.tied_entries import tied_apart, tied_entries
 from fedbn_flwr.client.kept import KeptState
 from fedbn_flwr.client.mailbox import fill_outbox, is_filled, records_in
 from fedbn_flwr.client.model_spec import ModelSpec, StateLocation
@@ -140,7 +136,6 @@ def bn_rules(
             for record_name, record in records_in(context, INBOX).items()
         }
         kept.hand_over(with_arrays, extras)
-    name_once(model)
     raise_or_warn(
         tied_apart(tied_entries(unwrap(model)), set(map(without_wrappers, local)))
     )

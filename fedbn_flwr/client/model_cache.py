@@ -24,13 +24,9 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from fedbn_flwr.batchnorm.array_types import Array, State
-from fedbn_flwr.batchnorm.parts import (
-    Parts,
-    name_once,
-    split_state,
-    tied_apart,
-)
+from fedbn_flwr.batchnorm.parts import Parts, split_state
 from fedbn_flwr.batchnorm.sync import try_synchronised_step
+from fedbn_flwr.batchnorm.tied_entries import tied_apart
 from fedbn_flwr.errors import ConfigError, NormLayerError, StateError
 from fedbn_flwr.messages.numpy_client import Config
 from fedbn_flwr.messages.protocol import ARRAY_NAMES, MessageConfig
@@ -206,7 +202,6 @@ def _prepared(
     for warning in (force_eval_as_built(plain), unlike_in_tests(plain)):
         if warning and first_time(warning):
             logger.warning("%s", warning)
-    name_once(plain)
     return CachedModel.of(set_memory_format(model, example), build)
 
 

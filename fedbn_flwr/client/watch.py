@@ -76,8 +76,7 @@ class Watch:
         # Compare with the received weights before the first pass with gradients, because
         # the pass itself may limit weights.
         # Only hooks of the layers notice the pass in every kind of loop.
-        if not isinstance(called, torch.jit.ScriptModule):
-            self._add(called.register_forward_pre_hook(self._note_pass))
+        self._add(called.register_forward_pre_hook(self._note_pass))
         if compares:
             note = not_compiled(self._note_pass)
             for layer in layers_of(self._model).values():

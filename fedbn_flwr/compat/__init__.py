@@ -1,5 +1,1 @@
-"""The adapter to those internals of Flower that may change.
-
-- ``flower``: the core's uses of Flower's internals.
-- ``secret_sharing``: internals for only one module.
-"""
+"""The adapter to those internals of Flower that may change."""

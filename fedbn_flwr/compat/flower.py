@@ -1,7 +1,6 @@
 """All uses of Flower's internals.
 
-No other module uses undocumented parts of Flower, except
-``secret_sharing`` in this package. Each function has a test in
+No other module uses undocumented parts of Flower. Each function has a test in
 ``tests/compat/test_flower.py``. If a new version of Flower changes an internal, the
 test names the fault and the remedy. Supported versions are Flower 1.28 to 1.43.
 """
@@ -11,12 +10,10 @@ from __future__ import annotations
 import gc
 import inspect
 import logging
-import shlex
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
 from pathlib import Path
 from types import FrameType, FunctionType
@@ -48,8 +45,6 @@ from flwr.serverapp.strategy.strategy_utils import (
     aggregate_metricrecords,
     log_strategy_start_info,
 )
-
-from fedbn_flwr.errors import ConfigError
 
 try:
     from flwr.compat.common import recorddict_compat
@@ -84,7 +79,6 @@ __all__ = [
     "app_error",
     "array_of_bytes",
     "as_error",
-    "as_network_node",
     "calling_object",
     "copied_context",
     "copied_message",
@@ -103,7 +97,6 @@ __all__ = [
     "legacy_records",
     "loaded_apps",
     "log_strategy_start_info",
-    "node_config_of",
     "on_network_node",
     "proxy_error",
     "readdressed",
@@ -124,28 +117,6 @@ R = TypeVar("R", ArrayRecord, ConfigRecord, MetricRecord, RecordDict)
 QUERY_FUNCTION = f"{MessageType.QUERY}.default"  # name in an app's list of functions
 _SERVER_ERROR = 500
 _TRIES = 8  # for a request that the SuperLink answers with HTTP 500
-
-
-def node_config_of(text: str) -> dict[str, Any]:
-    """Return the entries of ``flower-supernode --node-config``.
-
-    Raises:
-        ConfigError: the text does not have the form ``key=value key='text' ...``.
-            Flower ignores words without ``=``, but this function refuses them.
-    """
-    # Import these here, because they load Flower's command line and a run does not need
-    # it.
-    from click import ClickException
-    from flwr.common.config import parse_config_args
-
-    # These errors mean that a quotation is not closed or a value is invalid.
-    with suppress(ValueError, ClickException):
-        if all("=" in word for word in shlex.split(text)):
-            return parse_config_args([text])
-    raise ConfigError(
-        f"--node-config={text!r} does not have the form key=value key='text' ..., as"
-        " for flower-supernode. Texts need quotes: data-path='/data'."
-    )
 
 
 def empty_run(run_id: int) -> Run:
@@ -205,19 +176,6 @@ def on_network_node() -> bool:
         return TaskIdentity.node_id != SUPERLINK_NODE_ID
     except RuntimeError:  # the process has no identity, for example in simulation
         return False
-
-
-@contextmanager
-def as_network_node() -> Iterator[None]:
-    """Run the block with the refusals of a SuperNode's process."""
-    identify_process(1)
-    before = TaskIdentity.node_id
-    if before == SUPERLINK_NODE_ID:
-        TaskIdentity.node_id = before + 1
-    try:
-        yield
-    finally:
-        TaskIdentity.node_id = before
 
 
 def is_simulation_grid(grid: Grid) -> bool:

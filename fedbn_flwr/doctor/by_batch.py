@@ -140,13 +140,11 @@ def moments_seen(
     model: nn.Module, layers: Mapping[str, _BatchNorm], inputs: Tensor
 ) -> dict[str, Moments]:
     """Return the moments of the layers' inputs in one pass, by path, on the CPU."""
-    with gathered_inputs(layers.values()) as sums:
+    with gathered_inputs(layers) as sums:
         model(inputs)
     seen = {}
-    for path, moments in sums.by_path(model).items():
-        # A shared layer has several paths and counts once.
-        if path in layers:
-            seen[path] = Moments(moments.count, moments.mean.cpu(), moments.m2.cpu())
+    for path, moments in sums.merged().items():
+        seen[path] = Moments(moments.count, moments.mean.cpu(), moments.m2.cpu())
     return seen
 
 

@@ -32,8 +32,6 @@ from fedbn_flwr.training.model_state import unwrap, wrapper_prefix
 from fedbn_flwr.training.randomness import seeded
 from fedbn_flwr.training.state_file import tensors_by_name
 
-_SCRIPTED = "TorchScript layers cannot be observed. Pass the plain module."
-
 
 def diagnose(
     model: nn.Module,
@@ -171,11 +169,6 @@ def diagnose_clients(
 
     # Stop here if a forward pass would be useless.
     lacking = []
-    scripted = [
-        layer.path for layer in split_state(plain).layers if layer.path not in layers
-    ]
-    if scripted:
-        lacking.append(f"checks that need data, in {listed(scripted)}: {_SCRIPTED}")
     not_finite = [
         client.name
         for client in [*clients, *tests]
@@ -186,7 +179,7 @@ def diagnose_clients(
             "checks that need data, because inputs contain NaN or infinity"
             f" ({clients_named(not_finite)})."
         )
-    if not_finite or not layers:
+    if not_finite:
         return Diagnosis(about, findings(m)[0], {}, lacking)
 
     measuring = Measuring(plain, clients, tests or clients, loss, seed, m)

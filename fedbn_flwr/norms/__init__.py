@@ -10,7 +10,6 @@ In reading order:
 - ``swap``: finds the BatchNorm layers by type, and replaces them.
 - ``wiring``: the norm layers that get the output of a convolution.
 - ``convolution``: convolutions with derived filters, instead of plain convolutions.
-- ``own_forward``: whether a subclass of BatchNorm does more than BatchNorm.
 - ``replaced_layers``: the report of a replacement, one row a path.
 """
 

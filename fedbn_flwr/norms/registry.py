@@ -18,8 +18,8 @@ from fedbn_flwr.norms.group_ws import use_group_ws
 from fedbn_flwr.norms.none import remove_batch
 from fedbn_flwr.norms.replaced_layers import NormReport, Replacement, named
 from fedbn_flwr.norms.wsconv import use_wsconv
+from fedbn_flwr.training.copying import copied
 from fedbn_flwr.training.freezing import layers_of
-from fedbn_flwr.training.model_state import copied
 
 __all__ = ["NORMS", "NormBuilder", "NormInfo", "keep_batch", "replace_norm"]
 
@@ -106,9 +106,8 @@ def replace_norm(
         1  BatchNorm1d(8)  ->  CheckedGroupNorm(2, 8)
 
     Layers are found by type (see ``swap``). The copy keeps eps, gamma and beta, device,
-    dtype, ``requires_grad``, train/eval mode and sharing inside the model, and the
-    activation that a BatchNorm subclass applies; the given model does not change. A
-    layer object at several paths remains one object. Without BatchNorm in the model,
+    dtype, ``requires_grad``, train/eval mode and sharing inside the model; the given
+    model does not change. A layer object at several paths remains one object. Without BatchNorm in the model,
     the result is a copy and an empty report. There are two exceptions: ``wsconv`` still
     changes the convolutions, and ``fixup`` refuses the model.
 
@@ -121,9 +120,8 @@ def replace_norm(
     Raises:
         KeyError: the kind is unknown.
         NormLayerError: a lazy BatchNorm has not seen a batch, channels are not
-            divisible by the groups, a BatchNorm subclass does more than apply BatchNorm
-            and its modules, a BatchNorm is in TorchScript, or the norm does not fit
-            this model; the message names the layers.
+            divisible by the groups, a BatchNorm layer does more than torch's, or the
+            norm does not fit this model; the message names the layers.
     """
     info = NORMS[kind]
     _refuse_uninitialised(model)

@@ -7,18 +7,16 @@ registered submodules.
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple
 
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 
 from fedbn_flwr.errors import NormLayerError
-from fedbn_flwr.norms.own_forward import modules_after
 from fedbn_flwr.norms.replaced_layers import Replacement, named
-from fedbn_flwr.training.freezing import refuse_scripted
+from fedbn_flwr.training.own_forward import has_own_forward
 
 LayerMaker = Callable[[_BatchNorm, str], nn.Module]
 
@@ -57,80 +55,43 @@ def swap_batchnorm(
     """Replace each BatchNorm layer of ``model`` by ``make(layer, path)``, in place.
 
     ``make`` is called once per layer object, with its first path; the new layer gets
-    the old mode. Modules that a subclass applies after BatchNorm, such as the
-    activation of timm's ``BatchNormAct2d``, follow the new layer under their names.
+    the old mode.
 
     Returns:
         The model (the new layer, if the model itself was a BatchNorm) and one row per
         place.
 
     Raises:
-        NormLayerError: a layer has a custom forward pass or forward hooks, so a part
-            would be lost; or a layer is in TorchScript.
+        NormLayerError: a layer has its own forward pass, forward hooks or modules
+            inside, so a part would be lost.
     """
-    refuse_scripted(model, "another norm")
     places = batchnorm_places(model)
-    after = _modules_after(places)
+    _refuse_other_operations(places)
     # Make one new layer for a layer at several places, so that these places still share
     # a layer.
-    made: dict[nn.Module, tuple[nn.Module, str]] = {}
+    made: dict[nn.Module, nn.Module] = {}
     rows = []
     for path, layer, parent, name in places:
         if layer not in made:
-            new = make(layer, path).train(layer.training)
-            described = describe(new)
-            for module in after[layer].values():
-                described += f", then {type(module).__name__}"
-            made[layer] = _followed(new, after[layer]), described
-        new, described = made[layer]
+            made[layer] = make(layer, path).train(layer.training)
+        new = made[layer]
         if parent is None:
             model = new
         else:
             # Use the same name, so that the order of the children does not change.
             parent.add_module(name, new)
-        rows.append(Replacement(path, describe(layer), described))
+        rows.append(Replacement(path, describe(layer), describe(new)))
     return model, tuple(rows)
 
 
-def _followed(new: nn.Module, modules: Mapping[str, nn.Module]) -> nn.Module:
-    """Return a layer that also applies these modules to its output."""
-    if modules and isinstance(new, nn.Identity):
-        return nn.Sequential(OrderedDict(modules))
-    # Add the modules to the new layer, so that their entries keep the names under which
-    # weights are loaded.
-    for name, module in modules.items():
-        new.add_module(name, module)
-    if modules:
-        new.register_forward_hook(_apply_modules)
-    return new
-
-
-def _apply_modules(layer: nn.Module, args: Any, output: Any) -> Any:
-    for module in layer.children():
-        output = module(output)
-    return output
-
-
-def _modules_after(places: tuple[Place, ...]) -> dict[nn.Module, dict[str, nn.Module]]:
-    """Return the modules that each layer applies after BatchNorm, by name.
-
-    Raises:
-        NormLayerError: a layer does more, and this would be lost.
-    """
-    found: dict[nn.Module, dict[str, nn.Module]] = {}
+def _refuse_other_operations(places: Iterable[Place]) -> None:
+    """Raise NormLayerError for layers that do more than torch's BatchNorm."""
     lost = []
     for path, layer, _, _ in places:
-        after = modules_after(layer)
-        if after is None:
-            lost.append(named(path, layer, " has a custom forward pass"))
-        elif not after and not all(
-            isinstance(m, nn.Identity) for m in layer.children()
-        ):
-            lost.append(named(path, layer, " contains layers that it does not apply"))
-        elif layer._forward_hooks or layer._forward_pre_hooks:
-            lost.append(named(path, layer, " has forward hooks"))
-        else:
-            found[layer] = after
+        # ``_modules`` has the parametrizations of gamma and beta as well.
+        inside = layer._modules or layer._forward_hooks or layer._forward_pre_hooks
+        if inside or has_own_forward(layer):
+            lost.append(named(path, layer))
     if lost:
         raise NormLayerError(
             "replacing these BatchNorm layers would remove operations other than"
@@ -138,7 +99,6 @@ def _modules_after(places: tuple[Place, ...]) -> dict[nn.Module, dict[str, nn.Mo
             " a layer after the norm layer, register hooks after the replacement, or"
             " use norm='batch'."
         )
-    return found
 
 
 def describe(layer: nn.Module) -> str:

@@ -118,9 +118,8 @@ def use_wsconv(
 
     Raises:
         ConfigError: the activation is unknown, or gain is not a bool.
-        NormLayerError: ``refuse_unusual`` refuses a convolution; or a BatchNorm has a
-            custom forward pass, forward hooks, or layers that it does not apply, or is
-            in TorchScript.
+        NormLayerError: ``refuse_unusual`` refuses a convolution; or a BatchNorm
+            does more than torch's.
     """
     paths = [path for path, _ in model.named_modules(remove_duplicate=False)]
     convolutions = {}

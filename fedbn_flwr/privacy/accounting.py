@@ -27,8 +27,6 @@ from fedbn_flwr.checked_file import write_atomically
 from fedbn_flwr.errors import ConfigError, install_extra
 
 _KEY = "noise-multiplier"  # key of a line in the file
-_LARGEST_NOISE = 1e4
-_MARGIN = 1 + 1e-6  # room for rounding when the noise is computed from an epsilon
 
 
 @dataclass
@@ -85,45 +83,16 @@ class PrivacyAccountant:
         complete = text[: text.rfind("\n") + 1]
         return [json.loads(line)[_KEY] for line in complete.splitlines()]
 
-    def epsilon(self, more: Sequence[float] = ()) -> float:
-        """Return epsilon of the releases so far and ``more``, or infinity without noise.
-
-        ``more`` has the noise multipliers of further releases.
-        """
+    def epsilon(self) -> float:
+        """Return epsilon of the releases, or infinity without noise."""
         gaussian: Any = require_dp_accounting().get_epsilon_gaussian
-        releases = [*self.releases, *more]
-        if not releases:
+        if not self.releases:
             return 0.0
-        if 0 in releases:
+        if 0 in self.releases:
             return math.inf
-        return float(gaussian(1 / math.sqrt(self._precision(releases)), self.delta))
-
-    def noise_for(self, epsilon: float, num_releases: int) -> float:
-        """Return the smallest noise multiplier that meets ``epsilon``.
-
-        With this multiplier, ``num_releases`` further releases and the releases so far
-        cost at most ``epsilon``.
-
-        Raises:
-            ConfigError: no noise multiplier up to 10,000 is enough.
-        """
-        sigma = float(require_dp_accounting().get_sigma_gaussian(epsilon, self.delta))
-        # 1 / sigma^2 = sum 1 / z_t^2. Divide the part that is left by the earlier
-        # releases among the next releases.
-        left = sigma**-2 - self._precision(self.releases)
-        noise = math.inf
-        if left > 0:
-            noise = math.sqrt(num_releases / left) * _MARGIN
-        if noise > _LARGEST_NOISE:
-            raise ConfigError(
-                f"dp-target-epsilon={epsilon} over {num_releases} rounds needs a noise"
-                " multiplier above 10000. Use a larger epsilon or fewer rounds"
-            )
-        return noise
-
-    def _precision(self, releases: Sequence[float]) -> float:
-        """Return 1 / z^2 of the single noise that is equivalent to these releases."""
-        return math.fsum((1 / noise) ** 2 for noise in releases)
+        # 1 / z^2 of the single noise that is equivalent to these releases
+        precision = math.fsum((1 / noise) ** 2 for noise in self.releases)
+        return float(gaussian(1 / math.sqrt(precision), self.delta))
 
 
 def _line(noise_multiplier: float) -> str:

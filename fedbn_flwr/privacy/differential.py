@@ -48,7 +48,7 @@ from typing import Any
 import numpy as np
 
 from fedbn_flwr.batchnorm.parts import Part
-from fedbn_flwr.errors import ClientPartError, ConfigError, ReplyError
+from fedbn_flwr.errors import ClientPartError, ReplyError
 from fedbn_flwr.privacy.accounting import PrivacyAccountant, require_dp_accounting
 from fedbn_flwr.privacy.coordinates import (
     CLIP,
@@ -84,18 +84,16 @@ class ClientLevelDP(Protection):
         file: a file for the releases, see ``PrivacyAccountant``.
         fixed: names of the entries that no client trains, such as a frozen backbone or
             a constant buffer. They get no noise, and replies that changed them are
-            refused. ``fixed_entries(model)`` of ``fedbn_flwr.batchnorm.parts`` finds
-            them.
+            refused. ``fixed_entries(model)`` of
+            ``fedbn_flwr.batchnorm.fixed_entries`` finds them.
 
     Attributes:
-        clipping_norm: C of the next round.
-        noise_multiplier: z. It is None before the first round if a target epsilon
-            determines it.
+        clipping_norm: C.
+        noise_multiplier: z.
         accountant: the releases so far, of all runs with this object.
 
     Raises:
-        ConfigError: settings exclude each other, or the library that computes epsilon
-            is not installed.
+        ConfigError: the library that computes epsilon is not installed.
     """
 
     always_releases = True
@@ -111,33 +109,24 @@ class ClientLevelDP(Protection):
         self.settings = settings
         self.noise = noise or SystemNoise()
         self._fixed = frozenset(fixed)
-        if settings.dp_noise_multiplier or settings.dp_target_epsilon:
+        self.clipping_norm = settings.dp_clipping_norm
+        self.noise_multiplier = settings.dp_noise_multiplier
+        if self.noise_multiplier:
             require_dp_accounting()
         self.accountant = PrivacyAccountant(settings.dp_delta, file)
         # Count the releases in the file as well, for example the releases of a run that
         # was killed.
         self.accountant.restore(())
         self._local: PartSet = NONE
-        self._begin()
 
     def begin(self, methods: Methods) -> None:
-        """Set the first clipping norm, and refuse methods that send more than updates.
+        """Refuse methods that send more than updates.
 
         Raises:
             ConfigError: the method sends or uses more of a client than its update.
         """
-        self._begin()
         self._local = methods.local
         raise_or_warn(uncovered(methods, "dp", self.settings.dp))
-
-    def _begin(self) -> None:
-        self.clipping_norm = self.settings.dp_clipping_norm
-        self.noise_multiplier = self._chosen_noise(self.settings.dp_noise_multiplier)
-        self._spent = False
-
-    def _chosen_noise(self, noise_multiplier: float | None) -> float | None:
-        """Return z, or None if a target epsilon determines it in the next round."""
-        return None if self.settings.dp_target_epsilon else noise_multiplier
 
     def config(self) -> Mapping[str, Any]:
         """Return the config entries for the clients.
@@ -181,6 +170,8 @@ class ClientLevelDP(Protection):
         replies: Sequence[Reply],
     ) -> Sequence[Reply]:
         """Return one reply, with the state of the noisy average of clipped updates."""
+        if not self.accountant.releases:
+            self._warn(facts, report.asked)
         # Count the release before its result exists, so that no crash hides it.
         self._release(report)
         asked, coordinates = report.asked, self._coordinates(facts)
@@ -195,7 +186,7 @@ class ClientLevelDP(Protection):
                 total[name] += array
 
         # Divide by m, the number of asked clients. The noise has deviation z C / m.
-        deviation = (self.noise_multiplier or 0.0) * self.clipping_norm / asked
+        deviation = self.noise_multiplier * self.clipping_norm / asked
         average = {}
         for name, array in total.items():
             noise = self.noise.normal(array.shape)
@@ -217,49 +208,6 @@ class ClientLevelDP(Protection):
         }
         return Coordinates(shared, facts.parts, self._fixed)
 
-    def admits(self, facts: Facts, asked: int) -> bool:
-        """Choose the round's noise, and return whether a target epsilon allows it."""
-        self._choose_noise(facts)
-        if not self.accountant.releases:
-            self._warn(facts, asked)
-        return not self._spends(self.noise_multiplier or 0.0)
-
-    def _spends(self, noise_multiplier: float) -> bool:
-        """Return whether another release would exceed the target, and log it once."""
-        if not self._spent and self._exceeds(noise_multiplier):
-            self._spent = True
-            logger.warning(
-                "epsilon is %.4g, and another round would raise it above %g: the run"
-                " ends.",
-                self.accountant.epsilon(),
-                self.settings.dp_target_epsilon,
-            )
-        return self._spent
-
-    def _exceeds(self, noise_multiplier: float) -> bool:
-        """Return whether another release would cost more than a target epsilon."""
-        target = self.settings.dp_target_epsilon
-        if not target:
-            return False
-        # Allow for rounding, because it may exceed the target slightly.
-        return self.accountant.epsilon([noise_multiplier]) > target * (1 + 1e-9)
-
-    def _choose_noise(self, facts: Facts) -> None:
-        """Choose z for the rounds that are left, if a target epsilon is not yet spent."""
-        target = self.settings.dp_target_epsilon
-        if self.noise_multiplier is None and self.accountant.epsilon() < target:
-            num_rounds = facts.total_rounds(
-                f"dp-target-epsilon={target:g}",
-                "Run the strategy with start(), or set dp-noise-multiplier instead.",
-            )
-            rounds_left = num_rounds - facts.number + 1
-            self.noise_multiplier = self.accountant.noise_for(target, rounds_left)
-            logger.info(
-                "dp-target-epsilon=%g: noise multiplier %.4g",
-                target,
-                self.noise_multiplier,
-            )
-
     def _warn(self, facts: Facts, asked: int) -> None:
         """Warn about a useless delta, and about noise that makes statistics useless."""
         own = self.settings
@@ -273,7 +221,7 @@ class ClientLevelDP(Protection):
             )
         # ``size`` is the deviation z C / m of the noise, relative to the running
         # variances. Their coordinates have the scale s.
-        noise = (self.noise_multiplier or 0.0) * self.clipping_norm
+        noise = self.noise_multiplier * self.clipping_norm
         size = noise / (asked * STATISTICS_SCALE)
         if size > _NOISY and Part.STATISTICS not in self._local:
             logger.warning(
@@ -286,10 +234,6 @@ class ClientLevelDP(Protection):
 
     def _release(self, report: RoundOutcome) -> None:
         """Note the release of this round and report its cost."""
-        if self.noise_multiplier is None:
-            raise ConfigError(
-                "no noise was chosen for this round, because admits() was not called"
-            )
         # Count noise that is not secret as no noise, because whoever can repeat the
         # noise can subtract it.
         self.accountant.add(self.noise_multiplier if self.noise.secret else 0.0)
@@ -319,7 +263,7 @@ class ClientLevelDP(Protection):
         settings, accountant = self.settings, self.accountant
         if not self.noise.secret:
             return "No privacy is guaranteed: the noise can be repeated."
-        if not settings.dp_noise_multiplier and not settings.dp_target_epsilon:
+        if not self.noise_multiplier:
             return "No privacy is guaranteed: updates are clipped, without noise."
         if not accountant.releases:
             return NO_ROUND
@@ -335,11 +279,6 @@ class ClientLevelDP(Protection):
             " update is in the sums."
         )
 
-    def stops_after(self, server_round: int) -> bool:
-        """Return whether another round with the last noise would cost too much."""
-        releases = self.accountant.releases
-        return self._spent or (bool(releases) and self._spends(releases[-1]))
-
     def outcome(self) -> dict[str, Any]:
         """Return the entries for the summary of a run."""
         entries = {
@@ -350,18 +289,9 @@ class ClientLevelDP(Protection):
         return {"privacy": entries}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return C, z and the releases."""
-        return {
-            "clipping_norm": self.clipping_norm,
-            "noise_multiplier": self.noise_multiplier,
-            "releases": [*self.accountant.releases],
-        }
+        """Return the releases."""
+        return {"releases": [*self.accountant.releases]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore C, z and the releases.
-
-        A target epsilon chooses z again, for the rounds that are left.
-        """
-        self.clipping_norm = state["clipping_norm"]
-        self.noise_multiplier = self._chosen_noise(state["noise_multiplier"])
+        """Restore the releases."""
         self.accountant.restore(state["releases"])

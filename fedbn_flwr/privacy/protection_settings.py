@@ -16,24 +16,12 @@ _WITH_DP = {"dp": ("server", "client")}
 
 DP_ROWS = (
     Problem(
-        "two-noises",
-        "dp-target-epsilon={params.dp_target_epsilon} chooses the noise. Leave"
-        " dp-noise-multiplier={params.dp_noise_multiplier} out",
-        "dp_noise_multiplier dp_target_epsilon",
-        stage="settings",
-        when=lambda own, known: own.dp_target_epsilon and own.dp_noise_multiplier,
-    ),
-    Problem(
         "no-epsilon",
         "without noise there is no epsilon",
         "dp_delta",
         stage="settings",
         effect="no-effect",
-        when=lambda own, known: (
-            own.dp != "off"
-            and not own.dp_noise_multiplier
-            and not own.dp_target_epsilon
-        ),
+        when=lambda own, known: own.dp != "off" and not own.dp_noise_multiplier,
     ),
 )
 
@@ -72,11 +60,4 @@ class DPSettings(Settings):
         only_if=_WITH_DP,
         gt=0,
         lt=1,
-    )
-    dp_target_epsilon: float = setting(
-        0.0,
-        "choose the noise multiplier so that all R rounds together cost this epsilon."
-        " With 0, dp-noise-multiplier is used",
-        only_if=_WITH_DP,
-        ge=0,
     )

@@ -44,11 +44,9 @@ class DPWrapper:
         fixed: names of the entries that no client trains (``fixed_entries(model)``).
             They get no noise.
         delta: delta for which epsilon is stated, well below 1 / number of clients.
-        target_epsilon: choose z so that all rounds together cost this epsilon, instead
-            of ``noise_multiplier``. The default 0 means no target.
 
     Raises:
-        ConfigError: a value is out of range, or settings exclude each other.
+        ConfigError: a value is out of range.
     """
 
     def __init__(
@@ -62,7 +60,6 @@ class DPWrapper:
         file: Path | None = None,
         fixed: Collection[str] = (),
         delta: float = 1e-5,
-        target_epsilon: float = 0.0,
     ) -> None:
         if not isinstance(strategy, Strategy):
             raise ConfigError(
@@ -79,7 +76,6 @@ class DPWrapper:
             dp_noise_multiplier=noise_multiplier,
             dp_clipping_norm=clipping_norm,
             dp_delta=delta,
-            dp_target_epsilon=target_epsilon,
         )
         self.privacy = ClientLevelDP(chosen, noise, file, fixed)
         self.strategy = strategy

@@ -324,7 +324,7 @@ class Strategy(RunView, FlowerFedAvg):
         if not after:
             test(0)
         for server_round in range(after + 1, num_rounds + 1):
-            if self.stops_after(server_round - 1):
+            if self.ends:
                 break
             logger.info("[ROUND %d/%d]", server_round, num_rounds)
 
@@ -354,7 +354,7 @@ class Strategy(RunView, FlowerFedAvg):
                 self.stopped = True
             # Ask before the end of the round, which writes its traffic.
             run = self.run
-            last = server_round == num_rounds or self.stops_after(server_round)
+            last = server_round == num_rounds or self.ends
             if last and run.methods.whole.class_moments and not run.ends_diverged:
                 collect_class_moments(run, arrays, grid)
             self.end_round(server_round, tested)
@@ -373,16 +373,12 @@ class Strategy(RunView, FlowerFedAvg):
             reestimate_before_tests(run, result.arrays, grid)
         result.arrays = testing.completed(run, result.arrays)
 
-    def stops_after(self, server_round: int) -> bool:
-        """Return whether the run ends after this round.
-
-        The run diverged or was stopped, or its privacy budget is spent.
-        """
+    @property
+    def ends(self) -> bool:
+        """Whether the run ends after this round: it diverged or was stopped."""
         if self.stopped or self.run.ends_diverged:
             return True
-        if self._recording is not None and self._recording.finished:
-            return True
-        return self.protection.stops_after(server_round)
+        return self._recording is not None and self._recording.finished
 
     def prepare(
         self, initial_arrays: ArrayRecord, num_rounds: int | None, timeout: float

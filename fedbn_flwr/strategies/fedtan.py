@@ -56,10 +56,9 @@ $w_i = p_i$.
 fewer exchanges: $\sigma^2 = \sum_i w_i (\sigma_i^2 + (\mu_i - \mu)^2)$.
 `union_batch_size` is the sum of the first batches.
 
-A BN layer cannot be synchronised if it is part of a TorchScript module, or if
-activation checkpointing calls it again. Every client must call the same BN layers in
-its first local step, in the same order: a model that skips layers at random (stochastic
-depth) is refused. If the inputs determine the layers, the clients that differ from the
+A BN layer cannot be synchronised if activation checkpointing calls it again. Every
+client must call the same BN layers in its first local step, in the same order: a model
+that skips layers at random (stochastic depth) is refused. If the inputs determine the layers, the clients that differ from the
 majority are dropped in the round.
 
 If a client is lost in the middle of the step, the other clients repeat the step without

@@ -75,7 +75,8 @@ import torch
 from pydantic import AfterValidator
 from torch import Tensor, nn
 
-from fedbn_flwr.batchnorm.parts import batchnorm_layers, split_state
+from fedbn_flwr.batchnorm.layers import batchnorm_layers
+from fedbn_flwr.batchnorm.parts import split_state
 from fedbn_flwr.errors import NothingTrainedError
 from fedbn_flwr.messages.protocol import Key
 from fedbn_flwr.problems import Problem
@@ -84,7 +85,7 @@ from fedbn_flwr.server.methods.params import Params, setting
 from fedbn_flwr.server.methods.phases import BATCHNORM, TRACKED, Extra, Phase
 from fedbn_flwr.server.strategy import Strategy
 from fedbn_flwr.training.client_hook import ClientHook
-from fedbn_flwr.training.freezing import force_eval
+from fedbn_flwr.training.freezing import force_eval, layers_of
 from fedbn_flwr.training.settings import round_of
 
 
@@ -157,12 +158,14 @@ class FreezeBN(ClientHook):
 
     def begin(self, model: nn.Module) -> None:
         """Put the BN layers in eval mode, and freeze gamma and beta if ``affine``."""
-        layers = batchnorm_layers(model, self.paths, "frozen BatchNorm")
+        layers = batchnorm_layers(model, self.paths)
         self._undo = [force_eval(layer) for layer in layers]
         if not self.affine or not layers:
             return
         # Freeze what the server freezes. Further parameters of a layer are in REST.
-        affine = split_state(model, lambda _, module: module in layers).affine
+        at = layers_of(model, every_path=True)
+        paths = [path for path, layer in at.items() if layer in layers]
+        affine = split_state(model, paths).affine
         # Include duplicates: gamma may be tied to a parameter that is named before it.
         for name, parameter in model.named_parameters(remove_duplicate=False):
             if name in affine and parameter.requires_grad:
@@ -205,8 +208,7 @@ class MeasureDrift(ClientHook):
 
     def _statistics(self, model: nn.Module) -> list[Tensor]:
         found = []
-        changed = "the change of the statistics"
-        for layer in batchnorm_layers(model, self.paths, changed):
+        for layer in batchnorm_layers(model, self.paths):
             found += [layer.running_mean, layer.running_var]
         return [statistic for statistic in found if statistic is not None]
 

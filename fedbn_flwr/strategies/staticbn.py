@@ -47,13 +47,13 @@ The statistics of the first BN layer equal one pass over the union of the data.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection, Mapping
 
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
-from fedbn_flwr.batchnorm.parts import batchnorm_layers
-from fedbn_flwr.batchnorm.reestimation import stop_tracking
-from fedbn_flwr.batchnorm.replaced_forward import layers_in_training
+from fedbn_flwr.batchnorm.layer_inputs import refuse_own_forward
+from fedbn_flwr.batchnorm.layers import batchnorm_layers, layers_in_training
 from fedbn_flwr.server.methods.method import Ask, Facts, Method
 from fedbn_flwr.server.methods.phases import TRACKED, Phase
 from fedbn_flwr.server.strategy import Strategy
@@ -71,19 +71,25 @@ class Untracked(ClientHook):
 
     def __init__(self, paths: Collection[str] = ()) -> None:
         self.paths = paths
-        self._track_again: Callable[[], None] = lambda: None
+        self._layers: Mapping[str, _BatchNorm] = {}
 
     def begin(self, model: nn.Module) -> None:
         """Switch tracking off."""
         # Layers that the model keeps in eval mode track nothing, so they are not
         # changed.
-        training = layers_in_training(model).values()
-        chosen = batchnorm_layers(model, self.paths)
-        self._track_again = stop_tracking([one for one in training if one in chosen])
+        training, chosen = (
+            layers_in_training(model),
+            batchnorm_layers(model, self.paths),
+        )
+        self._layers = {path: one for path, one in training.items() if one in chosen}
+        refuse_own_forward(self._layers)
+        for layer in self._layers.values():
+            layer.track_running_stats = False
 
     def end(self, model: nn.Module) -> dict[str, float]:
         """Switch tracking on again."""
-        self._track_again()
+        for layer in self._layers.values():
+            layer.track_running_stats = True
         return {}
 
 

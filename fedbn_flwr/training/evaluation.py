@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedbn_flwr.errors import NormLayerError
 from fedbn_flwr.training.batches import (
@@ -23,11 +22,7 @@ from fedbn_flwr.training.batches import (
     join_last,
     with_positions,
 )
-from fedbn_flwr.training.freezing import (
-    is_scripted_batchnorm,
-    layers_of,
-    refuse_scripted,
-)
+from fedbn_flwr.training.freezing import layers_of
 from fedbn_flwr.training.metrics import confusion, dice, mean_iou
 from fedbn_flwr.training.modes import in_eval_mode
 from fedbn_flwr.training.single_examples import refusing_layers
@@ -75,7 +70,6 @@ def evaluate(
     *,
     task: Task = CLASSIFICATION,
     batch_size: int = 0,
-    tries_last: bool = True,
     on_batch: Callable[[Tensor, Tensor], None] | None = None,
 ) -> EvalResult:
     """Return the metrics of ``model`` on all of ``data``, in eval mode.
@@ -92,9 +86,6 @@ def evaluate(
         batch_size: examples per batch. 0 means the default of the task. A task has a
             separate default for models whose BatchNorm layers use the batch's
             statistics.
-        tries_last: whether a last batch of one example is tried in an extra forward
-            pass. False leaves this batch as it is: choose it if hooks of the model
-            count the passes.
         on_batch: called with the outputs (B, ...) and the targets (B, ...) of each
             batch, in order.
 
@@ -116,7 +107,7 @@ def evaluate(
     with in_eval_mode(model), torch.no_grad():
         size = batch_size or _test_batch(model, task)
         order: Sequence[Tensor] = torch.split(torch.arange(len(data)), size)
-        if tries_last and len(order[-1]) == 1:
+        if len(order[-1]) == 1:
             order = _joined(model, data, order, prepared)
         with closing(with_positions(data, order)) as batches:
             for _, (inputs, targets) in batches:
@@ -131,12 +122,9 @@ def evaluate(
 
 def _test_batch(model: nn.Module, task: Task) -> int:
     """Return the number of examples per test batch for the current model."""
-    for module in model.modules():
-        # If a layer uses the batch's statistics, the metrics depend on the batch size.
-        # Whether a scripted layer uses them is not visible here.
-        of_batch = isinstance(module, _BatchNorm) and module.running_mean is None
-        if of_batch or is_scripted_batchnorm(module):
-            return task.test_batch
+    # If a layer uses the batch's statistics, the metrics depend on the batch size.
+    if any(layer.running_mean is None for layer in layers_of(model).values()):
+        return task.test_batch
     return task.plain_test_batch or task.test_batch
 
 
@@ -225,9 +213,7 @@ def _joined(
     if all(layer.running_mean is not None for layer in layers):
         return order
     inputs = prepared(data.batch(order[-1])[0])
-    # Ignore the path "". It stands for a scripted layer, and a test with its running
-    # statistics works.
-    refusing = [path for path in refusing_layers(model, inputs) if path]
+    refusing = refusing_layers(model, inputs)
     if refusing and len(order[0]) == 1:
         raise NormLayerError(
             f"BatchNorm layer '{refusing[0]}' has no running statistics and gets one"
@@ -243,11 +229,7 @@ def without_running_statistics(model: nn.Module) -> Iterator[None]:
     """Remove the running statistics in the block.
 
     A BatchNorm layer without them uses the statistics of its batch, even in eval mode.
-
-    Raises:
-        NormLayerError: a layer is in TorchScript.
     """
-    refuse_scripted(model, "statistics of test batches")
     layers = layers_of(model).values()
     kept = [(layer, layer.running_mean, layer.running_var) for layer in layers]
     try:

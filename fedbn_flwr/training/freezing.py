@@ -15,8 +15,7 @@ Li et al. 2016, arXiv:1603.04779; fastai and Lightning train BatchNorm in frozen
 
 BatchNorm layers that were built in eval mode stay in eval mode, even though
 ``model.train()`` would change their mode. As in torch, ``requires_grad`` does not
-affect the statistics. If a BatchNorm layer is in TorchScript, its forward pass cannot
-be changed; its mode can.
+affect the statistics.
 """
 
 from __future__ import annotations
@@ -39,16 +38,12 @@ __all__ = [
     "force_eval",
     "force_eval_as_built",
     "is_forced_eval",
-    "is_scripted_batchnorm",
     "layers_of",
     "left_in_eval",
-    "refuse_scripted",
     "stays_in_eval",
     "train_only",
     "unlike_in_tests",
 ]
-
-_SCRIPTED = ("BatchNorm1d", "BatchNorm2d", "BatchNorm3d", "SyncBatchNorm")
 
 
 def layers_of(model: nn.Module, *, every_path: bool = False) -> dict[str, _BatchNorm]:
@@ -56,52 +51,21 @@ def layers_of(model: nn.Module, *, every_path: bool = False) -> dict[str, _Batch
 
     A shared layer is listed under its first path. With ``every_path``, it is listed
     under all its paths, as in the state.
-    """
-    modules = model.named_modules(remove_duplicate=not every_path)
-    return {path: module for path, module in modules if isinstance(module, _BatchNorm)}
-
-
-def is_scripted_batchnorm(module: nn.Module) -> bool:
-    """Return whether a layer is a BatchNorm layer in TorchScript.
-
-    Its state has the usual entries, but its forward pass cannot be changed.
-    """
-    # TorchScript keeps only the name of the class.
-    return (
-        isinstance(module, torch.jit.ScriptModule)
-        and getattr(module, "original_name", "") in _SCRIPTED
-    )
-
-
-def refuse_scripted(model: nn.Module, what: str) -> None:
-    """Refuse a model with BatchNorm layers in TorchScript.
-
-    Layers that the model keeps in eval mode, such as a frozen backbone, are accepted.
-
-    Args:
-        model: the model.
-        what: the feature that has no effect on such layers, for the message.
 
     Raises:
-        NormLayerError: there is such a layer; the message names the first.
+        NormLayerError: a module is in TorchScript, so the types of its layers and their
+            forward passes are hidden.
     """
-    scripted = {
-        path: module
-        for path, module in model.named_modules()
-        if is_scripted_batchnorm(module)
-    }
-    if not scripted:
-        return
-    # Call ``train``, because the model may override it to leave layers in eval mode.
-    with restored_modes(model):
-        model.train()
-        refused = [path for path, module in scripted.items() if module.training]
-    if refused:
-        kind = type(scripted[refused[0]]).__name__
-        raise NormLayerError(
-            f"{what} would have no effect on BatchNorm layer"
-            f" {refused[0] or 'model'!r}, because it is a {kind}. Use the plain module."
-        )
+    layers = {}
+    for path, module in model.named_modules(remove_duplicate=not every_path):
+        if isinstance(module, torch.jit.ScriptModule):
+            raise NormLayerError(
+                f"module {path or 'model'!r} is in TorchScript, which hides its"
+                " BatchNorm layers. Use the plain module."
+            )
+        if isinstance(module, _BatchNorm):
+            layers[path] = module
+    return layers
 
 
 FrozenBN = Literal["eval", "train"]

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from fedbn_flwr.errors import FedBNError, NormLayerError
 from fedbn_flwr.training.client_hook import ClientHook
-from fedbn_flwr.training.freezing import is_scripted_batchnorm, layers_of
+from fedbn_flwr.training.freezing import layers_of
 from fedbn_flwr.training.model_state import copied
 from fedbn_flwr.training.modes import restored_modes
 from fedbn_flwr.training.randomness import seeded
@@ -70,8 +70,8 @@ def refusing_layers(
 
     The path "" means an unknown layer. The values per channel are counted in a forward
     pass, because late BN2d layers may get 1x1 maps. This pass is in eval mode and does
-    not change the model. For layers that are not called in eval mode or are in
-    TorchScript, a forward pass of a copy in train mode decides.
+    not change the model.  For layers that are not called in eval mode, a
+    forward pass of a copy in train mode decides.
     """
     model = copied(model)
     layers = {}
@@ -108,10 +108,7 @@ def refusing_layers(
         # Unseen layers are skipped in eval mode, or their forward pass calls no hooks.
         unseen = [path for path in layers if path not in counts]
         unseen_train = any(layers[path].training for path in unseen)
-        scripted_train = any(
-            is_scripted_batchnorm(m) and m.training for m in model.modules()
-        )
-        if unseen_train or scripted_train:
+        if unseen_train:
             fails = _fails_in_train_mode(model, inputs)
     refusing = [path for path, values in counts.items() if values < 2]
     if fails and not refusing:
@@ -124,6 +121,6 @@ def _fails_in_train_mode(model: nn.Module, inputs: Any) -> bool:
     with suppress(Exception), seeded(0), torch.no_grad():
         try:
             copied(model)(inputs)
-        except (ValueError, torch.jit.Error):
+        except ValueError:
             return True
     return False

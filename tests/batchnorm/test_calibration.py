@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from fedbn_flwr import calibrate
 from fedbn_flwr.batchnorm import site_passes
@@ -28,7 +29,7 @@ from fedbn_flwr.batchnorm.class_moments import (
     pool_class_moments,
 )
 from fedbn_flwr.batchnorm.reestimation import reestimate_statistics
-from fedbn_flwr.batchnorm.site_passes import NewSite, use_all, use_matched
+from fedbn_flwr.batchnorm.site_passes import NewSite, use_all, use_matched, use_mix
 from fedbn_flwr.errors import ConfigError, DataError, NormLayerError
 from fedbn_flwr.training.tasks import BINARY, CLASSIFICATION, REGRESSION
 from tests.support.fast import fast
@@ -220,12 +221,12 @@ def oracle_way(drawn: Drawn, way: str, prior: float = 16) -> np.ndarray:
     return matched(mix)
 
 
-def result(drawn: Drawn, way: Any, **options: Any) -> Calibration:
-    return calibrate(drawn.model, [drawn.x], way, class_moments=drawn.known, **options)
+def result(drawn: Drawn, way: Any) -> Calibration:
+    return calibrate(drawn.model, [drawn.x], way, class_moments=drawn.known)
 
 
-def probabilities(drawn: Drawn, way: Any, **options: Any) -> Tensor:
-    found = result(drawn, way, **options).probabilities
+def probabilities(drawn: Drawn, way: Any) -> Tensor:
+    found = result(drawn, way).probabilities
     assert found is not None
     return found
 
@@ -248,19 +249,21 @@ def test_the_returned_model_has_the_outputs_of_its_way(drawn: Drawn) -> None:
 
 def test_the_ends_of_each_way_are_other_ways(drawn: Drawn) -> None:
     everything, nothing = probabilities(drawn, "all"), probabilities(drawn, "none")
+    site = NewSite(drawn.model, [drawn.x])
+    n, mix = len(drawn.x), drawn.known.class_mix
     ends = {
-        "early, all layers": (probabilities(drawn, "early", early=3), everything),
-        "early, no layer": (probabilities(drawn, "early", early=0), nothing),
-        "mix, N = 0": (probabilities(drawn, "mix", prior_examples=0), everything),
-        "mix, N = inf": (
-            probabilities(drawn, "mix", prior_examples=math.inf),
-            nothing,
+        "early, all layers": (use_all, site.order, everything),
+        "early, no layer": (use_all, [], nothing),
+        "mix, N = 0": (use_mix(0, n), site.order, everything),
+        "mix, N = inf": (use_mix(math.inf, n), site.order, nothing),
+        "matched, training mix": (
+            use_matched(drawn.known, mix),
+            site.order,
+            everything,
         ),
     }
-    site = NewSite(drawn.model, [drawn.x])
-    matched = site.tried(use_matched(drawn.known, drawn.known.class_mix), site.order)
-    ends["matched, training mix"] = (matched.outputs.softmax(1), everything)
-    for name, (got, expected) in ends.items():
+    for name, (rule, layers, expected) in ends.items():
+        got = site.tried(rule, layers).outputs.softmax(1)
         torch.testing.assert_close(got, expected, **CLOSE, msg=name)
     assert not torch.allclose(everything, nothing, atol=1e-3)
 
@@ -283,6 +286,54 @@ def test_order_batches_and_labels_change_nothing(
             assert (got.way, got.trusted) == (whole.way, whole.trusted)
             assert got.shifts == pytest.approx(whole.shifts, rel=1e-12)
             assert got.class_mix == pytest.approx(whole.class_mix, rel=1e-10)
+
+
+def test_inputs_that_come_in_another_order_each_time_are_read_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    drawn = Drawn("rows", 0)
+    monkeypatch.setattr(site_passes, "ONE_BATCH", 1)
+    whole = calibrate(drawn.model, [drawn.x], "all")
+    shuffled = DataLoader(TensorDataset(drawn.x), 8, shuffle=True)
+    for batches in (shuffled, iter(drawn.x.split(8))):
+        got = calibrate(drawn.model, batches, "all")
+        assert got.shifts == pytest.approx(whole.shifts, rel=1e-12)
+        assert got.changed == pytest.approx(whole.changed)
+
+
+class Counting(nn.Module):
+    """A layer that changes a buffer in eval(), and its input in each pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("tests", torch.zeros(()))
+
+    def train(self, mode: bool = True) -> Counting:
+        self.tests += not mode
+        return super().train(mode)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mul_(2)
+
+
+def test_nothing_but_the_statistics_changes() -> None:
+    drawn = Drawn("rows", 0)
+    model, doubled, x = nn.Sequential(Counting(), drawn.model), 2 * drawn.x, drawn.x
+    got = calibrate(model, [x], "all")
+    assert float(got.model.get_buffer("0.tests")) == 0
+    assert torch.equal(2 * x, doubled)
+    plain = calibrate(drawn.model, [doubled], "all")
+    assert torch.equal(got.probabilities, plain.probabilities)
+
+
+def test_statistics_that_a_layer_lacks_or_cannot_hold_are_refused() -> None:
+    drawn = Drawn("rows", 0)
+    by_batch: Any = nn.BatchNorm1d(5, track_running_stats=False).double()
+    with pytest.raises(NormLayerError, match="layer '0' has no running statistics"):
+        calibrate(nn.Sequential(by_batch, drawn.model), [drawn.x])
+    half = nn.Sequential(nn.BatchNorm1d(5), nn.Linear(5, 2)).half()
+    with pytest.raises(NormLayerError, match=r"too large for torch\.float16"):
+        calibrate(half, [1000 * drawn.x.half()])
 
 
 def test_the_given_model_is_unchanged_and_the_copy_keeps_its_modes(
@@ -323,8 +374,8 @@ def test_all_and_mix_are_the_test_time_batchnorm_of_one_batch(drawn: Drawn) -> N
         var = moments.m2 / moments.count
         torch.testing.assert_close(calibrated.running_mean, moments.mean, **CLOSE)
         torch.testing.assert_close(calibrated.running_var, var, **CLOSE)
-    with torch.no_grad(), adapted(drawn.model.eval(), "mix"):
-        mixed = drawn.model(drawn.x).softmax(1)
+    with torch.no_grad():
+        mixed = adapted(drawn.model, "mix")(drawn.x).softmax(1)
     torch.testing.assert_close(probabilities(drawn, "mix"), mixed, **CLOSE)
 
 
@@ -528,10 +579,10 @@ def test_bad_calls_are_refused_before_a_way_is_tried() -> None:
     shared: Any = nn.BatchNorm1d(5).double()
     with pytest.raises(NormLayerError, match="'0' twice"):
         calibrate(nn.Sequential(shared, nn.Tanh(), shared), [x])
-    for bad in (iter([x]), [x[:1]], [torch.full_like(x, math.nan)]):
+    for bad in ([x[:1]], [torch.full_like(x, math.nan)]):
         with pytest.raises(DataError):
             calibrate(model, bad)
-    with pytest.raises(TypeError):
+    with pytest.raises(AttributeError):
         calibrate(nn.Sequential(shared, nn.LSTM(5, 2).double()), [x])
     with pytest.raises(DataError, match="targets 2 to 3"):
         class_moments(model, [(x, torch.arange(40) % 2 + 2)])
@@ -543,11 +594,9 @@ def test_bad_calls_are_refused_before_a_way_is_tried() -> None:
             model,
             [x],
             "most",  # type: ignore[arg-type]
-            prior_examples=-1,
-            early=4,
             class_moments=other,
         )
-    for part in ("most", "prior_examples=-1", "early=4", "class_moments"):
+    for part in ("most", "class_moments"):
         assert part in str(refused.value)
     with pytest.raises(ConfigError, match="class_moments"):
         calibrate(model, [x], "matched")
@@ -559,6 +608,6 @@ def test_a_layer_without_calls_keeps_its_statistics() -> None:
     drawn.model.forward = drawn.model[:-1].forward  # type: ignore[method-assign]
     site = NewSite(drawn.model, [drawn.x])
     assert len(site.order) == 3
-    idle: Any = site.model.get_submodule("idle")
-    site.load(site.tried(use_all, site.order).statistics)
+    model = site.calibrated(site.tried(use_all, site.order).statistics)
+    idle: Any = model.get_submodule("idle")
     assert torch.equal(idle.running_mean, torch.zeros(7).double())

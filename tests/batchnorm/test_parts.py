@@ -12,14 +12,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils import parametrizations, spectral_norm
 from torch.nn.utils.parametrize import register_parametrization
 
-from fedbn_flwr.batchnorm.parts import (
-    Parts,
-    fixed_entries,
-    learning_parts,
-    other_layers,
-    split_state,
-    tied_entries,
-)
+from fedbn_flwr.batchnorm.fixed_entries import fixed_entries, learning_parts
+from fedbn_flwr.batchnorm.parts import Parts, split_state
+from fedbn_flwr.batchnorm.tied_entries import tied_entries
 from fedbn_flwr.training.freezing import force_eval
 
 STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
@@ -213,21 +208,6 @@ def test_fingerprint_sees_names_types_and_shapes() -> None:
     assert len(prints) == 5
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
-def test_torchscript_keeps_the_types_of_its_layers() -> None:
-    """This includes layers whose names reveal no type or a wrong type."""
-    bn, other = (
-        nn.BatchNorm1d(2, track_running_stats=False),
-        nn.InstanceNorm1d(2, track_running_stats=True),
-    )
-    model = nn.Sequential(nn.Linear(2, 2), bn, nn.Sequential(nn.BatchNorm1d(2), other))
-    assert split_state(torch.jit.script(model)) == split_state(model)
-    assert split_state(nn.Sequential(torch.jit.script(bn))).affine == (
-        "0.weight",
-        "0.bias",
-    )
-
-
 class Windowed(nn.Module):
     """A layer with two constants and with entries that training moves.
 
@@ -286,15 +266,6 @@ def test_buffers_that_no_layer_moves_are_fixed() -> None:
         "norms.0.weight",
         *(f"norms.0.{leaf}" for leaf in STATISTICS),
     }
-
-
-def test_a_running_number_of_a_module_is_no_layers_statistics() -> None:
-    class Smoothed(nn.Module):
-        def __init__(self, shape: tuple[int, ...]) -> None:
-            super().__init__()
-            self.register_buffer("running_loss", torch.zeros(shape))
-
-    assert other_layers(nn.Sequential(Smoothed(()), Smoothed((3,)))) == ["1"]
 
 
 def test_a_name_with_the_signs_of_a_glob_names_its_own_layer() -> None:

@@ -17,8 +17,14 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from fedbn_flwr.batchnorm import reestimation
-from fedbn_flwr.batchnorm.adaptation import try_batches
-from fedbn_flwr.batchnorm.reestimation import merge, moments_of, reestimate_statistics
+from fedbn_flwr.batchnorm.adaptation import evaluate_adapted
+from fedbn_flwr.batchnorm.calibration import calibrate
+from fedbn_flwr.batchnorm.reestimation import (
+    MomentSums,
+    merge,
+    moments_of,
+    reestimate_statistics,
+)
 from fedbn_flwr.batchnorm.sync import try_synchronised_step
 from fedbn_flwr.doctor import diagnose
 from fedbn_flwr.errors import NormLayerError
@@ -34,29 +40,17 @@ def test_a_layer_at_two_paths_has_the_moments_of_both_calls_at_both(points) -> N
 
 
 class Own(nn.BatchNorm1d):
-    """A layer whose forward pass always tracks and replaces its mean."""
+    """A layer that normalises only a part of its input."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if not self.training:
-            return super().forward(x)
-        mean, var = x.mean(0), x.var(0, unbiased=False)
-        self.running_mean = 0.9 * self.running_mean + 0.1 * mean.detach()
-        self.running_var.lerp_(x.detach().var(0), 0.1)
-        self.num_batches_tracked += 1
-        return (x - mean) / (var + self.eps).sqrt() * self.weight + self.bias
+        return super().forward(x[1:])
 
 
-def test_a_forward_pass_that_tracks_in_any_case_is_undone(points, mlp) -> None:
-    model, plain = mlp(), mlp()
+def test_a_layer_with_its_own_forward_pass_is_refused(points, mlp) -> None:
+    model = mlp()
     model[1] = Own(4).double()
-    model.load_state_dict(plain.state_dict())
-    buffers = dict(model.named_buffers())
-    found = reestimate_statistics(model, points(9), batch_size=4)["1"]
-    expected = reestimate_statistics(plain, points(9), batch_size=4)["1"]
-    assert torch.equal(found.mean, expected.mean)
-    for name, value in plain.state_dict().items():
-        assert torch.equal(model.state_dict()[name], value), name
-    assert all(buffers[name] is buffer for name, buffer in model.named_buffers())
+    with pytest.raises(NormLayerError, match="layer '1' is a Own with its own forward"):
+        reestimate_statistics(model, points(9), batch_size=4)
 
 
 def test_a_layer_that_a_model_in_train_mode_has_in_eval_mode_is_left_out(
@@ -94,12 +88,6 @@ def test_the_model_does_not_change(points, mlp) -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def refused(model: nn.Module, data: Points) -> None:
-    last = Points(data.inputs[:1], data.targets[:1])
-    with pytest.raises(NormLayerError):
-        try_batches(model, last, "batch")
-
-
 PASSES: dict[str, Callable[[nn.Module, Points], object]] = {
     "re-estimation": lambda model, data: reestimate_statistics(
         model, data, batch_size=4
@@ -108,7 +96,13 @@ PASSES: dict[str, Callable[[nn.Module, Points], object]] = {
     "synchronised step": lambda model, data: try_synchronised_step(
         model, data.inputs[:2], 2
     ),
-    "refused test": refused,
+    "test with batch statistics": lambda model, data: evaluate_adapted(
+        model, data, "batch"
+    ),
+    "test with mixed statistics": lambda model, data: evaluate_adapted(
+        model, data, "mix"
+    ),
+    "calibration": lambda model, data: calibrate(model, [data.inputs]),
     "doctor": lambda model, data: diagnose(
         model, [DataLoader(TensorDataset(data.inputs, data.targets), 4)] * 3
     ),
@@ -218,6 +212,23 @@ def test_merged_moments_are_those_of_all_values(
     m2 = ((centred - mean) ** 2).sum(0).astype(float)
     rtol = 1e-6 if offset > 1e6 else 1e-9
     np.testing.assert_allclose(total.m2, m2, rtol=rtol, atol=1e-12)
+
+
+@pytest.mark.parametrize("offset", [0.0, 1e6])
+def test_sums_over_batches_are_the_moments_of_all_values(
+    offset: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There are more calls than kept moments, so moments are merged."""
+    monkeypatch.setattr(reestimation, "_KEPT", 2)
+    sums = MomentSums()
+    x = torch.randn(7, 3, 2, 2, dtype=torch.float64) + offset
+    for batch in x.split(3):  # the last batch has one example
+        sums.gather("0", batch)
+        assert len(sums._moments["0"]) == 1
+    found, want = sums.merged()["0"], moments_of(x)
+    assert found.count == want.count == 28
+    torch.testing.assert_close(found.mean, want.mean, rtol=1e-14, atol=1e-14)
+    torch.testing.assert_close(found.m2, want.m2, rtol=1e-9, atol=0)
 
 
 def test_one_example_at_a_time_is_two_where_a_layer_needs_two(points, mlp) -> None:

@@ -62,7 +62,7 @@ def app(datasets) -> Any:
         @app.query("statistics")
         def statistics(msg: Message, context: Context) -> Message:
             net = Autoencoder()
-            further = {"forward": net.decoded} if whole else {}
+            further = {"forward": Autoencoder.decoded} if whole else {}
             return answer_statistics(msg, context, net, loader(context), **further)
 
         @app.train()

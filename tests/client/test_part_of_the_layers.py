@@ -14,7 +14,8 @@ import pytest
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from fedbn_flwr.batchnorm.parts import Parts, batchnorm_layers, split_state
+from fedbn_flwr.batchnorm.layers import batchnorm_layers
+from fedbn_flwr.batchnorm.parts import Parts, split_state
 from fedbn_flwr.errors import ConfigError, FedBNError, RunFailedError
 from fedbn_flwr.messages.records import from_record, to_record
 from fedbn_flwr.strategies import (
@@ -75,7 +76,6 @@ WRONG = {
         to_record(network().state_dict()), 2, 1
     ),
     "no layer of the model": lambda: split_state(network(), "classifier"),
-    "none chosen": lambda: split_state(network(), lambda path, module: False),
     "other layers than the split's": lambda: FedBN(
         parts=split_state(network(), "features.norm5"), layers="features.norm0"
     ).prepare(to_record(network().state_dict()), 2, 1),

@@ -174,16 +174,6 @@ def test_on_network_node(seam: ModuleType, monkeypatch: pytest.MonkeyPatch) -> N
         assert seam.on_network_node() is on_node
 
 
-@RECENT
-def test_as_network_node(seam: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    """TaskIdentity.node_id can be set, and on_network_node reads it."""
-    for node_id in (seam.SUPERLINK_NODE_ID, 7):
-        monkeypatch.setattr(seam.TaskIdentity, "_node_id", node_id)
-        with seam.as_network_node():
-            assert seam.on_network_node()
-        assert seam.TaskIdentity.node_id == node_id
-
-
 def check_grid(
     function: Callable[[Any], bool], engine: str, name: str, other: str
 ) -> None:
@@ -247,8 +237,6 @@ def test_a_process_without_identity(
     spec.loader.exec_module(seam)
     seam.identify_process(5)
     assert seam.on_network_node() is (command == "flwr-clientapp")
-    with seam.as_network_node():
-        assert seam.on_network_node()
 
 
 def test_copied_message(seam: ModuleType, message: Message) -> None:
@@ -870,32 +858,6 @@ def internal_imports(path: Path) -> list[str]:
 def private_attributes(path: Path) -> list[str]:
     nodes = [node for node in nodes_of(path) if isinstance(node, ast.expr)]
     return [f"{node.lineno}: {touched}" for node in nodes if (touched := touches(node))]
-
-
-def test_node_config_of(seam: ModuleType) -> None:
-    """``flower-supernode`` reads --node-config by parse_config_args."""
-    command = importlib.import_module("flwr.supernode.cli.flower_supernode")
-    from fedbn_flwr.errors import ConfigError
-
-    text = "partition-id=0 report-data=true data-path='/a b/x.csv' share=0.5"
-    expected = {
-        "partition-id": 0,
-        "report-data": True,
-        "data-path": "/a b/x.csv",
-        "share": 0.5,
-    }
-    assert seam.node_config_of(text) == command.parse_config_args([text]) == expected
-    assert seam.node_config_of("") == {}
-    for wrong in (
-        "partition-id 0",
-        "data-path=/data",
-        "data-path='/data",
-        "partition-id=0 more",
-    ):
-        with pytest.raises(
-            ConfigError, match="does not have the form key=value key='text'"
-        ):
-            seam.node_config_of(wrong)
 
 
 def test_no_other_module_imports_what_flower_does_not_document() -> None:

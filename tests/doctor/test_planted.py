@@ -636,26 +636,6 @@ def test_a_measurement_that_fails_leaves_the_others(name: str, ground: Ground) -
         assert line.startswith(start)
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
-@pytest.mark.parametrize("whole", [True, False])
-def test_a_scripted_model_is_measured_where_its_layers_can_be_seen(
-    whole: bool, ground: Ground
-) -> None:
-    model = ground.model
-    model[4].running_var[0] = -1
-    if whole:
-        model = torch.jit.script(model)
-    else:
-        model[1] = torch.jit.script(model[1])
-    found = diagnose(model, ground.by_class())
-    assert {*ids(found)} >= {"unusable-statistics", *([] if whole else ["label-skew"])}
-    assert ("label-skew" in ids(found)) != whole
-    assert (
-        f"checks that need data, in {'1, 4' if whole else '1'}:"
-        in found.not_measured[0]
-    )
-
-
 # Loaders, answers and states.
 
 

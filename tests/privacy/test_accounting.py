@@ -48,14 +48,6 @@ def test_epsilon_is_that_of_a_second_accountant() -> None:
     assert epsilon == pytest.approx(second.get_epsilon(1e-5), rel=2e-3)
 
 
-def test_the_noise_for_an_epsilon_is_the_smallest() -> None:
-    accountant = PrivacyAccountant(1e-5)
-    z = accountant.noise_for(3.0, 20)
-    assert accountant.epsilon([z] * 20) <= 3.0 < accountant.epsilon([0.998 * z] * 20)
-    with pytest.raises(ConfigError, match="dp-target-epsilon=1e-06 over 1000 rounds"):
-        accountant.noise_for(1e-6, 1000)
-
-
 MOVES = ("restore", "add", "elsewhere", "save", "killed", "older file")
 
 

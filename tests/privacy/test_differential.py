@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import html
 import json
+import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import dp_accounting
 import numpy as np
 import pytest
 from flwr.app import (
@@ -32,7 +34,6 @@ from fedbn_flwr.lab.setup import make_model
 from fedbn_flwr.messages.records import from_record, to_record, to_state
 from fedbn_flwr.mods import bn_mod, clipped_update
 from fedbn_flwr.privacy import DPWrapper
-from fedbn_flwr.privacy.accounting import PrivacyAccountant
 from fedbn_flwr.privacy.coordinates import CLIP, Coordinates, norm
 from fedbn_flwr.privacy.differential import ClientLevelDP, DPSettings
 from fedbn_flwr.privacy.noise import SystemNoise
@@ -94,10 +95,11 @@ def pooled(
     before: dict[str, Any],
     states: list[dict[str, Any]],
     asked: int = 0,
+    able: int = 0,
 ) -> dict[str, Any]:
     """Return the state that the method gets instead of the replies."""
     asked = asked or len(states)
-    facts = Facts(1, None, split_state(before), before, num_able=asked)
+    facts = Facts(1, None, split_state(before), before, num_able=able or asked)
     replies = [Reply(Node(i), 5.0, own, {}) for i, own in enumerate(states)]
     report = RoundOutcome(1, "train", asked=asked)
     (reply,) = privacy.pool(facts, report, replies)
@@ -479,68 +481,6 @@ def test_wrappers_and_strategies_that_do_not_fit_are_refused(
         federate(other, mlp, datasets, rounds=1)
 
 
-def test_a_target_ends_a_run_in_which_more_is_released_than_was_planned() -> None:
-    privacy = ClientLevelDP(DPSettings(dp="server", dp_target_epsilon=8.0))
-    ends = []
-    for releases in (1, 2, 3):
-        privacy.accountant.releases = [1.0] * releases
-        ends.append(privacy.stops_after(releases))
-    costs = [PrivacyAccountant(1e-5, releases=[1.0] * n).epsilon() for n in (2, 3, 4)]
-    assert ends == [cost > 8.0 for cost in costs] == [False, True, True]
-
-
-def of_round(server_round: int, able: int, num_rounds: int | None = 10) -> Facts:
-    return Facts(server_round, num_rounds, split_state({}), {}, num_able=able)
-
-
-def test_a_target_without_the_number_of_rounds_names_what_helps() -> None:
-    privacy = ClientLevelDP(DPSettings(dp="server", dp_target_epsilon=8.0))
-    with pytest.raises(
-        ConfigError, match=r"^dp-target-epsilon=8 needs .*start\(\), or set dp-noise-m"
-    ):
-        privacy.admits(of_round(1, 4, None), 4)
-
-
-def test_a_round_that_is_not_admitted_asks_nobody_and_ends_the_run(
-    federate: Any, mlp: Any, datasets: Any
-) -> None:
-    strategy = FedAvg()
-    wrapper = DPWrapper(strategy, clipping_norm=1.0, target_epsilon=100.0)
-    admits = wrapper.privacy.admits
-
-    def second_costs_too_much(facts: Facts, asked: int) -> bool:
-        if facts.number == 2:
-            wrapper.privacy.accountant.releases += [0.05]
-        return admits(facts, asked)
-
-    wrapper.privacy.admits = second_costs_too_much  # type: ignore[method-assign]
-    got = federate(strategy, mlp, datasets, rounds=5)
-    assert [(report.asked, report.kept_previous) for report in strategy.reports] == [
-        (3, False),
-        (0, True),
-    ]
-    assert all(
-        np.array_equal(array, got.history[1][name]) for name, array in got.state.items()
-    )
-
-
-def test_a_resumed_run_chooses_the_noise_for_what_the_target_has_left() -> None:
-    settings = DPSettings(dp="server", dp_target_epsilon=8.0)
-    first = ClientLevelDP(settings)
-    assert first.admits(of_round(1, 4), 4)
-    planned = first.noise_multiplier
-    assert planned is not None
-    # four rounds and a repetition after a crash
-    first.accountant.releases = [planned] * 5
-    resumed = ClientLevelDP(settings)
-    resumed.load_state_dict(first.state_dict())
-    assert resumed.admits(of_round(5, 4), 4)
-    assert resumed.noise_multiplier is not None
-    assert resumed.noise_multiplier > 1.01 * planned
-    left = [resumed.noise_multiplier] * 6
-    assert 7.97 < resumed.accountant.epsilon(left) <= 8.0
-
-
 @pytest.mark.parametrize(
     ("settings", "told"),
     [
@@ -550,12 +490,13 @@ def test_a_resumed_run_chooses_the_noise_for_what_the_target_has_left() -> None:
         ({"dp_clipping_norm": 0.1, "dp_delta": 0.09}, []),
     ],
 )
-def test_noise_that_ruins_the_statistics_and_a_delta_that_protects_nobody_are_told_before_the_first_round(
+def test_noise_that_ruins_the_statistics_and_a_delta_that_protects_nobody_are_told_in_the_first_round(
     settings: dict[str, float], told: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    ClientLevelDP(DPSettings(dp="server", dp_noise_multiplier=1.0, **settings)).admits(
-        of_round(1, 10), 5
+    privacy = ClientLevelDP(
+        DPSettings(dp="server", dp_noise_multiplier=1.0, **settings)
     )
+    pooled(privacy, {}, [], asked=5, able=10)
     assert [
         words for words in ("running variances", "dp-delta=0.1") if words in caplog.text
     ] == told
@@ -567,7 +508,7 @@ def test_noise_in_statistics_is_told_where_they_get_some(
 ) -> None:
     wrapper = DPWrapper(strategy(), 1.0, 1.0, where="client")
     wrapper.privacy.begin(wrapper.strategy.methods)
-    wrapper.privacy.admits(of_round(1, 10), 10)
+    pooled(wrapper.privacy, {}, [], asked=10)
     assert ("running variances" in caplog.text) == (strategy is FedAvg)
 
 
@@ -609,10 +550,11 @@ def lines_of(folder: Path) -> list[dict[str, Any]]:
 
 
 def test_a_run_states_epsilon_and_withholds_metrics(tmp_path: Path) -> None:
-    summary = quick(tmp_path, "run", dp="server", dp_target_epsilon=5.0)
+    noise = math.sqrt(4) * dp_accounting.get_sigma_gaussian(5.0, 1e-5)
+    summary = quick(tmp_path, "run", dp="server", dp_noise_multiplier=noise)
     lines = lines_of(tmp_path / "run")
     assert summary["privacy"]["epsilon"] == lines[-1]["epsilon"]
-    assert 4.98 < lines[-1]["epsilon"] <= 5.0
+    assert lines[-1]["epsilon"] == pytest.approx(5.0)
     assert lines[0]["epsilon"] < lines[1]["epsilon"]
     assert all(line["delta"] == 1e-5 and line["clipping-norm"] == 1.0 for line in lines)
     assert not any(key.startswith("train-") for line in lines for key in line)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import random
 from collections.abc import Iterable, Mapping
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ from flwr.clientapp import ClientApp
 from flwr.common.constant import ErrorCode
 
 from fedbn_flwr.client import TorchClient, client_app
-from fedbn_flwr.compat.flower import app_error, as_network_node
+from fedbn_flwr.compat.flower import TaskIdentity, app_error, identify_process
 from fedbn_flwr.engines import InProcessGrid
 from fedbn_flwr.errors import MOD_ON_QUERIES, ConfigError
 from fedbn_flwr.messages.protocol import VERSIONS, NodeProperties, num_partitions_of
@@ -449,6 +448,11 @@ def test_a_node_says_its_versions_over_a_network_alone(
     app = client_app(torch_clients(mlp, [points(8)], training))
     message = Message(RecordDict(), dst_node_id=1, message_type="query")
     context = Context(1, 1, {"partition-id": 0}, RecordDict(), {})
-    with as_network_node() if network else nullcontext():
+    identify_process(1)
+    before = TaskIdentity.node_id
+    TaskIdentity.node_id = 7 if network else before
+    try:
         said = NodeProperties.read(app(message, context)).versions
+    finally:
+        TaskIdentity.node_id = before
     assert said == (as_text(own_versions()) if network else "")

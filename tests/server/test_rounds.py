@@ -102,9 +102,7 @@ def test_a_stopped_run_ends_as_a_shorter_one(
     """
     last: dict[int, bool] = {}
     strategy = FedAvg(
-        on_round_end=lambda server_round, *_: last.update(
-            {server_round: strategy.stops_after(server_round)}
-        )
+        on_round_end=lambda server_round, *_: last.update({server_round: strategy.ends})
     )
     data, plain = two(points), strategy.start
     asked: dict[int, tuple[Any, ...]] = {}

@@ -209,14 +209,9 @@ UNFIT: dict[str, tuple[Callable[[], nn.Module], str]] = {
         lambda: in_blocks(Reentrant),
         "layer '0.1' runs inside torch.utils.checkpoint",
     ),
-    "scripted": (
-        lambda: torch.jit.script(in_blocks(nn.Sequential)),
-        "is a RecursiveScriptModule",
-    ),
 }
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 @pytest.mark.parametrize("method", [FedTAN, FedTAN2, FedDNA])
 @pytest.mark.parametrize("case", UNFIT)
 def test_models_that_cannot_be_synchronised_end_the_run_before_the_first_training(

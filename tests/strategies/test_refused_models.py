@@ -5,20 +5,16 @@ The refusal gives advice that helps.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torchvision.ops import FrozenBatchNorm2d
 
-from fedbn_flwr.batchnorm.parts import name_once, split_state
-from fedbn_flwr.client import TorchClient
+from fedbn_flwr.batchnorm.parts import split_state
 from fedbn_flwr.errors import NormLayerError
 from fedbn_flwr.messages.records import to_record
-from fedbn_flwr.mods import bn_rules
 from fedbn_flwr.norms import replace_norm
 from fedbn_flwr.server.methods.phases import model_needs
 from fedbn_flwr.strategies import (
@@ -34,8 +30,6 @@ from fedbn_flwr.strategies import (
     Standalone,
     StaticBN,
 )
-from fedbn_flwr.training import LearningRate, LocalTraining
-from fedbn_flwr.training.run_memory import memory_of_run
 
 
 def net(convolution: bool = False, **options: bool) -> nn.Module:
@@ -167,81 +161,3 @@ def test_fedwon_refuses_batchnorm_and_a_model_without_convolutions() -> None:
         assert "convolutions, but the model has none" in refused(FedWon(), model)
     model, _ = replace_norm(net(convolution=True), "wsconv")
     accepted(FedWon(), model)
-
-
-class Ported(nn.Module):
-    """Statistics with TensorFlow's names, or only a variance."""
-
-    def __init__(self, *names: str) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(4))
-        for name in names:
-            self.register_buffer(name, torch.ones(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        *_, variance = self.buffers()
-        if self.training:
-            variance.lerp_(x.detach().square().mean(0), 0.1)
-        return self.weight * x / variance.sqrt()
-
-
-OTHERS = {
-    "own": Own,
-    "ported": lambda: Ported("moving_mean", "moving_variance"),
-    "no mean": lambda: Ported("running_var"),
-    "instance": lambda: Instance(4, track_running_stats=True),
-    "own with a counter": lambda: Counted(),
-}
-
-
-COMPLEX = ("running_mean", "running_covar", "num_batches_tracked")
-
-
-class Instance(nn.InstanceNorm1d):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(torch.stack([x, 2 * x], 2)).mean(2)
-
-
-class Counted(Own):
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("num_batches_tracked", torch.zeros((), dtype=torch.int64))
-
-
-@pytest.fixture
-def named(caplog) -> Iterator[Callable[[], int]]:
-    """Return a function that counts the warnings of a new run about layer 3."""
-    with memory_of_run():
-        yield lambda: sum("'3'" in text for text in caplog.messages)
-
-
-@pytest.mark.parametrize("make", OTHERS.values(), ids=OTHERS)
-def test_clients_name_such_a_layer_once_in_a_run(make, named, points) -> None:
-    """This includes clients whose server runs elsewhere and has only names."""
-    model, data = beside(make()), points(9)
-    settings = LocalTraining(learning_rate=LearningRate(0.1), batch_size=4)
-    for server_round in (1, 2):
-        one = TorchClient(model, data, data, settings, partition_id=0)
-        one.fit(one.get_parameters({}), {"server-round": server_round})
-        with bn_rules(model, {"server-round": server_round}):
-            pass
-    assert named() == 1
-
-
-def test_bn_rules_name_it_too(named) -> None:
-    for server_round in (1, 2):
-        with bn_rules(beside(Own()), {"server-round": server_round}):
-            pass
-    assert named() == 1
-
-
-@pytest.mark.parametrize(
-    "other",
-    [nn.BatchNorm1d(4), nn.InstanceNorm1d(4), FrozenBatchNorm2d(4), nn.Identity()],
-    ids=lambda layer: type(layer).__name__,
-)
-def test_layers_of_torch_and_frozen_ones_are_not_named(other, named) -> None:
-    model = beside(other)
-    accepted(FedBN(parts=split_state(model)), model)
-    name_once(model)
-    assert named() == 0

@@ -134,7 +134,6 @@ ELSEWHERE = {
     # Noise differs in each run.
     "dp-noise-multiplier": "tests/privacy/test_differential.py",
     "dp-delta": "tests/privacy/test_differential.py",
-    "dp-target-epsilon": "tests/privacy/test_differential.py",
 }
 
 

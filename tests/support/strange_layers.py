@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -113,75 +112,6 @@ def others_move() -> nn.Module:
         torch.manual_seed(0)
         model = OthersMove().double()
     model.average = model.average.double()
-    return model
-
-
-class NormAct(nn.BatchNorm2d):
-    """BatchNorm with its own dropout and activation, as in timm's networks.
-
-    The forward pass is torch's, written out, followed by these modules.
-    """
-
-    def __init__(self, channels: int, act: nn.Module, drop: nn.Module) -> None:
-        super().__init__(channels)
-        self.drop, self.act = drop, act
-
-    def forward(self, x: Tensor) -> Tensor:
-        tracks = self.training and self.track_running_stats
-        if tracks and self.num_batches_tracked is not None:
-            self.num_batches_tracked.add_(1)
-        x = nn.functional.batch_norm(
-            x,
-            self.running_mean if tracks or not self.training else None,
-            self.running_var if tracks or not self.training else None,
-            self.weight,
-            self.bias,
-            self.training or self.running_mean is None,
-            self.momentum or 0.0,
-            self.eps,
-        )
-        out: Tensor = self.act(self.drop(x))
-        return out
-
-
-def acts_inside() -> nn.Module:
-    """Return a small float64 net of such layers with seeded weights.
-
-    It takes images of one channel.
-    """
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        model = nn.Sequential(
-            nn.Conv2d(1, 4, 3),
-            NormAct(4, nn.PReLU(4), nn.Dropout(0.3)),
-            nn.Conv2d(4, 6, 2, bias=False),
-            NormAct(6, nn.Hardswish(inplace=True), nn.Identity()),
-            nn.Conv2d(6, 4, 1),
-            NormAct(4, nn.Identity(), nn.Identity()),
-            nn.Flatten(),
-            nn.Linear(16, 3),
-        ).double()
-        for module in model.modules():
-            if isinstance(module, nn.BatchNorm2d):
-                nn.init.uniform_(module.weight, 0.5, 1.5)
-                nn.init.normal_(module.bias)
-    return model
-
-
-def written_out(model: nn.Module) -> nn.Module:
-    """Return the model with each such layer written out.
-
-    The layer becomes torch's BatchNorm, drop and act. Its entries have the name
-    ``PATH.bare``.
-    """
-    for parent in list(model.modules()):
-        for name, layer in list(parent.named_children()):
-            if isinstance(layer, nn.BatchNorm2d) and hasattr(layer, "act"):
-                bn = nn.BatchNorm2d(layer.num_features, layer.eps, layer.momentum)
-                own = {k: v for k, v in layer.state_dict().items() if "." not in k}
-                bn.to(layer.weight.dtype).load_state_dict(own)
-                inside = {"bare": bn, "drop": layer.drop, "act": layer.act}
-                parent._modules[name] = nn.Sequential(OrderedDict(inside))
     return model
 
 

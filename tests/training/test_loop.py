@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedbn_flwr.batchnorm.reestimation import reestimate_statistics
 from fedbn_flwr.errors import ConfigError, DataError, NormLayerError
 from fedbn_flwr.strategies.fixbn import FreezeBN
 from fedbn_flwr.training import (
@@ -211,19 +210,14 @@ def test_other_cases_that_take_a_batch_of_one(points, mlp, change: str) -> None:
     )
 
 
-@pytest.mark.parametrize("scripted", [False, True])
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 @pytest.mark.parametrize(("size", "dropped"), [(2, 0), (1, 1)])
 def test_a_norm_that_only_the_training_calls_is_asked_too(
-    points, scripted: bool, size: int, dropped: int
+    points, size: int, dropped: int
 ) -> None:
     model = OnlyInTraining(size).double()
-    data, used = (
-        points(5, shape=(1, size, size)),
-        torch.jit.script(model) if scripted else model,
-    )
+    data = points(5, shape=(1, size, size))
     state = torch.get_rng_state()
-    assert run(used, data, batch_size=4).num_dropped == dropped
+    assert run(model, data, batch_size=4).num_dropped == dropped
     assert model.norm.num_batches_tracked == 2 - dropped, (
         "finding out must not update BN"
     )
@@ -336,8 +330,6 @@ def test_a_virtual_batch_of_one_row_names_the_layer_and_the_batch(points, mlp) -
     assert run(model, points(10), batch_size=10).num_steps == 1
     with pytest.raises(NormLayerError, match=r"'1' .* 9 examples"):
         run(model, points(9), batch_size=9)
-    with pytest.raises(NormLayerError, match=r"'1' .* 9 examples"):
-        reestimate_statistics(model, points(9), batch_size=9)
 
 
 def test_each_purpose_has_a_stream_of_its_own_and_takes_it_once(points, mlp) -> None:

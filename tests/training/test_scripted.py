@@ -1,7 +1,4 @@
-"""TorchScript BatchNorm works if no method acts on the layer.
-
-Otherwise, it is refused by name.
-"""
+"""TorchScript hides the types of layers, so it is refused."""
 
 from __future__ import annotations
 
@@ -13,8 +10,8 @@ import torch
 from torch import nn
 
 from fedbn_flwr.batchnorm.adaptation import TEST_BN_MODES, evaluate_adapted
+from fedbn_flwr.batchnorm.parts import split_state
 from fedbn_flwr.batchnorm.reestimation import reestimate_statistics
-from fedbn_flwr.batchnorm.replaced_forward import layers_in_training
 from fedbn_flwr.errors import NormLayerError
 from fedbn_flwr.norms import NORMS, replace_norm
 from fedbn_flwr.strategies.fixbn import FreezeBN, MeasureDrift
@@ -50,6 +47,8 @@ ACTS: dict[str, Callable[[nn.Module, Any], object]] = {
         if kind not in ("batch", "fixup")
     },
     "the batch's statistics": without,
+    "a test": evaluate,
+    "a split": lambda model, data: split_state(nn.Sequential(model)),
     "re-estimation": lambda model, data: reestimate_statistics(
         model, data, batch_size=4
     ),
@@ -65,39 +64,8 @@ ACTS: dict[str, Callable[[nn.Module, Any], object]] = {
 
 
 @pytest.mark.parametrize("act", ACTS)
-def test_what_acts_on_the_layer_refuses_it(
+def test_everything_about_batchnorm_refuses_it(
     scripted: nn.Module, points: Any, act: str
 ) -> None:
-    with pytest.raises(
-        NormLayerError,
-        match=r"layer '1', because it is a RecursiveScriptModule.*Use the plain module",
-    ):
+    with pytest.raises(NormLayerError, match=r"TorchScript.*Use the plain module"):
         ACTS[act](scripted, points(8))
-
-
-def test_what_does_not_act_on_it_works(
-    scripted: nn.Module, mlp: Any, points: Any
-) -> None:
-    data = points(8)
-    assert evaluate_adapted(scripted, data, None) == evaluate(mlp(), data)
-    assert not replace_norm(scripted, "batch")[1]
-    FreezeBN(affine=False).begin(torch.jit.script(mlp(norm=False)))
-
-
-def test_a_scripted_backbone_in_eval_mode_is_left_as_it_is(mlp: Any) -> None:
-    class Frozen(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.back, self.head = (
-                torch.jit.script(mlp()),
-                nn.Sequential(nn.BatchNorm1d(10), nn.Linear(10, 10)),
-            )
-
-        def train(self, mode: bool = True) -> Frozen:
-            super().train(mode)
-            self.back.eval()
-            return self
-
-    model = Frozen().eval()
-    assert list(layers_in_training(model)) == ["head.0"]
-    assert not any(module.training for module in model.modules())

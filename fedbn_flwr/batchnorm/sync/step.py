@@ -85,7 +85,7 @@ def synchronised(
 
     Raises:
         ConfigError: An argument is out of range.
-        NormLayerError: A layer cannot be synchronised. TorchScript, DataParallel and a
+        NormLayerError: A layer cannot be synchronised. DataParallel and a
             model in another client's step are refused at the start of the block. One
             value per channel in the union, activation checkpointing and a layer's own
             arithmetic are refused when the layer is called.
@@ -115,7 +115,7 @@ def synchronised(
 def _refuse_unfit(model: nn.Module) -> None:
     """Raise NormLayerError for modules whose calls torch's function modes do not see."""
     for path, module in model.named_modules():
-        if isinstance(module, (torch.jit.ScriptModule, nn.DataParallel)):
+        if isinstance(module, nn.DataParallel):
             raise NormLayerError(
                 f"module {path or 'model'!r} is a {type(module).__name__}, so its"
                 " BatchNorm calls cannot be synchronised. Use the plain module."

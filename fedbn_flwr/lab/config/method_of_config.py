@@ -12,12 +12,8 @@ from typing import Any
 
 from torch import nn
 
-from fedbn_flwr.batchnorm.parts import (
-    Part,
-    Parts,
-    learning_parts,
-    split_state,
-)
+from fedbn_flwr.batchnorm.fixed_entries import learning_parts
+from fedbn_flwr.batchnorm.parts import Part, Parts, split_state
 from fedbn_flwr.lab.config.fields import OWN_DEFAULTS, Fields, config_fields
 from fedbn_flwr.lab.config.values import number, read_decays, split
 from fedbn_flwr.privacy.protection_settings import DPSettings

@@ -347,7 +347,7 @@ class CheckpointManager:
             return
         self._whole = self._checkpoint(server_round)
         last = server_round == self._config.num_server_rounds
-        last = last or self._strategy.stops_after(server_round)
+        last = last or self._strategy.ends
         if self.checkpoints.due(server_round, last, stopping):
             self._save(self._whole, stopping)
 

@@ -123,8 +123,6 @@ class ResultWriter:
         if strategy:
             self._withheld = not strategy.protection.publishes_metrics
 
-        # Try the batches of the tests now, so that a test batch that is too small is
-        # refused before round 1.
         domains = {}
         self._domain_of: Callable[[int], str | None] = lambda client: None
         if data and not self._withheld:
@@ -132,11 +130,9 @@ class ResultWriter:
             if domains:
                 self._domain_of = functools.cache(data.domain_of)
         self._tests = GlobalTests(config, model, data, domains, strategy)
-        self._tests.try_batches()
         self._held_out: HeldOut | None = None
         if data and data.held_out:
             self._held_out = HeldOut(data, self._task, config.test_bn)
-            self._held_out.try_batches(model)
 
         # Read the scores of earlier rounds, because a resumed run may already be at its
         # end.

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from fedbn_flwr.batchnorm.adaptation import TestBNMode, evaluate_adapted, try_batches
+from fedbn_flwr.batchnorm.adaptation import TestBNMode, evaluate_adapted
 from fedbn_flwr.batchnorm.array_types import State
 from fedbn_flwr.batchnorm.reestimation import load_statistics, reestimate_statistics
 from fedbn_flwr.lab.config import Config, data_of, method_of
@@ -106,22 +106,6 @@ class GlobalTests:
                 ", ".join(sorted(strategy.local)),
                 advice,
             )
-
-    def try_batches(self) -> None:
-        """Refuse tests now if a batch is too small for its own statistics.
-
-        Raises:
-            NormLayerError: a layer gets one value per channel.
-        """
-        for name in self._names:
-            mode = self._mode(name)
-            if not mode:  # running statistics do not depend on the batch
-                continue
-            views = [self._test, *self._domains.values()]
-            if name == self._first:
-                views.append(self._validation)
-            for view in filter(None, views):
-                try_batches(self._model, view, mode, self._task)
 
     def run(self, server_round: int, state: State | None) -> list[Measured]:
         """Return the results of all tests.
@@ -231,15 +215,6 @@ class HeldOut:
         self._clients = {
             name: data.held_out_views(at) for at, name in enumerate(data.held_out_names)
         }
-
-    def try_batches(self, model: nn.Module) -> None:
-        """Refuse tests now if a batch is too small for its own statistics.
-
-        Raises:
-            NormLayerError: a layer gets one value per channel.
-        """
-        for _, tests in self._clients.values():
-            try_batches(model, tests, self._mode, self._task)
 
     def test(
         self,

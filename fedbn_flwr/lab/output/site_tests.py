@@ -269,9 +269,13 @@ def test_sites(
             layer.running_mean is not None for layer in layers_of(model).values()
         )
         if any(tracked):
-            with suppress(FedBNError), adapted(model, BATCH):
+            with suppress(FedBNError):
                 by_batch.append(
-                    replace(test_site(model, view, task), part=BATCH, **about)
+                    replace(
+                        test_site(adapted(model, BATCH), view, task),
+                        part=BATCH,
+                        **about,
+                    )
                 )
     return [*found, *(one for one in by_batch if one.groups)]
 

@@ -11,7 +11,8 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
-from fedbn_flwr.batchnorm.parts import Part, Parts, tied_apart
+from fedbn_flwr.batchnorm.parts import Part, Parts
+from fedbn_flwr.batchnorm.tied_entries import tied_apart
 from fedbn_flwr.errors import NormLayerError
 from fedbn_flwr.problems import Known, Problem
 from fedbn_flwr.server.methods.method import Method

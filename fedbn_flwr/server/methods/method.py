@@ -116,12 +116,6 @@ class Node:
 Size = tuple[int, int]  # bytes of floats, and bytes of other arrays
 
 
-_WITHOUT_ROUNDS = (
-    "Write a round (int) instead of a fraction, or pass num_rounds= to to_legacy in"
-    " Flower's legacy loop."
-)
-
-
 @dataclass(frozen=True)
 class Facts:
     """The facts about a run and its round that a method receives.
@@ -186,17 +180,17 @@ class Facts:
         frozen = {name: self.before[name] for name in self.frozen}
         return {**model, **frozen}
 
-    def total_rounds(self, setting: str, remedy: str = _WITHOUT_ROUNDS) -> int:
+    def total_rounds(self, setting: str) -> int:
         """Return the number of rounds, because a setting needs it.
 
         Raises:
-            ConfigError: Flower's loop does not report the number. The error ends with
-                the ``remedy``.
+            ConfigError: Flower's loop does not report the number.
         """
         if self.num_rounds is None:
             raise ConfigError(
                 f"{setting} needs the number of rounds, but only the strategy's own"
-                f" start() reports it. {remedy}"
+                " start() reports it. Write a round (int) instead of a fraction, or pass"
+                " num_rounds= to to_legacy in Flower's legacy loop."
             )
         return self.num_rounds
 

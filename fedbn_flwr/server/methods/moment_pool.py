@@ -72,5 +72,5 @@ def unmeasured(
         f"no reply has moments of the inputs of {', '.join(paths)}, {which}: these"
         " layers ran under no_grad or not at all. If the training reaches them but the"
         " model's forward does not, pass forward=f to answer_statistics(...), with a"
-        " function f(inputs) that calls all of them."
+        " function f(model, inputs) that calls all of them."
     )

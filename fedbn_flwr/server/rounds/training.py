@@ -56,8 +56,7 @@ _TOGETHER = 4
 def sample_for_training(run: Run, number: int, grid: Grid) -> list[Node]:
     """Return the nodes that train in a round.
 
-    There are none if no node is supposed to train, or if the protection has no budget
-    left.
+    There are none if no node is supposed to train.
     """
     options = run.options
     if options.fraction_train == 0.0:
@@ -71,10 +70,6 @@ def sample_for_training(run: Run, number: int, grid: Grid) -> list[Node]:
     run.seen.update(node.label for node in able if node.partition_id is not None)
     count = max(share_of(options.fraction_train, len(able)), options.min_train_nodes)
     nodes = run.nodes.sample(able, count, "train", number)
-    facts = run.facts(number, run.round.phase)
-    # If the target epsilon is spent, no client is asked, and the run ends.
-    if nodes and not run.protection.admits(facts, len(nodes)):
-        return []
     run.report.missing = run.nodes.lost
     could_train = run.round.num_able + len(run.report.missing)
     share = share_of(options.fraction_train, could_train)

@@ -34,13 +34,6 @@ class Protection:
             ConfigError: the methods, or one of their settings, do not fit.
         """
 
-    def admits(self, facts: Facts, asked: int) -> bool:
-        """Return whether ``asked`` clients may train in this round.
-
-        If not, the round does nothing.
-        """
-        return True
-
     def config(self) -> Mapping[str, Any]:
         """Return further config entries of a training message."""
         return {}
@@ -64,13 +57,6 @@ class Protection:
             replies: the usable replies, in the order of partition ids.
         """
         return replies
-
-    def stops_after(self, server_round: int) -> bool:
-        """Return whether the run ends after this round to save the privacy budget.
-
-        A further round would cost too much.
-        """
-        return False
 
     def outcome(self) -> dict[str, Any]:
         """Return the protection's entries of a run's summary, by key."""

@@ -324,12 +324,6 @@ def test_layers_that_cannot_be_synchronised_are_refused_by_name():
         step(nn.Sequential(DataParallelLike(small())))
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
-def test_torchscript_is_refused():
-    with pytest.raises(NormLayerError, match="module '0' is a"):
-        step(nn.Sequential(torch.jit.script(small())))
-
-
 def test_a_second_backward_pass_is_refused():
     model = small()
     with synchronised(model, alone, batch_size=4, union_batch_size=8):

@@ -90,7 +90,6 @@ CASES: Mapping[str, dict[str, Any]] = {
     "no-proximal-term": {"strategy": "fedprox", "proximal-mu": 0.0},
     "models-alone": {"strategy": "ditto", "proximal-mu": 0.0},
     "no-server-step": {"strategy": "fedavgm", "server-momentum": 0.0},
-    "two-noises": {"dp": "server", "dp-noise-multiplier": 1.0, "dp-target-epsilon": 1},
     "no-epsilon": {"dp": "server", "dp-delta": 1e-6},
     "all-layers": {"strategy": "fedtan", "layers": "norm1"},
     "no-client-tests": {"fine-tune": 3, "eval-on": "global"},

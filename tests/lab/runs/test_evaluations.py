@@ -24,7 +24,6 @@ from fedbn_flwr.client.personal_model import AVERAGED
 from fedbn_flwr.errors import ConfigError, NormLayerError, StateError
 from fedbn_flwr.lab.cli.console import Scores
 from fedbn_flwr.lab.config import Config, data_of, method_of
-from fedbn_flwr.lab.config.data import RunData
 from fedbn_flwr.lab.config.values import allowed
 from fedbn_flwr.lab.data.datasets import DATASETS
 from fedbn_flwr.lab.data.loading import _load
@@ -352,17 +351,6 @@ def test_each_domain_has_statistics_of_its_own_test_inputs(quick_run) -> None:
         summary["final"]["validation-loss"]
         == evaluate_adapted(model, data.validation_view(), "mix").loss
     )
-
-
-def test_a_test_batch_of_one_is_refused_before_the_first_round(
-    quick_run, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """359 test examples in batches of 358 leave one."""
-    task = dataclasses.replace(data_of(Config.make({})).test_task, test_batch=358)
-    monkeypatch.setattr(RunData, "test_task", property(lambda data: task))
-    settings = {"test-bn": "batch", "eval-on": "global-test-bn"}
-    with pytest.raises(NormLayerError, match="layer 'norm' gets one value per channel"):
-        quick_run(**settings)
 
 
 def test_personal_accuracy_by_domain_is_the_mean_over_its_clients(quick_run) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from fedbn_flwr.batchnorm.parts import fixed_entries
+from fedbn_flwr.batchnorm.fixed_entries import fixed_entries
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.doctor import diagnose_run
