@@ -38,10 +38,10 @@ from fedbn_flwr.messages.records import tensors, to_state
 from fedbn_flwr.problems import tell
 from fedbn_flwr.training.batches import Batches, inputs_for, set_memory_format
 from fedbn_flwr.training.client_hook import ClientHook, Extras
+from fedbn_flwr.training.copying import Template, copied
 from fedbn_flwr.training.freezing import force_eval_as_built, unlike_in_tests
 from fedbn_flwr.training.model_state import (
     compiled_modules,
-    copied,
     load_state,
     no_tensors,
     unwrap,
@@ -73,6 +73,17 @@ class CachedModel:
     parts: Parts
     fingerprint: str
     build: BuildModel | None = None
+
+    @functools.cached_property
+    def template(self) -> Template[nn.Module] | None:
+        """The template of the model's copies; None if it cannot be copied."""
+        try:
+            template = Template(self.model)
+            template.copy()
+            return template
+        # Any exception is possible: the layer may contain a generator or a file.
+        except Exception:
+            return None
 
     @classmethod
     def of(cls, model: nn.Module, build: BuildModel | None = None) -> CachedModel:
@@ -136,10 +147,11 @@ def model_cache(
     """Return a function that lends a model for a message.
 
     A model that a function builds is built once in a process. Each message gets a copy
-    of it, or of a given model. A compiled model is lent itself, because each copy would
-    be compiled again; what training leaves outside its state dict stays in it. If it
-    was built, one message at a time has it. ``example`` is the argument of
-    ``set_memory_format``.
+    of it, or of a given model. If it cannot be copied (it has a generator, say), the
+    function builds a model for each message. A compiled model is lent
+    itself, because each copy would be compiled again; what training leaves outside its
+    state dict stays in it. If it was built, one message at a time has it. ``example``
+    is the argument of ``set_memory_format``.
     """
     if isinstance(model, nn.Module):
         return lambda: nullcontext(_copied(_prepared(model, example)))
@@ -155,15 +167,11 @@ def _built(
         "models", WeakKeyDictionary
     )
     free = models.setdefault(build, [])
-    if free:
-        cached = free.pop()
-    else:
-        # Build the model under a fixed seed, because only some processes build it here.
-        with seeded(0):
-            cached = _prepared(build(), example, build)
+    cached = free.pop() if free else _new(build, example)
     if not compiled_modules(cached.model):
         free.append(cached)
-        yield _copied(cached)
+        # Without a template, the function builds a model for each message.
+        yield _copied(cached) if cached.template else _new(build, example)
         return
     yield cached
     # The model is not free again after an exception.
@@ -172,11 +180,19 @@ def _built(
     free.append(cached)
 
 
+def _new(build: BuildModel, example: Callable[[], Any] | None) -> CachedModel:
+    # Build the model under a fixed seed, because only some processes build it here.
+    with seeded(0):
+        return _prepared(build(), example, build)
+
+
 def _copied(cached: CachedModel) -> CachedModel:
     """Return a copy for one message, or a compiled model itself."""
     if compiled_modules(cached.model):
         return cached
-    model = copied(cached.model)
+    # The template of a given model would serve only one message.
+    template = cached.template if cached.build else None
+    model = template.copy() if template else copied(cached.model)
     return replace(cached, model=model, plain=unwrap(model))
 
 

@@ -7,6 +7,7 @@ entries.
 
 from __future__ import annotations
 
+import copy
 import functools
 import json
 import math
@@ -207,8 +208,8 @@ class TorchClient(NumPyClient):
         """
         returned: dict[str, Array] | None = None
         while returned is None:
-            # If another client is lost in the synchronised step of a user's loop, the
-            # round begins again, with a new model.
+            # If another client is lost in a synchronised step, the round begins again
+            # with another copy of the model.
             with self._cached_model() as cached, suppress(RetryStep):
                 try:
                     returned, metrics = self._fit(cached, parameters, config)
@@ -287,7 +288,10 @@ class TorchClient(NumPyClient):
     def _training(
         self, sent: TrainConfig, settings: LocalTraining, config: Config
     ) -> Callable[..., TrainResult]:
-        """Return a function that trains a model on the client's data in this round."""
+        """Return a function that trains a model on the client's data in this round.
+
+        It may be called once, because a loss may have state that training changes.
+        """
         by: Callable[..., TrainResult] = train
         if settings.loop:
             refuse = functools.partial(refuse_on_client, sent.hooks, config)
@@ -298,7 +302,7 @@ class TorchClient(NumPyClient):
             settings=settings,
             learning_rate=settings.learning_rate.at(sent.server_round, sent.frozen),
             stream=functools.partial(self.streams.generator, sent),
-            task=self.task,
+            task=copy.deepcopy(self.task),
         )
 
     def _fine_tune(

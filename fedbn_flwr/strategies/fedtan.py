@@ -174,8 +174,7 @@ class SynchroniseFirstStep(ClientHook):
         """Synchronise the first step.
 
         Raises:
-            RetryStep: another client was lost; the caller must repeat the step with the
-                same state and batch.
+            RetryStep: another client was lost; the client begins the round again.
             StopStep: the step travels in messages, and its next exchange has no answer
                 yet.
             NormLayerError: a layer cannot be synchronised, or no layer was called in

@@ -80,16 +80,8 @@ def copied(model: M, shared: Iterable[Any] = ()) -> M:
         StateError: a layer contains another object that cannot be copied; the message
             names the layer.
     """
-    return template_of(model, shared).copy()
-
-
-def template_of(model: M, shared: Iterable[Any] = ()) -> Template[M]:
-    """Return the template of a model, or raise the StateError of ``copied``."""
-    shared = [*shared]
     try:
-        template = Template(model, shared)
-        template.copy()
-        return template
+        return Template(model, shared).copy()
     # Any exception is possible: the layer may contain a lock, a file or a user's
     # object.
     except Exception as error:
@@ -174,7 +166,11 @@ class _Reader(pickle.Unpickler):
             return value
         if isinstance(value, Tensor) and not value.is_leaf:
             return self._memo.setdefault(id(value), value.detach().clone())
-        return copy.deepcopy(value, self._memo)
+        made = copy.deepcopy(value, self._memo)
+        # torch leaves out the attributes that code has set on a parameter.
+        if isinstance(value, nn.Parameter) and vars(value):
+            vars(made).update(copy.deepcopy(vars(value), self._memo))
+        return made
 
 
 def _can_be_imported(function: FunctionType) -> bool:

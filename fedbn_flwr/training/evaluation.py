@@ -5,6 +5,7 @@ It evaluates in eval mode. Afterwards the model has its modes and attributes aga
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
@@ -105,7 +106,8 @@ def evaluate(
     if len(data) == 0:
         return EvalResult(float("nan"), 0, dict.fromkeys(task.metrics, float("nan")))
     device, prepared = device_of(model), inputs_for(model)
-    sums = _Sums(task)
+    # A loss may have state, which belongs to this test.
+    sums = _Sums(copy.deepcopy(task))
     # Do not use inference_mode: if the model keeps a tensor from it, training fails on
     # this tensor.
     with in_eval_mode(model), torch.no_grad():

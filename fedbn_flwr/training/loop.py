@@ -23,12 +23,10 @@ from fedbn_flwr.training.client_hook import (
     ClientHook,
     LossAndOutputs,
     NamedHooks,
-    RetryStep,
 )
 from fedbn_flwr.training.feed import Feed
 from fedbn_flwr.training.losses import LossFn
 from fedbn_flwr.training.optimizers import make_optimizer, take_step
-from fedbn_flwr.training.randomness import Generators
 from fedbn_flwr.training.session import Session
 from fedbn_flwr.training.settings import LocalTraining
 from fedbn_flwr.training.tasks import CLASSIFICATION, TASKS, Task
@@ -159,30 +157,12 @@ class _Steps:
         session = self.session
         if not session.hooks:  # saves the time of the context
             loss, outputs = self._passes(inputs, targets)
-        elif session.synchronises:
-            loss, outputs = self._repeated_passes(inputs, targets)
         else:
             with session.step(self.feed.sizes[-1]):
                 loss, outputs = self._passes(inputs, targets)
         session.change_gradients()
         take_step(self.optimizer)
         return loss, outputs
-
-    def _repeated_passes(self, inputs: Any, targets: Tensor) -> LossAndOutputs:
-        """Run the passes of a synchronised step until no client is lost in it."""
-        # This client has already updated running statistics and drawn dropout masks, so
-        # restore both.
-        before = [(b, b.clone()) for b in self.session.model.buffers()]
-        generators = Generators.now()
-        while True:
-            try:
-                with self.session.step(self.feed.sizes[-1]):
-                    return self._passes(inputs, targets)
-            except RetryStep:
-                with torch.no_grad():
-                    for buffer, values in before:
-                        buffer.copy_(values)
-                generators.restore()
 
     def _passes(self, inputs: Any, targets: Tensor) -> LossAndOutputs:
         """Return the mean loss and the outputs, and set the gradients.

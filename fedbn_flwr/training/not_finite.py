@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import torch
 from torch import nn
 
@@ -27,7 +29,7 @@ def refuse_first_pass(
     Raises:
         DataError: the loss of a batch, or a gradient, is not finite.
     """
-    model = copied(model)
+    model, task = copied(model), copy.deepcopy(task)
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     if any(p.detach().abs().max() > _USUAL for _, p in named if p.numel()):
         return
