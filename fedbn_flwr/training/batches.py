@@ -7,7 +7,6 @@ inputs of a batch to the device, dtype and memory format of the model. Torch onl
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Protocol
@@ -77,9 +76,6 @@ def with_positions(
     Data with a method ``batches`` may read some batches ahead, in other processes.
     Close the generator after the pass. Otherwise, the traceback of an exception may
     keep it and its worker processes alive.
-
-    Raises:
-        DataError: ``batches`` of the data does not yield one batch for each position.
     """
     if not hasattr(data, "batches"):
         for positions in order:
@@ -89,15 +85,7 @@ def with_positions(
     # its own.
     order = list(order)
     # Only this frame refers to the batches, so they are closed when it ends.
-    pairs = itertools.zip_longest(order, data.batches(iter(order), generator))
-    for count, (positions, batch) in enumerate(pairs):
-        if positions is None or batch is None:
-            raise DataError(
-                f"{type(data).__name__}.batches must yield {len(order)} batches, one for"
-                " each element of the order, but it yielded"
-                f" {count if batch is None else 'more'}."
-            )
-        yield positions, batch
+    yield from zip(order, data.batches(iter(order), generator), strict=True)
 
 
 def join_last(batches: Sequence[Tensor]) -> list[Tensor]:

@@ -158,17 +158,6 @@ def test_a_compiled_model_is_lent_itself_to_one_message_at_a_time(mlp) -> None:
     assert build.count == 3
 
 
-def test_nothing_of_a_client_is_in_the_model_of_the_next(mlp) -> None:
-    lend = model_cache(Builds(mlp))
-    with lend() as cached:
-        cached.plain.eval().seen = [1]
-        next(cached.plain.parameters()).requires_grad_(False)
-    with lend() as cached:
-        assert cached.plain.training
-        assert not hasattr(cached.plain, "seen")
-        assert all(p.requires_grad for p in cached.plain.parameters())
-
-
 class Running(nn.Module):
     """A model whose forward pass replaces its buffers or changes them in place.
 
