@@ -14,7 +14,6 @@ import io
 import pickle
 import sys
 import weakref
-from collections.abc import Iterable
 from types import (
     BuiltinFunctionType,
     CellType,
@@ -46,16 +45,14 @@ class Template(Generic[T]):
 
     Args:
         original: the object; it does not change.
-        shared: objects that all copies and the original have in common.
 
     Raises:
         Exception: the object contains something that cannot be copied, such as a lock.
     """
 
-    def __init__(self, original: T, shared: Iterable[Any] = ()) -> None:
-        self.shared = [*shared]
+    def __init__(self, original: T) -> None:
         stream = io.BytesIO()
-        writer = _Writer(stream, {id(one) for one in self.shared})
+        writer = _Writer(stream)
         writer.dump(original)
         self.pickled, self.kept = stream.getvalue(), writer.kept
 
@@ -65,7 +62,7 @@ class Template(Generic[T]):
         return copied
 
 
-def copied(model: M, shared: Iterable[Any] = ()) -> M:
+def copied(model: M) -> M:
     """Return a copy of a model.
 
     The old ``weight_norm`` and models that keep an activation contain tensors with a
@@ -74,14 +71,13 @@ def copied(model: M, shared: Iterable[Any] = ()) -> M:
 
     Args:
         model: the model; it does not change.
-        shared: objects that the copy and the model have in common.
 
     Raises:
         StateError: a layer contains another object that cannot be copied; the message
             names the layer.
     """
     try:
-        return Template(model, shared).copy()
+        return Template(model).copy()
     # Any exception is possible: the layer may contain a lock, a file or a user's
     # object.
     except Exception as error:
@@ -118,15 +114,14 @@ class _Reference:
 class _Writer(pickle.Pickler):
     """Pickles an object, with references to its tensors and to what is shared."""
 
-    def __init__(self, stream: io.BytesIO, shared: set[int]) -> None:
+    def __init__(self, stream: io.BytesIO) -> None:
         super().__init__(stream, protocol=5)
         self.kept: list[_Reference] = []
-        self._shared = shared
 
     def persistent_id(self, obj: Any) -> int | None:
         if isinstance(obj, _Reference):
             kept = obj
-        elif isinstance(obj, _SHARED) or id(obj) in self._shared:
+        elif isinstance(obj, _SHARED):
             kept = _Reference(obj, True)
         elif hasattr(type(obj), "__deepcopy__") and not _is_parametrized(obj):
             kept = _Reference(obj, False)  # tensors and arrays, for example
@@ -157,7 +152,7 @@ class _Reader(pickle.Unpickler):
         super().__init__(io.BytesIO(template.pickled))
         self._kept = template.kept
         # ``deepcopy`` uses the objects in its memo instead of copies.
-        self._memo = {id(one): one for one in template.shared}
+        self._memo: dict[int, Any] = {}
 
     def persistent_load(self, number: int) -> Any:
         kept = self._kept[number]

@@ -7,7 +7,6 @@ changes it, and the layers update their running statistics once per step. Torch 
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -20,7 +19,6 @@ from torch import Tensor, nn
 from fedbn_flwr.errors import ConfigError, DataError
 from fedbn_flwr.training.batches import Batches, device_of, refuse_not_finite
 from fedbn_flwr.training.client_hook import (
-    ClientHook,
     LossAndOutputs,
     NamedHooks,
 )
@@ -70,9 +68,7 @@ def train(
     *,
     learning_rate: float,
     stream: Callable[[str], torch.Generator],
-    hooks: NamedHooks | list[ClientHook] | tuple[ClientHook, ...] = MappingProxyType(
-        {}
-    ),
+    hooks: NamedHooks = MappingProxyType({}),
     task: Task = CLASSIFICATION,
     optimizer: torch.optim.Optimizer | None = None,
 ) -> TrainResult:
@@ -84,8 +80,7 @@ def train(
         settings: the number of steps, the batch size and the optimizer.
         learning_rate: rate of this round.
         stream: returns a CPU generator for a purpose ("batches", "augment", "dropout").
-        hooks: the method's hooks by name. A list of hooks works as well, with a
-            warning.
+        hooks: the method's hooks by name.
         task: defines the loss and the counted targets.
         optimizer: an optimizer to continue with (the centralized reference keeps its
             momentum). None creates a new optimizer.
@@ -100,13 +95,6 @@ def train(
             message names the layer. Or a compiler fails at an in-place operation
             between layers that a hook computes.
     """
-    if isinstance(hooks, (list, tuple)):
-        warnings.warn(
-            "train(hooks=[...]): give each client hook a name, hooks={'mine': hook}",
-            FutureWarning,
-            stacklevel=2,
-        )
-        hooks = {str(number): hook for number, hook in enumerate(hooks)}
     feed = Feed(model, data, settings, stream, task)
     # Hooks see the names without a wrapper's prefix; the passes use the wrapper.
     session, totals = Session(feed.plain, hooks), _Totals(task)

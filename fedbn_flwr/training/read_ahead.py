@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import logging
 import multiprocessing
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -40,7 +40,7 @@ def read_ahead(
     generator: torch.Generator | None,
     loader: Any,
     data: Any,
-) -> Iterator[Any]:
+) -> Generator[Any, None, None]:
     """Yield the batch of each list of numbers.
 
     Args:

@@ -195,7 +195,13 @@ def replaces(model: nn.Module, *given: Any) -> float:
     return steps(model, *given)
 
 
-LOOPS = {"masks": masks, "replaces": replaces}
+def freezes(model: nn.Module, *given: Any) -> float:
+    loss = steps(model, *given)
+    model[0].requires_grad_(False)
+    return loss
+
+
+LOOPS = {"masks": masks, "replaces": replaces, "freezes": freezes}
 
 
 @pytest.mark.parametrize("method", [FedBN, FedTAN])

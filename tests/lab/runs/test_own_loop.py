@@ -95,12 +95,6 @@ def replacing(model: Any, batches: Any, rules: Any, learning_rate: float) -> flo
     return sgd(model, batches, rules, learning_rate)
 
 
-def freezing(model: Any, batches: Any, rules: Any, learning_rate: float) -> float:
-    loss = sgd(model, batches, rules, learning_rate)
-    model.fc.requires_grad_(False)
-    return loss
-
-
 def in_eval(model: Any, batches: Any, rules: Any, learning_rate: float) -> float:
     return sgd(model.eval(), batches, rules, learning_rate)
 
@@ -221,11 +215,6 @@ def test_settings_that_do_not_fit_a_loop_are_refused(
     [
         ("raising", "fedavg", r"loop raising raised KeyError in line \d+ of test_own"),
         ("replacing", "fedavg", "loop replacing replaced module 'fc'"),
-        (
-            "freezing",
-            "fedbn",
-            r"loop freezing changed requires_grad of fc\.bias, fc\.w",
-        ),
         ("idle", "fedavg", "loop idle took no batch"),
         ("copying", "fedavg", r"loop copying changed no parameter .* in \d+ steps"),
         ("idle", "fedprox", "acts in every step"),
