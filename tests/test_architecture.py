@@ -58,7 +58,7 @@ BUDGETS = {
     "tests/lab/data": 16_637,
     "tests/lab/deployment": 8_686,
     "tests/lab/finished_runs": 2_615,
-    "tests/lab/models": 3_346,
+    "tests/lab/models": 3_400,
     "tests/lab/output": 8_188,
     "tests/lab/partitioned": 4_148,
     "tests/lab/runs": 14_289,

@@ -29,7 +29,7 @@ from torch.nn.utils import parametrize
 
 from fedbn_flwr.errors import StateError
 
-__all__ = ["Template", "copied"]
+__all__ = ["Template", "copied", "template_of"]
 
 T = TypeVar("T")
 M = TypeVar("M", bound=nn.Module)
@@ -76,8 +76,13 @@ def copied(model: M) -> M:
         StateError: a layer contains another object that cannot be copied; the message
             names the layer.
     """
+    return template_of(model).copy()
+
+
+def template_of(model: M) -> Template[M]:
+    """Return the template of a model. It raises the errors of ``copied``."""
     try:
-        return Template(model).copy()
+        return Template(model)
     # Any exception is possible: the layer may contain a lock, a file or a user's
     # object.
     except Exception as error:
@@ -95,7 +100,7 @@ def _innermost_that_fails(model: nn.Module) -> tuple[str, str]:
     # Children come before their parents, so the first failure is an innermost layer.
     for path, module in reversed(list(model.named_modules())):
         try:
-            Template(module).copy()
+            Template(module)
         except Exception:
             return path, type(module).__name__
     return "", type(model).__name__

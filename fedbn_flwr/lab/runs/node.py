@@ -13,7 +13,7 @@ import torch
 from flwr.app import Context
 
 from fedbn_flwr.client.kept import state_dir
-from fedbn_flwr.client.model_cache import BuildModel
+from fedbn_flwr.client.model_door import BuildModel
 from fedbn_flwr.client.torch_client import TorchClient
 from fedbn_flwr.compat.flower import on_network_node
 from fedbn_flwr.errors import ABOUT_THE_RUN, ConfigError, DataError, unknown_name
