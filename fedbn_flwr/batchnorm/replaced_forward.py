@@ -13,10 +13,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from fedbn_flwr.batchnorm.reestimation import tracking_layers
-from fedbn_flwr.training.freezing import stays_in_eval
+from fedbn_flwr.training.freezing import layers_of, stays_in_eval
 from fedbn_flwr.training.model_state import not_compiled
-from fedbn_flwr.training.modes import restored_modes
 from fedbn_flwr.training.replaced_method import replace_method
 
 
@@ -27,10 +25,12 @@ def layers_in_training(model: nn.Module) -> dict[str, _BatchNorm]:
     is in train mode, are left out. A layer at several paths is listed under the first.
     """
     in_eval = stays_in_eval(model)
-    with restored_modes(model):
-        model.train()
-        layers = {*tracking_layers(model)} - in_eval
-    return {path: module for path, module in model.named_modules() if module in layers}
+    layers = {}
+    for path, layer in layers_of(model).items():
+        tracks = layer.running_mean is not None and layer.track_running_stats
+        if tracks and layer not in in_eval:
+            layers[path] = layer
+    return layers
 
 
 class _Forward:

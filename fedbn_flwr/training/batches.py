@@ -6,6 +6,7 @@ inputs of a batch to the device, dtype and memory format of the model. Torch onl
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -250,7 +251,7 @@ def set_memory_format(
 
 
 def _is_contiguous_only(model: nn.Module, example: Callable[[], Any]) -> bool:
-    """Return whether the model works in contiguous format but not in channels-last."""
+    """Return whether the model works only in contiguous format."""
     if all(type(module).__module__.startswith(_KNOWN) for module in model.modules()):
         return False
     # The text of a model has its layers with their sizes.
@@ -264,31 +265,24 @@ def _is_contiguous_only(model: nn.Module, example: Callable[[], Any]) -> bool:
         return False
     # users' data may raise any exception, and the training will raise it again
     with suppress(Exception), seeded(0):
-        inputs = example()
-        if not _fails(model, torch.channels_last, inputs):
-            note(*kind)
-            return False
-        return not _fails(model, torch.contiguous_format, inputs)
+        inputs, trial = example(), copied(model)
+        try:
+            _pass(trial.to(memory_format=torch.channels_last), inputs)  # type: ignore[call-overload,unused-ignore]
+        except Exception:
+            return True
+        note(*kind)
     return False
 
 
-def _fails(model: nn.Module, memory_format: torch.memory_format, inputs: Any) -> bool:
-    """Return whether a training or test pass of a copy raises in this format."""
-    try:
-        trial = copied(model)
-    except Exception:  # the model cannot be copied (it contains a lock): no trial
-        return False
-    trial.to(memory_format=memory_format)  # type: ignore[call-overload,unused-ignore]
-    try:
-        with torch.enable_grad():
-            outputs = trial.train()(inputs_for(trial)(inputs))
-            if isinstance(outputs, Tensor) and outputs.requires_grad:
-                outputs.square().sum().backward()  # type: ignore[no-untyped-call]
-        with torch.no_grad():
-            trial.eval()(inputs_for(trial)(inputs))
-    except Exception:
-        return True
-    return False
+def _pass(model: nn.Module, inputs: Any) -> None:
+    """Make a training pass and a test pass. The model may change its inputs."""
+    inputs = inputs_for(model)(inputs)
+    with torch.enable_grad():
+        outputs = model.train()(map_inputs(copy.deepcopy, inputs))
+        if isinstance(outputs, Tensor) and outputs.requires_grad:
+            outputs.square().sum().backward()  # type: ignore[no-untyped-call]
+    with torch.no_grad():
+        model.eval()(inputs)
 
 
 def _normalises_each_channel(module: nn.Module) -> bool:
