@@ -174,7 +174,7 @@ class _Steps:
     def _refuse_other_parameters(self, loss: Tensor) -> None:
         """Raise ConfigError if the user's loss has parameters outside the model.
 
-        No optimizer trains them, and their gradients add up over all clients.
+        No optimizer trains them.
         """
         task = self.feed.task
         if self.loss is TASKS.get(task.name, CLASSIFICATION).loss:
@@ -193,8 +193,8 @@ class _Steps:
                 raise ConfigError(
                     f"the training loss of task {task.name} has a parameter of"
                     f" shape {tuple(leaf.shape)} that is not in the model, so it would"
-                    " be neither trained nor averaged. Make the module of the loss a"
-                    " part of the model, or set requires_grad=False for its parameters."
+                    " be neither trained nor averaged. Use it in the forward pass of the"
+                    " model, or set requires_grad=False."
                 )
 
 
