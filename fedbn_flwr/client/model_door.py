@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -79,7 +79,7 @@ class Look:
         model: the model in its memory format. It does not change, unless it is
             compiled.
         template: the template of its copies; None if it is compiled, because each copy
-            would be compiled again, or if it cannot be copied.
+            would be compiled again.
         parts: the split of its state.
         fingerprint: see ``LentModel``.
         initial: the state as it was built.
@@ -104,16 +104,13 @@ class Look:
         )
 
 
-def look_at(
-    model: nn.Module, example: Example | None = None, *, needs_copies: bool = True
-) -> Look:
+def look_at(model: nn.Module, example: Example | None = None) -> Look:
     """Return the values that are derived from a model, and put it into its format.
 
     ``example`` is the argument of ``set_memory_format``.
 
     Raises:
-        StateError: a lazy layer has no shapes yet; or the model cannot be copied,
-            although it ``needs_copies``.
+        StateError: a lazy layer has no shapes yet, or the model cannot be copied.
         ConfigError: the state has entries that are not tensors.
         NormLayerError: a module is in TorchScript.
     """
@@ -135,11 +132,10 @@ def look_at(
     name_once(plain)
     model = set_memory_format(model, example)
     initial, template = to_state(plain.state_dict()), None
-    if not compiled_modules(model):
-        with nullcontext() if needs_copies else suppress(StateError):
-            template = template_of(model)
-    if template is None:
+    if compiled_modules(model):
         initial = {name: array.copy() for name, array in initial.items()}
+    else:
+        template = template_of(model)
     parts = split_state(plain)
     shapes = {name: tuple(array.shape) for name, array in initial.items()}
     return Look(model, template, parts, parts.fingerprint(shapes), initial)
@@ -151,10 +147,8 @@ def door(
     """Return a function that lends a model for a message.
 
     A model that a function builds is built once in a process. Each message gets a copy
-    of it, or of a given model. If a built model cannot be copied, because it has a
-    generator for example, the function builds a model for each message. A compiled
-    model is lent itself; what training leaves outside its state dict stays in it. If it
-    was built, one message at a time has it.
+    of it, or of a given model. A compiled model is lent itself; what training leaves
+    outside its state dict stays in it. If it was built, one message at a time has it.
     """
     if isinstance(model, nn.Module):
         return lambda: nullcontext(look_at(model, example).lend())
@@ -173,17 +167,16 @@ def _built(build: BuildModel, example: Example | None) -> Iterator[LentModel]:
     else:
         # Build the model under a fixed seed, because only some processes build it here.
         with seeded(0):
-            look = look_at(build(), example, needs_copies=False)
+            look = look_at(build(), example)
     if look.template:
         free.append(look)
         yield look.lend()
         return
     yield look.lend()
-    # A compiled model is free again, but not after an exception.
-    if compiled_modules(look.model):
-        for parameter in look.model.parameters():
-            parameter.grad = None
-        free.append(look)
+    # A compiled model is not free again after an exception.
+    for parameter in look.model.parameters():
+        parameter.grad = None
+    free.append(look)
 
 
 def try_step(lent: LentModel, data: Batches) -> None:

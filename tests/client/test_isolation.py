@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import functools
-import itertools
-from collections.abc import Callable, Iterator
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from flwr.app import Context
@@ -20,128 +16,13 @@ from fedbn_flwr import InProcessGrid, TorchClient, client_app
 from fedbn_flwr.messages.records import to_record
 from fedbn_flwr.strategies import FedBN, FedTAN
 from fedbn_flwr.training import CLASSIFICATION, LearningRate, LocalTraining, Task
+from tests.support.own_state import STATES, Keeps
 
 SIZES = (6, 13, 9)
-Count = Callable[[nn.Module], float]
-"""Counts the training passes of a layer, in state of some kind."""
-
-
-@dataclasses.dataclass(slots=True)
-class Slots:
-    passes: int = 0
-
-
-def in_slots() -> Count:
-    slots = Slots()
-
-    def count(layer: nn.Module) -> float:
-        layer.kept = getattr(layer, "kept", slots)
-        layer.kept.passes += 1
-        return layer.kept.passes
-
-    return count
-
-
-def in_closure() -> Count:
-    passes = {"now": 0}
-
-    def count(layer: nn.Module) -> float:
-        passes["now"] += 1
-        return passes["now"]
-
-    return count
-
-
-def in_default(layer: nn.Module, *, passes: list[int]) -> float:
-    passes.append(1)
-    return len(passes)
-
-
-def numbers() -> Iterator[int]:
-    yield from range(1, 1000)
-
-
-def from_generator() -> Count:
-    kept = numbers()
-    return lambda layer: next(kept)
-
-
-def on_parameter(layer: nn.Module) -> float:
-    layer.scale.steps = getattr(layer.scale, "steps", 0) + 1
-    return layer.scale.steps
-
-
-def on_module(layer: nn.Module) -> float:
-    layer.steps = getattr(layer, "steps", 0) + 1
-    return layer.steps
-
-
-def by_itertools() -> Count:
-    return functools.partial(lambda kept, layer: next(kept), itertools.count(1))
-
-
-def by_numpy() -> Count:
-    return functools.partial(
-        lambda kept, layer: kept.normal(), np.random.RandomState(3)
-    )
-
-
-def in_queue() -> Count:
-    kept: collections.deque[int] = collections.deque()
-
-    def count(kept: Any, layer: nn.Module) -> float:
-        kept.append(1)
-        return len(kept)
-
-    return functools.partial(count, kept)
-
-
-def in_bytes() -> Count:
-    def count(kept: bytearray, layer: nn.Module) -> float:
-        kept[0] += 1
-        return kept[0]
-
-    return functools.partial(count, bytearray(1))
-
-
-def unfreezes(layer: nn.Module) -> float:
-    trained = layer.shift.requires_grad
-    layer.shift.requires_grad_(True)
-    return 5.0 * trained
-
-
-class Keeps(nn.Module):
-    """A layer whose scale depends on its training passes."""
-
-    def __init__(self, count: Count) -> None:
-        super().__init__()
-        self.count = count
-        self.scale = nn.Parameter(torch.ones(4, dtype=torch.float64))
-        self.shift = nn.Parameter(torch.zeros(4, dtype=torch.float64), False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.training:
-            x = x * (1 + 0.1 * self.count(self))
-        return x * self.scale + self.shift
-
-
-STATES: dict[str, Callable[[], Count]] = {
-    "slots": in_slots,
-    "closure": in_closure,
-    "default argument": lambda: functools.partial(in_default, passes=[]),
-    "generator": from_generator,
-    "attribute of a parameter": lambda: on_parameter,
-    "attribute of a module": lambda: on_module,
-    "itertools": by_itertools,
-    "NumPy": by_numpy,
-    "deque": in_queue,
-    "bytearray": in_bytes,
-    "requires_grad": lambda: unfreezes,
-}
 
 
 def build(kind: str) -> nn.Module:
-    layer = Keeps(STATES[kind]()) if kind in STATES else nn.Identity()
+    layer = Keeps(kind, 4) if kind in STATES else nn.Identity()
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), layer, nn.Linear(4, 3))
     if kind == "hook":
