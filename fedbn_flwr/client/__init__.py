@@ -2,7 +2,7 @@
 
 A client refuses its optimizer and its steps by the rows of the methods
 (``strategies.refuse_on_client``). ``watch`` refuses a training loop that leaves out a
-call, and ``model_cache`` a model that does not fit the server's model.
+call, and ``model_door`` a model that does not fit the server's model.
 """
 
 from __future__ import annotations

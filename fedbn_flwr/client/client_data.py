@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, Dataset
 from fedbn_flwr.errors import ConfigError, DataError
 from fedbn_flwr.messages.protocol import VALIDATION, MessageConfig, own_node_id
 from fedbn_flwr.training.batches import Batches
+from fedbn_flwr.training.copying import copied
 from fedbn_flwr.training.evaluation import evaluate
 from fedbn_flwr.training.loaded import LoadedBatches
 from fedbn_flwr.training.randomness import seeded, torch_generator
@@ -83,7 +84,7 @@ class ClientData:
                 " but it has none: use a larger validation-share, or give TorchClient"
                 f" this set: test_data={{{VALIDATION!r}: ...}}"
             )
-        return evaluate(model, data, task=task).loss
+        return evaluate(copied(model), data, task=task).loss
 
     def two_inputs(self) -> Any:
         """Return the inputs of two examples of the first set that has any."""

@@ -172,15 +172,9 @@ class _ClientMessages:
     def train(self, message: Message, context: Context) -> Message:
         """Return the trained arrays."""
         client = self._client(context)
-        fit = client.fit
-        # Our own ``fit`` only reads the arrays that it gets, and the reply copies the
-        # arrays that it returns. So no copies are needed; a subclass may do anything.
-        only_reads = _is_method(fit, TorchClient.fit)
-        if only_reads:
-            # Use the client that owns ``fit``, because a user's object may only forward
-            # its ``fit``.
-            fit = cast(Any, fit).__self__.fit_uncopied
-        result = fit(*open_message(message, copy=not only_reads))
+        # Our own ``fit`` only reads the arrays that it gets; a subclass may do anything.
+        only_reads = _is_method(client.fit, TorchClient.fit)
+        result = client.fit(*open_message(message, copy=not only_reads))
         return reply_to_fit(message, *checked(result, "fit"))
 
     @NamedConfigErrors()

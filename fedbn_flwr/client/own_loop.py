@@ -21,9 +21,10 @@ package. Example::
 
 from __future__ import annotations
 
+import copy
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -33,11 +34,11 @@ from fedbn_flwr.client.bn_rules import Hooks
 from fedbn_flwr.compat.flower import on_network_node
 from fedbn_flwr.errors import ConfigError, FedBNError, described
 from fedbn_flwr.problems import Known
-from fedbn_flwr.training.batches import Batches, refuse_not_finite
+from fedbn_flwr.training.batches import Batches, map_inputs, refuse_not_finite
 from fedbn_flwr.training.client_hook import NamedHooks
+from fedbn_flwr.training.copying import copied
 from fedbn_flwr.training.feed import Feed
 from fedbn_flwr.training.loop import TrainResult
-from fedbn_flwr.training.model_state import copied
 from fedbn_flwr.training.randomness import seeded
 from fedbn_flwr.training.run_memory import first_time
 from fedbn_flwr.training.settings import LocalTraining
@@ -69,8 +70,8 @@ def train_by(
 
     Raises:
         ConfigError: the loop raised an error, took no batch, changed no parameter,
-            changed the model's modules or ``requires_grad``, returned no number, or
-            left out a call of the method.
+            changed the model's modules, returned no number, or left out a call of the
+            method.
         DataError: there are no examples, every batch had one example and was dropped,
             or the loss is not finite because of an input.
     """
@@ -79,7 +80,11 @@ def train_by(
     # Hooks see the names without a wrapper's prefix; the loop uses the wrapper.
     rules = Hooks(feed.plain, hooks, refuse, called=model)
     modules = dict(model.named_modules())
-    trained = {name: p.detach().clone() for name, p in _trained(model).items()}
+    trained = {
+        name: p.detach().clone()
+        for name, p in model.named_parameters()
+        if p.requires_grad
+    }
     with rules.block():
         try:
             with (
@@ -110,11 +115,16 @@ def train_by(
             named,
             len(sizes),
         )
-    _refuse_changes(named, model, modules, trained.keys())
+    for path, module in model.named_modules():
+        if modules.get(path) is not module:
+            raise ConfigError(
+                f"{named} replaced module {path!r}, so its weights are not in the"
+                " reply. Load the weights into the module that is there."
+            )
     loss = float(returned)
     if not math.isfinite(loss):
         refuse_not_finite(data, feed.prepared)
-    now = _trained(model)
+    now = dict(model.named_parameters())
     same = (torch.equal(p, now[name].to(p)) for name, p in trained.items())
     if learning_rate > 0 and trained and all(same):
         raise ConfigError(
@@ -122,30 +132,6 @@ def train_by(
             " may train a copy, or skip its steps. Train the model that it gets."
         )
     return TrainResult(loss, None, sum(sizes), len(sizes), feed.dropped, rules.metrics)
-
-
-def _trained(model: nn.Module) -> dict[str, Tensor]:
-    """Return the parameters that are trained, by name."""
-    return {name: p for name, p in model.named_parameters() if p.requires_grad}
-
-
-def _refuse_changes(
-    named: str, model: nn.Module, modules: Mapping[str, nn.Module], trained: Set[str]
-) -> None:
-    """Raise ConfigError if the loop replaced a module or changed ``requires_grad``."""
-    for path, module in model.named_modules():
-        if modules.get(path) is not module:
-            raise ConfigError(
-                f"{named} replaced module {path!r}, so its weights are not in the"
-                " reply. Load the weights into the module that is there."
-            )
-    # The model serves other sites and rounds, so a change would stay.
-    changed = trained ^ _trained(model).keys()
-    if changed:
-        raise ConfigError(
-            f"{named} changed requires_grad of {', '.join(sorted(changed))}. Restore it"
-            " before the end of the loop, or set train-only."
-        )
 
 
 def _in_columns(
@@ -159,7 +145,9 @@ def _in_columns(
     for inputs, targets in batches:
         if columns is None:  # ask the model once for the shape of its outputs
             with seeded(0), torch.no_grad():
-                columns = copied(model).eval()(inputs).ndim == 2
+                # The model may change its inputs.
+                own = map_inputs(copy.deepcopy, inputs)
+                columns = copied(model).eval()(own).ndim == 2
         shape = (len(targets), -1) if columns else (-1,)
         targets = targets.reshape(shape)
         yield inputs, targets.float() if targets.dtype == torch.int64 else targets

@@ -7,6 +7,7 @@ entries.
 
 from __future__ import annotations
 
+import copy
 import functools
 import json
 import math
@@ -26,16 +27,14 @@ from fedbn_flwr.batchnorm.parts import Parts
 from fedbn_flwr.batchnorm.reestimation import reestimate_statistics
 from fedbn_flwr.client.client_data import ClientData, ClientStreams, Examples
 from fedbn_flwr.client.kept import ClientStorage, KeptState
-from fedbn_flwr.client.model_cache import (
-    BuildModel,
-    CachedModel,
-    entries_that_stay,
-    load_received,
-    model_cache,
-    returned_entries,
-)
+from fedbn_flwr.client.model_door import BuildModel, LentModel, door, try_step
 from fedbn_flwr.client.named_hooks import make_hooks, refuse_on_client
 from fedbn_flwr.client.own_loop import train_by
+from fedbn_flwr.client.received import (
+    entries_that_stay,
+    load_received,
+    returned_entries,
+)
 from fedbn_flwr.client.replay_log import clear_log, log_answer, replay
 from fedbn_flwr.errors import ConfigError, StateError
 from fedbn_flwr.messages.hook_context import HookContext
@@ -173,7 +172,7 @@ class TorchClient(NumPyClient):
         self.data = ClientData.of(train_data, test_data)
         self.streams = ClientStreams.of(context, partition_id, seed)
         self.storage = ClientStorage(context, partition_id, state_dir)
-        self._cached_model = model_cache(model, self.data.two_inputs)
+        self._lent_model = door(model, self.data.two_inputs)
 
     def fit(
         self, parameters: list[Array], config: Config
@@ -195,23 +194,13 @@ class TorchClient(NumPyClient):
             DataError: there is nothing to train on.
             ConfigError: the config names no round.
         """
-        arrays, num_examples, metrics = self.fit_uncopied(parameters, config)
-        return [array.copy() for array in arrays], num_examples, metrics
-
-    def fit_uncopied(
-        self, parameters: list[Array], config: Config
-    ) -> tuple[list[Array], int, Config]:
-        """Do ``fit``, and return arrays that share the model's memory.
-
-        Copy them before the next message.
-        """
         returned: dict[str, Array] | None = None
         while returned is None:
-            # If another client is lost in the synchronised step of a user's loop, the
-            # round begins again, with a new model.
-            with self._cached_model() as cached, suppress(RetryStep):
+            # If another client is lost in a synchronised step, the round begins again
+            # with another copy of the model.
+            with self._lent_model() as lent, suppress(RetryStep):
                 try:
-                    returned, metrics = self._fit(cached, parameters, config)
+                    returned, metrics = self._fit(lent, parameters, config)
                 except StopStep as stop:
                     # If a synchronised step exchanges by messages, it stops when it
                     # needs an exchange with the other clients. The answer in the next
@@ -224,14 +213,20 @@ class TorchClient(NumPyClient):
         return list(returned.values()), len(self.data.train), metrics
 
     def _fit(
-        self, cached: CachedModel, parameters: list[Array], config: Config
+        self, lent: LentModel, parameters: list[Array], config: Config
     ) -> tuple[dict[str, Array], Config]:
-        _refuse_before_training(cached, config)
+        if round_in(config) is None:
+            raise ConfigError(
+                f"the config of fit has no '{SERVER_ROUND}', but a client needs it to"
+                " draw other batches in each round. Flower's legacy strategies do not"
+                " send it by default: give yours on_fit_config_fn=lambda server_round:"
+                f" {{'{SERVER_ROUND}': server_round}}"
+            )
         if len(self.data.train):
             self.data.read_twice(self.streams.client)
         sent = TrainConfig.read(config)
-        local = entries_that_stay(cached, sent)
-        kept = self._open_kept(cached, config, sent)
+        local = entries_that_stay(lent, sent)
+        kept = self._open_kept(lent, config, sent)
         # If this message only has the answer of an exchange, take the model of an
         # earlier message from the log.
         reducer = None
@@ -252,23 +247,21 @@ class TorchClient(NumPyClient):
             about = HookContext(config, frozenset(local), reducer, loss, trained, known)
             hooks = make_hooks(sent.hooks, about)
         # The model starts as the server's model, except for the local entries.
-        extras, prefix = load_received(
-            cached, parameters, config, sent, kept.load(local)
-        )
+        extras, prefix = load_received(lent, parameters, config, sent, kept.load(local))
         if hooks:
             kept.hand_over(hooks, extras)
-        result = trained(cached.model, hooks=hooks)
+        result = trained(lent.model, hooks=hooks)
         # Check the number of steps taken, because dropped batches are not steps.
         refuse_on_client(sent.hooks, config, Known(local_steps=result.num_steps))
         if not math.isfinite(result.loss):
-            load_received(cached, parameters, config, sent, kept.load(local))
+            load_received(lent, parameters, config, sent, kept.load(local))
             size = self.settings.batch_size
-            refuse_first_pass(cached.plain, self.data.train, self.task, size)
+            refuse_first_pass(lent.plain, self.data.train, self.task, size)
         # Save the local state only after all steps, so that an exception leaves the
         # client in its state before the round.
         if sent.attempt is not None:
             clear_log(self.context)
-        state = to_state(cached.state)
+        state = lent.arrays()
         if local:
             kept.keep({name: state[name] for name in local}, sent.server_round)
         kept.save_hook_state(hooks, sent.server_round)
@@ -287,7 +280,10 @@ class TorchClient(NumPyClient):
     def _training(
         self, sent: TrainConfig, settings: LocalTraining, config: Config
     ) -> Callable[..., TrainResult]:
-        """Return a function that trains a model on the client's data in this round."""
+        """Return a function that trains a model on the client's data in this round.
+
+        It may be called once, because a loss may have state that training changes.
+        """
         by: Callable[..., TrainResult] = train
         if settings.loop:
             refuse = functools.partial(refuse_on_client, sent.hooks, config)
@@ -298,12 +294,12 @@ class TorchClient(NumPyClient):
             settings=settings,
             learning_rate=settings.learning_rate.at(sent.server_round, sent.frozen),
             stream=functools.partial(self.streams.generator, sent),
-            task=self.task,
+            task=copy.deepcopy(self.task),
         )
 
     def _fine_tune(
         self,
-        cached: CachedModel,
+        lent: LentModel,
         config: Config,
         kept: KeptState,
         local: frozenset[str],
@@ -316,7 +312,7 @@ class TorchClient(NumPyClient):
         hooks = make_hooks(sent.hooks, HookContext(config, local))
         kept.hand_over(hooks, {})
         steps = replace(self.settings, local_steps=sent.fine_tune, local_epochs=0)
-        self._training(sent, steps, config)(cached.model, hooks=hooks)
+        self._training(sent, steps, config)(lent.model, hooks=hooks)
 
     def evaluate(
         self, parameters: list[Array], config: Config
@@ -337,18 +333,18 @@ class TorchClient(NumPyClient):
         test_sets = self.data.asked_for(sent.test_sets)
         metrics: Config = {}
         first: EvalResult | None = None
-        with self.tested_model(parameters, config) as cached:
+        with self.tested_model(parameters, config) as lent:
             for name, data in test_sets.items():
                 prefix = f"{name}-" if name else ""
                 count = f"{name}-{NUM_EXAMPLES}" if name else EXAMPLES_TESTED
-                result = evaluate(cached.model, data, task=self.task)
+                result = evaluate(lent.model, data, task=self.task)
                 metrics[count] = result.num_examples
                 # Skip data without targets, because their loss of NaN would make means
                 # over the clients NaN.
                 if not result.num_examples:
                     continue
                 if not math.isfinite(result.loss):
-                    refuse_not_finite(data, inputs_for(cached.plain))
+                    refuse_not_finite(data, inputs_for(lent.plain))
                 metrics |= result.named(prefix)
                 if first is None:
                     first = result
@@ -359,16 +355,16 @@ class TorchClient(NumPyClient):
     @contextmanager
     def tested_model(
         self, parameters: list[Array], config: Config
-    ) -> Iterator[CachedModel]:
+    ) -> Iterator[LentModel]:
         """Lend the model that ``evaluate`` tests: received, local, and fine-tuned."""
         sent = EvaluateConfig.read(config)
-        with self._cached_model() as cached:
-            kept = self._open_kept(cached, config, sent)
-            local = entries_that_stay(cached, sent)
-            load_received(cached, parameters, config, sent, kept.tested(local))
+        with self._lent_model() as lent:
+            kept = self._open_kept(lent, config, sent)
+            local = entries_that_stay(lent, sent)
+            load_received(lent, parameters, config, sent, kept.tested(local))
             if sent.fine_tune and len(self.data.train):
-                self._fine_tune(cached, config, kept, frozenset(local))
-            yield cached
+                self._fine_tune(lent, config, kept, frozenset(local))
+            yield lent
 
     def statistics(
         self, parameters: list[Array], config: Config
@@ -385,22 +381,22 @@ class TorchClient(NumPyClient):
             ``PATH.first`` and ``PATH.second`` of each layer.
         """
         sent = MessageConfig.read(config)
-        with self._cached_model() as cached:
-            own = self._open_kept(cached, config, sent).load(
-                entries_that_stay(cached, sent)
+        with self._lent_model() as lent:
+            own = self._open_kept(lent, config, sent).load(
+                entries_that_stay(lent, sent)
             )
-            prefix = load_received(cached, parameters, config, sent, own).prefix
+            prefix = load_received(lent, parameters, config, sent, own).prefix
             if CLASS_MOMENTS in config:
-                encoded = encode_moments_of_classes(self._class_moments(cached.plain))
+                encoded = encode_moments_of_classes(self._class_moments(lent.plain))
             else:
                 moments = reestimate_statistics(
-                    cached.plain,
+                    lent.plain,
                     self.data.train,
                     batch_size=self.settings.batch_size,
                     seed=self.streams.generator(sent, "statistics").initial_seed(),
                     measured=sent.layers,
                 )
-                encoded = encode_moments(moments, cached.state)
+                encoded = encode_moments(moments, lent.state)
             entries = to_state(encoded)
         names = [name if name == COUNTS else prefix + name for name in entries]
         metrics: Config = {ARRAY_NAMES: json.dumps(names)}
@@ -414,7 +410,7 @@ class TorchClient(NumPyClient):
             return class_moments(model, (batch for _, batch in batches), self.task)
 
     def _open_kept(
-        self, cached: CachedModel, config: Config, sent: MessageConfig
+        self, lent: LentModel, config: Config, sent: MessageConfig
     ) -> KeptState:
         """Return the client's local state, restored to the state the server expects.
 
@@ -426,12 +422,12 @@ class TorchClient(NumPyClient):
                 f"the app has the mod {config[MOD]}, but its client is a TorchClient,"
                 " which keeps and sends its local state itself. Leave the mod out."
             )
-        return self.storage.open(cached.parts, cached.fingerprint, sent)
+        return self.storage.open(lent.parts, lent.fingerprint, sent)
 
     def get_parameters(self, config: Config) -> list[Array]:
         """Return the whole state dict, in its order."""
-        with self._cached_model() as cached:
-            return [array.copy() for array in to_state(cached.state).values()]
+        with self._lent_model() as lent:
+            return [*lent.arrays().values()]
 
     def get_properties(self, config: Config) -> Config:
         """Return the properties of the client for the strategies' query.
@@ -445,8 +441,8 @@ class TorchClient(NumPyClient):
         """
         size = len(self.data.train)
         if config.get(SYNCHRONISES) and size:
-            with self._cached_model() as cached:
-                cached.try_step(self.data.train)
+            with self._lent_model() as lent:
+                try_step(lent, self.data.train)
         properties: Config = {}
         if self.partition_id is not None:
             properties[PARTITION_ID] = self.partition_id
@@ -460,19 +456,8 @@ class TorchClient(NumPyClient):
     @property
     def parts(self) -> Parts:
         """The split of the model's state."""
-        with self._cached_model() as cached:
-            return cached.parts
-
-
-def _refuse_before_training(cached: CachedModel, config: Config) -> None:
-    """Refuse a round without a number."""
-    if round_in(config) is None:
-        raise ConfigError(
-            f"the config of fit has no '{SERVER_ROUND}', but a client needs it to draw"
-            " other batches in each round. Flower's legacy strategies do not send it by"
-            " default: give yours on_fit_config_fn=lambda server_round:"
-            f" {{'{SERVER_ROUND}': server_round}}"
-        )
+        with self._lent_model() as lent:
+            return lent.parts
 
 
 def _metrics(result: TrainResult) -> Config:

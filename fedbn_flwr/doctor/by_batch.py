@@ -29,8 +29,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from fedbn_flwr.batchnorm.reestimation import Moments, gathered_inputs, merge
 from fedbn_flwr.doctor.clients import ClientExamples
 from fedbn_flwr.training.batches import inputs_for, join_last
+from fedbn_flwr.training.copying import copied
 from fedbn_flwr.training.freezing import layers_of, stays_in_eval
-from fedbn_flwr.training.model_state import copied
 from fedbn_flwr.training.single_examples import takes_one_example
 
 __all__ = [

@@ -225,8 +225,7 @@ def _drawn(
     seed = int(torch.empty((), dtype=torch.int64).random_())
     read = reader(loader.dataset, loader.collate_fn)
     draws = torch.Generator().manual_seed(seed)
-    for _, batch in read_ahead(read, batches, draws, loader, loader.dataset):
-        yield batch
+    yield from read_ahead(read, batches, draws, loader, loader.dataset)
 
 
 def outputs_of(model: nn.Module, inputs: Tensor) -> Tensor:

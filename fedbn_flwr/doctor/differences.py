@@ -26,8 +26,8 @@ from fedbn_flwr.doctor.clients import ClientExamples
 from fedbn_flwr.doctor.thresholds import CERTAIN, GROUPS, MIN_SHIFT, MIN_SKEW
 from fedbn_flwr.errors import DataError, needs_package
 from fedbn_flwr.training.batches import inputs_for
+from fedbn_flwr.training.copying import copied
 from fedbn_flwr.training.freezing import layers_of
-from fedbn_flwr.training.model_state import copied
 
 __all__ = [
     "ClassSkew",

@@ -24,7 +24,7 @@ from fedbn_flwr.doctor.clients import (
 )
 from fedbn_flwr.errors import DataError
 from fedbn_flwr.training.batches import inputs_for
-from fedbn_flwr.training.model_state import copied
+from fedbn_flwr.training.copying import copied
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 """Function that returns the mean loss of a batch, from outputs and targets, as

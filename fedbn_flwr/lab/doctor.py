@@ -55,8 +55,9 @@ from fedbn_flwr.messages.records import tensors, to_state
 from fedbn_flwr.messages.site_names import with_name
 from fedbn_flwr.server.averaging import average
 from fedbn_flwr.server.methods.phases import model_needs
+from fedbn_flwr.training.copying import copied
 from fedbn_flwr.training.freezing import layers_of
-from fedbn_flwr.training.model_state import copied, load_state
+from fedbn_flwr.training.model_state import load_state
 from fedbn_flwr.training.randomness import torch_generator
 from fedbn_flwr.training.state_file import tensors_by_name
 

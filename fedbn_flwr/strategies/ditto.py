@@ -61,7 +61,8 @@ from fedbn_flwr.strategies.fedprox import (
     ProximalTerm,
 )
 from fedbn_flwr.training.client_hook import OWN_MODEL, ClientHook, Entries, Extras
-from fedbn_flwr.training.model_state import copied, load_state
+from fedbn_flwr.training.copying import copied
+from fedbn_flwr.training.model_state import load_state
 
 
 class DittoParams(FedProxParams):

@@ -58,8 +58,8 @@ fewer exchanges: $\sigma^2 = \sum_i w_i (\sigma_i^2 + (\mu_i - \mu)^2)$.
 
 A BN layer cannot be synchronised if activation checkpointing calls it again. Every
 client must call the same BN layers in its first local step, in the same order: a model
-that skips layers at random (stochastic depth) is refused. If the inputs determine the layers, the clients that differ from the
-majority are dropped in the round.
+that skips layers at random (stochastic depth) is refused. If the inputs determine the
+layers, the clients that differ from the majority are dropped in the round.
 
 If a client is lost in the middle of the step, the other clients repeat the step without
 it. If a client is lost after its last exchange, the step contains its batch, and only
@@ -174,8 +174,7 @@ class SynchroniseFirstStep(ClientHook):
         """Synchronise the first step.
 
         Raises:
-            RetryStep: another client was lost; the caller must repeat the step with the
-                same state and batch.
+            RetryStep: another client was lost; the client begins the round again.
             StopStep: the step travels in messages, and its next exchange has no answer
                 yet.
             NormLayerError: a layer cannot be synchronised, or no layer was called in

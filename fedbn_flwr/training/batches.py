@@ -6,8 +6,8 @@ inputs of a batch to the device, dtype and memory format of the model. Torch onl
 
 from __future__ import annotations
 
+import copy
 import functools
-import itertools
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Protocol
@@ -18,7 +18,8 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.utils._pytree import tree_leaves
 
 from fedbn_flwr.errors import INPUTS_NOT_FINITE, DataError, coded
-from fedbn_flwr.training.model_state import copied, unwrap
+from fedbn_flwr.training.copying import copied
+from fedbn_flwr.training.model_state import unwrap
 from fedbn_flwr.training.randomness import seeded
 from fedbn_flwr.training.run_memory import is_noted, note
 
@@ -77,9 +78,6 @@ def with_positions(
     Data with a method ``batches`` may read some batches ahead, in other processes.
     Close the generator after the pass. Otherwise, the traceback of an exception may
     keep it and its worker processes alive.
-
-    Raises:
-        DataError: ``batches`` of the data does not yield one batch for each position.
     """
     if not hasattr(data, "batches"):
         for positions in order:
@@ -89,15 +87,7 @@ def with_positions(
     # its own.
     order = list(order)
     # Only this frame refers to the batches, so they are closed when it ends.
-    pairs = itertools.zip_longest(order, data.batches(iter(order), generator))
-    for count, (positions, batch) in enumerate(pairs):
-        if positions is None or batch is None:
-            raise DataError(
-                f"{type(data).__name__}.batches must yield {len(order)} batches, one for"
-                " each element of the order, but it yielded"
-                f" {count if batch is None else 'more'}."
-            )
-        yield positions, batch
+    yield from zip(order, data.batches(iter(order), generator), strict=True)
 
 
 def join_last(batches: Sequence[Tensor]) -> list[Tensor]:
@@ -262,7 +252,7 @@ def set_memory_format(
 
 
 def _is_contiguous_only(model: nn.Module, example: Callable[[], Any]) -> bool:
-    """Return whether the model works in contiguous format but not in channels-last."""
+    """Return whether the model works only in contiguous format."""
     if all(type(module).__module__.startswith(_KNOWN) for module in model.modules()):
         return False
     # The text of a model has its layers with their sizes.
@@ -276,31 +266,24 @@ def _is_contiguous_only(model: nn.Module, example: Callable[[], Any]) -> bool:
         return False
     # users' data may raise any exception, and the training will raise it again
     with suppress(Exception), seeded(0):
-        inputs = example()
-        if not _fails(model, torch.channels_last, inputs):
-            note(*kind)
-            return False
-        return not _fails(model, torch.contiguous_format, inputs)
+        inputs, trial = example(), copied(model)
+        try:
+            _pass(trial.to(memory_format=torch.channels_last), inputs)  # type: ignore[call-overload,unused-ignore]
+        except Exception:
+            return True
+        note(*kind)
     return False
 
 
-def _fails(model: nn.Module, memory_format: torch.memory_format, inputs: Any) -> bool:
-    """Return whether a training or test pass of a copy raises in this format."""
-    try:
-        trial = copied(model)
-    except Exception:  # the model cannot be copied (it contains a lock): no trial
-        return False
-    trial.to(memory_format=memory_format)  # type: ignore[call-overload,unused-ignore]
-    try:
-        with torch.enable_grad():
-            outputs = trial.train()(inputs_for(trial)(inputs))
-            if isinstance(outputs, Tensor) and outputs.requires_grad:
-                outputs.square().sum().backward()  # type: ignore[no-untyped-call]
-        with torch.no_grad():
-            trial.eval()(inputs_for(trial)(inputs))
-    except Exception:
-        return True
-    return False
+def _pass(model: nn.Module, inputs: Any) -> None:
+    """Make a training pass and a test pass. The model may change its inputs."""
+    inputs = inputs_for(model)(inputs)
+    with torch.enable_grad():
+        outputs = model.train()(map_inputs(copy.deepcopy, inputs))
+        if isinstance(outputs, Tensor) and outputs.requires_grad:
+            outputs.square().sum().backward()  # type: ignore[no-untyped-call]
+    with torch.no_grad():
+        model.eval()(inputs)
 
 
 def _normalises_each_channel(module: nn.Module) -> bool:

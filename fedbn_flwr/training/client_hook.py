@@ -37,8 +37,8 @@ OWN_MODEL = "own-model"
 class RetryStep(BaseException):
     """Leaves a step because another client was lost.
 
-    Repeat the step with the remaining clients. The exception may pass through a user's
-    training loop, so it is not a subclass of Exception (see
+    The client begins the round again, with the remaining clients. The exception may pass
+    through a user's training loop, so it is not a subclass of Exception (see
     ``transport.through_user_code``).
     """
 
@@ -124,8 +124,8 @@ class ClientHook:
     ) -> AbstractContextManager[object]:
         """Return a context for the forward and backward pass of a step.
 
-        If the hook ``synchronises`` a step, the context may raise RetryStep. The step
-        is then repeated from the same state and batch.
+        If the hook ``synchronises`` a step, the context may raise RetryStep. The client
+        then begins the round again with another copy of the model.
         """
         return nullcontext()
 

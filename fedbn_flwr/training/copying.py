@@ -14,7 +14,7 @@ import io
 import pickle
 import sys
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from types import (
     BuiltinFunctionType,
@@ -47,16 +47,14 @@ class Template(Generic[T]):
 
     Args:
         original: the object; it does not change.
-        shared: objects that all copies and the original have in common.
 
     Raises:
         Exception: the object contains something that cannot be copied, such as a lock.
     """
 
-    def __init__(self, original: T, shared: Iterable[Any] = ()) -> None:
-        self.shared = [*shared]
+    def __init__(self, original: T) -> None:
         stream = io.BytesIO()
-        writer = _Writer(stream, {id(one) for one in self.shared})
+        writer = _Writer(stream)
         writer.dump(original)
         self.pickled, self.kept = stream.getvalue(), writer.kept
 
@@ -66,7 +64,7 @@ class Template(Generic[T]):
         return copied
 
 
-def copied(model: M, shared: Iterable[Any] = ()) -> M:
+def copied(model: M) -> M:
     """Return a copy of a model.
 
     The old ``weight_norm`` and models that keep an activation contain tensors with a
@@ -75,18 +73,17 @@ def copied(model: M, shared: Iterable[Any] = ()) -> M:
 
     Args:
         model: the model; it does not change.
-        shared: objects that the copy and the model have in common.
 
     Raises:
         StateError: a layer contains another object that cannot be copied; the message
             names the layer.
     """
     with _naming_the_layer(model):
-        return Template(model, shared).copy()
+        return Template(model).copy()
 
 
 def template_of(model: M) -> Template[M]:
-    """Return the template of a model. It raises the StateError of ``copied``."""
+    """Return the template of a model. It raises the errors of ``copied``."""
     with _naming_the_layer(model):
         template = Template(model)
         template.copy()
@@ -114,7 +111,7 @@ def _innermost_that_fails(model: nn.Module) -> tuple[str, str]:
     # Children come before their parents, so the first failure is an innermost layer.
     for path, module in reversed(list(model.named_modules())):
         try:
-            Template(module).copy()
+            Template(module)
         except Exception:
             return path, type(module).__name__
     return "", type(model).__name__
@@ -133,15 +130,14 @@ class _Reference:
 class _Writer(pickle.Pickler):
     """Pickles an object, with references to its tensors and to what is shared."""
 
-    def __init__(self, stream: io.BytesIO, shared: set[int]) -> None:
+    def __init__(self, stream: io.BytesIO) -> None:
         super().__init__(stream, protocol=5)
         self.kept: list[_Reference] = []
-        self._shared = shared
 
     def persistent_id(self, obj: Any) -> int | None:
         if isinstance(obj, _Reference):
             kept = obj
-        elif isinstance(obj, _SHARED) or id(obj) in self._shared:
+        elif isinstance(obj, _SHARED):
             kept = _Reference(obj, True)
         elif hasattr(type(obj), "__deepcopy__") and not _is_parametrized(obj):
             kept = _Reference(obj, False)  # tensors and arrays, for example
@@ -172,7 +168,7 @@ class _Reader(pickle.Unpickler):
         super().__init__(io.BytesIO(template.pickled))
         self._kept = template.kept
         # ``deepcopy`` uses the objects in its memo instead of copies.
-        self._memo = {id(one): one for one in template.shared}
+        self._memo: dict[int, Any] = {}
 
     def persistent_load(self, number: int) -> Any:
         kept = self._kept[number]
@@ -182,8 +178,8 @@ class _Reader(pickle.Unpickler):
         if isinstance(value, Tensor) and not value.is_leaf:
             return self._memo.setdefault(id(value), value.detach().clone())
         made = copy.deepcopy(value, self._memo)
-        # Torch leaves out the attributes that code has set on a parameter.
-        if isinstance(value, nn.Parameter):
+        # torch leaves out the attributes that code has set on a parameter.
+        if isinstance(value, nn.Parameter) and vars(value):
             vars(made).update(copy.deepcopy(vars(value), self._memo))
         return made
 

@@ -5,6 +5,7 @@ It evaluates in eval mode. Afterwards the model has its modes and attributes aga
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
@@ -14,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fedbn_flwr.errors import NormLayerError
 from fedbn_flwr.training.batches import (
     Batches,
     device_of,
@@ -25,7 +25,7 @@ from fedbn_flwr.training.batches import (
 from fedbn_flwr.training.freezing import layers_of
 from fedbn_flwr.training.metrics import confusion, dice, mean_iou
 from fedbn_flwr.training.modes import in_eval_mode
-from fedbn_flwr.training.single_examples import refusing_layers
+from fedbn_flwr.training.single_examples import name_layer, takes_one_example
 from fedbn_flwr.training.tasks import CLASSIFICATION, Task
 
 __all__ = ["EvalResult", "evaluate", "without_running_statistics"]
@@ -101,7 +101,8 @@ def evaluate(
     if len(data) == 0:
         return EvalResult(float("nan"), 0, dict.fromkeys(task.metrics, float("nan")))
     device, prepared = device_of(model), inputs_for(model)
-    sums = _Sums(task)
+    # A loss may have state, which belongs to this test.
+    sums = _Sums(copy.deepcopy(task))
     # Do not use inference_mode: if the model keeps a tensor from it, training fails on
     # this tensor.
     with in_eval_mode(model), torch.no_grad():
@@ -110,8 +111,13 @@ def evaluate(
         if len(order[-1]) == 1:
             order = _joined(model, data, order, prepared)
         with closing(with_positions(data, order)) as batches:
-            for _, (inputs, targets) in batches:
-                outputs = model(prepared(inputs))
+            for positions, (inputs, targets) in batches:
+                try:
+                    outputs = model(prepared(inputs))
+                except ValueError as error:
+                    # torch's error for one value per channel does not name the layer
+                    name_layer(error, model, len(positions))
+                    raise
                 targets = task.on_device(targets, device)
                 task.check(outputs, targets)
                 sums.add(outputs, targets)
@@ -205,23 +211,12 @@ def _joined(
 
     The last two batches are joined if a BatchNorm layer without running statistics
     cannot compute a variance from the last example.
-
-    Raises:
-        NormLayerError: they should be joined, but all batches have one example.
     """
     layers = layers_of(model).values()
-    if all(layer.running_mean is not None for layer in layers):
+    if len(order) == 1 or all(layer.running_mean is not None for layer in layers):
         return order
-    inputs = prepared(data.batch(order[-1])[0])
-    refusing = refusing_layers(model, inputs)
-    if refusing and len(order[0]) == 1:
-        raise NormLayerError(
-            f"BatchNorm layer '{refusing[0]}' has no running statistics and gets one"
-            " value per channel, so it cannot compute a variance. Use test batches of"
-            " two or more examples, or give the layer running statistics"
-            " (track_running_stats=True)."
-        )
-    return join_last(order) if refusing else order
+    takes_one = takes_one_example(model, prepared(data.batch(order[-1])[0]))
+    return order if takes_one else join_last(order)
 
 
 @contextmanager

@@ -109,8 +109,7 @@ class Feed:
         if session.synchronises:
             return False
         if self._takes_one is None:  # once a round, because it takes a forward pass
-            hooks = session.hooks.values()
-            self._takes_one = takes_one_example(self.model, inputs, hooks)
+            self._takes_one = takes_one_example(self.model, inputs)
         return not self._takes_one
 
     def refuse_nothing(self) -> None:

@@ -30,7 +30,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedbn_flwr.errors import ConfigError, NormLayerError
-from fedbn_flwr.training.modes import restored_modes
+from fedbn_flwr.training.copying import copied
 from fedbn_flwr.training.replaced_method import replace_method
 
 __all__ = [
@@ -223,11 +223,10 @@ def stays_in_eval(model: nn.Module) -> frozenset[_BatchNorm]:
     the model's own ``train`` leaves in eval mode.
     """
     layers = set(left_in_eval(model).values())
-    with restored_modes(model):
-        model.train()
-        for module in layers_of(model).values():
-            if not module.training:
-                layers.add(module)
+    in_training = layers_of(copied(model).train())
+    for path, layer in layers_of(model).items():
+        if not in_training[path].training:
+            layers.add(layer)
     return frozenset(layers)
 
 

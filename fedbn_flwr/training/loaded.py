@@ -5,9 +5,8 @@ The source is a torch ``Dataset``, or the data set of a ``DataLoader``.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable, Iterator, Mapping
-from itertools import islice
+from contextlib import closing
 from operator import index
 from typing import Any
 
@@ -24,8 +23,7 @@ from torch.utils.data import (
 )
 
 from fedbn_flwr.errors import DataError
-from fedbn_flwr.training.batches import Batches, map_inputs
-from fedbn_flwr.training.randomness import seeded
+from fedbn_flwr.training.batches import Batches
 from fedbn_flwr.training.read_ahead import read_ahead
 from fedbn_flwr.training.reading import name_of, reader
 
@@ -96,29 +94,28 @@ class LoadedBatches:
         number if the data set draws only from the default generators.
 
         Raises:
-            DataError: as in ``batch``; or a worker dies.
+            DataError: as in ``batch``.
         """
         read, data = self._read, self._loader.dataset
         if generator is None:
             read, data = self._read_plain, self._plain
-        order = (each.tolist() for each in positions)
-        for chosen, batch in read_ahead(read, order, generator, self._loader, data):
-            yield self._checked(batch, len(chosen))
+        order = [each.tolist() for each in positions]
+        batches = read_ahead(read, order, generator, self._loader, data)
+        # Close the batches here, because they may have workers.
+        with closing(batches):
+            for chosen, batch in zip(order, batches, strict=True):
+                yield self._checked(batch, len(chosen))
 
     def _checked(self, batch: Any, size: int) -> tuple[Any, Tensor]:
         """Return the inputs and targets of ``size`` examples."""
         inputs, targets = _pair(name_of(self._data), batch)
-        # For an empty batch, one example was read, which gives the shapes.
-        count = size or 1
-        if isinstance(targets, Tensor) and targets.shape[:1] != (count,):
+        if isinstance(targets, Tensor) and targets.shape[:1] != (size,):
             raise DataError(
                 f"{name_of(self._data)}: a batch has targets of shape"
-                f" {tuple(targets.shape)} for {count} examples. The collate_fn and"
+                f" {tuple(targets.shape)} for {size} examples. The collate_fn and"
                 " __getitems__ must keep all examples, in their order. To drop examples,"
                 " remove them from the data set."
             )
-        if not size:
-            return map_inputs(lambda part: part[:0], inputs), targets[:0]
         return inputs, targets
 
 
@@ -215,35 +212,21 @@ def _chosen(loader: Any) -> list[int] | None:
         sampler = getattr(batches, "sampler", batches)
     if sampler is None:
         return None
-    if isinstance(sampler, (SubsetRandomSampler, DistributedSampler)):
-        # A pass of a SubsetRandomSampler would draw from its generator. Its indices may
-        # be an array or a tensor.
-        if isinstance(sampler, SubsetRandomSampler):
-            return sorted(map(index, sampler.indices))
+    # Ask for exact types, because a subclass may choose other examples.
+    if type(sampler) is SubsetRandomSampler:
+        # A pass would draw from the generator of the sampler. Its indices may be an
+        # array or a tensor.
+        return sorted(map(index, sampler.indices))
+    if type(sampler) is DistributedSampler:
         return sorted(map(index, set(sampler)))
     # A SequentialSampler uses all examples in an epoch. A RandomSampler does so unless
-    # it is set to draw fewer or more. A subclass may choose examples.
-    known = (SequentialSampler, RandomSampler)
-    if isinstance(sampler, known) and len(sampler) == _size(loader):
-        iterates = type(sampler).__iter__
-        if iterates in [each.__iter__ for each in known] or _takes_all(sampler):
-            return None
+    # it is set to draw fewer or more.
+    size = len(loader.dataset) if hasattr(loader.dataset, "__len__") else -1
+    if type(sampler) in (SequentialSampler, RandomSampler) and len(sampler) == size:
+        return None
     raise DataError(
         f"{name_of(loader.dataset)}: the loader's sampler, {type(sampler).__name__},"
         " chooses examples in a way that a pass in a fixed order cannot reproduce."
         " Choose a client's examples with torch.utils.data.Subset, and use a loader"
         " without this sampler."
     )
-
-
-def _takes_all(sampler: Any) -> bool:
-    """Return whether a pass of a copy yields each position once."""
-    # A pass may change the sampler. Its data set is not copied.
-    data = getattr(sampler, "data_source", None)
-    trial = copy.deepcopy(sampler, {id(data): data})
-    with seeded(0):
-        return sorted(islice(trial, len(sampler) + 1)) == [*range(len(sampler))]
-
-
-def _size(loader: Any) -> int:
-    return len(loader.dataset) if hasattr(loader.dataset, "__len__") else -1

@@ -7,7 +7,6 @@ changes it, and the layers update their running statistics once per step. Torch 
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -20,15 +19,12 @@ from torch import Tensor, nn
 from fedbn_flwr.errors import ConfigError, DataError
 from fedbn_flwr.training.batches import Batches, device_of, refuse_not_finite
 from fedbn_flwr.training.client_hook import (
-    ClientHook,
     LossAndOutputs,
     NamedHooks,
-    RetryStep,
 )
 from fedbn_flwr.training.feed import Feed
 from fedbn_flwr.training.losses import LossFn
 from fedbn_flwr.training.optimizers import make_optimizer, take_step
-from fedbn_flwr.training.randomness import Generators
 from fedbn_flwr.training.session import Session
 from fedbn_flwr.training.settings import LocalTraining
 from fedbn_flwr.training.tasks import CLASSIFICATION, TASKS, Task
@@ -72,9 +68,7 @@ def train(
     *,
     learning_rate: float,
     stream: Callable[[str], torch.Generator],
-    hooks: NamedHooks | list[ClientHook] | tuple[ClientHook, ...] = MappingProxyType(
-        {}
-    ),
+    hooks: NamedHooks = MappingProxyType({}),
     task: Task = CLASSIFICATION,
     optimizer: torch.optim.Optimizer | None = None,
 ) -> TrainResult:
@@ -86,8 +80,7 @@ def train(
         settings: the number of steps, the batch size and the optimizer.
         learning_rate: rate of this round.
         stream: returns a CPU generator for a purpose ("batches", "augment", "dropout").
-        hooks: the method's hooks by name. A list of hooks works as well, with a
-            warning.
+        hooks: the method's hooks by name.
         task: defines the loss and the counted targets.
         optimizer: an optimizer to continue with (the centralized reference keeps its
             momentum). None creates a new optimizer.
@@ -102,13 +95,6 @@ def train(
             message names the layer. Or a compiler fails at an in-place operation
             between layers that a hook computes.
     """
-    if isinstance(hooks, (list, tuple)):
-        warnings.warn(
-            "train(hooks=[...]): give each client hook a name, hooks={'mine': hook}",
-            FutureWarning,
-            stacklevel=2,
-        )
-        hooks = {str(number): hook for number, hook in enumerate(hooks)}
     feed = Feed(model, data, settings, stream, task)
     # Hooks see the names without a wrapper's prefix; the passes use the wrapper.
     session, totals = Session(feed.plain, hooks), _Totals(task)
@@ -159,30 +145,12 @@ class _Steps:
         session = self.session
         if not session.hooks:  # saves the time of the context
             loss, outputs = self._passes(inputs, targets)
-        elif session.synchronises:
-            loss, outputs = self._repeated_passes(inputs, targets)
         else:
             with session.step(self.feed.sizes[-1]):
                 loss, outputs = self._passes(inputs, targets)
         session.change_gradients()
         take_step(self.optimizer)
         return loss, outputs
-
-    def _repeated_passes(self, inputs: Any, targets: Tensor) -> LossAndOutputs:
-        """Run the passes of a synchronised step until no client is lost in it."""
-        # This client has already updated running statistics and drawn dropout masks, so
-        # restore both.
-        before = [(b, b.clone()) for b in self.session.model.buffers()]
-        generators = Generators.now()
-        while True:
-            try:
-                with self.session.step(self.feed.sizes[-1]):
-                    return self._passes(inputs, targets)
-            except RetryStep:
-                with torch.no_grad():
-                    for buffer, values in before:
-                        buffer.copy_(values)
-                generators.restore()
 
     def _passes(self, inputs: Any, targets: Tensor) -> LossAndOutputs:
         """Return the mean loss and the outputs, and set the gradients.
@@ -206,7 +174,7 @@ class _Steps:
     def _refuse_other_parameters(self, loss: Tensor) -> None:
         """Raise ConfigError if the user's loss has parameters outside the model.
 
-        No optimizer trains them, and their gradients add up over all clients.
+        No optimizer trains them.
         """
         task = self.feed.task
         if self.loss is TASKS.get(task.name, CLASSIFICATION).loss:
@@ -225,8 +193,8 @@ class _Steps:
                 raise ConfigError(
                     f"the training loss of task {task.name} has a parameter of"
                     f" shape {tuple(leaf.shape)} that is not in the model, so it would"
-                    " be neither trained nor averaged. Make the module of the loss a"
-                    " part of the model, or set requires_grad=False for its parameters."
+                    " be neither trained nor averaged. Use it in the forward pass of the"
+                    " model, or set requires_grad=False."
                 )
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from fedbn_flwr.training.model_state import copied
+from fedbn_flwr.training.copying import copied
 
 
 class _Recorder(fx.proxy.GraphAppendingTracer):
@@ -53,15 +53,7 @@ def skeleton_of(model: nn.Module) -> nn.Module:
 
     The copy has no forward hooks, because they may fail on proxies.
     """
-    # A forward pass may change buffers and attributes of its modules, so buffers are
-    # copied but parameters are not. Hooks, and replaced methods of modules that will be
-    # recorded as one operation, may refer to objects outside the model.
-    shared: list[Any] = [*model.parameters()]
-    for module in model.modules():
-        shared += [module._forward_hooks, module._forward_pre_hooks]
-        if not module._modules:
-            shared += filter(callable, vars(module).values())
-    skeleton = copied(model, shared)
+    skeleton = copied(model)
     for module in skeleton.modules():
         module.training = False
         module._forward_hooks = OrderedDict()

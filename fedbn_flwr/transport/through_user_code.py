@@ -13,8 +13,8 @@ inside. A waiting thread would need the process to live until the next message, 
 Flower may end it. Later the step runs again from its beginning, with the answers so
 far. ``StopStep`` is not an error, and must pass a user's ``except Exception``, so it is
 a BaseException. The receiver of the message (``TorchClient.train``, ``bn_mod``) catches
-it and turns it into a value. ``RetryStep`` works in the same way, but repeats the step
-immediately.
+it and turns it into a value. ``RetryStep`` works in the same way, but begins the round
+again immediately.
 """
 
 from __future__ import annotations

@@ -236,8 +236,6 @@ def test_random_transforms_draw_from_the_clients_stream(points) -> None:
     again = data.batch(positions, torch.Generator().manual_seed(1))[0]
     assert torch.equal(again, first)
     assert not torch.equal(first, second)
-    inputs, targets = data.batch(torch.arange(0), generator)
-    assert (inputs.shape, targets.shape, targets.dtype) == ((0, 5), (0,), torch.int64)
 
 
 @pytest.mark.parametrize("form", [list, tuple, np.array, torch.tensor])

@@ -101,11 +101,11 @@ class Faulty(TorchClient):
 
     faults: Mapping[tuple[int, int], str] = {}
 
-    def fit_uncopied(self, parameters: Any, config: Any) -> Any:
+    def fit(self, parameters: Any, config: Any) -> Any:
         fault = self.faults.get((int(config["server-round"]), self.partition_id or 0))
         if fault == "raise":
             raise RuntimeError("as the case asks")
-        arrays, count, metrics = super().fit_uncopied(parameters, config)
+        arrays, count, metrics = super().fit(parameters, config)
         # An exchange of a synchronised step has no loss.
         if fault == "nan" and "train-loss" in metrics:
             arrays = [a * np.nan if a.dtype.kind == "f" else a for a in arrays]

@@ -107,7 +107,7 @@ def test_a_lone_example_is_refused_by_the_layers_name_where_it_has_no_variance(
     for data, size in ((points(1), 4), (points(3), 1)):
         with pytest.raises(
             NormLayerError,
-            match="layer '1' has no running statistics and gets one value per channel",
+            match="layer '1' raised in a batch of 1 examples",
         ):
             evaluate(model, data, batch_size=size)
 

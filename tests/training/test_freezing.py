@@ -32,8 +32,8 @@ def training(model: nn.Module) -> list[str]:
 @pytest.mark.parametrize(
     ("names", "wanted"),
     [
-        (["fc3"], ["fc3.weight", "fc3.bias"]),
-        (["norm2", "fc3.bias"], ["norm2.weight", "norm2.bias", "fc3.bias"]),
+        (["fc"], ["fc.weight", "fc.bias"]),
+        (["norm2", "fc.bias"], ["norm2.weight", "norm2.bias", "fc.bias"]),
         ([], [name for name, _ in lenet().named_parameters()]),
     ],
 )
@@ -51,9 +51,9 @@ def test_prefixes_end_at_dots() -> None:
 
 def test_a_path_without_parameters_names_the_nearest() -> None:
     with pytest.raises(
-        ConfigError, match=r"train-only: 'fc' names no parameter.*Did you mean 'fc3'\?"
+        ConfigError, match=r"train-only: 'fc3' names no parameter.*Did you mean 'fc'\?"
     ):
-        train_only(lenet(), ["norm1", "fc"])
+        train_only(lenet(), ["norm1", "fc3"])
     with pytest.raises(ConfigError, match=r"'relu' names no parameter of the model"):
         train_only(lenet(), ["relu"])
 
@@ -61,8 +61,8 @@ def test_a_path_without_parameters_names_the_nearest() -> None:
 @pytest.mark.parametrize("frozen_bn", ["eval", "train"])
 def test_frozen_batchnorm_stays_in_its_mode(frozen_bn: FrozenBN) -> None:
     whole, of_one_entry = lenet(), lenet()
-    train_only(whole, ["norm2", "fc3"], frozen_bn)
-    train_only(of_one_entry, ["norm2.bias", "fc3"], frozen_bn)
+    train_only(whole, ["norm2", "fc"], frozen_bn)
+    train_only(of_one_entry, ["norm2.bias", "fc"], frozen_bn)
     for one in (whole, copy.deepcopy(whole), of_one_entry):
         one.eval()
         one.train()
@@ -86,18 +86,18 @@ def test_batchnorm_below_a_name_trains_with_and_without_gamma(
 
 def test_fixbn_gives_it_back_as_it_was() -> None:
     model = lenet()
-    train_only(model, ["norm2", "fc3"])
+    train_only(model, ["norm2", "fc"])
     model.train()
     hook = FreezeBN(affine=True)
     hook.begin(model)
     model.train()
     assert (model.norm1.training, model.norm2.training) == (False, False)
-    assert training(model) == ["fc3.weight", "fc3.bias"]
+    assert training(model) == ["fc.weight", "fc.bias"]
     hook.end(model)
     assert (model.norm1.training, model.norm2.training) == (False, True)
     model.train()
     assert (model.norm1.training, model.norm2.training) == (False, True)
-    assert training(model) == ["norm2.weight", "norm2.bias", "fc3.weight", "fc3.bias"]
+    assert training(model) == ["norm2.weight", "norm2.bias", "fc.weight", "fc.bias"]
 
 
 def normed(*layers: nn.Module) -> nn.Sequential:

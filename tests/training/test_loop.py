@@ -274,8 +274,8 @@ def test_hooks_are_called_in_order_and_a_penalty_is_not_in_the_loss(
     """The gradient of half the squared norm equals a weight decay of 1."""
     data, model, decayed = points(8), mlp(), mlp()
     hook = Noted(model)
-    with pytest.warns(FutureWarning, match="give each client hook a name"):
-        result = run(model, data, batch_size=4, hooks=[hook, ClientHook()])
+    hooks = {"noted": hook, "other": ClientHook()}
+    result = run(model, data, batch_size=4, hooks=hooks)
     plain = run(decayed, data, batch_size=4, weight_decay=1.0)
     assert hook.calls == ["begin", "penalty", "penalty", "end"]
     same(model, decayed)

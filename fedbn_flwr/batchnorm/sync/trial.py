@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import random
-from collections import Counter
-from collections.abc import Sequence
+import copy
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from fedbn_flwr.batchnorm.sync.step import synchronised
 from fedbn_flwr.errors import NormLayerError
-from fedbn_flwr.training.model_state import copied
+from fedbn_flwr.training.batches import map_inputs
+from fedbn_flwr.training.copying import copied
 from fedbn_flwr.training.randomness import seeded
 
 # Number of passes with two examples. A layer that is skipped in half of the passes is
@@ -24,13 +22,11 @@ _PASSES = 8
 def try_synchronised_step(model: nn.Module, inputs: Any, batch_size: int) -> None:
     """Check at one client that a model can take part in a synchronised step.
 
-    The passes of such a step run without other clients. If the passes draw random
-    numbers, more forward passes with other numbers follow. They find layers that are
-    skipped at random, with high probability.
+    The passes of such a step run without other clients. Passes with other random numbers
+    find layers that are skipped at random, with high probability.
 
     Args:
-        model: the model. It does not change, nor do the random generators, because a copy
-            makes the passes.
+        model: the model; copies of it and of the inputs make the passes.
         inputs: a batch on the model's device.
         batch_size: the number of examples in the batch.
 
@@ -38,25 +34,28 @@ def try_synchronised_step(model: nn.Module, inputs: Any, batch_size: int) -> Non
         NormLayerError: a layer cannot be synchronised, none is called in train mode, or
             the passes call different layers.
     """
-    model = copied(model)
-    first, drawn = _pass(model.train(), inputs, batch_size, seed=0)
-    # If the pass draws no random numbers, more passes would be equal.
-    with seeded(0):
-        draws = drawn != _next_numbers()
+    model = copied(model).train()
+    first = _pass(model, inputs, batch_size, seed=0)
     with torch.no_grad():
-        for seed in range(1, _PASSES if draws else 1):
-            again, _ = _pass(model, inputs, batch_size, seed)
-            _refuse_other_calls(first, again)
+        for seed in range(1, _PASSES):
+            again = _pass(model, inputs, batch_size, seed)
+            if again != first:
+                odd = sorted({*first} ^ {*again}) or first
+                raise NormLayerError(
+                    f"BatchNorm layer {odd[0]!r} is called at random, such as in"
+                    " stochastic depth: two passes of one batch call different layers,"
+                    " or in another order. In a synchronised step every client must"
+                    " call the same layers in the same order. Disable this for"
+                    " training, or use a method without a synchronised step, such as"
+                    " fedavg or fedbn."
+                )
 
 
-def _pass(
-    model: nn.Module, inputs: Any, batch_size: int, seed: int
-) -> tuple[list[str], list[float]]:
+def _pass(model: nn.Module, inputs: Any, batch_size: int, seed: int) -> list[str]:
     """Run a forward pass, and a backward pass if gradients are on.
 
     Returns:
-        The paths of the BatchNorm calls in order, "" for a functional call, and the
-        next random numbers.
+        The paths of the BatchNorm calls in order, "" for a functional call.
 
     Raises:
         NormLayerError: a layer cannot be synchronised, or none is called in train mode.
@@ -83,37 +82,8 @@ def _pass(
             backward="global",
         ) as step,
     ):
-        loss = model(inputs).sum()
+        loss = model(map_inputs(copy.deepcopy, inputs)).sum()
         if torch.is_grad_enabled():
             loss.backward()
-        drawn = _next_numbers()
     step.require_a_layer()
-    return called, drawn
-
-
-def _next_numbers() -> list[float]:
-    """Draw a number from each default generator."""
-    numbers = [random.random(), np.random.random_sample(), torch.rand(()).item()]
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        numbers.append(torch.rand((), device="cuda").item())
-    return numbers
-
-
-def _refuse_other_calls(first: Sequence[str], second: Sequence[str]) -> None:
-    """Raise NormLayerError if two passes of one batch call different layers."""
-    if first == second:
-        return
-    of_first, of_second = Counter(first), Counter(second)
-    # If all counts are equal, only the order differs. Then name the first layer.
-    odd = first[0]
-    for path in [*first, *second]:
-        if of_first[path] != of_second[path]:
-            odd = path
-            break
-    raise NormLayerError(
-        f"BatchNorm layer {odd!r} is called at random, such as in stochastic depth"
-        f" ({of_first[odd]} and {of_second[odd]} calls in two passes of one batch, or"
-        " another order). In a synchronised step every client must call the same layers"
-        " in the same order. Disable this for training, or use a method without a"
-        " synchronised step, such as fedavg or fedbn."
-    )
+    return called

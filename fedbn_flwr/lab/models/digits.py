@@ -32,7 +32,7 @@ class DigitsCNN(nn.Module):
         self.norm4 = nn.BatchNorm1d(2048)
         self.fc2 = nn.Linear(2048, 512)
         self.norm5 = nn.BatchNorm1d(512)
-        self.fc3 = nn.Linear(512, num_classes)
+        self.fc = nn.Linear(512, num_classes)
         self.relu = nn.ReLU()
         self.pool = nn.MaxPool2d(2)
 
@@ -42,5 +42,5 @@ class DigitsCNN(nn.Module):
         x = self.pool(self.relu(self.norm2(self.conv2(x))))
         x = self.relu(self.norm3(self.conv3(x))).flatten(1)
         x = self.relu(self.norm4(self.fc1(x)))
-        logits: Tensor = self.fc3(self.relu(self.norm5(self.fc2(x))))
+        logits: Tensor = self.fc(self.relu(self.norm5(self.fc2(x))))
         return logits

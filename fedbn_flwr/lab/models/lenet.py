@@ -36,7 +36,7 @@ class LeNet(nn.Module):
         side = ((size - 4) // 2 - 4) // 2
         self.fc1 = nn.Linear(16 * side * side, 120)
         self.fc2 = nn.Linear(120, 84)
-        self.fc3 = nn.Linear(84, num_classes)
+        self.fc = nn.Linear(84, num_classes)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return logits (N, classes) of images (N, channels, size, size)."""
@@ -44,5 +44,5 @@ class LeNet(nn.Module):
         x = self.pool(self.relu(self.norm2(self.conv2(x))))
         x = self.relu(self.fc1(x.flatten(1)))
         x = self.relu(self.fc2(x))
-        logits: Tensor = self.fc3(x)
+        logits: Tensor = self.fc(x)
         return logits

@@ -25,7 +25,7 @@ from fedbn_flwr.machine import threads
 from fedbn_flwr.messages.protocol import ARRAY_NAMES, HOOKS
 from fedbn_flwr.messages.records import to_state
 from fedbn_flwr.strategies import Strategy
-from fedbn_flwr.training.model_state import copied
+from fedbn_flwr.training.copying import copied
 
 
 def fine_tuned(

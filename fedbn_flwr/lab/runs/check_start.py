@@ -31,12 +31,12 @@ from fedbn_flwr.lab.setup import (
 from fedbn_flwr.machine import has_bfloat16
 from fedbn_flwr.privacy.counters import refuse_cumulative
 from fedbn_flwr.problems import Problem, raise_or_warn
+from fedbn_flwr.training.copying import copied
 from fedbn_flwr.training.feed import ONE_BY_ONE
 from fedbn_flwr.training.freezing import layers_of
-from fedbn_flwr.training.model_state import copied
 from fedbn_flwr.training.randomness import seeded
 from fedbn_flwr.training.settings import share_of
-from fedbn_flwr.training.single_examples import refusing_layers
+from fedbn_flwr.training.single_examples import takes_one_example
 
 
 @dataclass(frozen=True)
@@ -253,7 +253,7 @@ def _try_model(config: Config, model: nn.Module) -> None:
             " requires_grad=False, or there are none. Leave some of them trainable."
         )
     _outputs(config, model.train(), noise)
-    if config.batch_size == 1 and refusing_layers(model, noise[:1]):
+    if config.batch_size == 1 and not takes_one_example(model, noise[:1]):
         methods = None if config.strategy == CENTRALIZED else method_of(config).methods
         # In a synchronised step, and with frozen statistics, one example is enough.
         if methods is None or not (methods.whole.exchanges or methods.whole.frozen):

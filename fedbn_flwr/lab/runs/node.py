@@ -13,7 +13,7 @@ import torch
 from flwr.app import Context
 
 from fedbn_flwr.client.kept import state_dir
-from fedbn_flwr.client.model_cache import BuildModel
+from fedbn_flwr.client.model_door import BuildModel
 from fedbn_flwr.client.torch_client import TorchClient
 from fedbn_flwr.compat.flower import on_network_node
 from fedbn_flwr.errors import ABOUT_THE_RUN, ConfigError, DataError, unknown_name
@@ -49,7 +49,7 @@ from fedbn_flwr.messages.protocol import (
     partition_of,
     site_name_of,
 )
-from fedbn_flwr.training.model_state import copied
+from fedbn_flwr.training.copying import copied
 from fedbn_flwr.training.tasks import Task
 
 if TYPE_CHECKING:

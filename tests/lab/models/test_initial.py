@@ -150,12 +150,12 @@ def test_another_head_stays_as_it_was_and_is_named(
     model, fresh = lenet(classes=3), lenet(classes=3).state_dict()
     report = load_initial(model, str(tmp_path / "a.pt"))
     assert report.other_shape == (
-        ("fc3.weight", (10, 84), (3, 84)),
-        ("fc3.bias", (10,), (3,)),
+        ("fc.weight", (10, 84), (3, 84)),
+        ("fc.bias", (10,), (3,)),
     )
     assert (report.missing, report.unused) == (("norm2.running_var",), ("aux.weight",))
-    assert equal(model, fresh) == ["norm2.running_var", "fc3.weight", "fc3.bias"]
-    assert "fc3.weight (10, 84) in the source, (3, 84) in the model" in str(report)
+    assert equal(model, fresh) == ["norm2.running_var", "fc.weight", "fc.bias"]
+    assert "fc.weight (10, 84) in the source, (3, 84) in the model" in str(report)
 
 
 def test_batchnorm_on_one_side_has_no_place_in_another_norm(

@@ -10,8 +10,9 @@ import torch
 import torchvision.models
 from torch import nn
 
+from fedbn_flwr.batchnorm.parts import split_state
 from fedbn_flwr.errors import ConfigError, NormLayerError
-from fedbn_flwr.lab.models import build_model, input_shape, model_info
+from fedbn_flwr.lab.models import MODELS, build_model, input_shape, model_info
 from fedbn_flwr.lab.models.mlp import MLP
 from fedbn_flwr.lab.models.resnet import BasicBlock, SmallResNet
 from fedbn_flwr.norms import NORMS, batchnorm_places
@@ -75,6 +76,16 @@ def test_models_have_the_floats_of_the_papers(
     model = build(name, channels=channels, size=size)
     assert floats(model) == entries
     assert floats(model, STATISTICS) == statistics
+
+
+OWN = [name for name in MODELS if ":" not in name and name != "signal-cnn"]
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_each_model_of_the_package_names_its_head(name: str) -> None:
+    with torch.device("meta"):
+        model = model_info(name).build(10, *input_shape(name, 3, 32))
+    assert split_state(model, personal="last-layer").personal
 
 
 SMALLEST = ("mlp", "lenet", "resnet20")

@@ -290,7 +290,7 @@ def test_a_site_whose_training_was_always_refused_is_marked_with_the_reason(
     strategy: str, quick_run, monkeypatch
 ) -> None:
     """Its model has the server's initial entries, and the tables show the reason."""
-    fit = TorchClient.fit_uncopied
+    fit = TorchClient.fit
 
     def disk_full(self: TorchClient, *arguments: Any) -> Any:
         if self.partition_id == 1:
@@ -299,7 +299,7 @@ def test_a_site_whose_training_was_always_refused_is_marked_with_the_reason(
 
     settings = {"strategy": strategy, "state-dir": "out"}
     _, whole = quick_run(**settings)
-    monkeypatch.setattr(TorchClient, "fit_uncopied", disk_full)
+    monkeypatch.setattr(TorchClient, "fit", disk_full)
     summary, out = quick_run(**settings)
     for rows in (
         summary["sites"],

@@ -30,6 +30,7 @@ from fedbn_flwr.training import LearningRate, LocalTraining
 from fedbn_flwr.training.client_hook import RetryStep
 from tests.support.every_key import BASE, OWN
 from tests.support.fast import fast
+from tests.support.own_state import STATES, Keeps
 
 CASES: dict[str, dict[str, Any]] = {
     **{name: {"strategy": name, **OWN.get(name, {})} for name in STRATEGIES},
@@ -93,12 +94,6 @@ def raising(model: Any, batches: Any, rules: Any, learning_rate: float) -> float
 def replacing(model: Any, batches: Any, rules: Any, learning_rate: float) -> float:
     model.fc = torch.nn.Linear(model.fc.in_features, model.fc.out_features)
     return sgd(model, batches, rules, learning_rate)
-
-
-def freezing(model: Any, batches: Any, rules: Any, learning_rate: float) -> float:
-    loss = sgd(model, batches, rules, learning_rate)
-    model.fc.requires_grad_(False)
-    return loss
 
 
 def in_eval(model: Any, batches: Any, rules: Any, learning_rate: float) -> float:
@@ -173,6 +168,26 @@ rows.input_shape = (3,)  # type: ignore[attr-defined]
 LOSSES = {"regression": mse_loss, "binary": binary_cross_entropy_with_logits}
 
 
+def keeping(num_classes: int, features: int) -> torch.nn.Module:
+    """Return a network whose layers keep state of all kinds."""
+    layers = [Keeps(kind, features) for kind in STATES]
+    return torch.nn.Sequential(*layers, *net(num_classes, features))
+
+
+def test_state_that_layers_keep_reaches_no_other_site_and_round(tmp_path: Path) -> None:
+    """The bits are equal with workers and after a resume."""
+    own = {"dataset": f"{__name__}:rows", "model": f"{__name__}:keeping"}
+    settings = {**BASE, **own, "num-clients": 4}
+    whole, cut = {"num-server-rounds": 3}, {"num-server-rounds": 1}
+    runs = {"one": (0, whole), "two": (2, whole), "resumed": (0, cut)}
+    for name, (workers, rounds) in runs.items():
+        run(Config.make({**settings, **rounds}), tmp_path / name, workers=workers)
+    longer = Config.make({**settings, **whole, "resume": True})
+    run(longer, tmp_path / "resumed", workers=0)
+    hashes = {(tmp_path / name / "model.safetensors").read_bytes() for name in runs}
+    assert len(hashes) == 1
+
+
 # Each task and each shape of outputs once.
 SHAPES = [("regression", "flat_net"), ("binary", "net")]
 ALL_SHAPES = itertools.product(LOSSES, ["net", "flat_net"])
@@ -221,11 +236,6 @@ def test_settings_that_do_not_fit_a_loop_are_refused(
     [
         ("raising", "fedavg", r"loop raising raised KeyError in line \d+ of test_own"),
         ("replacing", "fedavg", "loop replacing replaced module 'fc'"),
-        (
-            "freezing",
-            "fedbn",
-            r"loop freezing changed requires_grad of fc\.bias, fc\.w",
-        ),
         ("idle", "fedavg", "loop idle took no batch"),
         ("copying", "fedavg", r"loop copying changed no parameter .* in \d+ steps"),
         ("idle", "fedprox", "acts in every step"),

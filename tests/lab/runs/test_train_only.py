@@ -18,7 +18,7 @@ from fedbn_flwr.lab.runs.run import run
 from fedbn_flwr.training.freezing import stays_in_eval
 from tests.support.runs import moved_entries
 
-HEAD = {"model": "lenet", "train-only": "fc3"}
+HEAD = {"model": "lenet", "train-only": "fc"}
 
 
 @pytest.mark.parametrize("strategy", ["fedavg", "centralized"])
@@ -27,14 +27,14 @@ def test_what_moves(strategy: str, quick_config: Any, tmp_path: Path) -> None:
         quick_config(**HEAD, strategy=strategy, **{"weight-decay": 0.1}),
         tmp_path / "out",
     )
-    assert moved_entries(tmp_path / "out") == {"fc3.weight", "fc3.bias"}
+    assert moved_entries(tmp_path / "out") == {"fc.weight", "fc.bias"}
 
 
 def test_reestimation_leaves_frozen_layers_out(
     quick_config: Any, tmp_path: Path
 ) -> None:
     config = quick_config(
-        model="lenet", recalibrate=True, **{"train-only": "conv2,norm2,fc3"}
+        model="lenet", recalibrate=True, **{"train-only": "conv2,norm2,fc"}
     )
     run(config, tmp_path / "out")
     moved = moved_entries(tmp_path / "out")
@@ -55,7 +55,7 @@ def test_a_method_for_batchnorm_is_refused_if_none_learns(
 ) -> None:
     with pytest.raises(NormLayerError) as caught:
         checked_config(quick_config(**HEAD, **settings))
-    assert "2 BatchNorm layers (norm1, norm2), and train-only=fc3 freezes" in str(
+    assert "2 BatchNorm layers (norm1, norm2), and train-only=fc freezes" in str(
         caught.value
     )
 

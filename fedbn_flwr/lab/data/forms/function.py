@@ -523,7 +523,9 @@ def _samples(
     # Data sets of tensors are in memory anyway and return equal values each time, so
     # read them once.
     in_memory = [
-        site.labelled and isinstance(site.data, TensorDataset) for site in sites
+        # A subclass may return other values at each reading.
+        site.labelled and type(site.data) is TensorDataset
+        for site in sites
     ]
     if len(read) and all(in_memory):
         inputs, targets = read.read(range(len(read)))

@@ -12,11 +12,12 @@ from torch import nn
 from torchvision.models import mnasnet0_5, resnet18
 
 from fedbn_flwr import InProcessGrid, TorchClient, client_app
-from fedbn_flwr.client.model_cache import CachedModel, model_cache
+from fedbn_flwr.client.model_door import door
 from fedbn_flwr.errors import NothingTrainedError, StateError
 from fedbn_flwr.messages.records import to_record
 from fedbn_flwr.strategies import FedAvg, FedBN, FedTAN, FixBN
 from fedbn_flwr.training import LearningRate, LocalTraining
+from fedbn_flwr.training.model_state import load_state
 
 SIZES = (6, 13, 9, 21)
 
@@ -72,7 +73,7 @@ def test_one_model_serves_all_messages_with_the_same_bits(
 
 def test_a_model_that_is_lent_again_has_no_gradients(mlp) -> None:
     """A loop that accumulates gradients would begin with another client's values."""
-    lend = model_cache(Builds(mlp))
+    lend = door(Builds(mlp))
     with lend() as cached:
         cached.model(torch.ones(4, 5, dtype=torch.float64)).sum().backward()
         used = cached.model
@@ -94,7 +95,7 @@ def test_a_lazy_layer_that_has_seen_no_batch_is_refused_by_name(
     with pytest.raises(
         StateError, match=f"'{name}' .* Run one batch through the model first"
     ):
-        model_cache(model if given == "model" else lambda: model)().__enter__()
+        door(model if given == "model" else lambda: model)().__enter__()
 
 
 def test_clients_of_a_synchronised_step_have_a_model_each(points, mlp) -> None:
@@ -146,7 +147,7 @@ def test_a_query_takes_no_model(points, mlp) -> None:
 def test_a_compiled_model_is_lent_itself_to_one_message_at_a_time(mlp) -> None:
     """A copy would be compiled again. A failed client's model is not lent again."""
     build = Builds(lambda: torch.compile(mlp(), backend="eager"))
-    lend = model_cache(build)
+    lend = door(build)
     with lend() as first, lend() as second:
         assert first.model is not second.model
     with lend() as again, lend() as other:
@@ -156,17 +157,6 @@ def test_a_compiled_model_is_lent_itself_to_one_message_at_a_time(mlp) -> None:
     with lend() as one, lend() as two:
         assert cached.model not in (one.model, two.model)
     assert build.count == 3
-
-
-def test_nothing_of_a_client_is_in_the_model_of_the_next(mlp) -> None:
-    lend = model_cache(Builds(mlp))
-    with lend() as cached:
-        cached.plain.eval().seen = [1]
-        next(cached.plain.parameters()).requires_grad_(False)
-    with lend() as cached:
-        assert cached.plain.training
-        assert not hasattr(cached.plain, "seen")
-        assert all(p.requires_grad for p in cached.plain.parameters())
 
 
 class Running(nn.Module):
@@ -216,7 +206,7 @@ def test_buffers_that_a_layer_changes_are_sent_and_do_not_pass_to_other_clients(
 
 def test_the_first_weights_of_a_model_take_nothing_from_the_clients_draws() -> None:
     torch.manual_seed(3)
-    with model_cache(functools.partial(nn.Linear, 2, 2))():
+    with door(functools.partial(nn.Linear, 2, 2))():
         drawn = torch.rand(3)
     torch.manual_seed(3)
     assert torch.equal(torch.rand(3), drawn)
@@ -261,9 +251,9 @@ class DoublesExtra(nn.Linear):
 )
 def test_states_are_loaded_as_load_state_dict_does(make) -> None:
     """Torchvision's MNASNet has its own way to load."""
-    cached, other = CachedModel.of(make(num_classes=3)), make(num_classes=3)
-    cached.load(other.state_dict())
+    client_model, other = make(num_classes=3), make(num_classes=3)
+    load_state(client_model, other.state_dict())
     loaded = make(num_classes=3)
     loaded.load_state_dict(other.state_dict())
     for name, value in loaded.state_dict().items():
-        assert torch.equal(cached.plain.state_dict()[name], value), name
+        assert torch.equal(client_model.state_dict()[name], value), name
