@@ -42,7 +42,7 @@ from measure import flower_project, write_block
 from scale_work import NAP, LightNodes
 
 from apps.local_federation import LocalFederation
-from fedbn_flwr.engines.flower_run import (
+from apps.flower_processes import (
     Process,
     Scalar,
     flower_environment,
