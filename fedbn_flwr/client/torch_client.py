@@ -61,11 +61,12 @@ from fedbn_flwr.messages.protocol import (
     SITE_NAME,
     STEPS,
     SYNCHRONISES,
+    TEST_SETS,
     TRAIN_ACCURACY,
     TRAIN_LOSS,
-    EvaluateConfig,
     MessageConfig,
     TrainConfig,
+    comma_list,
     partition_of,
     round_in,
     site_name_of,
@@ -333,8 +334,8 @@ class TorchClient(NumPyClient):
         Raises:
             ConfigError: the client lacks a test set.
         """
-        sent = EvaluateConfig.read(config)
-        test_sets = self.data.asked_for(sent.test_sets)
+        sent = MessageConfig.read(config)
+        test_sets = self.data.asked_for(comma_list(config, TEST_SETS))
         metrics: Config = {}
         first: EvalResult | None = None
         with self.tested_model(parameters, config) as cached:

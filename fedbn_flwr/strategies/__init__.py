@@ -22,7 +22,7 @@ from pydantic import create_model
 
 from fedbn_flwr.errors import ConfigError, unknown_name
 from fedbn_flwr.messages.hook_context import HookContext
-from fedbn_flwr.messages.protocol import PREFIX, Key
+from fedbn_flwr.messages.protocol import PREFIX
 from fedbn_flwr.problems import Known, Problem, found_problems, tell
 from fedbn_flwr.server.methods.arguments import Combination
 from fedbn_flwr.server.methods.check_combinations import why_not_combined
@@ -91,7 +91,6 @@ __all__ = [
     "FedWon",
     "FedYogi",
     "FixBN",
-    "Key",
     "Known",
     "Method",
     "Problem",

@@ -52,14 +52,13 @@ from torch import nn
 
 from fedbn_flwr.batchnorm.averaging import to_shares, weighted_sum
 from fedbn_flwr.batchnorm.parts import Part
-from fedbn_flwr.messages.protocol import Key
 from fedbn_flwr.problems import Problem
 from fedbn_flwr.server.methods.method import Ask, Facts, Method, Replies
 from fedbn_flwr.server.methods.travels import Extra, Travels
 from fedbn_flwr.server.strategy import Strategy
 from fedbn_flwr.training.client_hook import ClientHook
 
-TAU = Key.up("fednova-tau", "float: tau_i")
+TAU = "fednova-tau"  # float: tau_i
 
 
 class MeasureTau(ClientHook):

@@ -7,7 +7,6 @@ import pytest
 
 from fedbn_flwr.batchnorm.parts import Part
 from fedbn_flwr.errors import ConfigError
-from fedbn_flwr.messages.protocol import Key
 from fedbn_flwr.messages.records import to_record
 from fedbn_flwr.server.methods.check_protections import disclosures
 from fedbn_flwr.server.methods.method import Ask, Method, reads_undeclared
@@ -38,8 +37,8 @@ def test_phases_of_two_methods_run_in_parallel() -> None:
 
 def test_beside_a_method_of_which_nothing_travels_all_of_a_method_travels() -> None:
     moments, metric = (
-        Key("moments", "", "client", "server"),
-        Key("metric", "", "client", "server"),
+        "moments",
+        "metric",
     )
     one = Travels(
         local=frozenset({Part.AFFINE}),
@@ -80,7 +79,7 @@ def methods_of(*phases: Travels) -> Methods:
 
 
 def metric_that(read: Any) -> Travels:
-    key = Key("metric", "", "client", "server")
+    key = "metric"
     return Travels(extras=(Extra(key, "scalar", "a metric", read=read),))
 
 
@@ -158,7 +157,7 @@ class OnlyUp(Method):
         ]
 
 
-SENT = Key("tests.sent", "ArrayRecord: what is sent", "client", "server")
+SENT = "tests.sent"
 
 
 def test_a_record_that_only_clients_send_is_asked_for_counted_once_and_refused_by_privacy(

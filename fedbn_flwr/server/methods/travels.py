@@ -15,7 +15,6 @@ from typing import Literal
 
 from fedbn_flwr.batchnorm.parts import Part
 from fedbn_flwr.errors import ConfigError
-from fedbn_flwr.messages.protocol import Key
 from fedbn_flwr.transport.step_transport import LinkSettings
 from fedbn_flwr.transport.transports import TRANSPORTS
 
@@ -55,7 +54,7 @@ class Extra:
             method.
     """
 
-    key: Key
+    key: str
     size: Literal["trainable", "local", "scalar"]
     why: str
     down: bool = False
