@@ -69,8 +69,8 @@ class InProcessGrid(ImmediateGrid):
         run_config: ``Context.run_config`` of every node.
         node_configs: additional entries for ``Context.node_config`` of each node.
         workers: number of processes that work on clients at the same time. With 0,
-            clients run in this process. An app that cannot be sent to another process
-            also runs here, with a warning.
+            clients run in this process. If processes are not possible, they also run
+            here, with a warning.
         threads: number of clients that may start at the same time in this process. More
             than 1 is necessary only for clients that wait for each other on their own
             (FedTAN's channel). Barriers have their own threads.
