@@ -38,7 +38,6 @@ from fedbn_flwr.client.named_hooks import make_hooks, refuse_on_client
 from fedbn_flwr.client.own_loop import train_by
 from fedbn_flwr.client.replay_log import clear_log, log_answer, replay
 from fedbn_flwr.errors import ConfigError, StateError
-from fedbn_flwr.messages.hook_context import HookContext
 from fedbn_flwr.messages.moment_record import (
     COUNTS,
     encode_moments,
@@ -81,6 +80,7 @@ from fedbn_flwr.training.not_finite import refuse_first_pass
 from fedbn_flwr.training.settings import LocalTraining
 from fedbn_flwr.training.tasks import CLASSIFICATION, Task
 from fedbn_flwr.transport import RetryStep, StopStep
+from fedbn_flwr.transport.hook_context import HookContext
 
 
 class TorchClient(NumPyClient):

@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from pydantic import create_model
 
 from fedbn_flwr.errors import ConfigError, unknown_name
-from fedbn_flwr.messages.hook_context import HookContext
 from fedbn_flwr.messages.protocol import PREFIX
 from fedbn_flwr.problems import Known, Problem, found_problems, tell
 from fedbn_flwr.server.methods.arguments import Combination
@@ -38,6 +37,7 @@ from fedbn_flwr.server.methods.travels import ALL, BATCHNORM, TRACKED, Extra, Tr
 from fedbn_flwr.server.strategy import Strategy
 from fedbn_flwr.strategies.fedavg import FedAvgMethod
 from fedbn_flwr.training.client_hook import ClientHook
+from fedbn_flwr.transport.hook_context import HookContext
 
 # A type checker sees the same classes with the arguments of their constructors, which
 # ``make generate`` writes. At run time, ``Strategy`` makes them from the settings.

@@ -94,7 +94,6 @@ from torch import nn
 
 from fedbn_flwr.batchnorm.sync import Backward, ExchangeScheme, synchronised
 from fedbn_flwr.errors import DataError
-from fedbn_flwr.messages.hook_context import HookContext
 from fedbn_flwr.messages.protocol import FIRST_BATCH
 from fedbn_flwr.server.methods.method import Ask, Facts, Method
 from fedbn_flwr.server.methods.params import Params, setting
@@ -102,6 +101,7 @@ from fedbn_flwr.server.methods.travels import Exchanges, Travels
 from fedbn_flwr.server.strategy import Strategy
 from fedbn_flwr.training.client_hook import ClientHook
 from fedbn_flwr.transport import Reducer
+from fedbn_flwr.transport.hook_context import HookContext
 from fedbn_flwr.transport.step_transport import LinkSettings
 
 _CHANNEL = {"fedtan-transport": ("channel",)}

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from fedbn_flwr import strategies
 from fedbn_flwr.errors import ConfigError
-from fedbn_flwr.messages.hook_context import HookContext
 from fedbn_flwr.mods import bn_rules
 from fedbn_flwr.server.methods.method import Ask
 from fedbn_flwr.server.methods.params import setting
@@ -26,6 +25,7 @@ from fedbn_flwr.strategies import (
 )
 from fedbn_flwr.strategies.fedbn import FedBNMethod
 from fedbn_flwr.training.client_hook import ClientHook
+from fedbn_flwr.transport.hook_context import HookContext
 
 STRENGTH = "tests.strength"
 SMALL = 0.3
