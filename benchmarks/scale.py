@@ -41,7 +41,6 @@ import typer
 from measure import flower_project, write_block
 from scale_work import NAP, LightNodes
 
-from apps.local_federation import LocalFederation
 from apps.flower_processes import (
     Process,
     Scalar,
@@ -50,6 +49,7 @@ from apps.flower_processes import (
     stream,
     toml_pairs,
 )
+from apps.local_federation import LocalFederation
 from fedbn_flwr.errors import EngineError
 from fedbn_flwr.lab.deployment import make_certificates
 from fedbn_flwr.lab.models import build_model

@@ -334,7 +334,6 @@ class TorchClient(NumPyClient):
         Raises:
             ConfigError: the client lacks a test set.
         """
-        sent = MessageConfig.read(config)
         test_sets = self.data.asked_for(comma_list(config, TEST_SETS))
         metrics: Config = {}
         first: EvalResult | None = None
@@ -362,7 +361,7 @@ class TorchClient(NumPyClient):
         self, parameters: list[Array], config: Config
     ) -> Iterator[CachedModel]:
         """Lend the model that ``evaluate`` tests: received, local, and fine-tuned."""
-        sent = EvaluateConfig.read(config)
+        sent = MessageConfig.read(config)
         with self._cached_model() as cached:
             kept = self._open_kept(cached, config, sent)
             local = entries_that_stay(cached, sent)
