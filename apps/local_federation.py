@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import closing, suppress
 from pathlib import Path
 
-from fedbn_flwr.engines.flower_run import (
+from apps.flower_processes import (
     Process,
     Scalar,
     flower_environment,

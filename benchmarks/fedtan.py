@@ -52,9 +52,9 @@ from fedtan_work import (
 )
 from measure import facts, flower_project, table, write_block
 
+from apps.flower_processes import Scalar, flower_run
 from apps.local_federation import LocalFederation
 from fedbn_flwr import InProcessGrid
-from fedbn_flwr.engines.flower_run import Scalar, flower_run
 from fedbn_flwr.lab.deployment import make_certificates
 from fedbn_flwr.messages.protocol import EXCHANGE_QUERY
 

@@ -41,8 +41,7 @@ import typer
 from measure import flower_project, write_block
 from scale_work import NAP, LightNodes
 
-from apps.local_federation import LocalFederation
-from fedbn_flwr.engines.flower_run import (
+from apps.flower_processes import (
     Process,
     Scalar,
     flower_environment,
@@ -50,6 +49,7 @@ from fedbn_flwr.engines.flower_run import (
     stream,
     toml_pairs,
 )
+from apps.local_federation import LocalFederation
 from fedbn_flwr.errors import EngineError
 from fedbn_flwr.lab.deployment import make_certificates
 from fedbn_flwr.lab.models import build_model

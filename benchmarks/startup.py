@@ -143,7 +143,7 @@ def stock_round() -> float:
     """Return the seconds from `flwr run` to the end of the first round of an app that
     does not use this package.
     """
-    from fedbn_flwr.engines.flower_run import flower_run
+    from apps.flower_processes import flower_run
 
     with tempfile.TemporaryDirectory(prefix="startup-") as folder:
         app, done = Path(folder) / "app", Path(folder) / "done"

@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Mapping
 
-from fedbn_flwr.engines.flower_run import flower_runs, stream
+from apps.flower_processes import flower_runs, stream
 from fedbn_flwr.errors import EngineError
 
 _AWAY_SECONDS = 60.0  # Flower fails a run if the SuperLink is away longer

@@ -169,25 +169,6 @@ def test_a_federation_ends_in_the_state_of_the_cpu(
         close(there.local_state(1), here.local_state(1))
 
 
-def test_worker_processes_on_a_device_end_in_the_state_of_one_process(
-    federate, points, mlp, true_device
-) -> None:
-    """The workers of a GPU are new processes that get the app by cloudpickle."""
-    data = [points(size, client) for client, size in enumerate(SIZES)]
-
-    def state(workers: int) -> dict[str, Any]:
-        app = lambda: mlp(dropout=0.5).to(true_device)  # noqa: E731
-        return federate(
-            FedBN(),
-            app,
-            data,
-            rounds=2,
-            grid_options={"workers": workers, "torch_threads": 1},
-        ).state
-
-    close(state(2), state(0))
-
-
 def test_arrays_travel_in_the_order_of_the_cpu_from_a_channels_last_model(
     federate, device: torch.device
 ) -> None:

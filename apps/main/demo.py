@@ -13,7 +13,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from fedbn_flwr.engines.flower_run import flower_run
+from apps.flower_processes import flower_run
 from fedbn_flwr.errors import FedBNError
 from fedbn_flwr.lab.studies.check_study import load_study
 from fedbn_flwr.lab.studies.study import Cell

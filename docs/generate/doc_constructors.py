@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 from fedbn_flwr.batchnorm.parts import Parts
+from fedbn_flwr.server.methods.together import Methods
 from fedbn_flwr.server.runs.run_state import OnReplies, OnRoundEnd
 from fedbn_flwr.server.strategy import AggregateMetrics
 """

@@ -93,8 +93,6 @@ def _text(node: ast.AST, texts: Mapping[str, str]) -> str:
         return texts[value] if value.isupper() and value in texts else f"{{{value}}}"
     if isinstance(node, ast.Name):
         return texts.get(node.id, f"{{{node.id}}}")
-    if isinstance(node, ast.Call) and ast.unparse(node.func).startswith("Key."):
-        return _text(node.args[0], texts)  # the name of the key
     return f"{{{ast.unparse(node)}}}"
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -31,10 +30,7 @@ from fedbn_flwr.batchnorm.parts import Part
 from fedbn_flwr.doctor.situations import SITUATIONS
 from fedbn_flwr.lab.config import GROUPS, Config
 from fedbn_flwr.lab.config.values import NAMES_FILE
-from fedbn_flwr.messages import protocol
-from fedbn_flwr.messages.protocol import Key
 from fedbn_flwr.norms import NORMS
-from fedbn_flwr.server.methods.options import OPTIONS
 from fedbn_flwr.strategies import METHODS, STRATEGIES
 
 __all__ = ["changed", "derived", "main"]
@@ -72,7 +68,6 @@ def derived(root: Path) -> dict[Path, str]:
         },
         "docs/reference/python.md": {
             "classes": class_list(),
-            "keys": key_table(),
         },
         "docs/guides/privacy.md": {"protections": privacy_table()},
         "docs/reference/problems.md": {"problems": problem_table()},
@@ -236,29 +231,6 @@ def class_list() -> str:
             "",
         ]
         lines += [f"[{method_title(strategy)}](../methods/{page_of(name)})"]
-    return "\n".join([*lines, ""])
-
-
-def key_table() -> str:
-    """Return a table of the keys without a prefix that are not inside an internal
-    record: of all methods, then of single ones.
-    """
-    kinds = [
-        kind for method in (*OPTIONS, *METHODS.values()) for kind in method.__mro__
-    ]
-    modules = [sys.modules[kind.__module__] for kind in kinds]
-    keys: dict[Key, None] = {}
-    for module in (protocol, *modules):
-        for value in vars(module).values():
-            if (
-                isinstance(value, Key)
-                and not value.startswith("fedbn-flwr.")
-                and ", in fedbn-flwr." not in value.kind
-            ):
-                keys[value] = None
-    lines = ["", "| key | type | writes | reads |", "|---|---|---|---|"]
-    for key in keys:
-        lines.append(f"| `{key}` | {key.kind} | {key.writer} | {key.reader} |")
     return "\n".join([*lines, ""])
 
 

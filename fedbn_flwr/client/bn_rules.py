@@ -24,7 +24,6 @@ from fedbn_flwr.client.named_hooks import make_hooks, refuse_on_client
 from fedbn_flwr.client.replay_log import replay
 from fedbn_flwr.client.watch import Watch
 from fedbn_flwr.errors import ConfigError, StateError
-from fedbn_flwr.messages.hook_context import HookContext
 from fedbn_flwr.messages.protocol import (
     APPLIED,
     ARRAY_NAMES,
@@ -38,6 +37,7 @@ from fedbn_flwr.training.client_hook import ClientHook, NamedHooks, overrides
 from fedbn_flwr.training.model_state import unwrap, view_with_names, without_wrappers
 from fedbn_flwr.training.optimizer_hooks import before_steps, stepping_optimizers
 from fedbn_flwr.training.session import Session
+from fedbn_flwr.transport.hook_context import HookContext
 
 # Methods of hooks that act once in a round, or sum values over the round.
 _PER_ROUND = ("start", "penalty", "gradients", "reply", "keep")

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from fedbn_flwr.messages.hook_context import HookContext
 from fedbn_flwr.problems import Known
 from fedbn_flwr.training.client_hook import ClientHook
+from fedbn_flwr.transport.hook_context import HookContext
 
 __all__ = ["make_hooks", "refuse_on_client"]
 

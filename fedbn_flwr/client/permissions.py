@@ -16,7 +16,7 @@ from flwr.app import Context
 
 from fedbn_flwr.compat.flower import on_network_node
 from fedbn_flwr.errors import NOT_ALLOWED, ConfigError
-from fedbn_flwr.messages.protocol import ALLOW_MODULES, ALLOW_PATHS, Key
+from fedbn_flwr.messages.protocol import ALLOW_MODULES, ALLOW_PATHS
 
 
 def check_path(context: Context, key: str, path: str) -> None:
@@ -63,7 +63,7 @@ def check_module(context: Context, key: str, module: str) -> None:
     )
 
 
-def _allowed(context: Context, key: Key) -> list[str] | None:
+def _allowed(context: Context, key: str) -> list[str] | None:
     """Return the entries of a comma list in the node's config, or None for all."""
     if key not in context.node_config and not on_network_node():
         return None

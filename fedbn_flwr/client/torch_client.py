@@ -37,7 +37,6 @@ from fedbn_flwr.client.received import (
 )
 from fedbn_flwr.client.replay_log import clear_log, log_answer, replay
 from fedbn_flwr.errors import ConfigError, StateError
-from fedbn_flwr.messages.hook_context import HookContext
 from fedbn_flwr.messages.moment_record import (
     COUNTS,
     encode_moments,
@@ -60,11 +59,12 @@ from fedbn_flwr.messages.protocol import (
     SITE_NAME,
     STEPS,
     SYNCHRONISES,
+    TEST_SETS,
     TRAIN_ACCURACY,
     TRAIN_LOSS,
-    EvaluateConfig,
     MessageConfig,
     TrainConfig,
+    comma_list,
     partition_of,
     round_in,
     site_name_of,
@@ -79,6 +79,7 @@ from fedbn_flwr.training.not_finite import refuse_first_pass
 from fedbn_flwr.training.settings import LocalTraining
 from fedbn_flwr.training.tasks import CLASSIFICATION, Task
 from fedbn_flwr.transport import RetryStep, StopStep
+from fedbn_flwr.transport.hook_context import HookContext
 
 
 class TorchClient(NumPyClient):
@@ -329,8 +330,7 @@ class TorchClient(NumPyClient):
         Raises:
             ConfigError: the client lacks a test set.
         """
-        sent = EvaluateConfig.read(config)
-        test_sets = self.data.asked_for(sent.test_sets)
+        test_sets = self.data.asked_for(comma_list(config, TEST_SETS))
         metrics: Config = {}
         first: EvalResult | None = None
         with self.tested_model(parameters, config) as lent:
@@ -357,7 +357,7 @@ class TorchClient(NumPyClient):
         self, parameters: list[Array], config: Config
     ) -> Iterator[LentModel]:
         """Lend the model that ``evaluate`` tests: received, local, and fine-tuned."""
-        sent = EvaluateConfig.read(config)
+        sent = MessageConfig.read(config)
         with self._lent_model() as lent:
             kept = self._open_kept(lent, config, sent)
             local = entries_that_stay(lent, sent)

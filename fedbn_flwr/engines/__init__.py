@@ -7,22 +7,10 @@ In reading order:
 - ``workers``: the host in worker processes, with error replies for dead processes.
 - ``worker_process``: the loop that runs in each worker process.
 - ``link``: the pipe between the two, with large arrays in shared memory.
-- ``flower_run``: ``flwr run`` as a function, with its own SuperLink.
-- ``own_folder``: temporary folders that are removed even after a kill.
-
-The modules that start Flower's commands do not need torch, so ``InProcessGrid`` is
-imported only when it is used.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from fedbn_flwr.lazy import imported_when_used
-
-if TYPE_CHECKING:
-    from fedbn_flwr.engines.in_process import InProcessGrid
-else:
-    __getattr__, __dir__ = imported_when_used(__name__, {"InProcessGrid": "in_process"})
+from fedbn_flwr.engines.in_process import InProcessGrid
 
 __all__ = ["InProcessGrid"]

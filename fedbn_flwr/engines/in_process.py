@@ -25,7 +25,7 @@ from contextlib import suppress
 from queue import Empty, SimpleQueue
 from typing import Any
 
-from flwr.app import ArrayRecord, Context, Message, RecordDict
+from flwr.app import Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 
 from fedbn_flwr.compat.flower import (
@@ -45,14 +45,12 @@ from fedbn_flwr.engines.client_work import InProcessMember, Job, OwnProcess, wor
 from fedbn_flwr.engines.workers import WorkerProcesses
 from fedbn_flwr.errors import EngineError
 from fedbn_flwr.messages.protocol import NodeProperties
-from fedbn_flwr.messages.records import num_bytes, of_kind
 from fedbn_flwr.training.randomness import numpy_generator
 from fedbn_flwr.transport import Barrier
 from fedbn_flwr.transport.polling_grid import ImmediateGrid, TellsProperties
 
 logger = logging.getLogger("flwr")
 
-_MUCH = 2**26  # bytes of messages that are not kept in memory all at once
 _PAUSE = 0.1  # seconds between two polls without a reply
 
 
@@ -69,8 +67,8 @@ class InProcessGrid(ImmediateGrid):
         run_config: ``Context.run_config`` of every node.
         node_configs: additional entries for ``Context.node_config`` of each node.
         workers: number of processes that work on clients at the same time. With 0,
-            clients run in this process. An app that cannot be sent to another process
-            also runs here, with a warning.
+            clients run in this process. If processes are not possible, they also run
+            here, with a warning.
         threads: number of clients that may start at the same time in this process. More
             than 1 is necessary only for clients that wait for each other on their own
             (FedTAN's channel). Barriers have their own threads.
@@ -328,14 +326,8 @@ class InProcessGrid(ImmediateGrid):
     ) -> Sequence[Message]:
         """See ``ImmediateGrid.receive``.
 
-        With worker processes, the server reads the first replies while clients work. In
-        one process it does so if the replies would need much memory.
+        The server reads the first replies while clients work.
         """
-        # If the clients work in this process, reading replies early takes time from the
-        # clients.
-        messages = list(messages)
-        if isinstance(self._host, OwnProcess) and _size(messages) < _MUCH:
-            return self.send_and_receive(messages, timeout=timeout)
         arrived = SimpleQueue[str]()
         arrivals = self._arrivals(self._push(messages, arrived), arrived, timeout)
         return _Arriving(
@@ -442,14 +434,6 @@ class InProcessGrid(ImmediateGrid):
         return Context(
             self._run.run_id, node_id, node_config, RecordDict(), self._run_config
         )
-
-
-def _size(messages: Sequence[Message]) -> int:
-    """Return the bytes of all messages, if they are as large as the first."""
-    if not messages or not messages[0].has_content():
-        return 0
-    records = of_kind(messages[0].content, ArrayRecord).values()
-    return len(messages) * sum(sum(num_bytes(record)) for record in records)
 
 
 def _much_longer(seconds: Sequence[float | None]) -> list[int]:

@@ -2,9 +2,7 @@
 
 Values are pickled, except that their large arrays are in shared memory. Shared memory
 is a file in memory without a name. The system frees it when both processes have ended,
-even if they were killed. The descriptor of the file goes over the pipe once. Memory is
-reused when its arrays are gone at the other end, because getting and freeing pages took
-most of the time of a large message.
+even if they were killed. The descriptor of the file goes over the pipe once.
 
 In this module, shared memory is an array of bytes, never a memoryview. Sending a
 received array again exports its buffer. Up to Python 3.12.6, the garbage collector ends
@@ -20,9 +18,8 @@ import os
 import pickle
 import socket
 import threading
-import weakref
-from collections import OrderedDict, deque
-from collections.abc import Iterable, Sequence
+from collections import OrderedDict
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
@@ -148,41 +145,6 @@ class Broadcasts:
             os.close(packed.file)
 
 
-class _Memory:
-    """Shared memory that this end writes, and reuses when it is free."""
-
-    def __init__(self) -> None:
-        self._places: dict[int, Array] = {}
-        self._free: dict[int, list[int]] = {}  # keys by length
-
-    def write(self, packed: Packed) -> tuple[int, list[int]]:
-        """Write the buffers, and return the key of the memory that contains them.
-
-        If the other end does not have this memory, return its descriptor as well.
-        """
-        sizes = [len(buffer) for buffer in packed.buffers]
-        # Round up to a power of two, so that later messages of similar size can use the
-        # memory again. Unused pages never take memory.
-        length = 1 << sum(size + _ALIGNED for size in sizes).bit_length()
-        free = self._free.setdefault(length, [])
-        if free:
-            key = free.pop()
-            places = _slices(self._places[key], sizes)
-            for place, buffer in zip(places, packed.buffers, strict=True):
-                place[:] = buffer
-            return key, []
-        file = packed.write()
-        os.truncate(file, length)
-        key = next(_keys)
-        self._places[key] = _mapped(os.dup(file))
-        return key, [file]
-
-    def free(self, keys: Iterable[int]) -> None:
-        """Take back memory in which the other end has no arrays any more."""
-        for key in keys:
-            self._free[len(self._places[key])].append(key)
-
-
 @dataclass
 class WorkerPipe:
     """One end of a pipe. Any thread may send, but only one thread receives."""
@@ -191,11 +153,6 @@ class WorkerPipe:
     pid: int = 0  # id of the process at the other end
     _sent: OrderedDict[int, None] = field(default_factory=OrderedDict)
     _received: OrderedDict[int, Array] = field(default_factory=OrderedDict)
-    _memory: _Memory = field(default_factory=_Memory)
-    # ``_others`` is memory of the other end. ``_unused`` has keys of this memory whose
-    # arrays are gone at this end.
-    _others: dict[int, Array] = field(default_factory=dict)
-    _unused: deque[int] = field(default_factory=deque)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def send(self, head: Any, *values: Packed) -> None:
@@ -212,12 +169,15 @@ class WorkerPipe:
             try:
                 # Collect the information for reassembling each value.
                 for packed in values:
-                    key, new = self._placed(packed)
-                    files += new
+                    file = packed.file
+                    if packed.buffers and not packed.key:
+                        file = packed.write()
+                    new = file >= 0 and packed.key not in self._sent
+                    if new:
+                        files.append(file)
                     sizes = [len(buffer) for buffer in packed.buffers]
-                    about.append((packed.body, sizes, key, bool(new), packed.key > 0))
-                unused = [self._unused.popleft() for _ in range(len(self._unused))]
-                self.pipe.send_bytes(pickle.dumps((head, about, unused), protocol=5))
+                    about.append((packed.body, sizes, packed.key, new))
+                self.pipe.send_bytes(pickle.dumps((head, about), protocol=5))
                 for file in files:
                     send_handle(self.pipe, file, self.pid)
             finally:
@@ -229,51 +189,26 @@ class WorkerPipe:
                 if packed.key:
                     _save(self._sent, packed.key, None)
 
-    def _placed(self, packed: Packed) -> tuple[int, list[int]]:
-        """Return the key of the memory with a value's bytes, or 0 without bytes.
-
-        Also return its descriptor if the other end does not have it.
-        """
-        if not packed.buffers:
-            return 0, []
-        if packed.key:
-            return packed.key, [] if packed.key in self._sent else [packed.file]
-        return self._memory.write(packed)
-
     def receive(self) -> tuple[Any, list[Any]]:
         """Return the next small value and the unpacked values.
 
         Raises:
             EOFError: the other end is closed.
         """
-        head, about, unused = pickle.loads(self.pipe.recv_bytes())
+        head, about = pickle.loads(self.pipe.recv_bytes())
         values = []
-        for body, sizes, key, new, broadcast in about:
+        for body, sizes, key, new in about:
             # The large arrays are views of the shared memory and are never copied.
-            known = self._received if broadcast else self._others
             memory = _NOTHING
             if new:
                 memory = _mapped(recv_handle(self.pipe))
                 memory.flags.writeable = False
-            elif sizes:
-                memory = known[key]
-            if broadcast:
+            elif key:
+                memory = self._received[key]
+            if key:
                 _save(self._received, key, memory)
-            elif sizes:
-                self._others[key] = memory
-                memory = self._until_unused(key)
             values.append(pickle.loads(body, buffers=_slices(memory, sizes)))
-        with self._lock:
-            self._memory.free(unused)
         return head, values
-
-    def _until_unused(self, key: int) -> Array:
-        """Return the other end's memory, to be freed when its last view is gone."""
-        # Only views of ``array`` keep it alive. It must not be a view of the other
-        # array, because NumPy would make the other array the base of all views.
-        array = np.frombuffer(self._others[key].data, np.uint8)
-        weakref.finalize(array, self._unused.append, key).atexit = False
-        return array
 
     def close(self) -> None:
         """End the link, so that receivers at both ends get EOFError."""
@@ -281,8 +216,6 @@ class WorkerPipe:
         # thread of this process that reads from it.
         with suppress(OSError), socket.socket(fileno=os.dup(self.pipe.fileno())) as end:
             end.shutdown(socket.SHUT_RDWR)
-        # The memory of a reply in use stays alive with its arrays.
-        self._others.clear()
 
 
 def _save(known: OrderedDict[int, Any], key: int, value: Any) -> None:

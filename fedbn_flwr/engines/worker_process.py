@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import multiprocessing
 import os
 import signal
@@ -54,11 +53,7 @@ def _ending_the_process() -> Iterator[None]:
 
 @_ending_the_process()
 def serve(
-    pipe: Any,
-    inherited: list[Any],
-    app: ClientApp | Connection,
-    torch_threads: int,
-    run_id: int,
+    pipe: Connection, inherited: list[Connection], app: ClientApp, run_id: int
 ) -> None:
     """Work on messages until the pipe ends, then end the process."""
     # Separate this process from the command. It must close inherited ends of pipes, or
@@ -75,12 +70,11 @@ def serve(
     threading.Thread(target=end_with_the_command, daemon=True).start()
 
     # Prepare the environment of a client: torch's threads, the run's id, the app.
-    torch.set_num_threads(torch_threads)
+    torch.set_num_threads(1)
     keep_freed_memory()
     identify_process(run_id)
-    client_app: ClientApp = app.recv() if isinstance(app, Connection) else app
     link = WorkerPipe(pipe)
-    members = _Members(link, torch_threads)
+    members = _Members(link)
     link.send((READY, 0))
 
     inbox = SimpleQueue[Any]()
@@ -91,9 +85,9 @@ def serve(
             raise received
         (_, number, detail), (message, context) = received
         if detail is None:
-            _reply(link, number, client_app, message, context, {})
+            _reply(link, number, app, message, context, {})
         else:
-            members.begin(number, client_app, message, context, detail)
+            members.begin(number, app, message, context, detail)
 
 
 def _receive(link: WorkerPipe, members: _Members, inbox: SimpleQueue[Any]) -> None:
@@ -148,14 +142,13 @@ class _Members:
     message interrupts the command's process, and costs more than a small computation.
     """
 
-    def __init__(self, link: WorkerPipe, torch_threads: int) -> None:
+    def __init__(self, link: WorkerPipe) -> None:
         self._link = link
         self._reducers: dict[int, _RemoteReducer] = {}
         self._lock = threading.Lock()  # held while calls are taken from ``calls``
         self.calls = deque[Any]()  # calls that are not sent yet
-        set_threads = functools.partial(torch.set_num_threads, torch_threads)
         self._threads = ThreadPoolExecutor(
-            MOST_MEMBERS, "member", initializer=set_threads
+            MOST_MEMBERS, "member", torch.set_num_threads, (1,)
         )
 
     def begin(

@@ -18,10 +18,9 @@ import signal
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from multiprocessing.util import Finalize
 from typing import Any
@@ -34,7 +33,7 @@ from fedbn_flwr.compat.flower import PARTITION_ID_KEY, app_error
 from fedbn_flwr.engines.client_work import Job, work_of
 from fedbn_flwr.engines.link import Broadcasts, Packed, WorkerPipe
 from fedbn_flwr.engines.worker_process import ANSWER, CALL, READY, WORK, serve
-from fedbn_flwr.errors import EngineError, needs_package
+from fedbn_flwr.errors import EngineError
 from fedbn_flwr.machine import forking, not_for_forks
 from fedbn_flwr.transport import Barrier, Dropped, RetryStep
 
@@ -43,35 +42,15 @@ logger = logging.getLogger("flwr")
 _SECONDS_TO_END = 5.0
 
 
-def _pickled(app: ClientApp) -> bytes:
-    """Return the pickled app for a process that is not a fork of this one.
-
-    Raises:
-        ConfigError: cloudpickle is not installed.
-        EngineError: the app cannot be pickled.
-    """
-    with needs_package("cloudpickle", "new processes of clients"):
-        import cloudpickle
-    try:
-        pickled: bytes = cloudpickle.dumps(app)
-    except Exception as error:  # pickling runs user code
-        raise EngineError(
-            f"the ClientApp cannot be pickled for another process:"
-            f" {type(error).__name__}: {error}"
-        ) from error
-    return pickled
-
-
 class WorkerProcesses:
     """Runs clients in ``count`` processes.
 
-    If it is safe, the processes are forks of this one. Forks start quickly, share its
-    data, and do not pickle a script's closures. With CUDA or several torch threads, the
-    processes are new and get the app by cloudpickle.
+    The processes are forks of this one. Forks start quickly, share its data, and do not
+    pickle a script's closures.
 
     Args:
         app: the app of every node.
-        torch_threads: CPU threads of torch in each process.
+        torch_threads: CPU threads of torch; only 1 is possible.
         count: number of processes.
         run_id: id of the run, for Flower's messages.
 
@@ -80,8 +59,8 @@ class WorkerProcesses:
             The shortest is used, because load on the machine only lengthens a time.
 
     Raises:
-        EngineError: the system is not Linux, the app cannot be sent to a new process,
-            a fork cannot use a connection of the app, or no process can be started.
+        EngineError: the system is not Linux, a fork cannot use CUDA, several torch
+            threads or a connection of the app, or no process can be started.
     """
 
     def __init__(
@@ -93,15 +72,16 @@ class WorkerProcesses:
                 " does not have"
             )
         # In a fork, torch's thread pools hang and CUDA refuses to work.
-        fork = torch_threads == 1 and not torch.cuda.is_available()
-        why_not = not_for_forks(app) if fork else ""
+        if torch_threads > 1 or torch.cuda.is_available():
+            raise EngineError(
+                "worker processes are forks, which can use neither CUDA nor several"
+                " torch threads. `flwr run` can. CUDA_VISIBLE_DEVICES='' hides a GPU"
+            )
+        why_not = not_for_forks(app)
         if why_not:
             raise EngineError(why_not)
-        context = multiprocessing.get_context("fork" if fork else "spawn")
-        self._process: Callable[..., BaseProcess] = context.Process  # type: ignore[attr-defined]
-        self._settings = (torch_threads, run_id)
+        self._run_id = run_id
         self._app = app
-        self._pickled = b"" if fork else _pickled(app)
         # The lock guards ``_jobs``, ``_workers`` and each worker's jobs. Do not send
         # under the lock. A full pipe waits for its process, and the process may wait
         # until we receive its reply.
@@ -250,31 +230,17 @@ class WorkerProcesses:
         ours, others = multiprocessing.Pipe()
         # A fork inherits our ends of all pipes and must close them. A pipe ends only
         # with its last copy, and a process must notice the end of the command.
-        inherited = []
-        theirs = [others]
-        app: ClientApp | Connection = self._app
-        if self._pickled:
-            app, source = multiprocessing.Pipe(duplex=False)
-            theirs.append(app)
-            # Send the app from a thread. Otherwise, this function would wait until the
-            # process has imported everything and reads the app. The next process can
-            # start meanwhile.
-            threading.Thread(
-                target=_hand_over, args=(source, self._pickled), daemon=True
-            ).start()
-        else:
-            inherited = [ours] + [worker.link.pipe for worker in self._workers]
-        process = self._process(
+        inherited = [ours] + [worker.link.pipe for worker in self._workers]
+        process = multiprocessing.get_context("fork").Process(
             target=serve,
-            args=(others, inherited, app, *self._settings),
+            args=(others, inherited, self._app, self._run_id),
             name="fedbn-flwr worker",
         )
         with forking():
             process.start()
-        # Close the other ends in this process. Otherwise, the pipe would not end here
+        # Close the other end in this process. Otherwise, the pipe would not end here
         # when the process dies.
-        for end in theirs:
-            end.close()
+        others.close()
         worker = _Worker(process, WorkerPipe(ours, process.pid or 0))
         # The thread is a daemon, because at the end of a command, Python waits for all
         # other threads before it calls ``_end_all``.
@@ -380,10 +346,7 @@ class WorkerProcesses:
                         f" {error}"
                     )
             else:
-                why += (
-                    ", before it could work. A script with workers must begin with `if"
-                    " __name__ == '__main__':`"
-                )
+                why += ", before it could work"
 
             # If the jobs belong to a synchronised step, all have started, so all are
             # lost. Otherwise only the first job has started, and the others wait for
@@ -416,13 +379,6 @@ class WorkerProcesses:
         # A job that was returned goes to the new process, or to an idle one.
         for other in [fresh] if fresh else list(self._workers):
             self._feed(other)
-
-
-def _hand_over(source: Connection, pickled: bytes) -> None:
-    """Send the app to a process that is starting."""
-    # If the process dies before it reads the app, the thread of its link replaces it.
-    with suppress(OSError), source:
-        source.send_bytes(pickled)
 
 
 def _end(job: Job, values: list[Any]) -> None:

@@ -33,7 +33,6 @@ __all__: list[str] = []
 _NEEDS = (
     *(
         "PIL",
-        "cloudpickle",
         "flwr_datasets",
         "jinja2",
         "matplotlib",

@@ -27,7 +27,7 @@ from fedbn_flwr.messages.protocol import (
     INFO,
     PARTITION_ID,
     SITE_NAME,
-    comma_list,
+    json_list,
     partition_of,
     site_name_of,
 )
@@ -77,7 +77,8 @@ def _through(
     names = json.loads(str(config[ARRAY_NAMES]))
     received = _decoded(message.content.array_records[key])
     entries = dict(zip(names, received, strict=True))
-    for name, record in to_records(key, entries, comma_list(config, EXTRAS)).items():
+    extras = json_list(str(config.get(EXTRAS, "[]")))
+    for name, record in to_records(key, entries, extras).items():
         message.content[name] = record
 
     def by_number(message: Message, context: Context) -> Message:

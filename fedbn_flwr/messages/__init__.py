@@ -8,7 +8,6 @@ In reading order:
   of a round's messages.
 - ``moment_record``: the moments of BatchNorm layers as entries of a message.
 - ``packing``: all arrays of a message packed into one array, over a network.
-- ``hook_context``: the input from which a client makes the hooks of a method.
 - ``numpy_client``: a message as the arguments of a NumPyClient, and its reply.
 - ``versions``: packages that a node and its server compare.
 """

@@ -3,10 +3,8 @@
 The file first declares the keys. Configs and answers with several keys follow, as
 values with ``read`` and ``write``.
 
-Each record name and key that more than one module uses is declared here. The keys of a
-single method are declared in the method's file. No other file may contain such a name
-(``tests/messages/test_protocol.py``). ``make generate`` writes the table of the keys
-without ``PREFIX`` in ``docs/reference/python.md`` from the declarations.
+Each record name and key that more than one module uses is declared here, with its type
+and content. The keys of a single method are declared in the method's file.
 
 Keys begin with ``PREFIX`` if the server or the codec adds them to a config that also
 has keys of users. The exceptions are Flower's own ``server-round``, and ``test-sets``,
@@ -20,8 +18,8 @@ from __future__ import annotations
 import functools
 import json
 import re
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, fields
 from typing import Any, Self
 
 from flwr.app import ConfigRecord, Context, Message, MessageType, MetricRecord
@@ -35,14 +33,13 @@ from fedbn_flwr.training.randomness import derive_seed
 __all__ = [
     "SERIES_PATTERN",
     "Continuity",
-    "EvaluateConfig",
-    "Key",
     "MessageConfig",
     "NodeProperties",
     "ReplyInfo",
     "TrainConfig",
     "add_info",
     "comma_list",
+    "json_list",
     "merged_config",
     "named_state",
     "num_partitions_of",
@@ -60,216 +57,88 @@ NO_NODE_ID = -1
 PREFIX = "fedbn-flwr."
 """The beginning of every key that this package adds to a user's config."""
 
-
-class Key(str):
-    """The name of a record or of an entry.
-
-    Attributes:
-        kind: type and content. All attributes are columns in the table of keys.
-        writer: the part of the system that writes it.
-        reader: the part of the system that reads it.
-    """
-
-    kind: str
-    writer: str
-    reader: str
-
-    def __new__(cls, name: str, kind: str, writer: str, reader: str) -> Self:
-        """Make the key ``name``, with the columns of its row in the table."""
-        key = super().__new__(cls, name)
-        key.kind, key.writer, key.reader = kind, writer, reader
-        return key
-
-    @classmethod
-    def down(cls, name: str, kind: str) -> Self:
-        """Make a key that the server writes and a client reads."""
-        return cls(name, kind, "server", "client")
-
-    @classmethod
-    def up(cls, name: str, kind: str) -> Self:
-        """Make a key that a client writes and the server reads."""
-        return cls(name, kind, "client", "server")
-
-    @classmethod
-    def both(cls, name: str, kind: str) -> Self:
-        """Make a key that the server and a client write and read."""
-        return cls(name, kind, "server, client", "client, server")
-
-    @classmethod
-    def inside(cls, name: str, kind: str) -> Self:
-        """Make a key that stays in a client."""
-        return cls(name, kind, "client", "client")
-
-    def __reduce__(self) -> tuple[type[str], tuple[str]]:
-        """Copy and pickle a key as a plain ``str``, the type used in messages."""
-        return str, (str(self),)
-
-
 # --- records of a message -------------------------------------------------------------
-METRICS = Key.up("metrics", "MetricRecord of a reply")
-INFO = Key.up("properties", "ConfigRecord of a reply: ReplyInfo")
-EXCHANGE = Key.both("fedtan", "ArrayRecord: one exchange of a synchronised step")
-EXCHANGE_QUERY = Key.down(
-    "query.exchange", "message type: one exchange of a synchronised step"
-)
-PACKED = Key.both(
-    "fedbn-flwr.packed", "ArrayRecord: all arrays of the message in one piece"
-)
-STATISTICS_QUERY = Key.down("query.statistics", "message type: re-estimated statistics")
+METRICS = "metrics"  # MetricRecord of a reply
+INFO = "properties"  # ConfigRecord of a reply: ReplyInfo
+EXCHANGE = "fedtan"  # ArrayRecord: one exchange of a synchronised step
+EXCHANGE_QUERY = "query.exchange"  # message type: one exchange of a synchronised step
+PACKED = "fedbn-flwr.packed"  # ArrayRecord: all arrays of the message in one piece
+STATISTICS_QUERY = "query.statistics"  # message type: re-estimated statistics
 
 # --- config of a message from the server ----------------------------------------------
-SERVER_ROUND = Key.down("server-round", "int")
-SEED = Key.down(
-    "fedbn-flwr.seed", "int: seed of the run, for the clients' default generators"
-)
-HOOKS = Key.down("fedbn-flwr.hooks", "str, comma list: client hooks to apply")
-EXTRAS = Key.down("fedbn-flwr.extras", "str, comma list: the method's further records")
-LOCAL_ENTRIES = Key.down(
-    "fedbn-flwr.local-entries", "str, JSON list: entries that stay with the client"
-)
-LAYERS = Key.down(
-    "fedbn-flwr.layers",
-    "str, JSON list: paths of the BatchNorm layers that the method treats, if it does"
-    " not treat all",
-)
-PERSONAL = Key.down(
-    "fedbn-flwr.personal",
-    "str, JSON list: the local entries that the user has named; a client may have them"
-    " in another shape",
-)
-CLASS_MOMENTS = Key.down(
-    "fedbn-flwr.class-moments",
-    "bool, in a query of statistics: the answer has the moments of each class",
-)
-FINE_TUNE = Key.down(
-    "fedbn-flwr.fine-tune", "int: steps by which a client trains before its test"
-)
+# ``MessageConfig`` and ``TrainConfig`` have further keys, named after their fields.
+SERVER_ROUND = "server-round"  # int
+SEED = "fedbn-flwr.seed"  # int: seed of the run, for the clients' default generators
+HOOKS = "fedbn-flwr.hooks"  # str, JSON list: client hooks to apply
+EXTRAS = "fedbn-flwr.extras"  # str, JSON list: the method's further records
+# bool, in a query of statistics: the answer has the moments of each class
+CLASS_MOMENTS = "fedbn-flwr.class-moments"
 NO_STATE = "none"  # sent instead of a hash if there is no state
-LOCAL_SHA256 = Key.both(
-    "fedbn-flwr.local-sha256",
-    "str: SHA-256 of the kept state; from the server `none` means no state",
-)
-USED_SHA256 = Key.down(
-    "fedbn-flwr.used-sha256",
-    "str: SHA-256 of the kept state after the last round whose reply was used; `none`"
-    " if it does not exist",
-)
-START_ID = Key.down(
-    "fedbn-flwr.start", "str: id of a second or further start in one run"
-)
-SERIES = Key.down("fedbn-flwr.series", "str: experiment id")
-RUN = Key.down("fedbn-flwr.run", "str: id of the run and its resumptions")
-COMMITTED = Key.down(
-    "fedbn-flwr.committed", "str, comma list: rounds of the checkpoints"
-)
-TEST_SETS = Key.down("test-sets", "str, comma list")
+# str: SHA-256 of the kept state; from the server `none` means no state
+LOCAL_SHA256 = "fedbn-flwr.local-sha256"
+# str: SHA-256 of the kept state after the last round whose reply was used; `none` if it
+# does not exist
+USED_SHA256 = "fedbn-flwr.used-sha256"
+START_ID = "fedbn-flwr.start-id"  # str: id of a second or further start in one run
+SERIES = "fedbn-flwr.series"  # str: experiment id
+RUN = "fedbn-flwr.run"  # str: id of the run and its resumptions
+COMMITTED = "fedbn-flwr.committed"  # str, comma list: rounds of the checkpoints
+TEST_SETS = "test-sets"  # str, comma list
 # an element of TEST_SETS that means the client's validation data
 VALIDATION = "validation"
 OWN = "own"  # an element of TEST_SETS that means the client's own test data
-FROZEN = Key.down("fedbn-flwr.frozen", "bool: BN is frozen in this round")
-BARRIER = Key.down(
-    "fedbn-flwr.fedtan-barrier", "str: id of the barrier in this process"
-)
-CHANNEL_ADDRESS = Key.down("fedbn-flwr.fedtan-address", "str, host:port")
-CHANNEL_TOKEN = Key.down(
-    "fedbn-flwr.fedtan-token", "str: this node's token for this round"
-)
-CHANNEL_CA = Key.down("fedbn-flwr.fedtan-ca", "bytes, PEM")
-CHANNEL_TIMEOUT = Key.down("fedbn-flwr.fedtan-timeout", "float, seconds")
-ATTEMPT = Key.down(
-    "fedbn-flwr.fedtan-attempt", "int: attempt of a step that travels in messages"
-)
-STEP_ONLY = Key.down(
-    "fedbn-flwr.fedtan-step-only", "bool: the training ends after its first step"
-)
-UNION = Key.down(
-    "fedbn-flwr.fedtan-union", "int: examples in the union of the first batches"
-)
-FIRST_BATCH = Key.down(
-    "fedbn-flwr.fedtan-batch-size", "int: examples of this client's first batch"
-)
+BARRIER = "fedbn-flwr.fedtan-barrier"  # str: id of the barrier in this process
+CHANNEL_ADDRESS = "fedbn-flwr.fedtan-address"  # str, host:port
+CHANNEL_TOKEN = "fedbn-flwr.fedtan-token"  # str: this node's token for this round
+CHANNEL_CA = "fedbn-flwr.fedtan-ca"  # bytes, PEM
+CHANNEL_TIMEOUT = "fedbn-flwr.fedtan-timeout"  # float, seconds
+ATTEMPT = "fedbn-flwr.attempt"  # int: attempt of a step that travels in messages
+# bool: the training ends after its first step
+STEP_ONLY = "fedbn-flwr.fedtan-step-only"
+UNION = "fedbn-flwr.fedtan-union"  # int: examples in the union of the first batches
+# int: examples of this client's first batch
+FIRST_BATCH = "fedbn-flwr.fedtan-batch-size"
 
 
 # --- arrays as a NumPyClient takes them -----------------------------------------------
-ARRAY_NAMES = Key(
-    "fedbn-flwr.array-names",
-    "str, JSON list: names of the arrays, in order",
-    "codec, NumPyClient",
-    "NumPyClient",
-)
-MOD = Key(
-    "fedbn-flwr.client-mod",
-    "str: name of the mod with the client code",
-    "mod",
-    "TorchClient",
-)
+ARRAY_NAMES = "fedbn-flwr.array-names"  # str, JSON list: names of the arrays, in order
+MOD = "fedbn-flwr.client-mod"  # str: name of the mod with the client code
 
 # --- metrics of a reply ---------------------------------------------------------------
-NUM_EXAMPLES = Key.up("num-examples", "int: training examples, the weight")
-VALIDATION_LOSS = Key.up(
-    "validation-loss", "float: after training, on the client's validation data"
-)
-LOSS = Key.up("loss", "float: mean loss on the first test set")
-TRAIN_LOSS = Key.up("train-loss", "float")
-TRAIN_ACCURACY = Key.up("train-accuracy", "float")
-EXAMPLES_PROCESSED = Key.up("examples-processed", "int")
-STEPS = Key.up("steps", "int")
-DROPPED_BATCHES = Key.up("dropped-batches", "int")
-EXAMPLES_TESTED = Key.up("examples-tested", "int")
+NUM_EXAMPLES = "num-examples"  # int: training examples, the weight
+# float: after training, on the client's validation data
+VALIDATION_LOSS = "validation-loss"
+LOSS = "loss"  # float: mean loss on the first test set
+TRAIN_LOSS = "train-loss"  # float
+TRAIN_ACCURACY = "train-accuracy"  # float
+EXAMPLES_PROCESSED = "examples-processed"  # int
+STEPS = "steps"  # int
+DROPPED_BATCHES = "dropped-batches"  # int
+EXAMPLES_TESTED = "examples-tested"  # int
 
 # --- entries of ReplyInfo and the query -----------------------------------------------
-APPLIED = Key.up("fedbn-flwr.hooks-applied", "str, comma list: client hooks applied")
-LOCAL_HOME = Key.up("fedbn-flwr.local-home", "str: folder or memory")
-LOCAL_BEGAN = Key.up(
-    "fedbn-flwr.local-began", "str: the kept state began in this round"
-)
-PARTITION_ID = Key("partition-id", "int", "client, node config", "server, client")
-BATCH_SIZE = Key.up("batch-size", "int: examples of the first batch")
-UNUSABLE = Key.up("unusable", "str: why the node cannot take part")
-REFUSAL = Key.up("refusal", "str: why a mod of the app has refused the query")
-VERSIONS = Key.up(
-    "node-versions", "str: of the node's fedbn-flwr, torch and flwr, over a network"
-)
-PACKS = Key.up(
-    "fedbn-flwr.packs", "int: the form of arrays in one piece that the app reads"
-)
-SYNCHRONISES = Key.down(
-    "fedbn-flwr.synchronises", "bool, in the query: BN layers are synchronised"
-)
+APPLIED = "fedbn-flwr.hooks-applied"  # str, comma list: client hooks applied
+LOCAL_HOME = "fedbn-flwr.local-home"  # str: folder or memory
+LOCAL_BEGAN = "fedbn-flwr.local-began"  # str: the kept state began in this round
+PARTITION_ID = "partition-id"  # int
+BATCH_SIZE = "batch-size"  # int: examples of the first batch
+UNUSABLE = "unusable"  # str: why the node cannot take part
+REFUSAL = "refusal"  # str: why a mod of the app has refused the query
+# str: of the node's fedbn-flwr, torch and flwr, over a network
+VERSIONS = "node-versions"
+PACKS = "fedbn-flwr.packs"  # int: the form of arrays in one piece that the app reads
+# bool, in the query: BN layers are synchronised
+SYNCHRONISES = "fedbn-flwr.synchronises"
 
 # --- config of a node -----------------------------------------------------------------
-NUM_PARTITIONS = Key("num-partitions", "int", "client, node config", "server, client")
-STATE_DIR = Key(
-    "state-dir",
-    "str: absolute folder of the kept state",
-    "node config, run config",
-    "client",
-)
-SITE_NAME = Key(
-    "site-name",
-    "str: name of the site for the log and the results",
-    "client, node config",
-    "server, client",
-)
-DATA_PATH = Key("data-path", "str: the node's own data", "node config", "client")
-REPORT_DATA = Key(
-    "report-data",
-    "bool: whether the server may receive the texts of errors about data",
-    "node config",
-    "client",
-)
-ALLOW_PATHS = Key(
-    "allow-paths",
-    "str, comma list: folders whose paths a run may name",
-    "node config",
-    "client",
-)
-ALLOW_MODULES = Key(
-    "allow-modules",
-    "str, comma list: modules that a run may name",
-    "node config",
-    "client",
-)
+NUM_PARTITIONS = "num-partitions"  # int
+STATE_DIR = "state-dir"  # str: absolute folder of the kept state
+SITE_NAME = "site-name"  # str: name of the site for the log and the results
+DATA_PATH = "data-path"  # str: the node's own data
+# bool: whether the server may receive the texts of errors about data
+REPORT_DATA = "report-data"
+ALLOW_PATHS = "allow-paths"  # str, comma list: folders whose paths a run may name
+ALLOW_MODULES = "allow-modules"  # str, comma list: modules that a run may name
 
 NODE_KEYS = (
     PARTITION_ID,
@@ -284,53 +153,26 @@ NODE_KEYS = (
 """Keys of a node's config that the default app uses."""
 
 # --- Context.state --------------------------------------------------------------------
-KEPT = Key.inside("fedbn-flwr.local", "ArrayRecord: entries that stay with the client")
-KEPT_BY_HOOKS = Key.inside(
-    "fedbn-flwr.rules", "ArrayRecord: HOOK/NAME, entries of client hooks"
-)
-KEPT_ABOUT = Key.inside(
-    "fedbn-flwr.local.about",
-    "ConfigRecord: version, fingerprint, start, round, begun, SHA-256",
-)
-KEPT_BEFORE = Key.inside(
-    "fedbn-flwr.before", "records before/NAME: the kept state before the round"
-)
-INBOX = Key(
-    "fedbn-flwr.inbox",
-    "ArrayRecords inbox/RECORD: further records of the message",
-    "mod",
-    "bn_rules",
-)
-OUTBOX = Key(
-    "fedbn-flwr.outbox",
-    "ConfigRecord, ArrayRecords outbox/RECORD: additions to the reply",
-    "bn_rules",
-    "mod",
-)
-MODEL_SPEC = Key(
-    "fedbn-flwr.whole",
-    "ConfigRecord: names and shapes of the whole model",
-    "mod",
-    "mod",
-)
-STEP_MODEL = Key.inside("fedbn-flwr.step.model", "ArrayRecord: the round's model")
-STEP_ANSWERS = Key.inside(
-    "fedbn-flwr.step.answers", "ArrayRecord: exchanges answered so far"
-)
-STEP_SENT = Key(
-    "fedbn-flwr.step.sent", "ArrayRecord: exchanges sent so far", "mod", "mod"
-)
-STEP_ABOUT = Key.inside("fedbn-flwr.step", "ConfigRecord: round and attempt")
-VERSION = Key.inside("version", "int, in fedbn-flwr.local.about: version of the format")
-FINGERPRINT = Key.inside(
-    "fingerprint", "str, in fedbn-flwr.local.about: fingerprint of the model"
-)
-BEGUN = Key.inside(
-    "begun",
-    "int, in fedbn-flwr.local.about: the round that made the kept state anew, else 0",
-)
-STEP_ATTEMPT = Key.inside("attempt", "int, in fedbn-flwr.step")
-SPEC_SHAPES = Key("frame", "str, JSON, in fedbn-flwr.whole", "mod", "mod")
+KEPT = "fedbn-flwr.local"  # ArrayRecord: entries that stay with the client
+KEPT_BY_HOOKS = "fedbn-flwr.rules"  # ArrayRecord: HOOK/NAME, entries of client hooks
+# ConfigRecord: version, fingerprint, start, round, begun, SHA-256
+KEPT_ABOUT = "fedbn-flwr.local.about"
+# records before/NAME: the kept state before the round
+KEPT_BEFORE = "fedbn-flwr.before"
+INBOX = "fedbn-flwr.inbox"  # ArrayRecords inbox/RECORD: further records of the message
+# ConfigRecord, ArrayRecords outbox/RECORD: additions to the reply
+OUTBOX = "fedbn-flwr.outbox"
+MODEL_SPEC = "fedbn-flwr.whole"  # ConfigRecord: names and shapes of the whole model
+STEP_MODEL = "fedbn-flwr.step.model"  # ArrayRecord: the round's model
+STEP_ANSWERS = "fedbn-flwr.step.answers"  # ArrayRecord: exchanges answered so far
+STEP_SENT = "fedbn-flwr.step.sent"  # ArrayRecord: exchanges sent so far
+STEP_ABOUT = "fedbn-flwr.step"  # ConfigRecord: round and attempt
+VERSION = "version"  # int, in fedbn-flwr.local.about: version of the format
+FINGERPRINT = "fingerprint"  # str, in fedbn-flwr.local.about: fingerprint of the model
+# int, in fedbn-flwr.local.about: the round that made the kept state anew, else 0
+BEGUN = "begun"
+STEP_ATTEMPT = "attempt"  # int, in fedbn-flwr.step
+SPEC_SHAPES = "frame"  # str, JSON, in fedbn-flwr.whole
 
 CLIENT_KEYS = (ARRAY_NAMES, APPLIED, LOCAL_SHA256, LOCAL_HOME, LOCAL_BEGAN)
 """Keys of the client code among a ``NumPyClient``'s metrics, left out of averages."""
@@ -387,7 +229,7 @@ def site_name_of(context: Context) -> str:
 
 def comma_list(config: Mapping[str, Any], key: str) -> tuple[str, ...]:
     """Return the words of the comma list ``key``, or () if the key is missing."""
-    return _words(config.get(key, ""))
+    return tuple(word for word in str(config.get(key, "")).split(",") if word)
 
 
 def merged_config(message: Message) -> dict[str, Any]:
@@ -518,52 +360,21 @@ def named_state(sha256: str) -> str:
     return sha256 or NO_STATE
 
 
-def _state_named(value: object) -> str:
-    return "" if value == NO_STATE else str(value)
-
-
-def _words(text: object) -> tuple[str, ...]:
-    return tuple(word for word in str(text).split(",") if word)
-
-
 @functools.lru_cache(maxsize=64)
-def _from_json(text: object) -> tuple[str, ...]:
+def json_list(text: Hashable) -> tuple[str, ...]:
+    """Return the texts of a JSON list."""
     return tuple(json.loads(str(text)))
 
 
-def _to_json(names: Collection[str]) -> str:
-    return json.dumps(list(names))
-
-
-def _as_it_is(value: Any) -> Any:
-    return value
-
-
-def _entry(
-    key: Key,
-    default: Any,
-    read: Callable[[Any], Any] = _as_it_is,
-    write: Callable[[Any], Any] = _as_it_is,
-) -> Any:
-    """Declare a field of a ``MessageConfig``.
-
-    Args:
-        key: its entry in the message.
-        default: its value if the entry is missing. The default is not sent.
-        read: converts the entry's value to the field's value.
-        write: converts the field's value to the entry's value.
-    """
-    return field(default=default, metadata={"key": key, "read": read, "write": write})
-
-
 @functools.cache
-def _readers(kind: type[MessageConfig]) -> list[tuple[str, Key, Callable[[Any], Any]]]:
-    """Return name, key and reading function of each field declared by ``_entry``."""
+def _entries(kind: type[MessageConfig]) -> list[tuple[str, str, Any]]:
+    """Return name, key and default of each field that is an entry of its own."""
     # The result is cached, because ``fields`` takes longer than reading a config.
     found = []
     for entry in fields(kind):
-        if entry.metadata:
-            found.append((entry.name, entry.metadata["key"], entry.metadata["read"]))
+        if entry.name not in ("server_round", "continuity"):
+            key = PREFIX + entry.name.replace("_", "-")
+            found.append((entry.name, key, entry.default))
     return found
 
 
@@ -571,7 +382,9 @@ def _readers(kind: type[MessageConfig]) -> list[tuple[str, Key, Callable[[Any], 
 class MessageConfig:
     """The config of every message with the model.
 
-    ``read`` restores the values from the entries of ``write``.
+    ``read`` restores the values from the entries of ``write``. The key of a field is
+    ``PREFIX`` with its name. The value is a number or a text; several texts are a JSON
+    list.
 
     Attributes:
         server_round: counted from 1.
@@ -582,8 +395,6 @@ class MessageConfig:
         local_entries: names of the entries that stay with the client.
         layers: paths of the BatchNorm layers that the method treats; () means all.
         personal: names of the local entries that the user has named.
-        head: names of the personal entries that the server, without the model, has
-            identified as the head, without a wrapper's prefix.
         fine_tune: number of training steps of the client before a test.
         local_sha256: hash of the state that the client must restore, "" for no state.
             With None the client decides.
@@ -593,15 +404,15 @@ class MessageConfig:
     """
 
     server_round: int = 1
-    seed: int = _entry(SEED, 0, int)
     continuity: Continuity | None = None
-    start_id: str | None = _entry(START_ID, None)
-    local_entries: tuple[str, ...] = _entry(LOCAL_ENTRIES, (), _from_json, _to_json)
-    layers: tuple[str, ...] = _entry(LAYERS, (), _from_json, _to_json)
-    personal: tuple[str, ...] = _entry(PERSONAL, (), _from_json, _to_json)
-    fine_tune: int = _entry(FINE_TUNE, 0, int)
-    local_sha256: str | None = _entry(LOCAL_SHA256, None, _state_named, named_state)
-    used_sha256: str | None = _entry(USED_SHA256, None, _state_named, named_state)
+    seed: int = 0
+    start_id: str | None = None
+    local_entries: tuple[str, ...] = ()
+    layers: tuple[str, ...] = ()
+    personal: tuple[str, ...] = ()
+    fine_tune: int = 0
+    local_sha256: str | None = None
+    used_sha256: str | None = None
 
     @classmethod
     def read(cls, config: Mapping[str, Any]) -> Self:
@@ -610,23 +421,26 @@ class MessageConfig:
         server_round = round_in(config)
         if server_round is not None:
             values["server_round"] = server_round
-        for name, key, read in _readers(cls):  # type: ignore[arg-type]  # a class is hashable
+        for name, key, default in _entries(cls):  # type: ignore[arg-type]  # a class is hashable
             if key in config:
-                values[name] = read(config[key])
+                value = config[key]
+                if isinstance(default, tuple):
+                    value = json_list(value)
+                values[name] = "" if value == NO_STATE else value
         return cls(**values)
 
     def write(self) -> dict[str, Any]:
-        """Return the entries of a message's config, without unset values."""
+        """Return the entries of a message's config, without values that are not set."""
         entries: dict[str, Any] = {SERVER_ROUND: self.server_round}
-        for entry in fields(self):
-            value = getattr(self, entry.name)
-            if isinstance(value, Continuity):
-                entries |= value.write()
+        if self.continuity:
+            entries |= self.continuity.write()
+        for name, key, default in _entries(type(self)):  # type: ignore[arg-type]
+            value = getattr(self, name)
+            if value == default:
                 continue
-            # If the default is None, 0 and "" are meaningful values.
-            is_set = value is not None if entry.default is None else bool(value)
-            if entry.metadata and is_set:
-                entries[entry.metadata["key"]] = entry.metadata["write"](value)
+            if isinstance(default, tuple):
+                value = json.dumps(list(value))
+            entries[key] = named_state(value) if value == "" else value
         return entries
 
 
@@ -647,21 +461,10 @@ class TrainConfig(MessageConfig):
             it.
     """
 
-    hooks: tuple[str, ...] = _entry(HOOKS, (), _words, ",".join)
-    extras: tuple[str, ...] = _entry(EXTRAS, (), _words, ",".join)
-    frozen: bool = _entry(FROZEN, False, bool)
-    attempt: int | None = _entry(ATTEMPT, None, int)
-
-
-@dataclass(frozen=True, kw_only=True)
-class EvaluateConfig(MessageConfig):
-    """The config of an evaluation message.
-
-    Attributes:
-        test_sets: names of the test sets to use; empty for all.
-    """
-
-    test_sets: tuple[str, ...] = _entry(TEST_SETS, (), _words, ",".join)
+    hooks: tuple[str, ...] = ()
+    extras: tuple[str, ...] = ()
+    frozen: bool = False
+    attempt: int | None = None
 
 
 @dataclass(frozen=True)
@@ -765,37 +568,34 @@ class NodeProperties:
                 if isinstance(value, int) and value >= 0:
                     numbers[key] = value
         info: Mapping[str, Any] = of_kind(reply.content, ConfigRecord).get(INFO, {})
-        return cls(
-            partition_id=numbers.get(PARTITION_ID),
-            num_examples=numbers.get(NUM_EXAMPLES),
-            batch_size=numbers.get(BATCH_SIZE),
-            unusable=str(info.get(UNUSABLE, "")),
-            refusal=str(info.get(REFUSAL, "")),
-            num_partitions=numbers.get(NUM_PARTITIONS),
-            site_name=str(info.get(SITE_NAME, "")),
-            versions=str(info.get(VERSIONS, "")),
-            packs=info.get(PACKS),
-        )
+        values: dict[str, Any] = {"packs": info.get(PACKS)}
+        for name, key in _NUMBERS.items():
+            values[name] = numbers.get(key)
+        for name, key in _TEXTS.items():
+            values[name] = str(info.get(key, ""))
+        return cls(**values)
 
     def write(self) -> dict[str, MetricRecord | ConfigRecord]:
         """Return the records of a reply."""
-        numbers = {
-            PARTITION_ID: self.partition_id,
-            NUM_EXAMPLES: self.num_examples,
-            BATCH_SIZE: self.batch_size,
-            NUM_PARTITIONS: self.num_partitions,
-        }
-        known: dict[str, Any] = {
-            str(key): number for key, number in numbers.items() if number is not None
-        }
+        numbers = {key: getattr(self, name) for name, key in _NUMBERS.items()}
+        known = {key: value for key, value in numbers.items() if value is not None}
         records: dict[str, MetricRecord | ConfigRecord] = {METRICS: MetricRecord(known)}
-        texts = {
-            UNUSABLE: self.unusable,
-            REFUSAL: self.refusal,
-            SITE_NAME: self.site_name,
-            VERSIONS: self.versions,
-        }
-        info: dict[str, Any] = {str(key): text for key, text in texts.items() if text}
+        info = without_empty({key: getattr(self, name) for name, key in _TEXTS.items()})
         if info:
             records[INFO] = ConfigRecord(info)
         return records
+
+
+# The keys of the fields of ``NodeProperties``.
+_NUMBERS = {
+    "partition_id": PARTITION_ID,
+    "num_examples": NUM_EXAMPLES,
+    "batch_size": BATCH_SIZE,
+    "num_partitions": NUM_PARTITIONS,
+}
+_TEXTS = {
+    "unusable": UNUSABLE,
+    "refusal": REFUSAL,
+    "site_name": SITE_NAME,
+    "versions": VERSIONS,
+}

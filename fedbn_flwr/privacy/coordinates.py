@@ -28,11 +28,10 @@ import numpy as np
 from fedbn_flwr.batchnorm.array_types import Array, State
 from fedbn_flwr.batchnorm.parts import Parts, split_state
 from fedbn_flwr.errors import ConfigError
-from fedbn_flwr.messages.protocol import Key
 
 Update = Mapping[str, Array]  # float64, by entry
 
-CLIP = Key.down("fedbn-flwr.dp-clipping-norm", "float: C")
+CLIP = "fedbn-flwr.dp-clipping-norm"  # float: C
 
 STATISTICS_SCALE = 0.1
 """s: a larger s means less noise in BN's running statistics, and more in other entries."""

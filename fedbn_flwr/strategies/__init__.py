@@ -21,8 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from pydantic import create_model
 
 from fedbn_flwr.errors import ConfigError, unknown_name
-from fedbn_flwr.messages.hook_context import HookContext
-from fedbn_flwr.messages.protocol import PREFIX, Key
+from fedbn_flwr.messages.protocol import PREFIX
 from fedbn_flwr.problems import Known, Problem, found_problems, raise_or_warn
 from fedbn_flwr.server.methods.arguments import Combination
 from fedbn_flwr.server.methods.check_combinations import why_not_combined
@@ -38,6 +37,7 @@ from fedbn_flwr.server.methods.phases import ALL, BATCHNORM, TRACKED, Extra, Pha
 from fedbn_flwr.server.strategy import Strategy
 from fedbn_flwr.strategies.fedavg import FedAvgMethod
 from fedbn_flwr.training.client_hook import ClientHook
+from fedbn_flwr.transport.hook_context import HookContext
 
 # A type checker sees the same classes with the arguments of their constructors, which
 # ``make generate`` writes. At run time, ``Strategy`` makes them from the settings.
@@ -91,7 +91,6 @@ __all__ = [
     "FedWon",
     "FedYogi",
     "FixBN",
-    "Key",
     "Known",
     "Method",
     "Phase",

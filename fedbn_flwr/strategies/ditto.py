@@ -46,7 +46,6 @@ from __future__ import annotations
 from torch import nn
 
 from fedbn_flwr.errors import ConfigError
-from fedbn_flwr.messages.hook_context import HookContext
 from fedbn_flwr.problems import Problem
 from fedbn_flwr.server.methods.method import Ask, Facts
 from fedbn_flwr.server.methods.options import AGC, ClipGradients
@@ -63,6 +62,7 @@ from fedbn_flwr.strategies.fedprox import (
 from fedbn_flwr.training.client_hook import OWN_MODEL, ClientHook, Entries, Extras
 from fedbn_flwr.training.copying import copied
 from fedbn_flwr.training.model_state import load_state
+from fedbn_flwr.transport.hook_context import HookContext
 
 
 class DittoParams(FedProxParams):

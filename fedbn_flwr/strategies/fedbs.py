@@ -52,7 +52,7 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from fedbn_flwr.messages.protocol import VALIDATION_LOSS, Key
+from fedbn_flwr.messages.protocol import VALIDATION_LOSS
 from fedbn_flwr.server.methods.method import Ask, Facts, Replies
 from fedbn_flwr.server.methods.params import setting
 from fedbn_flwr.server.methods.phases import Extra, Phase
@@ -123,7 +123,7 @@ class FedBSMethod(FedProxMethod[FedBSParams, FedBSState]):
     def phases(self, num_rounds: int | None = None) -> tuple[Phase, ...]:
         """Return the two phases, with the losses as weights in phase 1."""
         # Both phases ask for the loss: in phase 2 it only appears in the metrics.
-        key = Key.up(self.params.loss_key, "float: F_k")
+        key = self.params.loss_key
         why = "the clients' losses are the weights of the average"
         loss = (Extra(key, "scalar", why, required=True),)
         return (

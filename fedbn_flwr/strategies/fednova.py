@@ -51,7 +51,6 @@ import torch
 from torch import nn
 
 from fedbn_flwr.batchnorm.parts import Part
-from fedbn_flwr.messages.protocol import Key
 from fedbn_flwr.problems import Problem
 from fedbn_flwr.server.averaging import to_shares, weighted_sum
 from fedbn_flwr.server.methods.method import Ask, Facts, Method, Replies
@@ -59,7 +58,7 @@ from fedbn_flwr.server.methods.phases import Extra, Phase
 from fedbn_flwr.server.strategy import Strategy
 from fedbn_flwr.training.client_hook import ClientHook
 
-TAU = Key.up("fednova-tau", "float: tau_i")
+TAU = "fednova-tau"  # float: tau_i
 
 
 class MeasureTau(ClientHook):

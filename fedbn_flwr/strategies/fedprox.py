@@ -39,7 +39,6 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import TypeVar
 
-from fedbn_flwr.messages.protocol import Key
 from fedbn_flwr.problems import Problem
 from fedbn_flwr.server.methods.method import Ask, Facts, Method
 from fedbn_flwr.server.methods.params import Params, setting
@@ -55,7 +54,7 @@ class FedProxParams(Params):
     )
 
 
-PROXIMAL_MU = Key.down("fedbn-flwr.proximal-mu", "float: mu")
+PROXIMAL_MU = "fedbn-flwr.proximal-mu"  # float: mu
 
 
 class ProximalTerm(ClientHook):

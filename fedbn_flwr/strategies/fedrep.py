@@ -45,7 +45,6 @@ from pydantic import field_validator
 from torch import nn
 
 from fedbn_flwr.errors import ConfigError
-from fedbn_flwr.messages.protocol import Key
 from fedbn_flwr.problems import Problem
 from fedbn_flwr.server.methods.method import Ask, Facts, Method
 from fedbn_flwr.server.methods.params import Params, setting
@@ -69,7 +68,7 @@ class FedRepParams(Params):
         return personal or "last-layer"
 
 
-HEAD_STEPS = Key.down("fedbn-flwr.head-steps", "int: tau_h")
+HEAD_STEPS = "fedbn-flwr.head-steps"  # int: tau_h
 
 
 class HeadThenBody(ClientHook):

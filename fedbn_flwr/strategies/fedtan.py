@@ -93,14 +93,14 @@ from torch import nn
 
 from fedbn_flwr.batchnorm.sync import Backward, ExchangeScheme, synchronised
 from fedbn_flwr.errors import DataError
-from fedbn_flwr.messages.hook_context import HookContext
-from fedbn_flwr.messages.protocol import FIRST_BATCH, Key
+from fedbn_flwr.messages.protocol import FIRST_BATCH
 from fedbn_flwr.server.methods.method import Ask, Facts, Method
 from fedbn_flwr.server.methods.params import Params, setting
 from fedbn_flwr.server.methods.phases import Phase
 from fedbn_flwr.server.strategy import Strategy
 from fedbn_flwr.training.client_hook import ClientHook
 from fedbn_flwr.transport import Reducer
+from fedbn_flwr.transport.hook_context import HookContext
 from fedbn_flwr.transport.step_transport import LinkSettings
 
 _CHANNEL = {"fedtan-transport": ("channel",)}
@@ -141,8 +141,8 @@ class FedTANParams(Params):
     )
 
 
-EXCHANGES = Key.down("fedbn-flwr.fedtan-exchanges", "str: 3L+1 or 2L+1")
-BACKWARD = Key.down("fedbn-flwr.fedtan-backward", "str: global or own")
+EXCHANGES = "fedbn-flwr.fedtan-exchanges"  # str: 3L+1 or 2L+1
+BACKWARD = "fedbn-flwr.fedtan-backward"  # str: global or own
 
 
 class SynchroniseFirstStep(ClientHook):

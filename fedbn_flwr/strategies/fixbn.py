@@ -78,7 +78,6 @@ from torch import Tensor, nn
 from fedbn_flwr.batchnorm.layers import batchnorm_layers
 from fedbn_flwr.batchnorm.parts import split_state
 from fedbn_flwr.errors import NothingTrainedError
-from fedbn_flwr.messages.protocol import Key
 from fedbn_flwr.problems import Problem
 from fedbn_flwr.server.methods.method import Ask, Facts, Method, Replies
 from fedbn_flwr.server.methods.params import Params, setting
@@ -140,8 +139,8 @@ class FixBNParams(WindowParams):
     freeze_affine: bool = setting(False, "freeze gamma and beta as well (Table H)")
 
 
-DELTA = Key.up("statistics-delta", "float: delta_m")
-FREEZE_AFFINE = Key.down("fedbn-flwr.freeze-affine", "bool: gamma and beta")
+DELTA = "statistics-delta"  # float: delta_m
+FREEZE_AFFINE = "fedbn-flwr.freeze-affine"  # bool: gamma and beta
 
 
 # --- the clients ----------------------------------------------------------------------

@@ -70,7 +70,6 @@ from typing_extensions import TypeVar
 
 from fedbn_flwr.batchnorm.parts import Part
 from fedbn_flwr.errors import ConfigError
-from fedbn_flwr.messages.protocol import Key
 from fedbn_flwr.problems import Problem
 from fedbn_flwr.server.averaging import weighted_sum, wide_type
 from fedbn_flwr.server.methods.method import (
@@ -99,7 +98,7 @@ _NEEDS_SGD = (
     " * eta, and these are mean gradients only under SGD"
 )
 
-VARIATES = Key.both("variates", "ArrayRecord: c down, dc_i up")
+VARIATES = "variates"  # ArrayRecord: c down, dc_i up
 
 
 P = TypeVar("P", bound=ScaffoldParams, default=ScaffoldParams)

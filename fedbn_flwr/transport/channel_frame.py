@@ -33,8 +33,8 @@ class _Header(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
-    # The dtype int64 is for masked tensors, and None for no tensor.
-    dtype: Literal["float32", "float64", "int64"] | None = None
+    # None means that no tensor follows.
+    dtype: Literal["float32", "float64"] | None = None
     shape: Annotated[tuple[_Size, ...], Field(min_length=1, max_length=2)] | None = None
 
 

@@ -40,23 +40,19 @@ class Pauses(NamedTuple):
         shortest: smallest length in seconds.
         longest: largest length in seconds.
         since_sent: whether the share applies to the time since the messages were sent.
-        first: length of the pause before the first poll, in seconds.
     """
 
     share: float
     shortest: float
     longest: float
     since_sent: bool = False
-    first: float = 0.0
 
 
 _PAUSES = Pauses(0.5, 0.002, 0.25)
 # Over a network, a poll is a request and a write to the SuperLink's database, and a
 # reply takes seconds.
-_PAUSES_OVER_NETWORK = Pauses(1 / 16, 0.1, 5.0, since_sent=True, first=0.1)
+_PAUSES_OVER_NETWORK = Pauses(1 / 16, 0.1, 5.0, since_sent=True)
 _LOADING = 20.0  # most seconds until a simulation has loaded its app
-# Time of the first poll, as a share of the quickest reply to messages of its type.
-_FIRST_POLL = 0.75
 
 
 @runtime_checkable
@@ -160,8 +156,7 @@ class PollingGrid(ImmediateGrid):
     over a network. Its error reply for a lost node does not have the id of the node.
     This grid finds the sender by ``reply_to_message_id``. In simulation, it polls after
     2 ms, then with longer pauses up to 0.25 s. Over a network, a pause is a sixteenth
-    of the time since the messages were sent, within 0.1 to 5 s. The first poll comes
-    after three quarters of the time of the quickest reply to such messages so far.
+    of the time since the messages were sent, within 0.1 to 5 s.
 
     Messages to the nodes of ``pack_for``, and their replies, are sent with their arrays
     in one piece. If the arrays of a reply do not fit their manifest, it becomes an
@@ -181,8 +176,6 @@ class PollingGrid(ImmediateGrid):
         self._names: dict[int, object] = {}
         self._packs = is_network_grid(grid) if packs is None else packs
         self._packing: set[int] = set()
-        # Seconds until the first reply without an error, for each type of message.
-        self._quickest: dict[str, float] = {}
         retry_http_500(grid)
 
     def set_run(self, run: Run) -> None:
@@ -277,25 +270,15 @@ class PollingGrid(ImmediateGrid):
         timeout also ends the wait, and the log names the nodes without a reply. None
         means no timeout.
         """
-        network = over_network(self)
-        messages = list(messages)
         # In simulation, nodes are always available, so the log need not name them.
         pauses, notice = _PAUSES, math.inf
-        if network:
-            pauses, notice = self._pauses(messages), _FIRST_NOTICE
+        if over_network(self):
+            pauses, notice = _PAUSES_OVER_NETWORK, _FIRST_NOTICE
         limit = math.inf if timeout is None else timeout
 
         replies = []
-        for arrived, waiting, seconds in polls(self, messages, pauses, limit):
+        for arrived, waiting, seconds in polls(self, list(messages), pauses, limit):
             replies += arrived
-            # Leave out error replies, because they arrive quickly and do not show how
-            # long the work takes.
-            for reply in arrived:
-                if network and reply.has_content():
-                    kind = reply.metadata.message_type
-                    quickest = self._quickest.get(kind, seconds)
-                    self._quickest[kind] = min(seconds, quickest)
-
             # End if there are enough replies or the time is up.
             if not waiting or enough(replies):
                 break
@@ -318,15 +301,6 @@ class PollingGrid(ImmediateGrid):
                     self._listed(waiting.values()),
                 )
         return replies
-
-    def _pauses(self, messages: Sequence[Message]) -> Pauses:
-        """Return the pauses over a network in a wait for replies to these messages."""
-        kinds = {message.metadata.message_type for message in messages}
-        # Use 0 for a type of message that has no reply so far, because it may be the
-        # quickest type.
-        quickest = min((self._quickest.get(kind, 0.0) for kind in kinds), default=0.0)
-        first = max(_PAUSES_OVER_NETWORK.first, _FIRST_POLL * quickest)
-        return _PAUSES_OVER_NETWORK._replace(first=first)
 
     def _listed(self, node_ids: Iterable[int]) -> str:
         return ", ".join(
@@ -357,7 +331,7 @@ def polls(
     sleep = grid.pause if isinstance(grid, ImmediateGrid) else time.sleep
     waiting = _push(grid, messages)
     begun = latest = time.monotonic()
-    pause = pauses.first
+    pause = pauses.shortest
     while waiting:
         sleep(max(min(pause, begun + timeout - time.monotonic()), 0))
         # Take the time before the pull, because the pull is not part of the wait.

@@ -25,7 +25,7 @@ It gets the replies by node id and the seconds so far.
 
 _PAUSES = Pauses(0.02, 0.001, 0.1)  # a step has many exchanges of a few milliseconds
 # Do not pause long, because the other clients learn of a failed client only at a poll.
-_PAUSES_OVER_NETWORK = Pauses(1 / 16, 0.1, 1.0, since_sent=True, first=0.1)
+_PAUSES_OVER_NETWORK = Pauses(1 / 16, 0.1, 1.0, since_sent=True)
 
 
 @dataclass(frozen=True)

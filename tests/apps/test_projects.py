@@ -19,9 +19,9 @@ import torch
 from flwr.app import Context, RecordDict
 from torch.utils.data import DataLoader, TensorDataset
 
+from apps.flower_processes import flower_run
 from fedbn_flwr.client import TorchClient
 from fedbn_flwr.engines import InProcessGrid
-from fedbn_flwr.engines.flower_run import flower_run
 from fedbn_flwr.messages.protocol import MessageConfig
 from fedbn_flwr.messages.records import from_record
 from fedbn_flwr.strategies import FedBN, FedTAN, FixBN, Strategy

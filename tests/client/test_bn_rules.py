@@ -35,7 +35,7 @@ from fedbn_flwr.training import ClientHook
 from tests.support.strange_layers import Checkpointed, settings_of
 from tests.support.user_loops import SIZES, hooked_loop, loop_without_step
 
-PROXIMAL = {"fedbn-flwr.hooks": "proximal", "fedbn-flwr.proximal-mu": 5.0}
+PROXIMAL = {"fedbn-flwr.hooks": '["proximal"]', "fedbn-flwr.proximal-mu": 5.0}
 
 
 def test_an_optimizer_of_a_copy_is_refused() -> None:
@@ -114,7 +114,7 @@ def test_the_automatic_round_of_fixbn_refuses_a_state_that_is_loaded_inside_the_
     received = {name: entry + 1 for name, entry in model.state_dict().items()}
 
     def train() -> dict[str, Any]:
-        with bn_rules(model, {"fedbn-flwr.hooks": "report-drift"}) as rules:
+        with bn_rules(model, {"fedbn-flwr.hooks": '["report-drift"]'}) as rules:
             if inside:
                 model.load_state_dict(received)
             for _ in range(2):
@@ -208,7 +208,7 @@ def test_a_model_that_moves_inside_the_block_is_refused(after_wrap: bool) -> Non
 
     with pytest.raises(ConfigError, match=r"was on cpu .* is on meta now"):
         move(PROXIMAL)
-    move({"fedbn-flwr.hooks": "agc", "fedbn-flwr.agc": 0.1})  # it stores nothing
+    move({"fedbn-flwr.hooks": '["agc"]', "fedbn-flwr.agc": 0.1})  # it stores nothing
 
 
 def test_a_block_for_each_epoch_is_refused(run_app, user_app) -> None:
@@ -270,7 +270,7 @@ def test_hooks_that_send_arrays_need_message_and_context(mlp) -> None:
             r" bn_rules\(model, msg"
         ),
     ):
-        bn_rules(mlp(), {"fedbn-flwr.hooks": "variates"}).__enter__()
+        bn_rules(mlp(), {"fedbn-flwr.hooks": '["variates"]'}).__enter__()
 
 
 @pytest.mark.parametrize(

@@ -18,8 +18,8 @@ from flwr.client import NumPyClient
 from flwr.clientapp import ClientApp
 from flwr.common import FitIns, GetPropertiesIns, ndarrays_to_parameters
 
+from apps.flower_processes import free_port
 from fedbn_flwr import TorchClient, to_client_fn, to_legacy
-from fedbn_flwr.engines.flower_run import free_port
 from fedbn_flwr.errors import ConfigError, NormLayerError
 from fedbn_flwr.messages.records import to_record
 from fedbn_flwr.mods import bn_mod

@@ -1,10 +1,7 @@
-"""The protocol is one module; keys are declared once and have a type."""
+"""Configs and answers come back as they were written."""
 
 from __future__ import annotations
 
-import copy
-import importlib
-import pickle
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,11 +11,8 @@ from flwr.app import ConfigRecord, Message, MessageType, MetricRecord, RecordDic
 
 import fedbn_flwr
 from fedbn_flwr.engines import InProcessGrid
-from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.protocol import (
     Continuity,
-    EvaluateConfig,
-    Key,
     MessageConfig,
     NodeProperties,
     ReplyInfo,
@@ -26,64 +20,6 @@ from fedbn_flwr.messages.protocol import (
 )
 
 PACKAGE = Path(fedbn_flwr.__file__).parent
-
-
-def declared() -> list[Key]:
-    """Return the key objects of the protocol, methods and options, each once."""
-    found = {
-        id(value): value for value in vars(protocol).values() if isinstance(value, Key)
-    }
-    for folder in ("strategies", "server"):
-        for path in sorted((PACKAGE / folder).rglob("*.py")):
-            parts = path.relative_to(PACKAGE).with_suffix("").parts
-            module = importlib.import_module(".".join(("fedbn_flwr", *parts)))
-            for value in vars(module).values():
-                if isinstance(value, Key):
-                    found[id(value)] = value
-    return list(found.values())
-
-
-KEYS = declared()
-
-
-def test_a_key_is_declared_once() -> None:
-    assert len(KEYS) == len(set(KEYS))
-
-
-def test_every_key_without_a_prefix_has_a_row_in_the_table() -> None:
-    text = (PACKAGE.parent / "docs/reference/python.md").read_text()
-    page = text.partition("<!-- keys -->")[2].partition("<!-- /keys -->")[0]
-    rows = [
-        line.split("|")[1].strip(" `")
-        for line in page.splitlines()
-        if line.startswith("| `")
-    ]
-    internal = f", in {protocol.PREFIX}"  # inside an internal record
-    assert sorted(rows) == sorted(
-        key
-        for key in KEYS
-        if not key.startswith(protocol.PREFIX) and internal not in key.kind
-    )
-
-
-def test_keys_added_to_a_users_config_have_the_prefix() -> None:
-    # the key of Flower and the key of the caller
-    not_added = {"server-round", "test-sets"}
-    scalars = [
-        key for key in KEYS if "Record" not in key.kind and "message" not in key.kind
-    ]
-    added = [
-        key for key in scalars if "server" in key.writer and "client" in key.reader
-    ]
-    assert added
-    assert {key for key in added if not key.startswith(protocol.PREFIX)} == not_added
-
-
-def test_a_copy_of_a_key_is_a_plain_name() -> None:
-    key = protocol.SERVER_ROUND
-    for copied in (copy.deepcopy(key), pickle.loads(pickle.dumps(key))):
-        assert copied == key
-        assert type(copied) is str
 
 
 @pytest.mark.parametrize(
@@ -99,7 +35,9 @@ def test_a_copy_of_a_key_is_a_plain_name() -> None:
         TrainConfig(
             server_round=2, hooks=("a", "b"), continuity=Continuity("s", "r", (1, 2))
         ),
-        EvaluateConfig(local_sha256="0" * 64, test_sets=("own", "global")),
+        TrainConfig(
+            local_sha256="0" * 64, seed=3, frozen=True, attempt=0, extras=("a,b",)
+        ),
     ],
 )
 def test_a_config_comes_back(config: MessageConfig) -> None:

@@ -13,7 +13,6 @@ from flwr.app import Message, MessageType, MetricRecord, RecordDict
 from fedbn_flwr.batchnorm.array_types import Array
 from fedbn_flwr.batchnorm.parts import Part, split_state
 from fedbn_flwr.compat.flower import identify_process
-from fedbn_flwr.messages.protocol import Key
 from fedbn_flwr.messages.records import encode, to_record
 from fedbn_flwr.server.averaging import average
 from fedbn_flwr.server.methods.method import Facts, Node
@@ -28,7 +27,7 @@ STATE: dict[str, Array] = {
     "bn.num_batches_tracked": np.asarray(3),
 }
 SIZE = sum(array.nbytes for array in STATE.values())
-MORE = Extra(Key("more", "ArrayRecord", "client", "server"), "trainable", "")
+MORE = Extra("more", "trainable", "")
 PHASE = Phase(local=frozenset({Part.COUNTERS}), extras=(MORE,))
 TERMS = Terms(
     strategy="fedavg",

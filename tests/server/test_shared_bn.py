@@ -57,7 +57,7 @@ def test_an_average_that_no_client_shared_is_named(
 ) -> None:
     class Reserved(TorchClient):
         def fit(self, parameters, config):
-            return super().fit(parameters, {**config, "fedbn-flwr.hooks": ""})
+            return super().fit(parameters, {**config, "fedbn-flwr.hooks": "[]"})
 
     run = federate(FedBN(eval_on=AVERAGED), mlp, datasets, rounds=2, client=Reserved)
     start = mlp().state_dict()["1.running_mean"].numpy()

@@ -77,7 +77,11 @@ Absent = Mapping[int, Collection[int]]
 """The partitions that the server does not see, by round."""
 
 # The start, the state that a resumed run expects, and the name of a barrier.
-VOLATILE = ("fedbn-flwr.start", "fedbn-flwr.local-sha256", "fedbn-flwr.fedtan-barrier")
+VOLATILE = (
+    "fedbn-flwr.start-id",
+    "fedbn-flwr.local-sha256",
+    "fedbn-flwr.fedtan-barrier",
+)
 ALONE = {"min_available_nodes": 1, "min_train_nodes": 1, "min_evaluate_nodes": 1}
 
 

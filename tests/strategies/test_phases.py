@@ -6,7 +6,6 @@ import pytest
 
 from fedbn_flwr.batchnorm.parts import Part
 from fedbn_flwr.errors import ConfigError
-from fedbn_flwr.messages.protocol import Key
 from fedbn_flwr.messages.records import to_record
 from fedbn_flwr.server.methods.check_protections import disclosures
 from fedbn_flwr.server.methods.method import Ask, Method, reads_undeclared
@@ -26,8 +25,8 @@ from fedbn_flwr.transport.step_transport import LinkSettings
 
 def test_beside_a_method_of_which_nothing_travels_all_of_a_method_travels() -> None:
     moments, metric = (
-        Key("moments", "", "client", "server"),
-        Key("metric", "", "client", "server"),
+        "moments",
+        "metric",
     )
     one = Phase(
         local=frozenset({Part.AFFINE}),
@@ -68,7 +67,7 @@ def methods_of(*phases: Phase) -> Methods:
 
 
 def metric_that(read: Any) -> Phase:
-    key = Key("metric", "", "client", "server")
+    key = "metric"
     return Phase(extras=(Extra(key, "scalar", "a metric", read=read),))
 
 
@@ -141,7 +140,7 @@ class OnlyUp(Method):
         ]
 
 
-SENT = Key("tests.sent", "ArrayRecord: what is sent", "client", "server")
+SENT = "tests.sent"
 
 
 def test_a_record_that_only_clients_send_is_asked_for_counted_once_and_refused_by_privacy(

@@ -10,8 +10,6 @@ from torch import Tensor, nn
 
 from fedbn_flwr import strategies
 from fedbn_flwr.errors import ConfigError
-from fedbn_flwr.messages.hook_context import HookContext
-from fedbn_flwr.messages.protocol import Key
 from fedbn_flwr.mods import bn_rules
 from fedbn_flwr.server.methods.method import Ask
 from fedbn_flwr.server.methods.params import setting
@@ -27,8 +25,9 @@ from fedbn_flwr.strategies import (
 )
 from fedbn_flwr.strategies.fedbn import FedBNMethod
 from fedbn_flwr.training.client_hook import ClientHook
+from fedbn_flwr.transport.hook_context import HookContext
 
-STRENGTH = Key("tests.strength", "float: lambda", "server", "client")
+STRENGTH = "tests.strength"
 SMALL = 0.3
 
 
@@ -96,7 +95,7 @@ def test_bn_rules_applies_a_registered_hook(mlp) -> None:
     model = mlp()
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     with bn_rules(
-        model, {"fedbn-flwr.hooks": "small-gammas", STRENGTH: SMALL}
+        model, {"fedbn-flwr.hooks": '["small-gammas"]', STRENGTH: SMALL}
     ) as rules:
         rules.wrap(torch.optim.SGD(model.parameters(), 1.0)).step()
     moved = {

@@ -158,18 +158,15 @@ class Clock:
         self.now += seconds
 
 
-def test_in_simulation_polling_starts_at_once(monkeypatch) -> None:
+def test_in_simulation_polling_starts_soon(monkeypatch) -> None:
     clock = Clock(monkeypatch, network=False)
     list(PollingGrid(SlowGrid(polls=3)).send_and_receive(messages(4)))
-    assert clock.pauses == [0, 0.002, 0.002]
+    assert clock.pauses == [0.002] * 3
 
 
 @pytest.mark.parametrize("takes", [0.05, 1.0, 7.0, 40.0, 3600.0])
 def test_over_a_network_few_polls_find_a_reply_soon(takes: float, monkeypatch) -> None:
-    """Replies that are as quick as before cost only a few polls each.
-
-    The delay is a sixteenth of the time since sending, within 0.1 s and 5 s.
-    """
+    """The delay is a sixteenth of the time since sending, within 0.1 s and 5 s."""
     clock = Clock(monkeypatch, network=True)
 
     class Timed(SlowGrid):
@@ -186,45 +183,17 @@ def test_over_a_network_few_polls_find_a_reply_soon(takes: float, monkeypatch) -
             return replies
 
     inner = Timed(polls=0)
-    grid, came, counts, pulls = PollingGrid(inner), list[float](), [], takes / 100
+    grid, came, pulls = PollingGrid(inner), list[float](), takes / 100
     for scale in (1.0, 1.1, 0.9, 0.5, 2.0):
         due, sent = {4: takes * scale, 5: 1.2 * takes * scale}, clock.now
-        quickest = min(came, default=0.0)
         inner.asked.clear()
         assert len(list(grid.send_and_receive(messages(4, 5)))) == 2
         last, found = max(due.values()), came[-1]
-        assert (
-            last
-            <= found
-            <= max(
-                last + pulls + max(0.1, min(5.0, (last + pulls) / 16)), 0.75 * quickest
-            )
-            + 1e-6
-        )
+        delay = max(0.1, min(5.0, (last + pulls) / 16))
+        assert last <= found <= last + pulls + delay + 1e-6
         assert len(inner.asked[-1]) <= len(inner.asked[0]), "only outstanding messages"
-        counts.append(len(inner.asked))
-    # From the first poll to the last reply the time grows by the factor 1.1 * 1.2 /
-    # 0.75, and at each poll by a sixteenth.
-    assert max(counts[1:3]) <= max(9.4, 0.57 * takes / 5) + 2
-
-
-def test_an_error_that_comes_at_once_tells_nothing_of_how_long_the_work_takes(
-    monkeypatch,
-) -> None:
-    clock = Clock(monkeypatch, network=True)
-
-    class Late(SlowGrid):
-        def pull_messages(self, message_ids):
-            self.silent = {5} if clock.now < sent + 8 else set()
-            return super().pull_messages(message_ids)
-
-    grid, first_pauses = PollingGrid(Late(polls=0, lost={4})), []
-    for _ in range(2):
-        sent, before = clock.now, len(clock.pauses)
-        assert len(list(grid.send_and_receive(messages(4, 5)))) == 2
-        first_pauses.append(clock.pauses[before])
-    assert first_pauses[0] < 1
-    assert first_pauses[1] >= 0.75 * 8
+        # 16 polls within 1.6 s, then a sixteenth more at each poll, up to 80 s
+        assert len(inner.asked) <= 85 + last / 5
 
 
 def test_a_reply_to_another_message_is_left_out_and_named(caplog) -> None:

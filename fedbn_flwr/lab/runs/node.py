@@ -124,12 +124,6 @@ class RunClients:
         model, config = copied(checked.model), checked.config
         return cls(config, lambda: on_device(copied(model), config))
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle only the config, since a new process builds the model itself."""
-        # Pickle the config instead of the model, because the model may need a user's
-        # module that must be imported first.
-        return _run_clients, (tuple(self._config.to_mapping().items()),)
-
     def client(self, context: Context) -> TorchClient:
         """Return a node's client, see ``client_fn``."""
         config = self._config

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from fedbn_flwr.client import client_app
@@ -23,7 +24,6 @@ from fedbn_flwr.lab.runs.check_start import (
 )
 from fedbn_flwr.lab.runs.node import RunClients
 from fedbn_flwr.lab.runs.serve import serve
-from fedbn_flwr.lab.setup import pick_device
 from fedbn_flwr.machine import num_cores
 from fedbn_flwr.training.settings import share_of
 
@@ -83,15 +83,14 @@ def _keeps_files(config: Config) -> bool:
 def default_workers(checked: CheckedConfig) -> int:
     """Return the number of worker processes that makes the run fastest.
 
-    It is the number of cores divided by ``torch-threads``, but at most one for each
-    client of a round. It is 0 on a GPU, for a small run, and if it would be 1.
+    It is the number of cores, but at most one for each client of a round. It is 0 with
+    several torch threads, with a GPU, for a small run, and if it would be 1.
     """
     config = checked.config
-    cores = num_cores() // config.torch_threads
     clients = max(1, share_of(config.fraction_train, config.num_clients))
-    workers = min(cores, clients)
-    # On a GPU, use one process, because its clients share the GPU.
-    if workers < 2 or pick_device(config.device).type == "cuda":
+    workers = min(num_cores(), clients)
+    # Worker processes are forks, which can use neither CUDA nor several threads.
+    if workers < 2 or config.torch_threads > 1 or torch.cuda.is_available():
         return 0
     # Use no worker processes for a small run, because it ends before processes have
     # started.

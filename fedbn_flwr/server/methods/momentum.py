@@ -35,12 +35,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from fedbn_flwr.messages.protocol import Key
 from fedbn_flwr.training.client_hook import ClientHook, Entries, Extras
 from fedbn_flwr.training.optimizer_hooks import parameters_of
 
-MOMENTUM = Key.both("momentum", "ArrayRecord: SGD's buffers")
-SCOPE = Key.down("fedbn-flwr.momentum-scope", "str")
+MOMENTUM = "momentum"  # ArrayRecord: SGD's buffers
+SCOPE = "fedbn-flwr.momentum-scope"  # str
 Scope = Literal["none", "local", "global"]
 
 

@@ -13,7 +13,6 @@ from torch import nn
 from typing_extensions import TypeVar
 
 from fedbn_flwr.batchnorm.parts import Part
-from fedbn_flwr.messages.protocol import Key
 from fedbn_flwr.problems import Problem
 from fedbn_flwr.server.averaging import to_shares
 from fedbn_flwr.server.methods.method import (
@@ -34,7 +33,7 @@ from fedbn_flwr.server.methods.shared_bn import SHARED_BN, ShareBN
 from fedbn_flwr.training.client_hook import ClientHook
 from fedbn_flwr.training.gradient_clipping import clip_gradients, exclude_head
 
-AGC = Key.down("fedbn-flwr.agc", "float: lambda")
+AGC = "fedbn-flwr.agc"  # float: lambda
 
 S = TypeVar("S", default=None)
 

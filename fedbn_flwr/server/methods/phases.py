@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 from fedbn_flwr.batchnorm.parts import Part
-from fedbn_flwr.messages.protocol import Key
 from fedbn_flwr.transport.step_transport import LinkSettings
 
 __all__ = [
@@ -52,7 +51,7 @@ class Extra:
             method.
     """
 
-    key: Key
+    key: str
     size: Literal["trainable", "local", "scalar"]
     why: str
     down: bool = False

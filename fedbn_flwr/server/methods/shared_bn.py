@@ -30,12 +30,11 @@ from torch import nn
 
 from fedbn_flwr.batchnorm.array_types import State
 from fedbn_flwr.batchnorm.parts import Parts
-from fedbn_flwr.messages.protocol import Key
 from fedbn_flwr.server.averaging import Variance, average
 from fedbn_flwr.training.client_hook import ClientHook, Extras
 
 # The name of this record is also the name of the test in eval-on.
-SHARED_BN = Key.up("averaged-bn", "ArrayRecord: a client's BN parts")
+SHARED_BN = "averaged-bn"  # ArrayRecord: a client's BN parts
 
 
 class ShareBN(ClientHook):

@@ -14,7 +14,7 @@ import pytest
 import yaml
 from flwr.common.config import parse_config_args
 
-from fedbn_flwr.engines.flower_run import toml_pairs
+from apps.flower_processes import toml_pairs
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.lab.config import Config, learning_rate_of
 from fedbn_flwr.lab.config.fields import config_fields

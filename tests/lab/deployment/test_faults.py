@@ -21,9 +21,9 @@ from typing import Any
 
 import pytest
 
+from apps.flower_processes import running
 from apps.local_federation import LocalFederation
 from fedbn_flwr.checked_file import read_checked
-from fedbn_flwr.engines.flower_run import running
 from fedbn_flwr.errors import EngineError
 from fedbn_flwr.lab.deployment.certificates import add_node, renew
 from tests.support.network import settings_for

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from apps.flower_processes import Process, running
 from apps.local_federation import LocalFederation
-from fedbn_flwr.engines.flower_run import Process, running
 from fedbn_flwr.lab.deployment import make_certificates
 from tests.support.network import channel_port
 

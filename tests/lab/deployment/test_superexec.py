@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from fedbn_flwr.engines.flower_run import running
+from apps.flower_processes import running
 
 SUPERNODE = Path(__file__).parents[3] / "docker/flower-supernode"
 SUPEREXEC = Path(__file__).parents[3] / "docker/superexec.py"

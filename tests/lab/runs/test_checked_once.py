@@ -5,7 +5,6 @@ Both precede the first step.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -149,15 +148,3 @@ def about(model: nn.Module) -> list[Any]:
     ]
     assert any(isinstance(module, _BatchNorm) for module in model.modules())
     return [*modules, *parameters]
-
-
-def test_a_new_process_gets_the_config_and_no_weights() -> None:
-    import cloudpickle
-
-    checked = checked_config(
-        Config.make({**SMALL, "model": "resnet20", "dataset": "cifar10"})
-    )
-    clients: Callable[..., Any] = RunClients.of(checked).client
-    assert len(cloudpickle.dumps(clients)) < 20_000
-    there = cloudpickle.loads(cloudpickle.dumps(clients)).__self__
-    assert there._config == checked.config

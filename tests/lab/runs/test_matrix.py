@@ -16,7 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from fedbn_flwr.engines.flower_run import flower_run
+from apps.flower_processes import flower_run
 from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.runs.run import preflight, run
 from fedbn_flwr.strategies import STRATEGIES

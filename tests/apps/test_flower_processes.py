@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from fedbn_flwr.engines import flower_run as module
-from fedbn_flwr.engines.flower_run import flower_run
+from apps import flower_processes as module
+from apps.flower_processes import flower_run
 from fedbn_flwr.errors import EngineError
 
 

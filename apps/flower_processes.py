@@ -1,4 +1,4 @@
-"""``flwr run`` as a function, with a simulation SuperLink for one run.
+"""Flower's processes, and ``flwr run`` as a function with its own SuperLink.
 
 A failed run raises an error. In contrast, Flower's own command leaves its SuperLink
 running, writes to the user's Flower home, and exits with 0 even if the ServerApp raised
@@ -16,6 +16,7 @@ import socket
 import ssl
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.error
 import urllib.request
@@ -24,21 +25,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from fedbn_flwr.engines.own_folder import own_folder
 from fedbn_flwr.errors import EngineError
-
-__all__ = [
-    "BIN",
-    "Process",
-    "Scalar",
-    "flower_environment",
-    "flower_run",
-    "flower_runs",
-    "free_port",
-    "running",
-    "stream",
-    "toml_pairs",
-]
 
 BIN = Path(sys.executable).parent
 _START_SECONDS = 90.0
@@ -258,7 +245,11 @@ def flower_run(
         EngineError: the SuperLink did not start, Flower refused the app or a setting,
             or the run did not complete. The message shows the last lines of the log.
     """
-    with own_folder() as home, _superlink(Path(home)) as env:
+    # Ray may still write to the folder at its end.
+    folder = tempfile.TemporaryDirectory(
+        prefix="fedbn-flwr-", ignore_cleanup_errors=True
+    )
+    with folder as home, _superlink(Path(home)) as env:
         # Run the command to its end on the SuperLink in the home's config.
         command = [str(BIN / "flwr"), "run", str(app), "private", "--stream"]
         if run_config:
