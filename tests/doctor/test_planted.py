@@ -176,7 +176,8 @@ def unmoved(momentum: float) -> Callable[[Ground], Diagnosis]:
         norm.running_mean.zero_()
         norm.running_var.fill_(1.0)
         assert ids(diagnose_state(model.state_dict())) == ["unmoved-statistics"]
-        clients = torch.arange(800).chunk(4)
+        # In their order, the digits of other people have other shapes.
+        clients = torch.randperm(800).chunk(4)
         return diagnose(
             model, [[(inputs[own], ground.targets[own])] for own in clients]
         )
@@ -524,8 +525,8 @@ def test_a_layer_that_is_held_in_eval_mode_is_not_accused(
     assert eval_layers(model) == [str(index) for index in held]
     found = diagnose(model, ground.by_class(batch_size=2))
     assert ids(found)[:2] == (["small-batch", "label-skew"] if held == (1,) else [])
-    assert all(finding.numbers["layer"] == "4" for finding in found.findings[:2])
-    assert ("shift" in found.measures) == (held == (1,))
+    assert all(finding.numbers["layer"] == "4" for finding in found.findings[:1])
+    assert ("sites" in found.measures) == (held == (1,))
 
 
 # Some parts cannot be measured.
@@ -606,7 +607,7 @@ NOT_MEASURED: Mapping[str, tuple[Callable[[Ground], Diagnosis], list[str]]] = {
     "one test": (one_test, ["mismatch of training and test"]),
     "a wrong width": (
         lambda ground: layered(ground, width=60),
-        ["statistics of the batches", "differences", "mismatch"],
+        ["statistics of the batches", "mismatch"],
     ),
     "no BatchNorm": (
         lambda ground: diagnose(nn.Sequential(nn.Linear(64, 10)), ground.equal()),
@@ -636,31 +637,10 @@ def test_a_measurement_that_fails_leaves_the_others(name: str, ground: Ground) -
         assert line.startswith(start)
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
-@pytest.mark.parametrize("whole", [True, False])
-def test_a_scripted_model_is_measured_where_its_layers_can_be_seen(
-    whole: bool, ground: Ground
-) -> None:
-    model = ground.model
-    model[4].running_var[0] = -1
-    if whole:
-        model = torch.jit.script(model)
-    else:
-        model[1] = torch.jit.script(model[1])
-    found = diagnose(model, ground.by_class())
-    assert {*ids(found)} >= {"unusable-statistics", *([] if whole else ["label-skew"])}
-    assert ("label-skew" in ids(found)) != whole
-    assert (
-        f"checks that need data, in {'1, 4' if whole else '1'}:"
-        in found.not_measured[0]
-    )
-
-
 # Loaders, answers and states.
 
 
 LAZY = nn.Sequential(nn.Linear(64, 8), nn.LazyBatchNorm1d(), nn.Linear(8, 10))
-RAGGED = [(torch.zeros(2, n), torch.zeros(2, dtype=torch.int64)) for n in (3, 4)]
 REFUSED: Mapping[str, tuple[Callable[[Ground], object], type[Exception], str]] = {
     "a state of another model": (
         lambda ground: diagnose(
@@ -680,7 +660,7 @@ REFUSED: Mapping[str, tuple[Callable[[Ground], object], type[Exception], str]] =
     ),
     "no examples wanted": (
         lambda ground: diagnose(ground.model, ground.equal(), max_examples=0),
-        *(ConfigError, "max_examples=0"),
+        *(ConfigError, "client_loaders"),
     ),
     "one loader": (
         lambda ground: diagnose(ground.model, ground.equal()[0]),
@@ -692,11 +672,6 @@ REFUSED: Mapping[str, tuple[Callable[[Ground], object], type[Exception], str]] =
             ground.model, ground.equal(), test_loaders=[*ground.equal()[0]]
         ),
         *(DataError, "a list with one loader"),
-    ),
-    "several shapes": (
-        lambda ground: diagnose(ground.model, [RAGGED]),
-        DataError,
-        "client 0",
     ),
     "an unknown name": (
         lambda ground: diagnose_state(
