@@ -51,7 +51,7 @@ BUDGETS = {
     "tests/batchnorm": 16_580,
     "tests/client": 26_029,
     "tests/compat": 4_828,
-    "tests/doctor": 5_930,
+    "tests/doctor": 6_050,
     "tests/engines": 9_068,
     "tests/lab": 12_570,
     "tests/lab/config": 6_130,
