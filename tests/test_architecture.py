@@ -25,7 +25,7 @@ BUDGETS = {
     "fedbn_flwr/batchnorm": 10_306,
     "fedbn_flwr/client": 14_406,
     "fedbn_flwr/compat": 2_106,
-    "fedbn_flwr/doctor": 10_747,
+    "fedbn_flwr/doctor": 8_080,
     "fedbn_flwr/engines": 7_004,
     "fedbn_flwr/lab": 10_096,
     "fedbn_flwr/lab/cli": 3_474,

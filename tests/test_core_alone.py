@@ -37,7 +37,6 @@ BROUGHT = {
 WHERE_USED = {
     ("training", "sklearn"): "metrics of scikit-learn",
     ("privacy", "dp_accounting"): "epsilon",
-    ("doctor", "scipy"): "the clients' classes",
 }
 """Imported inside a function, with an error that names the package."""
 

@@ -129,7 +129,7 @@ def test_the_doctor_measures_on_a_device_what_it_measures_on_the_cpu(
 
     there, here = measured(device), measured(CPU)
     assert list(there) == list(here)
-    rows = [found["layers"]["1"]["running"]["mean"] for found in (there, here)]
+    rows = [found["running"]["1"]["mean"] for found in (there, here)]
     assert rows[0] == pytest.approx(rows[1], rel=1e-6)
     losses = [found["train-test-mismatch"]["running_loss"] for found in (there, here)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)

@@ -24,7 +24,6 @@ from doc_tables import changed, main
 from pages import FOLDER, Block, blocks, missing, pages, shown_after, written
 
 import fedbn_flwr
-from fedbn_flwr.doctor.situations import SITUATIONS
 from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.setup import make_model
 from fedbn_flwr.norms import NORMS
@@ -351,18 +350,26 @@ def test_what_a_method_reached_stands_in_the_results() -> None:
 
 
 def test_the_numbers_of_the_advice_are_recorded() -> None:
+    """A row of the table has a first choice, and gains as ``78.5 -> 94.4 (setting)``."""
     data = yaml.safe_load((ROOT / "docs/results/methods.yaml").read_text())
-    measured = [one for situation in SITUATIONS for one in situation.measured]
-    assert len(measured) > 4
-    for one in measured:
-        assert "how" in data["studies"][one.study], "no command and commit"
-        for method, accuracy in (("fedavg", one.fedavg), (one.method, one.accuracy)):
-            recorded = [
-                str(row.get("here"))
-                for row in data["methods"][method]
-                if row["study"] == one.study
-            ]
-            assert accuracy in [text.partition(" ")[0] for text in recorded], one
+    recorded = dict[str, set[tuple[str, str]]]()
+    for method, rows in data["methods"].items():
+        found = {(str(one.get("here")).split(" ")[0], one["study"]) for one in rows}
+        recorded[method] = {one for one in found if "how" in data["studies"][one[1]]}
+    table = (ROOT / "docs/choose.md").read_text().split("\n## ")[0]
+    rows = re.findall(
+        r"^\| \[.*?\| `strategy=(\w+)[^|]*\|[^|]*\|([^|]*)\|", table, re.M
+    )
+    gains = [
+        (method, *pair)
+        for method, text in rows
+        for pair in re.findall(r"([\d.]+) -> ([\d.]+) \(", text)
+    ]
+    assert len(gains) > 4
+    for method, before, after in gains:
+        of = [{s for value, s in recorded["fedavg"] if value == before}]
+        of += [{s for value, s in recorded[method] if value == after}]
+        assert set.intersection(*of), f"no study has {before} -> {after}"
 
 
 def test_every_number_of_the_first_screens_is_traced() -> None:
@@ -423,8 +430,9 @@ def test_every_number_of_the_first_screens_is_traced() -> None:
         re.findall(r"\b3\.1\d\b", (ROOT / "docs/results/compat.md").read_text())
     )
     assert shown == made.keys() | tested
+    choose = (ROOT / "docs/choose.md").read_text().split("\n## ")[0]
     assert ("Seven situations" in (ROOT / "docs/index.md").read_text()) == (
-        len(SITUATIONS) == 7
+        choose.count("\n| [") == 7
     )
     methods = yaml.safe_load((ROOT / "apps/main/recipes/demo.yaml").read_text())[
         "methods"

@@ -27,7 +27,6 @@ from doc_privacy import privacy_table
 from doc_problems import problem_table
 
 from fedbn_flwr.batchnorm.parts import Part
-from fedbn_flwr.doctor.situations import SITUATIONS
 from fedbn_flwr.lab.config import GROUPS, Config
 from fedbn_flwr.lab.config.values import NAMES_FILE
 from fedbn_flwr.norms import NORMS
@@ -61,7 +60,6 @@ def derived(root: Path) -> dict[Path, str]:
     texts[Path("pyproject.toml")] = _with_defaults(pyproject)
     marked = {
         "README.md": {"glance": glance_table(root)},
-        "docs/choose.md": {"situations": situation_table()},
         "docs/methods/index.md": {
             "strategies": strategy_table(),
             "norms": norm_table(),
@@ -135,25 +133,6 @@ def _recorded(
         if row["study"] == study and row.get("case") == case:
             return str(row["here"])
     raise LookupError(f"methods.yaml has no {study} of {method} with case {case!r}")
-
-
-def situation_table() -> str:
-    """Return the table of ``docs/choose.md``: what a user sees, what to try, what it
-    gained, what it costs.
-    """
-    lines = [
-        "| what you see | take first | then try | accuracy of FedAvg+BN -> with the"
-        " first | cost |"
-    ]
-    lines.append("|---|---|---|---|---|")
-    for situation in SITUATIONS:
-        first, *later = (f"`{remedy.setting}`" for remedy in situation.tries)
-        gains = "; ".join(map(str, situation.measured)) or "-"
-        seen = f"[{situation.seen}](#{situation.section})"
-        lines.append(
-            f"| {seen} | {first} | {', '.join(later)} | {gains} | {situation.cost} |"
-        )
-    return "\n".join(lines)
 
 
 def strategy_table() -> str:

@@ -7,13 +7,12 @@ The package needs torch only. In reading order:
 - ``data_rules``: the rules for the clients' data and batches.
 - ``thresholds``: the threshold of each rule, with its reason.
 - ``remedies``: the remedies for each finding.
-- ``situations``: the table of advice with measured gains, as in ``docs/choose.md``.
 - ``measured``: all measurements of a diagnosis, which the rules read.
 - ``measuring``: takes the measurements in order and notes those that are impossible.
 - ``clients``: the clients' examples in memory, and batches of them.
 - ``state``: the checks that need only a state dict.
 - ``by_batch``: statistics of single batches, and distances between statistics.
-- ``differences``: differences between clients in classes and in inputs of BatchNorm.
+- ``sites``: the table of the clients, with their labels and inputs.
 - ``mismatch``: compares running statistics with the statistics of the test batch.
 """
 

@@ -3,18 +3,15 @@
 The model is in eval mode, except that BatchNorm normalises by the batch. The statistics
 are S_m,B of FixBN, section 5, under fixed weights. The model itself does not change.
 
-A layer with C channels has a mean mu (C,) and a variance var (C,). Three distances of
-(mu_k, var_k) from (mu, var):
+A layer with C channels has a mean mu (C,) and a variance var (C,). Two distances of
+(mu_k, var_k) from (mu, var), averages over the channels:
 
-| name | formula | unit | source |
-|---|---|---|---|
-| ``l1`` | sum over the channels of abs(mu_k - mu) + abs(var_k - var) | unit of the input | FixBN, Fig. 3 (a) |
-| ``mean`` | average over the channels of abs(mu_k - mu) / sqrt(var + eps) | standard deviations | |
-| ``variance`` | average over the channels of abs(log((var_k + eps) / (var + eps))) | factor e | |
+| name | formula | unit |
+|---|---|---|
+| ``mean`` | abs(mu_k - mu) / sqrt(var + eps) | standard deviations |
+| ``variance`` | abs(log((var_k + eps) / (var + eps))) | factor e |
 
-``l1`` over all layers is the norm of the paper's figure. It depends on the scale of the
-activations, so it cannot compare layers; ``mean`` and ``variance`` have no unit. Both
-variances must be of the same kind, biased or unbiased.
+Both variances must be of the same kind, biased or unbiased.
 """
 
 from __future__ import annotations
@@ -24,14 +21,12 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedbn_flwr.batchnorm.reestimation import Moments, gathered_inputs, merge
 from fedbn_flwr.doctor.clients import ClientExamples
 from fedbn_flwr.training.batches import inputs_for, join_last
 from fedbn_flwr.training.copying import copied
 from fedbn_flwr.training.freezing import layers_of, stays_in_eval
-from fedbn_flwr.training.single_examples import takes_one_example
 
 __all__ = [
     "BatchMoments",
@@ -40,10 +35,8 @@ __all__ = [
     "batch_moments",
     "distance",
     "eval_layers",
-    "moments_seen",
     "noise",
     "normalising_by_batch",
-    "pooled",
 ]
 
 
@@ -55,9 +48,8 @@ class Statistics(NamedTuple):
 
 
 class Distance(NamedTuple):
-    """The three distances of the table above."""
+    """The two distances of the table above."""
 
-    l1: float
     mean: float
     variance: float
 
@@ -68,14 +60,12 @@ def distance(statistics: Statistics, reference: Statistics, eps: float) -> Dista
     # errors.
     mean, variance = (values.double() for values in statistics)
     mean_0, variance_0 = (values.double() for values in reference)
-    apart = (mean - mean_0).abs()
-    l1 = apart.sum() + (variance - variance_0).abs().sum()
     # Treat negative running variances as 0, because another finding reports them.
     scale = variance.clamp(min=0) + eps
     scale_0 = variance_0.clamp(min=0) + eps
-    shift = (apart / scale_0.sqrt()).mean()
+    shift = ((mean - mean_0).abs() / scale_0.sqrt()).mean()
     factor = torch.log(scale / scale_0).abs().mean()
-    return Distance(float(l1), float(shift), float(factor))
+    return Distance(float(shift), float(factor))
 
 
 BatchMoments = Mapping[str, Sequence[Moments]]
@@ -114,14 +104,12 @@ def batch_moments(model: nn.Module, data: ClientExamples) -> BatchMoments:
     Batches have the client's batch size, but at least 2 examples. A last batch of one
     example joins the batch before it. Several calls of a layer in a pass count as one
     batch. A layer that is not called has no moments. The result is empty if the client
-    has only one example and BatchNorm cannot use it.
+    has only one example.
     """
     working = normalising_by_batch(model)
     layers = layers_of(working)
     prepared = inputs_for(working)
-    # Check this before the hooks are added, because the check itself runs a forward
-    # pass.
-    if len(data) == 1 and not takes_one_example(working, prepared(data.inputs)):
+    if len(data) < 2:
         return {}
     # Use at least two examples, because BatchNorm refuses batches with a single value
     # per channel, as in training.
@@ -131,27 +119,13 @@ def batch_moments(model: nn.Module, data: ClientExamples) -> BatchMoments:
     by_path: dict[str, list[Moments]] = {path: [] for path in layers}
     with torch.no_grad():
         for batch in batches:
-            for path, moments in moments_seen(working, layers, prepared(batch)).items():
-                by_path[path].append(moments)
+            with gathered_inputs(layers) as sums:
+                # The model may change its inputs in place.
+                working(prepared(batch.clone()))
+            for path, one in sums.merged().items():
+                on_cpu = Moments(one.count, one.mean.cpu(), one.m2.cpu())
+                by_path[path].append(on_cpu)
     return by_path
-
-
-def moments_seen(
-    model: nn.Module, layers: Mapping[str, _BatchNorm], inputs: Tensor
-) -> dict[str, Moments]:
-    """Return the moments of the layers' inputs in one pass, by path, on the CPU."""
-    with gathered_inputs(layers) as sums:
-        model(inputs)
-    seen = {}
-    for path, moments in sums.merged().items():
-        seen[path] = Moments(moments.count, moments.mean.cpu(), moments.m2.cpu())
-    return seen
-
-
-def pooled(moments: Sequence[Moments]) -> Statistics:
-    """Return the mean and the unbiased variance (C,) over all batches."""
-    total = merge(moments)
-    return Statistics(total.mean, total.m2 / max(total.count - 1, 1))
 
 
 def noise(moments: Sequence[Moments], eps: float) -> float:
@@ -162,5 +136,5 @@ def noise(moments: Sequence[Moments], eps: float) -> float:
     count as well. At least two batches are necessary.
     """
     means = torch.stack([m.mean for m in moments])
-    deviation = (pooled(moments).variance + eps).sqrt()
+    deviation = (merge(moments).variance + eps).sqrt()
     return float((means.std(0) / deviation).mean())

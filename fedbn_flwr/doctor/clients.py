@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import (
-    AbstractContextManager,
-    closing,
-    contextmanager,
-    nullcontext,
-    suppress,
-)
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, closing, nullcontext, suppress
 from dataclasses import dataclass
 from itertools import chain, islice
 from operator import index
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from fedbn_flwr.errors import DataError
@@ -48,6 +42,7 @@ class ClientExamples:
             loader's batch size unless the user gives another.
         first_only: whether the examples are the first ones of a longer loader, in the
             order of the loader.
+        columns: names of the columns of a table, if the data has them.
     """
 
     name: str
@@ -55,81 +50,45 @@ class ClientExamples:
     targets: Tensor
     batch_size: int
     first_only: bool = False
+    columns: Sequence[str] = ()
 
     def __len__(self) -> int:
         """Return N."""
         return len(self.inputs)
 
-    @property
-    def classes(self) -> Tensor | None:
-        """The class of each example, int64 (N,), or None if targets are not classes.
-
-        Targets are classes if each example has one integer, or one float that is 0 or
-        1.
-        """
-        targets = self.targets
-        if targets.numel() != len(self):
-            return None
-        if targets.is_floating_point():
-            # Binary targets are floats for nn.BCEWithLogitsLoss.
-            binary = (targets == 0) | (targets == 1)
-            if not bool(binary.all()):
-                return None
-        return targets.reshape(len(self)).long()
-
 
 def classes_of(clients: Sequence[ClientExamples]) -> Tensor | None:
-    """Return the classes of all examples, or None if a client's targets are others."""
-    known = []
-    for client in clients:
-        classes = client.classes
-        if classes is None:
-            return None
-        known.append(classes)
-    return torch.cat(known)
+    """Return the class of each example, int64 (N,), or None if targets are not classes.
+
+    Targets are classes if each example has one integer, or one float that is 0 or 1.
+    """
+    if any(client.targets.numel() != len(client) for client in clients):
+        return None
+    targets = torch.cat([client.targets.flatten() for client in clients])
+    # Binary targets are floats for nn.BCEWithLogitsLoss.
+    binary = (targets == 0) | (targets == 1)
+    if targets.is_floating_point() and not bool(binary.all()):
+        return None
+    return targets.long()
 
 
 def read_clients(loaders: Loaders, max_examples: int) -> list[ClientExamples]:
     """Return the data of each client with examples.
 
-    The default random generators are seeded while the loaders shuffle and augment.
-    Afterwards, they and the loaders' own generators are restored.
+    The default random generators are seeded while the loaders shuffle and augment, and
+    restored afterwards.
 
     Raises:
-        DataError: a loader does not yield pairs of tensors, or its batches cannot be
-            joined.
+        DataError: a loader does not yield pairs of tensors.
     """
     named = loaders.items() if isinstance(loaders, Mapping) else enumerate(loaders)
     clients = []
     with seeded(0):
         for name, loader in named:
-            with _own_generators_kept(loader):
-                client = _read_loader(str(name), loader, max_examples)
+            client = _read_loader(str(name), loader, max_examples)
             if client is not None:
                 clients.append(client)
     return clients
-
-
-@contextmanager
-def _own_generators_kept(loader: Iterable[Any]) -> Iterator[None]:
-    """Restore the random generators that belong to a loader and its samplers."""
-    batches = getattr(loader, "batch_sampler", None)
-    generators = []
-    for owner in (
-        loader,
-        getattr(loader, "sampler", None),
-        batches,
-        getattr(batches, "sampler", None),
-    ):
-        generator = getattr(owner, "generator", None)
-        if isinstance(generator, torch.Generator):
-            generators.append(generator)
-    states = [generator.get_state() for generator in generators]
-    try:
-        yield
-    finally:
-        for generator, state in zip(generators, states, strict=True):
-            generator.set_state(state)
 
 
 def _read_loader(
@@ -166,14 +125,10 @@ def _read_loader(
     if not count:
         return None
 
-    try:
-        joined = torch.cat(inputs), torch.cat(targets)
-    except RuntimeError as error:
-        raise DataError(
-            f"the loader of client {name} yields batches that cannot be joined: {error}"
-            " Pad or crop the examples to one shape."
-        ) from error
-    return ClientExamples(name, *joined, largest, first_only)
+    joined = torch.cat(inputs), torch.cat(targets)
+    # A data set, such as one of a DataFrame, may name its columns.
+    columns = [*map(str, getattr(getattr(loader, "dataset", None), "columns", ()))]
+    return ClientExamples(name, *joined, largest, first_only, columns)
 
 
 def _pair(name: str, batch: Any) -> tuple[Tensor, Tensor]:
@@ -228,19 +183,10 @@ def _drawn(
     yield from read_ahead(read, batches, draws, loader, loader.dataset)
 
 
-def outputs_of(model: nn.Module, inputs: Tensor) -> Tensor:
-    """Return the outputs of the model.
-
-    Raises:
-        DataError: the outputs are not a tensor.
-    """
-    outputs = model(inputs)
-    if not isinstance(outputs, Tensor):
-        raise DataError(
-            f"the model returns {type(outputs).__name__}, not one tensor. Wrap it in a"
-            " module that returns only the tensor for the loss."
-        )
-    return outputs
+def batch_length(clients: Sequence[ClientExamples]) -> int:
+    """Return the number of examples in a pass: 256, or fewer if examples are large."""
+    values = clients[0].inputs[:1].numel()
+    return min(_LARGEST, max(_FEWEST, _VALUES // max(1, values)))
 
 
 def mixed_batches(
@@ -248,23 +194,7 @@ def mixed_batches(
 ) -> list[Tensor]:
     """Return the positions of each batch in all clients' examples, mixed at random.
 
-    The batches have nearly equal sizes: 256 examples, or fewer if examples are large.
+    The batches have nearly equal sizes, see ``batch_length``.
     """
-    values = clients[0].inputs[:1].numel()
-    size = min(_LARGEST, max(_FEWEST, _VALUES // max(1, values)))
     order = torch.randperm(sum(map(len, clients)), generator=generator)
-    return list(order.tensor_split(math.ceil(len(order) / size)))
-
-
-def inputs_at(clients: Sequence[ClientExamples], places: Tensor) -> Tensor:
-    """Return the inputs at the given positions in the sequence of all examples.
-
-    The clients' inputs are not joined, because that would hold a second copy in memory.
-    """
-    ends = torch.tensor([len(client) for client in clients]).cumsum(0)
-    owners = torch.searchsorted(ends, places, right=True)
-    # ``ends`` has the end of each client in the list of all examples. Therefore the
-    # index within a client is negative and counts from the client's end.
-    within = places - ends[owners]
-    chosen = zip(owners.tolist(), within.tolist(), strict=True)
-    return torch.stack([clients[k].inputs[n] for k, n in chosen])
+    return list(order.tensor_split(math.ceil(len(order) / batch_length(clients))))

@@ -9,12 +9,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from fedbn_flwr.doctor import remedies, situations
-from fedbn_flwr.doctor.differences import Shift
+from fedbn_flwr.doctor import remedies
 from fedbn_flwr.doctor.findings import Finding, listed, number_of
 from fedbn_flwr.doctor.measured import Measurements
 from fedbn_flwr.doctor.mismatch import Mismatch
 from fedbn_flwr.doctor.thresholds import (
+    FEW_STEPS,
     LARGE_LOSS,
     MIN_GAP,
     MIN_LOSS,
@@ -27,27 +27,28 @@ from fedbn_flwr.norms.replaced_layers import shown_path
 
 def small_batch(m: Measurements) -> Finding | None:
     """Report batches of up to four examples, because their statistics are noisy."""
-    # A batch size of 0 is unknown.
-    given = m.batch_sizes or [m.training.batch_size]
-    sizes = [size for size in given if size]
-    small = [k for k, size in enumerate(given) if 0 < size <= SMALL_BATCH]
+    small = [one for one in m.clients if 0 < one.batch_size <= SMALL_BATCH]
     # If less than half of the clients have small batches, skip clients whose batch
     # contains all of their examples.
-    if 2 * len(small) < len(sizes):
-        small = [k for k in small if given[k] < m.examples[k]]
-    if not small:
+    if 2 * len(small) < len(m.clients):
+        small = [one for one in small if one.batch_size < len(one)]
+    # Without clients, only the settings of the training show the batch size.
+    sizes = [one.batch_size for one in small]
+    if not m.clients and 0 < m.training.batch_size <= SMALL_BATCH:
+        sizes = [m.training.batch_size]
+    if not sizes:
         return None
     # If all layers are in eval mode, they ignore the batch.
     if m.num_layers and len(m.in_eval) == m.num_layers:
         return None
     # Large images have many values per channel, so 3 or 4 images may be enough.
-    least = min(given[k] for k in small)
+    least = min(sizes)
     if m.noise and max(m.noise.values()) < MIN_NOISE and least > 2:
         return None
 
-    where, names = "", [m.names[k] for k in small if m.names]
+    where, names = "", [one.name for one in small]
     if names:
-        where = f" at {len(names)} of {len(sizes)} clients ({listed(names)})"
+        where = f" at {len(names)} of {len(m.clients)} clients ({listed(names)})"
     evidence = [f"Batches have {number_of(least, 'example')}{where}."]
     numbers: dict[str, object] = {"batch-sizes": sizes, "clients": names}
     if m.noise:
@@ -58,7 +59,7 @@ def small_batch(m: Measurements) -> Finding | None:
             " at random by as much."
         )
         numbers |= {"noise": m.noise[worst], "layer": worst}
-    tries = situations.SMALL_BATCHES.remedies
+    tries = remedies.SMALL_BATCHES
     if m.training.batch_size > SMALL_BATCH:
         # The batches are small because the clients have no more examples. Skip the
         # first remedy, a larger batch.
@@ -73,121 +74,55 @@ def clients_named(names: Sequence[str]) -> str:
 
 
 def label_skew(m: Measurements) -> Finding | None:
-    """Report classes and BatchNorm inputs that differ between clients beyond chance."""
-    skew, shift = m.skew, m.shift
-    if skew is None or shift is None:
+    """Report clients whose class shares differ from those of the others."""
+    odd = [site for site in m.sites if site.other_labels]
+    odd.sort(key=lambda site: -site.label_difference)
+    if not odd:
         return None
-    # Label skew that does not change BatchNorm's inputs cannot do harm by BatchNorm.
-    # ``diagnose`` notes such a skew.
-    if not skew.counts or not shift.counts:
-        return None
-
     evidence = [
-        f"The class mix of a client is {skew.mean:.2f} away from the mix of all"
-        f" clients (total variation, 0 to 1); by chance it would be"
-        f" {skew.by_chance:.2f} ({_p(skew.p_value)}).",
-        f"BatchNorm sees the difference: {_shifted(shift)}",
-        *_furthest(m, skew.distances),
+        f"Client {site.client}: {site.labels_in_words}. All class shares are"
+        f" {site.label_difference:.2f} away from those of the other clients (total"
+        " variation, 0 to 1), beyond chance."
+        for site in odd[:3]
     ]
     steps = m.training.local_steps
     if steps:
         evidence.append(
             f"The median client takes E = {number_of(steps, 'local step')}."
         )
-    numbers = {
-        **_numbers(m, shift, skew.distances),
-        "class-distance": skew.mean,
-        "class-distance-by-chance": skew.by_chance,
-        "local-steps": steps or None,
-    }
-    # The remedies depend on E, the number of local steps: FedTAN's exchanges pay if E
-    # is small, and frozen statistics work if E is large.
-    tries = situations.label_skew(steps).remedies
-    what = (
-        "The clients hold different classes (label skew), and BatchNorm's statistics"
-        " differ with them."
+    named = [site.client for site in odd]
+    # FedTAN's exchanges pay if E, the number of local steps, is small. Frozen statistics
+    # work if E is large, and cost no messages if E is unknown.
+    few = 0 < steps < FEW_STEPS
+    return Finding(
+        "label-skew",
+        f"{clients_named(named)}: other labels than the other clients (label skew).",
+        evidence,
+        {"clients": named, "local-steps": steps or None},
+        remedies.LABEL_SKEW_FEW_STEPS if few else remedies.LABEL_SKEW,
     )
-    return Finding("label-skew", what, evidence, numbers, tries)
 
 
 def feature_shift(m: Measurements) -> Finding | None:
-    """Report inputs of BatchNorm that differ between clients with similar classes."""
-    skew, shift = m.skew, m.shift
-    if skew is None or shift is None:
-        return None
-    # If classes are skewed, they may cause the shift, and ``label_skew`` reports it.
-    if skew.counts or not shift.counts:
+    """Report clients whose inputs differ from those of the others at equal classes."""
+    odd = [site for site in m.sites if site.other_inputs]
+    odd.sort(key=lambda site: -abs(site.inputs[site.other_inputs[0]]))
+    if not odd:
         return None
     evidence = [
-        f"In BatchNorm's inputs {_shifted(shift)}",
-        "The classes are not the cause: the class mix of a client is"
-        f" {skew.mean:.2f} away from the mix of all clients, and by chance it would be"
-        f" {skew.by_chance:.2f}.",
-        *_furthest(m, shift.distances),
+        f"Client {site.client}, in standard deviations from the other clients at equal"
+        f" classes: {site.inputs_in_words} (beyond chance)."
+        for site in odd[:3]
     ]
-    what = (
-        "The same classes look different at different clients (feature shift: other"
-        " devices, sites, domains)."
+    named, columns = [site.client for site in odd], odd[0].other_inputs
+    return Finding(
+        "feature-shift",
+        f"{clients_named(named)}: other inputs ({listed(columns)}) than the other"
+        " clients (feature shift: other devices, units, domains).",
+        evidence,
+        {"clients": named, "columns": columns},
+        remedies.FEATURE_SHIFT,
     )
-    numbers = _numbers(m, shift, shift.distances)
-    tries = situations.FEATURE_SHIFT.remedies
-    return Finding("feature-shift", what, evidence, numbers, tries)
-
-
-def clients_differ(m: Measurements) -> Finding | None:
-    """Report inputs of BatchNorm that differ between clients, if classes are unknown."""
-    shift = m.shift
-    if shift is None or m.skew is not None or not shift.counts:
-        return None
-    evidence = [
-        f"In BatchNorm's inputs {_shifted(shift)}",
-        *_furthest(m, shift.distances),
-    ]
-    what = (
-        "BatchNorm's statistics differ between clients. Feature shift and label skew"
-        " cannot be distinguished here."
-    )
-    numbers = _numbers(m, shift, shift.distances)
-    return Finding("clients-differ", what, evidence, numbers, remedies.CLIENTS_DIFFER)
-
-
-def _shifted(shift: Shift) -> str:
-    """Return the evidence of a shift, in the layer that is furthest above chance."""
-    worst = shift.worst
-    return (
-        f"statistics of a client are {shift.layers[worst]:.2f} standard deviations from"
-        f" the statistics of all clients in layer {shown_path(worst)}; by chance it would be"
-        f" {shift.by_chance[worst]:.2f} ({_p(shift.p_value)})."
-    )
-
-
-def _p(value: float) -> str:
-    return f"p = {value:.3f}" if value >= 0.001 else "p < 0.001"
-
-
-def _numbers(
-    m: Measurements, shift: Shift, distances: Sequence[float]
-) -> dict[str, object]:
-    worst = shift.worst
-    return {
-        "shift": shift.layers[worst],
-        "by-chance": shift.by_chance[worst],
-        "layer": worst,
-        "clients": _far(m, distances),
-    }
-
-
-def _far(m: Measurements, distances: Sequence[float]) -> list[str]:
-    """Return the clients whose distance is at least the mean, the furthest first."""
-    mean = sum(distances) / max(1, len(distances))
-    order = sorted(zip(distances, m.names, strict=True), key=lambda pair: -pair[0])
-    return [name for distance, name in order if distance >= mean]
-
-
-def _furthest(m: Measurements, distances: Sequence[float]) -> list[str]:
-    """Return evidence about the clients that differ most."""
-    far = _far(m, distances)
-    return [f"The furthest clients: {listed(far)}."] if far else []
 
 
 def train_test_mismatch(m: Measurements) -> Finding | None:

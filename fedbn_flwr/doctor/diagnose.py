@@ -14,7 +14,7 @@ from fedbn_flwr.doctor.clients import ClientExamples, Loaders, read_clients
 from fedbn_flwr.doctor.data_rules import clients_named
 from fedbn_flwr.doctor.findings import Diagnosis, listed, number_of
 from fedbn_flwr.doctor.measured import Measurements, Training
-from fedbn_flwr.doctor.measuring import Measuring
+from fedbn_flwr.doctor.measuring import measure
 from fedbn_flwr.doctor.mismatch import Loss, default_loss
 from fedbn_flwr.doctor.rules import findings
 from fedbn_flwr.doctor.state import (
@@ -65,8 +65,9 @@ def diagnose(
         >>> "feature-shift" in [finding.id for finding in diagnosis.findings]
         True
 
-    The model, its mode, the default random generators and the loaders' generators do
-    not change. Your own forward hooks run on copies of the model.
+    The model, its mode and the default random generators do not change. A loader with
+    its own generator shuffles as in any pass. Your own forward hooks run on copies of
+    the model.
 
     Args:
         model: the global model, any module, in the mode in which it is tested.
@@ -83,17 +84,14 @@ def diagnose(
         max_examples: the most examples to use of each client. If a client has more, a
             random sample is drawn, provided that the loader is a ``DataLoader`` of a
             data set with indices. Otherwise the first examples are used, with a note.
-        seed: seed of the random groups of examples.
+        seed: seed of the random deals and batches.
 
     Raises:
-        DataError: a loader does not yield pairs of tensors, or its batches cannot be
-            joined.
-        ConfigError: no client has examples, ``max_examples`` is below 1, or a name in
-            ``local_keys`` is not an entry of the model.
+        DataError: a loader does not yield pairs of tensors.
+        ConfigError: no client has examples, or a name in ``local_keys`` is not an entry
+            of the model.
         StateError: the state does not fit the model, or a layer has no shape yet.
     """
-    if max_examples < 1:
-        raise ConfigError(f"max_examples={max_examples} is not allowed: use 1 or more.")
     clients = read_clients(client_loaders, max_examples)
     tests = read_clients(test_loaders, max_examples)
     if not clients:
@@ -155,9 +153,7 @@ def diagnose_clients(
     m = _of_state(plain, _as_of(plain, state), training, local_keys)
     layers = layers_of(plain, every_path=True)
     m.training_layers = [path for path, layer in layers.items() if layer.training]
-    m.names = [client.name for client in clients]
-    m.examples = [len(client) for client in clients]
-    m.batch_sizes = [client.batch_size for client in clients]
+    m.clients = clients
     about = (
         f"{number_of(m.num_layers, 'BatchNorm layer')},"
         f" {number_of(len(clients), 'client')},"
@@ -168,33 +164,24 @@ def diagnose_clients(
         return Diagnosis(about, [], {}, nothing)
 
     # Stop here if a forward pass would be useless.
-    lacking = []
     not_finite = [
         client.name
         for client in [*clients, *tests]
         if not bool(client.inputs.isfinite().all())
     ]
     if not_finite:
-        lacking.append(
+        lacking = [
             "checks that need data, because inputs contain NaN or infinity"
             f" ({clients_named(not_finite)})."
-        )
-    if not_finite:
+        ]
         return Diagnosis(about, findings(m)[0], {}, lacking)
 
-    measuring = Measuring(plain, clients, tests or clients, loss, seed, m)
     # A forward pass may draw random numbers, for example in dropout in train mode.
     with seeded(seed):
-        measuring.everything()
-    lacking += measuring.lacking
-    if m.skew is not None and m.skew.counts:
-        lacking.append(
-            "feature shift apart from label skew, because the clients hold different"
-            " classes."
-        )
+        lacking = measure(plain, clients, tests or clients, loss, seed, m)
     found, handled = findings(m)
     notes = [*notes, *_notes(m, tests), *handled]
-    return Diagnosis(about, found, measuring.figures, lacking, notes)
+    return Diagnosis(about, found, m.figures(), lacking, notes)
 
 
 def _notes(m: Measurements, tests: Sequence[ClientExamples]) -> list[str]:
@@ -211,12 +198,6 @@ def _notes(m: Measurements, tests: Sequence[ClientExamples]) -> list[str]:
             f" ({listed(m.in_eval)}). They normalise by fixed statistics in training,"
             " so"
             " the findings about batches and clients leave them out."
-        )
-    skewed = m.skew is not None and m.skew.counts
-    if skewed and m.shift is not None and not m.shift.counts:
-        notes.append(
-            "the clients hold different classes, but BatchNorm's statistics hardly"
-            " differ between them. This skew does not do its harm through BatchNorm."
         )
     return notes
 

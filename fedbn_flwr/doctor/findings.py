@@ -20,17 +20,10 @@ class Remedy:
     Attributes:
         setting: the text to write: config keys of this package, or a call in a program.
         why: the effect of the remedy.
-        expected: the gain of the remedy, if it was measured, and the cost.
     """
 
     setting: str
     why: str
-    expected: str = ""
-
-    @property
-    def text(self) -> str:
-        """The effect, gain and cost of the remedy."""
-        return f"{self.why}. {self.expected}" if self.expected else self.why
 
 
 @dataclass(frozen=True)
@@ -115,7 +108,7 @@ def _in_words(number: int, finding: Finding) -> str:
     if finding.remedies:
         lines.append("Try, in order:")
     for place, remedy in enumerate(finding.remedies, 1):
-        lines.append(_wrapped(f"{place}) {remedy.setting}: {remedy.text}", "   "))
+        lines.append(_wrapped(f"{place}) {remedy.setting}: {remedy.why}", "   "))
     return "\n".join(lines)
 
 
@@ -124,17 +117,17 @@ def _points(texts: Sequence[str]) -> list[str]:
 
 
 def _of_clients(measures: Mapping[str, Any]) -> list[str]:
-    """Return the table of the clients, empty if no accuracy was measured."""
-    if "accuracy" not in measures:
-        return []
-    columns = measures["clients"], measures["examples"], measures["accuracy"]
-    rows = [*zip(*columns, strict=True)]
-    table = ["| client | examples | accuracy |", "|---|---|---|"]
-    for name, count, accuracy in rows[:_ROWS]:
-        table.append(f"| {name} | {count:,} | {accuracy:.3f} |")
+    """Return the table of the clients, empty if they were not compared."""
+    rows = measures.get("sites", ())
+    table = ["| client | examples | labels | inputs |", "|---|---|---|---|"]
+    for row in rows[:_ROWS]:
+        table.append(
+            f"| {row['client']} | {row['examples']:,} | {row['labels_in_words']} |"
+            f" {row['inputs_in_words']} |"
+        )
     if len(rows) > _ROWS:
-        table.append(f"| {len(rows) - _ROWS} more: in the JSON | | |")
-    return table
+        table.append(f"| {len(rows) - _ROWS} more: in the JSON | | | |")
+    return table if rows else []
 
 
 def _wrapped(text: str, indent: str = "") -> str:

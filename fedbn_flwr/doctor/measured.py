@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from fedbn_flwr.doctor.by_batch import Distance
-from fedbn_flwr.doctor.differences import ClassSkew, Shift
+from fedbn_flwr.doctor.clients import ClientExamples
 from fedbn_flwr.doctor.mismatch import Mismatch
+from fedbn_flwr.doctor.sites import SiteRow
 from fedbn_flwr.doctor.state import Missed
 
 
@@ -23,6 +25,7 @@ class Training:
             notes.
         tested_by_batch: whether the first test of a run uses statistics of the test
             batch.
+        protected: whether the run protects its clients. They are then not compared.
     """
 
     local_steps: int = 0
@@ -30,6 +33,7 @@ class Training:
     method: str = ""
     handled: frozenset[str] = frozenset()
     tested_by_batch: bool = False
+    protected: bool = False
 
 
 @dataclass
@@ -38,9 +42,7 @@ class Measurements:
 
     Attributes:
         training: how the model is trained.
-        names: names of the clients.
-        examples: number of examples that were read from each client.
-        batch_sizes: examples in a batch of each client.
+        clients: the examples of the clients.
         counters: see ``state.averaged_counters``.
         unusable: see ``state.unusable_statistics``.
         diverged: whether a weight is not finite.
@@ -57,17 +59,14 @@ class Measurements:
         num_layers: number of BatchNorm layers.
         first_layer: path of the first BatchNorm layer in the state.
         noise: noise of a batch by layer, averaged over the clients.
-        skew: differences in classes.
-        shift: differences in the inputs of BatchNorm.
+        sites: the table of the clients.
         gap: the mismatch of training and test.
         running: by layer, the distance of the running statistics from the statistics of
             all clients' batches.
     """
 
     training: Training = field(default_factory=Training)
-    names: Sequence[str] = ()
-    examples: Sequence[int] = ()
-    batch_sizes: Sequence[int] = ()
+    clients: Sequence[ClientExamples] = ()
     counters: Mapping[str, str] = field(default_factory=dict)
     unusable: Mapping[str, str] = field(default_factory=dict)
     diverged: bool = False
@@ -81,7 +80,25 @@ class Measurements:
     num_layers: int = 0
     first_layer: str = ""
     noise: dict[str, float] = field(default_factory=dict)
-    skew: ClassSkew | None = None
-    shift: Shift | None = None
+    sites: Sequence[SiteRow] = ()
     gap: Mismatch | None = None
     running: dict[str, Distance] = field(default_factory=dict)
+
+    def figures(self) -> dict[str, Any]:
+        """Return the entry ``measures`` of the JSON."""
+        words = ("label_difference", "labels_in_words", "inputs_in_words")
+        sites = [
+            vars(site) | {word: getattr(site, word) for word in words}
+            for site in self.sites
+        ]
+        running = {path: far._asdict() for path, far in self.running.items()}
+        found: dict[str, Any] = {
+            "clients": [client.name for client in self.clients],
+            "batch-noise": self.noise,
+            "running": running,
+        }
+        if sites:
+            found["sites"] = sites
+        if self.gap is not None:
+            found["train-test-mismatch"] = vars(self.gap)
+        return found

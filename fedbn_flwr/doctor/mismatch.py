@@ -9,18 +9,18 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.data import ConcatDataset, TensorDataset, default_collate
 
 from fedbn_flwr.doctor.by_batch import normalising_by_batch
 from fedbn_flwr.doctor.clients import (
     ClientExamples,
     classes_of,
-    inputs_at,
     mixed_batches,
-    outputs_of,
 )
 from fedbn_flwr.errors import DataError
 from fedbn_flwr.training.batches import inputs_for
@@ -137,15 +137,18 @@ def _run(
     The second value is None if the targets are not classes.
     """
     losses, right, prepared = [], [], inputs_for(model)
-    targets = torch.cat([client.targets for client in clients])
+    # A tensor of all inputs would be a second copy in memory.
+    parts = [TensorDataset(one.inputs, one.targets) for one in clients]
+    data: ConcatDataset[Any] = ConcatDataset(parts)
     classes = classes_of(clients)
     with torch.no_grad():
         for places in batches:
-            outputs = outputs_of(model, prepared(inputs_at(clients, places)))
+            inputs, targets = default_collate([data[at] for at in places.tolist()])
+            outputs = model(prepared(inputs))
             # Losses in half precision would be too coarse for z.
             outputs = outputs.to(torch.promote_types(outputs.dtype, torch.float32))
             # The loss may have class weights on the model's device.
-            wanted = targets[places].to(outputs.device)
+            wanted = targets.to(outputs.device)
             # A loss returns the mean of a batch, but z needs the loss of each example.
             for n in range(len(places)):
                 one = loss(outputs[n : n + 1], wanted[n : n + 1])

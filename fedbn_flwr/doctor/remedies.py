@@ -1,27 +1,73 @@
-"""The remedies for each finding, in order, with the settings of this package."""
+"""The remedies for each finding, in order, with the settings of this package.
+
+``docs/choose.md`` has the measured gain and the cost of the first ones.
+"""
 
 from __future__ import annotations
 
 from fedbn_flwr.doctor.findings import Remedy
-from fedbn_flwr.doctor.situations import FIXBN, GROUP
 
+_FEDBN = Remedy(
+    "strategy=fedbn",
+    "each client keeps its BatchNorm layers (statistics, gamma and beta), and the rest"
+    " is averaged (arXiv:2102.07623)",
+)
+_FIXBN = Remedy(
+    "strategy=fixbn lr-decay-at=freeze",
+    "freezes the global statistics halfway (freeze-at=0.5) and continues training with"
+    " them, at a lower learning rate (arXiv:2303.06530); no further messages",
+)
+_FEDWON = Remedy(
+    "strategy=fedwon norm=wsconv",
+    "convolutions with standardised weights and without BatchNorm (arXiv:2306.05879)",
+)
+_GROUP = Remedy(
+    "norm=group",
+    "GroupNorm does not use statistics of the batch. Without further changes it may"
+    " reach less than BatchNorm",
+)
+_FEDTAN = Remedy(
+    "strategy=fedtan",
+    "BatchNorm uses the statistics of all clients' batches and the gradients through"
+    " them (arXiv:2301.02982). A round has 3 L + 1 exchanges for L layers. With E = 1 a"
+    " round equals one centralised step",
+)
+_FEDTAN2 = Remedy(
+    "strategy=fedtan2",
+    "FedTAN at first, then frozen statistics: most of FedTAN's gain, with few rounds of"
+    " many exchanges",
+)
+_WEIGHTS = Remedy(
+    "norm=group+ws",
+    "GroupNorm after convolutions with standardised weights: the best of the long runs"
+    " with many steps",
+)
+_SILOBN = Remedy(
+    "strategy=silobn",
+    "each client keeps only its statistics; gamma and beta are shared",
+)
+_CALIBRATE = Remedy(
+    "fedbn-flwr calibrate RUN --dataset NEW --out DIR",
+    "for a site that did not train: fits the BatchNorm statistics to its inputs,"
+    " without labels",
+)
 _RECALIBRATE = Remedy(
     "recalibrate=true",
     "statistics are re-estimated from the clients' data, under fixed weights, before"
     " each test",
 )
 
-
-CLIENTS_DIFFER = [
+LABEL_SKEW = [_FIXBN, _FEDTAN2, _WEIGHTS, _GROUP]
+LABEL_SKEW_FEW_STEPS = [_FEDTAN, _FEDTAN2, _FIXBN, _GROUP]
+FEATURE_SHIFT = [_FEDBN, _SILOBN, _FEDWON, _CALIBRATE]
+SMALL_BATCHES = [
     Remedy(
-        "strategy=fedbn",
-        "if each client is tested with its own model, in which it keeps BatchNorm",
+        "batch-size=16",
+        "or more: the noise of a batch's statistics falls as 1 / sqrt(batch size)",
     ),
-    Remedy(
-        "strategy=fixbn lr-decay-at=freeze",
-        "if all clients share one model: the global statistics are frozen halfway",
-    ),
-    GROUP,
+    _GROUP,
+    _FEDWON,
+    _FIXBN,
 ]
 TRAIN_MODE = [
     Remedy(
@@ -41,7 +87,7 @@ NO_RUNNING_STATISTICS = [
         "trains without running statistics and re-estimates them before each test",
     ),
 ]
-MISMATCH = [_RECALIBRATE, FIXBN]
+MISMATCH = [_RECALIBRATE, _FIXBN]
 MISMATCH_OF_UNMOVED = [_RECALIBRATE]
 UNMOVED_BY_MOMENTUM = [
     Remedy("bn-momentum=0.1", "with momentum 0 no batch moves the running statistics"),

@@ -7,8 +7,6 @@ finding.
 
 from __future__ import annotations
 
-from typing import Any
-
 from fedbn_flwr.doctor import data_rules, remedies
 from fedbn_flwr.doctor.findings import Finding, listed
 from fedbn_flwr.doctor.measured import Measurements
@@ -76,17 +74,11 @@ def name_filter(m: Measurements) -> Finding | None:
             "The split by names misses BatchNorm layers.",
             remedies.NAME_FILTER,
         )
-        if missed.by_letters:
-            evidence.append(
-                f"A filter `{missed.by_letters!r} in name` keeps exactly the other"
-                " layers, because names do not reveal a layer's type. A layer in a"
-                " Sequential has a number, and torchvision's shortcut is downsample.1."
-            )
     else:
         # Nothing stays local, so this FedBN is FedAvg, as the first remedy explains.
         what = "The split keeps no BatchNorm layer at all."
         tries = remedies.NOTHING_KEPT
-    numbers = {"layers": layers, "entries": entries, "letters": missed.by_letters}
+    numbers = {"layers": layers, "entries": entries}
     return Finding("name-filter", what, evidence, numbers, tries)
 
 
@@ -173,7 +165,6 @@ RULES = (
     extreme_variance,
     data_rules.label_skew,
     data_rules.feature_shift,
-    data_rules.clients_differ,
     data_rules.train_test_mismatch,
 )
 """All rules; each returns a finding or None."""
@@ -194,10 +185,8 @@ def findings(m: Measurements) -> tuple[list[Finding], list[str]]:
             found.append(finding)
         # The mismatch is that of a state which such a method does not test.
         elif finding.id != "train-test-mismatch":
-            clients: Any = finding.numbers.get("clients")
             notes.append(
                 f"no finding, because {m.training.method or 'the method'} is a remedy for:"
                 f" {finding.what} {finding.evidence[0]}"
-                + (f" Clients: {listed(clients)}." if clients else "")
             )
     return found, notes

@@ -185,15 +185,12 @@ class Missed:
         layers: paths of the layers with a missed entry.
         num_layers: number of BatchNorm layers in the model.
         kept_layers: number of layers of which the split keeps an entry.
-        by_letters: "bn" or "norm" if a filter for paths with these letters keeps
-            exactly the kept layers; otherwise "".
     """
 
     entries: list[str]
     layers: list[str]
     num_layers: int
     kept_layers: int
-    by_letters: str
 
 
 def missed_entries(parts: Parts, local: Collection[str]) -> Missed:
@@ -219,20 +216,12 @@ def missed_entries(parts: Parts, local: Collection[str]) -> Missed:
     candidates = parts.select(wanted or [Part.AFFINE, Part.STATISTICS])
     entries = [name for name in candidates if name not in kept]
 
-    layers, with_any = [], []
+    layers, kept_layers = [], 0
     for layer in parts.layers:
         names = {*layer.entries.values()}
         if not names.isdisjoint(entries):
             layers.append(layer.path)
         if not names.isdisjoint(kept):
-            with_any.append(layer.path)
+            kept_layers += 1
 
-    # If a filter on names keeps exactly these layers, it explains why the other layers
-    # were missed.
-    by_letters = ""
-    for letters in ("bn", "norm"):
-        matching = [layer.path for layer in parts.layers if letters in layer.path]
-        if layers and matching == with_any:
-            by_letters = letters
-            break
-    return Missed(entries, layers, len(parts.layers), len(with_any), by_letters)
+    return Missed(entries, layers, len(parts.layers), kept_layers)

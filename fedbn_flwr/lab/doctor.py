@@ -40,10 +40,11 @@ from fedbn_flwr.lab.config import (
     method_of,
     read_overrides,
 )
-from fedbn_flwr.lab.data import Subset
+from fedbn_flwr.lab.data import KINDS, Subset
 from fedbn_flwr.lab.files import read_metrics, site_names_of
 from fedbn_flwr.lab.finished_runs.saved_model import run_config
 from fedbn_flwr.lab.output.summary import ModelDescription
+from fedbn_flwr.lab.own_code import is_function, own_function
 from fedbn_flwr.lab.partitioned.check_data import has_other_data
 from fedbn_flwr.lab.partitioned.counts import names_of, usual_steps
 from fedbn_flwr.lab.partitioned.partitioned_data import count_clients, partitioned_data
@@ -482,7 +483,10 @@ def _drawn(
 
     A client without examples is left out.
     """
-    drawn = []
+    drawn, columns = [], list[str]()
+    if is_function(config.dataset, KINDS):
+        function = own_function("dataset", config.dataset, KINDS)
+        columns = [*map(str, getattr(function, "columns", ()))]
     for client, view in views.items():
         if not len(view):
             continue
@@ -495,7 +499,13 @@ def _drawn(
         size = min(config.batch_size or len(view), len(view))
         name = with_name(client, names.get(client))
         drawn.append(
-            ClientExamples(name, inputs.cpu()[mixed], targets.cpu()[mixed], size)
+            ClientExamples(
+                name,
+                inputs.cpu()[mixed],
+                targets.cpu()[mixed],
+                size,
+                columns=columns,
+            )
         )
     return drawn
 
@@ -524,20 +534,25 @@ def training_of(config: Config, run: Path | None = None, steps: int = 0) -> Trai
     # FedTAN synchronises only the first of several local steps.
     synchronised = methods.whole.exchanges and steps == 1
     if methods.freezes_bn or synchronised:
-        handled |= {"label-skew", "clients-differ"}
+        handled |= {"label-skew"}
     if run and methods.freezes_bn and Part.STATISTICS in methods.whole.frozen:
         lines = read_metrics(run / "metrics.jsonl")
         # After the freeze, training and test normalise by the same statistics.
         if lines and lines[-1]["phase"] == "frozen":
             handled |= {"small-batch", "train-test-mismatch"}
     if Part.STATISTICS in methods.local:
-        handled |= {"feature-shift", "clients-differ", "train-test-mismatch"}
+        handled |= {"feature-shift", "train-test-mismatch"}
     if methods.reestimates:
         handled |= {"train-test-mismatch", "unmoved-statistics"}
     if Part.REST in methods.local:
         handled |= {"label-skew"}
     return Training(
-        steps, config.batch_size, config.strategy, frozenset(handled), tested
+        steps,
+        config.batch_size,
+        config.strategy,
+        frozenset(handled),
+        tested,
+        config.protected,
     )
 
 

@@ -137,6 +137,7 @@ def _run_page(run: RunFiles) -> dict[str, Any]:
         "warnings": warnings,
         "pictures": [*_main_pictures(run, sites)],
         "cards": diagnosis.get("findings", ()) if run.has_model else (),
+        "compared": diagnosis.get("measures", {}).get("sites", ()),
         "notes": [*diagnosis.get("not-measured", ()), *diagnosis.get("notes", ())],
         "totals": run.summary.get("ledger") or ledger_of(run.lines),
         "seconds": sum(line["seconds"] for line in run.lines),

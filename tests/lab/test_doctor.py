@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import html
 import json
+import re
 import runpy
 import shutil
 from pathlib import Path
@@ -19,13 +21,18 @@ from torchvision.models import resnet18
 from typer.testing import CliRunner
 
 from fedbn_flwr.doctor import Diagnosis, Finding, remedies
-from fedbn_flwr.doctor.situations import SITUATIONS, SMALL_BATCHES
 from fedbn_flwr.errors import ConfigError, StateError
 from fedbn_flwr.lab.cli import app
 from fedbn_flwr.lab.config import Config
-from fedbn_flwr.lab.doctor import diagnose_model, diagnose_run, fitting, training_of
+from fedbn_flwr.lab.doctor import (
+    diagnose_model,
+    diagnose_run,
+    examine,
+    fitting,
+    training_of,
+)
 from fedbn_flwr.lab.partitioned.partitioned_data import partitioned_data
-from fedbn_flwr.lab.report import RunFiles, run_warnings
+from fedbn_flwr.lab.report import RunFiles, run_warnings, write_report
 from fedbn_flwr.lab.runs import check_start
 from fedbn_flwr.lab.runs import run as run_module
 from fedbn_flwr.lab.runs.run import run
@@ -173,7 +180,6 @@ def test_the_settings_of_remedies_are_config_keys_and_values() -> None:
     Other remedies are calls or sentences.
     """
     lists = [value for value in vars(remedies).values() if isinstance(value, list)]
-    lists += [situation.remedies for situation in SITUATIONS]
     keys = {field.alias or name for name, field in Config.model_fields.items()}
     tried = set()
     for setting in {remedy.setting for found in lists for remedy in found}:
@@ -193,7 +199,7 @@ def test_the_settings_of_remedies_are_config_keys_and_values() -> None:
 
 ACCUSED = [
     Finding("a", "", [], {}, remedies.MISMATCH),
-    Finding("b", "", [], {}, SMALL_BATCHES.remedies),
+    Finding("b", "", [], {}, remedies.SMALL_BATCHES),
 ]
 EVERY = [
     "recalibrate=true",
@@ -399,7 +405,7 @@ def test_a_model_whose_layers_read_the_version_of_their_state(
     found = diagnose_model(
         "mlp", "digits", settings, tmp_path / "state.safetensors", max_examples=20
     )
-    assert "shift" in found.measures
+    assert "sites" in found.measures
 
 
 def test_a_saved_state_and_a_split_by_names(tmp_path: Path) -> None:
@@ -494,3 +500,58 @@ def test_every_pass_reads_scaled_inputs(
     assert 0 < of_run < len(seen)
     for inputs in seen:
         assert torch.isin(inputs, scaled).all()
+
+
+WARDS = '''
+import torch
+from torch.utils.data import TensorDataset
+
+
+def wards(site, part):
+    """Four sites: site 1 has other labels, site 2 another scanner, in two columns."""
+    draw = torch.Generator().manual_seed(10 * int(site) + (part == "test"))
+    inputs = torch.randn(150, 5, generator=draw)
+    often = 0.6 if int(site) == 1 else 0.2
+    labels = (torch.rand(150, generator=draw) < often).long()
+    if int(site) == 2:
+        inputs[:, 3:] += torch.tensor([9.0, -4.0])
+    return TensorDataset(inputs, labels)
+
+
+wards.site_names = ["Nord", "Süd", "West", "Ost"]
+wards.columns = ["age", "crp", "hb", "lesion", "texture"]
+'''
+
+
+@pytest.mark.parametrize("strategy", ["fedbn", "fedavg", "dp"])
+def test_the_page_names_the_sites_that_differ_and_in_what(
+    strategy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FedBN is a remedy for other inputs, so the table is in no finding.
+
+    The page of a run with protected clients has no table.
+    """
+    (tmp_path / "wards_of_a_test.py").write_text(WARDS, encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    settings: dict[str, Any] = {"dataset": "wards_of_a_test:wards", "num-clients": 4}
+    settings |= {"num-server-rounds": 1, "strategy": strategy}
+    if strategy == "dp":
+        settings |= {"strategy": "fedavg", "dp": "server", "num-classes": 2}
+        settings["eval-on"] = "global"
+    out = start(tmp_path / "run", **settings)
+    examine(out)
+    page = html.unescape(write_report(out).read_text(encoding="utf-8"))
+    section = page.partition("<h2>Sites that differ</h2>")[2].partition("</section>")[0]
+    found = json.loads((out / "doctor.json").read_text())
+    ids = [finding["id"] for finding in found["findings"]]
+    if strategy == "dp":
+        assert not section
+        assert not {"label-skew", "feature-shift"} & {*ids}
+        assert any("protects its clients" in line for line in found["not-measured"])
+        return
+    rows = re.findall(r'<th scope="row">(.*?)</th>(.*?)</tr>', section, re.DOTALL)
+    assert [name for name, _ in rows] == ["1 (Süd)", "2 (West)"]
+    assert "class 1: 0.6" in rows[0][1]
+    assert re.search(r"lesion \+\d.*, texture -\d", rows[1][1])
+    assert "label-skew" in ids
+    assert ("feature-shift" in ids) == (strategy == "fedavg")

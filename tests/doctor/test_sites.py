@@ -1,0 +1,280 @@
+"""The table of the clients equals pandas and scipy, and chance names hardly any client."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from scipy import stats
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from fedbn_flwr import diagnose
+from fedbn_flwr.doctor import Training
+from fedbn_flwr.doctor.clients import ClientExamples
+from fedbn_flwr.doctor.sites import (
+    SiteRow,
+    _compared,
+    _Comparison,
+    _limit,
+    compare_sites,
+    inputs_of,
+)
+from fedbn_flwr.doctor.thresholds import DEALS
+
+ODD = 1  # the client that differs, if one does
+COLUMN = 3  # the column in which it is shifted
+
+
+def drawn(
+    draw: np.random.Generator,
+    sizes: Sequence[int],
+    columns: int = 6,
+    classes: int = 3,
+    odd: str = "",
+) -> list[ClientExamples]:
+    """Return clients of one distribution, except for one with other inputs or labels.
+
+    The last class is rare, inputs depend on the class, column 0 has a long tail, and
+    column 1 is rarely not 0.
+    """
+    usual = np.array([0.6, 0.38, 0.02][:classes]) if classes > 1 else np.ones(1)
+    clients = []
+    for k, size in enumerate(sizes):
+        shares = usual[::-1] if odd == "labels" and k == ODD else usual
+        labels = draw.choice(classes, size, p=shares / shares.sum())
+        values = draw.normal(size=(size, columns)) + labels[:, None]
+        values[:, 0] = np.exp(values[:, 0])
+        values[:, 1] = draw.random(size) < 0.02
+        if odd == "inputs" and k == ODD:
+            values[:, COLUMN] += values[:, COLUMN].std()
+        tensors = torch.tensor(values), torch.tensor(labels)
+        clients.append(ClientExamples(str(k), *tensors, 8))
+    return clients
+
+
+def compared(clients: Sequence[ClientExamples], seed: int = 0) -> list[SiteRow]:
+    inputs = inputs_of(nn.Identity(), clients)
+    return compare_sites(clients, inputs, torch.Generator().manual_seed(seed))
+
+
+def joined(clients: Sequence[ClientExamples]) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the inputs, the labels and the client of all examples."""
+    owner = [torch.full((len(one),), k) for k, one in enumerate(clients)]
+    inputs = torch.cat([one.inputs for one in clients])
+    return inputs, torch.cat([one.targets for one in clients]), torch.cat(owner)
+
+
+@pytest.mark.parametrize("classes", [1, 3])
+def test_the_table_is_that_of_pandas_and_least_squares(classes: int) -> None:
+    """At equal classes, a difference is a coefficient of a regression on the client."""
+    clients = drawn(np.random.default_rng(0), (40, 90, 7, 25), classes=classes)
+    values, labels, owner = (one.numpy() for one in joined(clients))
+    frame = pd.DataFrame(values).assign(owner=owner)
+    freedom = len(frame) - len(clients)
+    by_client = frame.groupby("owner")
+    pooled = ((by_client.count() - 1).mul(by_client.var())).sum() / freedom
+    shares = pd.crosstab(owner, labels, normalize="index")
+    for k, site in enumerate(compared(clients)):
+        of_class = np.eye(classes)[labels]
+        regressors = np.column_stack([of_class, owner == k])
+        found = np.linalg.lstsq(regressors, values, rcond=None)[0][-1]
+        expected = found / np.sqrt(pooled.to_numpy())
+        np.testing.assert_allclose([*site.inputs.values()], expected, atol=1e-12)
+
+        others = pd.Series(labels[owner != k]).value_counts(normalize=True)
+        apart = shares.loc[k] - others.reindex(shares.columns, fill_value=0)
+        assert site.label_difference == pytest.approx(apart.abs().sum() / 2)
+        assert [*site.shares.values()] == pytest.approx(shares.loc[k].tolist())
+        assert site.examples == (owner == k).sum()
+
+
+def test_scores_are_in_units_of_their_deviation_over_the_deals() -> None:
+    """Without classes, a score is a correlation. Within classes, deals are drawn."""
+    draw = np.random.default_rng(1)
+    values, labels, owner = joined(drawn(draw, (40, 90, 7)))
+    together = torch.zeros_like(owner)
+    hidden = values.new_zeros(values.shape[1])
+    scores = _compared(values, hidden, owner, together).scores(owner)
+    for k, row in enumerate(scores):
+        for j, score in enumerate(row.tolist()):
+            r = stats.pearsonr(values[:, j], owner == k).statistic
+            assert score == pytest.approx(abs(r) * np.sqrt(len(owner) - 1))
+
+    one, dealt, found = _compared(values, hidden, owner, labels), owner.clone(), []
+    for _ in range(2000):
+        for label in range(3):
+            at = (labels == label).nonzero().flatten()
+            dealt[at] = owner[at][torch.tensor(draw.permutation(len(at)))]
+        found.append(one.scores(dealt).square())
+    mean = torch.stack(found).mean(0)
+    torch.testing.assert_close(mean, torch.ones_like(mean), rtol=0.2, atol=0)
+
+
+def test_examples_are_dealt_within_their_class() -> None:
+    _, labels, owner = joined(drawn(np.random.default_rng(6), (20, 30, 9)))
+    deals: list[Tensor] = []
+
+    def note(dealt: Tensor) -> Tensor:
+        deals.append(dealt.clone())
+        return torch.tensor([float(len(deals))])
+
+    one = _Comparison(torch.empty(0), torch.empty(0), note, owner, labels)
+    limit = _limit(one, torch.Generator().manual_seed(0))
+    assert limit == pytest.approx(DEALS - 1), "one deal of 199 may be larger"
+    counts = pd.crosstab(owner.numpy(), labels.numpy())
+    for dealt in deals:
+        assert pd.crosstab(dealt.numpy(), labels.numpy()).equals(counts)
+    assert len({tuple(dealt.tolist()) for dealt in deals}) == DEALS
+
+
+SIZES = [(300, 200, 100, 60, 30), (40, 40, 40), (500, 20, 400, 80), (60, 60)]
+
+
+def _rate(draws: int) -> float:
+    """Return how often chance names a client."""
+    draw = np.random.default_rng(2)
+    named = 0
+    for seed in range(draws):
+        table = compared(drawn(draw, SIZES[seed % len(SIZES)]), seed)
+        named += any(site.other_labels or site.other_inputs for site in table)
+    return named / draws
+
+
+def test_chance_names_hardly_any_client() -> None:
+    assert _rate(60) <= 0.05
+
+
+@pytest.mark.slow
+def test_chance_names_a_client_in_two_per_cent_of_the_federations() -> None:
+    assert _rate(1000) == pytest.approx(0.02, abs=0.012)
+
+
+@pytest.mark.parametrize("sizes", SIZES[:3])
+@pytest.mark.parametrize("odd", ["inputs", "labels"])
+def test_the_client_that_differs_is_named_with_its_column(
+    odd: str, sizes: tuple[int, ...]
+) -> None:
+    sizes = tuple(max(size, 60) for size in sizes)
+    draw, right = np.random.default_rng(3), 0
+    for seed in range(10):
+        table = compared(drawn(draw, sizes, odd=odd), seed)
+        labels = [k for k, site in enumerate(table) if site.other_labels]
+        inputs = {k: one.other_inputs for k, one in enumerate(table)}
+        inputs = {k: columns for k, columns in inputs.items() if columns}
+        wanted = {ODD: [f"column {COLUMN}"]} if odd == "inputs" else {}
+        right += (labels, inputs) == ([ODD] if odd == "labels" else [], wanted)
+    assert right >= 9
+
+
+@pytest.mark.parametrize("size", [20, 100])
+def test_two_classes_at_each_of_many_small_clients_are_seen(size: int) -> None:
+    draw, clients = np.random.default_rng(4), []
+    for k in range(20):
+        labels = torch.tensor(draw.choice([k % 10, (k + 1) % 10], size))
+        inputs = torch.tensor(draw.normal(size=(size, 2)))
+        clients.append(ClientExamples(str(k), inputs, labels, 8))
+    assert any(site.other_labels for site in compared(clients))
+
+
+def test_a_column_that_is_constant_at_every_client_is_named() -> None:
+    """Its deviation within the clients is 0. A column of one value is no difference."""
+    clients = drawn(np.random.default_rng(5), (50, 50, 50), classes=1)
+    for k, client in enumerate(clients):
+        client.inputs[:, 2] = float(k == ODD)
+        client.inputs[:, 4] = 0.1
+    table = compared(clients)
+    assert [[*site.other_inputs] for site in table] == [[], ["column 2"], []]
+    assert {site.inputs["column 4"] for site in table} == {0.0}
+
+
+class _Windows(nn.Module):
+    """Each example has four rows for BatchNorm. The inputs change in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unused, self.norm = nn.BatchNorm1d(3), nn.BatchNorm1d(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(x.mul_(2).reshape(-1, 3))
+
+
+def test_the_first_layer_that_is_called_shows_the_inputs() -> None:
+    """The unit is what BatchNorm divides by, sqrt(var + eps) of all positions."""
+    inputs = torch.randn(2, 30, 12, generator=torch.Generator().manual_seed(0)).double()
+    clients = [
+        ClientExamples(str(k), x[:, :, None], x[:, 0], 8) for k, x in enumerate(inputs)
+    ]
+    found = inputs_of(_Windows().double(), clients)
+    rows = 2 * inputs.reshape(60, 4, 3)
+    torch.testing.assert_close(found.values, rows.mean(1))
+    hidden = rows.var(1, correction=0).mean(0) + 1e-5
+    torch.testing.assert_close(found.hidden, hidden)
+    assert [*found.columns] == [f"channel {j} of layer norm" for j in range(3)]
+    assert torch.equal(clients[1].inputs[:, :, 0], inputs[1]), "a copy of the batch"
+    left = inputs_of(
+        nn.Sequential(nn.BatchNorm1d(12), _Windows()).double(), clients, ["0"]
+    )
+    assert left.columns[0] == "channel 0 of layer 1.norm"
+
+
+def loaders_of(cause: str, columns: Sequence[str] = ()) -> list[DataLoader[Any]]:
+    """Return three clients whose inputs depend on the class."""
+    draw, loaders = torch.Generator().manual_seed(0), []
+    for k in range(3):
+        classes = torch.randint(3, (200,), generator=draw)
+        if cause in ("labels", "both"):
+            classes = torch.where(torch.rand(200, generator=draw) < 0.6, k, classes)
+        inputs = torch.randn(200, 8, generator=draw) + classes[:, None]
+        if cause in ("inputs", "both", "numbers") and k == ODD:
+            inputs[:, COLUMN] += 1
+        targets = classes + 0.5 if cause == "numbers" else classes
+        data = TensorDataset(inputs, targets)
+        data.columns = columns  # type: ignore[attr-defined]
+        loaders.append(DataLoader(data, 32))
+    return loaders
+
+
+CAUSES = {
+    "none": set[str](),
+    "labels": {"label-skew"},
+    "inputs": {"feature-shift"},
+    "both": {"label-skew", "feature-shift"},
+    "numbers": {"feature-shift"},
+}
+
+
+@pytest.mark.parametrize("cause", CAUSES)
+def test_other_labels_and_other_inputs_are_told_apart(cause: str) -> None:
+    model = nn.Sequential(nn.BatchNorm1d(8), nn.Linear(8, 3)).eval()
+    names = [f"value {j}" for j in range(8)]
+    found = diagnose(model, loaders_of(cause, names))
+    by_id = {finding.id: finding for finding in found.findings}
+    assert by_id.keys() & {"label-skew", "feature-shift"} == CAUSES[cause]
+    if "feature-shift" in by_id:
+        assert by_id["feature-shift"].numbers["clients"] == [str(ODD)]
+        assert by_id["feature-shift"].numbers["columns"] == [f"value {COLUMN}"]
+    assert len(found.measures["sites"]) == 3
+    assert "| client | examples | labels | inputs |" in str(found)
+
+
+def test_protected_clients_have_no_table() -> None:
+    model = nn.Sequential(nn.BatchNorm1d(8), nn.Linear(8, 3)).eval()
+    found = diagnose(model, loaders_of("both"), training=Training(protected=True))
+    assert "sites" not in found.measures
+    assert found.findings == []
+    assert "differences between clients" in found.not_measured[0]
+    assert "| client |" not in str(found)
+
+
+def test_inputs_that_are_not_finite_are_no_table() -> None:
+    model = nn.Sequential(nn.Flatten(), nn.Linear(4, 2), nn.BatchNorm1d(2)).eval()
+    with torch.no_grad():
+        model[1].bias.fill_(torch.inf)
+    data = [(torch.zeros(4, 2, 2), torch.zeros(4).long())]
+    lacking = diagnose(model, [data, data]).not_measured
+    assert any("inputs of BatchNorm are not finite" in line for line in lacking)
