@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import torch
 from flwr.app import Context
@@ -25,7 +26,7 @@ from fedbn_flwr.batchnorm.class_moments import ClassMoments, class_moments
 from fedbn_flwr.batchnorm.parts import Parts
 from fedbn_flwr.batchnorm.reestimation import reestimate_statistics
 from fedbn_flwr.client.client_data import ClientData, ClientStreams, Examples
-from fedbn_flwr.client.kept import ClientStorage, KeptState
+from fedbn_flwr.client.kept import KeptState, hand_over, kept_by
 from fedbn_flwr.client.model_cache import (
     BuildModel,
     CachedModel,
@@ -147,7 +148,7 @@ class TorchClient(NumPyClient):
     Attributes:
         data: the data for training and tests.
         streams: the random streams that draw from the data.
-        storage: the place of the local state between rounds.
+        state_dir: the folder of the local state, or None.
     """
 
     def __init__(
@@ -172,7 +173,7 @@ class TorchClient(NumPyClient):
         self.task = task
         self.data = ClientData.of(train_data, test_data)
         self.streams = ClientStreams.of(context, partition_id, seed)
-        self.storage = ClientStorage(context, partition_id, state_dir)
+        self.state_dir = state_dir
         self._cached_model = model_cache(model, self.data.two_inputs)
 
     def fit(
@@ -236,7 +237,9 @@ class TorchClient(NumPyClient):
         # earlier message from the log.
         reducer = None
         if sent.attempt is not None:
-            parameters, config = log_answer(self.context, parameters, config)
+            # A client without a context cannot answer here, and fails at once.
+            context = cast(Context, self.context)
+            parameters, config = log_answer(context, parameters, config)
             reducer = replay(self.context, config)
         trained = self._training(sent, self.settings, config)
         hooks: dict[str, ClientHook] = {}
@@ -256,7 +259,7 @@ class TorchClient(NumPyClient):
             cached, parameters, config, sent, kept.load(local)
         )
         if hooks:
-            kept.hand_over(hooks, extras)
+            hand_over(hooks, extras, kept.of_hooks)
         result = trained(cached.model, hooks=hooks)
         # Check the number of steps taken, because dropped batches are not steps.
         refuse_on_client(sent.hooks, config, Known(local_steps=result.num_steps))
@@ -269,17 +272,15 @@ class TorchClient(NumPyClient):
         if sent.attempt is not None:
             clear_log(self.context)
         state = to_state(cached.state)
-        if local:
-            kept.keep({name: state[name] for name in local}, sent.server_round)
-        kept.save_hook_state(hooks, sent.server_round)
-        kept.save(sent.server_round)
+        own = {name: state[name] for name in local}
+        kept.keep(own, kept_by(hooks), sent.server_round)
         # The reply contains the shared entries. If these are not all entries, it also
         # contains their names.
         returned = returned_entries(state, local, hooks.values(), prefix)
         metrics = _metrics(result)
         if hooks:
             metrics[APPLIED] = ",".join(hooks)
-        metrics |= kept.reply_metadata(sent.server_round)
+        metrics |= kept.reply_metadata()
         if ARRAY_NAMES in config or len(returned) != len(state):
             metrics[ARRAY_NAMES] = json.dumps(list(returned))
         return returned, metrics
@@ -314,7 +315,7 @@ class TorchClient(NumPyClient):
         """
         sent = TrainConfig.read(config)
         hooks = make_hooks(sent.hooks, HookContext(config, local))
-        kept.hand_over(hooks, {})
+        hand_over(hooks, {}, kept.of_hooks)
         steps = replace(self.settings, local_steps=sent.fine_tune, local_epochs=0)
         self._training(sent, steps, config)(cached.model, hooks=hooks)
 
@@ -426,7 +427,9 @@ class TorchClient(NumPyClient):
                 f"the app has the mod {config[MOD]}, but its client is a TorchClient,"
                 " which keeps and sends its local state itself. Leave the mod out."
             )
-        return self.storage.open(cached.parts, cached.fingerprint, sent)
+        kept = KeptState(self.context, sent, self.partition_id, self.state_dir)
+        kept.check(cached.fingerprint)
+        return kept
 
     def get_parameters(self, config: Config) -> list[Array]:
         """Return the whole state dict, in its order."""

@@ -33,7 +33,6 @@ from fedbn_flwr.messages.site_names import fault_of
 from fedbn_flwr.training.randomness import derive_seed
 
 __all__ = [
-    "SERIES_PATTERN",
     "Continuity",
     "EvaluateConfig",
     "Key",
@@ -157,7 +156,6 @@ USED_SHA256 = Key.down(
 START_ID = Key.down(
     "fedbn-flwr.start", "str: id of a second or further start in one run"
 )
-SERIES = Key.down("fedbn-flwr.series", "str: experiment id")
 RUN = Key.down("fedbn-flwr.run", "str: id of the run and its resumptions")
 COMMITTED = Key.down(
     "fedbn-flwr.committed", "str, comma list: rounds of the checkpoints"
@@ -284,16 +282,18 @@ NODE_KEYS = (
 """Keys of a node's config that the default app uses."""
 
 # --- Context.state --------------------------------------------------------------------
-KEPT = Key.inside("fedbn-flwr.local", "ArrayRecord: entries that stay with the client")
-KEPT_BY_HOOKS = Key.inside(
-    "fedbn-flwr.rules", "ArrayRecord: HOOK/NAME, entries of client hooks"
+KEPT_STATES = Key.inside(
+    "fedbn-flwr.kept", "ConfigRecord: ROUND.SHA256, a kept state as a checked file"
 )
-KEPT_ABOUT = Key.inside(
-    "fedbn-flwr.local.about",
-    "ConfigRecord: version, fingerprint, start, round, begun, SHA-256",
+KEPT = Key.inside(
+    "fedbn-flwr.local", "in a kept state: the entries that stay with the client"
 )
-KEPT_BEFORE = Key.inside(
-    "fedbn-flwr.before", "records before/NAME: the kept state before the round"
+KEPT_BY_HOOKS = Key(
+    "fedbn-flwr.rules",
+    "in a kept state: HOOK/NAME, entries of client hooks; ArrayRecord between the mod"
+    " and bn_rules",
+    "mod, bn_rules",
+    "mod, bn_rules",
 )
 INBOX = Key(
     "fedbn-flwr.inbox",
@@ -307,12 +307,6 @@ OUTBOX = Key(
     "bn_rules",
     "mod",
 )
-MODEL_SPEC = Key(
-    "fedbn-flwr.whole",
-    "ConfigRecord: names and shapes of the whole model",
-    "mod",
-    "mod",
-)
 STEP_MODEL = Key.inside("fedbn-flwr.step.model", "ArrayRecord: the round's model")
 STEP_ANSWERS = Key.inside(
     "fedbn-flwr.step.answers", "ArrayRecord: exchanges answered so far"
@@ -321,16 +315,13 @@ STEP_SENT = Key(
     "fedbn-flwr.step.sent", "ArrayRecord: exchanges sent so far", "mod", "mod"
 )
 STEP_ABOUT = Key.inside("fedbn-flwr.step", "ConfigRecord: round and attempt")
-VERSION = Key.inside("version", "int, in fedbn-flwr.local.about: version of the format")
 FINGERPRINT = Key.inside(
-    "fingerprint", "str, in fedbn-flwr.local.about: fingerprint of the model"
+    "fingerprint", "str, in fedbn-flwr.kept: fingerprint of the model"
 )
-BEGUN = Key.inside(
-    "begun",
-    "int, in fedbn-flwr.local.about: the round that made the kept state anew, else 0",
+SHAPES = Key(
+    "shapes", "dict, in fedbn-flwr.kept: shapes of the whole model", "mod", "mod"
 )
 STEP_ATTEMPT = Key.inside("attempt", "int, in fedbn-flwr.step")
-SPEC_SHAPES = Key("frame", "str, JSON, in fedbn-flwr.whole", "mod", "mod")
 
 CLIENT_KEYS = (ARRAY_NAMES, APPLIED, LOCAL_SHA256, LOCAL_HOME, LOCAL_BEGAN)
 """Keys of the client code among a ``NumPyClient``'s metrics, left out of averages."""
@@ -338,9 +329,7 @@ CLIENT_KEYS = (ARRAY_NAMES, APPLIED, LOCAL_SHA256, LOCAL_HOME, LOCAL_BEGAN)
 # the name of the round in projects on Flower's legacy strategies
 _USERS_ROUND = SERVER_ROUND.replace("-", "_")
 
-# A client uses the name of a series as a folder name, so separators and ".." are not
-# allowed.
-SERIES_PATTERN = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,63}")
+# A client uses the name of a run as a folder name.
 _RUN = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
@@ -467,36 +456,31 @@ class Continuity:
     """The identity of a run, for clients with a state folder.
 
     Attributes:
-        series: experiment id; runs of one experiment continue with the same client
-            state.
         run: id of the run and its resumptions.
         committed: rounds of the server's checkpoints; a resume starts from one of them.
     """
 
-    series: str
     run: str
     committed: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        """Check the ids, because a client uses them in paths."""
-        if not SERIES_PATTERN.fullmatch(self.series) or not _RUN.fullmatch(self.run):
+        """Check the id, because a client uses it in paths."""
+        if not _RUN.fullmatch(self.run):
             raise StateError(
-                f"series {self.series!r} and run {self.run!r} must be 1 to 64 letters,"
-                " digits, '-' or '_'. A series may contain '.', but not at the start."
+                f"run {self.run!r} must be 1 to 64 letters, digits, '-' or '_'"
             )
 
     def write(self) -> dict[str, str]:
         """Return the entries of a message's config."""
         committed = ",".join(map(str, self.committed))
-        return without_empty({SERIES: self.series, RUN: self.run, COMMITTED: committed})
+        return without_empty({RUN: self.run, COMMITTED: committed})
 
     @classmethod
     def read(cls, config: Mapping[str, Any]) -> Continuity | None:
         """Return the run in a message's config, or None if it is missing."""
-        if SERIES not in config:
+        if RUN not in config:
             return None
-        committed = tuple(map(int, comma_list(config, COMMITTED)))
-        return cls(str(config[SERIES]), str(config[RUN]), committed)
+        return cls(str(config[RUN]), tuple(map(int, comma_list(config, COMMITTED))))
 
 
 def without_empty(entries: Mapping[str, Any]) -> dict[str, Any]:

@@ -212,7 +212,7 @@ METHODS: dict[str, Callable[[], Strategy]] = {
 def test_mods_that_only_look_may_stand_anywhere(run_app, user_app, name: str) -> None:
     """Each mod is before and after ours, and at the training function only."""
     strategy = METHODS[name]()
-    strategy.continuity = Continuity("site", "run-1")  # no checkpoint yet
+    strategy.continuity = Continuity("run-1")  # no checkpoint yet
     app = user_app(
         hooked_loop, [*LOOKING, bn_mod, *LOOKING], query=True, train_mods=LOOKING
     )

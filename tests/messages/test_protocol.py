@@ -94,10 +94,10 @@ def test_a_copy_of_a_key_is_a_plain_name() -> None:
             server_round=3,
             local_entries=("a.b", 'c"d'),
             local_sha256="",
-            continuity=Continuity("s", "r"),
+            continuity=Continuity("r"),
         ),
         TrainConfig(
-            server_round=2, hooks=("a", "b"), continuity=Continuity("s", "r", (1, 2))
+            server_round=2, hooks=("a", "b"), continuity=Continuity("r", (1, 2))
         ),
         EvaluateConfig(local_sha256="0" * 64, test_sets=("own", "global")),
     ],
