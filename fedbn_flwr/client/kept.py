@@ -128,13 +128,17 @@ class KeptState:
         if folder is None and context is not None:
             folder = state_dir(context)
         self._store: Store = Memory(context)
+        # The server may ask for the state before the round if it undoes rounds. A
+        # resumed run asks for the state of a checkpoint; a run whose clients keep their
+        # states in memory cannot be resumed.
+        self._undoes = sent.used_sha256 is not None
         self._committed: tuple[int, ...] = ()
         # Use the folder only if the server names the run. Otherwise, the next run would
         # find the files of this run.
-        if sent.continuity is not None:
-            self._committed = sent.continuity.committed
-            if folder is not None:
-                self._store = _folder(folder, sent.continuity.run, partition_id)
+        if sent.continuity is not None and folder is not None:
+            self._store = _folder(folder, sent.continuity.run, partition_id)
+            # A run that ends within a round saves the round before.
+            self._undoes, self._committed = True, sent.continuity.committed
         self._owner: dict[str, Any] = {
             START_ID: sent.start_id,
             PARTITION_ID: partition_id,
@@ -236,7 +240,9 @@ class KeptState:
         _refuse_diverged({**own, **of_hooks})
         entries = {str(KEPT): own, str(KEPT_BY_HOOKS): of_hooks}
         self._content = {**self._owner, SHAPES: self.shapes, **entries}
-        self._sha256 = self._store.put(self._content, server_round, self._committed)
+        before = (server_round - 1,) if self._undoes else ()
+        needed = (*before, *self._committed)
+        self._sha256 = self._store.put(self._content, server_round, needed)
 
     def reply_metadata(self) -> dict[str, str]:
         """Return the reply's entries about the local state, or none without state."""

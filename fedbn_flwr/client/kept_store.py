@@ -78,29 +78,25 @@ class Store(ABC):
         self,
         content: Mapping[str, Any],
         server_round: int,
-        committed: Collection[int] = (),
+        needed: Collection[int] = (),
     ) -> str:
-        """Write the state after a round, and return its hash.
-
-        The server may still ask for the state before the round, because the round may
-        have to be undone, and for the states of its checkpoints. All other states are
-        removed.
+        """Write the state after a round, return its hash, and remove other states.
 
         Args:
             content: the state.
             server_round: the round.
-            committed: the rounds of the server's checkpoints.
+            needed: earlier rounds; the state after each of them is not removed.
         """
         data, sha256 = encode_checked(content)
         new = f"{server_round:06d}.{sha256}"
         # Write first, because a full disk must not destroy the earlier states.
         self.write(new, data)
-        needed = [new]
-        for last in (server_round - 1, *committed):
+        stay = [new]
+        for last in needed:
             # Other states of this round or a later round belong to undone rounds.
             end = f"{min(last + 1, server_round):06d}"
-            needed += [name for name in self.names() if name < end][-1:]
-        self.keep_only(needed)
+            stay += [name for name in self.names() if name < end][-1:]
+        self.keep_only(stay)
         return sha256
 
 

@@ -207,23 +207,17 @@ def _whole_reply(reply: Message, key: str, local: Sequence[str]) -> ArrayRecord:
     """Return the record of the reply with the whole model.
 
     Raises:
-        StateError: the record is missing, or lacks an entry that stays here.
+        StateError: the record lacks an entry that stays here.
     """
     records = of_kind(reply.content, ArrayRecord)
     state = records.get(key, ArrayRecord())
-    if not state:
-        others = ", ".join(f"'{name}'" for name in records if name != key)
-        raise StateError(
-            "the app's reply has no arrays in an ArrayRecord"
-            f" '{key}'{f', but in {others}' if others else ''}. Reply with the"
-            " whole state dict under this key."
-        )
     missing = [name for name in local if name not in state]
     if missing:
         raise StateError(
             f"the app's reply lacks '{missing[0]}' ({len(missing)} such) in its"
-            f" ArrayRecord '{key}'. Reply with the whole state dict, under the"
-            " names received: the mod removes the entries that stay."
+            f" ArrayRecord '{key}'; it has the ArrayRecords {list(records)}. Reply with"
+            " the whole state dict under this key, with the names received: the mod"
+            " removes the entries that stay."
         )
     return state
 

@@ -114,17 +114,11 @@ def personal_state(run: str | Path, client: int) -> dict[str, torch.Tensor]:
         )
     # There is no file: the client never had local state, or it is on another disk. The
     # hashes in the model's metadata tell the two apart.
-    there = "load its model there, with `load_model(RUN, state_dir=DIR)`"
-    if str(client) in json.loads(about.get(KEPT_HASHES, "{}")):
+    if absent or str(client) in json.loads(about.get(KEPT_HASHES, "{}")):
         raise StateError(
             f"{run}: the local state of client={client} is not here"
-            f" ({_here(_clients(folder))}). It is on its node: {there}."
-        )
-    if absent:
-        raise StateError(
-            f"{run}: client={client} has no entries of its own"
-            f" ({_here(_clients(folder))}). It did not train in this run, or its"
-            f" {', '.join(absent)} entries are on another disk: {there}."
+            f" ({_here(_clients(folder))}). If the client trained in this run, load its"
+            " model on its node, with `load_model(RUN, state_dir=DIR)`."
         )
     return state
 

@@ -13,6 +13,7 @@ from torch import nn
 
 from fedbn_flwr.batchnorm.parts import Part, split_state
 from fedbn_flwr.client.kept import KeptState, hand_over, kept_by
+from fedbn_flwr.client.kept_store import Memory
 from fedbn_flwr.errors import StateError
 from fedbn_flwr.messages.protocol import Continuity, MessageConfig
 from fedbn_flwr.messages.records import to_state
@@ -117,7 +118,8 @@ def test_a_client_continues_from_the_state_that_the_server_names(
     hashes = {}
     for server_round in (4, 5):
         model[1].running_mean += 1
-        hashes[server_round] = keep(context, model, server_round, **place)
+        named = {"used_sha256": hashes.get(4, "")}  # the method undoes rounds
+        hashes[server_round] = keep(context, model, server_round, **place, **named)
 
     def mean(**sent: Any) -> float | None:
         kept = opened(context, model, **place, **sent).load(NAMES)
@@ -132,6 +134,14 @@ def test_a_client_continues_from_the_state_that_the_server_names(
     assert mean() == 1, "round 5 is undone"
     assert mean(used_sha256="") is None
     assert mean() is None
+
+
+def test_memory_has_one_state_if_the_server_asks_for_no_other(mlp) -> None:
+    """The whole model may stay with a client."""
+    context, continuity = empty_context(), Continuity("r", (4, 5))
+    for server_round in (4, 5, 6):
+        keep(context, mlp(), server_round, continuity=continuity)
+    assert len(Memory(context).names()) == 1
 
 
 def test_a_start_begins_without_the_state_of_an_earlier_start(mlp) -> None:

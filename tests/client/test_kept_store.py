@@ -23,7 +23,7 @@ def store(request, tmp_path: Path) -> Store:
 
 def put(store: Store, server_round: int, value: float, *committed: int) -> str:
     content = {"of": server_round, "a": {"x": np.full(2, value)}}
-    return store.put(content, server_round, committed)
+    return store.put(content, server_round, (server_round - 1, *committed))
 
 
 def rounds(store: Store) -> list[int]:
