@@ -48,19 +48,19 @@ def encode_safetensors(arrays: State, metadata: Mapping[str, str]) -> bytes:
     random order and copies the arrays four times.
     """
     # The largest types come first, so that each array is aligned.
-    typed = [(_TYPES.index(_type(array)), name) for name, array in arrays.items()]
-    typed.sort(key=lambda one: (-one[0], one[1]))
+    order = sorted(arrays, key=lambda name: (-_TYPES.index(_type(arrays[name])), name))
     header: dict[str, Any] = {"__metadata__": dict(sorted(metadata.items()))}
-    content, end = [], 0
-    for number, name in typed:
+    content, start = [], 0
+    for name in order:
         array = np.asarray(arrays[name], order="C")
-        start, end = end, end + array.nbytes
+        offsets = start, start + array.nbytes
         header[name] = {
-            "dtype": _TYPES[number],
+            "dtype": _type(array),
             "shape": array.shape,
-            "data_offsets": (start, end),
+            "data_offsets": offsets,
         }
-        content.append(array.data if array.nbytes else b"")
+        content.append(array.data)
+        start = offsets[1]
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # the arrays begin at a multiple of 8 bytes
     # The first 8 bytes are the length of the header.
@@ -69,8 +69,8 @@ def encode_safetensors(arrays: State, metadata: Mapping[str, str]) -> bytes:
 
 def _type(array: Array) -> str:
     """Return the name of an array's type in a safetensors file."""
-    kind = np.asarray(array).dtype
-    return "BOOL" if kind.kind == "b" else f"{kind.kind.upper()}{8 * kind.itemsize}"
+    kind = array.dtype.kind
+    return "BOOL" if kind == "b" else f"{kind.upper()}{8 * array.itemsize}"
 
 
 def encode_checked(content: Mapping[str, Any]) -> tuple[bytes, str]:

@@ -21,9 +21,9 @@ from tests.support import size
 pytestmark = pytest.mark.xdist_group("trees")
 
 BUDGETS = {
-    "fedbn_flwr": 3_330,
+    "fedbn_flwr": 3_430,
     "fedbn_flwr/batchnorm": 13_090,
-    "fedbn_flwr/client": 14_406,
+    "fedbn_flwr/client": 11_300,
     "fedbn_flwr/compat": 2_106,
     "fedbn_flwr/doctor": 10_747,
     "fedbn_flwr/engines": 7_004,
@@ -49,7 +49,7 @@ BUDGETS = {
     "tests": 12_759,
     "tests/apps": 3_402,
     "tests/batchnorm": 16_580,
-    "tests/client": 26_029,
+    "tests/client": 24_450,
     "tests/compat": 4_828,
     "tests/doctor": 6_787,
     "tests/engines": 9_068,
