@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save
+from safetensors import SafetensorError
+from safetensors.numpy import load
 
 from fedbn_flwr.atomic_file import remove_leftovers, write_atomically
 from fedbn_flwr.batchnorm.array_types import Array, State
@@ -22,6 +22,8 @@ from fedbn_flwr.errors import StateError
 from fedbn_flwr.messages.records import state_sha256
 
 __all__ = [
+    "decode_checked",
+    "encode_checked",
     "encode_safetensors",
     "read_checked",
     "remove_leftovers",
@@ -29,25 +31,59 @@ __all__ = [
     "write_checked",
 ]
 
+# The types of arrays in a safetensors file, in the order of its format.
+_TYPES = (
+    *("BOOL", "U8", "I8", "I16", "U16", "F16", "I32", "U32", "F32", "C64"),
+    *("F64", "I64", "U64"),
+)
 # In the tree of a file, {"__array__": "model/fc.weight"} stands for the array of that
 # name.
 _ARRAY = "__array__"
 
 
 def encode_safetensors(arrays: State, metadata: Mapping[str, str]) -> bytes:
-    """Return a safetensors file whose bytes depend only on the content."""
-    in_order = {name: np.asarray(array, order="C") for name, array in arrays.items()}
-    data = save(in_order, metadata=dict(metadata))
-    # ``save`` puts the metadata in random order, so write the header again. The first 8
-    # bytes are the length of the header.
-    start = 8 + int.from_bytes(data[:8], "little")
+    """Return a safetensors file whose bytes depend only on the content.
+
+    The bytes equal the bytes of ``safetensors.numpy.save``, which puts the metadata in
+    random order and copies the arrays four times.
+    """
+    # The largest types come first, so that each array is aligned.
+    order = sorted(arrays, key=lambda name: (-_TYPES.index(_type(arrays[name])), name))
     header: dict[str, Any] = {"__metadata__": dict(sorted(metadata.items()))}
-    for name, place in json.loads(data[8:start]).items():
-        if name in arrays:
-            header[name] = place
+    content, start = [], 0
+    for name in order:
+        array = np.asarray(arrays[name], order="C")
+        offsets = start, start + array.nbytes
+        header[name] = {
+            "dtype": _type(array),
+            "shape": array.shape,
+            "data_offsets": offsets,
+        }
+        content.append(array.data)
+        start = offsets[1]
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # the arrays begin at a multiple of 8 bytes
-    return len(text).to_bytes(8, "little") + text + data[start:]
+    # The first 8 bytes are the length of the header.
+    return b"".join((len(text).to_bytes(8, "little"), text, *content))
+
+
+def _type(array: Array) -> str:
+    """Return the name of an array's type in a safetensors file."""
+    kind = array.dtype.kind
+    return "BOOL" if kind == "b" else f"{kind.upper()}{8 * array.itemsize}"
+
+
+def encode_checked(content: Mapping[str, Any]) -> tuple[bytes, str]:
+    """Return the bytes of a checked file, and the SHA-256 of its arrays.
+
+    Args:
+        content: a tree of JSON values and arrays.
+    """
+    arrays: dict[str, Array] = {}
+    about = json.dumps(_take_out(content, "", arrays))
+    sha256 = state_sha256(arrays)
+    metadata = {"about": about, "sha256": _sha256(about, sha256)}
+    return encode_safetensors(arrays, metadata), sha256
 
 
 def write_checked(path: Path, content: Mapping[str, Any]) -> None:
@@ -56,10 +92,12 @@ def write_checked(path: Path, content: Mapping[str, Any]) -> None:
     Raises:
         OSError: the file could not be written. Then an old file does not change.
     """
-    arrays: dict[str, Array] = {}
-    about = json.dumps(_take_out(content, "", arrays))
-    metadata = {"about": about, "sha256": _sha256(about, arrays)}
-    write_atomically(path, encode_safetensors(arrays, metadata), mode=0o600)
+    write_atomically(path, encode_checked(content)[0], mode=0o600)
+
+
+def decode_checked(data: bytes) -> dict[str, Any]:
+    """Return the tree in the bytes of ``encode_checked``, without a check."""
+    return _decoded(data)[0]
 
 
 def read_checked(path: Path) -> dict[str, Any]:
@@ -69,18 +107,13 @@ def read_checked(path: Path) -> dict[str, Any]:
         StateError: the file is incomplete, was edited, or is not a checked file.
     """
     try:
-        with safe_open(path, "numpy") as file:
-            metadata = file.metadata() or {}
-            arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        content, arrays, metadata = _decoded(path.read_bytes())
         about, expected = metadata["about"], metadata["sha256"]
-        # The arrays in the file are sorted by size, but the hash uses the tree's order.
-        in_order: dict[str, Array] = {}
-        content: dict[str, Any] = _put_back(json.loads(about), arrays, in_order)
     except (OSError, SafetensorError, KeyError, ValueError, TypeError) as error:
         raise StateError(
             f"{path} cannot be read ({type(error).__name__}: {error})"
         ) from error
-    if _sha256(about, in_order) != expected or len(in_order) != len(arrays):
+    if _sha256(about, state_sha256(arrays)) != expected:
         raise StateError(
             f"{path} is damaged or was edited, because its SHA-256 does not match."
             " Restore it from a copy, or delete it and start from an earlier file"
@@ -88,8 +121,19 @@ def read_checked(path: Path) -> dict[str, Any]:
     return content
 
 
-def _sha256(about: str, arrays: State) -> str:
-    return hashlib.sha256(f"{about}\n{state_sha256(arrays)}".encode()).hexdigest()
+def _decoded(data: bytes) -> tuple[dict[str, Any], State, Mapping[str, str]]:
+    """Return the tree, its arrays by name in the order of the tree, and the metadata."""
+    found = load(data)
+    header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+    metadata = header["__metadata__"]
+    # The arrays in the file are sorted by size, but the hash uses the tree's order.
+    arrays: dict[str, Array] = {}
+    content: dict[str, Any] = _put_back(json.loads(metadata["about"]), found, arrays)
+    return content, arrays, metadata
+
+
+def _sha256(about: str, of_arrays: str) -> str:
+    return hashlib.sha256(f"{about}\n{of_arrays}".encode()).hexdigest()
 
 
 def _take_out(value: Any, name: str, arrays: dict[str, Array]) -> Any:

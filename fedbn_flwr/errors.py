@@ -21,7 +21,6 @@ __all__ = [
     "INPUTS_NOT_FINITE",
     "MOD_ON_QUERIES",
     "MOD_ORDER",
-    "MOD_RAISED",
     "NOT_ALLOWED",
     "NOT_FINITE",
     "STATISTICS_NOT_FINITE",
@@ -64,8 +63,6 @@ ABOUT_THE_RUN = "about-the-run"
 """The code of an error about a node's data whose text does not reveal the data."""
 TOO_FEW_LEFT = "too-few-left"
 """The code of a synchronised step that has lost too many clients."""
-MOD_RAISED = "mod-raised"
-"""The code of an exception of a mod of the app."""
 MOD_ON_QUERIES = (
     "A mod of the whole app also receives the strategies' queries, whose config lacks"
     " entries of training messages: use it only for the training function, with"
@@ -87,7 +84,6 @@ _IN_TEXT = (
     INPUTS_NOT_FINITE,
     STATISTICS_NOT_FINITE,
     TOO_FEW_LEFT,
-    MOD_RAISED,
     _CLIENTS_CONFIG,
 )
 # In a client's ConfigError, the error's own code follows as a second word.

@@ -11,8 +11,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+from safetensors.numpy import save
 
 from fedbn_flwr.checked_file import (
+    encode_safetensors,
     read_checked,
     remove_leftovers,
     write_atomically,
@@ -58,6 +61,21 @@ def test_a_tree_comes_back_bit_for_bit(path: Path) -> None:
         "variates": {},
     }
     assert path.stat().st_mode & 0o777 == 0o600
+
+
+TYPES = ["?", "u1", "i1", "i2", "u2", "f2", "i4", "u4", "f4", "c8", "f8", "i8", "u8"]
+ARRAYS = hnp.arrays(
+    st.sampled_from(TYPES), hnp.array_shapes(min_dims=0, max_dims=3, min_side=0)
+)
+
+
+@given(arrays=st.dictionaries(st.text("abc.", min_size=1), ARRAYS, max_size=8))
+@settings(max_examples=100, deadline=None)
+def test_bytes_are_those_of_safetensors(arrays: dict[str, np.ndarray]) -> None:
+    """With one entry of metadata, the bytes of safetensors do not vary."""
+    expected = save(arrays, metadata={"about": "x"})
+    in_fortran = {name: np.asarray(a, order="F") for name, a in arrays.items()}
+    assert encode_safetensors(in_fortran, {"about": "x"}) == expected
 
 
 @given(share=st.floats(0, 0.999))

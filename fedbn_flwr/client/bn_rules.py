@@ -17,9 +17,13 @@ from flwr.app import Context, Message
 from torch import Tensor, nn
 
 from fedbn_flwr.batchnorm.tied_entries import tied_apart, tied_entries
-from fedbn_flwr.client.kept import KeptState
-from fedbn_flwr.client.mailbox import fill_outbox, is_filled, records_in
-from fedbn_flwr.client.model_spec import ModelSpec, StateLocation
+from fedbn_flwr.client.kept import hand_over, kept_by
+from fedbn_flwr.client.mailbox import (
+    fill_outbox,
+    is_filled,
+    of_client_hooks,
+    records_in,
+)
 from fedbn_flwr.client.named_hooks import make_hooks, refuse_on_client
 from fedbn_flwr.client.replay_log import replay
 from fedbn_flwr.client.watch import Watch
@@ -28,10 +32,16 @@ from fedbn_flwr.messages.protocol import (
     APPLIED,
     ARRAY_NAMES,
     INBOX,
+    KEPT_BY_HOOKS,
     TrainConfig,
     merged_config,
 )
-from fedbn_flwr.messages.records import from_record, model_record, tensors
+from fedbn_flwr.messages.records import (
+    from_record,
+    model_record,
+    tensors,
+    to_record,
+)
 from fedbn_flwr.problems import Known, raise_or_warn
 from fedbn_flwr.training.client_hook import ClientHook, NamedHooks, overrides
 from fedbn_flwr.training.model_state import unwrap, view_with_names, without_wrappers
@@ -105,7 +115,6 @@ def bn_rules(
     # Some hooks, such as FixBN's, change only the model. A hook with arrays of its own
     # also needs two other things: the context, because the mod has put the arrays
     # there, and the names of the entries on the server.
-    kept: KeptState | None = None
     with_arrays = {
         hook_name: hook
         for hook_name, hook in hooks.items()
@@ -124,18 +133,11 @@ def bn_rules(
                 " bn_rules(model, msg, context)`; in a NumPyClient (ClientApp with"
                 " mods=[bn_mod]) `with bn_rules(model, config, context)`"
             )
-        spec = None
-        if local:
-            # Use the saved shapes, as the mod does, because a personal entry may have
-            # another shape on the server.
-            place = StateLocation.of(context, sent.continuity)
-            spec = ModelSpec.load(context, place)
-        kept = (spec or ModelSpec.of(whole)).store(context, None, sent.start_id)
         extras = {
             record_name: tensors(from_record(record))
             for record_name, record in records_in(context, INBOX).items()
         }
-        kept.hand_over(with_arrays, extras)
+        hand_over(with_arrays, extras, of_client_hooks(context))
     raise_or_warn(
         tied_apart(tied_entries(unwrap(model)), set(map(without_wrappers, local)))
     )
@@ -147,8 +149,10 @@ def bn_rules(
     # or not at all. The mod moves the outbox into the reply, and saves the local state.
     if context is not None:
         fill_outbox(context, rules.metrics, hooks.values())
-    if kept is not None:
-        kept.save_hook_state(hooks, sent.server_round)
+        earlier = of_client_hooks(context)
+        entries = kept_by(hooks, earlier)
+        if entries or earlier:
+            context.state[KEPT_BY_HOOKS] = to_record(entries)
 
 
 def _refuse_second_block(context: Context | None, hooks: Iterable[ClientHook]) -> None:

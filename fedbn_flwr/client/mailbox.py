@@ -12,8 +12,9 @@ from typing import Any
 
 from flwr.app import ArrayRecord, ConfigRecord, Context
 
-from fedbn_flwr.messages.protocol import OUTBOX
-from fedbn_flwr.messages.records import of_kind, to_record, to_state
+from fedbn_flwr.batchnorm.array_types import Array
+from fedbn_flwr.messages.protocol import KEPT_BY_HOOKS, OUTBOX
+from fedbn_flwr.messages.records import from_record, of_kind, to_record, to_state
 from fedbn_flwr.training.client_hook import ClientHook
 
 
@@ -37,6 +38,15 @@ def take_records(context: Context, box: str) -> dict[str, ArrayRecord]:
     for name in records:
         del context.state[f"{box}/{name}"]
     return records
+
+
+def of_client_hooks(context: Context) -> dict[str, Array]:
+    """Return the kept entries of the client hooks.
+
+    They come from the mod before the training, and from ``bn_rules`` after it.
+    """
+    records = of_kind(context.state, ArrayRecord)
+    return from_record(records.get(KEPT_BY_HOOKS, ArrayRecord()))
 
 
 def open_outbox(context: Context) -> None:

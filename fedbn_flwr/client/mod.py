@@ -27,9 +27,10 @@ from flwr.app import (
 )
 from flwr.clientapp.typing import ClientAppCallable
 
+from fedbn_flwr.batchnorm.array_types import State
+from fedbn_flwr.batchnorm.parts import split_state
 from fedbn_flwr.client.kept import KeptState
-from fedbn_flwr.client.mailbox import open_outbox, take_records
-from fedbn_flwr.client.model_spec import ModelSpec, StateLocation
+from fedbn_flwr.client.mailbox import of_client_hooks, open_outbox, take_records
 from fedbn_flwr.client.replay_log import clear_log, log_answer, log_sent
 from fedbn_flwr.compat.flower import is_mod_refusal
 from fedbn_flwr.errors import ConfigError, StateError
@@ -81,13 +82,14 @@ def apply_mod(
     if config.attempt is not None:
         _reopen(message, context)
     key, received = _set_aside_extras(message, context, config.extras)
-    whole, store = _completed(received, context, config)
+    whole, kept = _completed(received, context, config)
     if config.local_entries or config.extras or config.attempt is not None:
         # Mark the message: a TorchClient keeps its local state itself, and refuses to
         # work with the mod.
         next(iter(of_kind(message.content, ConfigRecord).values()))[MOD] = "bn_mod"
     if trains:
         open_outbox(context)
+    context.state[KEPT_BY_HOOKS] = to_record(kept.of_hooks)
     ours = {
         name: record
         for name, record in context.state.items()
@@ -98,17 +100,17 @@ def apply_mod(
     except StopStep as stop:
         log_sent(context, stop.exchange)
         return _exchange_reply(message, key, stop.exchange)
-    if trains:
-        ours.pop(KEPT_BY_HOOKS, None)  # they belong to an earlier round
     # The app may have replaced the state in the context: restore our records.
     for name in ours.keys() - context.state.keys():
         context.state[name] = ours[name]
     # After the app: keep and remove the local entries, and add the hooks' records.
+    of_hooks = of_client_hooks(context)
+    del context.state[KEPT_BY_HOOKS]
     if trains:
         clear_log(context)
         take_records(context, INBOX)
         if reply.has_content():
-            _keep_own(reply, key, config, store)
+            _keep_own(reply, key, config, kept, of_hooks)
             _add_outbox(reply, context)
     return _sign(reply, context)
 
@@ -162,71 +164,60 @@ def _completed(
     Raises:
         StateError: entries are missing, or are not in the model of the run's start.
     """
-    location = StateLocation.of(context, config.continuity)
+    kept = KeptState(context, config, partition_of(context))
     # The mod has no model. Names, order and shapes come from the first message of the
-    # run, which contains the whole model, and are saved for later messages.
-    spec: ModelSpec | None
-    if not config.local_entries:
-        spec = ModelSpec.of(received)
-    elif set(config.local_entries) <= set(received):
-        spec = ModelSpec.of(received)
-        spec.save(context, location)
-    else:
-        spec = ModelSpec.load(context, location)
-    if spec is None:
+    # run, which contains the whole model, and are kept for later messages.
+    if set(config.local_entries) <= set(received):
+        kept.shapes = {name: array.shape for name, array in received.items()}
+    shapes = kept.shapes
+    if not shapes:
         raise StateError(f"entries {_LOST}")
-    store = spec.store(context, location, config.start_id)
-    store.restore(config.local_sha256, config.used_sha256)
-    entries = {**received, **to_record(store.load(config.local_entries))}
-    missing = [name for name in spec.shapes if name not in entries]
+    kept.check(split_state(shapes).fingerprint(shapes))
+    entries = {**received, **to_record(kept.load(config.local_entries))}
+    missing = [name for name in shapes if name not in entries]
     if missing:
         raise StateError(
             f"entries ({len(missing)} of the model's, '{missing[0]}', ...) {_LOST}"
         )
-    extra = [name for name in received if name not in spec.shapes]
+    extra = [name for name in received if name not in shapes]
     if extra:
         raise StateError(
             f"received '{extra[0]}', which the model of this run did not have at its"
             " start"
         )
-    return ArrayRecord({name: entries[name] for name in spec.shapes}), store
+    return ArrayRecord({name: entries[name] for name in shapes}), kept
 
 
-def _keep_own(reply: Message, key: str, config: TrainConfig, store: KeptState) -> None:
+def _keep_own(
+    reply: Message, key: str, config: TrainConfig, kept: KeptState, of_hooks: State
+) -> None:
     """Keep the client's own entries, and remove them from the reply."""
+    own: State = {}
     local = config.local_entries
     if local:
         state = _whole_reply(reply, key, local)
-        own = ArrayRecord({name: state[name] for name in local})
-        store.keep(from_record(own), config.server_round)
-        stay = set(local)
-        shared = {name: array for name, array in state.items() if name not in stay}
+        own = from_record(ArrayRecord({name: state[name] for name in local}))
+        shared = {name: array for name, array in state.items() if name not in own}
         reply.content[key] = ArrayRecord(shared)
-    store.save(config.server_round)
-    add_info(reply, store.reply_metadata(config.server_round))
+    kept.keep(own, of_hooks, config.server_round)
+    add_info(reply, kept.reply_metadata())
 
 
 def _whole_reply(reply: Message, key: str, local: Sequence[str]) -> ArrayRecord:
     """Return the record of the reply with the whole model.
 
     Raises:
-        StateError: the record is missing, or lacks an entry that stays here.
+        StateError: the record lacks an entry that stays here.
     """
     records = of_kind(reply.content, ArrayRecord)
     state = records.get(key, ArrayRecord())
-    if not state:
-        others = ", ".join(f"'{name}'" for name in records if name != key)
-        raise StateError(
-            "the app's reply has no arrays in an ArrayRecord"
-            f" '{key}'{f', but in {others}' if others else ''}. Reply with the"
-            " whole state dict under this key."
-        )
     missing = [name for name in local if name not in state]
     if missing:
         raise StateError(
             f"the app's reply lacks '{missing[0]}' ({len(missing)} such) in its"
-            f" ArrayRecord '{key}'. Reply with the whole state dict, under the"
-            " names received: the mod removes the entries that stay."
+            f" ArrayRecord '{key}'; it has the ArrayRecords {list(records)}. Reply with"
+            " the whole state dict under this key, with the names received: the mod"
+            " removes the entries that stay."
         )
     return state
 

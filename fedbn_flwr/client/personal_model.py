@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -17,7 +17,6 @@ from fedbn_flwr.batchnorm.parts import Part
 from fedbn_flwr.checked_file import read_checked
 from fedbn_flwr.client.kept import own_entries
 from fedbn_flwr.errors import ConfigError, StateError
-from fedbn_flwr.messages.protocol import FINGERPRINT
 from fedbn_flwr.messages.records import tensors
 
 ABSENT = "absent: it stays with the clients"
@@ -115,17 +114,11 @@ def personal_state(run: str | Path, client: int) -> dict[str, torch.Tensor]:
         )
     # There is no file: the client never had local state, or it is on another disk. The
     # hashes in the model's metadata tell the two apart.
-    there = "load its model there, with `load_model(RUN, state_dir=DIR)`"
-    if str(client) in json.loads(about.get(KEPT_HASHES, "{}")):
+    if absent or str(client) in json.loads(about.get(KEPT_HASHES, "{}")):
         raise StateError(
             f"{run}: the local state of client={client} is not here"
-            f" ({_here(_clients(folder))}). It is on its node: {there}."
-        )
-    if absent:
-        raise StateError(
-            f"{run}: client={client} has no entries of its own"
-            f" ({_here(_clients(folder))}). It did not train in this run, or its"
-            f" {', '.join(absent)} entries are on another disk: {there}."
+            f" ({_here(_clients(folder))}). If the client trained in this run, load its"
+            " model on its node, with `load_model(RUN, state_dir=DIR)`."
         )
     return state
 
@@ -138,7 +131,7 @@ class SiteState(NamedTuple):
 
 
 def site_state(
-    run: str | Path, state_dir: str | Path, fingerprint: str, client: int | None = None
+    run: str | Path, state_dir: str | Path, client: int | None = None
 ) -> SiteState:
     """Return the state of a site's own model from the site's state folder.
 
@@ -149,11 +142,10 @@ def site_state(
     Args:
         run: a folder with ``model.safetensors`` of the run.
         state_dir: the state folder of the site's node.
-        fingerprint: the fingerprint of the model, see ``Parts.fingerprint``.
         client: the partition id; None selects the only client in the folder.
 
     Raises:
-        StateError: the folder has no file from this run; the error describes each file.
+        StateError: the folder has no file from the end of this run.
         ConfigError: the folder has several clients of this run, and ``client`` is None.
     """
     # The server has only hashes. They identify the files from the end of this run.
@@ -164,16 +156,11 @@ def site_state(
             f"{run}: model.safetensors names no local state of its clients. They kept"
             " nothing in this run (leave --state-dir out)."
         )
-    # A folder may have files of many runs and rounds: collect why each is not used.
-    found: dict[int, dict[str, Any]] = {}
-    others: list[str] = []
-    for path in sorted(Path(state_dir).glob("*/partition-*/*.safetensors")):
-        try:
-            content = _kept_at_the_end(path, fingerprint, expected)
-        except StateError as error:
-            others.append(str(error))
-            continue
-        found[content["partition"]] = content
+    found = {
+        int(client): path
+        for client, sha256 in expected.items()
+        for path in Path(state_dir).glob(f"*/*/*.{sha256}.safetensors")
+    }
     # Select the requested client, or the only one.
     if client is None and len(found) > 1:
         here = ", ".join(map(str, sorted(found)))
@@ -184,46 +171,13 @@ def site_state(
     chosen = next(iter(found), None) if client is None else client
     if chosen is None or chosen not in found:
         who = "a client" if client is None else f"client={client}"
-        why = "\n".join(others)
-        if not why:
-            why = (
-                "It has no file EXPERIMENT/partition-P/*.safetensors. Clients here:"
-                f" {len(found)}."
-            )
         raise StateError(
             f"{state_dir} has no local state of {who} from the end of the run in {run}."
             " Give the state folder of the node that took part in this run, and the"
-            f" model.safetensors of this run.\n{why}"
+            " model.safetensors of this run."
         )
-    kept = tensors(own_entries(found[chosen]["kept"]))
+    kept = tensors(own_entries(read_checked(found[chosen])))
     return SiteState({**state, **kept}, chosen)
-
-
-def _kept_at_the_end(
-    path: Path, fingerprint: str, expected: Mapping[str, str]
-) -> dict[str, Any]:
-    """Return the content of a file with a client's local state at the end of the run.
-
-    Args:
-        path: the file.
-        fingerprint: the fingerprint of the model.
-        expected: the SHA-256 of each client's local state, by partition id.
-
-    Raises:
-        StateError: the file contains something else.
-    """
-    content = read_checked(path)
-    if content.get("kind") != "client":
-        raise StateError(f"{path} is not the local state of a client")
-    if content[FINGERPRINT] != fingerprint:
-        raise StateError(
-            f"{path} belongs to another model: its names, layer types or shapes differ"
-        )
-    if content["sha256"] != expected.get(str(content["partition"])):
-        raise StateError(
-            f"{path} belongs to another run, or not to the last round of this run"
-        )
-    return content
 
 
 def metadata(run: str | Path) -> Mapping[str, str]:

@@ -7,20 +7,12 @@ noise of Flower's ``LocalDpMod``.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 
-from flwr.app import Context, Message, MessageType
+from flwr.app import Context, Message
 from flwr.clientapp.typing import ClientAppCallable
 
 from fedbn_flwr.compat.flower import Mod, later_mods, with_mods
-from fedbn_flwr.errors import (
-    MOD_ON_QUERIES,
-    MOD_RAISED,
-    ClientPartError,
-    FedBNError,
-    coded,
-)
-from fedbn_flwr.messages.protocol import merged_config, message_seed
+from fedbn_flwr.messages.protocol import message_seed
 from fedbn_flwr.training.randomness import seed_generators, seed_secretly
 
 
@@ -42,50 +34,16 @@ def repeatable(mod: Mod) -> Mod:
         # apart, so that the seed can be set between the last mod and the app's
         # function.
         mods, function = later_mods(call_next)
-        of_function: list[Exception] = []
 
         def seeded(message: Message, context: Context) -> Message:
             seed_generators(seed)
             try:
                 return function(message, context)
-            except Exception as error:
-                of_function.append(error)
-                raise
             finally:
                 seed_secretly()
 
         if mods:  # they draw before the function: give them a secret seed
             seed_secretly()
-        if message.metadata.message_type.startswith(MessageType.QUERY):
-            mods = [_named(later, of_function) for later in mods]
         return mod(message, context, with_mods(seeded, mods))
 
     return seeded_mod
-
-
-def _named(mod: Mod, of_function: Sequence[Exception]) -> Mod:
-    """Return the mod, but replace its exceptions by an error about the mod.
-
-    The error names the mod and the remedy. Exceptions of this package, and exceptions
-    that the app's function raised (``of_function``), stay as they are.
-    """
-
-    @functools.wraps(mod)
-    def named(
-        message: Message, context: Context, call_next: ClientAppCallable
-    ) -> Message:
-        kind, keys = message.metadata.message_type, sorted(merged_config(message))
-        try:
-            return mod(message, context, call_next)
-        except Exception as error:
-            if error in of_function or isinstance(error, FedBNError):
-                raise
-            text = (
-                f"the mod {getattr(mod, '__name__', type(mod).__name__)!r} of the app"
-                f" raised {type(error).__name__}: {error}, on a message of type"
-                f" {kind!r} whose config has {', '.join(keys) or 'no entry'}."
-                f" {MOD_ON_QUERIES}"
-            )
-            raise ClientPartError(coded(MOD_RAISED, text)) from error
-
-    return named

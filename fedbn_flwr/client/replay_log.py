@@ -32,7 +32,7 @@ from fedbn_flwr.transport import NextExchange, Replay
 
 
 def log_answer(
-    context: Context | None, parameters: list[Array], config: dict[str, Any]
+    context: Context, parameters: list[Array], config: dict[str, Any]
 ) -> tuple[list[Array], dict[str, Any]]:
     """Add one message of the step to the log, and return the round's model.
 
@@ -46,7 +46,7 @@ def log_answer(
             the name ``fedtan/TAG``), ``ATTEMPT`` and ``UNION``.
 
     Raises:
-        StateError: the context is missing, or it has lost the round's model.
+        StateError: the context has lost the round's model.
     """
     state = context.state
     server_round, attempt = int(config[SERVER_ROUND]), int(config[ATTEMPT])

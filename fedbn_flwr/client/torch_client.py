@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import torch
 from flwr.app import Context
@@ -26,7 +27,7 @@ from fedbn_flwr.batchnorm.class_moments import ClassMoments, class_moments
 from fedbn_flwr.batchnorm.parts import Parts
 from fedbn_flwr.batchnorm.reestimation import reestimate_statistics
 from fedbn_flwr.client.client_data import ClientData, ClientStreams, Examples
-from fedbn_flwr.client.kept import ClientStorage, KeptState
+from fedbn_flwr.client.kept import KeptState, hand_over, kept_by
 from fedbn_flwr.client.model_door import BuildModel, LentModel, door, try_step
 from fedbn_flwr.client.named_hooks import make_hooks, refuse_on_client
 from fedbn_flwr.client.own_loop import train_by
@@ -75,6 +76,7 @@ from fedbn_flwr.training.batches import inputs_for, refuse_not_finite, with_posi
 from fedbn_flwr.training.client_hook import ClientHook
 from fedbn_flwr.training.evaluation import EvalResult, evaluate
 from fedbn_flwr.training.loop import TrainResult, train
+from fedbn_flwr.training.model_state import load_state
 from fedbn_flwr.training.not_finite import refuse_first_pass
 from fedbn_flwr.training.settings import LocalTraining
 from fedbn_flwr.training.tasks import CLASSIFICATION, Task
@@ -147,7 +149,7 @@ class TorchClient(NumPyClient):
     Attributes:
         data: the data for training and tests.
         streams: the random streams that draw from the data.
-        storage: the place of the local state between rounds.
+        state_dir: the folder of the local state, or None.
     """
 
     def __init__(
@@ -172,7 +174,7 @@ class TorchClient(NumPyClient):
         self.task = task
         self.data = ClientData.of(train_data, test_data)
         self.streams = ClientStreams.of(context, partition_id, seed)
-        self.storage = ClientStorage(context, partition_id, state_dir)
+        self.state_dir = state_dir
         self._lent_model = door(model, self.data.two_inputs)
 
     def fit(
@@ -232,7 +234,9 @@ class TorchClient(NumPyClient):
         # earlier message from the log.
         reducer = None
         if sent.attempt is not None:
-            parameters, config = log_answer(self.context, parameters, config)
+            # A client without a context cannot answer here, and fails at once.
+            context = cast(Context, self.context)
+            parameters, config = log_answer(context, parameters, config)
             reducer = replay(self.context, config)
         trained = self._training(sent, self.settings, config)
         hooks: dict[str, ClientHook] = {}
@@ -250,7 +254,7 @@ class TorchClient(NumPyClient):
         # The model starts as the server's model, except for the local entries.
         extras, prefix = load_received(lent, parameters, config, sent, kept.load(local))
         if hooks:
-            kept.hand_over(hooks, extras)
+            hand_over(hooks, extras, kept.of_hooks)
         result = trained(lent.model, hooks=hooks)
         # Check the number of steps taken, because dropped batches are not steps.
         refuse_on_client(sent.hooks, config, Known(local_steps=result.num_steps))
@@ -263,17 +267,15 @@ class TorchClient(NumPyClient):
         if sent.attempt is not None:
             clear_log(self.context)
         state = lent.arrays()
-        if local:
-            kept.keep({name: state[name] for name in local}, sent.server_round)
-        kept.save_hook_state(hooks, sent.server_round)
-        kept.save(sent.server_round)
+        own = {name: state[name] for name in local}
+        kept.keep(own, kept_by(hooks, kept.of_hooks), sent.server_round)
         # The reply contains the shared entries. If these are not all entries, it also
         # contains their names.
         returned = returned_entries(state, local, hooks.values(), prefix)
         metrics = _metrics(result)
         if hooks:
             metrics[APPLIED] = ",".join(hooks)
-        metrics |= kept.reply_metadata(sent.server_round)
+        metrics |= kept.reply_metadata()
         if ARRAY_NAMES in config or len(returned) != len(state):
             metrics[ARRAY_NAMES] = json.dumps(list(returned))
         return returned, metrics
@@ -311,7 +313,7 @@ class TorchClient(NumPyClient):
         """
         sent = TrainConfig.read(config)
         hooks = make_hooks(sent.hooks, HookContext(config, local))
-        kept.hand_over(hooks, {})
+        hand_over(hooks, {}, kept.of_hooks)
         steps = replace(self.settings, local_steps=sent.fine_tune, local_epochs=0)
         self._training(sent, steps, config)(lent.model, hooks=hooks)
 
@@ -362,9 +364,14 @@ class TorchClient(NumPyClient):
             kept = self._open_kept(lent, config, sent)
             local = entries_that_stay(lent, sent)
             load_received(lent, parameters, config, sent, kept.tested(local))
-            if sent.fine_tune and len(self.data.train):
-                self._fine_tune(lent, config, kept, frozenset(local))
-            yield lent
+            if not sent.fine_tune or not len(self.data.train):
+                yield lent
+                return
+            self._fine_tune(lent, config, kept, frozenset(local))
+            # A run saves only the state, so test the state in another copy.
+            with self._lent_model() as tuned:
+                load_state(tuned.plain, lent.state)
+                yield tuned
 
     def statistics(
         self, parameters: list[Array], config: Config
@@ -422,7 +429,9 @@ class TorchClient(NumPyClient):
                 f"the app has the mod {config[MOD]}, but its client is a TorchClient,"
                 " which keeps and sends its local state itself. Leave the mod out."
             )
-        return self.storage.open(lent.parts, lent.fingerprint, sent)
+        kept = KeptState(self.context, sent, self.partition_id, self.state_dir)
+        kept.check(lent.fingerprint)
+        return kept
 
     def get_parameters(self, config: Config) -> list[Array]:
         """Return the whole state dict, in its order."""

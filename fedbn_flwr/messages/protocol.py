@@ -31,7 +31,6 @@ from fedbn_flwr.messages.site_names import fault_of
 from fedbn_flwr.training.randomness import derive_seed
 
 __all__ = [
-    "SERIES_PATTERN",
     "Continuity",
     "MessageConfig",
     "NodeProperties",
@@ -80,7 +79,6 @@ LOCAL_SHA256 = "fedbn-flwr.local-sha256"
 # does not exist
 USED_SHA256 = "fedbn-flwr.used-sha256"
 START_ID = "fedbn-flwr.start-id"  # str: id of a second or further start in one run
-SERIES = "fedbn-flwr.series"  # str: experiment id
 RUN = "fedbn-flwr.run"  # str: id of the run and its resumptions
 COMMITTED = "fedbn-flwr.committed"  # str, comma list: rounds of the checkpoints
 TEST_SETS = "test-sets"  # str, comma list
@@ -153,26 +151,22 @@ NODE_KEYS = (
 """Keys of a node's config that the default app uses."""
 
 # --- Context.state --------------------------------------------------------------------
-KEPT = "fedbn-flwr.local"  # ArrayRecord: entries that stay with the client
-KEPT_BY_HOOKS = "fedbn-flwr.rules"  # ArrayRecord: HOOK/NAME, entries of client hooks
-# ConfigRecord: version, fingerprint, start, round, begun, SHA-256
-KEPT_ABOUT = "fedbn-flwr.local.about"
-# records before/NAME: the kept state before the round
-KEPT_BEFORE = "fedbn-flwr.before"
+# ConfigRecord: ROUND.SHA256, a kept state as a checked file
+KEPT_STATES = "fedbn-flwr.kept"
+KEPT = "fedbn-flwr.local"  # in a kept state: the entries that stay with the client
+# in a kept state: HOOK/NAME, entries of client hooks; ArrayRecord between the mod and
+# bn_rules
+KEPT_BY_HOOKS = "fedbn-flwr.rules"
 INBOX = "fedbn-flwr.inbox"  # ArrayRecords inbox/RECORD: further records of the message
 # ConfigRecord, ArrayRecords outbox/RECORD: additions to the reply
 OUTBOX = "fedbn-flwr.outbox"
-MODEL_SPEC = "fedbn-flwr.whole"  # ConfigRecord: names and shapes of the whole model
 STEP_MODEL = "fedbn-flwr.step.model"  # ArrayRecord: the round's model
 STEP_ANSWERS = "fedbn-flwr.step.answers"  # ArrayRecord: exchanges answered so far
 STEP_SENT = "fedbn-flwr.step.sent"  # ArrayRecord: exchanges sent so far
 STEP_ABOUT = "fedbn-flwr.step"  # ConfigRecord: round and attempt
-VERSION = "version"  # int, in fedbn-flwr.local.about: version of the format
-FINGERPRINT = "fingerprint"  # str, in fedbn-flwr.local.about: fingerprint of the model
-# int, in fedbn-flwr.local.about: the round that made the kept state anew, else 0
-BEGUN = "begun"
+FINGERPRINT = "fingerprint"  # str, in a kept state: fingerprint of the model
+SHAPES = "shapes"  # dict, in a kept state: shapes of the whole model
 STEP_ATTEMPT = "attempt"  # int, in fedbn-flwr.step
-SPEC_SHAPES = "frame"  # str, JSON, in fedbn-flwr.whole
 
 CLIENT_KEYS = (ARRAY_NAMES, APPLIED, LOCAL_SHA256, LOCAL_HOME, LOCAL_BEGAN)
 """Keys of the client code among a ``NumPyClient``'s metrics, left out of averages."""
@@ -180,9 +174,7 @@ CLIENT_KEYS = (ARRAY_NAMES, APPLIED, LOCAL_SHA256, LOCAL_HOME, LOCAL_BEGAN)
 # the name of the round in projects on Flower's legacy strategies
 _USERS_ROUND = SERVER_ROUND.replace("-", "_")
 
-# A client uses the name of a series as a folder name, so separators and ".." are not
-# allowed.
-SERIES_PATTERN = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,63}")
+# A client uses the name of a run as a folder name.
 _RUN = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
@@ -309,36 +301,31 @@ class Continuity:
     """The identity of a run, for clients with a state folder.
 
     Attributes:
-        series: experiment id; runs of one experiment continue with the same client
-            state.
         run: id of the run and its resumptions.
         committed: rounds of the server's checkpoints; a resume starts from one of them.
     """
 
-    series: str
     run: str
     committed: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        """Check the ids, because a client uses them in paths."""
-        if not SERIES_PATTERN.fullmatch(self.series) or not _RUN.fullmatch(self.run):
+        """Check the id, because a client uses it in paths."""
+        if not _RUN.fullmatch(self.run):
             raise StateError(
-                f"series {self.series!r} and run {self.run!r} must be 1 to 64 letters,"
-                " digits, '-' or '_'. A series may contain '.', but not at the start."
+                f"run {self.run!r} must be 1 to 64 letters, digits, '-' or '_'"
             )
 
     def write(self) -> dict[str, str]:
         """Return the entries of a message's config."""
         committed = ",".join(map(str, self.committed))
-        return without_empty({SERIES: self.series, RUN: self.run, COMMITTED: committed})
+        return without_empty({RUN: self.run, COMMITTED: committed})
 
     @classmethod
     def read(cls, config: Mapping[str, Any]) -> Continuity | None:
         """Return the run in a message's config, or None if it is missing."""
-        if SERIES not in config:
+        if RUN not in config:
             return None
-        committed = tuple(map(int, comma_list(config, COMMITTED)))
-        return cls(str(config[SERIES]), str(config[RUN]), committed)
+        return cls(str(config[RUN]), tuple(map(int, comma_list(config, COMMITTED))))
 
 
 def without_empty(entries: Mapping[str, Any]) -> dict[str, Any]:

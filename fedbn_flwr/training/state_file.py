@@ -107,23 +107,6 @@ def open_state(content: Any) -> Opened:
     return Opened({})
 
 
-def all_tensors(content: Any) -> dict[str, Tensor]:
-    """Return the tensors of nested mappings, without the states of optimizers.
-
-    A name consists of the keys, joined by dots.
-    """
-    found: dict[str, Tensor] = {}
-    if not isinstance(content, Mapping):
-        return found
-    for key, value in content.items():
-        if isinstance(value, Tensor):
-            found[str(key)] = value
-        elif _is_state(value):
-            for name, tensor in all_tensors(value).items():
-                found[f"{key}.{name}"] = tensor
-    return found
-
-
 def _is_state(value: Any) -> bool:
     """Return whether a value contains named tensors, at any depth.
 

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from fedbn_flwr.client.kept_files import Continuity
+from fedbn_flwr.messages.protocol import Continuity
 from fedbn_flwr.mods import answer_query, answer_statistics, bn_mod
 from fedbn_flwr.strategies import Strategy
 from tests.support.federation import Outcome
@@ -141,7 +141,7 @@ def on_disk(run_app, user_app, tmp_path) -> Callable[..., Outcome]:
         mods: Sequence[Any] = (),
         start: Any = None,
     ) -> Outcome:
-        strategy.continuity = Continuity("experiment", run_id, tuple(committed))
+        strategy.continuity = Continuity(run_id, tuple(committed))
         nodes = {
             "node_configs": [{"state-dir": str(tmp_path)}] * len(SIZES),
             "threads": 1,

@@ -17,9 +17,8 @@ from torch import Tensor, nn
 
 from fedbn_flwr import strategies
 from fedbn_flwr.client import client_app
-from fedbn_flwr.client.kept_files import Continuity
-from fedbn_flwr.messages.records import from_record
-from fedbn_flwr.strategies import Ask, Method, Phase, Strategy, register
+from fedbn_flwr.messages.protocol import Continuity
+from fedbn_flwr.strategies import Ask, Method, Strategy, register
 from fedbn_flwr.training import ClientHook, LearningRate, LocalTraining
 from tests.support.fast import fast
 from tests.support.federation import torch_clients
@@ -119,7 +118,7 @@ def trained(monkeypatch, tmp_path_factory, mlp, datasets, user_app, run_app) -> 
             strategy = kind()
             if before is not None:
                 strategy.load_state_dict(before.state_dict(), done)
-            strategy.continuity = Continuity("experiment", "first", (done,))
+            strategy.continuity = Continuity("first", (done,))
             ended = run_app(
                 strategy,
                 app,
@@ -133,8 +132,7 @@ def trained(monkeypatch, tmp_path_factory, mlp, datasets, user_app, run_app) -> 
                 for hook in ("weak", "strong"):
                     found[f"round {number} {hook}"] = metrics[f"sum-{hook}"]
         for i in range(len(SIZES)):
-            records = ended.context(i).state.array_records
-            for name, array in from_record(records["fedbn-flwr.rules"]).items():
+            for name, array in ended.kept(i)["fedbn-flwr.rules"].items():
                 found[f"client {i} {name}"] = array
         return {**found, **ended.state}
 

@@ -1,7 +1,8 @@
-"""Local state is checked against the model that uses it."""
+"""Local state is checked against the model and the client that uses it."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,8 +12,10 @@ from flwr.app import Context, RecordDict
 from torch import nn
 
 from fedbn_flwr.batchnorm.parts import Part, split_state
-from fedbn_flwr.client.kept import KeptState
+from fedbn_flwr.client.kept import KeptState, hand_over, kept_by
+from fedbn_flwr.client.kept_store import Memory
 from fedbn_flwr.errors import StateError
+from fedbn_flwr.messages.protocol import Continuity, MessageConfig
 from fedbn_flwr.messages.records import to_state
 from fedbn_flwr.training.client_hook import ClientHook
 
@@ -26,34 +29,41 @@ def empty_context() -> Context:
     )
 
 
-def store(context: Context | None, model: nn.Module) -> KeptState:
-    parts = split_state(model)
-    return KeptState(
-        context,
-        parts,
-        parts.fingerprint({n: tuple(e.shape) for n, e in model.state_dict().items()}),
-    )
+def opened(
+    context: Context | None,
+    model: nn.Module,
+    partition_id: int | None = 3,
+    folder: Path | None = None,
+    **sent: Any,
+) -> KeptState:
+    kept = KeptState(context, MessageConfig(**sent), partition_id, folder)
+    shapes = {n: tuple(e.shape) for n, e in model.state_dict().items()}
+    kept.check(split_state(model).fingerprint(shapes))
+    return kept
+
+
+def own(model: nn.Module) -> dict[str, np.ndarray]:
+    part_of = split_state(model).part_of
+    state = to_state(model.state_dict())
+    return {name: a for name, a in state.items() if part_of[name] in STATISTICS}
 
 
 def keep(
-    context: Context | None, model: nn.Module, server_round: int = 4
-) -> dict[str, np.ndarray]:
-    parts = split_state(model)
-    kept = {
-        name: array
-        for name, array in to_state(model.state_dict()).items()
-        if parts.part_of[name] in STATISTICS
-    }
-    store(context, model).keep(kept, server_round)
-    return kept
+    context: Context | None, model: nn.Module, server_round: int = 4, **sent: Any
+) -> str:
+    """Keep the statistics of the model, and return the hash."""
+    kept = opened(context, model, **sent)
+    kept.keep(own(model), {}, server_round)
+    return kept.reply_metadata()["fedbn-flwr.local-sha256"]
 
 
 def test_what_is_kept_is_a_copy_and_is_loaded_again(mlp, same_bits) -> None:
     context, model = empty_context(), mlp()
-    kept = {name: array.copy() for name, array in keep(context, model).items()}
+    keep(context, model)
+    expected = {name: array.copy() for name, array in own(model).items()}
     model[1].running_mean += 1
-    same_bits(store(context, model).load(NAMES), kept)
-    assert store(context, model).load(["1.weight"]) == {}, (
+    same_bits(opened(context, model).load(NAMES), expected)
+    assert opened(context, model).load(["1.weight"]) == {}, (
         "nothing of this part was kept"
     )
 
@@ -68,39 +78,79 @@ class Counting(ClientHook):
 
 def test_a_hook_may_change_the_entries_that_it_gets(mlp) -> None:
     """The kept state does not change, because the round may be undone."""
-    context, model, hook = empty_context(), mlp(), Counting()
-    store(context, model).save_hook_state({"counting": hook}, 4)
+    context, model, hooks = empty_context(), mlp(), {"counting": Counting()}
+    opened(context, model).keep({}, kept_by(hooks), 4)
     for _ in range(2):
-        store(context, model).hand_over({"counting": hook}, {})
-        assert hook.found["count"].tolist() == [1, 1]
-        hook.found["count"] += 1
+        hand_over(hooks, {}, opened(context, model).of_hooks)
+        assert hooks["counting"].found["count"].tolist() == [1, 1]
+        hooks["counting"].found["count"] += 1
 
 
-def test_entries_of_an_earlier_version_are_found_by_the_class_of_the_hook(mlp) -> None:
-    context, model, hook = empty_context(), mlp(), Counting()
-    store(context, model).save_hook_state({"Counting": hook}, 4)
-    store(context, model).hand_over({"one": hook}, {})
-    assert hook.found["count"].tolist() == [1, 1]
-    store(context, model).hand_over({"Counting": Counting(), "one": hook}, {})
-    assert not hook.found, "the entries belong to the hook of this name"
+def test_entries_that_a_round_does_not_keep_stay(mlp, same_bits) -> None:
+    context, model = empty_context(), mlp()
+    keep(context, model, 4)
+    opened(context, model).keep({}, kept_by({"counting": Counting()}), 5)
+    same_bits(opened(context, model).load(NAMES), own(model))
+    keep(context, model, 6)
+    assert opened(context, model).of_hooks.keys() == {"counting/count"}
 
 
-@pytest.mark.parametrize("hook_too", [False, True])
 def test_what_is_kept_has_begun_in_the_round_in_which_nothing_was_kept_before(
-    mlp, hook_too: bool
+    mlp,
 ) -> None:
-    """The number of records in a round does not matter."""
     context, model = empty_context(), mlp()
     began = []
     for server_round in (4, 5, 9):
-        keep(context, model, server_round)
-        if hook_too:
-            store(context, model).save_hook_state(
-                {"counting": Counting()}, server_round
-            )
-        about = store(context, model).reply_metadata(server_round)
-        began.append("fedbn-flwr.local-began" in about)
+        kept = opened(context, model)
+        kept.keep(own(model), {}, server_round)
+        began.append("fedbn-flwr.local-began" in kept.reply_metadata())
     assert began == [True, False, False]
+
+
+@pytest.mark.parametrize("on_disk", [False, True])
+def test_a_client_continues_from_the_state_that_the_server_names(
+    mlp, on_disk: bool, tmp_path: Path
+) -> None:
+    place = {"folder": tmp_path if on_disk else None}
+    place["continuity"] = Continuity("r", (4,)) if on_disk else None
+    context, model = empty_context(), mlp()
+    hashes = {}
+    for server_round in (4, 5):
+        model[1].running_mean += 1
+        named = {"used_sha256": hashes.get(4, "")}  # the method undoes rounds
+        hashes[server_round] = keep(context, model, server_round, **place, **named)
+
+    def mean(**sent: Any) -> float | None:
+        kept = opened(context, model, **place, **sent).load(NAMES)
+        return float(kept["1.running_mean"][0]) if kept else None
+
+    assert mean() == mean(used_sha256=hashes[5]) == 2
+    with pytest.raises(StateError, match="the local state is lost"):
+        mean(local_sha256="0" * 64)
+    assert mean() == 2, "a refusal loses nothing"
+    assert mean(used_sha256="0" * 64) is None, "the client starts again"
+    assert mean(local_sha256=hashes[4]) == 1
+    assert mean() == 1, "round 5 is undone"
+    assert mean(used_sha256="") is None
+    assert mean() is None
+
+
+def test_memory_has_one_state_if_the_server_asks_for_no_other(mlp) -> None:
+    """The whole model may stay with a client."""
+    context, continuity = empty_context(), Continuity("r", (4, 5))
+    for server_round in (4, 5, 6):
+        keep(context, mlp(), server_round, continuity=continuity)
+    assert len(Memory(context).names()) == 1
+
+
+def test_a_start_begins_without_the_state_of_an_earlier_start(mlp) -> None:
+    context, model = empty_context(), mlp()
+    kept = keep(context, model)
+    assert not opened(context, model, start_id="1").load(NAMES)
+    assert opened(context, model).load(NAMES)
+    assert opened(context, model, start_id="1", local_sha256=kept).load(NAMES), (
+        "a state that the server names may be from an earlier start"
+    )
 
 
 KEPT = nn.Sequential(nn.BatchNorm2d(4), nn.BatchNorm2d(4))
@@ -109,21 +159,25 @@ OTHERS = {
     "another layer type": nn.Sequential(
         nn.InstanceNorm2d(4, affine=True, track_running_stats=True), nn.BatchNorm2d(4)
     ),
-    "another version": KEPT,
 }
 
 
 @pytest.mark.parametrize("other", OTHERS)
-def test_what_another_model_or_version_kept_is_refused(other: str) -> None:
+def test_what_another_model_kept_is_refused(other: str) -> None:
     context = empty_context()
     keep(context, KEPT)
-    if other == "another version":
-        context.state["fedbn-flwr.local.about"]["version"] = 2
-    with pytest.raises(StateError, match=r"\(version [12], round 4\)"):
-        store(context, OTHERS[other]).load(NAMES)
+    with pytest.raises(StateError, match="belongs to another model"):
+        opened(context, OTHERS[other])
+
+
+def test_what_another_client_kept_is_refused() -> None:
+    context = empty_context()
+    keep(context, KEPT)
+    with pytest.raises(StateError, match="belongs to the client 3"):
+        opened(context, KEPT, partition_id=2)
 
 
 def test_without_a_context_nothing_can_be_kept(mlp) -> None:
-    assert store(None, mlp()).load(NAMES) == {}
+    assert opened(None, mlp()).load(NAMES) == {}
     with pytest.raises(StateError, match=r"no Context\. Pass context="):
         keep(None, mlp())

@@ -281,7 +281,7 @@ def test_a_users_keys_reach_the_app_as_they_were_given(
 
     own = {name: f"the user's {name}" for name in TAKEN}
     strategy = method()
-    strategy.continuity = Continuity("a", "b")
+    strategy.continuity = Continuity("b")
     run_app(
         strategy,
         user_app(loop, query=True),

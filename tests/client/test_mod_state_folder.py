@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 from flwr.app import Context, Message, RecordDict
-from torch import nn
 
-from fedbn_flwr.client.kept_files import Continuity
-from fedbn_flwr.client.model_spec import StateLocation
+from fedbn_flwr.client.kept import KeptState
 from fedbn_flwr.errors import ConfigError, StateError
-from fedbn_flwr.messages.records import from_record
+from fedbn_flwr.messages.protocol import Continuity, MessageConfig
 from fedbn_flwr.strategies import FedBN, Scaffold, SiloBN, Standalone
 from tests.support.fast import fast
-from tests.support.user_loops import SIZES, hooked_loop
+from tests.support.user_loops import hooked_loop
 
 
 def restarted(message: Message, context: Context, call_next: Any) -> Message:
@@ -61,40 +60,21 @@ def test_a_resumed_run_continues_on_new_nodes(
     assert [report.rejected for report in after.reports] == [{}] * 2
 
 
-def test_the_next_run_of_an_experiment_starts_from_the_parts_of_the_last_run(
-    on_disk, same_bits
-) -> None:
-    first = on_disk(FedBN(), 2)
-    seen: dict[int, dict[str, Any]] = {}
-
-    def look(model: nn.Module, data: Any, msg: Message, context: Context) -> float:
-        seen[int(context.node_config["partition-id"])] = from_record(
-            msg.content["arrays"]
-        )
-        return 0.0
-
-    on_disk(FedBN(), 1, run_id="second", loop=look)
-    for i in range(len(SIZES)):
-        own = first.local_state(i)
-        same_bits({name: seen[i][name] for name in own}, own)
-
-
 def test_a_state_folder_needs_a_partition_id_and_an_absolute_path(tmp_path) -> None:
-    experiment = Continuity("experiment", "run")
+    def opened(partition_id: int | None, folder: str, run: str | None = "r") -> bool:
+        """Return whether the client keeps its state in a folder."""
+        context = Context(1, 1, {"state-dir": folder}, RecordDict(), {})
+        sent = MessageConfig(continuity=Continuity(run) if run else None)
+        kept = KeptState(context, sent, partition_id)
+        kept.check("")
+        kept.keep({"x": np.zeros(1)}, {}, 1)
+        return kept.reply_metadata()["fedbn-flwr.local-home"] == "folder"
 
-    def location(node: Any, run: Any = None, continuity: Any = experiment) -> Any:
-        return StateLocation.of(
-            Context(1, 1, node, RecordDict(), run or {}), continuity
-        )
-
-    own = {"partition-id": 3, "state-dir": str(tmp_path)}
-    assert (
-        location(own, {"state-dir": "/other"}).path.parent
-        == tmp_path / "experiment/partition-3"
-    )
-    assert location(own, continuity=None) is None
-    assert location({"partition-id": 3}) is None
+    assert opened(3, str(tmp_path))
+    assert (tmp_path / "r/partition-3").is_dir()
+    assert not opened(3, str(tmp_path), run=None)
+    assert not opened(3, "")
     with pytest.raises(StateError, match="needs a partition id"):
-        location({"state-dir": str(tmp_path)})
+        opened(None, str(tmp_path))
     with pytest.raises(ConfigError, match="state-dir='x' is relative"):
-        location({"partition-id": 3, "state-dir": "x"})
+        opened(3, "x")

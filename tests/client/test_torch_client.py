@@ -152,11 +152,11 @@ def test_the_state_folder_is_that_of_the_argument_or_of_the_configs(
     config = {
         "fedbn-flwr.local-entries": BN,
         "server-round": 1,
-        **Continuity("hospitals", "run-1").write(),
+        **Continuity("run-1").write(),
     }
     own.fit(own.get_parameters({}), config)
     assert [
-        path.suffix for path in (tmp_path / where / "hospitals/partition-3").iterdir()
+        path.suffix for path in (tmp_path / where / "run-1/partition-3").iterdir()
     ] == [".safetensors"]
 
 

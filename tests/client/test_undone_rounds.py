@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from flwr.app import Context, Message
 
-from fedbn_flwr.client.kept_files import Continuity
+from fedbn_flwr.messages.protocol import LOCAL_BEGAN, Continuity
 from fedbn_flwr.messages.records import from_record
 from fedbn_flwr.strategies import FedBN, Scaffold, combined
 from fedbn_flwr.strategies.scaffold import Variates
@@ -27,6 +27,7 @@ from tests.support.federation import Outcome, RecordingGrid
 from tests.support.user_loops import SIZES
 
 CLIENTS = len(SIZES)
+RULES = "fedbn-flwr.rules"
 
 
 def state_of(run: Outcome) -> Variates:
@@ -37,12 +38,7 @@ def state_of(run: Outcome) -> Variates:
 
 def assert_mean(run: Outcome) -> None:
     """Assert that c is the mean of the c_i, with 0 for a client without training."""
-    states = [run.context(i).state for i in range(CLIENTS)]
-    own = [
-        from_record(state.array_records["fedbn-flwr.rules"])
-        for state in states
-        if "fedbn-flwr.rules" in state
-    ]
+    own = [entries for i in range(CLIENTS) if (entries := run.kept(i)[RULES])]
     variates = state_of(run).variates
     assert variates
     for name, c in variates.items():
@@ -55,10 +51,8 @@ def assert_mean(run: Outcome) -> None:
 
 def files(folder: Path, partition: int) -> list[str]:
     """Return the rounds of a client's files."""
-    return sorted(
-        path.name.split(".")[2]
-        for path in (folder / f"experiment/partition-{partition}").glob("*.first.*")
-    )
+    paths = (folder / f"first/partition-{partition}").iterdir()
+    return sorted(path.name.partition(".")[0] for path in paths)
 
 
 def new_process(
@@ -117,7 +111,7 @@ def test_nodes_restart(rounds, on_disk, monkeypatch, tmp_path) -> None:
         [0, 1, 2],
     ]
     assert_mean(run)
-    assert files(tmp_path, 1) == ["4", "5"]
+    assert files(tmp_path, 1) == ["000004", "000005"]
 
 
 @pytest.mark.parametrize("query", [True, False], ids=["a query", "no query"])
@@ -159,7 +153,7 @@ def test_a_run_resumed_from_a_round_whose_reply_was_lost(
                 state=copy.deepcopy(before.state_dict()),
                 arrays=from_record(before.run.arrays),
             )
-            before.continuity = Continuity("experiment", "first", (2,))
+            before.continuity = Continuity("first", (2,))
 
     before = Scaffold(min_replies=min_replies, on_round_end=checkpoint)
     with monkeypatch.context() as patch:
@@ -172,32 +166,28 @@ def test_a_run_resumed_from_a_round_whose_reply_was_lost(
     assert_mean(run)
 
 
-def test_the_next_run_of_a_series_begins_with_zero(on_disk) -> None:
-    """The server begins with c = 0, but FedBN's local entries persist."""
+def test_another_run_begins_without_the_local_state_of_this_run(on_disk) -> None:
     kind = combined(FedBN, Scaffold)
     first = on_disk(kind(), 2)
-    seen: dict[int, list[str]] = {}
+    seen: dict[int, Any] = {}
 
     def look(message: Message, context: Context, call_next: Any) -> Message:
         reply = call_next(message, context)
-        # This is not a training, so the first run's state is still there.
-        if message.metadata.message_type == "evaluate":
-            seen[int(context.node_config["partition-id"])] = [
-                key for key in context.state if key.startswith("fedbn")
-            ]
+        info = reply.content.config_records["properties"]
+        if message.metadata.message_type == "train":
+            seen[int(context.node_config["partition-id"])] = info[LOCAL_BEGAN]
         return reply
 
-    strategy = kind()
-    run = on_disk(strategy, 2, run_id="second", mods=(look,))
+    run = on_disk(kind(), 1, run_id="second", mods=(look,))
     assert_mean(run)
-    assert all("fedbn-flwr.local" in keys for keys in seen.values())
-    assert strategy.run.kept.hashes.keys() == first.strategy.run.kept.hashes.keys()
+    assert seen == dict.fromkeys(range(CLIENTS), "anew")
+    assert first.kept(0)[RULES].keys() == run.kept(0)[RULES].keys() != set()
 
 
 def test_a_client_that_gets_a_state_folder_keeps_its_part_on_disk_from_then_on(
     on_disk,
 ) -> None:
-    """Its node starts again with a state folder.
+    """Its node starts again with a state folder, and loses its memory.
 
     The checkpoint names the clients that prevent a resume.
     """
@@ -210,6 +200,8 @@ def test_a_client_that_gets_a_state_folder_keeps_its_part_on_disk_from_then_on(
             and context.node_config["partition-id"] != BAD
         )
         folder = context.node_config.pop("state-dir") if bare else None
+        if not bare:
+            context.state.clear()
         reply = call_next(message, context)
         context.node_config |= {"state-dir": folder} if bare else {}
         return reply
@@ -218,5 +210,7 @@ def test_a_client_that_gets_a_state_folder_keeps_its_part_on_disk_from_then_on(
         in_memory.append(strategy.state_dict()["kept"]["volatile"])
 
     strategy = FedBN(on_round_end=note)
-    on_disk(strategy, 2, mods=(bare_at_first,))
-    assert in_memory == [["0", "2"], []]
+    on_disk(strategy, 3, mods=(bare_at_first,))
+    # Two clients lost their memory, are refused once, and begin again.
+    assert [report.participants for report in strategy.reports][1:] == [[1], [0, 1, 2]]
+    assert in_memory == [["0", "2"], ["0", "2"], []]

@@ -30,10 +30,10 @@ PACKAGE = Path(fedbn_flwr.__file__).parent
             server_round=3,
             local_entries=("a.b", 'c"d'),
             local_sha256="",
-            continuity=Continuity("s", "r"),
+            continuity=Continuity("r"),
         ),
         TrainConfig(
-            server_round=2, hooks=("a", "b"), continuity=Continuity("s", "r", (1, 2))
+            server_round=2, hooks=("a", "b"), continuity=Continuity("r", (1, 2))
         ),
         TrainConfig(
             local_sha256="0" * 64, seed=3, frozen=True, attempt=0, extras=("a,b",)

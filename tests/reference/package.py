@@ -20,6 +20,7 @@ from torch.utils.data import Dataset
 from fedbn_flwr import client_app, to_legacy
 from fedbn_flwr.batchnorm.parts import split_state
 from fedbn_flwr.client import TorchClient
+from fedbn_flwr.client.kept_store import Memory
 from fedbn_flwr.engines import InProcessGrid
 from fedbn_flwr.errors import NothingTrainedError
 from fedbn_flwr.messages.records import from_record, tensors, to_record
@@ -33,6 +34,7 @@ from tests.reference.networks import network
 from tests.support.federation import (
     RecordingBarrierGrid,
     RecordingGrid,
+    newest,
     torch_clients,
 )
 from tests.support.points import Points
@@ -265,14 +267,10 @@ def run(case: Any, moved: float = 0.0) -> Result:
         if saved is not None:
             start(result, 0, saved)
         for i in range(len(case.sizes)):
-            records = inner.context(i).state.array_records
-            result.own[i] = _entries(records.get("fedbn-flwr.local"))
-            result.kept[i] = _entries(records.get("fedbn-flwr.rules"))
+            kept = newest(Memory(inner.context(i)))
+            result.own[i] = tensors(kept["fedbn-flwr.local"])
+            result.kept[i] = tensors(kept["fedbn-flwr.rules"])
     return result
-
-
-def _entries(record: Any) -> Mapping[str, Tensor]:
-    return {} if record is None else tensors(from_record(record))
 
 
 def _start(

@@ -19,7 +19,6 @@ from fedbn_flwr.batchnorm.class_moments import (
 )
 from fedbn_flwr.errors import ConfigError, StateError
 from fedbn_flwr.lab.config import Config
-from fedbn_flwr.messages.protocol import KEPT
 from fedbn_flwr.strategies import FedAvg, FedBN, Scaffold, SiloBN
 from tests.support.bad_replies import spoil_state, spoiling
 
@@ -28,8 +27,7 @@ SIZES = (6, 13, 9)
 
 def of_site(run: Any, model: Any, data: Any, site: int) -> ClassMoments:
     """Return the moments of a site's data under its own model, from its local state."""
-    kept = KEPT in run.context(site).state.array_records
-    state = run.state | (run.local_state(site) if kept else {})
+    state = run.state | run.local_state(site)
     own = model()
     own.load_state_dict({n: torch.from_numpy(np.array(a)) for n, a in state.items()})
     return class_moments(own, [(data.inputs, data.targets)])

@@ -23,6 +23,7 @@ from flwr.serverapp.strategy import FedAvg as FlowerFedAvg
 from fedbn_flwr import client_app
 from fedbn_flwr.batchnorm.array_types import Array
 from fedbn_flwr.batchnorm.parts import split_state
+from fedbn_flwr.client.kept_store import Folder, Memory
 from fedbn_flwr.engines import InProcessGrid
 from fedbn_flwr.errors import ConfigError, NothingTrainedError
 from fedbn_flwr.messages.protocol import Continuity
@@ -392,7 +393,7 @@ def test_a_node_lost_in_the_first_round_after_a_resume_has_not_answered(
 
 def test_a_node_with_unknown_partition_is_not_sent_an_expected_hash() -> None:
     """The value "none" would discard a state that another message may expect."""
-    kept = Kept(to_restore={"0": "a" * 64})
+    kept = Kept({"0": "a" * 64}, is_resumed=True)
     expected = [
         kept.config(Node(7, partition), undo=False) for partition in (0, 1, None)
     ]
@@ -490,22 +491,19 @@ def test_a_client_that_lost_what_it_kept_is_named(
         def client(context):
             if "copy" in cause:
                 context.node_config["state-dir"] = str(tmp_path)
-            about = context.state.config_records.get("fedbn-flwr.local.about")
-            if (
-                loses
-                and context.node_config["partition-id"] == 1
-                and about
-                and about["server-round"] == 2
-            ):
+            places = (Memory(context), Folder(tmp_path, "r", 1))
+            names = [name for place in places for name in place.names()]
+            is_lost = loses and context.node_config["partition-id"] == 1
+            if is_lost and names and names[-1].startswith("000002."):
                 context.state = RecordDict()
-                shutil.rmtree(tmp_path / "s/partition-1", ignore_errors=True)
+                shutil.rmtree(tmp_path / "r/partition-1", ignore_errors=True)
             return client_fn(context)
 
         return client_app(client)
 
     data = [points(8), points(12, 1), points(6, 2)]
     strategy = make()
-    strategy.continuity = Continuity("s", "r")
+    strategy.continuity = Continuity("r")
     federate(strategy, mlp, data, rounds=4, wrap=forgetful)
     lost = [text for text in caplog.messages if "had lost its local state" in text]
     assert len(lost) == loses
@@ -659,7 +657,7 @@ class Notes(RunListener):
 
     @property
     def continuity(self) -> Continuity:  # type: ignore[override]
-        return Continuity("series", f"after-{len(self.told)}")
+        return Continuity(f"after-{len(self.told)}")
 
     def begin(self, after: int) -> None:
         self.told.append(after)
@@ -681,7 +679,7 @@ def test_a_recording_listens_to_its_run_alone(federate, mlp, points, same_bits) 
     short = federate(FedBN(), mlp, data, rounds=2)
     same_bits(federate(strategy, mlp, data, rounds=5).state, short.state)
     assert notes.told == [0, (1, 2), 1, (2, 2), 2]
-    assert strategy.continuity == Continuity("series", "after-5")
+    assert strategy.continuity == Continuity("after-5")
 
     unheard.finished = True
     strategy.start = functools.partial(plain, recording=unheard)  # type: ignore[method-assign]

@@ -66,6 +66,6 @@ def test_ditto_without_a_term_trains_standalone_models(
         for make in (Ditto(proximal_mu=0.0), Standalone())
     )
     for client in range(len(SIZES)):
-        kept = ours.context(client).state["fedbn-flwr.rules"]
-        own = {name.removeprefix("own-model/"): a.numpy() for name, a in kept.items()}
+        kept = ours.kept(client)["fedbn-flwr.rules"]
+        own = {name.removeprefix("own-model/"): a for name, a in kept.items()}
         same_bits(own, alone.local_state(client))

@@ -126,7 +126,7 @@ ELSEWHERE = {
     "out": "tests/lab/output/test_output.py",
     "tensorboard": "tests/lab/output/test_tensorboard.py",
     "checkpoint-every": "tests/lab/output/test_checkpoint.py",
-    "state-dir": "tests/client/test_kept_files.py",
+    "state-dir": "tests/client/test_kept_store.py",
     "resume": "tests/lab/runs/test_resume.py",
     "class-moments": "tests/server/test_class_moments.py",
     "early-stopping": "tests/lab/test_early_stopping.py",

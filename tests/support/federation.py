@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ from torch import Tensor, nn
 from fedbn_flwr import to_legacy
 from fedbn_flwr.batchnorm.array_types import Array
 from fedbn_flwr.client import TorchClient
+from fedbn_flwr.client.kept_store import Folder, Memory, Store
 from fedbn_flwr.engines import InProcessGrid
 from fedbn_flwr.errors import RunFailedError
 from fedbn_flwr.messages.records import from_record, tensors, to_record
@@ -131,16 +133,29 @@ class Outcome:
         return self.grid.inner.context(partition)
 
     def local_state(self, partition: int) -> dict[str, Array]:
-        """Return the local state of a client."""
-        return from_record(
-            self.context(partition).state.array_records["fedbn-flwr.local"]
-        )
+        """Return the local entries of a client."""
+        return self.kept(partition)["fedbn-flwr.local"]
+
+    def kept(self, partition: int) -> dict[str, Any]:
+        """Return the whole local state of a client."""
+        context, continuity = self.context(partition), self.strategy.continuity
+        folder = context.node_config.get("state-dir")
+        if folder and continuity:
+            return newest(Folder(Path(folder), continuity.run, partition))
+        return newest(Memory(context))
 
     def reason(self, partition: int, server_round: int = 1) -> str:
         """Return the reason of a client's rejection in a round."""
         return self.strategy.reports[server_round - 1].rejected[
             self.grid.inner.get_node_ids()[partition]
         ]
+
+
+def newest(store: Store) -> dict[str, Any]:
+    """Return the newest local state, or two empty records."""
+    for name in store.names()[-1:]:
+        return store.read(name)
+    return {"fedbn-flwr.local": {}, "fedbn-flwr.rules": {}}
 
 
 def run_strategy(

@@ -197,11 +197,7 @@ def _state(
     # The model is a site's own model from its state folder, a client's own model from
     # the run's folder, or the global model.
     if choice.state_dir is not None:
-        shapes = {
-            name: tuple(entry.shape) for name, entry in model.state_dict().items()
-        }
-        fingerprint = parts.fingerprint(shapes)
-        state, client = site_state(run, choice.state_dir, fingerprint, client)
+        state, client = site_state(run, choice.state_dir, client)
         named = with_name(client, site_names_of(run).get(str(client)))
         what = _what_of_client(config, parts, named, kept_here=True)
         if FINE_TUNED in about:

@@ -397,7 +397,7 @@ class CheckpointManager:
             )
 
     def _continuity(self) -> Continuity:
-        return Continuity(self._run, self._run, tuple(self.checkpoints.rounds))
+        return Continuity(self._run, tuple(self.checkpoints.rounds))
 
 
 def _rounds(folder: Path) -> list[int]:

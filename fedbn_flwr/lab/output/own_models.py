@@ -14,7 +14,8 @@ from flwr.app import Context, RecordDict
 from torch import nn
 
 from fedbn_flwr.batchnorm.array_types import State
-from fedbn_flwr.client.kept import KeptState, own_entries
+from fedbn_flwr.client.kept import own_entries
+from fedbn_flwr.client.kept_store import Memory
 from fedbn_flwr.client.torch_client import TorchClient
 from fedbn_flwr.lab.config import Config, data_of
 from fedbn_flwr.lab.output.folder import extra
@@ -53,23 +54,22 @@ def fine_tuned(
     """
     if data is None:
         return
-    kept = dict(kept_contents(config, strategy, state))
+    kept = dict(kept_contents(config, strategy))
     sent = strategy.run.test_config(server_round)
     elsewhere = set[str]()
     # Skip clients whose local state is on other machines, because the steps may need
     # it: gamma and beta of FedBN, for example, are local state.
     if strategy.methods.own_models or HOOKS in sent:
         elsewhere = strategy.run.kept.hashes.keys() - kept
-    shapes = {name: array.shape for name, array in state.items()}
     for client in range(len(data.train)):
         if str(client) in elsewhere:
             continue
         content = kept.get(str(client))
-        entries = {**state, **own_entries(content["kept"] if content else {})}
-        names = json.dumps(list(entries))
+        entries = {**state, **(own_entries(content) if content else {})}
         context = Context(0, 0, {}, RecordDict(), {})
-        parts = strategy.run.parts
-        KeptState(context, parts, parts.fingerprint(shapes)).replace(content)
+        message = {**sent, ARRAY_NAMES: json.dumps(list(entries))}
+        if content:
+            Memory(context).put(content, server_round)
         (named,) = strategy.run.nodes.shown([str(client)])
         with extra(f"The fine-tuning of client {named}", again):
             # The run's client code trains a copy of its model, so take that copy.
@@ -83,7 +83,6 @@ def fine_tuned(
                 seed=config.seed,
                 task=data_of(config).test_task,
             )
-            message = {**sent, ARRAY_NAMES: names}
             with (
                 threads(config.torch_threads),
                 trainee.tested_model([*entries.values()], message) as tuned,

@@ -341,7 +341,7 @@ class ResultWriter:
         if strategy and not strategy.protection.always_releases:
             local = strategy.run.kept.hashes
             tunes = strategy.methods.params.fine_tune
-            kept = () if tunes else kept_by_clients(self._config, strategy, state)
+            kept = () if tunes else kept_by_clients(self._config, strategy)
         summary["sha256"] = state_sha256(state, local)
         summary["seed"] = self._config.seed
         summary["versions"] = versions()

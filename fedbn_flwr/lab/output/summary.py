@@ -21,7 +21,7 @@ from torch import nn
 from fedbn_flwr.batchnorm.array_types import State
 from fedbn_flwr.batchnorm.parts import Part
 from fedbn_flwr.client.kept import own_entries
-from fedbn_flwr.client.kept_files import KeptFiles
+from fedbn_flwr.client.kept_store import Folder
 from fedbn_flwr.client.personal_model import ABSENT, AVERAGED
 from fedbn_flwr.errors import StateError
 from fedbn_flwr.lab.config import STATE_IN_OUT, Config, data_of, state_in_out
@@ -57,34 +57,30 @@ def contents_of_model(strategy: Strategy | None) -> dict[str, str]:
     return about
 
 
-def kept_by_clients(
-    config: Config, strategy: Strategy, model: State
-) -> Iterator[tuple[str, State]]:
+def kept_by_clients(config: Config, strategy: Strategy) -> Iterator[tuple[str, State]]:
     """Yield (client, local entries) of each client whose entries are on this disk."""
-    for client, content in kept_contents(config, strategy, model):
-        own = own_entries(content["kept"])
+    for client, content in kept_contents(config, strategy):
+        own = own_entries(content)
         if own:
             yield client, own
 
 
 def kept_contents(
-    config: Config, strategy: Strategy, model: State
+    config: Config, strategy: Strategy
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield (client, content of its state file) if the file is on this disk."""
     if strategy.continuity is None or not config.state_dir:
         return
-    shapes = {name: array.shape for name, array in model.items()}
-    fingerprint = strategy.run.parts.fingerprint(shapes)
     root = Path(config.state_dir)
     if config.state_dir == STATE_IN_OUT:
         root = state_in_out(config)
     # Look up the content by the hash that the server saw last, because a folder may
     # also contain the content of other rounds.
     for client, sha256 in strategy.run.kept.hashes.items():
-        folder = KeptFiles(root, strategy.continuity, int(client), fingerprint)
-        content = folder.look_up(sha256)
-        if content:
-            yield client, content
+        folder = Folder(root, strategy.continuity.run, int(client))
+        name = folder.find(sha256)
+        if name:
+            yield client, folder.read(name)
 
 
 def versions(*more: str) -> dict[str, str]:

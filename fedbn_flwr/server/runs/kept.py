@@ -31,15 +31,14 @@ class Kept:
             rounds whose reply is not used, the hash is from the last used reply.
         volatile: labels of the clients whose local state is only in memory.
         shared: the BN parts that clients shared for tests.
-        to_restore: after a resume, the hash of the state from which each client
-            continues, by label; None without a resume.
+        is_resumed: whether the run was resumed.
         answered: labels of the clients that have answered since the resume.
     """
 
     hashes: Mapping[str, str] = field(default_factory=dict)
     volatile: frozenset[str] = frozenset()
     shared: LatestBN = field(default_factory=LatestBN)
-    to_restore: Mapping[str, str] | None = None
+    is_resumed: bool = False
     answered: frozenset[str] = frozenset()
 
     def config(self, node: Node, undo: bool) -> dict[str, str]:
@@ -49,20 +48,15 @@ class Kept:
         that may be a known client under a new node id gets no such entry, because it
         may have the right state already.
         """
-        entries: dict[str, str] = {}
+        known = self.hashes.get(node.label, "")
         unknown = node.partition_id is None
-        # Send the hash only until the node's first answer. After that, the node has the
-        # restored state.
-        if (
-            self.to_restore is not None
-            and node.label not in self.answered
-            and not unknown
-        ):
-            entries[LOCAL_SHA256] = named_state(self.to_restore.get(node.label, ""))
-        may_be_known = self.hashes and unknown and node.label not in self.hashes
-        if undo and not may_be_known:
-            entries[USED_SHA256] = named_state(self.hashes.get(node.label, ""))
-        return entries
+        # After a resume, the node must have this state. After the node's first answer,
+        # it has the restored state.
+        if self.is_resumed and node.label not in self.answered and not unknown:
+            return {LOCAL_SHA256: named_state(known)}
+        if undo and not (self.hashes and unknown and not known):
+            return {USED_SHA256: named_state(known)}
+        return {}
 
     def with_answers(self, replies: Sequence[tuple[Node, Message]]) -> Kept:
         """Return a copy that records which clients have answered since the resume."""
@@ -125,10 +119,9 @@ class Kept:
     @classmethod
     def resumed(cls, saved: Mapping[str, Any]) -> Kept:
         """Return the local states from ``saved``, at the start of a resumed run."""
-        hashes = dict(saved["hashes"])
         return cls(
-            hashes,
+            dict(saved["hashes"]),
             frozenset(saved["volatile"]),
             LatestBN(saved["shared"]),
-            to_restore=dict(hashes),
+            is_resumed=True,
         )

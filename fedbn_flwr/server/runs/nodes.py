@@ -25,7 +25,6 @@ from fedbn_flwr.compat.flower import (
 from fedbn_flwr.errors import (
     MOD_ON_QUERIES,
     MOD_ORDER,
-    MOD_RAISED,
     ConfigError,
     EngineError,
     raise_shared_config_error,
@@ -431,10 +430,8 @@ def _failed(node_id: int, reply: Message) -> Node:
     """
     if lacks_function(reply, QUERY_FUNCTION):
         return Node(node_id)
-    code, failure = split_code(str(reply.error.reason))
-    # If the error names no mod, a mod that comes before ours may have raised it.
-    if code != MOD_RAISED:
-        failure = f"{failure}. If a mod raised it: {MOD_ON_QUERIES}"
+    _, failure = split_code(str(reply.error.reason))
+    failure = f"{failure}. If a mod raised it: {MOD_ON_QUERIES}"
     node = Node(node_id, failure=failure)
     logger.warning("%s: its answer to the query failed: %s", node, failure)
     return node
