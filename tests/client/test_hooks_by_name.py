@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from fedbn_flwr import strategies
 from fedbn_flwr.client import client_app
 from fedbn_flwr.messages.protocol import Continuity
-from fedbn_flwr.strategies import Ask, Method, Strategy, register
+from fedbn_flwr.strategies import Ask, Method, Phase, Strategy, register
 from fedbn_flwr.training import ClientHook, LearningRate, LocalTraining
 from tests.support.fast import fast
 from tests.support.federation import torch_clients
