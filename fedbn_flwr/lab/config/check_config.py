@@ -155,7 +155,7 @@ def _wrong_names(config: Fields) -> Iterator[Problem]:
     """Yield a problem for each unknown name."""
     yield from of_name("strategy", config.strategy, [*METHODS, CENTRALIZED])
     yield from of_name("norm", config.norm, allowed("norm"))
-    # A name with a colon is own data, such as npz:PATH, and not a registered data set.
+    # A name with a colon is own data, such as folder:PATH, and not a registered data set.
     if ":" not in config.dataset:
         yield from of_name("dataset", config.dataset, allowed("dataset"))
     if config.partition:

@@ -224,7 +224,7 @@ class Data(Group):
     test_share: float = key(
         0.2,
         "share of your own data used as test part, if the data have no test part",
-        {"dataset": ("folder:", "npz:")},
+        {"dataset": ("folder:",)},
         gt=0,
         lt=1,
     )
@@ -549,7 +549,7 @@ class Fields(
     )
     @classmethod
     def _home(cls, value: str) -> str:
-        """Expand ``~`` at the start of a path, even after a prefix ("npz:~/data").
+        """Expand ``~`` at the start of a path, even after a prefix ("folder:~/data").
 
         The shell does not expand it within a setting.
         """

@@ -13,7 +13,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 from doc_problems import CATEGORIES, FOUND, Row, problem_rows
 from flwr.app import ArrayRecord
@@ -45,6 +44,7 @@ from fedbn_flwr.training import LearningRate, LocalTraining, make_optimizer
 from tests.lab.config.test_problems import FIRST, FURTHER, SECOND
 from tests.support.fast import thinned
 from tests.support.federation import torch_clients
+from tests.support.tables import write_images
 from tests.support.their_client import TheirClient, numpy_clients
 
 ROWS: dict[str, list[Problem]] = defaultdict(list)
@@ -101,7 +101,7 @@ CASES: Mapping[str, dict[str, Any]] = {
     "untracked": {"strategy": "staticbn", "variance": "pooled"},
     "unprotected-value": {"strategy": "scaffold", "dp": "server", "eval-on": "global"},
     "dp-stops-early": {"dp": "server", "early-stopping": 2, "validation-share": 0.2},
-    "dp-reads-classes": {"dp": "server", "dataset": "npz:{folder}/own.npz"},
+    "dp-reads-classes": {"dp": "server", "dataset": "folder:{folder}/own"},
     "relative-path": {"dataset": "mnist", "data-dir": "mnist"},
     "data-dir-missing": {"dataset": "mnist", "data-dir": "{folder}/none"},
     "state-dir-without-out": {"state-dir": "out"},
@@ -231,8 +231,7 @@ def of_code(code: str) -> set[tuple[str, str]]:
 def test_a_planted_case_is_told_with_its_subject(
     code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    labels = np.arange(20) % 2
-    np.savez(tmp_path / "own.npz", x=np.ones((20, 4)), y=labels, client=labels)
+    write_images(tmp_path / "own", {"cat": 4, "dog": 4})
     settings = {
         key: value.format(folder=tmp_path) if isinstance(value, str) else value
         for key, value in CASES[code].items()

@@ -30,7 +30,7 @@ from fedbn_flwr.lab.runs import centralized
 from fedbn_flwr.lab.runs.run import run
 from fedbn_flwr.transport import polling_grid
 from tests.support.fast import fast
-from tests.support.runs import lines_of, serve_nodes, summary_of, write_rows
+from tests.support.runs import lines_of, serve_nodes, summary_of
 
 ROUNDS = 6
 BASE: Mapping[str, Any] = {
@@ -416,8 +416,10 @@ def test_a_run_continues_with_nodes_that_came_later(
 ) -> None:
     """Nodes may join over a network, unless the number of clients is set."""
     monkeypatch.setattr(polling_grid, "is_network_grid", lambda grid: True)
-    rows = write_rows(tmp_path / "own.npz", 20)
-    node = {"data-path": rows.removeprefix("npz:")}
+    rows = np.arange(20)
+    x = np.stack([rows, rows**2 % 7], 1).astype(np.float32)
+    np.savez(tmp_path / "own.npz", x=x, y=rows % 2)
+    node = {"data-path": str(tmp_path / "own.npz")}
     out = tmp_path / "out"
     by_function = {
         "dataset": f"{__name__}:rows_of",

@@ -31,7 +31,8 @@ from fedbn_flwr.lab.studies.parallel import in_parallel
 from fedbn_flwr.lab.studies.results import markdown, rows_of, table
 from fedbn_flwr.lab.studies.study import Cell, Study, Tuning
 from fedbn_flwr.lab.studies.sweep import LogFollower, sweep
-from tests.support.runs import summary_of, write_rows
+from tests.support.runs import summary_of
+from tests.support.tables import write_images
 
 TEXT = """
 name: small
@@ -450,7 +451,7 @@ def test_results_of_data_that_have_changed_do_not_stand_beside_those_of_the_new_
     tmp_path: Path,
 ) -> None:
     base = {
-        "dataset": write_rows(tmp_path / "t.npz", 20),
+        "dataset": write_images(tmp_path / "t", {"cat": 10, "dog": 10}),
         "num-clients": 2,
         "num-server-rounds": 1,
         "local-steps": 1,
@@ -465,7 +466,7 @@ def test_results_of_data_that_have_changed_do_not_stand_beside_those_of_the_new_
         return load_study(written(tmp_path, json.dumps({**small, "seeds": seeds})))
 
     sweep(loaded([0]), tmp_path / "out")
-    write_rows(tmp_path / "t.npz", 19)
+    (tmp_path / "t/dog/9.png").unlink()
     sweep(loaded([0]), tmp_path / "out")  # nothing remains to do
     with pytest.raises(
         ConfigError,
