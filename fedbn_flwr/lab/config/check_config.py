@@ -252,12 +252,6 @@ ROWS: Sequence[Problem] = (
         ),
     ),
     # protections
-    Problem(
-        "protection-without-clients",
-        "strategy=centralized has no clients to protect: leave dp out",
-        "dp",
-        when=lambda config, _: config.protected and config.strategy == CENTRALIZED,
-    ),
     *DPSettings.rows,
     # Noise covers only the model. Whether a round has a result, and which round is the
     # best, must therefore not depend on the clients' data.
@@ -278,19 +272,8 @@ ROWS: Sequence[Problem] = (
 )
 """The keys of a config that exclude each other."""
 
-# Keys that need clients. The reference run strategy=centralized has no clients and
-# cannot use them.
-_OF_A_FEDERATION = (
-    *(
-        "fraction-train",
-        "min-replies",
-        "round-timeout",
-        "variance",
-    ),
-    *("momentum-scope", "agc", "recalibrate", "class-moments"),
-    "state-dir",
-    *("layers", "personal", "fine-tune", "loop"),
-)
+# Keys about several clients. The single client of strategy=centralized cannot use them.
+_OF_SEVERAL_CLIENTS = ("fraction-train", "min-replies", "variance")
 
 
 def check_rows(config: Fields) -> list[Problem]:
@@ -307,8 +290,8 @@ def check_rows(config: Fields) -> list[Problem]:
 
     reasons, defaults = {}, defaults_of(type(config))
     for key in _given(config):
-        if key in _OF_A_FEDERATION and config.strategy == CENTRALIZED:
-            reasons[key] = "strategy=centralized has no clients"
+        if key in _OF_SEVERAL_CLIENTS and config.strategy == CENTRALIZED:
+            reasons[key] = "strategy=centralized has one client"
         elif key in ours:
             reasons[key] = unmet(ONLY_IF[key], ours, defaults)
         elif not misspelt:
@@ -349,7 +332,7 @@ def check_data_and_methods(config: Fields) -> list[Problem]:
     """
     data, method = data_of(config), method_of(config)
     problems = [*_of_data(config, data)]
-    if not problems and config.strategy != CENTRALIZED:
+    if not problems:
         try:
             problems = [one.spelled("-") for one in method.problems("refuse")]
             problems = problems or _of_protections(config, data, method)
@@ -492,7 +475,6 @@ def _unused(config: Fields, data: RunData, method: MethodOfConfig) -> dict[str, 
     height = config.image_size if info.input_shape else data.shape[1]
     metrics = split(config.metrics)
     adapted = any(test.endswith(TEST_BN) for test in tests)
-    of_one_model = all(test.startswith(("global", "personal")) for test in tests)
     rows = (
         # the data
         ("augment", info.input_shape, "it is for images"),
@@ -530,12 +512,6 @@ def _unused(config: Fields, data: RunData, method: MethodOfConfig) -> dict[str, 
             data.held_out and method.shares_nothing,
             f"{config.strategy} shares no model",
         ),
-        (
-            "eval-on",
-            config.strategy == CENTRALIZED and not of_one_model,
-            "strategy=centralized has one model: use tests whose names begin with global"
-            " or personal",
-        ),
         # the methods
         (
             "lr-decay-at",
@@ -544,7 +520,6 @@ def _unused(config: Fields, data: RunData, method: MethodOfConfig) -> dict[str, 
         ),
     )
     unused = {key: reason for key, met, reason in rows if met}
-    if config.strategy != CENTRALIZED:
-        for problem in method.problems("no-effect"):
-            unused[problem.key.replace("_", "-")] = problem.text
+    for problem in method.problems("no-effect"):
+        unused[problem.key.replace("_", "-")] = problem.text
     return unused

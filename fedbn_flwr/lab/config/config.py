@@ -83,10 +83,12 @@ class Config(Fields):
             "partition": data.split_name,
             "held_out_clients": data.held_out,
         }
-        if self.strategy != CENTRALIZED:
-            params = method_of(self).params
-            for name, setting in config_fields(type(params)).items():
-                update[name] = getattr(params, setting)
+        params = method_of(self).params
+        for name, setting in config_fields(type(params)).items():
+            update[name] = getattr(params, setting)
+        # One client has no reason to begin its momentum again in each round.
+        if self.strategy == CENTRALIZED and self.sgd_momentum:
+            update["momentum_scope"] = "local"
         if self.local_steps:
             update["local_epochs"] = 0
         return self.model_copy(update=update)
@@ -158,8 +160,6 @@ class Config(Fields):
 
     def warnings(self) -> list[str]:
         """Return a line for each effect of these settings that may surprise a user."""
-        if self.strategy == CENTRALIZED:
-            return self.late_decays()
         lines = self.late_decays()
         lines += [str(problem) for problem in method_of(self).problems("warn")]
         if (

@@ -17,7 +17,7 @@ from torch import nn
 
 from fedbn_flwr.batchnorm.parts import split_state
 from fedbn_flwr.errors import ConfigError, FedBNError, NormLayerError, install_extra
-from fedbn_flwr.lab.config import CENTRALIZED, STATE_IN_OUT, Config, data_of, method_of
+from fedbn_flwr.lab.config import STATE_IN_OUT, Config, data_of, method_of
 from fedbn_flwr.lab.config.check_config import of_reading
 from fedbn_flwr.lab.models import build_model
 from fedbn_flwr.lab.models.initial import FILES
@@ -178,7 +178,7 @@ def refuse_too_few_clients(config: Config, num_clients: int) -> None:
             change the model.
     """
     asked = max(1, share_of(config.fraction_train, num_clients))
-    if config.strategy != CENTRALIZED and config.min_replies > asked:
+    if config.min_replies > asked:
         raise ConfigError(
             f"min-replies={config.min_replies} is more than the {asked} clients of a"
             f" round (fraction-train={config.fraction_train:g} of {num_clients}): no"
@@ -199,8 +199,6 @@ def _replaces_nothing(config: Config) -> bool:
 
 def misfits(config: Config, model: nn.Module) -> list[Problem]:
     """Return the problems of a model that does not fit the method of a config."""
-    if config.strategy == CENTRALIZED:
-        return []
     # Check the layers of the model.
     method = method_of(config)
     parts = method.parts(model)
@@ -254,9 +252,8 @@ def _try_model(config: Config, model: nn.Module) -> None:
         )
     _outputs(config, model.train(), noise)
     if config.batch_size == 1 and refusing_layers(model, noise[:1]):
-        methods = None if config.strategy == CENTRALIZED else method_of(config).methods
         # In a synchronised step, and with frozen statistics, one example is enough.
-        phases = methods.phases() if methods else []
+        phases = method_of(config).methods.phases()
         if not any(phase.exchanges or phase.frozen for phase in phases):
             raise ConfigError(ONE_BY_ONE)
 

@@ -138,9 +138,9 @@ FIRST = {
             ("no-effect", "proximal-mu"),
         ],
     ),
-    "no clients": (
-        {"strategy": CENTRALIZED, "dp": "server", "fraction-train": 0.5},
-        [("protection-without-clients", "dp"), ("no-effect", "fraction-train")],
+    "one client": (
+        {"strategy": CENTRALIZED, "min-replies": 2, "fraction-train": 0.5},
+        [("no-effect", "fraction-train"), ("no-effect", "min-replies")],
     ),
     "noise and fewer replies": (
         {"dp": "server", "min-replies": 2},
@@ -198,10 +198,6 @@ FURTHER: list[tuple[dict[Any, Any], str, str]] = [
     ({"strategy": "fedtan", "fedtan-bind": "0.0.0.0:9"}, "no-effect", "fedtan-bind"),
     ({"strategy": "staticbn", "bn-momentum": 0.5}, "no-effect", "bn-momentum"),
     ({"strategy": CENTRALIZED, "lr-decay-at": "3,freeze"}, "no-effect", "lr-decay-at"),
-    ({"strategy": CENTRALIZED, "eval-on": "averaged-bn"}, "no-effect", "eval-on"),
-    ({"strategy": CENTRALIZED, "personal": "last-layer"}, "no-effect", "personal"),
-    ({"strategy": CENTRALIZED, "fine-tune": 2}, "no-effect", "fine-tune"),
-    ({"strategy": CENTRALIZED, "layers": "norm"}, "no-effect", "layers"),
     (
         {"strategy": "fedrep", "head-steps": 5, "local-epochs": 5, "batch-size": 0},
         "no-body-step",
@@ -242,7 +238,6 @@ FURTHER: list[tuple[dict[Any, Any], str, str]] = [
         "no-local-batchnorm",
         "eval-on",
     ),
-    ({"strategy": "centralized", "recalibrate": True}, "no-effect", "recalibrate"),
     (
         {"early-stopping": 2, "validation-share": 0.2, "class-moments": True},
         "early-stopping-with-class-moments",
