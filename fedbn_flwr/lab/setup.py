@@ -209,7 +209,6 @@ def local_training(config: Config) -> LocalTraining:
     return LocalTraining(
         learning_rate=learning_rate_of(config),
         local_steps=config.local_steps,
-        sampling=config.sampling,
         local_epochs=config.local_epochs,
         batch_size=config.batch_size,
         optimizer=config.optimizer,
@@ -240,7 +239,7 @@ def make_strategy(config: Config, model: nn.Module, num_nodes: int) -> Strategy:
         min_evaluate_nodes=1,
         # ``serve`` waits for all nodes at the start. A later round does not wait for
         # nodes that were lost since then.
-        min_available_nodes=min(num_nodes, config.min_replies),
+        min_available_nodes=1,
         parts=method.parts(model),
         # Require the same number of partitions on all nodes. A node with another number
         # would train on the examples of held-out clients.

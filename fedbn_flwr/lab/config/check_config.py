@@ -31,7 +31,6 @@ from fedbn_flwr.lab.config.method_of_config import MethodOfConfig, method_of
 from fedbn_flwr.lab.config.values import (
     CENTRALIZED,
     allowed,
-    new_names,
     number,
     split,
 )
@@ -80,7 +79,7 @@ def checked_keys(
 
     Args:
         kind: the class to return.
-        values: the settings, under new or old names.
+        values: the settings.
         complete: whether ``values`` has all keys, see ``Config.make``.
     """
     config, problems = check_fields(kind, values, complete)
@@ -103,7 +102,7 @@ def check_fields(
     A setting with a problem has its default in the result. The arguments are those of
     ``checked_keys``.
     """
-    settings, problems = new_names(values)
+    settings, problems = dict(values), list[Problem]()
     # The default of local-epochs does not count if local-steps is set, so compare the
     # given values. Flower's run config always has local-epochs: the value 1 then counts
     # as not set.
@@ -121,7 +120,7 @@ def check_fields(
     # Check the keys, and the type and the limits of each value.
     fields = {field.alias or name: field for name, field in kind.model_fields.items()}
     try:
-        config = kind.model_validate(dict(settings))
+        config = kind.model_validate(settings)
     except ValidationError as error:
         for problem in of_pydantic(error, fields):
             if problem.key not in fields:
@@ -256,13 +255,6 @@ ROWS: Sequence[Problem] = (
     # Noise covers only the model. Whether a round has a result, and which round is the
     # best, must therefore not depend on the clients' data.
     Problem(
-        "dp-counts-replies",
-        "min-replies={params.min_replies} conflicts with dp, because a round with noise"
-        " has a result even without replies; leave min-replies out",
-        "min-replies",
-        when=lambda config, _: config.dp != "off" and config.min_replies > 1,
-    ),
-    Problem(
         "dp-stops-early",
         "early-stopping={params.early_stopping} chooses a round by the clients'"
         " validation examples, which epsilon does not cover; leave early-stopping out",
@@ -273,7 +265,7 @@ ROWS: Sequence[Problem] = (
 """The keys of a config that exclude each other."""
 
 # Keys about several clients. The single client of strategy=centralized cannot use them.
-_OF_SEVERAL_CLIENTS = ("fraction-train", "min-replies", "variance")
+_OF_SEVERAL_CLIENTS = ("fraction-train", "variance")
 
 
 def check_rows(config: Fields) -> list[Problem]:

@@ -73,7 +73,10 @@ PARAMS: Mapping[str, type[Params]] = {
 """The settings of each method, in the order of the registry."""
 
 
-_NO_KEYS = ("beta_1", "beta_2")
+_NO_KEYS = (
+    *("beta_1", "beta_2", "tau", "fedbs_eps", "fedbs_rounds"),
+    *("min_replies", "fedtan_exchanges"),
+)
 """Settings that only Python sets."""
 
 
@@ -270,13 +273,6 @@ class Clients(Group):
     classes_per_client: int = key(
         2, "number of classes of each client", {"partition": ("", "classes")}, ge=1
     )
-    shards_per_client: int = key(
-        0,
-        "number of shards of a client (its maximum for `unbalanced-shards`); 0 means 2,"
-        " or 30 for `unbalanced-shards`",
-        {"partition": ("shards", "unbalanced-shards")},
-        ge=0,
-    )
     domain_share: float = key(
         1.0,
         "share of each domain that is used; a value above 1 is a number of examples",
@@ -357,17 +353,16 @@ class TrainingKeys(Group):
 
     group = "local training"
 
-    local_steps: int = key(0, "number E of steps per round; see sampling", ge=0)
+    local_steps: int = key(
+        0,
+        "number E of steps per round, on batches drawn with replacement; a batch at"
+        " least as large as a client's data contains all of them",
+        ge=0,
+    )
     local_epochs: int = key(
         1,
         "number E of passes over the local data per round; excludes local-steps",
         ge=0,
-    )
-    sampling: Literal["with-replacement", "without-replacement"] = key(
-        "with-replacement",
-        "drawing of the batches of local-steps; a batch at least as large as a client's"
-        " data contains all of them",
-        {"local-steps": SET},
     )
     batch_size: int = key(
         32, "examples per step; 0 uses the whole local data set", ge=0

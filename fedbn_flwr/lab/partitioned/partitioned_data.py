@@ -38,7 +38,6 @@ class _SplitKeys:
     partition: str
     partition_alpha: float
     classes_per_client: int
-    shards_per_client: int
     domain_share: float
     held_out_clients: str
     validation_share: float
@@ -307,7 +306,6 @@ def _partitioned(
         seed=keys.seed,
         alpha=keys.partition_alpha,
         classes_per_client=keys.classes_per_client,
-        shards_per_client=keys.shards_per_client,
         domain_share=keys.domain_share,
     )
     # Convert negative places: -1 means the last client.

@@ -35,7 +35,6 @@ from fedbn_flwr.training.feed import ONE_BY_ONE
 from fedbn_flwr.training.freezing import layers_of
 from fedbn_flwr.training.model_state import copied
 from fedbn_flwr.training.randomness import seeded
-from fedbn_flwr.training.settings import share_of
 from fedbn_flwr.training.single_examples import refusing_layers
 
 
@@ -167,23 +166,6 @@ def _refuse_norms(config: Config, model: nn.Module) -> None:
             f" {config.model!r} has {_norms(model)}. Leave test-bn out, or use a model"
             " with BatchNorm.",
             code="test-bn-without-batchnorm",
-        )
-
-
-def refuse_too_few_clients(config: Config, num_clients: int) -> None:
-    """Check that a round can have as many replies as it needs.
-
-    Raises:
-        ConfigError: a round has fewer clients than ``min-replies``, so no round would
-            change the model.
-    """
-    asked = max(1, share_of(config.fraction_train, num_clients))
-    if config.min_replies > asked:
-        raise ConfigError(
-            f"min-replies={config.min_replies} is more than the {asked} clients of a"
-            f" round (fraction-train={config.fraction_train:g} of {num_clients}): no"
-            f" round would change the model. Use at most {asked}.",
-            code="too-few-clients",
         )
 
 

@@ -22,7 +22,6 @@ from fedbn_flwr.lab.partitioned.partitioned_data import (
 from fedbn_flwr.lab.runs.check_start import (
     CheckedConfig,
     checked_config,
-    refuse_too_few_clients,
 )
 from fedbn_flwr.lab.runs.node import RunClients
 from fedbn_flwr.lab.runs.serve import serve
@@ -66,7 +65,6 @@ def preflight(config: Config, out: Path) -> CheckedConfig:
     # clients, so count the clients before the checks of the data.
     checked = checked_config(config)
     config = config.model_copy(update={"num_clients": count_clients(config)})
-    refuse_too_few_clients(config, federation_size(config))
     refuse_no_tests(partitioned_data(config, config.num_clients), config)
     return replace(checked, config=config)
 

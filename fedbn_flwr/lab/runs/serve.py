@@ -44,7 +44,6 @@ from fedbn_flwr.lab.partitioned.partitioned_data import (
 from fedbn_flwr.lab.runs.check_start import (
     CheckedConfig,
     moved_buffers,
-    refuse_too_few_clients,
 )
 from fedbn_flwr.lab.runs.folder_listener import FolderListener
 from fedbn_flwr.lab.setup import (
@@ -149,9 +148,6 @@ def _with_clients(config: Config, grid: ImmediateGrid, out: Path) -> Config:
     # The one client of such a run has the data of all clients of the split.
     if config.strategy == CENTRALIZED:
         return config
-    # Over a network, more nodes may join later, unless the config sets their number.
-    if config.num_clients or not over_network(grid):
-        refuse_too_few_clients(config, num_clients)
     return config.model_copy(update={"num_clients": num_clients})
 
 

@@ -139,12 +139,8 @@ FIRST = {
         ],
     ),
     "one client": (
-        {"strategy": CENTRALIZED, "min-replies": 2, "fraction-train": 0.5},
-        [("no-effect", "fraction-train"), ("no-effect", "min-replies")],
-    ),
-    "noise and fewer replies": (
-        {"dp": "server", "min-replies": 2},
-        [("dp-counts-replies", "min-replies")],
+        {"strategy": CENTRALIZED, "variance": "pooled", "fraction-train": 0.5},
+        [("no-effect", "fraction-train"), ("no-effect", "variance")],
     ),
     "a setting of the method": (
         {"strategy": "fixbn", "freeze-window": 5},
@@ -204,15 +200,6 @@ FURTHER: list[tuple[dict[Any, Any], str, str]] = [
         "head-steps",
     ),
     ({"local_steps": 3}, "unknown-key", "local_steps"),
-    (
-        {
-            "strategy": "fedtan",
-            "fedtan-transport": "messages",
-            "fedtan-exchange": "channel",
-        },
-        "key-under-two-names",
-        "fedtan-transport",
-    ),
     *(
         ({"freeze-at": value}, "bad-value", "freeze-at")
         for value in (-1, 1.5, "half", False)
@@ -287,7 +274,6 @@ def another(key: str) -> Any:
     default = defaults_of(Config)[key]
     choices = {
         "variance": "pooled",
-        "sampling": "without-replacement",
         "test-bn": "mix",
     }
     choices |= {

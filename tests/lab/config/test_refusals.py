@@ -24,7 +24,7 @@ from fedbn_flwr.batchnorm.parts import split_state
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.lab.config import Config, method_of
 from fedbn_flwr.lab.config.fields import defaults_of
-from fedbn_flwr.lab.runs.check_start import checked_config, refuse_too_few_clients
+from fedbn_flwr.lab.runs.check_start import checked_config
 from fedbn_flwr.lab.studies.check_study import load_study
 from fedbn_flwr.lab.studies.study import Study
 from fedbn_flwr.legacy.legacy_strategy import LegacyStrategy
@@ -272,10 +272,8 @@ def test_a_planted_case_of_a_round_is_told(code: str) -> None:
 EDGES = [
     ("fixbn", "freeze-at", "phase-never-begins", 10),
     ("fedtan2", "fedtan-rounds", "phase-never-begins", 10),
-    ("fedbs", "fedbs-rounds", "phase-never-begins", 10),
     ("fixbn", "freeze-window", "long-window", 10),
     ("fedrep", "head-steps", "no-body-step", 10),
-    ("fedavg", "min-replies", "too-few-clients", 11),
     ("fedavg", "classes-per-client", "too-many-classes", 11),
 ]
 """The first value of a setting with a problem, if all other settings are 10."""
@@ -291,7 +289,6 @@ def test_two_settings_are_compared_exactly(
         settings = {**dict.fromkeys(TEN, 10), **freeze, "strategy": name, key: value}
         try:
             config = Config.make({**settings, "partition": "classes"})
-            refuse_too_few_clients(config, 10)
             found = {one.code for one in method_of(config).problems("warn")}
         except ConfigError as error:
             found = {error.code, *(one.code for one in error.problems)}
@@ -360,7 +357,6 @@ VALUES: Mapping[str, list[Any]] = {
     "freeze_tau": [0.1],
     "fedtan_bind": ["127.0.0.1:5"],
     "fedtan_rounds": [1, 1000, "auto"],
-    "fedbs_rounds": [1000],
     "head_steps": [0],
     "personal": ["last-layer"],
 }

@@ -437,7 +437,6 @@ def test_a_binary_run_has_its_metrics_everywhere(monkeypatch, quick_run) -> None
     settings = {
         "dataset": "mine",
         "partition": "shards",
-        "shards-per-client": 1,
         "num-clients": 3,
         "batch-size": 32,
     }
