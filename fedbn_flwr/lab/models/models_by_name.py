@@ -18,7 +18,6 @@ from fedbn_flwr.lab.models.fedbs_nets import cifar_net, mnist_net
 from fedbn_flwr.lab.models.info import ModelInfo, always, at_least
 from fedbn_flwr.lab.models.own import OWN, is_own, own_info
 from fedbn_flwr.lab.models.resnet import SmallResNet
-from fedbn_flwr.lab.models.signal_cnn import SignalCNN
 from fedbn_flwr.lab.models.zoo import (
     PREFIX,
     SEGMENTATION_PREFIX,
@@ -87,13 +86,6 @@ MODELS: dict[str, ModelInfo] = {
         "FedBS, V-A",
         lambda classes, channels, size: cifar_net(classes),
         always(3, 32),
-    ),
-    "signal-cnn": ModelInfo(
-        "3 convolutions over time, 3 BN layers, for signals of any length",
-        "ours, after Wang 2017, arXiv:1611.06455",
-        None,
-        at_least(1),
-        signals=lambda classes, channels, length: SignalCNN(classes, channels),
     ),
     f"{PREFIX}<name>": zoo_info("<name>"),
     f"{SEGMENTATION_PREFIX}<name>": segmentation_info("<name>"),

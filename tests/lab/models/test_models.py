@@ -14,7 +14,7 @@ from fedbn_flwr.errors import ConfigError, NormLayerError
 from fedbn_flwr.lab.models import build_model, input_shape, model_info
 from fedbn_flwr.lab.models.mlp import MLP
 from fedbn_flwr.lab.models.resnet import BasicBlock, SmallResNet
-from fedbn_flwr.norms import NORMS, batchnorm_places
+from fedbn_flwr.norms import NORMS
 from tests.support.fast import fast
 
 BN_LAYERS = {
@@ -307,27 +307,11 @@ def test_an_input_shape_of_an_image_is_its_channels_and_size() -> None:
         )
 
 
-@pytest.mark.parametrize("norm", ["batch", "group", "none"])
-def test_signal_cnn_takes_signals_of_any_length(norm: str) -> None:
-    model = build_model("signal-cnn", num_classes=4, input_shape=(3, 50), norm=norm)
-    assert model(torch.randn(2, 3, 50)).shape == (2, 4)
-    assert model(torch.randn(2, 3, 1)).shape == (2, 4)
-    assert (
-        len(
-            batchnorm_places(
-                build_model("signal-cnn", num_classes=4, input_shape=(3, 50))
-            )
-        )
-        == 3
-    )
-
-
 @pytest.mark.parametrize(
     ("name", "shape", "named"),
     [
         ("lenet", (13,), r"\(13,\).*Use mlp"),
-        ("mlp", (2, 40), r"\(2, 40\).*Use .*signal-cnn"),
-        ("signal-cnn", (1, 28, 28), r"\(1, 28, 28\).*mlp"),
+        ("mlp", (2, 40), r"\(2, 40\).*Use your own model"),
         ("lenet", (2, 3, 4, 5), "own model"),
         ("lenet", (2, 3, 4, 5, 6), "own model"),
     ],

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.lab.config import Config, data_of
@@ -38,6 +39,19 @@ def waves() -> tuple[Any, Any]:
     return x.astype(np.float32), y
 
 
+class Net(nn.Module):
+    """A network that averages over time."""
+
+    def __init__(self, num_classes: int, channels: int) -> None:
+        super().__init__()
+        self.conv = nn.Conv1d(channels, 8, 3, padding=1)
+        self.norm = nn.BatchNorm1d(8)
+        self.fc = nn.Linear(8, num_classes)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.fc(self.norm(self.conv(x)).relu().mean(2))
+
+
 @pytest.fixture
 def settings(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     x, y = waves()
@@ -48,10 +62,12 @@ def settings(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         "local-steps": 2,
         "batch-size": 8,
     }
-    return {"dataset": data, "model": "signal-cnn", **sizes}
+    return {"dataset": data, "model": f"{__name__}:Net", **sizes}
 
 
-def test_a_run_on_signals_has_a_model_for_them(settings: Any, tmp_path: Path) -> None:
+def test_a_run_on_signals_trains_a_model_of_the_user(
+    settings: Any, tmp_path: Path
+) -> None:
     config = Config.make({**settings, "strategy": "fixbn", "freeze-at": 1})
     assert data_of(config).shape == (CHANNELS, STEPS)
     run(config, tmp_path / "run", workers=0)
@@ -64,7 +80,7 @@ def test_models_for_other_inputs_are_refused(settings: Any) -> None:
     for model in ("lenet", "mlp", "resnet20"):
         with pytest.raises(
             ConfigError,
-            match=rf"'{model}' does not take examples of shape \(2, 24\).*signal-cnn",
+            match=rf"'{model}' does not take examples of shape \(2, 24\).*own model",
         ):
             make_model(Config.make({**settings, "model": model}))
 
