@@ -64,7 +64,9 @@ def test_two_nodes_give_the_bits_of_the_run_in_process(
     cluster: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def environment(home: Path) -> Mapping[str, str]:
-        return {**flower_environment(home), "RAY_ADDRESS": cluster}
+        # Otherwise Ray shows a line of several actors only once.
+        own = {"RAY_ADDRESS": cluster, "RAY_DEDUP_LOGS": "0"}
+        return {**flower_environment(home), **own}
 
     monkeypatch.setattr(module, "flower_environment", environment)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
