@@ -27,10 +27,6 @@ BAD: dict[str, tuple[list[str], list[str]]] = {
         ["strategy=silobn", "model=resnet20", "norm=group"],
         ["silobn", "resnet20", "GroupNorm", "layer1.0.norm1", "fedavg", "norm='batch'"],
     ),
-    "more replies than clients": (
-        ["num-clients=10", "fraction-train=0.2", "min-replies=3"],
-        ["min-replies=3", "fraction-train=0.2"],
-    ),
     "an empty partition": (
         ["num-clients=1430", "classes-per-client=1"],
         ["'classes'", "6 of 1430 clients"],
