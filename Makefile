@@ -56,7 +56,6 @@ pages: .venv/installed-dev
 # make bench-simulation DATA=DIR PEER_PYTHON=... ARGS="--turns 3 --rounds 2 --only fedbn --only cifar10"
 bench: bench-simulation
 	$(BIN)/python benchmarks/fedtan.py --write docs/performance.md $(if $(DATA),--data-dir "$(DATA)")
-	$(BIN)/python benchmarks/aggregation.py --write benchmarks/results.md
 	$(BIN)/python benchmarks/startup.py --write benchmarks/results.md
 	$(BIN)/python benchmarks/methods.py --write benchmarks/results.md
 	$(BIN)/python benchmarks/scale.py --write benchmarks/results.md

@@ -7,11 +7,9 @@ from __future__ import annotations
 import os
 import platform
 import re
-import signal
 import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -172,14 +170,3 @@ def marked(name: str) -> list[int]:
         except OSError:  # another user's process, or it has ended
             continue
     return found
-
-
-def kill_marked(name: str) -> None:
-    """End these processes by SIGKILL, until there are none."""
-    while alive := marked(name):
-        for pid in alive:
-            try:
-                os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                continue
-        time.sleep(0.02)

@@ -358,9 +358,7 @@ REMOVED = {
 
 
 # Names of another form that are allowed as well.
-_ALSO_ALLOWED = {
-    "dataset": ", and own data as folder:PATH, npz:PATH or module:function"
-}
+_ALSO_ALLOWED = {"dataset": ", and own data as folder:PATH or module:function"}
 
 
 def unknown_name(kind: str, value: object, allowed: Iterable[str]) -> ConfigError:

@@ -39,7 +39,7 @@ def test_make_bench_runs_programs_that_have_a_place_on_the_page() -> None:
         .partition("\nbench-peers:")[0]
     )
     programs = re.findall(r"benchmarks/(\w+)\.py --write ([\w/]+)\.(?:md|yaml)", target)
-    assert {"simulation", "fedtan", "aggregation"} <= {name for name, _ in programs}
+    assert {"simulation", "fedtan", "startup"} <= {name for name, _ in programs}
     for program, place in programs:
         page = (ROOT / f"{place}.md").read_text()
         assert (

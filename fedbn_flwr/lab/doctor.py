@@ -7,7 +7,7 @@ settings of the training, and fits its remedies to the settings.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -88,7 +88,7 @@ def diagnose_run(run: Path, max_examples: int = 1024) -> Diagnosis:
     state, kept, notes = _state_of_run(run, config)
     model = make_model(config).eval()
     load_state(model, state)
-    training, local = training_of(config, run), _local_parts(config)
+    training, local = training_of(config, run), method_of(config).methods.local
 
     # Measure on the run's data. If the data are not on this machine, check only the
     # state.
@@ -129,16 +129,6 @@ def diagnose_run(run: Path, max_examples: int = 1024) -> Diagnosis:
         findings.insert(0, diverged)
     notes = [*run_warnings(files), *diagnosis.notes]
     return replace(diagnosis, findings=fitting(findings, config), notes=notes)
-
-
-def _local_parts(config: Config) -> Collection[Part]:
-    """Return the parts of the model that stay with the clients.
-
-    A centralised run has no such part.
-    """
-    if config.strategy == CENTRALIZED:
-        return ()
-    return method_of(config).methods.local
 
 
 def examine(folder: Path) -> None:
@@ -398,14 +388,14 @@ def _fits(setting: str, settings: Mapping[str, Any], config: Config) -> bool:
     # larger.
     if then.batch_size and not config.batch_size:
         return False
-    if then.strategy != CENTRALIZED:
-        if config.strategy == CENTRALIZED:
-            return False
-        # The method may need BatchNorm, and only norm=batch certainly leaves BatchNorm
-        # in the model.
-        needed = model_needs(method_of(then).methods.whole)
-        if needed and then.norm != "batch":
-            return False
+    # Another method would need the clients that this run has pooled.
+    if config.strategy == CENTRALIZED != then.strategy:
+        return False
+    # The method may need BatchNorm, and only norm=batch certainly leaves BatchNorm in
+    # the model.
+    needed = model_needs(method_of(then).methods.whole)
+    if needed and then.norm != "batch":
+        return False
     return any(settings[key] != value for key, value in asked.items())
 
 
@@ -458,14 +448,11 @@ def _examples_of(
         notes.append(f"examples were used without augment={config.augment}.")
     data = replace(data, augment=None)
     names |= {**names_of(data), **names}
-    if config.strategy == CENTRALIZED:
-        train, test = {"all": data.train_view()}, {"all": data.test_view()}
-    else:
-        clients = range(len(data.train))
-        train = {str(k): data.train_view(k) for k in clients}
-        test = {str(k): data.test_view(k) for k in clients}
-        if not any(map(len, test.values())):
-            test = {"all": data.test_view()}
+    clients = range(len(data.train))
+    train = {str(k): data.train_view(k) for k in clients}
+    test = {str(k): data.test_view(k) for k in clients}
+    if not any(map(len, test.values())):
+        test = {"all": data.test_view()}
     return (
         _drawn(config, train, max_examples, names),
         _drawn(config, test, max_examples, names),
@@ -520,8 +507,6 @@ def training_of(config: Config, run: Path | None = None, steps: int = 0) -> Trai
     """
     method = method_of(config)
     tested = method.tests[0] == "global-batch-statistics"
-    if config.strategy == CENTRALIZED:
-        return Training(0, config.batch_size, CENTRALIZED, tested_by_batch=tested)
     methods = method.methods
     steps = config.local_steps or steps
     if not steps and not config.batch_size:

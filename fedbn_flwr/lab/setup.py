@@ -10,7 +10,6 @@ from torch import nn
 from fedbn_flwr.batchnorm.parts import Part, Parts
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.lab.config import (
-    CENTRALIZED,
     Config,
     data_of,
     learning_rate_of,
@@ -131,10 +130,9 @@ def model_and_warnings(config: Config) -> tuple[nn.Module, list[str]]:
         raise ConfigError(f"model {config.model!r}: {why}")
     warnings: list[str] = []
     ignored: list[str] = []
-    if config.strategy != CENTRALIZED:
-        parts = method_of(config).parts(model)
-        warnings += partly_without_effect(parts, method_of(config).methods)
-        ignored += [problem.key for problem in method_of(config).problems("no-effect")]
+    parts = method_of(config).parts(model)
+    warnings += partly_without_effect(parts, method_of(config).methods)
+    ignored += [problem.key for problem in method_of(config).problems("no-effect")]
 
     # Every BN layer gets bn-momentum. Warn if a layer had another momentum, unless it
     # was torch's default 0.1.
@@ -211,7 +209,6 @@ def local_training(config: Config) -> LocalTraining:
     return LocalTraining(
         learning_rate=learning_rate_of(config),
         local_steps=config.local_steps,
-        sampling=config.sampling,
         local_epochs=config.local_epochs,
         batch_size=config.batch_size,
         optimizer=config.optimizer,
@@ -246,11 +243,11 @@ def make_strategy(config: Config, model: nn.Module, num_nodes: int) -> Strategy:
         min_evaluate_nodes=1,
         # ``serve`` waits for all nodes at the start. A later round does not wait for
         # nodes that were lost since then.
-        min_available_nodes=min(num_nodes, config.min_replies),
+        min_available_nodes=1,
         parts=method.parts(model),
         # Require the same number of partitions on all nodes. A node with another number
         # would train on the examples of held-out clients.
-        num_partitions=config.num_clients if config.held_out_clients else 0,
+        num_partitions=num_nodes if config.held_out_clients else 0,
         # The strategy does not add averaged BN to its tests, because the result writer
         # does so.
         completes_tests=False,

@@ -28,6 +28,7 @@ from fedbn_flwr.lab.runs import run as run_module
 from fedbn_flwr.norms import NORMS
 from fedbn_flwr.strategies import STRATEGIES
 from tests.support.runs import summary_of
+from tests.support.tables import table
 
 COMMANDS = list(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
 SMALL = [
@@ -186,7 +187,9 @@ def test_partition_counts_the_training_examples_of_the_run(tmp_path: Path) -> No
         assert sum(map(bool, classes)) == 3
 
 
-def test_partition_shows_the_warnings_of_a_run(tmp_path: Path) -> None:
+def test_partition_shows_the_warnings_of_a_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     lacking = call(
         "partition",
         "--set",
@@ -201,14 +204,9 @@ def test_partition_shows_the_warnings_of_a_run(tmp_path: Path) -> None:
         " examples are not used" in (lacking.output)
     )
     client = np.array([0] * 39 + [1])
-    np.savez(
-        tmp_path / "t.npz",
-        x=np.ones((40, 2)),
-        y=np.arange(40) % 2,
-        client=client,
-        split=np.arange(40) < 9,
-    )
-    result = call("partition", "--set", f"dataset=npz:{tmp_path / 't.npz'}")
+    y = np.arange(40) % 2
+    dataset = table(monkeypatch, np.ones((40, 2)), y, client, np.arange(40) < 9)
+    result = call("partition", "--set", f"dataset={dataset}", "--set", "num-clients=2")
     assert result.output.count("warning: ") == 2
     assert (
         "warning: client 1 has 1 training example, so BatchNorm gets no variance from it"

@@ -39,7 +39,8 @@ from fedbn_flwr.lab.runs.run import run
 from fedbn_flwr.lab.setup import make_model
 from fedbn_flwr.training.freezing import layers_of
 from tests.support.fast import fast
-from tests.support.runs import summary_of, write_rows
+from tests.support.runs import summary_of
+from tests.support.tables import write_images
 from tests.support.versioned import Versioned
 
 BENCH = runpy.run_path(str(Path(__file__).parents[2] / "benchmarks/doctor_cases.py"))
@@ -160,17 +161,19 @@ def test_a_part_of_the_layers_is_no_fault(strategy: str, tmp_path: Path) -> None
 def test_data_that_have_changed_since_the_run_are_refused(tmp_path: Path) -> None:
     """As in ``evaluate``, a saved state can still be diagnosed.
 
-    Restored rows are accepted.
+    Restored data are accepted.
     """
-    data = write_rows(tmp_path / "t.npz", 60)
+    data = write_images(tmp_path / "t", {"cat": 10, "dog": 10}, (28, 28))
     settings = {"dataset": data, "num-clients": 2, "num-server-rounds": 1}
     out = start(tmp_path / "out", **settings, **{"local-steps": 2, "eval-every": 1})
-    write_rows(tmp_path / "t.npz", 59)
+    last = tmp_path / "t/dog/9.png"
+    content = last.read_bytes()
+    last.unlink()
     with pytest.raises(ConfigError, match="has changed since the run"):
         diagnose_run(out)
     assert call(out).exit_code == 2
     assert call(out / "model.safetensors").exit_code == 0
-    write_rows(tmp_path / "t.npz", 60)
+    last.write_bytes(content)
     diagnose_run(out)
 
 

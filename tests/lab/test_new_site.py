@@ -29,6 +29,7 @@ from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.finished_runs.saved_model import load_model
 from fedbn_flwr.lab.new_site import calibrate_run
 from fedbn_flwr.lab.runs.run import run
+from tests.support.tables import table
 
 MODULE = "data_of_a_new_site"
 MODEL = "model_of_a_new_site"
@@ -36,7 +37,7 @@ CODE = """
 from torch import nn
 
 def net(num_classes, **_):
-    body = [nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten()]
+    body = [nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten()]
     return nn.Sequential(*body, nn.Linear(144, 8), nn.BatchNorm1d(8), nn.Linear(8, num_classes))
 """
 CLASSES = 3
@@ -68,8 +69,9 @@ def scans(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     (folder / f"{MODEL}.py").write_text(CODE)
     sys.path.insert(0, str(folder))
     x, y = images(0, 60)
-    np.savez(folder / "sites.npz", x=x, y=y)
-    data = {"dataset": f"npz:{folder / 'sites.npz'}", "model": f"{MODEL}:net"}
+    names = [f"{label}/{at:02}" for at, label in enumerate(y)]
+    dataset = write_images(folder / "sites", x, names)
+    data = {"dataset": dataset, "model": f"{MODEL}:net"}
     run(_config(data), folder / "run")
     yield folder / "run"
     sys.path.remove(str(folder))
@@ -77,7 +79,7 @@ def scans(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 @pytest.fixture(scope="module")
-def tables(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def tables(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Path]]:
     """Provide a finished run on rows of a table for each task of a table."""
     draw, found = np.random.default_rng(1), {}
     x = draw.normal(size=(40, 4)).astype(np.float32)
@@ -87,13 +89,16 @@ def tables(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "multi-label": (x[:, :3] > 0).astype(int),
         "regression": x[:, :2] * 2,
     }
-    for task, y in targets.items():
-        folder = tmp_path_factory.mktemp(task)
-        np.savez(folder / "rows.npz", x=x, y=y)
-        data = {"dataset": f"npz:{folder / 'rows.npz'}", "model": "mlp", "task": task}
-        run(_config(data), folder / "run")
-        found[task] = folder / "run"
-    return found
+    with pytest.MonkeyPatch.context() as patch:
+        for task, y in targets.items():
+            folder = tmp_path_factory.mktemp(task)
+            dataset = table(patch, x, y, np.arange(40) % 2)
+            run(
+                _config({"dataset": dataset, "model": "mlp", "task": task}),
+                folder / "run",
+            )
+            found[task] = folder / "run"
+        yield found
 
 
 def _config(settings: Mapping[str, Any]) -> Config:
@@ -110,9 +115,7 @@ def write_images(folder: Path, x: Any, names: list[str]) -> str:
 def forms(folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     """Return the same images in each form of data, by name; "+" means with labels."""
     x, y = images(7)
-    np.savez(folder / "labelled.npz", x=x, y=y)
-    np.savez(folder / "inputs.npz", x=x)
-    inputs = torch.tensor(x)[:, None].float() / 255
+    inputs = torch.tensor(x)[:, None].float().expand(-1, 3, -1, -1) / 255
     labels = torch.tensor(y)
     module = ModuleType(MODULE)
     made: dict[str, Callable[[int, str], Any]] = {
@@ -128,8 +131,6 @@ def forms(folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     numbers = range(len(x))
     flat = [f"{at:02}" for at in numbers]
     return {
-        "npz+": f"npz:{folder / 'labelled.npz'}",
-        "npz": f"npz:{folder / 'inputs.npz'}",
         "folder+": write_images(
             folder / "by-class", x, [f"{y[at]}/{at:02}" for at in numbers]
         ),
@@ -155,7 +156,7 @@ def test_each_form_of_data_gives_the_same_model_with_and_without_labels(
         assert bool(done.tests) is name.endswith("+"), name
         assert done.calibration.num_examples == 24
         states[name] = load_file(tmp_path / "out" / name / "model.safetensors")
-    first = states.pop("npz+")
+    first = states.pop("folder+")
     trained = load_file(scans / "model.safetensors")
     changed = [key for key in first if not torch.equal(first[key], trained[key])]
     assert changed
@@ -166,18 +167,22 @@ def test_each_form_of_data_gives_the_same_model_with_and_without_labels(
 
 
 @pytest.mark.parametrize("way", ["auto", "mix"])
-def test_labels_change_no_file(scans: Path, tmp_path: Path, way: Any) -> None:
+def test_labels_change_no_file(
+    scans: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: Any
+) -> None:
     x, y = images(3)
+    inputs = torch.tensor(x)[:, None].float().expand(-1, 3, -1, -1) / 255
     found = []
-    for at, labels in enumerate([{}, {"y": y}, {"y": 2 - y}, {"y": 0 * y}]):
+    for at, labels in enumerate([None, y, 2 - y, 0 * y]):
         folder = tmp_path / str(at)
-        folder.mkdir()
-        np.savez(folder / "new.npz", x=x, **labels)
-        dataset = f"npz:{folder / 'new.npz'}"
+        tests = np.ones(len(x), bool)
+        dataset = table(monkeypatch, inputs, labels, split=tests)
         done = calibrate_run(scans, dataset, folder / "out", way, with_predictions=True)
-        assert bool(done.tests) is bool(labels)
+        assert bool(done.tests) is (labels is not None)
         files = sorted((folder / "out").iterdir())
-        found.append({file.name: file.read_bytes() for file in files})
+        # Each table is a function of another module.
+        name = dataset.encode()
+        found.append({one.name: one.read_bytes().replace(name, b"") for one in files})
     assert len(found[0]) == 4
     assert all(files == found[0] for files in found)
 
@@ -186,18 +191,20 @@ def test_labels_change_no_file(scans: Path, tmp_path: Path, way: Any) -> None:
     "task", ["binary", "classification", "multi-label", "regression"]
 )
 def test_the_written_model_gives_the_written_predictions(
-    tables: dict[str, Path], tmp_path: Path, task: str
+    tables: dict[str, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    task: str,
 ) -> None:
     x = np.random.default_rng(5).normal(1, 3, (30, 4)).astype(np.float32)
-    np.savez(tmp_path / "new.npz", x=x)
     out = tmp_path / "out"
-    dataset = f"npz:{tmp_path / 'new.npz'}"
+    dataset = table(monkeypatch, x, split=np.ones(30, bool))
     calibrate_run(tables[task], dataset, out, "all", with_predictions=True)
     with torch.no_grad():
         outputs = load_model(out / "model.safetensors")(torch.tensor(x))
     with (out / "predictions.csv").open() as file:
         rows = list(csv.DictReader(file))
-    assert [row["row"] for row in rows] == [str(at) for at in range(30)]
+    assert len(rows) == 30
     numbers = {
         "binary": torch.sigmoid(outputs),
         "classification": outputs.softmax(1),
@@ -222,10 +229,13 @@ def test_the_command_reports_a_test_only_with_labels(
     scans: Path, tmp_path: Path
 ) -> None:
     x, y = images(4)
-    np.savez(tmp_path / "labelled.npz", x=x, y=y)
-    np.savez(tmp_path / "new.npz", x=x)
-    for name in ("labelled", "new"):
-        arguments = ["calibrate", str(scans), "--dataset", f"npz:{tmp_path / name}.npz"]
+    names = [f"{label}/{at:02}" for at, label in enumerate(y)]
+    datasets = {
+        "labelled": write_images(tmp_path / "by-class", x, names),
+        "new": write_images(tmp_path / "flat", x, [f"{at:02}" for at in range(24)]),
+    }
+    for name, dataset in datasets.items():
+        arguments = ["calibrate", str(scans), "--dataset", dataset]
         result = CliRunner().invoke(
             app, [*arguments, "--out", str(tmp_path / name), "--way", "mix"]
         )
@@ -239,20 +249,17 @@ def test_the_command_reports_a_test_only_with_labels(
         assert "{{" not in page
 
 
-def _save(path: Path, **arrays: Any) -> str:
-    np.savez(path, **arrays)
-    return f"npz:{path}"
-
-
 def test_bad_input_is_refused_before_any_file_is_written(
-    scans: Path, tables: dict[str, Path], tmp_path: Path
+    scans: Path,
+    tables: dict[str, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Each error names the subject and the value."""
     x, _ = images(2)
-    good = _save(tmp_path / "good.npz", x=x)
-    one = _save(tmp_path / "one.npz", x=x[:1])
-    none = _save(tmp_path / "none.npz", x=x[:0])
-    wide = _save(tmp_path / "wide.npz", x=np.zeros((9, 5), np.float32))
+    good = write_images(tmp_path / "good", x, [f"{at:02}" for at in range(24)])
+    one = write_images(tmp_path / "one", x[:1], ["0"])
+    wide = table(monkeypatch, np.zeros((9, 5)))
     (tmp_path / "empty").mkdir()
     plain = {"model": "mlp", "norm": "none", "dataset": "digits"}
     run(_config(plain), tmp_path / "plain")
@@ -265,9 +272,8 @@ def test_bad_input_is_refused_before_any_file_is_written(
         (ConfigError, "digitz", scans, "digitz", {}),
         (ConfigError, "data of the run", scans, own, {}),
         (ConfigError, "(5,)", tables["binary"], wide, {}),
-        (DataError, "no such file", scans, f"npz:{tmp_path / 'absent.npz'}", {}),
+        (DataError, "no such folder", scans, f"folder:{tmp_path / 'absent'}", {}),
         (DataError, "no image files", scans, f"folder:{tmp_path / 'empty'}", {}),
-        (DataError, "no example", scans, none, {}),
         (DataError, "1 example", scans, one, {}),
         (NormLayerError, "no BatchNorm", tmp_path / "plain", "digits", {}),
     ]

@@ -140,7 +140,6 @@ def test_a_fault_of_all_node_configs_ends_the_run(quick_config, tmp_path: Path) 
 CHANGED: dict[str, tuple[Any, dict[str, Any]]] = {
     **KEYS,
     "class-moments": (True, {}),
-    "min-replies": (3, {}),
     "on-divergence": ("continue", {}),
     "fedtan-transport": ("channel", {}),
     "fedtan-bind": ("127.0.0.2:7", {"fedtan-transport": "channel"}),
@@ -155,7 +154,6 @@ def test_every_parameter_reaches_the_strategy(name: str, quick_config) -> None:
     """A key that is not passed on would be a setting without effect."""
     changed = {
         "variance": "pooled",
-        "min-replies": 2,
         "eval-every": 3,
         "seed": 5,
         "proximal-mu": 0.5,
@@ -178,7 +176,7 @@ def test_every_parameter_reaches_the_strategy(name: str, quick_config) -> None:
     assert (
         strategy.fraction_train,
         strategy.min_available_nodes,
-    ) == (0.5, 2)
+    ) == (0.5, 1)
     assert strategy.parts is not None
     assert list(strategy.parts.names) == list(make_model(config).state_dict())
     refused = set()

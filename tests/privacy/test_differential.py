@@ -51,6 +51,7 @@ from fedbn_flwr.strategies import (
 )
 from tests.support.fast import fast
 from tests.support.noise import SeededNoise
+from tests.support.tables import table
 
 SIZES = (9, 4, 12)
 IMAGES = (3, 32, 32)
@@ -604,15 +605,13 @@ def test_without_noise_or_with_noise_that_can_be_repeated_nothing_is_guaranteed(
         assert "epsilon" not in privacy.outcome()["privacy"]
 
 
-def test_no_record_decides_how_many_outputs_a_model_has(tmp_path: Path) -> None:
+def test_no_record_decides_how_many_outputs_a_model_has(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """One more record could give the model a third class."""
-    np.savez(
-        tmp_path / "t.npz",
-        x=np.zeros((20, 2)),
-        y=np.arange(20) % 2,
-        client=np.arange(20) // 10,
-    )
-    keys = {"dp": "server", **NOISY, "dataset": f"npz:{tmp_path / 't.npz'}"}
+    number = np.arange(20)
+    dataset = table(monkeypatch, np.zeros((20, 2)), number % 2, number // 10)
+    keys = {"dp": "server", **NOISY, "dataset": dataset, "num-clients": 2}
     with pytest.raises(
         ConfigError,
         match=(

@@ -32,6 +32,8 @@ KEYS = {
 def config_of(case: Any, settings: dict[str, Any], module: str) -> Config:
     """Return the config of a case."""
     (main,) = case.methods or ("fedavg",)
+    # The command has no key for it, and the case has the default.
+    settings.pop("fedtan_exchanges", None)
     tests = ["personal-own"]
     if not case.has("standalone"):
         tests.append("averaged-bn" if case.eval_on == "averaged-bn" else "global")
@@ -43,11 +45,9 @@ def config_of(case: Any, settings: dict[str, Any], module: str) -> Config:
         "num-server-rounds": case.rounds,
         "seed": case.seed,
         "fraction-train": case.fraction,
-        "min-replies": case.min_replies,
         "batch-size": case.batch_size,
         "local-steps": case.steps,
         "local-epochs": 0 if case.steps else 1,
-        "sampling": case.sampling,
         "optimizer": case.optimizer,
         "weight-decay": case.weight_decay,
         "learning-rate": RATE,

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import math
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -153,9 +152,6 @@ def refusal(case: Case) -> str:
     known = case.way == "command" and case.steps
     if case.has("fedrep") and known and case.steps <= case.head_steps:
         return "no step is left for the body"
-    asked = max(math.floor(case.fraction * len(case.sizes) + 1e-9), 1)
-    if case.way == "command" and asked < case.min_replies:
-        return "no round can have enough replies"
     if case.has("ditto") and case.way in LOOPS:
         return "a second model needs a TorchClient"
     return ""
@@ -288,7 +284,9 @@ def _way(one: Callable[..., Any], values: dict[str, Any]) -> dict[str, Any]:
     has, rare = {*values["methods"]}, one(*range(10))
     if rare == 9:
         return {"engine": "workers"}
-    if rare == 8 and len(has) < 2 and not has & {"fedwon"}:
+    # The adaptive server optimizers and FedBS have settings without a key.
+    only_python = {"fedwon", "fedadam", "fedyogi", "fedadagrad", "fedbs"}
+    if rare == 8 and len(has) < 2 and not has & only_python:
         changed = {"way": "command", "hidden": (), "faults": (), "again": ""}
         changed["transport"] = "messages"
         if values["model"] == "wsconv":
@@ -296,8 +294,9 @@ def _way(one: Callable[..., Any], values: dict[str, Any]) -> dict[str, Any]:
         # The server cannot test a site of one example by the batch's statistics.
         if values["model"] == "no-statistics":
             changed["sizes"] = (6, 9, 5)
-        if not values["steps"]:
-            changed["sampling"] = "with-replacement"
+        # The command has no key for these.
+        changed |= {"sampling": "with-replacement", "exchanges": "3L+1"}
+        changed["min_replies"] = 1
         if "standalone" in has:
             changed["eval_on"] = ""
         return changed

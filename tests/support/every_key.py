@@ -33,7 +33,7 @@ OWN: dict[str, dict[str, Any]] = {
     "fixbn": {"freeze-at": 2},
     "fedtan2": {"fedtan-rounds": 2},
     # its second phase begins after round 5
-    "fedbs": {"num-server-rounds": 7, "fedbs-eps": 9.0},
+    "fedbs": {"num-server-rounds": 7},
 }
 CLIPPED = {"dp": "server", "dp-clipping-norm": 0.05, "eval-on": "global"}
 TEST_BN = {"eval-on": "global-test-bn", "test-bn": "mix"}
@@ -56,7 +56,6 @@ KEYS: dict[str, tuple[Any, dict[str, Any]]] = {
     "image-size": (80, {"model": "alexnet-bn-small"}),
     "partition": ("iid", {}),
     "partition-alpha": (9.0, {"partition": "dirichlet"}),
-    "shards-per-client": (1, {"partition": "shards"}),
     "domain-share": (0.5, DOMAINS),
     "classes-per-client": (3, {}),
     "num-clients": (4, {}),
@@ -72,7 +71,6 @@ KEYS: dict[str, tuple[Any, dict[str, Any]]] = {
     "local-steps": (3, {}),
     "local-epochs": (2, {"local-steps": 0}),
     "batch-size": (4, {}),
-    "sampling": ("without-replacement", {}),
     "augment": ("crop2", {}),
     "learning-rate": (0.1, {}),
     "lr-decay-at": ("1", {}),
@@ -97,11 +95,7 @@ KEYS: dict[str, tuple[Any, dict[str, Any]]] = {
     "proximal-mu": (0.5, {}),
     "server-learning-rate": (0.5, {}),
     "server-momentum": (0.5, {}),
-    "tau": (0.1, {}),
     "fedtan-rounds": (1, {}),
-    "fedtan-exchanges": ("2L+1", {}),
-    "fedbs-eps": (0.0, {}),
-    "fedbs-rounds": (1, {}),
     "dp": ("server", {"eval-on": "global"}),
     "dp-clipping-norm": (0.01, CLIPPED),
 }
@@ -113,7 +107,6 @@ ELSEWHERE = {
     "loop": "tests/lab/runs/test_own_loop.py",
     "test-share": OWN_DATA,
     "held-out-clients": "tests/lab/output/test_held_out.py",
-    "min-replies": "tests/server/test_failures.py",
     "round-timeout": "tests/lab/test_setup.py",
     "init": "tests/lab/runs/test_init.py",
     "device": "tests/lab/test_setup.py",

@@ -7,9 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from safetensors.torch import load_file
 from torch import nn
 
@@ -33,14 +31,6 @@ def serve_nodes(
         client_app, len(nodes), run_config=config.to_mapping(), node_configs=given
     ) as grid:
         return serve(grid, checked_config(config), out)
-
-
-def write_rows(path: Path, count: int, **arrays: NDArray[Any]) -> str:
-    """Write rows with two features and two classes, and return the run's dataset."""
-    rows = np.arange(count)
-    x = np.stack([rows, rows**2 % 7], 1).astype(np.float32)
-    np.savez(path, **{"x": x, "y": rows % 2, **arrays})
-    return f"npz:{path}"
 
 
 def lines_of(out: Path) -> list[dict[str, Any]]:

@@ -44,6 +44,19 @@ def sizes() -> dict[str, int]:
     return {room: sum(map(nodes, files)) for room, files in sorted(rooms().items())}
 
 
-if __name__ == "__main__":
+def totals() -> dict[str, int]:
+    """Return the number of nodes of the core, the laboratory and the tests."""
+    found = {"core": 0, "laboratory": 0, "tests": 0}
     for room, size in sizes().items():
-        print(f'    "{room}": {-(-size * 101 // 100):_},')
+        if room.startswith("tests"):
+            found["tests"] += size
+        elif room.startswith("fedbn_flwr/lab"):
+            found["laboratory"] += size
+        else:
+            found["core"] += size
+    return found
+
+
+if __name__ == "__main__":
+    for room, size in (sizes() | totals()).items():
+        print(f"{size:>8,}  {room}")

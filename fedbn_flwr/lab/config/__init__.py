@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     )
     from fedbn_flwr.lab.config.values import (
         CENTRALIZED,
-        RENAMED,
         listed,
         number,
         split,
@@ -38,7 +37,6 @@ else:
     _WHERE = {
         "CENTRALIZED": "values",
         "GROUPS": "fields",
-        "RENAMED": "values",
         "STATE_IN_OUT": "fields",
         "Config": "config",
         "Scalar": "config",
@@ -57,7 +55,6 @@ else:
 __all__ = [
     "CENTRALIZED",
     "GROUPS",
-    "RENAMED",
     "STATE_IN_OUT",
     "Config",
     "Scalar",

@@ -31,7 +31,6 @@ from fedbn_flwr.lab.config.method_of_config import MethodOfConfig, method_of
 from fedbn_flwr.lab.config.values import (
     CENTRALIZED,
     allowed,
-    new_names,
     number,
     split,
 )
@@ -80,7 +79,7 @@ def checked_keys(
 
     Args:
         kind: the class to return.
-        values: the settings, under new or old names.
+        values: the settings.
         complete: whether ``values`` has all keys, see ``Config.make``.
     """
     config, problems = check_fields(kind, values, complete)
@@ -103,7 +102,7 @@ def check_fields(
     A setting with a problem has its default in the result. The arguments are those of
     ``checked_keys``.
     """
-    settings, problems = new_names(values)
+    settings, problems = dict(values), list[Problem]()
     # The default of local-epochs does not count if local-steps is set, so compare the
     # given values. Flower's run config always has local-epochs: the value 1 then counts
     # as not set.
@@ -121,7 +120,7 @@ def check_fields(
     # Check the keys, and the type and the limits of each value.
     fields = {field.alias or name: field for name, field in kind.model_fields.items()}
     try:
-        config = kind.model_validate(dict(settings))
+        config = kind.model_validate(settings)
     except ValidationError as error:
         for problem in of_pydantic(error, fields):
             if problem.key not in fields:
@@ -155,7 +154,7 @@ def _wrong_names(config: Fields) -> Iterator[Problem]:
     """Yield a problem for each unknown name."""
     yield from of_name("strategy", config.strategy, [*METHODS, CENTRALIZED])
     yield from of_name("norm", config.norm, allowed("norm"))
-    # A name with a colon is own data, such as npz:PATH, and not a registered data set.
+    # A name with a colon is own data, such as folder:PATH, and not a registered data set.
     if ":" not in config.dataset:
         yield from of_name("dataset", config.dataset, allowed("dataset"))
     if config.partition:
@@ -252,22 +251,9 @@ ROWS: Sequence[Problem] = (
         ),
     ),
     # protections
-    Problem(
-        "protection-without-clients",
-        "strategy=centralized has no clients to protect: leave dp out",
-        "dp",
-        when=lambda config, _: config.protected and config.strategy == CENTRALIZED,
-    ),
     *DPSettings.rows,
     # Noise covers only the model. Whether a round has a result, and which round is the
     # best, must therefore not depend on the clients' data.
-    Problem(
-        "dp-counts-replies",
-        "min-replies={params.min_replies} conflicts with dp, because a round with noise"
-        " has a result even without replies; leave min-replies out",
-        "min-replies",
-        when=lambda config, _: config.dp != "off" and config.min_replies > 1,
-    ),
     Problem(
         "dp-stops-early",
         "early-stopping={params.early_stopping} chooses a round by the clients'"
@@ -278,19 +264,8 @@ ROWS: Sequence[Problem] = (
 )
 """The keys of a config that exclude each other."""
 
-# Keys that need clients. The reference run strategy=centralized has no clients and
-# cannot use them.
-_OF_A_FEDERATION = (
-    *(
-        "fraction-train",
-        "min-replies",
-        "round-timeout",
-        "variance",
-    ),
-    *("momentum-scope", "agc", "recalibrate", "class-moments"),
-    "state-dir",
-    *("layers", "personal", "fine-tune", "loop"),
-)
+# Keys about several clients. The single client of strategy=centralized cannot use them.
+_OF_SEVERAL_CLIENTS = ("fraction-train", "variance")
 
 
 def check_rows(config: Fields) -> list[Problem]:
@@ -307,8 +282,8 @@ def check_rows(config: Fields) -> list[Problem]:
 
     reasons, defaults = {}, defaults_of(type(config))
     for key in _given(config):
-        if key in _OF_A_FEDERATION and config.strategy == CENTRALIZED:
-            reasons[key] = "strategy=centralized has no clients"
+        if key in _OF_SEVERAL_CLIENTS and config.strategy == CENTRALIZED:
+            reasons[key] = "strategy=centralized has one client"
         elif key in ours:
             reasons[key] = unmet(ONLY_IF[key], ours, defaults)
         elif not misspelt:
@@ -349,7 +324,7 @@ def check_data_and_methods(config: Fields) -> list[Problem]:
     """
     data, method = data_of(config), method_of(config)
     problems = [*_of_data(config, data)]
-    if not problems and config.strategy != CENTRALIZED:
+    if not problems:
         try:
             problems = [one.spelled("-") for one in method.problems("refuse")]
             problems = problems or _of_protections(config, data, method)
@@ -492,7 +467,6 @@ def _unused(config: Fields, data: RunData, method: MethodOfConfig) -> dict[str, 
     height = config.image_size if info.input_shape else data.shape[1]
     metrics = split(config.metrics)
     adapted = any(test.endswith(TEST_BN) for test in tests)
-    of_one_model = all(test.startswith(("global", "personal")) for test in tests)
     rows = (
         # the data
         ("augment", info.input_shape, "it is for images"),
@@ -530,12 +504,6 @@ def _unused(config: Fields, data: RunData, method: MethodOfConfig) -> dict[str, 
             data.held_out and method.shares_nothing,
             f"{config.strategy} shares no model",
         ),
-        (
-            "eval-on",
-            config.strategy == CENTRALIZED and not of_one_model,
-            "strategy=centralized has one model: use tests whose names begin with global"
-            " or personal",
-        ),
         # the methods
         (
             "lr-decay-at",
@@ -544,7 +512,6 @@ def _unused(config: Fields, data: RunData, method: MethodOfConfig) -> dict[str, 
         ),
     )
     unused = {key: reason for key, met, reason in rows if met}
-    if config.strategy != CENTRALIZED:
-        for problem in method.problems("no-effect"):
-            unused[problem.key.replace("_", "-")] = problem.text
+    for problem in method.problems("no-effect"):
+        unused[problem.key.replace("_", "-")] = problem.text
     return unused

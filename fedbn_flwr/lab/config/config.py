@@ -17,8 +17,6 @@ from fedbn_flwr.lab.config.fields import (
 from fedbn_flwr.lab.config.method_of_config import learning_rate_of, method_of
 from fedbn_flwr.lab.config.values import (
     CENTRALIZED,
-    RENAMED,
-    merged,
     read_settings,
     split,
 )
@@ -83,10 +81,12 @@ class Config(Fields):
             "partition": data.split_name,
             "held_out_clients": data.held_out,
         }
-        if self.strategy != CENTRALIZED:
-            params = method_of(self).params
-            for name, setting in config_fields(type(params)).items():
-                update[name] = getattr(params, setting)
+        params = method_of(self).params
+        for name, setting in config_fields(type(params)).items():
+            update[name] = getattr(params, setting)
+        # One client has no reason to begin its momentum again in each round.
+        if self.strategy == CENTRALIZED and self.sgd_momentum:
+            update["momentum_scope"] = "local"
         if self.local_steps:
             update["local_epochs"] = 0
         return self.model_copy(update=update)
@@ -106,8 +106,7 @@ class Config(Fields):
         Raises:
             ConfigError: as ``make``, or a key of the run's own settings has no effect.
         """
-        settings = merged([shared, own])
-        stay = {RENAMED.get(key, key) for key in own}
+        settings = {**shared, **own}
         dropped: dict[str, str] = {}
         # Repeat, because the removal of one key may leave another key without effect.
         while True:
@@ -115,7 +114,7 @@ class Config(Fields):
                 return cls.make(settings), dropped
             except ConfigError as error:
                 unused = {one.key: one.reason for one in error.problems if one.reason}
-                drop = [key for key in unused if key not in stay]
+                drop = [key for key in unused if key not in own]
                 if not drop or len(unused) < len(error.problems):
                     raise
             for key in drop:
@@ -132,7 +131,8 @@ class Config(Fields):
             ConfigError: the file is missing, unreadable or not a mapping, an override
                 has no "=", or as ``make``.
         """
-        return cls.make(merged(read_settings(path, overrides)))
+        in_file, given = read_settings(path, overrides)
+        return cls.make({**in_file, **given})
 
     def to_mapping(self) -> dict[str, Scalar]:
         """Return every key with its value, in the form of Flower's run config.
@@ -158,8 +158,6 @@ class Config(Fields):
 
     def warnings(self) -> list[str]:
         """Return a line for each effect of these settings that may surprise a user."""
-        if self.strategy == CENTRALIZED:
-            return self.late_decays()
         lines = self.late_decays()
         lines += [str(problem) for problem in method_of(self).problems("warn")]
         if (

@@ -73,7 +73,10 @@ PARAMS: Mapping[str, type[Params]] = {
 """The settings of each method, in the order of the registry."""
 
 
-_NO_KEYS = ("beta_1", "beta_2")
+_NO_KEYS = (
+    *("beta_1", "beta_2", "tau", "fedbs_eps", "fedbs_rounds"),
+    *("min_replies", "fedtan_exchanges"),
+)
 """Settings that only Python sets."""
 
 
@@ -224,7 +227,7 @@ class Data(Group):
     test_share: float = key(
         0.2,
         "share of your own data used as test part, if the data have no test part",
-        {"dataset": ("folder:", "npz:")},
+        {"dataset": ("folder:",)},
         gt=0,
         lt=1,
     )
@@ -269,13 +272,6 @@ class Clients(Group):
     )
     classes_per_client: int = key(
         2, "number of classes of each client", {"partition": ("", "classes")}, ge=1
-    )
-    shards_per_client: int = key(
-        0,
-        "number of shards of a client (its maximum for `unbalanced-shards`); 0 means 2,"
-        " or 30 for `unbalanced-shards`",
-        {"partition": ("shards", "unbalanced-shards")},
-        ge=0,
     )
     domain_share: float = key(
         1.0,
@@ -357,17 +353,16 @@ class TrainingKeys(Group):
 
     group = "local training"
 
-    local_steps: int = key(0, "number E of steps per round; see sampling", ge=0)
+    local_steps: int = key(
+        0,
+        "number E of steps per round, on batches drawn with replacement; a batch at"
+        " least as large as a client's data contains all of them",
+        ge=0,
+    )
     local_epochs: int = key(
         1,
         "number E of passes over the local data per round; excludes local-steps",
         ge=0,
-    )
-    sampling: Literal["with-replacement", "without-replacement"] = key(
-        "with-replacement",
-        "drawing of the batches of local-steps; a batch at least as large as a client's"
-        " data contains all of them",
-        {"local-steps": SET},
     )
     batch_size: int = key(
         32, "examples per step; 0 uses the whole local data set", ge=0
@@ -549,7 +544,7 @@ class Fields(
     )
     @classmethod
     def _home(cls, value: str) -> str:
-        """Expand ``~`` at the start of a path, even after a prefix ("npz:~/data").
+        """Expand ``~`` at the start of a path, even after a prefix ("folder:~/data").
 
         The shell does not expand it within a setting.
         """

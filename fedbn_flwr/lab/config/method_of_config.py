@@ -37,8 +37,7 @@ def method_of(config: Fields) -> MethodOfConfig:
 class MethodOfConfig:
     """The method of a run.
 
-    ``strategy=centralized``, the reference on all data without clients, has FedAvg's
-    settings and tests.
+    ``strategy=centralized`` is FedAvg with one client, which has all data.
     """
 
     config: Fields

@@ -1,6 +1,6 @@
 """Reading of settings, and the allowed names of keys such as ``strategy``.
 
-Settings may come from files or the command line, and may have old names.
+Settings come from files and from the command line.
 ``fedbn-flwr list`` shows the names of the registries. The registries need torch, so
 ``make generate`` writes the names into ``names.json``.
 """
@@ -10,24 +10,10 @@ from __future__ import annotations
 import csv
 import functools
 import json
-import logging
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
-
-from fedbn_flwr.problems import Problem, raise_or_warn
-
-RENAMED = {"fedtan-exchange": "fedtan-transport"}
-"""Old to new names of keys; YAML and ``--set`` may still use the old name."""
-
-DROPPED = {
-    **dict.fromkeys(("local-part", "client-hooks", "server-step", "series"), ""),
-    **{"frozen-bn": "eval", "fraction-evaluate": 1.0, "beta-1": 0.9, "beta-2": 0.99},
-}
-"""Former keys, which configs of older runs have. At this value they change nothing."""
-
-logger = logging.getLogger("flwr")
 
 
 def read_settings(path: Path | None, overrides: Sequence[str]) -> list[dict[str, Any]]:
@@ -45,47 +31,6 @@ def read_settings(path: Path | None, overrides: Sequence[str]) -> list[dict[str,
 
     in_file = read_yaml(path, "config") if path else {}
     return [in_file, read_overrides(overrides)]
-
-
-def merged(sources: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the settings of several sources under their new names.
-
-    A later source overrides an earlier source.
-
-    Raises:
-        ConfigError: a source has a setting under its old name and its new name.
-    """
-    settings: dict[str, Any] = {}
-    problems: list[Problem] = []
-    for source in sources:
-        renamed, twice = new_names(source)
-        settings |= renamed
-        problems += twice
-    raise_or_warn(problems, "")
-    return settings
-
-
-def new_names(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
-    """Return the settings under their new names, and the problems of double names.
-
-    A setting under its old name and its new name is a problem. An old name causes a
-    warning.
-    """
-    twice = []
-    values = {k: v for k, v in values.items() if k not in DROPPED or v != DROPPED[k]}
-    for old, new in RENAMED.items():
-        if old not in values:
-            continue
-        logger.warning(
-            "config key %r is now %r. Only this release still reads the old name",
-            old,
-            new,
-        )
-        if new in values:
-            both = f"{old}={values[old]} and {new}={values[new]} are both set"
-            text = f"{both}. {old} is the old name: remove it"
-            twice.append(Problem("key-under-two-names", text, new))
-    return {RENAMED.get(key, key): value for key, value in values.items()}, twice
 
 
 # --- values that are texts ------------------------------------------------------------

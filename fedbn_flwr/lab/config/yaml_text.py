@@ -124,7 +124,7 @@ def read_overrides(overrides: Sequence[str]) -> dict[str, Any]:
             raise ConfigError(f"--set {override!r} must be key=value")
         try:
             text = value.strip()
-            # YAML would read an empty text as None and "npz:" as a mapping. Here both
+            # YAML would read an empty text as None and "folder:" as a mapping. Here both
             # are texts.
             if not text or text.endswith(":"):
                 values[key.strip()] = text

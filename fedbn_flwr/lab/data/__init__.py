@@ -19,7 +19,7 @@ file, and add an entry to ``datasets``:
 
 Data of a user:
 
-- ``forms``: a folder, an npz file or a function of the user, ``dataset=KIND:PATH``;
+- ``forms``: a folder or a function of the user, ``dataset=KIND:PATH``;
   and image files of any data set.
 
 The split of the examples over the clients. To add a split, write a function of a

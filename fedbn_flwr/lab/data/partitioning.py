@@ -243,16 +243,15 @@ _INFOS = (
     ),
     PartitionInfo(
         "shards",
-        "sorted by class, cut into equal shards, shards-per-client random shards per"
-        " client",
+        "sorted by class, cut into equal shards, two random shards per client",
         "McMahan et al. 2017; FedBS, balanced label distribution skew",
         split_shards,
         by_class=True,
     ),
     PartitionInfo(
         "unbalanced-shards",
-        "sorted by class, cut into shards of 50, 1 to shards-per-client random shards"
-        " per client, all shards used",
+        "sorted by class, cut into shards of 50, 1 to 30 random shards per client, all"
+        " shards used",
         "FedBS, unbalanced label distribution skew",
         split_unbalanced_shards,
         by_class=True,

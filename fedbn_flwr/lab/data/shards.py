@@ -39,7 +39,7 @@ def split_unbalanced_shards(request: PartitionRequest) -> list[Indices]:
         raise ConfigError(
             f"partition 'unbalanced-shards': {shards} shards of {_SHARD_SIZE} examples"
             f" cannot be split over {clients} clients, 1 to {most} each. Use another"
-            " num-clients or shards-per-client."
+            " num-clients."
         )
     rng = numpy_generator(request.seed, "partition", "unbalanced-shards-sizes")
     sizes = _drawn_sizes(clients, shards, most, rng)
@@ -90,7 +90,7 @@ def _split_shards(
     count = sum(sizes)
     if count > len(request.labels):
         raise ConfigError(
-            f"shards-per-client={sizes[0]} needs {count} shards, but there are only"
+            f"{sizes[0]} shards for each client need {count} shards, but there are only"
             f" {len(request.labels)} training examples."
         )
     # Shuffle before the stable sort by class, so that each shard has random examples of

@@ -21,7 +21,7 @@ from fedbn_flwr.client.personal_model import (
     site_state,
 )
 from fedbn_flwr.errors import ConfigError, StateError
-from fedbn_flwr.lab.config import CENTRALIZED, STATE_IN_OUT, Config, method_of
+from fedbn_flwr.lab.config import STATE_IN_OUT, Config, method_of
 from fedbn_flwr.lab.data import is_own
 from fedbn_flwr.lab.files import CONFIG_FILE, refuse_no_run, site_names_of
 from fedbn_flwr.lab.models.normalise import normalised_inside
@@ -221,9 +221,7 @@ def _state(
 
 
 def _what_of_client(config: Config, parts: Parts, client: str, kept_here: bool) -> str:
-    local = frozenset[Part]()
-    if config.strategy != CENTRALIZED:
-        local = method_of(config).methods.local
+    local = method_of(config).methods.local
     kept = ", ".join(part for part in Part if part in local and parts.select([part]))
     if kept_here and not kept:
         return f"the own model of client {client}"

@@ -4,7 +4,7 @@ To add a model, write a file like ``lenet`` and add an entry to ``models_by_name
 
 - ``models_by_name``: every model by name; builds one for the inputs of a data set.
 - ``info``: the entry of a model with its construction, inputs and outputs.
-- ``mlp``, ``lenet``, ``resnet``, ``digits``, ``alexnet``, ``fedbs_nets``, ``signal_cnn``:
+- ``mlp``, ``lenet``, ``resnet``, ``digits``, ``alexnet``, ``fedbs_nets``:
   the papers' networks, each in its own file.
 - ``zoo``: torchvision's networks, ``torchvision:NAME`` and ``torchvision-seg:NAME``.
 - ``own``: a user's model, ``module:function``.

@@ -42,8 +42,7 @@ class ModelInfo:
     Attributes:
         summary: one line.
         source: the publication.
-        build: ``build(num_classes, channels, size)`` returns the model for images; None
-            if it takes no images.
+        build: ``build(num_classes, channels, size)`` returns the model for images.
         shape: ``shape(channels, size)`` returns the (channels, size) of its input for
             images of a data set.
         per_pixel: whether the model has a vector of outputs per pixel, not per example;
@@ -60,7 +59,7 @@ class ModelInfo:
 
     summary: str
     source: str
-    build: Callable[..., nn.Module] | None
+    build: Callable[..., nn.Module]
     shape: Rule
     per_pixel: bool | None = False
     smallest: int = 0

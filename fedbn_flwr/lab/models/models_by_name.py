@@ -6,7 +6,7 @@ To add a model, write a file and add a line to ``MODELS``.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from torch import nn
@@ -18,7 +18,6 @@ from fedbn_flwr.lab.models.fedbs_nets import cifar_net, mnist_net
 from fedbn_flwr.lab.models.info import ModelInfo, always, at_least
 from fedbn_flwr.lab.models.own import OWN, is_own, own_info
 from fedbn_flwr.lab.models.resnet import SmallResNet
-from fedbn_flwr.lab.models.signal_cnn import SignalCNN
 from fedbn_flwr.lab.models.zoo import (
     PREFIX,
     SEGMENTATION_PREFIX,
@@ -87,13 +86,6 @@ MODELS: dict[str, ModelInfo] = {
         "FedBS, V-A",
         lambda classes, channels, size: cifar_net(classes),
         always(3, 32),
-    ),
-    "signal-cnn": ModelInfo(
-        "3 convolutions over time, 3 BN layers, for signals of any length",
-        "ours, after Wang 2017, arXiv:1611.06455",
-        None,
-        at_least(1),
-        signals=lambda classes, channels, length: SignalCNN(classes, channels),
     ),
     f"{PREFIX}<name>": zoo_info("<name>"),
     f"{SEGMENTATION_PREFIX}<name>": segmentation_info("<name>"),
@@ -180,7 +172,6 @@ def build_model(
     input_shape: Sequence[int] = (),
     norm: str = "batch",
     norm_groups: int = 2,
-    norm_options: Mapping[str, object] | None = None,
     feature_norm: FeatureScale | None = None,
     seed: int = 0,
 ) -> nn.Module:
@@ -203,8 +194,6 @@ def build_model(
             width) for images, or (channels, depth, height, width) for volumes.
         norm: a key of ``NORMS``.
         norm_groups: number of groups, for the norms that have groups.
-        norm_options: further options of norms by name, see ``replace_norm``; options
-            that belong to other norms than ``norm`` are ignored.
         feature_norm: the scale of the normalised features before the classifier; None
             for unchanged features.
         seed: seed of the run.
@@ -220,19 +209,10 @@ def build_model(
     build = _builder(name, num_classes, tuple(input_shape) or (channels, size, size))
     with _BUILDING, seeded(derive_seed(seed, "model"), cpu_only=True):
         model = build()
-    # Ignore the options of other norms, because a study may give the options of all its
-    # norms to each run. Refuse misspelt options.
-    options = {"groups": norm_groups, **(norm_options or {})}
-    known = {option for info in NORMS.values() for option in info.options}
-    for option in options.keys() - known:
-        raise unknown_name("option of a norm", option, known)
-    taken = {}
-    for option in NORMS[norm].options:
-        if option in options:
-            taken[option] = options[option]
+    options = {"groups": norm_groups} if "groups" in NORMS[norm].options else {}
     # Replace the norm layers after the build, so that the initial weights of the other
     # layers are equal for every norm.
-    model, _ = replace_norm(model, norm, **taken)
+    model, _ = replace_norm(model, norm, **options)
     if feature_norm:
         model, _ = use_feature_norm(model, feature_norm, num_classes)
     return model

@@ -19,7 +19,7 @@ from functools import partial
 
 from torch import Tensor, nn
 
-from fedbn_flwr.errors import ConfigError, unknown_name
+from fedbn_flwr.errors import unknown_name
 from fedbn_flwr.lab.models.info import ModelInfo
 
 PREFIX, SEGMENTATION_PREFIX = "torchvision:", "torchvision-seg:"
@@ -98,20 +98,9 @@ def _build(name: str, num_classes: int, channels: int, size: int) -> nn.Module:
 
 
 def _shape(name: str, channels: int, size: int) -> tuple[int, int]:
-    import torchvision.models
-
-    if name in zoo_names():
-        return 3, FIXED_SIZE.get(name, max(size, LARGER.get(name, SMALLEST)))
-    if name not in torchvision.models.list_models():
+    if name not in zoo_names():
         raise unknown_name("torchvision classifier", name, zoo_names())
-    # The name is a torchvision model for another task. The package of its builder has
-    # the name of the task.
-    family = torchvision.models.get_model_builder(name).__module__.split(".")[2]
-    raise ConfigError(
-        f"torchvision model {name!r} is from torchvision.models.{family}, but only image"
-        " classifiers have this prefix. Use a model of torchvision.models itself, e.g."
-        " 'torchvision:resnet18' (for segmentation, 'torchvision-seg:' and the name)."
-    )
+    return 3, FIXED_SIZE.get(name, max(size, LARGER.get(name, SMALLEST)))
 
 
 class _Segmenter(nn.Module):

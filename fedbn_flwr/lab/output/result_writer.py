@@ -324,8 +324,6 @@ class ResultWriter:
         if self.stopping:
             chosen = self.stopping.best() or chosen
         summary: dict[str, Any] = {"strategy": self._config.strategy}
-        if strategy:
-            summary["strategy"] = strategy.name
         summary |= self._figures(lines)
         since = summary.get(DIVERGED_AT)
         if strategy:

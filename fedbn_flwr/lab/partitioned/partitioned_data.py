@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from fedbn_flwr.errors import ConfigError, DataError, unknown_name
-from fedbn_flwr.lab.config import Config, data_of, listed
+from fedbn_flwr.lab.config import CENTRALIZED, Config, data_of, listed
 from fedbn_flwr.lab.data import (
     PARTITIONS,
     Augment,
@@ -38,7 +38,6 @@ class _SplitKeys:
     partition: str
     partition_alpha: float
     classes_per_client: int
-    shards_per_client: int
     domain_share: float
     held_out_clients: str
     validation_share: float
@@ -172,10 +171,11 @@ def domain_test(domain: str) -> str:
 
 
 def count_clients(config: Config) -> int:
-    """Return the number of clients of a run in process.
+    """Return the number of clients of the split of a run in process.
 
     If ``num_clients`` is not set, a split by group has a client for each group that is
-    not held out. Other splits have ``DEFAULT_CLIENTS``.
+    not held out. Other splits have ``DEFAULT_CLIENTS``. ``federation_size`` is the
+    number of clients that train.
 
     Raises:
         ConfigError: ``held-out-clients`` does not fit the data.
@@ -194,10 +194,21 @@ def count_clients(config: Config) -> int:
     return max(1, len(torch.unique(data.train.groups)) - len(apart))
 
 
+def federation_size(config: Config) -> int:
+    """Return the number of clients of the federation; 0 takes all nodes.
+
+    ``strategy=centralized`` is a federation of one client, which has the data of all
+    clients of the split.
+    """
+    return 1 if config.strategy == CENTRALIZED else config.num_clients
+
+
 def partitioned_data(
     config: Config, num_clients: int, shape: tuple[int, ...] = ()
 ) -> PartitionedData:
     """Return the data of a run, split over ``num_clients``.
+
+    With ``strategy=centralized``, one client has the parts of all clients.
 
     Args:
         config: the settings of the run.
@@ -212,7 +223,11 @@ def partitioned_data(
     # cache's key.
     keys = [getattr(config, field.name) for field in fields(_SplitKeys)]
     data, augment = load_data(config, shape), data_of(config).augmentation
-    return _partitioned(num_clients, data, augment, _SplitKeys(*keys))
+    pooled = config.strategy == CENTRALIZED
+    # A node counts only the nodes, and the node of a pooled run is alone.
+    if pooled:
+        num_clients = count_clients(config)
+    return _partitioned(num_clients, data, augment, _SplitKeys(*keys), pooled)
 
 
 def whole_data(config: Config, data: Dataset, client: int) -> PartitionedData:
@@ -275,7 +290,11 @@ def load_data(config: Config, shape: tuple[int, ...] = ()) -> Dataset:
 # thus share one copy of the images.
 @functools.lru_cache(maxsize=4)
 def _partitioned(
-    num_clients: int, data: Dataset, augment: Augment | None, keys: _SplitKeys
+    num_clients: int,
+    data: Dataset,
+    augment: Augment | None,
+    keys: _SplitKeys,
+    pooled: bool,
 ) -> PartitionedData:
     # Split the data over all clients before some clients are held out, so that held-out
     # clients are of the same kind as the others.
@@ -287,7 +306,6 @@ def _partitioned(
         seed=keys.seed,
         alpha=keys.partition_alpha,
         classes_per_client=keys.classes_per_client,
-        shards_per_client=keys.shards_per_client,
         domain_share=keys.domain_share,
     )
     # Convert negative places: -1 means the last client.
@@ -300,6 +318,9 @@ def _partitioned(
     rest, validation = _validated(
         data, train, range(num_clients), keys.seed, keys.validation_share
     )
+    if pooled:
+        rest, validation = _pooled(rest), _pooled(validation)
+        test = [*_pooled(test)]
     return PartitionedData(
         data,
         rest,
@@ -309,6 +330,11 @@ def _partitioned(
         held_out_names=(*apart, *of_tests),
         held_out=tuple(held_out),
     )
+
+
+def _pooled(parts: Sequence[Indices]) -> tuple[Indices, ...]:
+    """Return the parts of all clients as the part of one client, or () if none."""
+    return (np.sort(np.concatenate(parts)),) if parts else ()
 
 
 def _validated(

@@ -1,8 +1,6 @@
 """Runs in each engine.
 
 - ``run.py`` checks a run and starts it in its engine, in process or in workers.
-  ``centralized.py`` is the
-  reference on all data.
 - ``serve.py`` is the server's side of a federated run from top to bottom: the wait for
   nodes, the data, the strategy, the rounds. ``folder_listener.py`` records the rounds
   and writes the results.

@@ -17,7 +17,7 @@ from torch import nn
 
 from fedbn_flwr.batchnorm.parts import split_state
 from fedbn_flwr.errors import ConfigError, FedBNError, NormLayerError, install_extra
-from fedbn_flwr.lab.config import CENTRALIZED, STATE_IN_OUT, Config, data_of, method_of
+from fedbn_flwr.lab.config import STATE_IN_OUT, Config, data_of, method_of
 from fedbn_flwr.lab.config.check_config import of_reading
 from fedbn_flwr.lab.models import build_model
 from fedbn_flwr.lab.models.initial import FILES
@@ -35,7 +35,6 @@ from fedbn_flwr.training.copying import copied
 from fedbn_flwr.training.feed import ONE_BY_ONE
 from fedbn_flwr.training.freezing import layers_of
 from fedbn_flwr.training.randomness import seeded
-from fedbn_flwr.training.settings import share_of
 from fedbn_flwr.training.single_examples import takes_one_example
 
 
@@ -170,23 +169,6 @@ def _refuse_norms(config: Config, model: nn.Module) -> None:
         )
 
 
-def refuse_too_few_clients(config: Config, num_clients: int) -> None:
-    """Check that a round can have as many replies as it needs.
-
-    Raises:
-        ConfigError: a round has fewer clients than ``min-replies``, so no round would
-            change the model.
-    """
-    asked = max(1, share_of(config.fraction_train, num_clients))
-    if config.strategy != CENTRALIZED and config.min_replies > asked:
-        raise ConfigError(
-            f"min-replies={config.min_replies} is more than the {asked} clients of a"
-            f" round (fraction-train={config.fraction_train:g} of {num_clients}): no"
-            f" round would change the model. Use at most {asked}.",
-            code="too-few-clients",
-        )
-
-
 def _replaces_nothing(config: Config) -> bool:
     """Return whether ``norm`` has no effect, because it finds no BatchNorm."""
     # The norms wsconv and fixup are not in this list, because they also act on models
@@ -199,8 +181,6 @@ def _replaces_nothing(config: Config) -> bool:
 
 def misfits(config: Config, model: nn.Module) -> list[Problem]:
     """Return the problems of a model that does not fit the method of a config."""
-    if config.strategy == CENTRALIZED:
-        return []
     # Check the layers of the model.
     method = method_of(config)
     parts = method.parts(model)
@@ -254,9 +234,9 @@ def _try_model(config: Config, model: nn.Module) -> None:
         )
     _outputs(config, model.train(), noise)
     if config.batch_size == 1 and not takes_one_example(model, noise[:1]):
-        methods = None if config.strategy == CENTRALIZED else method_of(config).methods
         # In a synchronised step, and with frozen statistics, one example is enough.
-        if methods is None or not (methods.whole.exchanges or methods.whole.frozen):
+        whole = method_of(config).methods.whole
+        if not (whole.exchanges or whole.frozen):
             raise ConfigError(ONE_BY_ONE)
 
 

@@ -133,7 +133,7 @@ class FolderListener(RunListener):
             line.get("kept-previous") and DIVERGED_AT not in line for line in lines
         )
         if not diverged and all(kept_previous):
-            text = nothing_trained(self._config.min_replies, self._strategy.reports)
+            text = nothing_trained(1, self._strategy.reports)
             raise NothingTrainedError(text, result)
 
         arrays = self._back_to_best() or result.arrays

@@ -267,7 +267,7 @@ def _own_data(config: Config, context: Context) -> tuple[PartitionedData, Config
     if not is_own(config.dataset):
         raise DataError(
             f"the node has data of its own, but dataset={config.dataset!r} names data"
-            " that all nodes have. Set dataset=folder:, npz: or module:function.",
+            " that all nodes have. Set dataset=folder: or module:function.",
             code=ABOUT_THE_RUN,
         )
 

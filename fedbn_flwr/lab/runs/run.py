@@ -11,16 +11,18 @@ from torch import nn
 
 from fedbn_flwr.client import client_app
 from fedbn_flwr.engines import InProcessGrid
-from fedbn_flwr.lab.config import CENTRALIZED, STATE_IN_OUT, Config, method_of
+from fedbn_flwr.lab.config import STATE_IN_OUT, Config, method_of
 from fedbn_flwr.lab.output.folder import RunFolder
 from fedbn_flwr.lab.output.result_writer import OnRound
 from fedbn_flwr.lab.partitioned.check_data import refuse_no_tests
-from fedbn_flwr.lab.partitioned.partitioned_data import count_clients, partitioned_data
-from fedbn_flwr.lab.runs.centralized import centralized
+from fedbn_flwr.lab.partitioned.partitioned_data import (
+    count_clients,
+    federation_size,
+    partitioned_data,
+)
 from fedbn_flwr.lab.runs.check_start import (
     CheckedConfig,
     checked_config,
-    refuse_too_few_clients,
 )
 from fedbn_flwr.lab.runs.node import RunClients
 from fedbn_flwr.lab.runs.serve import serve
@@ -63,7 +65,6 @@ def preflight(config: Config, out: Path) -> CheckedConfig:
     # clients, so count the clients before the checks of the data.
     checked = checked_config(config)
     config = config.model_copy(update={"num_clients": count_clients(config)})
-    refuse_too_few_clients(config, config.num_clients)
     refuse_no_tests(partitioned_data(config, config.num_clients), config)
     return replace(checked, config=config)
 
@@ -73,8 +74,6 @@ def _keeps_files(config: Config) -> bool:
 
     They need it if they keep a part of the model, or if the run saves checkpoints.
     """
-    if config.strategy == CENTRALIZED:
-        return False
     method = method_of(config)
     keeps = method.methods.own_models or method.params.fine_tune > 0
     return config.checkpoint_every > 0 or keeps
@@ -87,7 +86,7 @@ def default_workers(checked: CheckedConfig) -> int:
     several torch threads, with a GPU, for a small run, and if it would be 1.
     """
     config = checked.config
-    clients = max(1, share_of(config.fraction_train, config.num_clients))
+    clients = max(1, share_of(config.fraction_train, federation_size(config)))
     workers = min(num_cores(), clients)
     # Worker processes are forks, which can use neither CUDA nor several threads.
     if workers < 2 or config.torch_threads > 1 or torch.cuda.is_available():
@@ -104,8 +103,8 @@ def work_of(config: Config, model: nn.Module) -> float:
 
     It is the number of training examples in all steps, times the number of parameters.
     """
-    num_clients = count_clients(config)
-    split = partitioned_data(config, num_clients)
+    split = partitioned_data(config, count_clients(config))
+    num_clients = len(split.train)
     # the mean number of examples of a client
     examples = sum(map(len, split.train)) / num_clients
     batch = min(config.batch_size or examples, examples)
@@ -150,9 +149,6 @@ def start(
     """Do a run that ``preflight`` has checked, as ``run`` does."""
     config = checked.config
     out = Path(config.out)
-    if config.strategy == CENTRALIZED:
-        return centralized(checked, out, on_round)
-
     # The clients get a copy of the model, because the server uses the model itself.
     clients = RunClients.of(checked)
     # Split the data now, so that a search of the clients finds connections of the data.
@@ -161,7 +157,7 @@ def start(
         workers = default_workers(checked)
     with InProcessGrid(
         client_app(clients.client, num_examples=clients.num_examples),
-        config.num_clients,
+        federation_size(config),
         run_config=config.to_mapping(),
         workers=workers,
         torch_threads=config.torch_threads,

@@ -39,12 +39,12 @@ from fedbn_flwr.lab.partitioned.counts import (
 from fedbn_flwr.lab.partitioned.partitioned_data import (
     PartitionedData,
     domain_test,
+    federation_size,
     partitioned_data,
 )
 from fedbn_flwr.lab.runs.check_start import (
     CheckedConfig,
     moved_buffers,
-    refuse_too_few_clients,
 )
 from fedbn_flwr.lab.runs.folder_listener import FolderListener
 from fedbn_flwr.lab.setup import (
@@ -94,7 +94,6 @@ def serve(
         DivergedError: a loss is not finite, and ``on_divergence`` is "stop". The folder
             is complete up to this round.
     """
-    _refuse_centralized(checked.config)
     for line in checked.warnings:  # the strategy logs its own warnings
         logger.warning("%s", line)
 
@@ -108,7 +107,7 @@ def serve(
 
         # Make the strategy before the folder is cut back to the checkpoint: if the
         # strategy cannot be restored, the folder then stays complete.
-        strategy = make_strategy(config, model, config.num_clients)
+        strategy = make_strategy(config, model, federation_size(config))
         protection = _protection(config, out, model)
         if protection:
             strategy.protect(protection)
@@ -141,23 +140,15 @@ def serve(
             return record.finish(result)
 
 
-def _refuse_centralized(config: Config) -> None:
-    if config.strategy == CENTRALIZED:
-        raise ConfigError(
-            "strategy='centralized' is a reference without clients: run it with"
-            " `fedbn-flwr run --set strategy=centralized`, not with `flwr run`."
-        )
-
-
 def _with_clients(config: Config, grid: ImmediateGrid, out: Path) -> Config:
     """Wait for the nodes, and return the config with the number of clients."""
     begun_with = 0
     if config.resume:
         begun_with = int(RunFolder.settings(out).get("num-clients", 0))
     num_clients = count_nodes(grid, config, begun_with)
-    # Over a network, more nodes may join later, unless the config sets their number.
-    if config.num_clients or not over_network(grid):
-        refuse_too_few_clients(config, num_clients)
+    # The one client of such a run has the data of all clients of the split.
+    if config.strategy == CENTRALIZED:
+        return config
     return config.model_copy(update={"num_clients": num_clients})
 
 
@@ -174,7 +165,7 @@ def count_nodes(grid: ImmediateGrid, config: Config, begun_with: int) -> int:
         EngineError: no nodes are connected.
         ConfigError: the federation has another number of nodes than the config.
     """
-    wanted = config.num_clients or begun_with
+    wanted = federation_size(config) or begun_with
     network = over_network(grid)
     may_differ = begun_with > 0 and network
 

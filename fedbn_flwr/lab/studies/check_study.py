@@ -10,7 +10,6 @@ from typing import Any
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.lab.config import read_overrides
 from fedbn_flwr.lab.config.check_config import of_name
-from fedbn_flwr.lab.config.values import merged
 from fedbn_flwr.lab.studies.study import Cell, Study
 from fedbn_flwr.problems import Problem, raise_or_warn
 from fedbn_flwr.strategies import FedBS
@@ -71,7 +70,7 @@ def load_study(path: Path, overrides: Sequence[str] = (), small: bool = False) -
         ConfigError: all problems, each with the name of the run.
     """
     study = Study.read(path, overrides, small)
-    problems = _problems_of(study, merged([read_overrides(overrides)]))
+    problems = _problems_of(study, read_overrides(overrides))
     raise_or_warn(
         (replace(one, text=f"study {path}: {one.text}") for one in problems), ""
     )

@@ -13,7 +13,7 @@ import torch
 
 from fedbn_flwr.checked_file import write_atomically
 from fedbn_flwr.errors import FedBNError, NotResumableError
-from fedbn_flwr.lab.config import CENTRALIZED, Config
+from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.files import read_json
 from fedbn_flwr.lab.output.folder import (
     PLACES,
@@ -22,7 +22,6 @@ from fedbn_flwr.lab.output.folder import (
     lock_folder,
 )
 from fedbn_flwr.lab.output.result_writer import OnRound
-from fedbn_flwr.lab.runs.centralized import reference_config
 from fedbn_flwr.lab.runs.run import run
 from fedbn_flwr.lab.studies.study import Cell
 
@@ -56,9 +55,6 @@ def changed(config: Config, folder: Path) -> str:
     The text is "" if none differs. If ``config.yaml`` cannot be read, the text is the
     error.
     """
-    # The centralised reference runs with another config. It is derived from the given
-    # config.
-    now = reference_config(config) if config.strategy == CENTRALIZED else config
     # With num-clients=0, the number of clients follows from the other settings.
     free = PLACES if config.num_clients else PLACES | {"num-clients"}
     try:
@@ -71,7 +67,7 @@ def changed(config: Config, folder: Path) -> str:
     # Compare the settings without a check.
     except FedBNError:
         saved = settings
-    return changed_settings(saved, now.to_mapping(), free)
+    return changed_settings(saved, config.to_mapping(), free)
 
 
 def finished(folder: Path) -> bool:

@@ -57,7 +57,6 @@ from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 from pydantic import (
-    AfterValidator,
     BaseModel,
     ConfigDict,
     Field,
@@ -68,7 +67,6 @@ from pydantic import (
 
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.lab.config import Config, Scalar, number, read_overrides
-from fedbn_flwr.lab.config.values import merged
 from fedbn_flwr.lab.config.yaml_text import read_yaml
 from fedbn_flwr.server.methods.params import text_of
 
@@ -177,13 +175,7 @@ def trial_name(point: Mapping[str, Scalar]) -> str:
     return ",".join(f"{key}={value}" for key, value in point.items())
 
 
-def _under_new_names(settings: dict[str, Any]) -> dict[str, Any]:
-    return merged([settings])
-
-
-# Rename old keys when they are read, so that a later layer wins under either name.
-_RENAMED = AfterValidator(_under_new_names)
-StudySettings = Annotated[dict[str, Scalar], _RENAMED]
+StudySettings = dict[str, Scalar]
 
 
 class Tuning(BaseModel):
@@ -194,7 +186,6 @@ class Tuning(BaseModel):
     grid: Annotated[
         dict[str, Annotated[list[Scalar], Field(min_length=1)]],
         Field(min_length=1),
-        _RENAMED,
     ]
     base: StudySettings = Field(default_factory=dict)
     seeds: list[int] = Field(default_factory=lambda: [0], min_length=1)
@@ -274,7 +265,7 @@ class Study(BaseModel):
         if overrides:
             base = read.get("base") or {}
             if isinstance(base, dict):
-                read["base"] = merged([base, read_overrides(overrides)])
+                read["base"] = {**base, **read_overrides(overrides)}
         try:
             return cls.model_validate(read)
         except ValidationError as error:

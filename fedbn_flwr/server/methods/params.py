@@ -130,7 +130,7 @@ def unmet(
 
 def _is_one_of(value: Any, allowed: Collection[Any]) -> bool:
     for one in allowed:
-        # An allowed value that ends in ":" is a prefix: "npz:" allows "npz:/data".
+        # An allowed value that ends in ":" is a prefix: "folder:" allows "folder:/data".
         prefix = str(one).endswith(":") and str(value).startswith(one)
         if value == one or prefix:
             return True

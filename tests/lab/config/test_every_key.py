@@ -43,7 +43,7 @@ def test_a_key_acts_or_is_refused(strategy: str, key: str) -> None:
     "key",
     [
         *("agc", "proximal-mu", "freeze-window", "server-momentum"),
-        *("fedtan-exchanges", "personal", "head-steps", "fine-tune"),
+        *("personal", "head-steps", "fine-tune"),
     ],
 )
 def test_a_key_acts_under_its_own_method(key: str) -> None:

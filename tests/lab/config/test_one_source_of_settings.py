@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 from pathlib import Path
 
 import pytest
 
 from fedbn_flwr.errors import ConfigError
-from fedbn_flwr.lab.config import RENAMED, Config, method_of
+from fedbn_flwr.lab.config import Config, method_of
 from fedbn_flwr.lab.config.fields import (
     PARAMS,
     config_fields,
@@ -78,13 +77,13 @@ def test_no_one_can_set_the_value_for_the_methods_own_default(
 
 def test_methods_must_agree_about_a_settings_limits() -> None:
     class OtherParams(Params):
-        tau: float = setting(0.5, "another tau", ge=0)
+        server_momentum: float = setting(0.5, "another momentum", ge=0)
 
     with pytest.raises(
         ConfigError,
-        match="methods declare the setting 'tau' with different types or limits",
+        match="the setting 'server_momentum' with different types or limits",
     ):
-        settings_of_methods({"fedadam": PARAMS["fedadam"], "other": OtherParams})
+        settings_of_methods({"fedavgm": PARAMS["fedavgm"], "other": OtherParams})
 
 
 def test_a_new_methods_parameter_is_a_key_without_more() -> None:
@@ -106,31 +105,14 @@ def test_a_new_methods_parameter_is_a_key_without_more() -> None:
     )
 
 
-@pytest.mark.parametrize("old", [*itertools.product([False, True], repeat=2)])
-def test_of_two_layers_of_a_run_the_later_one_wins(
-    old: tuple[bool, bool], tmp_path: Path
-) -> None:
-    """The layers are a file, ``--set`` and a run config, with old key names or new."""
-    names = ["fedtan-exchange" if one else "fedtan-transport" for one in old]
+def test_of_two_layers_of_a_run_the_later_one_wins(tmp_path: Path) -> None:
+    """The layers are a file, ``--set`` and a run config."""
     (tmp_path / "config.yaml").write_text(
-        f"{{strategy: fedtan, learning-rate: 0.3, {names[0]}: channel}}"
+        "{strategy: fedtan, learning-rate: 0.3, fedtan-transport: channel}"
     )
-    given = [f"{names[1]}=messages", "learning-rate=0.2"]
+    given = ["fedtan-transport=messages", "learning-rate=0.2"]
     config = Config.load(tmp_path / "config.yaml", given)
     assert (config.fedtan_transport, config.learning_rate) == ("messages", 0.2)
     changed = {"fedtan-transport": "channel", "learning-rate": 0.1}
     again = Config.make({**config.to_mapping(), **changed}, complete=True)
     assert (again.fedtan_transport, again.learning_rate) == ("channel", 0.1)
-
-
-def test_the_old_name_of_a_key_is_read_with_a_warning(caplog, tmp_path) -> None:
-    (tmp_path / "config.yaml").write_text(
-        "{strategy: fedtan, fedtan-exchange: channel}"
-    )
-    config = Config.load(tmp_path / "config.yaml")
-    assert config.to_mapping()["fedtan-transport"] == "channel"
-    assert "config key 'fedtan-exchange' is now 'fedtan-transport'" in caplog.text
-    assert Config.load(None, ["strategy=fedtan", "fedtan-exchange=channel"]) == config
-    assert not RENAMED.keys() & Config.make({}).to_mapping().keys(), (
-        "a name has one meaning"
-    )

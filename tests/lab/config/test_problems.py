@@ -138,13 +138,9 @@ FIRST = {
             ("no-effect", "proximal-mu"),
         ],
     ),
-    "no clients": (
-        {"strategy": CENTRALIZED, "dp": "server", "fraction-train": 0.5},
-        [("protection-without-clients", "dp"), ("no-effect", "fraction-train")],
-    ),
-    "noise and fewer replies": (
-        {"dp": "server", "min-replies": 2},
-        [("dp-counts-replies", "min-replies")],
+    "one client": (
+        {"strategy": CENTRALIZED, "variance": "pooled", "fraction-train": 0.5},
+        [("no-effect", "fraction-train"), ("no-effect", "variance")],
     ),
     "a setting of the method": (
         {"strategy": "fixbn", "freeze-window": 5},
@@ -197,25 +193,12 @@ def test_the_rest_is_told_with_torch(case: str) -> None:
 FURTHER: list[tuple[dict[Any, Any], str, str]] = [
     ({"strategy": "fedtan", "fedtan-bind": "0.0.0.0:9"}, "no-effect", "fedtan-bind"),
     ({"strategy": CENTRALIZED, "lr-decay-at": "3,freeze"}, "no-effect", "lr-decay-at"),
-    ({"strategy": CENTRALIZED, "eval-on": "averaged-bn"}, "no-effect", "eval-on"),
-    ({"strategy": CENTRALIZED, "personal": "last-layer"}, "no-effect", "personal"),
-    ({"strategy": CENTRALIZED, "fine-tune": 2}, "no-effect", "fine-tune"),
-    ({"strategy": CENTRALIZED, "layers": "norm"}, "no-effect", "layers"),
     (
         {"strategy": "fedrep", "head-steps": 5, "local-epochs": 5, "batch-size": 0},
         "no-body-step",
         "head-steps",
     ),
     ({"local_steps": 3}, "unknown-key", "local_steps"),
-    (
-        {
-            "strategy": "fedtan",
-            "fedtan-transport": "messages",
-            "fedtan-exchange": "channel",
-        },
-        "key-under-two-names",
-        "fedtan-transport",
-    ),
     *(
         ({"freeze-at": value}, "bad-value", "freeze-at")
         for value in (-1, 1.5, "half", False)
@@ -241,7 +224,6 @@ FURTHER: list[tuple[dict[Any, Any], str, str]] = [
         "no-local-batchnorm",
         "eval-on",
     ),
-    ({"strategy": "centralized", "recalibrate": True}, "no-effect", "recalibrate"),
     (
         {"early-stopping": 2, "validation-share": 0.2, "class-moments": True},
         "early-stopping-with-class-moments",
@@ -291,7 +273,6 @@ def another(key: str) -> Any:
     default = defaults_of(Config)[key]
     choices = {
         "variance": "pooled",
-        "sampling": "without-replacement",
         "test-bn": "mix",
     }
     choices |= {

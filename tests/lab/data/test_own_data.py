@@ -16,24 +16,11 @@ from PIL import Image
 
 from fedbn_flwr.client.kept import state_dir
 from fedbn_flwr.errors import ConfigError, DataError
-from fedbn_flwr.lab.config import Config, data_of, listed
+from fedbn_flwr.lab.config import Config, listed
 from fedbn_flwr.lab.config.fields import Fields
 from fedbn_flwr.lab.data import OwnData, load_dataset, own_info
 from fedbn_flwr.lab.partitioned.partitioned_data import count_clients, partitioned_data
-
-
-def write_images(
-    root: Path, folders: dict[str, int], size: tuple[int, int] = (6, 4)
-) -> None:
-    for number, (folder, count) in enumerate(folders.items()):
-        (root / folder).mkdir(parents=True)
-        for at in range(count):
-            pixels = (
-                np.random.default_rng(100 * number + at)
-                .integers(0, 256, (*size[::-1], 3))
-                .astype(np.uint8)
-            )
-            Image.fromarray(pixels).save(root / folder / f"{at}.png")
+from tests.support.tables import table, write_images
 
 
 def own(kind: str, path: Path, **keys: object) -> OwnData:
@@ -98,60 +85,9 @@ def test_layouts_of_image_folders(tmp_path: Path, layout: str) -> None:
             assert (samples.labels[b] == 1).all()  # client b has only dogs
 
 
-def test_arrays_of_every_form(tmp_path: Path) -> None:
-    rng = np.random.default_rng(0)
-    count = 20
-    images = rng.integers(0, 256, (count, 5, 5)).astype(np.uint8)
-    cases = {
-        "classes": (images, np.arange(count) % 3, "classification", 3),
-        "rows": (rng.normal(size=(count, 4)), rng.normal(size=count), "regression", 1),
-        "labels": (
-            rng.normal(size=(count, 4)),
-            rng.integers(0, 2, (count, 3)),
-            "multi-label",
-            3,
-        ),
-        "signals": (
-            rng.normal(size=(count, 2, 9)),
-            rng.normal(size=(count, 2)),
-            "regression",
-            2,
-        ),
-        "pixels": (images, np.where(images > 200, 255, images % 4), "segmentation", 4),
-    }
-    for name, (x, y, task, outputs) in cases.items():
-        np.savez(
-            tmp_path / f"{name}.npz",
-            x=x,
-            y=y,
-            client=np.arange(count) % 2,
-            split=np.arange(count) >= 15,
-        )
-        info = own_info(own("npz", tmp_path / f"{name}.npz"))
-        data = load_dataset(info)
-        assert (info.task.name, info.num_classes) == (task, outputs), name
-        assert (len(data.train), len(data.test)) == (15, 5)
-        assert data.train.groups.tolist() == [at % 2 for at in range(15)]
-        expected = torch.from_numpy(
-            x[:15].astype(np.uint8 if x.dtype == np.uint8 else np.float32)
-        )
-        assert torch.equal(data.train.inputs.flatten(1), expected.flatten(1)), name
-
-
-def test_arrays_that_are_not_used_are_named(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+def test_a_natural_client_has_all_its_test_examples(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    x, y = np.random.default_rng(0).normal(size=(20, 4)), np.arange(20) % 2
-    np.savez(tmp_path / "used.npz", x=x, y=y, client=y)
-    np.savez(tmp_path / "more.npz", x=x, y=y, site=y, x_test=x)
-    own_info(own("npz", tmp_path / "used.npz"))
-    assert not caplog.messages
-    own_info(own("npz", tmp_path / "more.npz"))
-    (told,) = caplog.messages
-    assert "site, x_test" in told
-
-
-def test_a_natural_client_has_all_its_test_examples(tmp_path: Path) -> None:
     """Test examples may have classes that the client does not train on.
 
     The test over all clients excludes a held-out client.
@@ -161,11 +97,13 @@ def test_a_natural_client_has_all_its_test_examples(tmp_path: Path) -> None:
         np.array(["train"] * 4 + ["test", "test", "train", "train", "test"]),
     )
     y = np.array([0, 0, 0, 0, 0, 1, 0, 1, 1])
-    keys = _npz(
-        tmp_path, x=np.arange(18.0).reshape(9, 2), y=y, client=client, split=split
+    dataset = table(
+        monkeypatch, np.arange(18.0).reshape(9, 2), y, client, split == "test"
     )
+    keys = {"dataset": dataset, "num-clients": 2}
     assert [len(part) for part in partitioned_data(Config.make(keys), 2).test] == [2, 1]
-    held = partitioned_data(Config.make({**keys, "held-out-clients": "a"}), 1)
+    apart = {"num-clients": 1, "held-out-clients": "a"}
+    held = partitioned_data(Config.make({**keys, **apart}), 1)
     assert len(held.test_view()) == 1
 
 
@@ -175,14 +113,6 @@ def test_a_natural_client_has_all_its_test_examples(tmp_path: Path) -> None:
 def test_sites_that_are_one_number_stay_four_sites(
     tmp_path: Path, names: list[str]
 ) -> None:
-    """The sites are names in an array or folders."""
-    keys = _npz(
-        tmp_path,
-        x=np.arange(80.0).reshape(40, 2),
-        y=np.arange(40) % 2,
-        client=np.array(names * 10),
-    )
-    assert data_of(Config.make(keys)).info.client_names == tuple(sorted(names))
     write_images(
         tmp_path / "i",
         {f"{name}/{label}": 2 for name in names for label in ("cat", "dog")},
@@ -190,12 +120,18 @@ def test_sites_that_are_one_number_stay_four_sites(
     assert own_info(own("folder", tmp_path / "i")).client_names == tuple(sorted(names))
 
 
-def test_units_stay_together_in_every_split(tmp_path: Path) -> None:
+def test_units_stay_together_in_every_split(monkeypatch: pytest.MonkeyPatch) -> None:
     rng = np.random.default_rng(1)
     units = rng.integers(0, 30, 200)
-    np.savez(tmp_path / "a.npz", x=rng.normal(size=(200, 3)), y=units % 3, group=units)
     settings = {
-        "dataset": f"npz:{tmp_path / 'a.npz'}",
+        "dataset": table(
+            monkeypatch,
+            rng.normal(size=(200, 3)),
+            units % 3,
+            units % 4,
+            units % 5 == 0,
+            units,
+        ),
         "validation-share": 0.2,
         "num-clients": 4,
     }
@@ -211,7 +147,7 @@ def test_units_stay_together_in_every_split(tmp_path: Path) -> None:
 
 
 def test_own_test_examples_do_not_depend_on_the_seed(tmp_path: Path) -> None:
-    keys = _npz(tmp_path, x=np.arange(60.0).reshape(30, 2), y=np.arange(30) % 2)
+    keys = _folder(tmp_path, {"cat": 15, "dog": 15})
     first, second = (
         partitioned_data(Config.make({**keys, "seed": seed, "num-clients": 2}), 2)
         for seed in (0, 1)
@@ -221,17 +157,12 @@ def test_own_test_examples_do_not_depend_on_the_seed(tmp_path: Path) -> None:
 
 
 def test_a_default_split_follows_the_data(tmp_path: Path) -> None:
-    x, y = np.zeros((30, 2)), np.arange(30) % 2
-    iid = Config.make(_npz(tmp_path, x=x, y=y))
+    iid = Config.make(_folder(tmp_path, {"cat": 4, "dog": 4}))
     assert (iid.partition, Config.make({}).partition) == ("iid", "classes")
-    natural = Config.make(_npz(tmp_path, x=x, y=y, client=np.arange(30) % 3))
+    sites = {f"{site}/{label}": 4 for site in "abc" for label in ("cat", "dog")}
+    natural = Config.make({"dataset": write_images(tmp_path / "sites", sites)})
     assert natural.partition == "natural"
     assert count_clients(natural) == 3
-
-
-def _npz(tmp_path: Path, **arrays: np.ndarray) -> dict[str, object]:
-    np.savez(tmp_path / "bad.npz", **arrays)
-    return {"dataset": f"npz:{tmp_path / 'bad.npz'}"}
 
 
 def _folder(
@@ -256,72 +187,6 @@ def _deep(tmp_path: Path, depth: type, value: float) -> dict[str, object]:
     return settings
 
 
-ARRAYS = {
-    "channels last": (
-        np.zeros((3, 8, 8, 3)),
-        np.arange(3),
-        r"x\.transpose\(0, 3, 1, 2\)",
-    ),
-    "one number": (np.float32(1), np.zeros(4), r"x has shape \(\)"),
-    "no examples": (
-        np.zeros((0, 2)),
-        np.zeros(0),
-        r"x has shape \(0, 2\), so it has no example",
-    ),
-    "a class below 0": (
-        np.zeros((4, 2)),
-        np.array([0, -1, 1, -1]),
-        "y has the class -1 in 2 rows",
-    ),
-    "complex inputs": (
-        np.full((3, 2), 1j),
-        np.arange(3),
-        "x has complex numbers .*two channels.*magnitude",
-    ),
-    "unequal lengths": (
-        np.zeros((3, 2)),
-        np.zeros(4),
-        r"y has shape \(4,\), but x has",
-    ),
-    "five channels": (
-        np.zeros((3, 4, 4, 5), np.uint8),
-        np.arange(3),
-        r"x .*\(3, 4, 4, 5\)",
-    ),
-    "complex targets": (np.zeros((3, 2)), np.zeros(3, complex), "y is complex128"),
-    "one-hot classes": (np.zeros((3, 2)), np.eye(3), "y.argmax.*task=multi-label"),
-    "classes that are texts": (
-        np.zeros((2, 2)),
-        np.array(["a", "b"]),
-        "y is <U1 of shape",
-    ),
-    "classes with gaps": (
-        np.zeros((4, 2)),
-        np.array([0, 9, 0, 9]),
-        "0 to 1.*num-classes=10",
-    ),
-    "classes from 1": (
-        np.zeros((4, 2)),
-        np.array([1, 2, 1, 2]),
-        "0 to 1.*num-classes=3",
-    ),
-    "NaN in an array": (
-        np.full((3, 2), np.nan),
-        np.arange(3),
-        "6 numbers of x are NaN",
-    ),
-    "infinite numbers": (np.full((3, 2), np.inf), np.arange(3), "6 numbers of x"),
-    "an infinite target": (
-        np.zeros((3, 2)),
-        np.array([0.5, np.inf, 1.5]),
-        "y is float64",
-    ),
-    "pixels of 0 and 255": (
-        np.zeros((3, 4, 4), np.uint8),
-        np.full((3, 4, 4), [0, 255, 0, 255]),
-        "255 means an ignored pixel",
-    ),
-}
 FOLDERS = {
     "a part without images": ({"train/a": 1, "train/b": 1}, "no test images"),
     "a class in two spellings": (
@@ -359,76 +224,11 @@ FOLDERS = {
 }
 BAD = {
     "unknown kind": (lambda p: {"dataset": f"fodler:{p}"}, "'fodler'.*'folder'"),
-    "absent path": (lambda p: {"dataset": f"npz:{p / 'nothing.npz'}"}, "nothing.npz'"),
-    "absent array": (
-        lambda p: _npz(p, x=np.zeros((3, 2)), z=np.zeros(3)),
-        "no array y. It has x, z",
-    ),
-    "a client for two axes": (
-        lambda p: _npz(p, x=np.zeros((3, 2)), y=np.arange(3), client=np.zeros((3, 1))),
-        r"client is float64 of shape \(3, 1\)",
-    ),
-    "one array": (
-        lambda p: (
-            np.save(p / "x.npy", np.zeros(3)),
-            {"dataset": f"npz:{p / 'x.npy'}"},
-        )[1],
-        "x.npy': it cannot be read",
-    ),
-    "unknown split": (
-        lambda p: _npz(
-            p,
-            x=np.zeros((3, 2)),
-            y=np.arange(3) % 2,
-            split=np.array(["train", "test", "later"]),
-        ),
-        "split has later",
-    ),
-    "patients on both sides": (
-        lambda p: {
-            **_npz(
-                p,
-                x=np.zeros((4, 2)),
-                y=np.arange(4) % 2,
-                group=np.zeros(4, int),
-                split=np.array([0, 0, 1, 1]),
-            ),
-            "num-clients": 1,
-        },
-        "1 of the values of group are on both",
-    ),
-    "a split by class of a regression": (
-        lambda p: {
-            **_npz(p, x=np.zeros((9, 2)), y=np.arange(9) / 2),
-            "partition": "shards",
-            "num-clients": 2,
-        },
-        "'shards' splits by class, but the examples",
-    ),
-    "relative path": (lambda p: {"dataset": "npz:a.npz"}, "'npz:a.npz'.*'npz:/"),
-    "no npz file": (
-        lambda p: ((p / "a.npz").write_text("x"), {"dataset": f"npz:{p / 'a.npz'}"})[1],
-        "npz file",
-    ),
+    "absent path": (lambda p: {"dataset": f"folder:{p / 'no'}"}, "no such folder"),
+    "relative path": (lambda p: {"dataset": "folder:a"}, "'folder:a'.*'folder:/"),
     "task that does not fit": (
-        lambda p: {
-            **_npz(p, x=np.zeros((3, 2)), y=np.arange(3)),
-            "task": "multi-label",
-        },
+        lambda p: _folder(p, {"a": 2, "b": 2}, task="multi-label"),
         "task=multi-label",
-    ),
-    "a class too many": (
-        lambda p: {**_npz(p, x=np.zeros((4, 2)), y=np.arange(4)), "num-classes": 3},
-        "classes 0 to 3 instead of 0 to 2.*num-classes=3 is too small",
-    ),
-    # The number of classes has no effect with this task.
-    "a class too many for two": (
-        lambda p: {
-            **_npz(p, x=np.zeros((3, 2)), y=np.arange(3)),
-            "task": "binary",
-            "num-classes": 3,
-        },
-        "classes 0 to 2 instead of 0 to 1.*task=binary has only .*task=classification",
     ),
     "a folder too many for two": (
         lambda p: _folder(p, {"a": 2, "b": 2, "c": 2}, task="binary"),
@@ -490,12 +290,9 @@ def test_images_of_several_sizes_are_told_with_what_was_taken(
         assert [size for size in told if size not in text] == []
 
 
-@pytest.mark.parametrize("case", [*ARRAYS, *FOLDERS, *BAD])
+@pytest.mark.parametrize("case", [*FOLDERS, *BAD])
 def test_bad_input_is_named_before_any_work(tmp_path: Path, case: str) -> None:
-    if case in ARRAYS:
-        x, y, message = ARRAYS[case]
-        settings = _npz(tmp_path, x=x, y=y)
-    elif case in FOLDERS:
+    if case in FOLDERS:
         folders, message = FOLDERS[case]
         settings = _folder(tmp_path, folders)
     else:
@@ -503,17 +300,6 @@ def test_bad_input_is_named_before_any_work(tmp_path: Path, case: str) -> None:
         settings = make(tmp_path)
     with pytest.raises((ConfigError, DataError), match=f"(?s){message}"):
         start(settings)
-
-
-@pytest.mark.parametrize("dtype", [bool, np.int8, np.uint16, np.int64, np.uint64])
-def test_a_column_of_whole_numbers_is_classes(tmp_path: Path, dtype: type) -> None:
-    y = (np.arange(6) % 2).astype(dtype)
-    tasks = []
-    for name, targets in (("row", y), ("column", y[:, None])):
-        np.savez(tmp_path / f"{name}.npz", x=np.zeros((6, 2)), y=targets)
-        info = own_info(own("npz", tmp_path / f"{name}.npz"))
-        tasks.append((info.task.name, info.num_classes))
-    assert tasks == [("classification", 2)] * 2
 
 
 def test_odd_files_are_named(
@@ -539,45 +325,6 @@ def start(settings: dict[str, object]) -> None:
     partitioned_data(config, count_clients(config))
 
 
-def test_ambiguous_targets_are_what_the_task_says(tmp_path: Path) -> None:
-    arrays = {
-        "one-hot": np.eye(3)[[2, 0, 1, 2]],
-        "floats": np.array([2.0, 0.0, 1.0, 2.0]),
-    }
-    for name, y in arrays.items():
-        np.savez(tmp_path / f"{name}.npz", x=np.zeros((4, 2)), y=y, split=[0, 0, 0, 1])
-    cases = [
-        ("one-hot", "multi-label", 3),
-        ("floats", "classification", 3),
-        ("floats", "regression", 1),
-    ]
-    for name, task, outputs in cases:
-        info = own_info(own("npz", tmp_path / f"{name}.npz", task=task))
-        assert (info.task.name, info.num_classes) == (task, outputs)
-        expected = np.eye(3)[[2, 0, 1]].tolist() if task == "multi-label" else [2, 0, 1]
-        assert load_dataset(info).train.targets.tolist() == expected
-
-
-@pytest.mark.parametrize("labels", [[1, 2], [0, 2], [0, 1], [1], [2]])
-def test_labels_below_num_classes_are_the_classes_whichever_are_absent(
-    tmp_path: Path, labels: list[int]
-) -> None:
-    """A hospital without class 0 numbers classes like a hospital without class 2."""
-    y = np.array([labels[at % len(labels)] for at in range(12)])
-    np.savez(tmp_path / "t.npz", x=np.arange(12.0)[:, None], y=y)
-    for keys in ({"num_classes": 3}, {"task": "binary"}):
-        if max(labels) > 1 and "task" in keys:
-            continue
-        data = load_dataset(own_info(own("npz", tmp_path / "t.npz", **keys)))
-        rows = (
-            torch.cat([data.train.inputs[:, 0], data.test.inputs[:, 0]]).int().tolist()
-        )
-        assert (
-            torch.cat([data.train.targets, data.test.targets]).tolist()
-            == y[rows].tolist()
-        )
-
-
 def test_an_empty_folder_holds_the_number_of_its_class(tmp_path: Path) -> None:
     """A client without cats numbers its dogs as the other clients do."""
     write_images(tmp_path, {"cat": 0, "dog": 4})
@@ -590,12 +337,9 @@ def test_the_home_folder_may_be_written_as_a_tilde(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
-    np.savez(tmp_path / "t.npz", x=np.zeros((10, 2)), y=np.arange(10) % 2)
-    config = Config.make({"dataset": "npz:~/t.npz", "out": "~/o"})
-    assert (config.dataset, config.out) == (
-        f"npz:{tmp_path / 't.npz'}",
-        str(tmp_path / "o"),
-    )
+    dataset = write_images(tmp_path / "t", {"cat": 2, "dog": 2})
+    config = Config.make({"dataset": "folder:~/t", "out": "~/o"})
+    assert (config.dataset, config.out) == (dataset, str(tmp_path / "o"))
     paths = [
         name
         for name, field in Fields.model_fields.items()

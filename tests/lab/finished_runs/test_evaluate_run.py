@@ -14,7 +14,6 @@ from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -44,7 +43,8 @@ from fedbn_flwr.training.tasks import (
     Task,
 )
 from tests.support.pixels import DATA as SEGMENTATION
-from tests.support.runs import model_of, write_rows
+from tests.support.runs import model_of
+from tests.support.tables import write_images as write_folders
 
 
 @pytest.fixture
@@ -280,85 +280,76 @@ def test_adapt_uses_the_statistics_of_the_new_inputs(fedavg, tmp_path: Path) -> 
     assert texts[0] != texts[1]
 
 
-@pytest.fixture
-def rows(tmp_path: Path):
-    """Provide ``rows(name, count, ...)`` to write a file, and return its path.
-
-    The file has two features, a target, two clients and further arrays.
-    """
-
-    def write(name: str, count: int = 40, **more: np.ndarray) -> Path:
-        at = np.arange(count)
-        write_rows(tmp_path / name, count, y=at % 3, client=at % 2, **more)
-        return tmp_path / name
-
-    return write
+def sites(count: int, part: str = "") -> dict[str, int]:
+    """Return class folders of two sites, with ``count`` images in each."""
+    return {f"{site}{part}/{label}": count for site in "ab" for label in ("x", "y")}
 
 
 def test_data_of_a_new_place_are_evaluated_whole_and_in_their_order(
-    quick_run, rows, tmp_path: Path
+    quick_run, tmp_path: Path
 ) -> None:
-    """The order allows joining the rows with the predictions."""
-    old, new = rows("old.npz"), rows("new.npz", 12)
-    _, run = quick_run(dataset=f"npz:{old}", model="mlp", **{"num-clients": 2})
-    what, (row, *_) = evaluate_run(run, {"dataset": f"npz:{new}"}, out=tmp_path / "out")
+    """The order allows joining the files with the predictions."""
+    old = write_folders(tmp_path / "old", sites(6))
+    new = write_folders(tmp_path / "new", sites(3))
+    _, run = quick_run(dataset=old, model="mlp", **{"num-clients": 2})
+    what, (row, *_) = evaluate_run(run, {"dataset": new}, out=tmp_path / "out")
     assert what.endswith("on all examples")
     assert row.result.num_examples == 12
     with (tmp_path / "out/predictions.csv").open() as file:
         found = list(csv.DictReader(file))
-    assert [line["row"] for line in found] == [str(k) for k in range(12)]
-    assert [line["target"] for line in found] == [str(k % 3) for k in range(12)]
-    assert [line["client"] for line in found] == [str(k % 2) for k in range(12)]
-    divided = rows("divided.npz", 12, split=np.arange(12) % 4 == 0)
-    assert (
-        evaluate_run(run, {"dataset": f"npz:{divided}"}).rows[0].result.num_examples
-        == 3
-    )
+    files = [f"{folder}/{at}.png" for folder in sites(3) for at in range(3)]
+    assert [line["file"] for line in found] == files
+    assert [line["target"] for line in found] == (["0"] * 3 + ["1"] * 3) * 2
+    assert [line["client"] for line in found] == ["a"] * 6 + ["b"] * 6
+    parts = {**sites(2, "/train"), **sites(1, "/test")}
+    divided = write_folders(tmp_path / "divided", parts)
+    assert evaluate_run(run, {"dataset": divided}).rows[0].result.num_examples == 4
 
 
 def test_of_the_data_of_the_run_the_test_examples_are_used_however_the_path_is_spelled(
-    quick_run, rows
+    quick_run, tmp_path: Path
 ) -> None:
-    path = rows("old.npz")
-    summary, run = quick_run(dataset=f"npz:{path}", model="mlp", **{"num-clients": 2})
+    dataset, path = write_folders(tmp_path / "old", sites(6)), tmp_path / "old"
+    summary, run = quick_run(dataset=dataset, model="mlp", **{"num-clients": 2})
     for other in (
         path,
         f"{path.parent}/../{path.parent.name}/{path.name}",
         f"{path.parent}//{path.name}",
     ):
-        what, (row, *_) = evaluate_run(run, {"dataset": f"npz:{other}"})
+        what, (row, *_) = evaluate_run(run, {"dataset": f"folder:{other}"})
         assert what.endswith("on the test examples")
         assert row.result.accuracy == summary["final"]["test-accuracy"]
 
 
-def test_rows_that_were_trained_on_are_no_test_of_a_run_whose_data_have_changed(
-    quick_run, rows
+def test_images_that_were_trained_on_are_no_test_of_a_run_whose_data_have_changed(
+    quick_run, tmp_path: Path
 ) -> None:
-    """Training and test examples are divided again over the present rows."""
-    path = rows("old.npz")
-    settings = {"dataset": f"npz:{path}", "model": "mlp", "num-clients": 2}
+    """Training and test examples are divided again over the present images."""
+    dataset = write_folders(tmp_path / "old", {"x": 12, "y": 12})
+    settings = {"dataset": dataset, "model": "mlp", "num-clients": 2}
     outs = [
         quick_run(strategy=strategy, **settings)[1]
         for strategy in ("fedavg", "centralized")
     ]
     with pytest.raises(
         ConfigError,
-        match=r"dataset='npz:.*old.npz' has changed since the run, or is divided",
+        match=r"dataset='folder:.*old' has changed since the run, or is divided",
     ):
-        evaluate_run(outs[0], {"dataset": f"npz:{path}", "test-share": 0.5})
-    same = path.read_bytes()
-    rows("old.npz", 41)
+        evaluate_run(outs[0], {"dataset": dataset, "test-share": 0.5})
+    last = tmp_path / "old/y/11.png"
+    content = last.read_bytes()
+    last.unlink()
     for out in outs:
         with pytest.raises(
             ConfigError, match="has changed since the run, or is divided"
         ):
-            evaluate_run(out, {"dataset": f"npz:{path}"})
+            evaluate_run(out, {"dataset": dataset})
         with pytest.raises(
             ConfigError, match=r"has changed since the run in .* began: other examples"
         ):
             resumed(out)
         assert (out / "summary.json").is_file(), "a refused resume changes nothing"
-    path.write_bytes(same)
+    last.write_bytes(content)
     assert [resumed(out)["rounds"] for out in outs] == [3, 3]
 
 
@@ -378,7 +369,6 @@ def write_images(folder: Path, classes: str) -> None:
         ("folder:/data", True),
         ("folder:/data/other", False),
         ("folder:/data/run-2", False),
-        ("npz:/data/run/rows.npz", False),
         ("digits", False),
     ],
 )

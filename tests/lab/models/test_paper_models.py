@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import nn
 
-from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.lab.models import build_model, input_shape, model_info
 from fedbn_flwr.lab.models.resnet import SmallResNet
 from fedbn_flwr.norms import batchnorm_places
@@ -102,20 +101,9 @@ def test_deeper_residual_networks(depth: int, parameters: int) -> None:
     assert sum(p.numel() for p in model.parameters()) == parameters
 
 
-def test_options_of_norms_reach_the_layers_that_take_them() -> None:
-    settings = {"num_classes": 10, "channels": 1, "size": 28}
-    options = {"gain": True, "activation": "tanh"}
-    model = build_model("lenet", norm="wsconv", norm_options=options, **settings)
-    assert model.conv1.gain is not None
-    assert model.conv1.gamma == pytest.approx(1.5925, abs=1e-4)
-    assert (
-        build_model(
-            "lenet", norm="group+ws", norm_options=options, norm_groups=1, **settings
-        ).norm1.num_groups
-        == 1
-    )
-    with pytest.raises(ConfigError, match="'gain'"):
-        build_model("lenet", norm="batch", norm_options={"gian": True}, **settings)
+def test_the_groups_reach_a_norm_that_takes_them() -> None:
+    settings = {"num_classes": 10, "channels": 1, "size": 28, "norm_groups": 1}
+    assert build_model("lenet", norm="group+ws", **settings).norm1.num_groups == 1
 
 
 @pytest.mark.parametrize(

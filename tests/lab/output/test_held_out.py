@@ -6,6 +6,7 @@ Each of their tests is computed by hand in float64.
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,12 +17,13 @@ from numpy.typing import NDArray
 from safetensors.numpy import load_file
 
 from fedbn_flwr.errors import ConfigError
-from fedbn_flwr.lab.config import Config
+from fedbn_flwr.lab.config import Config, listed
 from fedbn_flwr.lab.output import site_tests
 from fedbn_flwr.lab.output.intervals import sites_of_run
 from fedbn_flwr.lab.partitioned.partitioned_data import count_clients, partitioned_data
 from fedbn_flwr.lab.runs.run import run
 from tests.support.runs import lines_of
+from tests.support.tables import table, write_images
 
 NAMES = ("a", "b", "c", "d")
 SHIFTS = {"a": -3.0, "b": 0.0, "c": 4.0, "d": 0.5}
@@ -47,11 +49,10 @@ class Table:
         )
         self.y = (self.x.sum(1) + rng.normal(size=160) > 0).astype(np.int64)
 
-    def save(self, path: Path, without: str = "") -> str:
+    def save(self, monkeypatch: pytest.MonkeyPatch, without: str = "") -> str:
         rows = self.client != without
-        arrays = {"x": self.x, "y": self.y, "client": self.client, "split": self.tests}
-        np.savez(path, **{name: array[rows] for name, array in arrays.items()})
-        return f"npz:{path}"
+        arrays = (self.x, self.y, self.client, self.tests)
+        return table(monkeypatch, *(array[rows] for array in arrays))
 
     def rows(self, client: str, tests: bool) -> tuple[Floats, NDArray[np.int64]]:
         """Return the rows of a client and their targets."""
@@ -88,6 +89,9 @@ def start(tmp_path: Path) -> Start:
 
     def do(dataset: str, out: str = "out", **settings: Any) -> Any:
         keys = {key.replace("_", "-"): value for key, value in settings.items()}
+        names = sys.modules[dataset.partition(":")[0]].rows.site_names
+        held_out = listed(keys.get("held-out-clients", ""))
+        keys["num-clients"] = len(names) - len(held_out)
         folder = tmp_path / out
         summary = run(
             Config.make({**SETTINGS, "dataset": dataset, **keys}), folder, workers=0
@@ -99,17 +103,15 @@ def start(tmp_path: Path) -> Start:
 
 @pytest.mark.parametrize("strategy", ["fedavg", "fedbn"])
 def test_the_run_has_the_bits_of_one_without_their_data(
-    strategy: str, start: Start, tmp_path: Path
+    strategy: str, start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     table, keys = Table(), {"strategy": strategy, "validation_share": 0.2}
     if strategy == "fedbn":
         # As with held-out clients, the saved model has the averaged BN.
         keys["eval_on"] = "personal-own,averaged-bn"
-    whole = table.save(tmp_path / "all.npz")
+    whole = table.save(monkeypatch)
     name, given = {"fedavg": ("d", ("d", "1")), "fedbn": ("b", ("b",))}[strategy]
-    alone, _, _ = start(
-        table.save(tmp_path / f"{name}.npz", name), f"{name}-rest", **keys
-    )
+    alone, _, _ = start(table.save(monkeypatch, name), f"{name}-rest", **keys)
     for held_out in given:
         summary, lines, _ = start(
             whole, f"{name}-{held_out}", held_out_clients=held_out, **keys
@@ -125,7 +127,7 @@ def test_the_run_has_the_bits_of_one_without_their_data(
 
 @pytest.mark.parametrize("strategy", ["fedavg", "fedbn"])
 def test_the_tests_are_those_of_the_saved_model_by_hand(
-    strategy: str, start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    strategy: str, start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Statistics are the saved ones, those of the training rows, or both mixed.
 
@@ -136,9 +138,7 @@ def test_the_tests_are_those_of_the_saved_model_by_hand(
     monkeypatch.setattr(site_tests, "calibrate", in_all_layers)
     table, which = Table(), {"fedavg": "global", "fedbn": "averaged"}[strategy]
     keys = {"strategy": strategy, "metrics": "loss", "test_bn": "mix"}
-    summary, lines, out = start(
-        table.save(tmp_path / "all.npz"), held_out_clients="a,d", **keys
-    )
+    summary, lines, out = start(table.save(monkeypatch), held_out_clients="a,d", **keys)
     saved = {
         name: array.astype(np.float64)
         for name, array in load_file(out / "model.safetensors").items()
@@ -175,12 +175,14 @@ def test_the_tests_are_those_of_the_saved_model_by_hand(
     assert again == pytest.approx(values, rel=1e-5)
 
 
-def test_no_target_of_their_training_rows_is_used(start: Start, tmp_path: Path) -> None:
+def test_no_target_of_their_training_rows_is_used(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
     table = Table()
     found = []
     for name in ("as they are", "others"):
         summary, lines, _ = start(
-            table.save(tmp_path / f"{name}.npz"),
+            table.save(monkeypatch),
             name,
             strategy="fedbn",
             held_out_clients="d",
@@ -192,8 +194,11 @@ def test_no_target_of_their_training_rows_is_used(start: Start, tmp_path: Path) 
     assert found[0] == found[1]
 
 
+FOLDERS = {f"{name}/{label}": 10 for name in NAMES for label in ("x", "y")}
+
+
 def test_a_number_of_clients_of_a_split_that_has_no_names(tmp_path: Path) -> None:
-    data = Table().save(tmp_path / "all.npz")
+    data = write_images(tmp_path / "all", FOLDERS)
     config = Config.make(
         {
             **SETTINGS,
@@ -224,13 +229,12 @@ def test_a_number_of_clients_of_a_split_that_has_no_names(tmp_path: Path) -> Non
 
 
 def test_a_number_that_is_the_name_of_a_client_is_that_client(tmp_path: Path) -> None:
-    table = Table()
     for names, wanted in (
         ("0123", {0: ("0",), 1: ("1",), "2,0": ("2", "0")}),
         ("1234", {0: (), 1: ("1",)}),
     ):
-        table.client = np.repeat(list(names), 40)
-        data = table.save(tmp_path / f"{names}.npz")
+        folders = {f"{name}/{label}": 2 for name in names for label in ("a", "b")}
+        data = write_images(tmp_path / names, folders)
         for held_out, found in wanted.items():
             config = Config.make(
                 {**SETTINGS, "dataset": data, "held-out-clients": held_out}
@@ -267,7 +271,7 @@ def test_a_number_that_is_the_name_of_a_client_is_that_client(tmp_path: Path) ->
 def test_what_cannot_be_held_out_is_refused(
     settings: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
-    data = Table().save(tmp_path / "all.npz")
+    data = write_images(tmp_path / "all", FOLDERS)
     assert Config.make({"held-out-clients": 0}).held_out_clients == "", "none"
     with pytest.raises(ConfigError, match=f"(?s){message}"):
         run(
@@ -278,11 +282,13 @@ def test_what_cannot_be_held_out_is_refused(
     assert not (tmp_path / "out" / "metrics.jsonl").exists()
 
 
-def test_the_reference_tests_them_too(start: Start, tmp_path: Path) -> None:
-    data = Table().save(tmp_path / "all.npz")
+def test_the_reference_tests_them_too(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = Table().save(monkeypatch)
     keys = {"strategy": "centralized"}
     _, lines, _ = start(data, "union", held_out_clients="d", **keys)
-    _, alone, _ = start(Table().save(tmp_path / "rest.npz", "d"), "rest", **keys)
+    _, alone, _ = start(Table().save(monkeypatch, "d"), "rest", **keys)
     assert [line["test-loss"] for line in lines] == [
         line["test-loss"] for line in alone
     ]
@@ -294,9 +300,9 @@ def test_the_reference_tests_them_too(start: Start, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("most", [3, 4])
 def test_a_table_by_site_has_a_row_for_each_or_none(
-    start: Start, tmp_path: Path, monkeypatch, most: int
+    start: Start, monkeypatch: pytest.MonkeyPatch, most: int
 ) -> None:
     monkeypatch.setattr(site_tests, "_MOST_SITES", most)
-    summary, _, _ = start(Table().save(tmp_path / "t.npz"), held_out_clients="d")
+    summary, _, _ = start(Table().save(monkeypatch), held_out_clients="d")
     names = [row["site"] for row in summary.get("sites", [])]
     assert names == ([*NAMES] if most == 4 else [])

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,22 +18,25 @@ from fedbn_flwr.lab.partitioned.counts import data_counts, data_text, data_warni
 from fedbn_flwr.lab.partitioned.partitioned_data import count_clients, partitioned_data
 from fedbn_flwr.lab.runs.run import run
 from tests.support.runs import summary_of
+from tests.support.tables import table, write_images
 
 
-def split_of(
-    tmp_path: Path, settings: dict[str, object] | None = None, **arrays: np.ndarray
-):
-    np.savez(tmp_path / "a.npz", **arrays)
-    config = Config.make({"dataset": f"npz:{tmp_path / 'a.npz'}", **(settings or {})})
-    return partitioned_data(config, count_clients(config)), config
+@pytest.fixture
+def split_of(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Provide ``split_of(settings, **arrays)`` for the split of a table."""
+
+    def split(settings: dict[str, object], **arrays: np.ndarray) -> Any:
+        config = Config.make({"dataset": table(monkeypatch, **arrays), **settings})
+        return partitioned_data(config, count_clients(config)), config
+
+    return split
 
 
-def test_counts_and_held_out_clients(tmp_path: Path) -> None:
+def test_counts_and_held_out_clients(split_of) -> None:
     client, split = np.array(list("aaaabbbbcccc")), np.arange(12) % 4 == 0
     x, y = np.arange(24.0).reshape(12, 2), np.arange(12) % 2
-    of_run = split_of(
-        tmp_path, {"held-out-clients": "b"}, x=x, y=y, client=client, split=split
-    )
+    settings = {"num-clients": 2, "held-out-clients": "b"}
+    of_run = split_of(settings, x=x, y=y, client=client, split=split)
     text = data_text(*of_run)
     assert data_counts(of_run[0]) == {"training": 6, "validation": 0, "test": 2}
     assert "classification, 6 training, 2 test examples of shape (2,)" in text
@@ -41,39 +45,43 @@ def test_counts_and_held_out_clients(tmp_path: Path) -> None:
     assert data_warnings(*of_run) == []
 
 
-def test_classes_that_nobody_trains_on_are_named(tmp_path: Path) -> None:
+def test_classes_that_nobody_trains_on_are_named(split_of) -> None:
     """Client b codes the labels of its tests differently."""
     client = np.repeat(["a", "b"], 20)
     split = np.tile(np.arange(20) % 4 == 0, 2)
     x, y = np.zeros((40, 2)), np.arange(40) // 4 % 2
     settings = {"num-clients": 2}
-    of_run = split_of(tmp_path, settings, x=x, y=y, client=client, split=split)
+    of_run = split_of(settings, x=x, y=y, client=client, split=split)
     assert data_warnings(*of_run) == []
     coded = np.where(split & (client == "b"), y + 2, y)
-    of_run = split_of(tmp_path, settings, x=x, y=coded, client=client, split=split)
+    of_run = split_of(settings, x=x, y=coded, client=client, split=split)
     (warning,) = data_warnings(*of_run)
     assert "test examples of client 1 (b) have classes" in warning
     assert ": 2, 3." in warning
-    apart = {"held-out-clients": "b"}
-    of_run = split_of(tmp_path, apart, x=x, y=coded, client=client, split=split)
+    apart = {"num-clients": 1, "held-out-clients": "b"}
+    of_run = split_of(apart, x=x, y=coded, client=client, split=split)
     assert "client b have" in data_warnings(*of_run)[0]
 
 
 def test_a_site_of_tests_is_named_and_can_be_held_out(tmp_path: Path) -> None:
-    client = np.repeat(["a", "b", "c"], 20)
-    split = (np.arange(60) % 4 == 0) | (client == "b")
-    arrays = {
-        "x": np.random.default_rng(0).normal(size=(60, 2)),
-        "y": np.arange(60) % 2,
-    }
-    of_run = split_of(tmp_path, client=client, split=split, **arrays)
+    folders = {f"b/test/{label}": 10 for label in ("x", "y")}
+    for site in ("a", "c"):
+        folders |= {f"{site}/train/x": 8, f"{site}/train/y": 7}
+        folders |= {f"{site}/test/x": 3, f"{site}/test/y": 2}
+    dataset = write_images(tmp_path / "data", folders)
+
+    def split(**settings: object) -> Any:
+        config = Config.make({"dataset": dataset, **settings})
+        return partitioned_data(config, count_clients(config)), config
+
+    of_run = split()
     (warning,) = data_warnings(*of_run)
     assert warning.startswith("site b has 20 test examples but no training example")
     assert data_counts(of_run[0])["test"] == 30
     with pytest.raises(ConfigError, match="num-clients=2 with held-out-clients=b"):
-        split_of(tmp_path, {"num-clients": 3}, client=client, split=split, **arrays)
+        split(**{"num-clients": 3})
     apart = {"held-out-clients": "b", "num-server-rounds": 1, "strategy": "fedbn"}
-    held, config = split_of(tmp_path, apart, client=client, split=split, **arrays)
+    held, config = split(**apart)
     assert data_warnings(held, config) == []
     assert data_counts(held)["test"] == 10
     run(config, tmp_path / "out", workers=0)
@@ -89,9 +97,8 @@ def test_a_run_writes_and_logs_them(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", "flwr")
-    np.savez(tmp_path / "a.npz", x=np.ones((20, 2)), y=np.arange(20) % 2)
     settings = {
-        "dataset": f"npz:{tmp_path / 'a.npz'}",
+        "dataset": write_images(tmp_path / "data", {"cat": 10, "dog": 10}),
         "num-server-rounds": 1,
         "num-clients": 2,
     }
@@ -104,19 +111,14 @@ def test_a_run_writes_and_logs_them(
 @pytest.mark.parametrize("strategy", ["fedbn", "centralized"])
 def test_a_run_without_test_examples_is_refused(tmp_path: Path, strategy: str) -> None:
     """Such a run would end without a result."""
-    np.savez(
-        tmp_path / "a.npz",
-        x=np.random.default_rng(0).normal(size=(60, 2)),
-        y=np.arange(60) % 2,
-    )
     settings = {
-        "dataset": f"npz:{tmp_path / 'a.npz'}",
+        "dataset": write_images(tmp_path / "data", {"cat": 10, "dog": 10}),
         "num-clients": 2,
         "test-share": 0.001,
         "strategy": strategy,
     }
     with pytest.raises(
-        DataError, match=r"npz.* has no test examples .test-share=0\.001\)"
+        DataError, match=r"folder.* has no test examples .test-share=0\.001\)"
     ):
         run(Config.make(settings), tmp_path / "out", workers=0)
     assert not (tmp_path / "out").exists()

@@ -23,6 +23,7 @@ from fedbn_flwr.errors import ConfigError, DataError, FedBNError
 from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.runs.run import run
 from tests.support.runs import lines_of
+from tests.support.tables import write_images
 
 NAMES = ("east", "north", "west")
 MODULE = "tables_of_nodes"
@@ -138,58 +139,33 @@ def test_image_folders_of_nodes_have_the_runs_classes(served, tmp_path) -> None:
     assert alone["sha256"] == whole["sha256"]
 
 
-def test_arrays_of_nodes_take_the_runs_shape(served, tmp_path) -> None:
-    rng = np.random.default_rng(0)
-    for name, shape in (("0", (9, 9)), ("1", (12, 12, 3))):
-        np.savez(
-            tmp_path / f"{name}.npz",
-            x=rng.integers(0, 256, (20, *shape)).astype(np.uint8),
-            y=np.arange(20) % 2,
-        )
-    settings = {**SETTINGS}
-    settings |= {
-        "num-server-rounds": 1,
-        "dataset": "npz:",
-        "model": "lenet",
-        "image-size": 32,
-        "num-classes": 3,
-    }
-    settings["task"] = "classification"
-    _, lines = served(settings, at([tmp_path / "0.npz", tmp_path / "1.npz"]))
-    assert [line["participants"] for line in lines] == [[0, 1]]
-
-
 def test_a_common_test_set_on_nodes_with_their_own_data_is_refused_before_round_1(
     served, tmp_path
 ) -> None:
-    np.savez(
-        tmp_path / "0.npz", x=np.zeros((20, 28, 28), np.uint8), y=np.arange(20) % 2
-    )
+    write_images(tmp_path / "0", {"cat": 10, "dog": 10})
     settings = {
         **SETTINGS,
         **IMAGES,
-        "dataset": "npz:",
+        "dataset": "folder:",
         "eval-on": "personal-own,personal-global",
     }
     with pytest.raises(
         ConfigError,
         match=r"eval-on=personal-global.*data-path has only its own.*personal-own",
     ):
-        served(settings, at([tmp_path / "0.npz"]))
+        served(settings, at([tmp_path / "0"]))
     assert not lines_of(tmp_path / "out")
 
 
 def test_what_the_server_must_know_of_the_data_is_in_the_config(
     served, tmp_path
 ) -> None:
-    settings = {**SETTINGS, **IMAGES, "dataset": "npz:"}
-    np.savez(
-        tmp_path / "0.npz", x=np.zeros((20, 28, 28), np.uint8), y=np.arange(20) % 2
-    )
+    settings = {**SETTINGS, **IMAGES, "dataset": "folder:"}
+    write_images(tmp_path / "0", {"cat": 10, "dog": 10})
     with pytest.raises(
         DataError, match=r"only the nodes have the data.*eval-on=personal-own"
     ):
-        served({**settings, "eval-on": "global"}, at([tmp_path / "0.npz"]), "global")
+        served({**settings, "eval-on": "global"}, at([tmp_path / "0"]), "global")
     with pytest.raises(FedBNError, match=r"only the nodes have the data.*data-path"):
         run(Config.make({**settings, "num-clients": 2}), tmp_path / "run")
     with pytest.raises(

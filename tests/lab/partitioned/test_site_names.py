@@ -78,21 +78,6 @@ def of_folders(where: Path, module: ModuleType) -> tuple[dict[str, Any], Sites]:
     return {**SETTINGS, "dataset": f"folder:{where}"}, list(enumerate(names))
 
 
-def of_column(where: Path, module: ModuleType) -> tuple[dict[str, Any], Sites]:
-    x, y, client, split = [], [], [], []
-    for site, name in enumerate(HARD):
-        for part in ("train", "test"):
-            inputs, targets = numbers(site, part)
-            x.append(inputs.numpy())
-            y.append(targets.numpy())
-            client += [name] * len(targets)
-            split += [part] * len(targets)
-    arrays = {"x": np.concatenate(x), "y": np.concatenate(y)}
-    np.savez(where.with_suffix(".npz"), **arrays, client=client, split=split)
-    settings = {**SETTINGS, "dataset": f"npz:{where}.npz"}
-    return settings, list(enumerate(HARD))
-
-
 def of_list(where: Path, module: ModuleType) -> tuple[dict[str, Any], Sites]:
     module.rows.site_names = list(HARD)
     return by_function(module), list(enumerate(HARD))
@@ -114,11 +99,11 @@ def of_nodes(where: Path, module: ModuleType) -> tuple[dict[str, Any], Sites]:
     return {**by_function(module), "strategy": "fedavg"}, list(enumerate(HARD))
 
 
-ALL = [of_folders, of_column, of_list, of_files, of_nodes]
+ALL = [of_folders, of_list, of_files, of_nodes]
 
 
 # A list of files is a list.
-@pytest.mark.parametrize("source", fast(ALL, of_folders, of_column, of_nodes))
+@pytest.mark.parametrize("source", fast(ALL, of_folders, of_nodes))
 def test_everything_shows_the_names_of_the_source_in_their_order(
     source: Callable[..., tuple[dict[str, Any], Sites]],
     module: ModuleType,
@@ -127,8 +112,8 @@ def test_everything_shows_the_names_of_the_source_in_their_order(
 ) -> None:
     """The number of examples of a site shows which site a row belongs to."""
     settings, sites = source(tmp_path / "data", module)
-    # Folders and columns are in the order of the alphabet.
-    if source in (of_folders, of_column):
+    # Folders are in the order of the alphabet.
+    if source is of_folders:
         ordered = sorted(name for _, name in sites)
         examples = {name: site + 2 for site, name in sites}
         sites = list(enumerate(ordered))
@@ -280,10 +265,3 @@ def test_a_node_refuses_a_bad_name_in_its_config(name: Any, module: ModuleType) 
     )
     with pytest.raises(ConfigError, match="site-name in the node's config: "):
         client_fn(context)
-
-
-def test_bad_values_of_a_column_are_refused(tmp_path: Path) -> None:
-    x, y = np.zeros((8, 2), np.float32), np.arange(8) % 2
-    np.savez(tmp_path / "data.npz", x=x, y=y, client=["a", "b\n"] * 4)
-    with pytest.raises(ConfigError, match=r"no usable name: .*U\+000A"):
-        checked_config(Config.make({**SETTINGS, "dataset": f"npz:{tmp_path}/data.npz"}))

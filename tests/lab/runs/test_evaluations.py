@@ -209,7 +209,7 @@ def test_any_size_of_a_test_batch_gives_the_same_figures(
 
 
 @pytest.mark.parametrize("shown", ["personal-own,personal-global", "personal-domains"])
-def test_one_machine_is_tested_where_the_clients_are(
+def test_the_shared_model_is_tested_at_each_client(
     quick_run, quick_config, shown: str
 ) -> None:
     """Each client's test equals plain evaluation.
@@ -217,7 +217,7 @@ def test_one_machine_is_tested_where_the_clients_are(
     Weighted by examples, the disjoint tests give the test of all.
     """
     keys = {
-        "strategy": "centralized",
+        "strategy": "fedavg",
         "eval-on": f"{shown},global" if "own" in shown else f"global,{shown}",
     }
     keys |= (
@@ -425,7 +425,6 @@ def test_a_binary_run_has_its_metrics_everywhere(monkeypatch, quick_run) -> None
     settings = {
         "dataset": "mine",
         "partition": "shards",
-        "shards-per-client": 1,
         "num-clients": 3,
         "batch-size": 32,
     }

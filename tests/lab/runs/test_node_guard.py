@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from flwr.app import Context, Message, RecordDict
 from flwr.supercore.task_identity import TaskIdentity
@@ -20,6 +19,7 @@ from fedbn_flwr.compat.flower import identify_process
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.lab.config import Config
 from fedbn_flwr.messages.protocol import INFO, NUM_EXAMPLES, UNUSABLE
+from tests.support.tables import write_images
 
 SECRET = "Mueller_1961"
 DEFAULTS = {
@@ -65,9 +65,9 @@ def network(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def secret(tmp_path: Path) -> Path:
-    path = tmp_path / "secret.npz"
-    np.savez(path, **{SECRET: np.zeros(2), "y": np.zeros(2)})
-    return path
+    """Provide a folder of images with a single class, so that it is refused."""
+    write_images(tmp_path / "secret", {SECRET: 2})
+    return tmp_path / "secret"
 
 
 def ask(run: dict[str, Any], node: dict[str, Any], kind: str = "query") -> RecordDict:
@@ -95,8 +95,7 @@ def examples(content: RecordDict) -> int:
 def asks_for(path: Path) -> dict[str, dict[str, Any]]:
     """Return run configs that name a path."""
     return {
-        "dataset": {"dataset": f"npz:{path}", "task": "regression", "partition": "iid"},
-        "folder": {"dataset": f"folder:{path.parent}"},
+        "dataset": {"dataset": f"folder:{path}", "partition": "iid"},
         "data-dir": {"dataset": "mnist", "data-dir": str(path.parent)},
         "state-dir": {"state-dir": str(path.parent / "new")},
         "out": {"state-dir": "out", "out": str(path.parent / "new")},
@@ -106,7 +105,7 @@ def asks_for(path: Path) -> dict[str, dict[str, Any]]:
 @pytest.mark.parametrize("name", asks_for(Path()))
 @pytest.mark.parametrize(
     "node",
-    [SHARE, {"partition-id": 0, "data-path": "/srv/own.npz"}],
+    [SHARE, {"partition-id": 0, "data-path": "/srv/own"}],
     ids=["share", "own data"],
 )
 def test_a_path_of_the_run_is_not_opened_unless_the_node_allows_it(
@@ -144,14 +143,14 @@ def test_a_node_that_allows_a_folder_opens_what_is_in_it_and_follows_no_link_out
 ) -> None:
     inside = secret.parent / "inside"
     inside.mkdir()
-    np.savez(inside / "rows.npz", x=np.arange(40.0)[:, None], y=np.arange(40.0))
-    (inside / "link.npz").symlink_to(secret)
+    write_images(inside / "images", {"cat": 20, "dog": 20})
+    (inside / "link").symlink_to(secret)
     node = {**SHARE, "allow-paths": f"/srv,{inside}"}
-    assert examples(ask(asks_for(inside / "rows.npz")["dataset"], node)) > 0
+    assert examples(ask(asks_for(inside / "images")["dataset"], node)) > 0
     with pytest.raises(ConfigError, match="allow-paths"):
-        ask(asks_for(inside / "link.npz")["dataset"], node)
+        ask(asks_for(inside / "link")["dataset"], node)
     with pytest.raises(ConfigError, match="allow-paths"):
-        ask(asks_for(inside / ".." / "secret.npz")["dataset"], node)
+        ask(asks_for(inside / ".." / "secret")["dataset"], node)
 
 
 def test_a_nodes_own_folder_wins_over_that_of_the_run(network, secret) -> None:
@@ -168,7 +167,7 @@ def test_on_one_machine_everything_is_open_unless_a_node_says_otherwise(secret) 
 
 
 OWN = {
-    "dataset": "npz:",
+    "dataset": "folder:",
     "image-size": 28,
     "num-classes": 2,
     "task": "classification",
@@ -195,7 +194,7 @@ def test_an_error_of_any_kind_says_nothing_of_a_files_content(
 
     monkeypatch.setattr("fedbn_flwr.lab.runs.node.load_data", breaks)
     node = {"partition-id": 0, "data-path": str(secret)}
-    np.savez(secret, x=np.zeros((4, 28, 28), np.uint8), y=np.arange(4) % 2)
+    write_images(secret, {"cat": 2})
     run = OWN
     with pytest.raises(Exception, match="KeyError") as error:
         ask(run, node)

@@ -221,7 +221,6 @@ def three(model: nn.Module, loader: Any, optimizer: Any) -> float:
             "optimizer='adam' has no effect: it is for an empty loop",
         ),
         ({"amp": True}, "amp"),
-        ({"strategy": "centralized"}, "no clients"),
     ],
 )
 def test_settings_that_do_not_fit_a_loop_are_refused(

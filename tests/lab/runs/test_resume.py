@@ -26,11 +26,10 @@ from fedbn_flwr.lab.config import CENTRALIZED, Config
 from fedbn_flwr.lab.files import read_metrics
 from fedbn_flwr.lab.output.folder import lock_folder
 from fedbn_flwr.lab.output.result_writer import OnRound
-from fedbn_flwr.lab.runs import centralized
 from fedbn_flwr.lab.runs.run import run
 from fedbn_flwr.transport import polling_grid
 from tests.support.fast import fast
-from tests.support.runs import lines_of, serve_nodes, summary_of, write_rows
+from tests.support.runs import lines_of, serve_nodes, summary_of
 
 ROUNDS = 6
 BASE: Mapping[str, Any] = {
@@ -136,12 +135,8 @@ def ctrl_c(
 
     The first client has written its local state of that round.
     """
-    module, at = (
-        (centralized, 3)
-        if settings["strategy"] == CENTRALIZED
-        else (torch_client, 2 * 3 + 2)
-    )
-    plain, calls = module.train, itertools.count(1)
+    at = 3 if settings["strategy"] == CENTRALIZED else 2 * 3 + 2
+    plain, calls = torch_client.train, itertools.count(1)
 
     def train(*args: Any, **options: Any) -> Any:
         if next(calls) == at:
@@ -151,7 +146,7 @@ def ctrl_c(
         return plain(*args, **options)
 
     with patch.context() as patched:
-        patched.setattr(module, "train", train)
+        patched.setattr(torch_client, "train", train)
         with pytest.raises(KeyboardInterrupt):
             start(out, **settings)
     assert [line["round"] for line in lines_of(out)] == [1, 2]
@@ -416,8 +411,10 @@ def test_a_run_continues_with_nodes_that_came_later(
 ) -> None:
     """Nodes may join over a network, unless the number of clients is set."""
     monkeypatch.setattr(polling_grid, "is_network_grid", lambda grid: True)
-    rows = write_rows(tmp_path / "own.npz", 20)
-    node = {"data-path": rows.removeprefix("npz:")}
+    rows = np.arange(20)
+    x = np.stack([rows, rows**2 % 7], 1).astype(np.float32)
+    np.savez(tmp_path / "own.npz", x=x, y=rows % 2)
+    node = {"data-path": str(tmp_path / "own.npz")}
     out = tmp_path / "out"
     by_function = {
         "dataset": f"{__name__}:rows_of",

@@ -28,8 +28,10 @@ from fedbn_flwr.lab import setup
 from fedbn_flwr.lab.config import CENTRALIZED, Config
 from fedbn_flwr.lab.output import result_writer
 from fedbn_flwr.lab.output.curves import draw_curves
-from fedbn_flwr.lab.partitioned.partitioned_data import partitioned_data
-from fedbn_flwr.lab.runs.centralized import centralized
+from fedbn_flwr.lab.partitioned.partitioned_data import (
+    federation_size,
+    partitioned_data,
+)
 from fedbn_flwr.lab.runs.check_start import checked_config
 from fedbn_flwr.lab.runs.default_app import client_app
 from fedbn_flwr.lab.runs.run import preflight, run
@@ -85,14 +87,14 @@ def runs(tmp_path_factory, needs) -> dict[str, tuple[dict[str, Any], Path]]:
     for name in METHODS:
         config = Config.make({**settings, **needs(name), "strategy": name})
         with drawn() if name in DRAWN else nullcontext():
-            if name == CENTRALIZED:
-                summary = run(config, folder / name)
-            else:  # two threads on any machine
-                checked = preflight(config, folder / name)
-                with InProcessGrid(
-                    client_app, 3, run_config=checked.config.to_mapping(), threads=2
-                ) as grid:
-                    summary = serve(grid, checked, folder / name)
+            checked = preflight(config, folder / name)
+            with InProcessGrid(
+                client_app,
+                federation_size(checked.config),
+                run_config=checked.config.to_mapping(),
+                threads=2,
+            ) as grid:
+                summary = serve(grid, checked, folder / name)
         made[name] = summary, folder / name
     return made
 
@@ -138,8 +140,7 @@ def test_a_run_writes_its_folder(name: str, runs) -> None:
     chance = 1 / 10 if headline == "test-accuracy" else 1 / 2
     assert summary["final"][headline] > chance + 0.2, "it learns"
     if name == CENTRALIZED:
-        assert [line["exchanges"] for line in lines] == [0, 0, 0]
-        assert summary["ledger"]["bytes-down"] == summary["ledger"]["bytes-up"] == 0
+        assert [line["participants"] for line in lines] == [[0]] * 3
     if name in DRAWN:
         assert image.imread(io.BytesIO((out / "curves.png").read_bytes())).shape == (
             400,
@@ -176,13 +177,9 @@ def test_the_config_of_a_run_repeats_it_with_one_worker_too(
     """
     summary, out = runs[name]
     config = Config.load(out / "config.yaml")
-    if name == CENTRALIZED:
-        again = centralized(checked_config(config), tmp_path / "again")
-    else:
-        with InProcessGrid(
-            client_app, 3, run_config=config.to_mapping(), seed=9
-        ) as grid:
-            again = serve(grid, checked_config(config), tmp_path / "again")
+    clients, settings = federation_size(config), config.to_mapping()
+    with InProcessGrid(client_app, clients, run_config=settings, seed=9) as grid:
+        again = serve(grid, checked_config(config), tmp_path / "again")
     assert again["sha256"] == summary["sha256"]
     assert again["final"] == summary["final"]
     assert (tmp_path / "again/model.safetensors").read_bytes() == (
@@ -342,6 +339,18 @@ def test_every_engine_has_the_rate_of_the_schedule(quick_run) -> None:
         found[0]["final"]["test-loss"], rel=1e-5
     )
     assert quick_run(strategy="fedavg", **one)[0]["sha256"] != found[0]["sha256"]
+
+
+def test_pooled_data_are_those_of_one_client_with_all_of_them(quick_run) -> None:
+    """Momentum goes on over the rounds."""
+    keys = {"partition": "iid", "sgd-momentum": 0.9, "eval-on": "global,personal-own"}
+    one = {"num-clients": 1, "momentum-scope": "local"}
+    alone = quick_run(strategy="fedavg", **{**keys, **one})[0]
+    pooled = quick_run(strategy="centralized", **keys)[0]
+    assert pooled["sha256"] == alone["sha256"]
+    assert pooled["final"] == alone["final"]
+    reset = {**keys, "num-clients": 1, "momentum-scope": "none"}
+    assert quick_run(strategy="fedavg", **reset)[0]["sha256"] != alone["sha256"]
 
 
 def test_the_number_of_torch_threads_is_restored(quick_run) -> None:

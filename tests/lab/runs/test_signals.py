@@ -1,4 +1,4 @@
-"""Signals (N, C, L) from an npz file to ONNX.
+"""Signals (N, C, L) from a function to a module.
 
 They are read, standardised by channel, trained and tested.
 """
@@ -12,14 +12,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.lab.config import Config, data_of
-from fedbn_flwr.lab.data import own_info
 from fedbn_flwr.lab.finished_runs.evaluate import evaluate_run
 from fedbn_flwr.lab.finished_runs.saved_model import load_model
 from fedbn_flwr.lab.runs.run import run
 from fedbn_flwr.lab.setup import make_model
+from tests.support.tables import table
 
 CLASSES, CHANNELS, STEPS = 3, 2, 24
 
@@ -38,24 +39,35 @@ def waves() -> tuple[Any, Any]:
     return x.astype(np.float32), y
 
 
-def saved(path: Path, x: Any, y: Any) -> str:
-    np.savez(path, x=x, y=y)
-    return f"npz:{path}"
+class Net(nn.Module):
+    """A network that averages over time."""
+
+    def __init__(self, num_classes: int, channels: int) -> None:
+        super().__init__()
+        self.conv = nn.Conv1d(channels, 8, 3, padding=1)
+        self.norm = nn.BatchNorm1d(8)
+        self.fc = nn.Linear(8, num_classes)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.fc(self.norm(self.conv(x)).relu().mean(2))
 
 
 @pytest.fixture
-def settings(tmp_path: Path) -> dict[str, Any]:
-    data = saved(tmp_path / "waves.npz", *waves())
+def settings(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    x, y = waves()
+    data = table(monkeypatch, x, y, np.arange(60) // 20)
     sizes = {
         "num-clients": 3,
         "num-server-rounds": 2,
         "local-steps": 2,
         "batch-size": 8,
     }
-    return {"dataset": data, "model": "signal-cnn", **sizes}
+    return {"dataset": data, "model": f"{__name__}:Net", **sizes}
 
 
-def test_a_run_on_signals_has_a_model_for_them(settings: Any, tmp_path: Path) -> None:
+def test_a_run_on_signals_trains_a_model_of_the_user(
+    settings: Any, tmp_path: Path
+) -> None:
     config = Config.make({**settings, "strategy": "fixbn", "freeze-at": 1})
     assert data_of(config).shape == (CHANNELS, STEPS)
     run(config, tmp_path / "run", workers=0)
@@ -68,7 +80,7 @@ def test_models_for_other_inputs_are_refused(settings: Any) -> None:
     for model in ("lenet", "mlp", "resnet20"):
         with pytest.raises(
             ConfigError,
-            match=rf"'{model}' does not take examples of shape \(2, 24\).*signal-cnn",
+            match=rf"'{model}' does not take examples of shape \(2, 24\).*own model",
         ):
             make_model(Config.make({**settings, "model": model}))
 
@@ -92,21 +104,3 @@ def images(num_classes, channels, size):
         ConfigError, match=r"'size'\. With these data, .* num_classes, channels, length"
     ):
         make_model(Config.make({**settings, "model": "my_signals:images"}))
-
-
-@pytest.mark.parametrize(
-    ("x", "shape"),
-    [
-        (np.zeros((9, 6, 8), np.float64), (6, 8)),
-        (np.zeros((9, 6, 6), np.int64), (6, 6)),
-        (np.zeros((9, 6, 6), np.uint8), ()),  # grey images
-        (np.zeros((9, 1, 6, 6), np.float32), (1, 6, 6)),
-    ],
-)
-def test_arrays_of_numbers_are_signals_and_bytes_are_images(
-    x: Any, shape: Any, tmp_path: Path
-) -> None:
-    config = Config.make(
-        {"dataset": saved(tmp_path / "a.npz", x, np.arange(9) % 3), "num-clients": 1}
-    )
-    assert own_info(data_of(config).own).input_shape == shape

@@ -21,7 +21,6 @@ from rich.progress import Progress
 
 from fedbn_flwr.errors import ConfigError, EngineError, RunFailedError, StateError
 from fedbn_flwr.lab.cli import sweep_command
-from fedbn_flwr.lab.config import RENAMED
 from fedbn_flwr.lab.output.folder import lock_folder
 from fedbn_flwr.lab.studies import one_run
 from fedbn_flwr.lab.studies import sweep as module
@@ -31,7 +30,8 @@ from fedbn_flwr.lab.studies.parallel import in_parallel
 from fedbn_flwr.lab.studies.results import markdown, rows_of, table
 from fedbn_flwr.lab.studies.study import Cell, Study, Tuning
 from fedbn_flwr.lab.studies.sweep import LogFollower, sweep
-from tests.support.runs import summary_of, write_rows
+from tests.support.runs import summary_of
+from tests.support.tables import write_images
 
 TEXT = """
 name: small
@@ -145,19 +145,17 @@ def test_a_study_is_a_grid_of_runs(study: Study, tmp_path: Path) -> None:
 
 
 LAYERS = ("base", "--set", "splits", "methods", "overrides", "tune.base", "tune.grid")
-TWO_NAMES = next(iter(RENAMED.items()))
 VALUES = ("channel", "messages")
 
 
-@pytest.mark.parametrize("names", [TWO_NAMES, TWO_NAMES[::-1]])
 @pytest.mark.parametrize("pair", list(itertools.combinations(LAYERS, 2)))
 def test_of_two_layers_of_a_study_the_later_one_wins(
-    tmp_path: Path, pair: tuple[str, str], names: tuple[str, str]
+    tmp_path: Path, pair: tuple[str, str]
 ) -> None:
-    """This applies to a key's old name, and after ``tune`` has chosen."""
+    """This also applies after ``tune`` has chosen."""
     of_layer = {layer: dict[str, str]() for layer in LAYERS}
-    for layer, name, value in zip(pair, names, VALUES, strict=True):
-        of_layer[layer][name] = value
+    for layer, value in zip(pair, VALUES, strict=True):
+        of_layer[layer]["fedtan-transport"] = value
     grid = {key: [value] for key, value in of_layer["tune.grid"].items()}
     text = {
         "name": "layers",
@@ -450,7 +448,7 @@ def test_results_of_data_that_have_changed_do_not_stand_beside_those_of_the_new_
     tmp_path: Path,
 ) -> None:
     base = {
-        "dataset": write_rows(tmp_path / "t.npz", 20),
+        "dataset": write_images(tmp_path / "t", {"cat": 10, "dog": 10}),
         "num-clients": 2,
         "num-server-rounds": 1,
         "local-steps": 1,
@@ -465,7 +463,7 @@ def test_results_of_data_that_have_changed_do_not_stand_beside_those_of_the_new_
         return load_study(written(tmp_path, json.dumps({**small, "seeds": seeds})))
 
     sweep(loaded([0]), tmp_path / "out")
-    write_rows(tmp_path / "t.npz", 19)
+    (tmp_path / "t/dog/9.png").unlink()
     sweep(loaded([0]), tmp_path / "out")  # nothing remains to do
     with pytest.raises(
         ConfigError,

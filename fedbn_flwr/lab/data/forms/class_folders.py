@@ -108,7 +108,7 @@ def read_folder(request: OwnData) -> Records:
         clients = [place.client for place in of_files]
         given["clients"], given["client_names"] = numbered(clients)
     return Records(
-        inputs=paths,
+        paths=paths,
         targets=torch.tensor([classes.index(place.label) for place in of_files]),
         task=task,
         num_classes=task.outputs(len(classes)),
@@ -133,7 +133,7 @@ def _without_classes(request: OwnData, folders: Mapping[Path, list[str]]) -> Rec
         raise request.problem(
             f"no image files ({', '.join(SUFFIXES)}) in it. Put the images there."
         )
-    return Records.unlabelled(request, sorted(paths), sizes=_sizes(sorted(paths)))
+    return Records.unlabelled(request, sorted(paths), _sizes(sorted(paths)))
 
 
 def _sizes(paths: Sequence[Path]) -> list[tuple[int, int]]:

@@ -7,23 +7,19 @@ import hashlib
 import logging
 import math
 import statistics
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.lab.data.datasets import IMAGENET_MEAN, IMAGENET_STD, DatasetInfo
-from fedbn_flwr.lab.data.forms.arrays import read_arrays
 from fedbn_flwr.lab.data.forms.class_folders import read_folder
 from fedbn_flwr.lab.data.forms.function import OwnSites
 from fedbn_flwr.lab.data.forms.image_files import open_images
-from fedbn_flwr.lab.data.forms.own_records import Records
 from fedbn_flwr.lab.data.forms.request import FUNCTION, OwnData, chosen_task
 from fedbn_flwr.lab.data.readers import Loaded
-from fedbn_flwr.lab.data.samples import Samples, Shape, per_channel
+from fedbn_flwr.lab.data.samples import Shape
 from fedbn_flwr.lab.data.splits import Indices
 from fedbn_flwr.lab.data.validation import split_off
 from fedbn_flwr.messages.site_names import fault_of_list
@@ -31,10 +27,6 @@ from fedbn_flwr.training.tasks import TASKS
 
 logger = logging.getLogger("flwr")
 
-_READERS: dict[str, Callable[[OwnData], Records]] = {
-    "folder": read_folder,
-    "npz": read_arrays,
-}
 # a fixed seed, so that all runs have the same test examples
 _TEST_SEED = 0
 # height in pixels of larger images, unless image-size sets another height
@@ -78,7 +70,7 @@ def _opened(request: OwnData, stamp: tuple[int, ...]) -> OwnFiles | OwnSites:
 
 
 class OwnFiles:
-    """Own data in files, divided into training and test examples."""
+    """Own image files, divided into training and test examples."""
 
     def __init__(self, request: OwnData) -> None:
         """Read the records.
@@ -87,7 +79,7 @@ class OwnFiles:
             ConfigError: keys do not fit the data.
             DataError: the data cannot be used.
         """
-        self._request, self._records = request, _READERS[request.kind](request)
+        self._request, self._records = request, read_folder(request)
         fault = fault_of_list(self._records.client_names)
         if fault:
             raise request.problem(f"a client has no usable name: {fault}")
@@ -100,70 +92,44 @@ class OwnFiles:
     @functools.cached_property
     def info(self) -> DatasetInfo:
         """The description of the data."""
-        # Only images have channels and a height that a model can change. The shape of
-        # other inputs stays unchanged.
-        records, inputs = self._records, self._records.inputs
-        shape: tuple[int, ...] = ()
-        channels, height = 3, 0
-        if not isinstance(inputs, Tensor):
-            # Use the median, so that a single thumbnail among the images does not
-            # determine the height.
-            height = statistics.median_low([height for _, height in records.sizes])
-        elif inputs.dtype == torch.uint8:
-            channels, height = inputs.shape[1:3]
-        else:
-            shape, channels = tuple(inputs.shape[1:]), 0
+        # Use the median height, so that a single thumbnail among the images does not
+        # determine the height.
+        records = self._records
+        height = statistics.median_low([height for _, height in records.sizes])
         # Use ImageNet's mean and std, because every node must scale pixels alike, but
         # each node has other data.
         return DatasetInfo(
             self._request.name,
             num_classes=records.num_classes,
-            channels=channels,
+            channels=3,
             size=min(height, _LARGEST),
             summary=f"{len(records):,} examples of own data",
             source="own data",
             loader=self.load,
-            mean=per_channel(IMAGENET_MEAN, channels),
-            std=per_channel(IMAGENET_STD, channels),
+            mean=IMAGENET_MEAN,
+            std=IMAGENET_STD,
             grouped=records.clients is not None,
             task=records.task,
-            input_shape=shape,
             class_names=records.class_names,
             client_names=records.client_names,
         )
 
     @functools.cached_property
     def _parts(self) -> tuple[Indices, Indices]:
-        """The numbers of the training and of the test examples.
-
-        Raises:
-            ConfigError: the data's own split has examples of one unit on both sides.
-        """
+        """The numbers of the training and of the test examples."""
         request, records = self._request, self._records
         everything, tests = np.arange(len(records), dtype=np.int64), records.tests
         # Use the data's own split into training and test, if there is one.
         if tests is not None:
-            if records.units is not None:
-                both = np.intersect1d(records.units[tests], records.units[~tests])
-                if len(both):
-                    raise ConfigError(
-                        f"dataset={request.name!r}: {len(both)} of the values of group"
-                        " are on both sides of the data's own split, training and test."
-                        " Correct the split, or remove it; then a split by group is"
-                        " made."
-                    )
             return everything[~tests], everything[tests]
         if request.test_share == 1:
             return everything[:0], everything
         # Otherwise draw a share of the examples of each cell. A cell is a class of a
         # client.
-        cells = np.zeros(len(records), np.int64)
-        if records.targets.dtype == torch.int64:
-            cells = records.targets.numpy()
+        cells = records.targets.numpy()
         if records.clients is not None:
             cells = cells * len(records.client_names) + records.clients
-        share, units = request.test_share, records.units
-        return split_off(everything, cells, share, _TEST_SEED, units)
+        return split_off(everything, cells, request.test_share, _TEST_SEED)
 
     def load(self, folder: Path, shape: Shape) -> Loaded:
         """Return the training and the test examples, see ``DatasetInfo.loader``."""
@@ -172,21 +138,19 @@ class OwnFiles:
         records = self._records
         if not self._request.image_size and len(set(records.sizes)) > 1:
             self._warn_of_sizes(shape)
-        inputs, targets = records.inputs, records.targets
-        if isinstance(inputs, Tensor):
-            loaded = [Samples(inputs[part], targets[part]) for part in self._parts]
-        else:
-            files = [*zip(inputs, targets.tolist(), strict=True)]
-            train, test = ([files[at] for at in part] for part in self._parts)
-            loaded = [*open_images(train, test, shape)[:2]]
-        both = []
-        for samples, part in zip(loaded, self._parts, strict=True):
-            clients, units = (
-                None if numbers is None else torch.from_numpy(numbers[part])
-                for numbers in (records.clients, records.units)
-            )
-            both.append(samples.regrouped(clients, units))
-        return Loaded(both[0], both[1], records.client_names)
+        files = [*zip(records.paths, records.targets.tolist(), strict=True)]
+        train, test = ([files[at] for at in part] for part in self._parts)
+        loaded = open_images(train, test, shape)
+        if records.clients is None:
+            return loaded
+        of_train, of_test = (
+            torch.from_numpy(records.clients[part]) for part in self._parts
+        )
+        return Loaded(
+            loaded.train.regrouped(of_train),
+            loaded.test.regrouped(of_test),
+            records.client_names,
+        )
 
     def _warn_of_sizes(self, shape: Shape) -> None:
         """Warn that images have several sizes, because all are resized to one size."""
@@ -204,16 +168,14 @@ class OwnFiles:
 
     @property
     def tests(self) -> dict[str, list[int | str]]:
-        """The file or row of each test example, and its client and group, if any."""
+        """The file of each test image, and its client, if any."""
         records, (_, tests) = self._records, self._parts
-        columns: dict[str, list[int | str]] = {"row": tests.tolist()}
-        if not isinstance(records.inputs, Tensor):
-            columns = {"file": [self._name_of(records.inputs[at]) for at in tests]}
+        columns: dict[str, list[int | str]] = {
+            "file": [self._name_of(records.paths[at]) for at in tests]
+        }
         if records.clients is not None:
             names = records.client_names
             columns["client"] = [names[at] for at in records.clients[tests]]
-        if records.units is not None:
-            columns["group"] = [records.unit_names[at] for at in records.units[tests]]
         return columns
 
     def _name_of(self, path: Path) -> str:
@@ -223,21 +185,17 @@ class OwnFiles:
     def sha256(self) -> str:
         """The SHA-256 of the data, to notice changes.
 
-        It depends on the examples and their order, their division into training and
-        test examples, and the clients that the data name. Of image files, only paths
-        and sizes are used.
+        It depends on the paths and sizes of the files, their order, their division
+        into training and test examples, and the clients.
         """
         # Do not change the order of the entries, because runs save this digest in
         # data.json: unchanged data would look changed.
         records, digest = self._records, hashlib.sha256()
-        if isinstance(records.inputs, Tensor):
-            digest.update(records.inputs.contiguous().numpy().tobytes())
-        else:
-            lines = []
-            for path in records.inputs:
-                lines.append(f"{self._name_of(path)} {path.stat().st_size}")
-            digest.update("\n".join(lines).encode())
-        digest.update(records.targets.contiguous().numpy().tobytes())
+        lines = []
+        for path in records.paths:
+            lines.append(f"{self._name_of(path)} {path.stat().st_size}")
+        digest.update("\n".join(lines).encode())
+        digest.update(records.targets.numpy().tobytes())
         for rows in self._parts:
             digest.update(rows.tobytes())
         if records.clients is not None:

@@ -1,11 +1,10 @@
-"""Own data in the form that every reader of files returns."""
+"""Own image files in the form that their reader returns."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -19,25 +18,23 @@ from fedbn_flwr.training.tasks import TASKS, Task
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Records:
-    """N examples of own data, in the form that every reader of files returns.
+    """N image files of the user.
 
     Attributes:
-        inputs: paths of N image files; or uint8 images (N, C, H, W) or float32 (N,
-            ...).
-        targets: int64 (N,), float32 (N,) or (N, K), or uint8 (N, H, W).
+        paths: the files.
+        targets: class of each image, int64 (N,).
         task: the learning task.
-        num_classes: outputs of the model: classes, labels or target columns.
-        class_names: their names; with (), the classes are numbers.
+        num_classes: outputs of the model.
+        class_names: names of the classes; with (), the classes are numbers.
         sizes: width and height in pixels of the image files, or of some if there are
             many.
         clients: client of each example, (N,), and ``client_names``; None if the data
             have no clients.
-        units: unit (patient) of each example, (N,), or None, and ``unit_names``.
         tests: whether each example is a test example, bool (N,); None if the data have
             no split.
     """
 
-    inputs: Tensor | Sequence[Path]
+    paths: Sequence[Path]
     targets: Tensor
     task: Task
     num_classes: int
@@ -45,22 +42,27 @@ class Records:
     sizes: Sequence[tuple[int, int]] = ()
     clients: npt.NDArray[np.int64] | None = None
     client_names: tuple[str, ...] = ()
-    units: npt.NDArray[np.int64] | None = None
-    unit_names: tuple[str, ...] = ()
     tests: npt.NDArray[np.bool_] | None = None
 
     @classmethod
     def unlabelled(
-        cls, request: OwnData, inputs: Tensor | Sequence[Path], **given: Any
+        cls,
+        request: OwnData,
+        paths: Sequence[Path],
+        sizes: Sequence[tuple[int, int]],
     ) -> Records:
-        """Return the records of examples without targets.
+        """Return the records of images without classes.
 
         Their class is ``UNKNOWN``, and the task is the task of the request.
         """
-        targets = torch.full((len(inputs),), UNKNOWN)
+        targets = torch.full((len(paths),), UNKNOWN)
         task, num_classes = TASKS[request.task], request.num_classes
         return cls(
-            inputs=inputs, targets=targets, task=task, num_classes=num_classes, **given
+            paths=paths,
+            targets=targets,
+            task=task,
+            num_classes=num_classes,
+            sizes=sizes,
         )
 
     def __len__(self) -> int:

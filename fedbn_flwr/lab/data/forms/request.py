@@ -19,7 +19,6 @@ KINDS = {
         "folder:PATH, image files in class/file, client/class/file or"
         " client/{train,test}/class/file"
     ),
-    "npz": "npz:PATH, arrays x, y and, if there are any, client, group and split",
 }
 """Kinds of own data in files: the prefix of ``dataset``, and its form for messages."""
 
@@ -52,8 +51,7 @@ class OwnData:
             have the data.
         task: name of the task; with "", the form of the targets determines the task.
         num_classes: number of classes; with 0, the number of classes in the data.
-        image_size: height and width of the images; with 0, their median height
-            (``npz``: their common height).
+        image_size: height and width of the images; with 0, their median height.
         test_share: share of the examples that are test examples, if the data have no
             split; 1 makes all of them tests.
         sites: ``FUNCTION``: the sites to load, by number or by a node's
@@ -109,19 +107,15 @@ class OwnData:
         return kind, path
 
     def existing(self) -> Path:
-        """Return the path, if it exists.
+        """Return the path of the folder, if it exists.
 
         Raises:
-            DataError: the path does not exist.
+            DataError: the folder does not exist.
         """
         path = Path(self.path)
-        if self.kind == "folder":
-            found, what = path.is_dir(), "folder"
-        else:
-            found, what = path.is_file(), "file"
-        if self.path and found:
+        if self.path and path.is_dir():
             return path
-        raise self.problem(f"there is no such {what}.")
+        raise self.problem("there is no such folder.")
 
 
 def numbered(values: Sequence[object]) -> tuple[npt.NDArray[np.int64], tuple[str, ...]]:
