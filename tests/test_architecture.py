@@ -23,6 +23,8 @@ pytestmark = pytest.mark.xdist_group("trees")
 LIMITS = {"core": 108_200, "laboratory": 74_300, "tests": 260_000}
 """Most nodes of the syntax tree, 5 % above the true sizes."""
 
+PACKAGE = size.ROOT / "fedbn_flwr"
+
 LEVELS = (
     ("errors", "problems", "machine", "lazy", "atomic_file"),
     ("training", "norms", "compat"),
