@@ -34,6 +34,7 @@ instead of a way that is not confirmed or not sure enough to be trusted.
 
 A model is trusted if all of these hold: its way is confirmed; $q$ minus two standard
 errors is at least three quarters of the way from $1/K$ to 1; it has seen 16 examples;
+at most 10 % of the images or signals are copies of another one (blank ones are, too);
 and the largest share of the estimated class mix is at most 95 %, because a site with one
 class cannot be told from a model that fails. The last condition does not apply to
 `matched`.
@@ -82,6 +83,8 @@ FEWEST = 16
 # Rules of trust: how sure the predictions are, and the largest estimated share of a class.
 _SURE_TO_TRUST = 0.75
 _ONE_CLASS = 0.95
+# Largest share of copies among images or signals.
+_COPIES = 0.1
 # Smallest share of a class in an estimated mix.
 _RARE = 1e-4
 # Shift, in standard deviations, at which the stored statistics are wrong.
@@ -236,6 +239,8 @@ def _judged(
             doubt = (
                 "the ways to calibrate disagree on more than a quarter of the examples"
             )
+        if site.copies > _COPIES:
+            doubt = f"{site.copies:.0%} of the examples are copies of another example"
         changed = {name: 1 - one.agreement(plain) for name, one in guesses.items()}
         prior = known.class_mix if known else torch.full_like(probabilities[0], 1)
         prior = prior / prior.sum()

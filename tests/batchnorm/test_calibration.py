@@ -622,3 +622,18 @@ def test_a_layer_without_calls_keeps_its_statistics() -> None:
     model = site.calibrated(site.tried(use_all, site.order).statistics)
     idle: Any = model.get_submodule("idle")
     assert torch.equal(idle.running_mean, torch.zeros(7).double())
+
+
+@pytest.mark.parametrize("blank", [False, True])
+def test_copies_and_blank_images_take_trust_away(blank: bool) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.BatchNorm2d(1), nn.Flatten(), nn.Linear(16, CLASSES)
+    ).double()
+    x = 3 * torch.randn(40, 1, 4, 4).double()
+    model[-1].weight.data *= 50
+    assert "copies" not in calibrate(model, [x], "none").warning
+    x[:8] = 0.0 if blank else x[7]
+    found = calibrate(model, [x[:20], x[20:]], "none")
+    assert not found.trusted
+    assert "18% of the examples are copies of another example" in found.warning
