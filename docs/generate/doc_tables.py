@@ -24,7 +24,6 @@ from doc_papers import papers_block
 from doc_performance import compared_sentence, simulation_tables
 from doc_picture import PICTURE, draw_report
 from doc_privacy import privacy_table
-from doc_problems import problem_table
 
 from fedbn_flwr.batchnorm.parts import Part
 from fedbn_flwr.lab.config import GROUPS, Config
@@ -68,7 +67,6 @@ def derived(root: Path) -> dict[Path, str]:
             "classes": class_list(),
         },
         "docs/guides/privacy.md": {"protections": privacy_table()},
-        "docs/reference/problems.md": {"problems": problem_table()},
         "docs/performance.md": {
             "compared": f"\n{compared_sentence(root)}\n",
             "simulation": f"\n{simulation_tables(root)}\n",
