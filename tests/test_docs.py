@@ -447,7 +447,7 @@ def test_generate_mends_what_is_stale(
 ) -> None:
     for name in ("README.md", "pyproject.toml", "mkdocs.yml"):
         shutil.copy(ROOT / name, tmp_path)
-    for name in ("docs", "apps/main/recipes", "studies"):
+    for name in ("docs", "apps/main/recipes", "studies", "benchmarks"):
         shutil.copytree(ROOT / name, tmp_path / name)
     for name in ("lab/config/names.json", "strategies/constructors.pyi"):
         copy = tmp_path / "fedbn_flwr" / name

@@ -69,8 +69,8 @@ def derived(root: Path) -> dict[Path, str]:
         "docs/guides/privacy.md": {"protections": privacy_table()},
         "docs/performance.md": {
             "compared": f"\n{compared_sentence(root)}\n",
-            "simulation": f"\n{simulation_tables(root)}\n",
         },
+        "benchmarks/results.md": {"simulation": f"\n{simulation_tables(root)}\n"},
         "docs/results/papers.md": {"papers": papers_block(root)},
     }
     for name, blocks in marked.items():
