@@ -34,7 +34,6 @@ from tests.support.fast import fast
 ROOT = Path(__file__).parents[1]
 PAGES = pages()
 NOT_RUN = {
-    ("docs/guides/privacy.md", "needs a grid"),
     (
         "docs/results/which-method.md",
         "needs data, and takes from half an hour to hours",
