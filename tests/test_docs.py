@@ -26,6 +26,7 @@ from pages import FOLDER, Block, blocks, missing, pages, shown_after, written
 import fedbn_flwr
 from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.setup import make_model
+from fedbn_flwr.lab.studies.check_study import load_study
 from fedbn_flwr.norms import NORMS
 from fedbn_flwr.strategies import STRATEGIES
 from fedbn_flwr.training.freezing import layers_of
@@ -346,6 +347,20 @@ def test_what_a_method_reached_stands_in_the_results() -> None:
             if "here" in row:
                 page = ROOT / "docs/results" / study["page"].partition("#")[0]
                 assert str(row["here"]) in page.read_text(), row
+
+
+STUDIES = [
+    path
+    for path in sorted((ROOT / "docs/results").glob("*.yaml"))
+    if "\nmethods:" in path.read_text() and path.name != "methods.yaml"
+]
+
+
+@pytest.mark.parametrize("path", STUDIES, ids=lambda path: path.stem)
+def test_a_study_beside_the_results_has_only_keys_and_methods_that_exist(
+    path: Path,
+) -> None:
+    assert load_study(path).methods
 
 
 def test_the_numbers_of_the_advice_are_recorded() -> None:
