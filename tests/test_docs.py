@@ -133,7 +133,6 @@ NOT_PUBLIC_YET = {
     ("docs/quickstart.ipynb", "fedbn_flwr.lab.report"),
     ("docs/quickstart.ipynb", "fedbn_flwr.lab.runs.run"),
     ("docs/reference/output-folder.md", "fedbn_flwr.lab.config"),
-    ("docs/reference/output-folder.md", "fedbn_flwr.lab.output.folder"),
     ("docs/reference/output-folder.md", "fedbn_flwr.lab.runs.run"),
     ("docs/reference/output-folder.md", "fedbn_flwr.lab.setup"),
     ("docs/resume.md", "fedbn_flwr.checked_file"),
