@@ -22,7 +22,13 @@ from fedbn_flwr.server.methods.params import Params, about
 from fedbn_flwr.server.rounds import recalibration
 from fedbn_flwr.strategies import METHODS, STRATEGIES, Strategy, combined
 
-__all__ = ["method_pages", "method_title", "options", "page_of"]
+__all__ = [
+    "method_pages",
+    "method_title",
+    "options",
+    "page_of",
+    "reached_with_worst",
+]
 
 _OPTIONS = {
     feature: "feature-norm",
@@ -83,6 +89,12 @@ def page_of(name: str) -> str:
         for first, other in STRATEGIES.items()
         if other.__module__ == module
     )
+
+
+def reached_with_worst(row: Mapping[str, Any]) -> str:
+    """Return the result of a row of methods.yaml, with the lowest mean of a site."""
+    worst = f", worst site {row['worst']}" if "worst" in row else ""
+    return f"{row['here']}{worst}"
 
 
 def method_title(method: StrategyClass) -> str:
@@ -205,9 +217,8 @@ def _measured(method: StrategyClass, results: Mapping[str, Any]) -> str:
     fedavg = {}
     for row in results["methods"]["fedavg"]:
         if "here" in row:
-            fedavg[row["study"], row.get("case", "BN").removeprefix("BN, ")] = row[
-                "here"
-            ]
+            case = row.get("case", "BN").removeprefix("BN, ")
+            fedavg[row["study"], case] = reached_with_worst(row)
     rows = results["methods"].get(method.name, ())
     for row in sorted(
         rows, key=lambda row: (not row.get("first"), order(row["study"]))
@@ -216,7 +227,7 @@ def _measured(method: StrategyClass, results: Mapping[str, Any]) -> str:
         reference = fedavg.get((row["study"], case), fedavg.get((row["study"], "BN")))
         if reference is not None and "here" in row:
             return (
-                f"{row['here']}, FedAvg with BatchNorm {reference}"
+                f"{reached_with_worst(row)}; FedAvg with BatchNorm {reference}"
                 f" ({_setting(row, results)})."
             )
     return ""
@@ -288,7 +299,8 @@ def _reached(
             link = _link(study)
             if "paper" in row:
                 text = ", ".join([link, *_details(row)])
-                table.append(f"| {of}{text} | {row['here']} | {row['paper']} |")
+                here = reached_with_worst(row)
+                table.append(f"| {of}{text} | {here} | {row['paper']} |")
             else:
                 file = study["page"].partition("#")[0]
                 elsewhere.setdefault(file, {})[link] = None

@@ -18,7 +18,7 @@ from typing import Any
 import yaml
 from doc_config import config_page
 from doc_constructors import STUB, constructors
-from doc_methods import method_pages, method_title, page_of
+from doc_methods import method_pages, method_title, page_of, reached_with_worst
 from doc_names import names_of_registries
 from doc_papers import papers_block
 from doc_performance import compared_sentence, simulation_tables
@@ -129,7 +129,7 @@ def _recorded(
 ) -> str:
     for row in results["methods"][method]:
         if row["study"] == study and row.get("case") == case:
-            return str(row["here"])
+            return reached_with_worst(row)
     raise LookupError(f"methods.yaml has no {study} of {method} with case {case!r}")
 
 
