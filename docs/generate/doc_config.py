@@ -126,6 +126,4 @@ def _allowed(key: str, field: FieldInfo) -> str:
         for limit in field.metadata
         for name, sign in _BOUNDS.items()
     )
-    return (
-        ", ".join(f"{sign} {bound}" for sign, bound in found if bound is not None) or ""
-    )
+    return ", ".join(f"{sign} {bound}" for sign, bound in found if bound is not None)
