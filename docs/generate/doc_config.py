@@ -41,7 +41,7 @@ _HEAD = """<!-- Made by `make generate` from the schema. Do not edit. -->
 # Config keys and options
 
 Which settings does a run have? Write them into a YAML file (`fedbn-flwr run FILE`), into
-`--set key=value`, or into `flwr run --run-config`. After each key stand its default and the allowed values. A list is
+`--set key=value`, or into `flwr run --run-config`. The brackets have the default and the allowed values. A list is
 a comma string (`lr-decay-at = "0.5,0.75"`); "not set" is `""` for text and `0` for numbers. `fedbn-flwr list` prints
 the strategies, models and data sets. If you set `local-steps` or `local-epochs`, the default of the other is not used.
 """
@@ -100,7 +100,7 @@ def _cells(key: str, name: str, field: FieldInfo) -> list[str]:
     own += f", the others {_default(common.default)}" if common else ""
     return [
         f"{default}: {own}",
-        _allowed(key, next(iter(declared.values()))) + f", or {default}",
+        _allowed(key, next(iter(declared.values()))),
         meaning,
     ]
 
@@ -113,7 +113,7 @@ def _default(value: Any) -> str:
 
 
 def _allowed(key: str, field: FieldInfo) -> str:
-    """Return the names, or the bounds; "" if the meaning is enough."""
+    """Return the names, or both bounds; "" if the meaning is enough."""
     names = (
         get_args(field.annotation)
         if get_origin(field.annotation) is Literal
@@ -126,4 +126,5 @@ def _allowed(key: str, field: FieldInfo) -> str:
         for limit in field.metadata
         for name, sign in _BOUNDS.items()
     )
-    return ", ".join(f"{sign} {bound}" for sign, bound in found if bound is not None)
+    bounds = [f"{sign} {bound}" for sign, bound in found if bound is not None]
+    return ", ".join(bounds if len(bounds) > 1 else ())
