@@ -10,6 +10,7 @@ checkout needs it.
 from __future__ import annotations
 
 import argparse
+import csv
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -109,21 +110,39 @@ def glance_table(root: Path) -> str:
         (root / "docs/results/methods.yaml").read_text(encoding="utf-8")
     )
     lines = [
-        f"| setting | {' | '.join(_COLUMNS)} | made by |",
-        "|---|" + "---|" * (len(_COLUMNS) + 1),
+        f"| setting | {' | '.join(_COLUMNS)} |",
+        "|---|" + "---|" * len(_COLUMNS),
     ]
     for row in results["at-a-glance"]:
-        study = results["studies"][row["study"]]
         cells = [
             _recorded(results, row["study"], *row[column]) if column in row else ""
             for column in _COLUMNS
         ]
-        made = (
-            f"[{study['name']}](docs/results/{study['page']}),"
-            f" {study['how'].partition(', commit')[0]}"
-        )
-        lines.append("| " + " | ".join([row["title"], *cells, made]) + " |")
+        if "sites" in row:
+            worst = worst_sites(root / "docs/results" / row["sites"])
+            cells = [
+                f"{cell}, {worst[row['worst'][column]]:.1f}" if cell else ""
+                for column, cell in zip(_COLUMNS, cells, strict=True)
+            ]
+        page = results["studies"][row["study"]]["page"]
+        title = f"[{row['title']}](docs/results/{page})"
+        lines.append("| " + " | ".join([title, *cells]) + " |")
     return "\n".join(lines)
+
+
+def worst_sites(table: Path) -> dict[str, float]:
+    """Return the accuracy of each method at its worst site, the mean over the seeds.
+
+    Args:
+        table: the ``domains.csv`` of a study.
+    """
+    worst: dict[str, float] = {}
+    with table.open(encoding="utf-8") as file:
+        for row in csv.DictReader(file):
+            if row["domain"] != "average":
+                mean = float(row["mean"])
+                worst[row["method"]] = min(mean, worst.get(row["method"], mean))
+    return worst
 
 
 def _recorded(
