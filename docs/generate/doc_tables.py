@@ -155,12 +155,13 @@ def _recorded(
 
 
 def strategy_table() -> str:
-    """Return a table of the strategies: name, what it does, which entries stay with the
-    client, source.
+    """Return a table of the strategies: name, purpose, entries that stay with the client.
+
+    The pages of the methods name the papers.
     """
     lines = [
-        "| name | what it does | model entries that stay with the client | source |",
-        "|---|---|---|---|",
+        "| name | what it does | model entries that stay with the client |",
+        "|---|---|---|",
     ]
     for name, strategy in STRATEGIES.items():
         kept = (
@@ -169,7 +170,6 @@ def strategy_table() -> str:
         )
         lines.append(
             f"| [`{name}`]({page_of(name)}) | {METHODS[name].summary_line} | {kept} |"
-            f" {METHODS[name].source} |"
         )
     return "\n".join(line.replace("||", "\\|\\|") for line in lines)
 
