@@ -192,12 +192,7 @@ def _group_of(name: str) -> str:
     """Return the group of a method, by what it declares."""
     method = METHODS[name](METHODS[name].Params())
     phases = method.declared
-    statistics = any(
-        phase.exchanges
-        or phase.frozen
-        or "moments" in {one.size for one in phase.extras}
-        for phase in phases
-    )
+    statistics = any(phase.exchanges or phase.frozen for phase in phases)
     if method.role == "server-step":
         return "Server optimizers"
     if any(phase.local for phase in phases):
