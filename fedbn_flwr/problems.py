@@ -6,7 +6,8 @@ conditions in ``only_if``, and a protection has its rows at its settings. The mo
 ``check_*`` decide the rest:
 
 - ``server.methods``: what follows from the declarations of methods, in
-  ``check_models``, ``check_settings``, ``check_combinations`` and ``check_protections``.
+  ``check_methods`` and ``check_protections``; methods that cannot be combined in
+  ``together``.
 - ``lab``: a config in ``config.check_config``, the machine and the built model in
   ``runs.check_start``, and a study in ``studies.check_study``.
 

@@ -3,8 +3,8 @@
 In reading order:
 
 - ``parts``: the split of a model's state: affine, statistics, counters, the rest, and
-  personal entries. ``tied_entries``: entries that share a tensor. ``fixed_entries``:
-  entries that local training does not change. ``layers``: the layers that a method acts on.
+  personal entries; the entries that share a tensor. ``fixed_entries``: entries that
+  local training does not change. ``layers``: the layers that a method acts on.
 - ``array_types``: the types of the arrays of a state.
 - ``check_state``: refuses a state with wrong shapes, values that are not finite, or
   negative variances, before it is averaged.

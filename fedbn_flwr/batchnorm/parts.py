@@ -9,18 +9,20 @@ a number.
 
 from __future__ import annotations
 
+import difflib
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from fnmatch import fnmatchcase
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 from torch import nn
 
-from fedbn_flwr.batchnorm.patterns import is_at, listed, near
-from fedbn_flwr.batchnorm.tied_entries import tied_entries
 from fedbn_flwr.errors import ConfigError
+from fedbn_flwr.problems import Problem
 from fedbn_flwr.training.freezing import layers_of
 from fedbn_flwr.training.head import HEADS, head_of
 from fedbn_flwr.training.model_state import without_wrappers
@@ -31,7 +33,13 @@ __all__ = [
     "Part",
     "Parts",
     "entry_name",
+    "equal_entries",
+    "is_at",
+    "listed",
+    "near",
     "split_state",
+    "tied_apart",
+    "tied_entries",
 ]
 
 
@@ -352,3 +360,90 @@ def _parametrized(names: Iterable[str]) -> dict[str, list[str]]:
         if mark and leaf.partition(".")[0] in _LEAF:
             leaves.setdefault(path.removeprefix("."), []).append(_PARAMETRIZED + leaf)
     return leaves
+
+
+# --- paths and globs of layers and entries, as in layers= and personal= --------------
+def is_at(path: str, pattern: str) -> bool:
+    """Return whether a layer or entry has this path or glob, or is below it."""
+    # A name may have brackets, which a glob reads as a set of characters.
+    named = f"{path}.".startswith(f"{pattern}.")
+    return named or fnmatchcase(path, pattern) or fnmatchcase(path, f"{pattern}.*")
+
+
+def listed(patterns: str | Sequence[str]) -> list[str]:
+    """Return the patterns, split at commas, without empty patterns."""
+    each = patterns.split(",") if isinstance(patterns, str) else patterns
+    return [pattern.strip() for pattern in each if pattern.strip()]
+
+
+def near(pattern: str, paths: Sequence[str]) -> str:
+    """Return a sentence with known paths that are similar to the pattern.
+
+    If no path is similar, the sentence has the first paths. The paths of the modules
+    above are also candidates.
+    """
+    known = dict.fromkeys(
+        path.rsplit(".", count)[0] for path in paths for count in range(3)
+    )
+    similar = difflib.get_close_matches(pattern, list(known), n=3) or paths[:3]
+    return f"Near: {', '.join(repr(path) for path in similar) or 'none'}."
+
+
+# --- entries that share a tensor -------------------------------------------------------
+def tied_entries(model: nn.Module) -> dict[str, str]:
+    """Map each entry that shares an earlier entry's tensor to the earlier entry."""
+    # keep_vars=True returns the tensors of the model. Without it, each entry would be a
+    # new tensor with an id of its own.
+    state = model.state_dict(keep_vars=True)
+    return _repeated((name, id(tensor)) for name, tensor in state.items())
+
+
+def equal_entries(state: Mapping[str, np.ndarray[Any, Any]]) -> dict[str, str]:
+    """Map each entry that is equal to an earlier entry to the earlier entry.
+
+    Tied weights are equal. Without the model, only the numbers reveal a tie. Constant
+    entries are left out, because many entries start as all 0 or all 1.
+    """
+    varied = {name: a for name, a in state.items() if (a != a.flat[:1]).any()}
+    return _repeated(
+        (name, (a.shape, hashlib.sha256(a.tobytes()).digest()))
+        for name, a in varied.items()
+    )
+
+
+def _repeated(values: Iterable[tuple[str, Hashable]]) -> dict[str, str]:
+    """Map each name that repeats a value to the first name with this value."""
+    first: dict[Hashable, str] = {}
+    repeated = {}
+    for name, value in values:
+        earlier = first.setdefault(value, name)
+        if earlier != name:
+            repeated[name] = earlier
+    return repeated
+
+
+def tied_apart(
+    tied: Mapping[str, str], local: Collection[str], unless: str = ""
+) -> Iterator[Problem]:
+    """Yield a problem if a tied tensor stays with the client under only one name.
+
+    Only the first such tensor is reported.
+
+    Args:
+        tied: see ``Parts.tied``.
+        local: the entries that stay with the client.
+        unless: a further sentence that is appended to the message.
+    """
+    for pair in tied.items():
+        stays, shared = sorted(pair, key=lambda name: name not in local)
+        if stays in local and shared not in local:
+            yield Problem(
+                "tied-apart",
+                f"'{stays}' stays with the client, but '{shared}' is shared. Both are"
+                " names of the same tensor, so one would overwrite the other. Untie"
+                " them in the model, name both in personal, or use a strategy that"
+                f" shares both.{unless}",
+                "personal",
+                "model",
+            )
+            return

@@ -16,7 +16,7 @@ import torch
 from flwr.app import Context, Message
 from torch import Tensor, nn
 
-from fedbn_flwr.batchnorm.tied_entries import tied_apart, tied_entries
+from fedbn_flwr.batchnorm.parts import tied_apart, tied_entries
 from fedbn_flwr.client.kept import hand_over, kept_by
 from fedbn_flwr.client.mailbox import (
     fill_outbox,

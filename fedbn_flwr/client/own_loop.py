@@ -37,8 +37,7 @@ from fedbn_flwr.problems import Known
 from fedbn_flwr.training.batches import Batches, map_inputs, refuse_not_finite
 from fedbn_flwr.training.client_hook import NamedHooks
 from fedbn_flwr.training.copying import copied
-from fedbn_flwr.training.feed import Feed
-from fedbn_flwr.training.loop import TrainResult
+from fedbn_flwr.training.loop import Feed, TrainResult
 from fedbn_flwr.training.randomness import seeded
 from fedbn_flwr.training.run_memory import first_time
 from fedbn_flwr.training.settings import LocalTraining

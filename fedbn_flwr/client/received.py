@@ -14,7 +14,7 @@ import numpy as np
 from torch import Tensor
 
 from fedbn_flwr.batchnorm.array_types import Array, State
-from fedbn_flwr.batchnorm.tied_entries import tied_apart
+from fedbn_flwr.batchnorm.parts import tied_apart
 from fedbn_flwr.client.model_door import LentModel
 from fedbn_flwr.errors import ConfigError, StateError
 from fedbn_flwr.messages.numpy_client import Config

@@ -15,9 +15,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from fedbn_flwr.errors import DataError
+from fedbn_flwr.training.loaded import read_ahead, reader
 from fedbn_flwr.training.randomness import seeded
-from fedbn_flwr.training.read_ahead import read_ahead
-from fedbn_flwr.training.reading import reader
 
 Loaders = Mapping[Any, Iterable[Any]] | Sequence[Iterable[Any]]
 """A loader for each client, by name or in order. Each loader yields batches (inputs,

@@ -24,7 +24,7 @@ from flwr.clientapp import ClientApp
 from fedbn_flwr.compat.flower import app_error, copied_context, copied_message
 from fedbn_flwr.errors import EngineError, FedBNError, NamedConfigErrors, described
 from fedbn_flwr.messages.protocol import message_seed
-from fedbn_flwr.training.turns import one_after_the_other, turn
+from fedbn_flwr.training.randomness import one_after_the_other, turn
 from fedbn_flwr.transport import Barrier, Reducer, use_reducers
 
 logger = logging.getLogger("flwr")

@@ -44,7 +44,7 @@ from fedbn_flwr.lab.output.summary import MODEL_DESCRIPTION, ModelDescription
 from fedbn_flwr.lab.setup import pick_device
 from fedbn_flwr.messages.records import to_state
 from fedbn_flwr.training.batches import inputs_for
-from fedbn_flwr.training.modes import in_eval_mode
+from fedbn_flwr.training.freezing import in_eval_mode
 from fedbn_flwr.training.tasks import TASKS, Task
 
 logger = logging.getLogger("flwr")

@@ -24,13 +24,13 @@ from fedbn_flwr.compat.flower import (
 )
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.messages.protocol import SYNCHRONISES, refuse_own_keys
-from fedbn_flwr.server.methods.arguments import (
+from fedbn_flwr.server.methods.method import Method
+from fedbn_flwr.server.methods.together import (
     FLOWERS,
     Combination,
+    Methods,
     refuse_shares,
 )
-from fedbn_flwr.server.methods.method import Method
-from fedbn_flwr.server.methods.together import Methods
 from fedbn_flwr.server.rounds import run_start, testing
 from fedbn_flwr.server.rounds.recalibration import (
     collect_class_moments,

@@ -11,8 +11,7 @@ from fedbn_flwr.training.evaluation import evaluate
 from fedbn_flwr.training.loaded import batches_of
 from fedbn_flwr.training.loop import TrainResult, train
 from fedbn_flwr.training.optimizers import make_optimizer, sgd
-from fedbn_flwr.training.schedule import LearningRate
-from fedbn_flwr.training.settings import LocalTraining
+from fedbn_flwr.training.settings import LearningRate, LocalTraining
 from fedbn_flwr.training.tasks import (
     BINARY,
     CLASSIFICATION,

@@ -22,9 +22,8 @@ from fedbn_flwr.training.batches import (
     with_positions,
 )
 from fedbn_flwr.training.copying import Template
-from fedbn_flwr.training.freezing import layers_of
+from fedbn_flwr.training.freezing import in_eval_mode, layers_of
 from fedbn_flwr.training.metrics import confusion, dice, mean_iou
-from fedbn_flwr.training.modes import in_eval_mode
 from fedbn_flwr.training.single_examples import name_layer, takes_one_example
 from fedbn_flwr.training.tasks import CLASSIFICATION, Task
 

@@ -22,7 +22,8 @@ from __future__ import annotations
 
 import difflib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Literal
 
 import torch
@@ -37,9 +38,11 @@ __all__ = [
     "FrozenBN",
     "force_eval",
     "force_eval_as_built",
+    "in_eval_mode",
     "is_forced_eval",
     "layers_of",
     "left_in_eval",
+    "restored_modes",
     "stays_in_eval",
     "train_only",
     "unlike_in_tests",
@@ -253,3 +256,26 @@ def _no_parameter(name: str, paths: Sequence[str]) -> str:
         f"train-only: {name!r} names no parameter of the model.{hint} The parts with"
         f" parameters are {', '.join(top)}."
     )
+
+
+@contextmanager
+def restored_modes(model: nn.Module) -> Iterator[None]:
+    """Restore every module's train or eval mode at the end of the block."""
+    modes = [(module, module.training) for module in model.modules()]
+    trains = model.training
+    try:
+        yield
+    finally:
+        # First let layers act that change their weights with the mode (LoRA). Then
+        # restore the modes one by one, because they may differ.
+        model.train(trains)
+        for module, mode in modes:
+            module.training = mode
+
+
+@contextmanager
+def in_eval_mode(model: nn.Module) -> Iterator[None]:
+    """Put the model into eval mode, and restore its modes at the end."""
+    with restored_modes(model):
+        model.eval()
+        yield

@@ -1,11 +1,18 @@
 """Torch data sets as the ``Batches`` of training and evaluation.
 
-The source is a torch ``Dataset``, or the data set of a ``DataLoader``.
+The source is a torch ``Dataset``, or the data set of a ``DataLoader``. The examples of
+a batch are taken by one index from tensors, read by one call of ``__getitems__``, or
+read one by one. The workers of the loader may read batches in advance: the random
+transforms of a batch draw from a seed of their own, so a batch does not depend on the
+process that reads it, or on the batches before it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import functools
+import logging
+import multiprocessing
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from operator import index
 from typing import Any
@@ -13,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils.data import (
+    DataLoader,
     Dataset,
     DistributedSampler,
     IterableDataset,
@@ -20,12 +28,31 @@ from torch.utils.data import (
     SequentialSampler,
     Subset,
     SubsetRandomSampler,
+    TensorDataset,
+    default_collate,
+    get_worker_info,
 )
 
 from fedbn_flwr.errors import DataError
+from fedbn_flwr.machine import begin_fork, forking, not_for_forks, threads
 from fedbn_flwr.training.batches import Batches
-from fedbn_flwr.training.read_ahead import read_ahead
-from fedbn_flwr.training.reading import name_of, reader
+from fedbn_flwr.training.randomness import seeded
+from fedbn_flwr.training.run_memory import first_time
+
+logger = logging.getLogger("flwr")
+
+_OPTIONS = (
+    "num_workers",
+    "prefetch_factor",
+    "pin_memory",
+    "timeout",
+    "multiprocessing_context",
+)
+
+Task = tuple[list[int], int]
+"""The numbers of a batch's examples, and the seed of its random transforms."""
+Read = Callable[[Sequence[int]], Any]
+"""Returns the batch of the examples with the given numbers."""
 
 
 class LoadedBatches:
@@ -230,3 +257,160 @@ def _chosen(loader: Any) -> list[int] | None:
         " Choose a client's examples with torch.utils.data.Subset, and use a loader"
         " without this sampler."
     )
+
+
+# --- reading a batch -------------------------------------------------------------------
+
+
+def reader(data: Any, collate: Callable[[list[Any]], Any]) -> Read:
+    """Return the function that reads batches of a data set like its ``DataLoader``.
+
+    Rows of tensors are taken by one index, because stacking them gives the same bits.
+    Other data sets are read by their ``__getitems__`` like in torch, or one example at
+    a time if they lack it.
+
+    Args:
+        data: a data set with a length.
+        collate: makes a batch of a list of examples.
+    """
+    if collate is default_collate and _has_rows(data):
+        return functools.partial(_rows, data)
+    return functools.partial(_collated, data, collate)
+
+
+def draws_nothing(read: Read) -> bool:
+    """Return whether a reader runs no user code, so that it draws no numbers."""
+    return getattr(read, "func", None) is _rows
+
+
+def name_of(data: Any) -> str:
+    """Return the class of a data set and the classes of the data sets inside it."""
+    inner = data.dataset if type(data) is Subset else None
+    name = type(data).__name__
+    return name if inner is None else f"{name} of {name_of(inner)}"
+
+
+# --- rows of tensors ------------------------------------------------------------------
+def _has_rows(data: Any) -> bool:
+    """Return whether all examples are rows of tensors.
+
+    Only classes of torch are considered, because a subclass may read differently.
+    """
+    if type(data) is Subset:
+        return _has_rows(data.dataset)
+    return type(data) is TensorDataset and all(map(_is_plain, data.tensors))
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    strided = tensor.layout is torch.strided and not tensor.is_quantized
+    return type(tensor) is Tensor and strided
+
+
+def _rows(data: Any, chosen: Sequence[int]) -> list[Tensor]:
+    """Return the rows of each tensor, as ``default_collate`` would stack them."""
+    if type(data) is Subset:
+        return _rows(data.dataset, [data.indices[number] for number in chosen])
+    at = torch.tensor(chosen, device="cpu")
+    at += (at < 0) * len(data)  # a subset may have negative indices
+    return [each.index_select(0, at.to(each.device)) for each in data.tensors]
+
+
+# --- examples -------------------------------------------------------------------------
+def _collated(data: Any, collate: Callable[[Any], Any], chosen: Sequence[int]) -> Any:
+    """Return the examples as a batch, read and assembled like in the loader."""
+    if callable(getattr(data, "__getitems__", None)):
+        return collate(data.__getitems__(chosen))
+    return collate([data[number] for number in chosen])
+
+
+# --- reading in advance ------------------------------------------------------------
+def read_ahead(
+    read: Read,
+    order: Sequence[list[int]],
+    generator: torch.Generator | None,
+    loader: Any,
+    data: Any,
+) -> Generator[Any, None, None]:
+    """Yield the batch of each list of numbers.
+
+    Args:
+        read: reads a batch.
+        order: the numbers of each batch. Workers read some in advance.
+        generator: gives each batch a seed. If it is None, the seeds depend on the seed
+            of torch's default generator.
+        loader: its workers read. Rows of tensors are read by this process, because an
+            index is faster than sending them.
+        data: the data set that a user's function finds in ``get_worker_info()``.
+    """
+    if draws_nothing(read):
+        yield from map(read, order)
+        return
+    # Draw nothing from the default generator, because the model draws from it.
+    source = generator or torch.Generator().manual_seed(torch.initial_seed())
+    tasks: list[Task] = []
+    for chosen in order:
+        seed = torch.randint(2**63 - 1, (), generator=source, device="cpu")
+        tasks.append((chosen, int(seed)))
+    reading = _Reading(read)
+    # A daemon cannot start processes. A user's own loader may have no workers. For a
+    # single batch, processes would start in vain.
+    workers = getattr(loader, "num_workers", 0)
+    if workers and len(tasks) > 1 and not multiprocessing.current_process().daemon:
+        why_not = not_for_forks(read)
+        if not why_not:
+            yield from _from_workers(reading, tasks, loader, data)
+            return
+        if first_time(why_not):
+            logger.warning("num_workers=%d is ignored, because %s.", workers, why_not)
+    for task in tasks:
+        yield reading[task]
+
+
+class _Reading(Dataset[Any]):
+    """A data set whose indices are tasks and whose examples are batches."""
+
+    def __init__(self, read: Read) -> None:
+        self._read = read
+
+    def __getitem__(self, task: Task) -> Any:
+        """Return the batch of a task."""
+        chosen, seed = task
+        # Users' transforms draw from the default generators of torch, NumPy, Python. A
+        # worker has one thread, and the last bits of a sum depend on this number.
+        with seeded(seed), threads(1):
+            return self._read(chosen)
+
+
+def _from_workers(
+    reading: _Reading, tasks: list[Task], loader: Any, data: Any
+) -> Iterator[Any]:
+    workers: Any = DataLoader(
+        reading,
+        batch_size=None,
+        sampler=tasks,
+        collate_fn=_unchanged,
+        worker_init_fn=functools.partial(_begin, loader.worker_init_fn, data),
+        # The workers get seeds from it.
+        generator=torch.Generator().manual_seed(tasks[0][1]),
+        **{name: getattr(loader, name) for name in _OPTIONS},
+    )
+    with forking():
+        batches: Any = iter(workers)
+    try:
+        yield from batches
+    finally:
+        # The traceback of an exception may keep the batches, and so their workers.
+        batches._shutdown_workers()
+
+
+def _begin(init: Callable[[int], None] | None, data: Any, worker: int) -> None:
+    begin_fork()
+    # A user's function expects its data set in ``get_worker_info()``, but torch has
+    # stored the ``_Reading``. Bypass ``__setattr__``, because the object refuses changes.
+    object.__setattr__(get_worker_info(), "dataset", data)
+    if init is not None:
+        init(worker)
+
+
+def _unchanged(batch: Any) -> Any:
+    return batch

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from fedbn_flwr.batchnorm.sync import combine, exchange_bytes, is_finite
 from fedbn_flwr.errors import NOT_FINITE, TOO_FEW_LEFT, FedBNError, coded, split_code
-from fedbn_flwr.training.turns import Wait
+from fedbn_flwr.training.randomness import Wait
 from fedbn_flwr.transport.through_user_code import Dropped, Reducer, RetryStep
 
 __all__ = [

@@ -10,7 +10,7 @@ import grpc
 from torch import Tensor
 
 from fedbn_flwr.errors import ConfigError, EngineError
-from fedbn_flwr.training.turns import interrupted
+from fedbn_flwr.training.randomness import interrupted
 from fedbn_flwr.transport.channel_frame import (
     METHOD,
     OPTIONS,

@@ -13,8 +13,7 @@ from torch.nn.utils import parametrizations, spectral_norm
 from torch.nn.utils.parametrize import register_parametrization
 
 from fedbn_flwr.batchnorm.fixed_entries import fixed_entries, learning_parts
-from fedbn_flwr.batchnorm.parts import Parts, split_state
-from fedbn_flwr.batchnorm.tied_entries import tied_entries
+from fedbn_flwr.batchnorm.parts import Parts, split_state, tied_entries
 from fedbn_flwr.training.freezing import force_eval
 
 STATISTICS = ("running_mean", "running_var", "num_batches_tracked")

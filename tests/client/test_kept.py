@@ -12,8 +12,7 @@ from flwr.app import Context, RecordDict
 from torch import nn
 
 from fedbn_flwr.batchnorm.parts import Part, split_state
-from fedbn_flwr.client.kept import KeptState, hand_over, kept_by
-from fedbn_flwr.client.kept_store import Memory
+from fedbn_flwr.client.kept import KeptState, Memory, hand_over, kept_by
 from fedbn_flwr.errors import StateError
 from fedbn_flwr.messages.protocol import Continuity, MessageConfig
 from fedbn_flwr.messages.records import to_state

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from flwr.app import Context, RecordDict
 
-from fedbn_flwr.client.kept_store import Folder, Memory, Store
+from fedbn_flwr.client.kept import Folder, Memory, Store
 from fedbn_flwr.errors import StateError
 from fedbn_flwr.messages.protocol import Continuity
 
@@ -130,7 +130,7 @@ def test_a_state_that_cannot_be_written_leaves_the_earlier_states(
     def full(*_: Any, **__: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("fedbn_flwr.client.kept_store.write_atomically", full)
+    monkeypatch.setattr("fedbn_flwr.client.kept.write_atomically", full)
     with pytest.raises(StateError, match="No space left"):
         put(store, 3, 3)
     assert rounds(store) == [1, 2]

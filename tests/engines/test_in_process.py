@@ -30,7 +30,7 @@ from fedbn_flwr.errors import EngineError
 from fedbn_flwr.messages.records import from_record, to_record
 from fedbn_flwr.strategies import FedAvg
 from fedbn_flwr.training import LearningRate, LocalTraining
-from fedbn_flwr.training.turns import interrupted
+from fedbn_flwr.training.randomness import interrupted
 from fedbn_flwr.transport import Barrier, Member
 from fedbn_flwr.transport.polling_grid import PollingGrid
 from fedbn_flwr.transport.step_transport import send_until

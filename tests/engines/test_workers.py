@@ -57,7 +57,7 @@ from fedbn_flwr.strategies import (
     Strategy,
 )
 from fedbn_flwr.training import LearningRate, LocalTraining
-from fedbn_flwr.training.turns import turn
+from fedbn_flwr.training.randomness import turn
 from fedbn_flwr.transport import Barrier, Member, RetryStep, in_process_reducer
 from fedbn_flwr.transport.step_by_barrier import step_by_barrier
 from fedbn_flwr.transport.step_transport import Limits, StepResult

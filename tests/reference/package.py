@@ -20,7 +20,7 @@ from torch.utils.data import Dataset
 from fedbn_flwr import client_app, to_legacy
 from fedbn_flwr.batchnorm.parts import split_state
 from fedbn_flwr.client import TorchClient
-from fedbn_flwr.client.kept_store import Memory
+from fedbn_flwr.client.kept import Memory
 from fedbn_flwr.engines import InProcessGrid
 from fedbn_flwr.errors import NothingTrainedError
 from fedbn_flwr.messages.records import from_record, tensors, to_record

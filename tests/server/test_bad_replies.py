@@ -27,7 +27,7 @@ from fedbn_flwr.errors import NOT_FINITE, STATISTICS_NOT_FINITE, ConfigError
 from fedbn_flwr.messages.records import to_record, to_state, views
 from fedbn_flwr.strategies import FedAvg, Scaffold, SiloBN
 from fedbn_flwr.strategies.scaffold import VARIATES
-from fedbn_flwr.training.turns import interrupted
+from fedbn_flwr.training.randomness import interrupted
 from tests.support.bad_replies import (
     BAD,
     Spoil,

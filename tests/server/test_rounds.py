@@ -23,7 +23,7 @@ from flwr.serverapp.strategy import FedAvg as FlowerFedAvg
 from fedbn_flwr import client_app
 from fedbn_flwr.batchnorm.array_types import Array
 from fedbn_flwr.batchnorm.parts import split_state
-from fedbn_flwr.client.kept_store import Folder, Memory
+from fedbn_flwr.client.kept import Folder, Memory
 from fedbn_flwr.engines import InProcessGrid
 from fedbn_flwr.errors import ConfigError, NothingTrainedError
 from fedbn_flwr.messages.protocol import Continuity

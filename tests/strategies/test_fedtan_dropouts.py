@@ -20,7 +20,7 @@ from fedbn_flwr.client import TorchClient
 from fedbn_flwr.errors import ConfigError, NothingTrainedError
 from fedbn_flwr.strategies import FedTAN
 from fedbn_flwr.training.loop import _Totals
-from fedbn_flwr.training.turns import interrupted
+from fedbn_flwr.training.randomness import interrupted
 from fedbn_flwr.transport import (
     Barrier,
     Dropped,

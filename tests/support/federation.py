@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from fedbn_flwr import to_legacy
 from fedbn_flwr.batchnorm.array_types import Array
 from fedbn_flwr.client import TorchClient
-from fedbn_flwr.client.kept_store import Folder, Memory, Store
+from fedbn_flwr.client.kept import Folder, Memory, Store
 from fedbn_flwr.engines import InProcessGrid
 from fedbn_flwr.errors import RunFailedError
 from fedbn_flwr.messages.records import from_record, tensors, to_record

@@ -15,10 +15,12 @@ from torch.utils.data import DataLoader, TensorDataset
 from fedbn_flwr.training import batches_of, randomness
 from fedbn_flwr.training.randomness import (
     Generators,
+    Wait,
+    interrupted,
     seed_secretly,
     seeded,
+    turn,
 )
-from fedbn_flwr.training.turns import Wait, interrupted, turn
 
 X = torch.ones(40, 6)
 

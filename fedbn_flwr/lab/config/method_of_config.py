@@ -21,8 +21,7 @@ from fedbn_flwr.problems import Known, Problem
 from fedbn_flwr.server.methods.params import Params, tests_in
 from fedbn_flwr.server.methods.together import Methods
 from fedbn_flwr.strategies import STRATEGIES, FedAvg, StrategyClass
-from fedbn_flwr.training.schedule import LearningRate
-from fedbn_flwr.training.settings import round_of
+from fedbn_flwr.training.settings import LearningRate, round_of
 
 
 # Equal configs give the same object, so its cached properties are computed once in a

@@ -14,8 +14,7 @@ from flwr.app import Context, RecordDict
 from torch import nn
 
 from fedbn_flwr.batchnorm.array_types import State
-from fedbn_flwr.client.kept import own_entries
-from fedbn_flwr.client.kept_store import Memory
+from fedbn_flwr.client.kept import Memory, own_entries
 from fedbn_flwr.client.torch_client import TorchClient
 from fedbn_flwr.lab.config import Config, data_of
 from fedbn_flwr.lab.output.folder import extra

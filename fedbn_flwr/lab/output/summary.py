@@ -20,8 +20,7 @@ from torch import nn
 
 from fedbn_flwr.batchnorm.array_types import State
 from fedbn_flwr.batchnorm.parts import Part
-from fedbn_flwr.client.kept import own_entries
-from fedbn_flwr.client.kept_store import Folder
+from fedbn_flwr.client.kept import Folder, own_entries
 from fedbn_flwr.client.personal_model import ABSENT, AVERAGED
 from fedbn_flwr.errors import StateError
 from fedbn_flwr.lab.config import STATE_IN_OUT, Config, data_of, state_in_out

@@ -17,7 +17,7 @@ from flwr.serverapp import Grid
 from torch import nn
 
 from fedbn_flwr.batchnorm.fixed_entries import fixed_entries
-from fedbn_flwr.batchnorm.tied_entries import tied_entries
+from fedbn_flwr.batchnorm.parts import tied_entries
 from fedbn_flwr.errors import ConfigError, DataError, DivergedError, EngineError
 from fedbn_flwr.lab.config import CENTRALIZED, Config, data_of, method_of
 from fedbn_flwr.lab.data import is_own

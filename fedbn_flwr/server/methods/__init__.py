@@ -9,14 +9,13 @@ Read the modules in this order:
 - ``options``: options that every method can have; ``momentum`` and ``shared_bn`` are
   two of them.
 - ``moment_pool``: the clients' moments by layer, for methods that pool statistics.
-- ``arguments``: the methods of a strategy, and their settings as its arguments.
-- ``together``: the methods of one run, used as one method.
+- ``together``: the methods of one run, used as one method; their settings as the
+  arguments of a strategy, and methods that cannot be combined.
 
 The modules ``check_*`` derive from the declarations what a method refuses:
 
-- ``check_models``: a model without the layers or the common entries that it needs.
-- ``check_settings``: settings without effect, tests without a model, late phases.
-- ``check_combinations``: another method.
+- ``check_methods``: a model without the layers or the common entries that it needs;
+  settings without effect, tests without a model, late phases.
 - ``check_protections``: differential privacy, by the values that
   clients send in addition to their update.
 

@@ -1,13 +1,21 @@
 """The methods of a run, used as one method.
 
 The options of every method come first, then the methods in the order of the registry.
+``Combination`` has the classes of the methods, and makes them from the arguments of a
+strategy's constructor.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from numbers import Real
 from typing import Any
+
+from flwr.serverapp.strategy import FedAvg as FlowerFedAvg
 
 from fedbn_flwr.batchnorm.parts import Parts
 from fedbn_flwr.errors import ConfigError
@@ -19,10 +27,11 @@ from fedbn_flwr.problems import (
     found_problems,
     raise_or_warn,
 )
-from fedbn_flwr.server.methods.check_models import problems_of_model
-from fedbn_flwr.server.methods.check_settings import (
+from fedbn_flwr.server.methods.check_methods import (
+    problems_of_model,
     problems_of_run,
     problems_of_settings,
+    problems_of_tests,
 )
 from fedbn_flwr.server.methods.method import (
     Ask,
@@ -32,9 +41,11 @@ from fedbn_flwr.server.methods.method import (
     Reply,
 )
 from fedbn_flwr.server.methods.options import chosen_options
-from fedbn_flwr.server.methods.params import Params, tests_in
+from fedbn_flwr.server.methods.params import Params, about, tests_in
 from fedbn_flwr.server.methods.phases import (
     Phase,
+    in_common,
+    single_decisions,
     together,
 )
 
@@ -238,7 +249,9 @@ class Methods:
         known = dataclasses.replace(known, tests=known.tests or self.tests)
         found: list[Problem] = []
         if "settings" in stages:
-            found += [*self.params.unused(), *problems_of_settings(self, known)]
+            found += self.params.unused()
+            found += problems_of_tests(self, known)
+            found += problems_of_settings(self, known)
         if "run" in stages:
             found += problems_of_run(self, known)
         if "model" in stages:
@@ -271,3 +284,98 @@ def _fields_of(saved: Mapping[str, Mapping[str, Any]]) -> set[str]:
     for method, fields in saved.items():
         names.update(f"{method}.{field}" for field in fields)
     return names
+
+
+# --- the methods of a strategy's class -------------------------------------------------
+
+FLOWERS = inspect.signature(FlowerFedAvg).parameters
+"""The arguments of Flower's FedAvg."""
+
+
+@dataclass(frozen=True)
+class Combination:
+    """The methods of a strategy's class.
+
+    Attributes:
+        kinds: the classes of the methods, in the order in which they act.
+        Params: the class of all their settings.
+    """
+
+    kinds: tuple[type[Method[Any, Any]], ...]
+    Params: type[Any]
+
+    @property
+    def name(self) -> str:
+        """The names of the methods."""
+        return "+".join(kind.name for kind in self.kinds)
+
+    @cached_property
+    def arguments(self) -> inspect.Signature:
+        """The arguments of Flower's FedAvg, and the settings by name only."""
+        fields = self.Params.model_fields
+        named = dict(FLOWERS)
+        # The settings of every method come last.
+        for name in sorted(fields, key=Params.model_fields.__contains__):
+            kind = inspect.Parameter.KEYWORD_ONLY
+            own = named.get(name) or inspect.Parameter(name, kind)
+            field = fields[name]
+            listed = about(field).get("is_list")
+            annotation = str | Sequence[str] if listed else field.annotation
+            named[name] = own.replace(default=field.default, annotation=annotation)
+        return inspect.Signature([*named.values()])
+
+    def methods(self, params: Any) -> Methods:
+        """Return the methods with these settings."""
+        return Methods(self.kinds, params)
+
+    def methods_given(self, given: Mapping[str, Any], parts: Parts | None) -> Methods:
+        """Return the methods with the arguments of a constructor, after their checks.
+
+        ``parts``, the given split of the model's state, may name personal entries.
+
+        Raises:
+            ConfigError: a value is out of range, or a setting has no effect.
+        """
+        values = {}
+        for name, field in self.Params.model_fields.items():
+            value = given[name]
+            if about(field).get("is_list") and not isinstance(value, str):
+                value = ",".join(value)
+            values[name] = value
+        if parts is not None and not values["personal"]:
+            values["personal"] = ",".join(parts.personal)
+        methods = self.methods(self.Params(**values))
+        methods.raise_or_warn(Known(parts=parts), ["settings"])
+        return methods
+
+
+def refuse_shares(strategy: str, given: Mapping[str, Any]) -> None:
+    """Raise ConfigError if a share of the clients is not a number from 0 to 1."""
+    for name in ("fraction_train", "fraction_evaluate"):
+        share = given[name]
+        if not isinstance(share, Real) or not 0 <= float(share) <= 1:
+            raise ConfigError(
+                f"strategy {strategy!r}: {name}={share!r} must be a number from 0 to 1"
+            )
+
+
+def why_not_combined(
+    first: type[Method[Any, Any]], second: type[Method[Any, Any]]
+) -> str:
+    """Return why two methods cannot be combined, or "" if they can."""
+    for kind in (first, second):
+        if kind.alone or not kind.role:
+            return kind.alone or f"{kind.name} is not combined with other methods"
+    # Use the defaults: the settings do not change whether a pair is allowed.
+    whole = {kind: kind(kind.Params()).whole for kind in (first, second)}
+    both = single_decisions(whole[first]) & single_decisions(whole[second])
+    if both:
+        return f"both decide {' and '.join(sorted(both))}"
+    for one, other in ((first, second), (second, first)):
+        kept = in_common(whole[one]) & whole[other].local
+        if kept:
+            return (
+                f"{one.name} needs {', '.join(sorted(kept))} in common, but"
+                f" {other.name} keeps them with the clients"
+            )
+    return ""
