@@ -12,13 +12,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from flwr.app import Context
 from torch import nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, Dataset
 
 from fedbn_flwr.errors import ConfigError, DataError
-from fedbn_flwr.messages.protocol import VALIDATION, MessageConfig, own_node_id
+from fedbn_flwr.messages.protocol import VALIDATION, MessageConfig
 from fedbn_flwr.training.batches import Batches
 from fedbn_flwr.training.copying import copied
 from fedbn_flwr.training.evaluation import evaluate
@@ -44,16 +43,6 @@ class ClientData:
 
     train: Batches
     tests: Mapping[str, Batches]
-
-    @classmethod
-    def of(
-        cls, train: Examples, tests: Examples | Mapping[str, Examples]
-    ) -> ClientData:
-        """Return a client's data. It raises the errors of ``as_batches``."""
-        named = tests if isinstance(tests, Mapping) else {"": tests}
-        return cls(
-            as_batches(train), {name: as_batches(data) for name, data in named.items()}
-        )
 
     def asked_for(self, names: Sequence[str]) -> Mapping[str, Batches]:
         """Return the test sets that the server asks for, or all if it names none.
@@ -129,24 +118,8 @@ class ClientStreams:
     seed: int | None
     client: int | str
 
-    @classmethod
-    def of(
-        cls, context: Context | None, partition_id: int | None, seed: int | None
-    ) -> ClientStreams:
-        """Return the streams of a client with this partition id, or of its node."""
-        if partition_id is not None:
-            return cls(seed, partition_id)
-        # A client without a partition id is named by its node. Two clients with the
-        # same name would draw the same numbers.
-        return cls(seed, -1 if context is None else f"node {own_node_id(context)}")
-
     def generator(self, sent: MessageConfig, purpose: str) -> torch.Generator:
-        """Return the generator for a purpose in this round.
-
-        ``fresh``: the number of the attempt that draws new batches, or 0.
-        """
-        # An attempt has its own stream only if it draws new batches: a repeated step
-        # must use the same batches.
+        """Return the generator for a purpose in this round."""
         seed = sent.seed if self.seed is None else self.seed
         keys: list[int | str] = [sent.server_round, self.client]
         return torch_generator(seed, purpose, *keys)
@@ -161,7 +134,13 @@ def as_batches(data: Any) -> Batches:
         DataError: the data set has no length; or it is a ``DataLoader``, because its
             batches differ from the batches of the settings.
     """
-    if _has_batches(data):
+    # Data sets of other libraries, such as Hugging Face, have a different method
+    # ``batch``.
+    method = getattr(data, "batch", None)
+    if callable(method) and (
+        not hasattr(data, "__getitem__")
+        or "generator" in inspect.signature(method).parameters
+    ):
         batches: Batches = data
         return batches
     if isinstance(data, DataLoader):
@@ -172,16 +151,3 @@ def as_batches(data: Any) -> Batches:
             " fedbn_flwr.training.batches_of(loader), which keeps its collate_fn."
         )
     return LoadedBatches(DataLoader(data))
-
-
-def _has_batches(data: Any) -> bool:
-    """Return whether an object has the method of ``Batches``."""
-    method = getattr(data, "batch", None)
-    if not callable(method):
-        return False
-    # Data sets of other libraries, such as Hugging Face, have a different method
-    # ``batch``.
-    return (
-        not hasattr(data, "__getitem__")
-        or "generator" in inspect.signature(method).parameters
-    )

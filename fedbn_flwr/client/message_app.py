@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
@@ -46,7 +45,7 @@ from fedbn_flwr.privacy.coordinates import CLIP
 class RepeatableApp(ClientApp):
     """A ClientApp whose function draws from seeded generators.
 
-    ``client_app`` gives it the mod ``seeded_client``. This mod seeds the generators.
+    ``client_app`` gives it the mod ``outermost``. This mod seeds the generators.
     """
 
     seeds_itself = True
@@ -126,9 +125,8 @@ def client_app(
     """
     answers = _ClientMessages(client_fn, reason or _text)
     # List the mods from the outermost to the innermost. The update is clipped
-    # after the user's mods, and packed last. The client's draws are seeded innermost,
-    # so that the server cannot repeat, and subtract, the noise of a privacy mod.
-    every = [protected_if_asked, seeded_client, *mods]
+    # after the user's mods, and packed last.
+    every = [outermost, *mods]
     if on_network_node():  # elsewhere, single arrays cost less than the mod
         every.insert(0, packed)
     # A user's mod may read or refuse queries, so each node must be asked.
@@ -220,23 +218,19 @@ class _ClientMessages:
         return reply_to_fit(message, arrays, num_examples, metrics, of="statistics")
 
 
-def protected_if_asked(
+@repeatable
+def outermost(
     message: Message, context: Context, call_next: ClientAppCallable
 ) -> Message:
-    """Apply ``clipped_update`` if the server asks for it: a Flower mod."""
-    config = merged_config(message)
-    if CLIP in config:
+    """Apply ``clipped_update`` if the server asks for it: a Flower mod.
+
+    The client's own draws are repeatable. Draws of this mod and of the user's mods are
+    not, so that the server cannot repeat, and subtract, the noise of a privacy mod.
+    """
+    if CLIP in merged_config(message):
         from fedbn_flwr.client.update_clipping import clipped_update
 
-        call_next = functools.partial(clipped_update, call_next=call_next)
-    return call_next(message, context)
-
-
-@repeatable
-def seeded_client(
-    message: Message, context: Context, call_next: ClientAppCallable
-) -> Message:
-    """Make the client's random draws repeatable: a Flower mod."""
+        return clipped_update(message, context, call_next)
     return call_next(message, context)
 
 

@@ -25,7 +25,12 @@ from fedbn_flwr.batchnorm.array_types import Array
 from fedbn_flwr.batchnorm.class_moments import ClassMoments, class_moments
 from fedbn_flwr.batchnorm.parts import Parts
 from fedbn_flwr.batchnorm.reestimation import reestimate_statistics
-from fedbn_flwr.client.client_data import ClientData, ClientStreams, Examples
+from fedbn_flwr.client.client_data import (
+    ClientData,
+    ClientStreams,
+    Examples,
+    as_batches,
+)
 from fedbn_flwr.client.kept import KeptState, hand_over, kept_by
 from fedbn_flwr.client.model_door import BuildModel, LentModel, door, try_step
 from fedbn_flwr.client.named_hooks import make_hooks, refuse_on_client
@@ -65,6 +70,7 @@ from fedbn_flwr.messages.protocol import (
     MessageConfig,
     TrainConfig,
     comma_list,
+    own_node_id,
     partition_of,
     round_in,
     site_name_of,
@@ -172,8 +178,15 @@ class TorchClient(NumPyClient):
         self.context = context
         self.partition_id = partition_id
         self.task = task
-        self.data = ClientData.of(train_data, test_data)
-        self.streams = ClientStreams.of(context, partition_id, seed)
+        named = test_data if isinstance(test_data, Mapping) else {"": test_data}
+        tests = {name: as_batches(data) for name, data in named.items()}
+        self.data = ClientData(as_batches(train_data), tests)
+        # A client without a partition id is named by its node. Two clients with the
+        # same name would draw the same numbers.
+        name: int | str = -1 if partition_id is None else partition_id
+        if partition_id is None and context is not None:
+            name = f"node {own_node_id(context)}"
+        self.streams = ClientStreams(seed, name)
         self.state_dir = state_dir
         self._lent_model = door(model, self.data.two_inputs)
 
@@ -256,8 +269,12 @@ class TorchClient(NumPyClient):
         if hooks:
             hand_over(hooks, extras, kept.of_hooks)
         result = trained(lent.model, hooks=hooks)
-        # Check the number of steps taken, because dropped batches are not steps.
-        refuse_on_client(sent.hooks, config, Known(local_steps=result.num_steps))
+        of_hooks = kept.of_hooks
+        if hooks:
+            # Check the number of steps taken, because dropped batches are not steps.
+            steps = Known(local_steps=result.num_steps)
+            refuse_on_client(sent.hooks, config, steps)
+            of_hooks = kept_by(hooks, of_hooks)
         if not math.isfinite(result.loss):
             load_received(lent, parameters, config, sent, kept.load(local))
             size = self.settings.batch_size
@@ -268,11 +285,17 @@ class TorchClient(NumPyClient):
             clear_log(self.context)
         state = lent.arrays()
         own = {name: state[name] for name in local}
-        kept.keep(own, kept_by(hooks, kept.of_hooks), sent.server_round)
+        kept.keep(own, of_hooks, sent.server_round)
         # The reply contains the shared entries. If these are not all entries, it also
         # contains their names.
         returned = returned_entries(state, local, hooks.values(), prefix)
-        metrics = _metrics(result)
+        metrics: Config = {TRAIN_LOSS: result.loss}
+        if result.accuracy is not None:
+            metrics[TRAIN_ACCURACY] = result.accuracy
+        metrics[EXAMPLES_PROCESSED] = result.num_processed
+        metrics[STEPS] = result.num_steps
+        metrics[DROPPED_BATCHES] = result.num_dropped
+        metrics |= result.metrics
         if hooks:
             metrics[APPLIED] = ",".join(hooks)
         metrics |= kept.reply_metadata()
@@ -467,15 +490,3 @@ class TorchClient(NumPyClient):
         """The split of the model's state."""
         with self._lent_model() as lent:
             return lent.parts
-
-
-def _metrics(result: TrainResult) -> Config:
-    """Return the reply's metrics of the training."""
-    metrics: Config = {TRAIN_LOSS: result.loss}
-    if result.accuracy is not None:
-        metrics[TRAIN_ACCURACY] = result.accuracy
-    metrics[EXAMPLES_PROCESSED] = result.num_processed
-    metrics[STEPS] = result.num_steps
-    metrics[DROPPED_BATCHES] = result.num_dropped
-    metrics |= result.metrics
-    return metrics

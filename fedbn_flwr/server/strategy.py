@@ -204,9 +204,9 @@ class Strategy(RunView, FlowerFedAvg):
                 f"strategy {self.name!r} has a protection already: make a new strategy"
                 " for another protection"
             )
-        if self.reports:
+        if self.run.reports:
             raise ConfigError(
-                f"strategy {self.name!r} has reports of {len(self.reports)} unprotected"
+                f"strategy {self.name!r} has reports of {len(self.run.reports)} unprotected"
                 " rounds: call protect() before the first round, or make a new"
                 " strategy"
             )
@@ -268,7 +268,14 @@ class Strategy(RunView, FlowerFedAvg):
             if recording is not None:
                 recording.begin(self.run.start.after)
             result = self._rounds(grid, num_rounds, configs, evaluate_fn, should_stop)
-            self._complete(result, grid, num_rounds)
+            # A run that was stopped between two tests has no statistics for its last
+            # weights yet.
+            run = self.run
+            last = run.reports[-1].server_round if run.reports else num_rounds
+            untested = not run.tests_after(last)
+            if run.methods.reestimates and untested and not run.ends_diverged:
+                reestimate_before_tests(run, result.arrays, grid)
+            result.arrays = testing.completed(run, result.arrays)
         finally:
             # Take the continuity of the recording, because only it includes the last
             # checkpoint.
@@ -360,19 +367,6 @@ class Strategy(RunView, FlowerFedAvg):
             self.end_round(server_round, tested)
         return result
 
-    def _complete(self, result: Result, grid: Grid, num_rounds: int) -> None:
-        """Complete the model of the result.
-
-        A run that was stopped between two tests has no statistics for its last weights
-        yet.
-        """
-        run = self.run
-        last = run.reports[-1].server_round if run.reports else num_rounds
-        untested = not run.tests_after(last)
-        if run.methods.reestimates and untested and not run.ends_diverged:
-            reestimate_before_tests(run, result.arrays, grid)
-        result.arrays = testing.completed(run, result.arrays)
-
     @property
     def ends(self) -> bool:
         """Whether the run ends after this round: it diverged or was stopped."""
@@ -460,6 +454,16 @@ class Strategy(RunView, FlowerFedAvg):
     def _options(self) -> Options:
         """Return the current attributes."""
         recording = self._recording
+        reads = self.on_replies is not None
+        if recording is not None:
+            reads = recording.whole_replies
+        own = type(self).aggregate_train, type(self).send_training
+        only_methods_read = (
+            self._in_start
+            and not reads
+            and own == (Strategy.aggregate_train, Strategy.send_training)
+            and self.train_metrics_aggr_fn is average_metrics
+        )
         return Options(
             fraction_train=self.fraction_train,
             fraction_evaluate=self.fraction_evaluate,
@@ -473,21 +477,7 @@ class Strategy(RunView, FlowerFedAvg):
             average_test_metrics=self.evaluate_metrics_aggr_fn,
             on_replies=recording.replies if recording else self.on_replies,
             on_round_end=recording.end_round if recording else self.on_round_end,
-            frees_replies=self._frees_replies,
-        )
-
-    @property
-    def _frees_replies(self) -> bool:
-        """Whether only the methods read the arrays of the replies in this run."""
-        reads = self.on_replies is not None
-        if self._recording is not None:
-            reads = self._recording.whole_replies
-        own = type(self).aggregate_train, type(self).send_training
-        return (
-            self._in_start
-            and not reads
-            and own == (Strategy.aggregate_train, Strategy.send_training)
-            and self.train_metrics_aggr_fn is average_metrics
+            frees_replies=only_methods_read,
         )
 
     def begin(self) -> None:
@@ -516,7 +506,8 @@ class Strategy(RunView, FlowerFedAvg):
         refuse_own_keys(config=config)
         self._open_round(server_round, arrays, grid)
         self._refresh()
-        self._finish_left(arrays)
+        if not self._in_start:
+            self._finish_left(arrays)
         training = begin_training(self.run, server_round, arrays, config, grid)
         self._begun = training
         if self._in_start or not self.run.synchronises:
@@ -529,11 +520,12 @@ class Strategy(RunView, FlowerFedAvg):
     def _open_round(self, server_round: int, arrays: ArrayRecord, grid: Grid) -> None:
         """Take the model of the round. Begin the run if ``prepare`` has not begun it."""
         # If round 1 comes again, another loop has started a new run.
-        if self.reports and server_round <= self.reports[0].server_round:
+        if self.run.reports and server_round <= self.run.reports[0].server_round:
             self.forget_run()
         run = self.run
         run.set_model(arrays)
-        run_start.check_wrapper(run)
+        if not run.reports:
+            run_start.check_wrapper(run)
         # ``start`` and ``to_legacy`` have begun the run.
         if not run.start.begun:
             self.begin()
@@ -548,7 +540,7 @@ class Strategy(RunView, FlowerFedAvg):
         has changed to ``arrays``, the loop has aggregated the replies itself.
         """
         left = self._begun
-        if self._in_start or not isinstance(left, BegunTraining):
+        if not isinstance(left, BegunTraining):
             return
         # The messages of a training with early replies were already answered.
         asked = bool(left.sent.messages) and not left.early_replies
@@ -626,7 +618,8 @@ class Strategy(RunView, FlowerFedAvg):
         """Return the evaluation messages if due, after a re-estimation if necessary."""
         refuse_own_keys(config=config)
         self._refresh()
-        self._finish_left(arrays)
+        if not self._in_start:
+            self._finish_left(arrays)
         tests = begin_tests(self.run, server_round, arrays, config, grid)
         self._begun = tests
         return tests.sent.messages
@@ -670,7 +663,7 @@ class Strategy(RunView, FlowerFedAvg):
             server_round: the round.
         """
         reports = [
-            report for report in self.reports if report.server_round <= server_round
+            report for report in self.run.reports if report.server_round <= server_round
         ]
         self.load_state_dict(state, server_round)
         start = self.run.start

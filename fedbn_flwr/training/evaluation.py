@@ -105,7 +105,11 @@ def evaluate(
     # Do not use inference_mode: if the model keeps a tensor from it, training fails on
     # this tensor.
     with in_eval_mode(model), torch.no_grad():
-        size = batch_size or _test_batch(model, task)
+        # If a layer uses the batch's statistics, the metrics depend on the batch size.
+        size = batch_size or task.plain_test_batch or task.test_batch
+        layers = layers_of(model).values()
+        if not batch_size and any(layer.running_mean is None for layer in layers):
+            size = task.test_batch
         order: Sequence[Tensor] = torch.split(torch.arange(len(data)), size)
         if len(order[-1]) == 1:
             order = _joined(model, data, order, prepared)
@@ -123,14 +127,6 @@ def evaluate(
                 if on_batch:
                     on_batch(outputs, targets)
         return sums.result()
-
-
-def _test_batch(model: nn.Module, task: Task) -> int:
-    """Return the number of examples per test batch for the current model."""
-    # If a layer uses the batch's statistics, the metrics depend on the batch size.
-    if any(layer.running_mean is None for layer in layers_of(model).values()):
-        return task.test_batch
-    return task.plain_test_batch or task.test_batch
 
 
 class _Sums:

@@ -131,19 +131,18 @@ class LoadedBatches:
         # Close the batches here, because they may have workers.
         with closing(batches):
             for chosen, batch in zip(order, batches, strict=True):
-                yield self._checked(batch, len(chosen))
-
-    def _checked(self, batch: Any, size: int) -> tuple[Any, Tensor]:
-        """Return the inputs and targets of ``size`` examples."""
-        inputs, targets = _pair(name_of(self._data), batch)
-        if isinstance(targets, Tensor) and targets.shape[:1] != (size,):
-            raise DataError(
-                f"{name_of(self._data)}: a batch has targets of shape"
-                f" {tuple(targets.shape)} for {size} examples. The collate_fn and"
-                " __getitems__ must keep all examples, in their order. To drop examples,"
-                " remove them from the data set."
-            )
-        return inputs, targets
+                if not isinstance(batch, (tuple, list)) or len(batch) != 2:
+                    raise _no_pair(self._data, batch)
+                inputs, targets = batch
+                counted = isinstance(targets, Tensor)
+                if counted and targets.shape[:1] != (len(chosen),):
+                    raise DataError(
+                        f"{name_of(self._data)}: a batch has targets of shape"
+                        f" {tuple(targets.shape)} for {len(chosen)} examples. The"
+                        " collate_fn and __getitems__ must keep all examples, in their"
+                        " order. To drop examples, remove them from the data set."
+                    )
+                yield inputs, targets
 
 
 def _refuse_without_positions(data: Any) -> None:
@@ -156,21 +155,15 @@ def _refuse_without_positions(data: Any) -> None:
         )
 
 
-def _pair(name: str, batch: Any) -> tuple[Any, Any]:
-    """Return the inputs and targets of a batch of the data set with this name.
-
-    Raises:
-        DataError: the batch is not a pair.
-    """
-    if isinstance(batch, (tuple, list)) and len(batch) == 2:
-        return batch[0], batch[1]
+def _no_pair(data: Any, batch: Any) -> DataError:
+    """Return the error about a batch of a data set that is not a pair."""
     parts = ""
     if isinstance(batch, Mapping):
         parts = f" of {', '.join(map(str, batch))}"
     elif isinstance(batch, (tuple, list)):
         parts = f" of length {len(batch)}"
-    raise DataError(
-        f"a batch of {name} is a {type(batch).__name__}{parts}, but it must be a"
+    return DataError(
+        f"a batch of {name_of(data)} is a {type(batch).__name__}{parts}, but it must be a"
         " pair (inputs, targets); the inputs may have several parts. Return pairs"
         " from a data set that wraps this data set, or from the collate_fn of a loader"
         " (in a TorchClient: fedbn_flwr.training.batches_of(loader))."

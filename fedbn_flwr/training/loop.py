@@ -276,7 +276,9 @@ class _Steps:
             for parameter in group["params"]:
                 parameter.grad = None
         total.backward()  # type: ignore[no-untyped-call]
-        if len(self.feed.sizes) == 1:
+        task = self.feed.task
+        own_loss = self.loss is not TASKS.get(task.name, CLASSIFICATION).loss
+        if own_loss and len(self.feed.sizes) == 1:
             self._refuse_other_parameters(loss)
         return loss.detach(), outputs.detach()
 
@@ -285,9 +287,6 @@ class _Steps:
 
         No optimizer trains them.
         """
-        task = self.feed.task
-        if self.loss is TASKS.get(task.name, CLASSIFICATION).loss:
-            return
         # Walk from the loss to the leaves of its graph.
         nodes: set[Any] = {None}
         front: set[Any] = {loss.grad_fn}
@@ -300,7 +299,7 @@ class _Steps:
         for leaf in leaves.difference(self.session.model.parameters()):
             if isinstance(leaf, nn.Parameter):
                 raise ConfigError(
-                    f"the training loss of task {task.name} has a parameter of"
+                    f"the training loss of task {self.feed.task.name} has a parameter of"
                     f" shape {tuple(leaf.shape)} that is not in the model, so it would"
                     " be neither trained nor averaged. Use it in the forward pass of the"
                     " model, or set requires_grad=False."

@@ -45,6 +45,7 @@ def note(*fact: Hashable) -> None:
 
 def first_time(*fact: Hashable) -> bool:
     """Note the fact and return whether it is new in this run."""
-    is_new = not is_noted(*fact)
-    note(*fact)
+    facts = kept_for_run("facts", set[tuple[Hashable, ...]])
+    is_new = fact not in facts
+    facts.add(fact)
     return is_new

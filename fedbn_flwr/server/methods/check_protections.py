@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from fedbn_flwr.batchnorm.parts import Part, Parts
-from fedbn_flwr.compat.flower import DP_WRAPPERS, calling_object
 from fedbn_flwr.problems import Problem
 from fedbn_flwr.server.methods.method import Method, reads_undeclared
 from fedbn_flwr.server.methods.together import Methods
@@ -107,19 +106,13 @@ _INSTEAD = (
 )
 
 
-def of_wrapper(methods: Methods, parts: Parts) -> Iterator[Problem]:
+def of_wrapper(wrapper: str, methods: Methods, parts: Parts) -> Iterator[Problem]:
     """Yield a problem for each fault of Flower's wrapper around the strategy.
 
     Values of the clients may bypass the wrapper, or the wrapper may break the methods.
     The wrapper also expects equal weights, and treats counters like model weights.
-    There are no problems without a wrapper.
+    ``wrapper`` is the name of its class.
     """
-    # Look for Flower's wrapper on the call stack, because the wrapped strategy has no
-    # other sign of it.
-    caller = calling_object(DP_WRAPPERS)
-    if caller is None:
-        return
-    wrapper = type(caller).__name__
     reasons = [disclosure.text for disclosure in disclosures(methods)]
     if methods.local and "ServerSide" in wrapper:
         reasons.append(

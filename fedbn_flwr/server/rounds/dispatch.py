@@ -150,7 +150,7 @@ def in_order(
         if reply.has_error():
             run.nodes.initialised.discard(node_id)
     run.kept = run.kept.with_answers([*yielded, *rest])
-    others = _in_words(strange)
+    others = _in_words(strange) if strange else ""
     missing: dict[str, list[str]] = {}
     for node in sent.nodes:
         if node.node_id not in arrived and node.node_id not in dropped:
@@ -164,12 +164,7 @@ def in_order(
 
 
 def _in_words(strange: Sequence[Message]) -> str:
-    """Return, and log, a text about replies from nodes that were not asked.
-
-    The text is empty if there are none.
-    """
-    if not strange:
-        return ""
+    """Return, and log, a text about replies from nodes that were not asked."""
     # The strange messages are, for example, errors whose sender is the SuperLink
     # instead of the lost node.
     texts = dict.fromkeys(

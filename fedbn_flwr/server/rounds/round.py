@@ -13,6 +13,7 @@ from typing import ClassVar
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
 
+from fedbn_flwr.errors import NothingTrainedError
 from fedbn_flwr.messages.records import to_record
 from fedbn_flwr.server.averaging import average
 from fedbn_flwr.server.methods.method import Facts
@@ -23,7 +24,6 @@ from fedbn_flwr.server.rounds.replies import Terms
 from fedbn_flwr.server.rounds.testing import address_tests, completed, read_tests
 from fedbn_flwr.server.rounds.training import (
     address_training,
-    average_metrics,
     kept_in_replies,
     note_kept,
     read_training,
@@ -88,8 +88,10 @@ def begin_training(
     run.open_round(number)
     nodes = sample_for_training(run, number, grid)
     facts = run.facts(number, run.round.phase)
-    with with_refusals(run):
+    try:
         asks = run.methods.on_clients(run.states, facts)
+    except NothingTrainedError as error:
+        raise with_refusals(run, error) from None
     terms = Terms(
         strategy=run.methods.name,
         facts=facts,
@@ -140,7 +142,16 @@ def finish_training(
     trained = to_record(model)
     if run.options.on_replies is not None:
         run.options.on_replies(training.number, replies, facts.before, model)
-    return trained, average_metrics(run, usable)
+    # A protection hides single clients, so there are no averaged metrics.
+    if not run.protection.publishes_metrics:
+        return trained, None
+    contents = [one.message.content for one in usable]
+    metrics = run.options.average_train_metrics(contents, run.options.weighted_by_key)
+    run.report.metrics = {
+        key: value for key, value in metrics.items() if isinstance(value, (int, float))
+    }
+    run.round.metrics["train_metrics_clientapp"] = metrics
+    return trained, metrics
 
 
 def begin_tests(

@@ -6,6 +6,7 @@ import logging
 
 from fedbn_flwr.batchnorm.check_state import check_state
 from fedbn_flwr.batchnorm.parts import Part
+from fedbn_flwr.compat.flower import DP_WRAPPERS, calling_object
 from fedbn_flwr.errors import ConfigError, ReplyError
 from fedbn_flwr.problems import Known, raise_or_warn
 from fedbn_flwr.server.methods.check_protections import of_wrapper
@@ -51,7 +52,9 @@ def begin(
         shapes=run.start.shapes,
     )
     methods.raise_or_warn(known, ["run", "model"])
-    run.begin()
+    run.start.begun = True
+    run.states = methods.begin(run.facts(0))
+    run.protection.begin(methods)
 
     # Warn about surprises in the model that the run returns.
     if completes_tests:
@@ -62,8 +65,12 @@ def begin(
 
 def check_wrapper(run: Run) -> None:
     """Refuse a strategy of Flower around this strategy if it does not suit the run."""
-    if not run.reports:
-        raise_or_warn(of_wrapper(run.methods, run.parts))
+    # Look for Flower's wrapper on the call stack, because the wrapped strategy has no
+    # other sign of it.
+    caller = calling_object(DP_WRAPPERS)
+    if caller is not None:
+        wrapper = type(caller).__name__
+        raise_or_warn(of_wrapper(wrapper, run.methods, run.parts))
 
 
 def _warn_of_initial_values(run: Run) -> None:

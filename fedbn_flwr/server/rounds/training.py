@@ -15,7 +15,6 @@ from flwr.app import (
     ConfigRecord,
     Message,
     MessageType,
-    MetricRecord,
     RecordDict,
 )
 from flwr.serverapp import Grid
@@ -233,7 +232,17 @@ def read_training(
     # A refused client may have lost its local state: send it the whole state again.
     run.nodes.initialised.difference_update(lost.node.node_id for lost in refused)
     replies = [one.read for one in usable]
-    _report_usable(run, replies)
+    # Record the clients that trained, with their metrics and bytes.
+    for reply in replies:
+        run.nodes.initialised.add(reply.node.node_id)
+        for size in reply.sizes:
+            run.report.train.count_up(size)
+    run.report.participants = [reply.node.partition_id for reply in replies]
+    if run.protection.publishes_metrics:
+        run.report.clients = {
+            reply.node.label: dict(reply.metrics) for reply in replies
+        }
+    run.start.trained.update(reply.node.label for reply in replies)
     warn_of_other_counts(replies, run.options.weighted_by_key, run.start.other_counts)
 
     # Raise the error of apps that do not work, if no app works, because every further
@@ -261,20 +270,6 @@ def _without_arrays(reply: Reply, message: Message, keep: Collection[str]) -> Re
     }
     message.content = filled(RecordDict, others)
     return replace(reply, state=state)
-
-
-def _report_usable(run: Run, replies: Sequence[Reply]) -> None:
-    """Record the clients that trained, with their metrics and bytes."""
-    for reply in replies:
-        run.nodes.initialised.add(reply.node.node_id)
-        for size in reply.sizes:
-            run.report.train.count_up(size)
-    run.report.participants = [reply.node.partition_id for reply in replies]
-    if run.protection.publishes_metrics:
-        run.report.clients = {
-            reply.node.label: dict(reply.metrics) for reply in replies
-        }
-    run.start.trained.update(reply.node.label for reply in replies)
 
 
 def used_replies(run: Run, facts: Facts, usable: Sequence[Usable[Reply]]) -> Replies:
@@ -313,19 +308,3 @@ def note_kept(
         for reply in replies:
             if reply.node.label not in run.kept.hashes:
                 run.nodes.initialised.discard(reply.node.node_id)
-
-
-def average_metrics(run: Run, usable: Sequence[Usable[Reply]]) -> MetricRecord | None:
-    """Return the averaged metrics of the used replies, and add them to the report.
-
-    There are none if the protection hides single clients.
-    """
-    if not run.protection.publishes_metrics:
-        return None
-    contents = [one.message.content for one in usable]
-    metrics = run.options.average_train_metrics(contents, run.options.weighted_by_key)
-    run.report.metrics = {
-        key: value for key, value in metrics.items() if isinstance(value, (int, float))
-    }
-    run.round.metrics["train_metrics_clientapp"] = metrics
-    return metrics

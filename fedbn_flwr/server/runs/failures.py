@@ -10,8 +10,7 @@ import logging
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from flwr.serverapp.strategy import Result
@@ -256,17 +255,10 @@ def nothing_trained(min_replies: int, reports: Sequence[RoundOutcome]) -> str:
     )
 
 
-@contextmanager
-def with_refusals(run: Run) -> Iterator[None]:
-    """Add the refusals so far to a NothingTrainedError that the block raises.
-
-    The block is the start of a round. The error also gets the result so far.
-    """
-    try:
-        yield
-    except NothingTrainedError as error:
-        text = f"{error}{_refusals(run.reports[:-1])}"
-        raise NothingTrainedError(text, Result(arrays=run.arrays)) from None
+def with_refusals(run: Run, error: NothingTrainedError) -> NothingTrainedError:
+    """Return an error at the start of a round with the refusals and the result so far."""
+    text = f"{error}{_refusals(run.reports[:-1])}"
+    return NothingTrainedError(text, Result(arrays=run.arrays))
 
 
 def _refusals(reports: Sequence[RoundOutcome]) -> str:

@@ -341,12 +341,9 @@ class NodeRegistry:
             if reply.has_content():
                 said = NodeProperties.read(reply)
                 node = found[node_id] = self._node(node_id, said)
-                other = differences(own_versions(), said.versions)
-                if other:
-                    texts = "; ".join(dict(other))
-                    logger.warning(
-                        "%s: %s. Install one version everywhere.", node, texts
-                    )
+                # Only a node of a network has versions of its own.
+                if said.versions:
+                    _warn_of_versions(node, said.versions)
             elif is_mod_refusal(reply):
                 refusal = str(reply.error.reason)
                 found[node_id] = Node(node_id, refusal=refusal, behind_mod=True)
@@ -421,6 +418,13 @@ class NodeRegistry:
             f" num-partitions={node.num_partitions}: partitions of different splits"
             " share examples. Give all SuperNodes the same number in --node-config."
         )
+
+
+def _warn_of_versions(node: Node, versions: str) -> None:
+    other = differences(own_versions(), versions)
+    if other:
+        texts = "; ".join(dict(other))
+        logger.warning("%s: %s. Install one version everywhere.", node, texts)
 
 
 def _failed(node_id: int, reply: Message) -> Node:

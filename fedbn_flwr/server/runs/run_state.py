@@ -244,16 +244,6 @@ class Run:
             known=frozenset(self.seen.union(self.kept.hashes)),
         )
 
-    def begin(self) -> None:
-        """Begin the methods and the protection, once in a run.
-
-        Raises:
-            ConfigError: a setting or the model does not fit.
-        """
-        self.start.begun = True
-        self.states = self.methods.begin(self.facts(0))
-        self.protection.begin(self.methods)
-
     def close(self) -> None:
         """Close the transport that stays open between rounds."""
         if self.start.transport is not None:
@@ -416,7 +406,7 @@ class Run:
         return saved
 
     def resume(self, after: int, saved: Mapping[str, Any]) -> None:
-        """Continue after a round with the result of ``saved``. Call ``begin`` first.
+        """Continue after a round with the result of ``saved``, in a run that has begun.
 
         Raises:
             ConfigError: the state belongs to another strategy or protection, or to
