@@ -59,6 +59,7 @@ class RunView:
     @parts.setter
     def parts(self, parts: Parts | None) -> None:
         self.run.start.parts_or_none = parts
+        self.run.start.shapes = {}  # of the next model, which is checked with this split
 
     @property
     def local(self) -> PartSet:

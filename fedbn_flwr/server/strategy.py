@@ -443,8 +443,8 @@ class Strategy(RunView, FlowerFedAvg):
     def _refresh(self) -> None:
         """Give the run the current attributes, and the continuity of the recording.
 
-        A user may change the attributes between rounds, and each checkpoint changes the
-        continuity.
+        A user may change the attributes between rounds. The continuity changes with
+        each checkpoint, at the end of a round.
         """
         self.run.options = self._options()
         recording = self._recording
@@ -602,7 +602,6 @@ class Strategy(RunView, FlowerFedAvg):
                 other than our ``start`` raise it here, in the last round, or in the
                 second round if the number of rounds is unknown.
         """
-        self._refresh()
         training = self._take(BegunTraining, server_round, replies)
         trained: tuple[ArrayRecord | None, MetricRecord | None] = None, None
         if training is not None:
@@ -617,7 +616,6 @@ class Strategy(RunView, FlowerFedAvg):
     ) -> Iterable[Message]:
         """Return the evaluation messages if due, after a re-estimation if necessary."""
         refuse_own_keys(config=config)
-        self._refresh()
         if not self._in_start:
             self._finish_left(arrays)
         tests = begin_tests(self.run, server_round, arrays, config, grid)
@@ -628,7 +626,6 @@ class Strategy(RunView, FlowerFedAvg):
         self, server_round: int, replies: Iterable[Message]
     ) -> MetricRecord | None:
         """Average the clients' metrics, and report the metrics of each client."""
-        self._refresh()
         tests = self._take(BegunTests, server_round, replies)
         metrics = None if tests is None else finish_tests(self.run, tests, replies)
         # In other loops, this is the last call of a round. In ``start``, the server's
@@ -640,7 +637,6 @@ class Strategy(RunView, FlowerFedAvg):
 
     def end_round(self, server_round: int, server_test: MetricRecord | None) -> None:
         """End a round after the server's own test, if any. ``start`` calls this."""
-        self._refresh()
         close_round(self.run, server_round, server_test)
 
     # --- checkpoints -------------------------------------------------------------------

@@ -10,18 +10,29 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
+from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord
 from flwr.serverapp import Grid
 
 from fedbn_flwr.errors import NothingTrainedError
 from fedbn_flwr.messages.records import to_record
 from fedbn_flwr.server.averaging import average
-from fedbn_flwr.server.methods.method import Facts
+from fedbn_flwr.server.methods.method import Facts, Node
 from fedbn_flwr.server.methods.params import RECALIBRATED
-from fedbn_flwr.server.rounds.dispatch import NOTHING, Sent, in_order
+from fedbn_flwr.server.rounds.dispatch import (
+    NOTHING,
+    Sent,
+    address,
+    in_order,
+    raise_shared_test_error,
+)
 from fedbn_flwr.server.rounds.recalibration import reestimate_before_tests
-from fedbn_flwr.server.rounds.replies import Terms
-from fedbn_flwr.server.rounds.testing import address_tests, completed, read_tests
+from fedbn_flwr.server.rounds.replies import (
+    Terms,
+    read_metrics,
+    read_replies,
+    tested_nothing,
+)
+from fedbn_flwr.server.rounds.testing import completed
 from fedbn_flwr.server.rounds.training import (
     address_training,
     kept_in_replies,
@@ -37,6 +48,7 @@ from fedbn_flwr.server.runs.failures import (
     with_refusals,
 )
 from fedbn_flwr.server.runs.run_state import Run
+from fedbn_flwr.training.settings import share_of
 
 __all__ = [
     "BegunTests",
@@ -165,17 +177,49 @@ def begin_tests(
     # with them.
     if run.methods.reestimates or RECALIBRATED in run.methods.tests:
         reestimate_before_tests(run, arrays, grid)
-    return BegunTests(number, address_tests(run, number, arrays, config, grid))
+    options = run.options
+    # A protection hides the results of single clients.
+    if options.fraction_evaluate == 0.0 or not run.protection.publishes_metrics:
+        return BegunTests(number, NOTHING)
+    least = options.min_evaluate_nodes
+    present = run.present(grid, max(options.min_available_nodes, least))
+    able = [node for node in present if not node.unusable]
+    count = max(share_of(options.fraction_evaluate, len(able)), least)
+    nodes = run.nodes.sample(able, count, "evaluate", number)
+    entries = {**config, **run.test_config(number)}
+    # A client without BN parts of its own is tested with the averaged parts, or with
+    # the initial parts if there is no average yet.
+    model, traffic = completed(run, arrays), run.report.evaluate
+    sent = address(run, nodes, MessageType.EVALUATE, model, entries, traffic)
+    return BegunTests(number, sent)
 
 
 def finish_tests(
     run: Run, tests: BegunTests, messages: Iterable[Message]
 ) -> MetricRecord | None:
-    """Read the clients' tests, and return their averaged metrics, if any."""
-    usable = read_tests(run, tests.sent, messages)
+    """Read the clients' tests, and return their averaged metrics, if any.
+
+    The report gets the metrics of each client.
+    """
+    count_key = run.options.weighted_by_key
+
+    def read(node: Node, message: Message) -> dict[str, float]:
+        return read_metrics(message, count_key)
+
+    # A client without test data is not a failure, but has nothing to average.
+    received = [
+        (node, message)
+        for node, message in in_order(run, tests.sent, messages)
+        if not tested_nothing(message, count_key)
+    ]
+    usable, refused = read_replies(received, read, run.report, "evaluation")
+    raise_shared_test_error(run, tests.sent, refused)
+    run.report.evaluations |= {test.node.label: test.read for test in usable}
+    run.start.tested |= bool(usable)
+    note_losses(run, losses_not_finite(run.report.evaluations, run.nodes.names))
     if not usable:
         return None
-    contents = [message.content for message in usable]
+    contents = [test.message.content for test in usable]
     metrics = run.options.average_test_metrics(contents, run.options.weighted_by_key)
     run.round.metrics["evaluate_metrics_clientapp"] = metrics
     return metrics

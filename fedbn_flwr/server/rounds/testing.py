@@ -1,6 +1,6 @@
-"""The testing half of a round, and the tested model.
+"""The model that is tested after a round.
 
-The tested model, which a run also returns, is the global model, completed with BN
+It is also the model that a run returns: the global model, completed with BN
 entries: averages of BN parts that stay with the clients (``server.methods.shared_bn``),
 or re-estimated statistics (``server.rounds.recalibration``). Training does not use them.
 """
@@ -8,74 +8,16 @@ or re-estimated statistics (``server.rounds.recalibration``). Training does not 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
 
-from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType
-from flwr.serverapp import Grid
+from flwr.app import ArrayRecord
 
 from fedbn_flwr.batchnorm.array_types import State
 from fedbn_flwr.messages.records import to_record
-from fedbn_flwr.server.methods.method import Node
 from fedbn_flwr.server.methods.params import RECALIBRATED
 from fedbn_flwr.server.methods.shared_bn import SHARED_BN
-from fedbn_flwr.server.rounds.dispatch import (
-    NOTHING,
-    Sent,
-    address,
-    in_order,
-    raise_shared_test_error,
-)
-from fedbn_flwr.server.rounds.replies import read_metrics, read_replies, tested_nothing
-from fedbn_flwr.server.runs.failures import losses_not_finite, note_losses
 from fedbn_flwr.server.runs.run_state import Run
-from fedbn_flwr.training.settings import share_of
 
 logger = logging.getLogger("flwr")
-
-
-def address_tests(
-    run: Run, number: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
-) -> Sent:
-    """Return the evaluation messages of a round.
-
-    There are none if clients do not test, or if a protection hides their results.
-    """
-    options = run.options
-    if options.fraction_evaluate == 0.0 or not run.protection.publishes_metrics:
-        return NOTHING
-    least = options.min_evaluate_nodes
-    present = run.present(grid, max(options.min_available_nodes, least))
-    able = [node for node in present if not node.unusable]
-    count = max(share_of(options.fraction_evaluate, len(able)), least)
-    nodes = run.nodes.sample(able, count, "evaluate", number)
-    entries = {**config, **run.test_config(number)}
-    # A client without BN parts of its own is tested with the averaged parts, or with
-    # the initial parts if there is no average yet.
-    model = completed(run, arrays)
-    return address(
-        run, nodes, MessageType.EVALUATE, model, entries, run.report.evaluate
-    )
-
-
-def read_tests(run: Run, sent: Sent, replies: Iterable[Message]) -> list[Message]:
-    """Return the usable replies of testing clients, and report their metrics."""
-    count_key = run.options.weighted_by_key
-
-    def read(node: Node, message: Message) -> dict[str, float]:
-        return read_metrics(message, count_key)
-
-    # A client without test data is not a failure, but has nothing to average.
-    received = [
-        (node, message)
-        for node, message in in_order(run, sent, replies)
-        if not tested_nothing(message, count_key)
-    ]
-    usable, refused = read_replies(received, read, run.report, "evaluation")
-    raise_shared_test_error(run, sent, refused)
-    run.report.evaluations |= {test.node.label: test.read for test in usable}
-    run.start.tested |= bool(usable)
-    note_losses(run, losses_not_finite(run.report.evaluations, run.nodes.names))
-    return [test.message for test in usable]
 
 
 def completing_entries(run: Run, test: str) -> State:

@@ -359,8 +359,10 @@ class Run:
                 " ...): your own aggregate_train must return the whole model. Give the"
                 " strategy a method with an `aggregate`, or call super()"
             )
-        self.start.shapes = {name: tuple(array.shape) for name, array in arrays.items()}
         self.round.before = views(arrays)
+        # The entries of a run keep their names, so split them once in a start.
+        if [*self.start.shapes] == [*arrays]:
+            return
         # Make a split by names again, because an earlier run may have had another
         # model.
         if self.start.parts_or_none is None or self.start.parts_or_none.by_names:
@@ -383,6 +385,7 @@ class Run:
                 " ...): pass ArrayRecord(model.state_dict()); parameters() has no"
                 " buffers, such as running statistics"
             )
+        self.start.shapes = {name: tuple(array.shape) for name, array in arrays.items()}
 
     def saved(self) -> dict[str, Any]:
         """Return the strategy's state for a checkpoint, without the model.
