@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -29,10 +29,9 @@ __all__ = [
 ]
 
 Variance = Literal["mean", "pooled"]
-_Block = list[tuple[int, slice]]
 
-# Number of elements in a block. A block in float64 has 256 KiB and stays in the cache
-# while the clients' values are added.
+# Number of elements in a block of an entry. A block in float64 has 256 KiB and stays in
+# the cache while the clients' values are added.
 _BLOCK = 1 << 15
 
 
@@ -55,7 +54,7 @@ def to_shares(weights: Sequence[float]) -> list[float]:
 def weighted_sum(arrays: Sequence[Array], p: Sequence[float]) -> Array:
     """Return sum_i p_i x_i in float64 or complex128, added in order."""
     total: Array = np.empty(arrays[0].shape, wide_type(arrays[0]))
-    _add_up([[array] for array in arrays], p, [total])
+    _write_sum(arrays, p, total)
     return total
 
 
@@ -70,57 +69,21 @@ def fits(array: Array, dtype: np.dtype[Any]) -> bool:
         return bool(np.isfinite(array.astype(dtype)).all())
 
 
-def _add_up(
-    rows: Sequence[Sequence[Array]],
-    p: Sequence[float],
-    sums: Sequence[Array],
-    begun: Sequence[Array] = (),
-    share: float = 1.0,
-) -> None:
-    """Write sum_i p_i rows[i][k] into sums[k], divided by ``share``.
-
-    The sums are contiguous, and all real or all complex. ``begun`` has the sums of
-    earlier rows, one array for each block.
-
-    The sum is computed block by block: a block contains many small entries, or a part
-    of a large entry. Multiplication and addition are two operations, because
-    torch's fused operation rounds once instead of twice, and only on some machines.
-    """
-    sizes = [array.size for array in sums]
-    flat = list(map(_flat, rows))
-    flat_sums = _flat(sums)
-    buffers = np.empty(
-        (2, min(_BLOCK, sum(sizes))), wide_type(sums[0]) if sums else np.float64
-    )
-    for i, block in enumerate(_blocks(sizes)):
-        total, term = buffers[:, : _size(block)]
-        total[:] = begun[i] if begun else 0
-        for weight, arrays in zip(p, flat, strict=True):
-            _add(block, arrays, weight, total, term)
-        if share != 1.0:
-            total /= share
-        _write(block, total, flat_sums)
+def _write_sum(arrays: Sequence[Array], p: Sequence[float], into: Array) -> None:
+    """Write sum_i p_i x_i into a contiguous array."""
+    flat, place = [array.reshape(-1) for array in arrays], into.reshape(-1)
+    for start in range(0, place.size, _BLOCK):
+        part = slice(start, start + _BLOCK)
+        total = np.zeros(place[part].size, wide_type(into))
+        for weight, values in zip(p, flat, strict=True):
+            _add(values[part], weight, total)
+        place[part] = total
 
 
-def _add(
-    block: _Block, arrays: Sequence[Array], weight: float, total: Array, term: Array
-) -> None:
-    """Add the block of the flat arrays, times the weight, to ``total``.
-
-    ``term`` is a buffer for the weighted block.
-    """
-    np.concatenate([arrays[k][part] for k, part in block], out=term)
-    term *= weight
-    total += term
-
-
-def _write(block: _Block, total: Array, arrays: Sequence[Array]) -> None:
-    """Write the values of a block to their places in the flat arrays."""
-    start = 0
-    for k, part in block:
-        stop = start + part.stop - part.start
-        arrays[k][part] = total[start:stop]
-        start = stop
+def _add(values: Array, weight: float, total: Array) -> None:
+    # Multiplication and addition are two operations, because torch's fused operation
+    # rounds once instead of twice, and only on some machines.
+    total += np.multiply(values, weight, dtype=total.dtype)
 
 
 class SumAhead:
@@ -133,16 +96,11 @@ class SumAhead:
 
     Args:
         weights: the weight > 0 of each sender that was asked.
-        together: number of states that are added at once. The sums of more states need
-            memory for the model in float64. Each addition passes over this memory.
         lost: the senders that are not expected any more; at least one must remain.
     """
 
     def __init__(
-        self,
-        weights: Mapping[int, float],
-        together: int,
-        lost: Collection[int] = (),
+        self, weights: Mapping[int, float], lost: Collection[int] = ()
     ) -> None:
         self._expected = [sender for sender in weights if sender not in lost]
         shares = to_shares([weights[sender] for sender in self._expected])
@@ -151,10 +109,7 @@ class SumAhead:
         self._p.update(zip(self._expected, shares, strict=True))
         self._senders: list[int] = []
         self._used: list[float] = []
-        self._together = together
-        self._names: list[str] = []
-        self._waiting: list[list[Array]] = []
-        self._begun: list[Array] = []
+        self._sums: dict[str, Array] = {}
 
     @property
     def is_empty(self) -> bool:
@@ -163,65 +118,26 @@ class SumAhead:
 
     def add(self, sender: int, state: State) -> None:
         """Add the real floating entries of the next state."""
-        # The first state defines the entries and their order.
+        # The first state defines the entries.
         if self.is_empty:
-            self._names = list(_floating(state))
-        if len(self._waiting) == self._together:
-            self._begin()
-        self._waiting.append(_flat(_select(state, self._names)))
+            for name, array in state.items():
+                if array.dtype.kind == "f":
+                    self._sums[name] = np.zeros(array.shape)
+        share = self._p[sender]
+        for name, total in self._sums.items():
+            flat, sums = state[name].reshape(-1), total.reshape(-1)
+            for start in range(0, sums.size, _BLOCK):
+                part = slice(start, start + _BLOCK)
+                _add(flat[part], share, sums[part])
         self._senders.append(sender)
-        self._used.append(self._p[sender])
+        self._used.append(share)
 
-    def _begin(self) -> None:
-        """Add the states that wait, so that their memory can be freed."""
-        blocks = list(_blocks([array.size for array in self._waiting[0]]))
-        self._begun = self._begun or [np.zeros(_size(block)) for block in blocks]
-        buffer = np.empty(max(map(_size, blocks), default=0))
-        p = self._used[-len(self._waiting) :]
-        for block, total in zip(blocks, self._begun, strict=True):
-            for weight, arrays in zip(p, self._waiting, strict=True):
-                _add(block, arrays, weight, total, buffer[: total.size])
-        self._waiting.clear()
-
-    def write(self, sums: Sequence[Array]) -> None:
-        """Write the sums to contiguous arrays, one for each real floating entry."""
+    def write(self, name: str, into: Array) -> None:
+        """Write the sum of a real floating entry into a contiguous array."""
         # The sum of all p_i is 1. Do not divide by its rounded value.
-        share = 1.0 if self._senders == self._expected else sum(self._used)
-        p = self._used[-len(self._waiting) :]
-        _add_up(self._waiting, p, sums, self._begun, share)
-
-
-def _floating(state: State, kind: str = "f") -> State:
-    return {name: array for name, array in state.items() if array.dtype.kind == kind}
-
-
-def _size(block: _Block) -> int:
-    return sum(part.stop - part.start for _, part in block)
-
-
-def _flat(arrays: Iterable[Array]) -> list[Array]:
-    return [array.reshape(-1) for array in arrays]
-
-
-def _blocks(sizes: Sequence[int]) -> Iterator[_Block]:
-    """Yield blocks of at most ``_BLOCK`` elements, for arrays of these sizes.
-
-    A block is a list of pieces. A piece is the index of an array and a slice of it.
-    """
-    block: _Block = []
-    room = _BLOCK
-    for k, size in enumerate(sizes):
-        start = 0
-        while start < size:
-            stop = min(size, start + room)
-            block.append((k, slice(start, stop)))
-            room -= stop - start
-            start = stop
-            if not room:
-                yield block
-                block, room = [], _BLOCK
-    if block:
-        yield block
+        total = self._sums[name]
+        exact = self._senders == self._expected
+        into[...] = total if exact else total / sum(self._used)
 
 
 def average(
@@ -259,29 +175,19 @@ def average(
     pooled = set(itertools.chain(*pairs))
     result: dict[str, Array] = {}
     for name, array in first.items():
-        if array.dtype.kind in "fc":
-            result[name] = np.empty(
-                array.shape, wide_type(array) if name in pooled else array.dtype
-            )
-        else:
+        if array.dtype.kind not in "fc":
             result[name] = np.asarray(
                 np.maximum.reduce([state[name] for state in states])
             )
-    # Real and complex entries need one pass each, because they cannot share a buffer.
-    for kind in "fc":
-        names = list(_floating(first, kind))
-        sums = _select(result, names)
-        if kind == "f" and ahead:
-            ahead.write(sums)
+            continue
+        dtype = wide_type(array) if name in pooled else array.dtype
+        result[name] = np.empty(array.shape, dtype)
+        if ahead and array.dtype.kind == "f":
+            ahead.write(name, result[name])
         else:
-            _add_up([_select(state, names) for state in states], p, sums)
-    return result | _with_spread(
-        states, p, pairs, {name: result[name] for name in pooled}
-    )
-
-
-def _select(state: State, names: Iterable[str]) -> list[Array]:
-    return [state[name] for name in names]
+            _write_sum([state[name] for state in states], p, result[name])
+    averaged = {name: result[name] for name in pooled}
+    return result | _with_spread(states, p, pairs, averaged)
 
 
 def _all_floating(state: State, names: Iterable[str]) -> bool:

@@ -140,4 +140,4 @@ def test_open_files_belong_to_one_process(
     same_bits(resumed.state, wanted.state)
     # With a connection, one process trains and reads.
     told = {one.module for one in caplog.records if one.levelname == "WARNING"}
-    assert told == ({"in_process", "read_ahead"} if connected else set())
+    assert told == ({"in_process", "loaded"} if connected else set())

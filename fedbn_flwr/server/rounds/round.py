@@ -129,7 +129,7 @@ def finish_training(
     # wait for them. If all weights are known in advance, add each reply to the sum
     # while other clients still work, and free its memory.
     received = in_order(run, sent, messages, run.report.rejected)
-    ahead = sum_ahead(run, facts, sent, messages)
+    ahead = sum_ahead(run, facts, sent)
     keep = kept_in_replies(run, facts, messages)
     usable, refused = read_training(run, sent, received, training.terms, ahead, keep)
     replies = used_replies(run, facts, usable)

@@ -47,10 +47,6 @@ from fedbn_flwr.training.settings import share_of
 
 logger = logging.getLogger("flwr")
 
-# Number of replies that are added at once while others arrive. More replies take less
-# time for each reply, but more memory.
-_TOGETHER = 4
-
 
 def sample_for_training(run: Run, number: int, grid: Grid) -> list[Node]:
     """Return the nodes that train in a round.
@@ -151,9 +147,7 @@ def address_training(
     )
 
 
-def sum_ahead(
-    run: Run, facts: Facts, sent: Sent, messages: Iterable[Message]
-) -> SumAhead | None:
+def sum_ahead(run: Run, facts: Facts, sent: Sent) -> SumAhead | None:
     """Return the sum to which each reply is added on arrival, or None if impossible.
 
     Such a sum requires that all weights are known before the replies, and that no
@@ -163,9 +157,6 @@ def sum_ahead(
     left = [node for node in sent.nodes if node.node_id not in lost]
     if not left or type(run.protection) is not Protection:
         return None
-    # If the messages are a list, all replies have arrived, and one pass over all of
-    # them is faster.
-    together = len(sent.nodes) if isinstance(messages, list) else _TOGETHER
     nodes = sorted(sent.nodes)
     weights = {node.node_id: node.num_examples or 0 for node in nodes}
     kind, key = facts.phase.weights, run.options.weighted_by_key
@@ -174,7 +165,7 @@ def sum_ahead(
     elif kind != "examples" or key != NUM_EXAMPLES:
         return None  # the weight is a metric of the replies
     # Without a number, only the node's reply contains the number.
-    return SumAhead(weights, together, lost) if all(weights.values()) else None
+    return SumAhead(weights, lost) if all(weights.values()) else None
 
 
 def kept_in_replies(
