@@ -145,28 +145,22 @@ class Memory(Store):
                 "the strategy keeps entries with the client, but this client has no"
                 " Context. Pass context= from client_fn(context)."
             )
-        self._replace({**self._entries(), name: data})
+        self._replace(self._context, {**self._entries(), name: data})
 
     def keep_only(self, names: Collection[str]) -> None:
         """Remove all other names."""
         entries = self._entries()
-        if not entries.keys() <= set(names):
-            self._replace({name: entries[name] for name in names})
-
-    @property
-    def _records(self) -> dict[str, Any]:
-        # Read ``Context.state`` each time, because a mod or an app may replace it.
-        return {} if self._context is None else values_of(self._context.state)
+        if self._context and not entries.keys() <= set(names):
+            self._replace(self._context, {name: entries[name] for name in names})
 
     def _entries(self) -> dict[str, bytes]:
-        return (
-            values_of(self._records[KEPT_STATES])
-            if KEPT_STATES in self._records
-            else {}
-        )
+        # Read ``Context.state`` each time, because a mod or an app may replace it.
+        if self._context is None or KEPT_STATES not in self._context.state:
+            return {}
+        return values_of(self._context.state[KEPT_STATES])
 
-    def _replace(self, entries: dict[str, bytes]) -> None:
-        self._records[KEPT_STATES] = filled(ConfigRecord, entries)
+    def _replace(self, context: Context, entries: dict[str, bytes]) -> None:
+        context.state[KEPT_STATES] = filled(ConfigRecord, entries)
 
 
 class Folder(Store):

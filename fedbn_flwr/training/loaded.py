@@ -79,7 +79,13 @@ class LoadedBatches:
         self._data = loader.dataset
         plain = self._data if plain is None else plain
         for data in (self._data, plain):
-            _refuse_without_positions(data)
+            is_map = hasattr(data, "__len__") and hasattr(data, "__getitem__")
+            if isinstance(data, IterableDataset) or not is_map:
+                raise DataError(
+                    f"the data set, {type(data).__name__}, has no length or no indices."
+                    " A pass in a fixed order needs both: use a torch Dataset, not an"
+                    " IterableDataset or a DataLoader."
+                )
         if len(plain) != len(self._data):
             raise DataError(
                 f"the data set without random transforms has {len(plain)} examples, but"
@@ -143,16 +149,6 @@ class LoadedBatches:
                         " order. To drop examples, remove them from the data set."
                     )
                 yield inputs, targets
-
-
-def _refuse_without_positions(data: Any) -> None:
-    is_map = hasattr(data, "__len__") and hasattr(data, "__getitem__")
-    if isinstance(data, IterableDataset) or not is_map:
-        raise DataError(
-            f"the data set, {type(data).__name__}, has no length or no indices. A pass"
-            " in a fixed order needs both: use a torch Dataset, not an IterableDataset"
-            " or a DataLoader."
-        )
 
 
 def _no_pair(data: Any, batch: Any) -> DataError:
@@ -271,11 +267,6 @@ def reader(data: Any, collate: Callable[[list[Any]], Any]) -> Read:
     return functools.partial(_collated, data, collate)
 
 
-def draws_nothing(read: Read) -> bool:
-    """Return whether a reader runs no user code, so that it draws no numbers."""
-    return getattr(read, "func", None) is _rows
-
-
 def name_of(data: Any) -> str:
     """Return the class of a data set and the classes of the data sets inside it."""
     inner = data.dataset if type(data) is Subset else None
@@ -291,12 +282,13 @@ def _has_rows(data: Any) -> bool:
     """
     if type(data) is Subset:
         return _has_rows(data.dataset)
-    return type(data) is TensorDataset and all(map(_is_plain, data.tensors))
-
-
-def _is_plain(tensor: Tensor) -> bool:
-    strided = tensor.layout is torch.strided and not tensor.is_quantized
-    return type(tensor) is Tensor and strided
+    if type(data) is not TensorDataset:
+        return False
+    for tensor in data.tensors:
+        strided = tensor.layout is torch.strided and not tensor.is_quantized
+        if type(tensor) is not Tensor or not strided:
+            return False
+    return True
 
 
 def _rows(data: Any, chosen: Sequence[int]) -> list[Tensor]:
@@ -335,7 +327,8 @@ def read_ahead(
             index is faster than sending them.
         data: the data set that a user's function finds in ``get_worker_info()``.
     """
-    if draws_nothing(read):
+    # Such a reader runs no code of the user, so it draws no numbers.
+    if getattr(read, "func", None) is _rows:
         yield from map(read, order)
         return
     # Draw nothing from the default generator, because the model draws from it.

@@ -124,15 +124,6 @@ class ImmediateGrid(Grid):
         """Wait before the next poll. A grid may end the wait when a reply arrives."""
         time.sleep(seconds)
 
-    def name_nodes(self, names: Mapping[int, object]) -> None:
-        """Set the objects whose texts name the nodes in the log, by node id."""
-
-    def pack_for(self, node_ids: Iterable[int]) -> None:
-        """Note that the apps of these nodes read arrays in one piece.
-
-        See ``messages.packing``. Grids for which single arrays have no cost ignore it.
-        """
-
 
 def polling(grid: Grid) -> ImmediateGrid:
     """Return ``grid`` if it is an ``ImmediateGrid``, otherwise a wrapper around it."""
@@ -201,11 +192,11 @@ class PollingGrid(ImmediateGrid):
         )
 
     def name_nodes(self, names: Mapping[int, object]) -> None:
-        """See ``ImmediateGrid.name_nodes``."""
+        """Set the objects whose texts name the nodes in the log, by node id."""
         self._names |= names
 
     def pack_for(self, node_ids: Iterable[int]) -> None:
-        """See ``ImmediateGrid.pack_for``."""
+        """Send arrays to these nodes in one piece, because their app can read this."""
         if self._packs:
             self._packing.update(node_ids)
 

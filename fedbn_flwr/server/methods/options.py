@@ -6,7 +6,6 @@ An option is used if its setting asks for it. The settings are fields of
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from typing import Any, ClassVar
 
 from torch import nn
@@ -205,19 +204,6 @@ OPTIONS: tuple[type[Option[Any]], ...] = (
     PooledVariance,
 )
 """The options, in the order in which they act."""
-
-
-def chosen_options(params: Any, tests: Collection[str]) -> list[type[Option[Any]]]:
-    """Return the options that the settings and the tests ask for."""
-    chosen = []
-    for kind in OPTIONS:
-        asked = kind.test in tests
-        if not kind.test:
-            default = Params.model_fields[kind.setting].default
-            asked = getattr(params, kind.setting) != default
-        if asked:
-            chosen.append(kind)
-    return chosen
 
 
 # --- what may be wrong ----------------------------------------------------------------

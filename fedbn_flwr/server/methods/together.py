@@ -40,7 +40,7 @@ from fedbn_flwr.server.methods.method import (
     Replies,
     Reply,
 )
-from fedbn_flwr.server.methods.options import chosen_options
+from fedbn_flwr.server.methods.options import OPTIONS
 from fedbn_flwr.server.methods.params import Params, about, tests_in
 from fedbn_flwr.server.methods.phases import (
     Phase,
@@ -86,9 +86,16 @@ class Methods:
         self.name = "+".join(kind.name for kind in kinds)
         # Options come first, because a method must see the model that the options
         # leave.
-        self._methods: tuple[Method[Any, Any], ...] = tuple(
-            kind(params) for kind in (*chosen_options(params, self.tests), *kinds)
-        )
+        methods: list[Method[Any, Any]] = []
+        for option in OPTIONS:
+            asked = option.test in self.tests
+            if not option.test:
+                default = Params.model_fields[option.setting].default
+                asked = getattr(params, option.setting) != default
+            if asked:
+                methods.append(option(params))
+        methods += [kind(params) for kind in kinds]
+        self._methods = tuple(methods)
         self.whole = together(method.whole for method in self._methods)
         self.local = self.whole.local
         self.reestimates: bool = params.recalibrate

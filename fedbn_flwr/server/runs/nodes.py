@@ -36,7 +36,7 @@ from fedbn_flwr.messages.site_names import fault_of, with_name
 from fedbn_flwr.messages.versions import differences, own_versions
 from fedbn_flwr.server.methods.method import Node
 from fedbn_flwr.training.randomness import numpy_generator
-from fedbn_flwr.transport.polling_grid import ImmediateGrid, over_network
+from fedbn_flwr.transport.polling_grid import ImmediateGrid, PollingGrid, over_network
 
 logger = logging.getLogger("flwr")
 
@@ -294,7 +294,7 @@ class NodeRegistry:
             for node in found.values():
                 logger.info("%s joins the run.", node)
         self._nodes.update(found)
-        if isinstance(grid, ImmediateGrid):
+        if isinstance(grid, PollingGrid):
             grid.name_nodes(found)
             grid.pack_for(node_id for node_id, node in found.items() if node.packs)
             if over_network(grid):
