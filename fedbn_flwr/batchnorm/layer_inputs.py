@@ -19,7 +19,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.hooks import RemovableHandle
 
 from fedbn_flwr.errors import NormLayerError
-from fedbn_flwr.training.own_forward import has_own_forward
+from fedbn_flwr.training.layer_calls import has_own_forward
 
 __all__ = ["refuse_own_forward", "uncompiled", "watch_inputs"]
 

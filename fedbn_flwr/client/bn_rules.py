@@ -43,10 +43,9 @@ from fedbn_flwr.messages.records import (
     to_record,
 )
 from fedbn_flwr.problems import Known, raise_or_warn
-from fedbn_flwr.training.client_hook import ClientHook, NamedHooks, overrides
+from fedbn_flwr.training.client_hook import ClientHook, NamedHooks, Session, overrides
 from fedbn_flwr.training.model_state import unwrap, view_with_names, without_wrappers
 from fedbn_flwr.training.optimizer_hooks import before_steps, stepping_optimizers
-from fedbn_flwr.training.session import Session
 from fedbn_flwr.transport.hook_context import HookContext
 
 # Methods of hooks that act once in a round, or sum values over the round.

@@ -19,16 +19,15 @@ from torch.optim.optimizer import (
 from fedbn_flwr.client.noted_model import NotedModel
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.problems import Known
-from fedbn_flwr.training.checkpointing import in_checkpoint
-from fedbn_flwr.training.client_hook import overrides
+from fedbn_flwr.training.client_hook import Session, overrides
 from fedbn_flwr.training.freezing import is_forced_eval, layers_of
+from fedbn_flwr.training.layer_calls import in_checkpoint
 from fedbn_flwr.training.model_state import not_compiled, unwrap
 from fedbn_flwr.training.optimizer_hooks import (
     facts_of,
     parameters_of,
     stepping_optimizers,
 )
-from fedbn_flwr.training.session import Session
 
 
 class Watch:

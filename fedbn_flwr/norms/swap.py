@@ -16,7 +16,7 @@ from torch.nn.modules.conv import _ConvNd
 
 from fedbn_flwr.errors import NormLayerError
 from fedbn_flwr.norms.replaced_layers import Replacement, named
-from fedbn_flwr.training.own_forward import has_own_forward
+from fedbn_flwr.training.layer_calls import has_own_forward
 
 LayerMaker = Callable[[_BatchNorm, str], nn.Module]
 

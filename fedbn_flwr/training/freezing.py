@@ -32,7 +32,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedbn_flwr.errors import ConfigError, NormLayerError
 from fedbn_flwr.training.copying import copied
-from fedbn_flwr.training.replaced_method import replace_method
+from fedbn_flwr.training.layer_calls import replace_method
 
 __all__ = [
     "FrozenBN",

@@ -28,12 +28,12 @@ from fedbn_flwr.training.batches import (
 from fedbn_flwr.training.client_hook import (
     LossAndOutputs,
     NamedHooks,
+    Session,
 )
 from fedbn_flwr.training.losses import LossFn
 from fedbn_flwr.training.model_state import unwrap
 from fedbn_flwr.training.optimizers import make_optimizer, take_step
 from fedbn_flwr.training.randomness import seeded
-from fedbn_flwr.training.session import Session
 from fedbn_flwr.training.settings import LocalTraining
 from fedbn_flwr.training.single_examples import name_layer, takes_one_example
 from fedbn_flwr.training.tasks import CLASSIFICATION, TASKS, Task

@@ -8,11 +8,11 @@ p-weighted average of the clients' models equals one centralised step on the los
 
 In reading order:
 
-- ``step``: ``synchronised``, the block around a forward and a backward pass.
+- ``step``: ``synchronised``, the block around a forward and a backward pass, and a
+  trial at one client.
 - ``mode``: replaces every batch_norm call in the block, and numbers the exchanges.
 - ``layer``: the arithmetic of one call, with the sent tensors and the answers.
 - ``reduction``: the tensors of an exchange, and the server's answer to them.
-- ``trial``: checks at one client, before a step, that a model can be synchronised.
 """
 
 from fedbn_flwr.batchnorm.sync.mode import SynchronisedStep
@@ -26,8 +26,7 @@ from fedbn_flwr.batchnorm.sync.reduction import (
     exchange_bytes,
     is_finite,
 )
-from fedbn_flwr.batchnorm.sync.step import synchronised
-from fedbn_flwr.batchnorm.sync.trial import try_synchronised_step
+from fedbn_flwr.batchnorm.sync.step import synchronised, try_synchronised_step
 
 __all__ = [
     "BACKWARDS",

@@ -25,7 +25,7 @@ from fedbn_flwr.batchnorm.sync.reduction import (
 )
 from fedbn_flwr.errors import NormLayerError, ReplyError
 from fedbn_flwr.training.batches import refuse_inputs
-from fedbn_flwr.training.checkpointing import in_checkpoint
+from fedbn_flwr.training.layer_calls import in_checkpoint
 from fedbn_flwr.training.model_state import not_compiled
 
 

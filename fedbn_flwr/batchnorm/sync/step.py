@@ -5,15 +5,19 @@ not the layer. Therefore these cases need no special code: subclasses with their
 forward, 1d, 2d and 3d, layers without affine parameters or running statistics, parallel
 branches, layers used more than once. The order of the calls in the forward pass numbers
 the exchanges. A call with ``training=False`` does not change.
+
+``try_synchronised_step`` checks at one client that a model can be synchronised.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedbn_flwr.batchnorm.sync.mode import SynchronisedStep
@@ -24,11 +28,17 @@ from fedbn_flwr.batchnorm.sync.reduction import (
     check_names,
 )
 from fedbn_flwr.errors import NormLayerError
+from fedbn_flwr.training.batches import map_inputs
+from fedbn_flwr.training.copying import copied
+from fedbn_flwr.training.layer_calls import replace_method
 from fedbn_flwr.training.model_state import compiled_modules, not_compiled, unwrap
-from fedbn_flwr.training.replaced_method import replace_method
+from fedbn_flwr.training.randomness import seeded
 
-__all__ = ["synchronised"]
+__all__ = ["synchronised", "try_synchronised_step"]
 
+# Number of passes with two examples in a trial. A layer that is skipped in half of the
+# passes is missed in one of 128 models, because then all passes agree.
+_PASSES = 8
 _IN_A_STEP = "_fedbn_flwr_in_a_step"
 
 
@@ -146,3 +156,73 @@ def _watched_layers(model: nn.Module, step: SynchronisedStep) -> Iterator[None]:
                 for handle in step.watch(path, module):
                     stack.callback(handle.remove)
         yield
+
+
+def try_synchronised_step(model: nn.Module, inputs: Any, batch_size: int) -> None:
+    """Check at one client that a model can take part in a synchronised step.
+
+    The passes of such a step run without other clients. Passes with other random numbers
+    find layers that are skipped at random, with high probability.
+
+    Args:
+        model: the model; copies of it and of the inputs make the passes.
+        inputs: a batch on the model's device.
+        batch_size: the number of examples in the batch.
+
+    Raises:
+        NormLayerError: a layer cannot be synchronised, none is called in train mode, or
+            the passes call different layers.
+    """
+    model = copied(model).train()
+    first = _pass(model, inputs, batch_size, seed=0)
+    with torch.no_grad():
+        for seed in range(1, _PASSES):
+            again = _pass(model, inputs, batch_size, seed)
+            if again != first:
+                odd = sorted({*first} ^ {*again}) or first
+                raise NormLayerError(
+                    f"BatchNorm layer {odd[0]!r} is called at random, such as in"
+                    " stochastic depth: two passes of one batch call different layers,"
+                    " or in another order. In a synchronised step every client must"
+                    " call the same layers in the same order. Disable this for"
+                    " training, or use a method without a synchronised step, such as"
+                    " fedavg or fedbn."
+                )
+
+
+def _pass(model: nn.Module, inputs: Any, batch_size: int, seed: int) -> list[str]:
+    """Run a forward pass, and a backward pass if gradients are on.
+
+    Returns:
+        The paths of the BatchNorm calls in order, "" for a functional call.
+
+    Raises:
+        NormLayerError: a layer cannot be synchronised, or none is called in train mode.
+    """
+    called = []
+
+    def reduce(tag: str, tensor: Tensor) -> Tensor:
+        # The tag is kind/k/path. A layer makes one exchange of moments in each call.
+        kind, _, *path = tag.split("/")
+        if kind == "moments":
+            called.append("/".join(path))
+        return tensor
+
+    with (
+        seeded(seed),
+        # Pretend that two clients take part, because the batches together must be large
+        # enough for every layer.
+        synchronised(
+            model,
+            reduce,
+            batch_size=batch_size,
+            union_batch_size=2 * batch_size,
+            exchanges="2L+1",
+            backward="global",
+        ) as step,
+    ):
+        loss = model(map_inputs(copy.deepcopy, inputs)).sum()
+        if torch.is_grad_enabled():
+            loss.backward()
+    step.require_a_layer()
+    return called
