@@ -581,9 +581,9 @@ class Strategy(RunView, FlowerFedAvg):
         In a synchronised round it also answers the exchanges of the step.
         """
         messages = list(messages)
-        if not messages or not self.run.synchronises:
-            return self.send_tests(messages, grid)
-        return train_synchronised(self.run, messages, grid)
+        if messages and self.run.synchronises:
+            return train_synchronised(self.run, messages, grid)
+        return polling(grid).receive(messages, timeout=self.run.start.timeout)
 
     def send_tests(self, messages: Iterable[Message], grid: Grid) -> Sequence[Message]:
         """Send messages that need no exchanges, and return the replies in time."""

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord
 from flwr.serverapp import Grid
 
-from fedbn_flwr.errors import NothingTrainedError
+from fedbn_flwr.errors import ConfigError, NothingTrainedError
 from fedbn_flwr.messages.records import to_record
 from fedbn_flwr.server.averaging import average
 from fedbn_flwr.server.methods.method import Facts, Node
@@ -34,7 +34,6 @@ from fedbn_flwr.server.rounds.replies import (
 )
 from fedbn_flwr.server.rounds.testing import completed
 from fedbn_flwr.server.rounds.training import (
-    address_training,
     kept_in_replies,
     note_kept,
     read_training,
@@ -96,7 +95,13 @@ class BegunTests:
 def begin_training(
     run: Run, number: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
 ) -> BegunTraining:
-    """Determine the nodes and the hooks of a round, and make its messages."""
+    """Determine the nodes and the hooks of a round, and make its messages.
+
+    ``config`` has the user's entries.
+
+    Raises:
+        ConfigError: a client hook sends a record that no method declares.
+    """
     run.open_round(number)
     nodes = sample_for_training(run, number, grid)
     facts = run.facts(number, run.round.phase)
@@ -111,9 +116,28 @@ def begin_training(
         arrays_key=run.options.arrays_key,
         count_key=run.options.weighted_by_key,
     )
-    sent = NOTHING
-    if nodes:
-        sent = address_training(run, facts, nodes, arrays, config, asks)
+    if not nodes:
+        return BegunTraining(number, arrays, facts, terms, NOTHING)
+
+    # A record is empty if only clients send it.
+    records: dict[str, Any] = {record.key: {} for record in facts.phase.records}
+    for ask in asks:
+        undeclared = ask.sends.keys() - records.keys()
+        if undeclared:
+            raise ConfigError(
+                f"client hook {ask.hook!r} sends record {min(undeclared)!r}, but no"
+                " method declares it: add an Extra with this key to the result of"
+                " phases()"
+            )
+        records |= ask.sends
+    further = {key: to_record(state) for key, state in records.items()}
+    # The user's entries come first, so the entries of the package and the methods
+    # replace them.
+    own = run.train_config(facts, asks, tuple(further))
+    entries = {**config, **own, **run.protection.config()}
+    run.report.asked = len(nodes)
+    traffic = run.report.train
+    sent = address(run, nodes, MessageType.TRAIN, arrays, entries, traffic, further)
     return BegunTraining(number, arrays, facts, terms, sent)
 
 

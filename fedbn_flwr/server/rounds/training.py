@@ -8,26 +8,18 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
-from typing import Any
 
-from flwr.app import (
-    ArrayRecord,
-    ConfigRecord,
-    Message,
-    MessageType,
-    RecordDict,
-)
+from flwr.app import ArrayRecord, Message, RecordDict
 from flwr.serverapp import Grid
 
 from fedbn_flwr.batchnorm.parts import Part
 from fedbn_flwr.compat.flower import filled, values_of
 from fedbn_flwr.errors import MOD_ORDER, ClientPartError, ConfigError
 from fedbn_flwr.messages.protocol import NUM_EXAMPLES
-from fedbn_flwr.messages.records import to_record
 from fedbn_flwr.server.averaging import SumAhead
-from fedbn_flwr.server.methods.method import Ask, Facts, Node, Replies, Reply
+from fedbn_flwr.server.methods.method import Facts, Node, Replies, Reply
 from fedbn_flwr.server.methods.phases import TRACKED
-from fedbn_flwr.server.rounds.dispatch import Sent, address, raise_shared_error
+from fedbn_flwr.server.rounds.dispatch import Sent, raise_shared_error
 from fedbn_flwr.server.rounds.replies import (
     Refused,
     Terms,
@@ -110,41 +102,6 @@ def _able_to_train(run: Run, present: Sequence[Node]) -> list[Node]:
     if why and not able:
         raise ClientPartError(f"{with_data[-1]}: {why}")
     return able
-
-
-def address_training(
-    run: Run,
-    facts: Facts,
-    nodes: Sequence[Node],
-    arrays: ArrayRecord,
-    config: ConfigRecord,
-    asks: Sequence[Ask],
-) -> Sent:
-    """Return the training messages of a round. ``config`` has the user's entries.
-
-    Raises:
-        ConfigError: a client hook sends a record that no method declares.
-    """
-    # A record is empty if only clients send it.
-    records: dict[str, Any] = {record.key: {} for record in facts.phase.records}
-    for ask in asks:
-        undeclared = ask.sends.keys() - records.keys()
-        if undeclared:
-            raise ConfigError(
-                f"client hook {ask.hook!r} sends record {min(undeclared)!r}, but no"
-                " method declares it: add an Extra with this key to the result of"
-                " phases()"
-            )
-        records |= ask.sends
-    further = {key: to_record(state) for key, state in records.items()}
-    own = run.train_config(facts, asks, tuple(further))
-    # The user's entries come first, so the entries of the package and the methods
-    # replace them.
-    entries = {**config, **own, **run.protection.config()}
-    run.report.asked = len(nodes)
-    return address(
-        run, nodes, MessageType.TRAIN, arrays, entries, run.report.train, further
-    )
 
 
 def sum_ahead(run: Run, facts: Facts, sent: Sent) -> SumAhead | None:
