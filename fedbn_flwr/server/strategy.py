@@ -348,7 +348,8 @@ class Strategy(RunView, FlowerFedAvg):
 
             # Test on the clients.
             messages = self.configure_evaluate(server_round, arrays, test_config, grid)
-            replies = self.send_tests(messages, grid)
+            timeout = self.run.start.timeout
+            replies = polling(grid).receive(list(messages), timeout=timeout)
             metrics = self.aggregate_evaluate(server_round, replies)
             if metrics is not None:
                 note = _note(self.evaluate_metrics_aggr_fn)
@@ -431,13 +432,10 @@ class Strategy(RunView, FlowerFedAvg):
             # A name would reveal more of a protected client than its number.
             site_names=self.site_names if self.protection.publishes_metrics else None,
         )
+        # The states are there before a run begins, for methods that declare them.
+        states = {one.name: one.State() for one in self.methods if one.State}
         return Run(
-            self.methods,
-            nodes,
-            self.protection,
-            self._options(),
-            start,
-            states=self.methods.before_a_run,
+            self.methods, nodes, self.protection, self._options(), start, states=states
         )
 
     def _refresh(self) -> None:
@@ -585,11 +583,6 @@ class Strategy(RunView, FlowerFedAvg):
             return train_synchronised(self.run, messages, grid)
         return polling(grid).receive(messages, timeout=self.run.start.timeout)
 
-    def send_tests(self, messages: Iterable[Message], grid: Grid) -> Sequence[Message]:
-        """Send messages that need no exchanges, and return the replies in time."""
-        messages = list(messages)
-        return polling(grid).receive(messages, timeout=self.run.start.timeout)
-
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
@@ -616,6 +609,7 @@ class Strategy(RunView, FlowerFedAvg):
     ) -> Iterable[Message]:
         """Return the evaluation messages if due, after a re-estimation if necessary."""
         refuse_own_keys(config=config)
+        self._refresh()
         if not self._in_start:
             self._finish_left(arrays)
         tests = begin_tests(self.run, server_round, arrays, config, grid)

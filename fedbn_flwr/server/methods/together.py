@@ -125,11 +125,6 @@ class Methods:
 
     # --- a run ------------------------------------------------------------------------
 
-    @property
-    def before_a_run(self) -> States:
-        """The states before a run begins, for methods that declare a ``State``."""
-        return {method.name: method.State() for method in self._methods if method.State}
-
     def begin(self, facts: Facts) -> States:
         """Return the states before the first round."""
         return {method.name: method.begin(facts) for method in self._methods}
