@@ -275,10 +275,13 @@ class TorchClient(NumPyClient):
             steps = Known(local_steps=result.num_steps)
             refuse_on_client(sent.hooks, config, steps)
             of_hooks = kept_by(hooks, of_hooks)
-        if not math.isfinite(result.loss):
-            load_received(lent, parameters, config, sent, kept.load(local))
-            size = self.settings.batch_size
-            refuse_first_pass(lent.plain, self.data.train, self.task, size)
+        if not math.isfinite(result.loss) and lent.is_copy:
+            # Find the cause in another copy. The reply has the diverged entries, so
+            # that the server refuses it.
+            with self._lent_model() as again:
+                load_received(again, parameters, config, sent, kept.load(local))
+                size = self.settings.batch_size
+                refuse_first_pass(again.plain, self.data.train, self.task, size)
         # Save the local state only after all steps, so that an exception leaves the
         # client in its state before the round.
         if sent.attempt is not None:

@@ -7,6 +7,7 @@ from typing import Any
 from flwr.app import ArrayRecord
 
 from fedbn_flwr.batchnorm.parts import Parts
+from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.messages.protocol import Continuity
 from fedbn_flwr.server.methods.phases import PartSet
 from fedbn_flwr.server.methods.together import Methods
@@ -58,6 +59,12 @@ class RunView:
 
     @parts.setter
     def parts(self, parts: Parts | None) -> None:
+        if parts and parts.personal and not self.methods.params.personal:
+            raise ConfigError(
+                f"strategy.parts has the personal entry '{parts.personal[0]}', but the"
+                " strategy was made without personal entries, and would share it. Pass"
+                " parts= or personal= to the constructor"
+            )
         self.run.start.parts_or_none = parts
         self.run.start.shapes = {}  # of the next model, which is checked with this split
 

@@ -455,11 +455,15 @@ class Strategy(RunView, FlowerFedAvg):
         reads = self.on_replies is not None
         if recording is not None:
             reads = recording.whole_replies
-        own = type(self).aggregate_train, type(self).send_training
+        # A user may override these methods in a class, or assign them to the object.
+        own = [
+            getattr(method, "__func__", method)
+            for method in (self.aggregate_train, self.send_training)
+        ]
         only_methods_read = (
             self._in_start
             and not reads
-            and own == (Strategy.aggregate_train, Strategy.send_training)
+            and own == [Strategy.aggregate_train, Strategy.send_training]
             and self.train_metrics_aggr_fn is average_metrics
         )
         return Options(

@@ -87,8 +87,9 @@ class MeasureTau(ClientHook):
             return
         self._counted = self.step
         momentum = group.get("momentum", 0.0)
-        # As in torch, dampening does not apply to the first gradient.
-        new = 1 - group.get("dampening", 0.0) if self._velocity else 1.0
+        # As in torch, dampening applies only to momentum, and not to its first gradient.
+        dampened = bool(momentum and self._velocity)
+        new = 1 - group.get("dampening", 0.0) if dampened else 1.0
         self._velocity = way = momentum * self._velocity + new
         if group.get("nesterov"):
             way = 1 + momentum * self._velocity

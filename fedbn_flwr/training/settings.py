@@ -48,6 +48,19 @@ class LearningRate:
                 f"the learning rate has {len(self.decay_after)} decays but"
                 f" {len(self.factors)} factors"
             )
+        for after, factor in zip(self.decay_after, self.factors, strict=True):
+            is_round = type(after) is int and after >= 0
+            if not (is_round or after == "freeze"):
+                raise ConfigError(
+                    f"the learning rate decays after {after!r}; give the number of a"
+                    ' round, or "freeze". A share of the rounds is a number only for'
+                    " the command"
+                )
+            if not (math.isfinite(factor) and factor > 0):
+                raise ConfigError(
+                    f"the learning rate has the factor {factor}; it must be finite and"
+                    " above 0"
+                )
 
     def at(self, server_round: int, frozen: bool = False) -> float:
         """Return the learning rate of a round (counted from 1).

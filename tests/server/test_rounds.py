@@ -15,12 +15,12 @@ from unittest.mock import Mock
 
 import numpy as np
 import pytest
-from flwr.app import ArrayRecord, ConfigRecord, Error, Message, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Context, Error, Message, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.common.constant import ErrorCode
 from flwr.serverapp.strategy import FedAvg as FlowerFedAvg
 
-from fedbn_flwr import client_app
+from fedbn_flwr import TorchClient, client_app
 from fedbn_flwr.batchnorm.array_types import Array
 from fedbn_flwr.batchnorm.parts import split_state
 from fedbn_flwr.client.kept import Folder, Memory
@@ -779,3 +779,87 @@ def test_an_override_of_aggregate_train_is_told_what_its_model_lacks(
     assert all(not mean.any() for mean in saved) == (base is not FedAvg), (
         "BN has its initial values"
     )
+
+
+def test_a_class_may_leave_out_the_tests_and_the_callback_gets_the_trained_model(
+    federate, mlp, points, same_bits
+) -> None:
+    class NoTests(FedAvg):
+        def configure_evaluate(self, *args: Any) -> list[Any]:
+            return []
+
+    models: list[Any] = []
+    strategy = NoTests(on_round_end=lambda _, arrays, __: models.append(arrays))
+    run = federate(strategy, mlp, two(points), rounds=2)
+    same_bits(from_record(models[-1]), run.state)
+    same_bits(from_record(models[0]), run.history[1])
+
+
+def test_a_function_that_is_assigned_to_a_strategy_sees_whole_replies(
+    mlp, points
+) -> None:
+    strategy, seen = FedAvg(), list[set[str]]()
+    own = strategy.aggregate_train
+
+    def aggregate(server_round: int, replies: Any) -> Any:
+        received: list[Message] = []
+
+        def noted() -> Any:
+            for reply in replies:
+                received.append(reply)
+                yield reply
+
+        result = own(server_round, noted())
+        seen.extend({*reply.content} for reply in received)
+        return result
+
+    strategy.aggregate_train = aggregate  # type: ignore[method-assign]
+    training = LocalTraining(learning_rate=LearningRate(0.1), local_steps=1)
+    app = client_app(
+        torch_clients(mlp, two(points), training), num_examples=lambda _: 8
+    )
+    with InProcessGrid(app, 2) as grid:
+        strategy.start(grid, to_record(mlp().state_dict()), num_rounds=1)
+    assert all("arrays" in keys for keys in seen)
+    assert len(seen) == 2
+
+
+def test_a_split_with_personal_entries_comes_before_the_methods(mlp) -> None:
+    parts = split_state(mlp(), personal="3")
+    with pytest.raises(ConfigError, match=r"personal entry '3\.weight'"):
+        FedAvg().parts = parts
+    FedAvg(personal="3").parts = parts
+
+
+def test_a_client_that_diverges_is_refused_and_the_others_train_on(
+    mlp, points, same_bits
+) -> None:
+    """Its reply is not the model that it received."""
+    datasets = [points(8, 0), points(8, 1)]
+
+    def client_fn(context: Context) -> TorchClient:
+        site = int(context.node_config["partition-id"])
+        rate = LearningRate(1e200 if site else 0.1)
+        settings = LocalTraining(learning_rate=rate, batch_size=4, local_steps=6)
+        return TorchClient(
+            lambda: mlp(norm=False),
+            datasets[site],
+            datasets[site],
+            settings,
+            context=context,
+        )
+
+    start, ends = to_record(mlp(norm=False).state_dict()), []
+    for sites in (1, 2):
+        strategy = FedAvg(
+            on_divergence="continue",
+            fraction_evaluate=0.0,
+            min_train_nodes=1,
+            min_available_nodes=1,
+        )
+        with InProcessGrid(client_app(client_fn), sites) as grid:
+            result = strategy.start(grid, start, num_rounds=1)
+        assert strategy.reports[0].participants == [0]
+        ends.append(from_record(result.arrays))
+    assert "contains nan" in str(strategy.reports[0].rejected)
+    same_bits(*ends)

@@ -30,6 +30,7 @@ def way_and_tau(rates: list[float], **options: float) -> tuple[float, float]:
 
 SGD = [
     {},
+    {"dampening": 0.3},
     {"momentum": 0.9},
     {"momentum": 0.9, "dampening": 0.3},
     {"momentum": 0.9, "nesterov": True},

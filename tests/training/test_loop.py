@@ -88,6 +88,9 @@ def test_learning_rate_over_rounds() -> None:
     for bad in (0.0, -1.0, float("nan"), float("inf")):
         with pytest.raises(ConfigError, match="must be finite and above 0"):
             LearningRate(bad)
+    for after, factor in ((0.5, 0.1), ("freez", 0.1), (-1, 0.1), (2, -1.0), (2, 0.0)):
+        with pytest.raises(ConfigError, match="the learning rate"):
+            LearningRate(0.1, (after,), (factor,))
 
 
 def test_a_given_optimizer_takes_its_own_step(points, mlp) -> None:

@@ -175,7 +175,8 @@ def finish_training(
     note_kept(run, usable, refused, used=bool(replies))
     if model is None:
         return None, None
-    trained = to_record(model)
+    # A user's class may leave out the tests, which get the model as well.
+    run.arrays = trained = to_record(model)
     if run.options.on_replies is not None:
         run.options.on_replies(training.number, replies, facts.before, model)
     # A protection hides single clients, so there are no averaged metrics.
