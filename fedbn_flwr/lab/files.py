@@ -6,7 +6,6 @@ import json
 import os
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from fedbn_flwr.errors import ConfigError, StateError
 
 CONFIG_FILE = "config.yaml"  # the settings of a run, in its folder
 CLASS_MOMENTS_FILE = "class_moments.npz"  # read_class_moments reads it
-PREDICTIONS_FILE = "predictions.safetensors"  # site_tests writes and reads it
+PREDICTIONS_FILE = "predictions.csv"  # output/predictions.py writes and reads it
 TESTS_FILE = "tests.csv"  # tests_table writes and reads it
 STUDY_FILE = "study.yaml"  # the study with its final settings, in its folder
 
@@ -38,11 +37,6 @@ def site_label(row: Mapping[str, Any]) -> str:
     """
     mark = "never trained" if row.get("held-out") else row.get("note", "")
     return f"{row['site']} ({mark})" if mark else str(row["site"])
-
-
-def trained(rows: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return the rows without held-out sites, for means over sites."""
-    return [row for row in rows if not row.get("held-out")]
 
 
 def refuse_no_run(run: Path) -> None:
@@ -103,34 +97,13 @@ def ledger_of(lines: Iterable[Mapping[str, Any]]) -> dict[str, int]:
     return dict(totals)
 
 
-def site_names_in(lines: Iterable[Mapping[str, Any]]) -> dict[str, str]:
-    """Return the name of each site by client number, or {} if sites have no names."""
-    names: dict[str, str] = {}
-    for line in lines:
-        names |= line.get("sites", {})
-    return names
-
-
-def site_names_of(run: Path) -> dict[str, str]:
-    """Return the name of each site of a run by client number.
-
-    The result is {} if the run's folder has no names, or its metrics are damaged.
-    """
-    # Without names, the sites still have their numbers, so a damaged file is not an
-    # error here.
-    with suppress(StateError):
-        return site_names_in(read_metrics(run / "metrics.jsonl"))
-    return {}
-
-
 def numbers_of(line: Mapping[str, Any]) -> dict[str, float]:
-    """Return the numbers in a line of metrics. A domain's key is ``metric/domain``."""
-    values = {**line}
-    for metric, of_domains in line.get("domains", {}).items():
-        for domain, value in of_domains.items():
-            values[f"{metric}/{domain}"] = value
-    values.pop("round", None)
-    return {name: value for name, value in values.items() if _is_number(value)}
+    """Return the numbers in a line of metrics, without the round."""
+    return {
+        name: value
+        for name, value in line.items()
+        if name != "round" and _is_number(value)
+    }
 
 
 def _is_number(value: Any) -> bool:

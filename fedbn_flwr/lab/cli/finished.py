@@ -90,7 +90,7 @@ def evaluate(
             found = sites_of_run(run, against)
             metric = data_of(run_config(run)).task.score
             print_sites(found.rows, metric)
-            say(of_mean(found, metric, against))
+            say(of_mean(found, metric, run_config(run).seed, against))
             say("Each interval of the table is of one site alone.")
         elif against:
             raise ConfigError(

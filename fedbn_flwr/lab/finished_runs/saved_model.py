@@ -23,10 +23,11 @@ from fedbn_flwr.client.personal_model import (
 from fedbn_flwr.errors import ConfigError, StateError
 from fedbn_flwr.lab.config import CENTRALIZED, STATE_IN_OUT, Config, method_of
 from fedbn_flwr.lab.data import is_own
-from fedbn_flwr.lab.files import CONFIG_FILE, refuse_no_run, site_names_of
+from fedbn_flwr.lab.files import CONFIG_FILE, refuse_no_run
 from fedbn_flwr.lab.models.normalise import normalised_inside
 from fedbn_flwr.lab.output.folder import RunFolder
 from fedbn_flwr.lab.output.summary import ModelDescription
+from fedbn_flwr.lab.output.tests_table import site_names_of
 from fedbn_flwr.lab.setup import in_memory_format
 from fedbn_flwr.messages.site_names import with_name
 

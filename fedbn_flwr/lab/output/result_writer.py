@@ -28,17 +28,14 @@ from fedbn_flwr.lab.early_stopping import EarlyStopping
 from fedbn_flwr.lab.files import COUNTED, ledger_of, read_metrics
 from fedbn_flwr.lab.output.folder import DIVERGED_AT, RunFolder, extra
 from fedbn_flwr.lab.output.own_models import fine_tuned
+from fedbn_flwr.lab.output.predictions import save_predictions
 from fedbn_flwr.lab.output.run_tests import (
     GlobalTests,
     HeldOut,
     headlines,
     tested_at_clients,
 )
-from fedbn_flwr.lab.output.site_tests import (
-    as_tests,
-    save_predictions,
-    sites_at_end,
-)
+from fedbn_flwr.lab.output.site_tests import as_tests, sites_at_end, summary_rows
 from fedbn_flwr.lab.output.summary import (
     MODEL_DESCRIPTION,
     ModelDescription,
@@ -51,6 +48,7 @@ from fedbn_flwr.lab.output.tests_table import (
     Measured,
     in_line,
     of_clients,
+    site_name,
     stored_tests,
 )
 from fedbn_flwr.lab.partitioned.counts import names_of
@@ -172,7 +170,6 @@ class ResultWriter:
         state = from_record(arrays) if arrays else None
         self._tested = self._tests.run(server_round, state)
         metrics = in_line(self._tested)
-        metrics.pop("domains", None)
         if self._held_out:
             # Save the state before the test and restore it afterwards, because the
             # centralized reference continues to train this model.
@@ -204,17 +201,13 @@ class ResultWriter:
         reported = self._strategy.methods.reported_metrics if self._strategy else []
         measured = (TRAIN_LOSS, TRAIN_ACCURACY, *reported)
         line |= {key: report.metrics[key] for key in measured if key in report.metrics}
-        tests = [*self._tested, *of_clients(report.server_round, report.evaluations)]
-        tested = in_line(tests, self._domain_of)
-        domains = tested.pop("domains", None)
-        line |= tested
+        names = self._site_names()
+        evaluations = of_clients(report.server_round, report.evaluations, names)
+        tests = [*self._tested, *evaluations]
+        line |= in_line(tests, self._domain_of)
 
-        # Add the costs of the round and the clients' evaluations.
+        # Add the costs of the round.
         line |= self._counted(report)
-        if report.evaluations:
-            line["clients"] = report.evaluations
-        if domains:
-            line["domains"] = domains
         line["seconds"] = round(time.monotonic() - self._clock, 4)
 
         # Add the failures. Withhold their reasons if a protection withholds results,
@@ -223,13 +216,10 @@ class ResultWriter:
         if self._withheld:
             line["rejected"] = [REFUSED] * len(report.rejected)
         elif report.missing or report.rejected:
-            line["missing"] = self._missing(report)
-        names = self._site_names()
-        clients = {*map(str, report.participants), *report.evaluations}
-        clients |= line.get("missing", {}).keys()
-        named = {client: names[client] for client in names if client in clients}
-        if named:
-            line["sites"] = named
+            line["missing"] = {
+                site_name(client, names): reason
+                for client, reason in self._missing(report).items()
+            }
         if report.kept_previous:
             line["kept-previous"] = True
         if report.diverged:
@@ -252,10 +242,9 @@ class ResultWriter:
         return reasons
 
     def _site_names(self) -> Mapping[str, str]:
-        """Return the names of the sites by client."""
-        if self._strategy:
-            return self._strategy.run.nodes.names
-        return names_of(self._data) if self._data else {}
+        """Return the names of the sites by client: those of nodes, or of the data."""
+        names = names_of(self._data) if self._data else {}
+        return names | self._strategy.run.nodes.names if self._strategy else names
 
     def _counted(self, report: RoundOutcome) -> dict[str, Any]:
         """Return the numbers of a round: examples, clients, traffic, spent privacy."""
@@ -387,12 +376,14 @@ class ResultWriter:
             if absent:
                 summary["model-note"] = why_absent(absent, clients)
         with extra("The table of sites", f"To make it: fedbn-flwr evaluate {run}"):
+            place = (state, run, clients, self._site_names())
             sites = sites_at_end(
-                self._config, self._model, self._data, strategy, state, run, clients
+                self._config, self._model, self._data, strategy, *place
             )
             if sites:
-                summary["sites"] = [site.row for site in sites if site.part == "test"]
-                save_predictions(run, sites, summary["sha256"])
+                summary["sites"] = summary_rows(sites)
+                tested = [test for site in sites for test in (site.test, site.by_batch)]
+                save_predictions(run, filter(None, tested))
                 # The clients may have tested their models in this round.
                 known = {test.key for test in stored_tests(run)}
                 tests = as_tests(sites, chosen, self._config)
@@ -422,7 +413,7 @@ class ResultWriter:
                 if self._due(line["round"]) or line.get(headline) is not None:
                     last = line
         validation = f"{VALIDATION}-"
-        results = ("train-", "test-", "personal-", validation, HELD_OUT, "domains")
+        results = ("train-", "test-", "personal-", validation, HELD_OUT)
         final = {}
         for key, value in last.items():
             if key == "round" or key.startswith(results):
@@ -433,6 +424,7 @@ class ResultWriter:
 
         figures: dict[str, Any] = {
             "headline": headline,
+            "task": self._task.name,
             "final": final,
             "best": {"round": best.get("round"), headline: best.get(headline)},
             "rounds": len(lines),

@@ -160,7 +160,7 @@ class GlobalTests:
             for where, view in views.items():
                 test = evaluate_adapted(self._model, view, self._mode(name), self._task)
                 named = test.metrics if where.startswith(DOMAIN) else test.named()
-                about = (server_round, "", where, len(view), "global", bn)
+                about = (server_round, None, "", where, len(view), "global", bn)
                 results += [Measured(*about, *item) for item in named.items()]
         return results
 
@@ -275,6 +275,7 @@ class HeldOut:
                 load_statistics(model, moments)
                 found["adapted"] = evaluate(model, tests, task=task)
             for bn, result in found.items():
-                about = (server_round, name, HELD_OUT, len(tests), "global", bn)
+                place = (server_round, None, name, HELD_OUT)
+                about = (*place, len(tests), "global", bn)
                 results += [Measured(*about, *item) for item in result.named().items()]
         return results

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fedbn_flwr.lab.files import TESTS_FILE, read_metrics
 from fedbn_flwr.messages.protocol import NUM_EXAMPLES, VALIDATION
+from fedbn_flwr.messages.site_names import texts_of
 from fedbn_flwr.server.methods.params import RECALIBRATED, TEST_BN
 from fedbn_flwr.server.methods.shared_bn import SHARED_BN
 from fedbn_flwr.training.tasks import METRICS
@@ -45,20 +46,22 @@ class Measured(NamedTuple):
 
     Attributes:
         round: the round whose model was tested.
-        site: the client's number, the name of a held-out site, or "" if the examples of
-            all sites are tested together.
+        client: the number of the site that trains, otherwise None.
+        site: the name of the site, or "client N"; "" if the examples of all sites are
+            tested together.
         part: "test", "validation" or "train"; "all" if a client tests the examples of
             all sites; "domain-NAME"; "held-out" for the test examples of a site that
             never trains.
-        examples: the number of examples; 0 if an older run did not record it.
+        examples: the number of examples.
         model: "global", or "own" for the model that a client tests.
         bn: the BatchNorm statistics: "running", "batch", "averaged-bn", "recalibrated",
-            "adapted", "calibrated", or a name that ends in "test-bn".
+            "adapted", or a name that ends in "test-bn".
         metric: the name of the metric.
         value: its value; NaN if the examples do not define it, or the model diverged.
     """
 
     round: int
+    client: int | None
     site: str
     part: str
     examples: int
@@ -70,7 +73,15 @@ class Measured(NamedTuple):
     @property
     def key(self) -> tuple[Any, ...]:
         """Everything but the number of examples and the value."""
-        return (*self[:3], *self[4:7])
+        return (*self[:4], *self[5:8])
+
+
+def site_name(client: str | int, names: Mapping[str, str]) -> str:
+    """Return the name of a client in all files, or "client N" without a name.
+
+    ``names`` are the clients' names by number.
+    """
+    return texts_of(names).get(str(client), f"client {client}")
 
 
 class GlobalTest(NamedTuple):
@@ -98,11 +109,17 @@ _PREFIXES = {(test.part, test.bn): test.prefix for test in GLOBAL_TESTS.values()
 
 
 def of_clients(
-    server_round: int, evaluations: Mapping[str, Mapping[str, Any]]
+    server_round: int,
+    evaluations: Mapping[str, Mapping[str, Any]],
+    names: Mapping[str, str],
 ) -> Iterator[Measured]:
-    """Yield the tests in the replies of clients, given by number of the client."""
+    """Yield the tests in the replies of clients, given by number of the client.
+
+    ``names`` are the clients' names by number.
+    """
     count = f"-{NUM_EXAMPLES}"
     for client, reply in evaluations.items():
+        site = site_name(client, names)
         for key, examples in reply.items():
             name = key.removesuffix(count)
             part = _PARTS.get(name, name if name.startswith(DOMAIN) else "")
@@ -111,8 +128,8 @@ def of_clients(
             for metric in _MEASURED:
                 value = reply.get(f"{name}-{metric}")
                 if value is not None:
-                    about = (server_round, client, part, int(examples), "own", RUNNING)
-                    yield Measured(*about, metric, float(value))
+                    place = (server_round, int(client), site, part, int(examples))
+                    yield Measured(*place, "own", RUNNING, metric, float(value))
 
 
 def in_line(
@@ -125,52 +142,42 @@ def in_line(
     means over these clients: ``NAME`` is the plain mean (arXiv:2301.02982, 6.2.1), and
     ``NAME-weighted`` is the mean weighted by the clients' examples. A site whose examples
     do not define the metric is left out; then ``NAME-clients`` is the number of sites in
-    the mean. Held-out sites never train, so they have a mean of their own.
+    the mean. Held-out sites never train, so they have a mean of their own. The result of
+    a domain has the key ``NAME/DOMAIN``.
 
     Args:
         tests: the rows of one round.
         domain_of: returns the domain of a client, or None.
     """
     line: dict[str, Any] = {}
-    held_out: dict[str, dict[str, Any]] = {}
-    domains: dict[str, dict[str, Any]] = {}
     sites: dict[str, list[Measured]] = {}
-    of_domains: dict[tuple[str, str], list[Measured]] = {}
     rows = list(tests)
     losses = {test.key[:-1]: test.value for test in rows if test.metric == "loss"}
     for test in rows:
         if test.part == HELD_OUT:
             name = f"{_HELD_OUT_NAMES.get(test.bn, test.bn)}-{test.metric}"
-            of_site = held_out.setdefault(test.site, {NUM_EXAMPLES: test.examples})
-            of_site[name] = test.value
             sites.setdefault(f"{HELD_OUT}-{name}", []).append(test)
-        elif test.site:
+        elif test.client is not None:
             for name, part in _PARTS.items():
                 if part == test.part:
                     key = f"personal-{name}-{test.metric}"
                     sites.setdefault(key, []).append(test)
-            domain = domain_of(int(test.site)) if test.part == "test" else None
+            domain = domain_of(test.client) if test.part == "test" else None
             if domain and test.metric != "loss":
-                key = f"personal-own-{test.metric}"
-                of_domains.setdefault((key, domain), []).append(test)
+                key = f"personal-own-{test.metric}/{domain}"
+                sites.setdefault(key, []).append(test)
         elif test.part.startswith(DOMAIN):
-            key = f"{_PREFIXES['test', test.bn]}-{test.metric}"
             domain = test.part.removeprefix(DOMAIN)
-            domains.setdefault(key, {})[domain] = test.value
+            line[f"{_PREFIXES['test', test.bn]}-{test.metric}/{domain}"] = test.value
         else:
             prefix = _PREFIXES.get((test.part, test.bn), VALIDATION)
             line[f"{prefix}-{test.metric}"] = test.value
-    if held_out:
-        line[HELD_OUT] = held_out
+    held_out = len({test.site for test in rows if test.part == HELD_OUT})
     for key, of_sites in sites.items():
         # A held-out site may lack a test, for example with too few training inputs.
-        asked = len(held_out) if key.startswith(HELD_OUT) else len(of_sites)
-        line |= _means(key, of_sites, losses, asked)
-    for (key, domain), of_sites in of_domains.items():
-        means = _means(key, of_sites, losses, len(of_sites))
-        domains.setdefault(key, {})[domain] = means[key]
-    if domains:
-        line["domains"] = domains
+        asked = held_out if key.startswith(HELD_OUT) else len(of_sites)
+        means = _means(key, of_sites, losses, asked)
+        line |= {key: means[key]} if "/" in key else means
     return line
 
 
@@ -211,22 +218,25 @@ def as_text(tests: Iterable[Measured], *, header: bool = False) -> str:
 
 
 def stored_tests(run: Path) -> list[Measured]:
-    """Return the complete rows of ``tests.csv`` in a run's folder.
-
-    If the file is absent, an earlier version made the run. Then the tests are read from
-    the lines of ``metrics.jsonl``.
-    """
+    """Return the complete rows of ``tests.csv`` in a run's folder."""
     path = run / TESTS_FILE
-    if not path.is_file():
-        lines = read_metrics(run / "metrics.jsonl")
-        return [*itertools.chain.from_iterable(map(_in_old_line, lines))]
-    text, _, _ = path.read_text(encoding="utf-8").rpartition("\n")
+    text = path.read_text(encoding="utf-8") if path.is_file() else ""
+    whole, _, _ = text.rpartition("\n")
     found = []
-    for row in itertools.islice(csv.reader(io.StringIO(text)), 1, None):
-        at, site, part, examples, model, bn, metric, value = row
-        about = (int(at), site, part, int(examples), model, bn, metric)
-        found.append(Measured(*about, float(value)))
+    for row in itertools.islice(csv.reader(io.StringIO(whole)), 1, None):
+        at, client, site, part, examples, model, bn, metric, value = row
+        number = int(client) if client else None
+        place = (int(at), number, site, part, int(examples))
+        found.append(Measured(*place, model, bn, metric, float(value)))
     return found
+
+
+def site_names_of(run: Path) -> dict[str, str]:
+    """Return the name of each tested client of a run by its number, if it has one."""
+    names = {str(test.client): test.site for test in stored_tests(run)}
+    return {
+        client: name for client, name in names.items() if name != f"client {client}"
+    }
 
 
 def read_tests(run: Path) -> pd.DataFrame:
@@ -238,30 +248,3 @@ def read_tests(run: Path) -> pd.DataFrame:
 
     table = pd.DataFrame(stored_tests(run), columns=Measured._fields)
     return table[table["round"] <= len(read_metrics(run / "metrics.jsonl"))]
-
-
-def _in_old_line(line: Mapping[str, Any]) -> Iterator[Measured]:
-    """Yield the tests in a line of a run without ``tests.csv``."""
-    at = line["round"]
-    value_of = {key: line[key] for key in line if isinstance(line[key], float)}
-    for (part, bn), prefix in {**_PREFIXES, (VALIDATION, RUNNING): VALIDATION}.items():
-        for metric in _MEASURED:
-            if f"{prefix}-{metric}" in value_of:
-                value = value_of[f"{prefix}-{metric}"]
-                yield Measured(at, "", part, 0, "global", bn, metric, value)
-    yield from of_clients(at, line.get("clients", {}))
-    names = {name: bn for bn, name in _HELD_OUT_NAMES.items()}
-    for site, tests in line.get(HELD_OUT, {}).items():
-        for key, value in tests.items():
-            name, _, metric = key.rpartition("-")
-            if key != NUM_EXAMPLES and value is not None:
-                count, bn = tests[NUM_EXAMPLES], names.get(name, name)
-                yield Measured(at, site, HELD_OUT, count, "global", bn, metric, value)
-    for key, of_domains in line.get("domains", {}).items():
-        for (part, bn), prefix in _PREFIXES.items():
-            metric = key.removeprefix(f"{prefix}-")
-            if part == "test" and metric in _MEASURED:
-                for domain, value in of_domains.items():
-                    result = math.nan if value is None else value
-                    name = f"{DOMAIN}{domain}"
-                    yield Measured(at, "", name, 0, "global", bn, metric, result)

@@ -7,7 +7,6 @@ as an uninterrupted study.
 from __future__ import annotations
 
 import logging
-import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -18,7 +17,6 @@ import pandas as pd
 from fedbn_flwr.checked_file import write_atomically
 from fedbn_flwr.lab.files import lost_lines, read_metrics
 from fedbn_flwr.lab.output.folder import DIVERGED_AT
-from fedbn_flwr.lab.output.intervals import Interval, over_seeds
 from fedbn_flwr.lab.studies.one_run import failure_of, is_done, summary_of
 from fedbn_flwr.lab.studies.study import AVERAGE, WHOLE, Cell, PaperNumber, Study
 from fedbn_flwr.training.tasks import higher_is_better, in_percent, quantity_of
@@ -80,7 +78,7 @@ def _rows_of_run(study: Study, cell: Cell, out: Path) -> Iterator[dict[str, Any]
         papers = {}
         if main:
             papers = study.paper_numbers(f"{cell.method}/{cell.split}")
-        values = {WHOLE: final.get(metric), **_domains(final, metric)}
+        values = {WHOLE: final.get(metric), **_domains(final, f"{metric}/")}
         for domain, value in values.items():
             paper = papers.get(domain, PaperNumber())
             row = {
@@ -97,9 +95,16 @@ def _rows_of_run(study: Study, cell: Cell, out: Path) -> Iterator[dict[str, Any]
             yield row
 
 
-def _domains(final: Mapping[str, Any], metric: str) -> dict[str, float | None]:
-    """Return the results of a metric by domain, and their plain average."""
-    by_domain: dict[str, float | None] = dict(final.get("domains", {}).get(metric, {}))
+def _domains(final: Mapping[str, Any], prefix: str) -> dict[str, float | None]:
+    """Return the results by domain, and their plain average.
+
+    ``prefix`` begins the keys of the metric's results by domain.
+    """
+    by_domain: dict[str, float | None] = {
+        key.removeprefix(prefix): value
+        for key, value in final.items()
+        if key.startswith(prefix)
+    }
     known = [value for value in by_domain.values() if value is not None]
     if known:
         # If a domain has no value, give no average, because it would be an average of
@@ -162,7 +167,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
     if frame.empty:
         return pd.DataFrame(columns=["split", "method", "metric", "final", "runs"])
     first = frame["method"].iloc[0]
-    tests = paired_tests(rows)
+    gaps = differences(rows)
     # Count the status of each run once. Take it from all rows, because a failed run has
     # no row with a metric.
     ended = frame.drop_duplicates(["split", "method", "seed"])
@@ -187,11 +192,8 @@ def table(rows: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
         form = ".2f" if percent else ".4f"
         line |= _line(runs, how, form)
         if runs["main"].iloc[0] and domain == WHOLE:
-            gap, (low, high) = tests.get((split, method), (_NAN, (None, None)))
-            text = _number(gap, f"+{form}")
-            if low is not None:
-                text += f" ({low:+{form}} to {high:+{form}})"
-            line[f"minus {first}"] = text
+            gap = gaps.get((split, method), _NAN)
+            line[f"minus {first}"] = _number(gap, f"+{form}")
         lines.append(line)
     made = pd.DataFrame(lines).fillna("")
     return made.loc[:, (made != "").any()]
@@ -240,16 +242,13 @@ def _number(value: float, form: str, std: float = _NAN) -> str:
     return f"{value:{form}} ± {std:{form}}"
 
 
-def paired_tests(
-    rows: Sequence[Mapping[str, Any]],
-) -> dict[tuple[str, str], tuple[float, tuple[Any, Any]]]:
-    """Return (difference, ends) of each split and method, compared with the first method.
+def differences(rows: Sequence[Mapping[str, Any]]) -> dict[tuple[str, str], float]:
+    """Return the mean difference from the first method by split and method.
 
-    The difference is the mean over the seeds, and its interval is corrected for the
-    number of pairs of methods. Two runs with the same seed have the same data split and
-    the same initial weights, so runs are paired by seed. Main metrics of one quantity
-    are compared, even if their tests differ: FedBN's accuracy belongs to the clients'
-    models, and FedAvg's accuracy to the global model.
+    Two runs with the same seed have the same data split and the same initial weights, so
+    runs are paired by seed. Main metrics of one quantity are compared, even if their
+    tests differ: FedBN's accuracy belongs to the clients' models, and FedAvg's accuracy
+    to the global model.
     """
     frame = pd.DataFrame(rows, columns=[*FIELDS])
     first = frame["method"].iloc[0]
@@ -258,24 +257,16 @@ def paired_tests(
     frame = frame.assign(
         final=pd.to_numeric(frame["final"]), quantity=frame["metric"].map(quantity_of)
     )
-
-    tests: dict[tuple[str, str], tuple[float, tuple[Any, Any]]] = {}
+    found: dict[tuple[str, str], float] = {}
     for (split, _), of_split in frame.groupby(["split", "quantity"], sort=False):
         # Make a table with a row for each seed and a column for each method.
         finals = of_split.pivot_table(
             index="seed", columns="method", values="final", sort=False
         )
-        if first not in finals:
-            continue
-        for method in finals.columns.drop(first):
-            both = finals[[method, first]].dropna()
-            if both.empty:
-                continue
-            differences = both[method] - both[first]
-            gap = over_seeds([Interval(float(one)) for one in differences])
-            pairs = math.comb(len(finals.columns), 2)
-            tests[split, method] = float(differences.mean()), gap.ends(pairs)
-    return tests
+        if first in finals:
+            gaps = finals.drop(columns=first).sub(finals[first], axis="index").mean()
+            found |= {(split, method): gap for method, gap in gaps.items()}
+    return found
 
 
 def markdown(shown: pd.DataFrame) -> str:
