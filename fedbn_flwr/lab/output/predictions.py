@@ -158,7 +158,7 @@ def save_predictions(run: Path, sites: Iterable[SiteTest]) -> None:
     whole["client"] = pd.array(whole["client"], dtype="Int64")
     # Nine digits give the same float32 when the file is read again. Only the owner may
     # read the file, because it reveals targets of single examples.
-    text = whole.to_csv(index=False, float_format="%.9g", na_rep="nan")
+    text = whole.to_csv(index=False, float_format="%.9g")
     write_atomically(run / PREDICTIONS_FILE, text, mode=0o600)
 
 
@@ -182,8 +182,7 @@ def read_predictions(run: Path) -> list[SiteTest]:
     task = TASKS[summary["task"]].scored_by(quantity_of(summary["headline"]))
     # The name of a site is a text, even if it is "NA" or "007".
     kinds = {"site": str, "client": "Int64"}
-    unknown = {"na_values": {"client": [""]}, "keep_default_na": False}
-    table = pd.read_csv(path, dtype=kinds, **unknown)
+    table = pd.read_csv(path, dtype=kinds, na_values=[""], keep_default_na=False)
     found = []
     for (site, client, bn), rows in table.groupby(
         ["site", "client", "bn"], sort=False, dropna=False
@@ -201,7 +200,7 @@ def read_predictions(run: Path) -> list[SiteTest]:
 
 def _tensor(rows: Any, name: str) -> Tensor:
     """Return the columns of a name as (N, columns), one plain column of targets as (N,)."""
-    values = torch.from_numpy(rows.filter(regex=rf"^{name}(-\d+)?$").to_numpy())
+    values = torch.tensor(rows.filter(regex=rf"^{name}(-\d+)?$").to_numpy())
     if values.is_floating_point():
         values = values.float()
     return values.squeeze(1) if name == "target" and values.shape[1] == 1 else values

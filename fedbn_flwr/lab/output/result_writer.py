@@ -395,12 +395,8 @@ class ResultWriter:
 
     def _figures(self, lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Return the results for the summary."""
-        # Only report the best round by the test. It must never select the result,
-        # because the result would then be fitted to the test examples.
         headline = self._headlines[0]
         measured = [line for line in lines if line.get(headline) is not None]
-        choose = max if self._task.higher_is_better else min
-        best = choose(measured, key=lambda line: line[headline], default={})
 
         # With early stopping, the result is from the best round. Otherwise it is from
         # the last test, even if this test has no value.
@@ -426,7 +422,6 @@ class ResultWriter:
             "headline": headline,
             "task": self._task.name,
             "final": final,
-            "best": {"round": best.get("round"), headline: best.get(headline)},
             "rounds": len(lines),
             "ledger": ledger_of(lines),
             "seconds": round(sum(line["seconds"] for line in lines), 3),

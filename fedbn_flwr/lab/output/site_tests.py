@@ -71,7 +71,8 @@ def test_site(model: nn.Module, data: Subset, task: Task) -> SiteTest:
     Raises:
         FedBNError: the examples cannot be read, or do not fit the task.
     """
-    task = replace(task, metrics=(task.score,))
+    if task.score != "loss":
+        task = replace(task, metrics=(task.score,))
     outputs, targets = [], []
 
     def keep(of_batch: Tensor, targets_of_batch: Tensor) -> None:

@@ -13,6 +13,7 @@ import shutil
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,18 +25,17 @@ from fedbn_flwr import global_state, personal_state
 from fedbn_flwr.errors import ConfigError, DataError, StateError
 from fedbn_flwr.lab.cli import app
 from fedbn_flwr.lab.config import Config
-from fedbn_flwr.lab.config.values import allowed
 from fedbn_flwr.lab.data import DATASETS, Subset
-from fedbn_flwr.lab.finished_runs.evaluate import (
+from fedbn_flwr.lab.finished_runs.evaluate import evaluate_run
+from fedbn_flwr.lab.finished_runs.new_data import (
     as_csv,
-    evaluate_run,
     overlap,
     predictions,
     refuse_unfit,
 )
 from fedbn_flwr.lab.partitioned.partitioned_data import partitioned_data
 from fedbn_flwr.lab.runs.run import run
-from fedbn_flwr.training.evaluation import evaluate, without_running_statistics
+from fedbn_flwr.training.evaluation import evaluate
 from fedbn_flwr.training.tasks import (
     BINARY,
     CLASSIFICATION,
@@ -103,7 +103,7 @@ def test_other_data_get_the_shape_and_the_normalisation_of_those_of_the_run(
     theirs = partitioned_data(other, 1, (1, 28, 28)).dataset
     assert theirs.mean != ours.mean
     expected = evaluate(model, Subset(theirs.test, None, mean=ours.mean, std=ours.std))
-    found = evaluate_run(run, {"dataset": "digits-domains"})[1][0].result
+    found = evaluate_run(run, "digits-domains")[1][0].result
     assert (found.loss, found.accuracy) == pytest.approx(
         (expected.loss, expected.accuracy), rel=1e-6
     )
@@ -113,22 +113,15 @@ def test_own_bn_and_averaged_bn_are_those_of_the_run(quick_run) -> None:
     _, run = quick_run(strategy="fedbn", **{"eval-on": "averaged-bn"})
     config = Config.load(run / "config.yaml")
     data = partitioned_data(config, 3)
-    for bn, state in (
-        ("own:2", personal_state(run, 2)),
-        ("averaged", global_state(run)),
-    ):
-        (row,) = evaluate_run(run, {"dataset": "digits"}, bn)[1]
+    for client, state in ((2, personal_state(run, 2)), (None, global_state(run))):
+        (row,) = evaluate_run(run, "digits", client=client)[1]
         expected = evaluate(model_of(run, state), data.test_view())
         assert row.result.loss == pytest.approx(expected.loss, rel=1e-6)
     _, bare = quick_run(strategy="fedbn")
-    for bn in ("", "averaged", "adapt"):
-        with pytest.raises(
-            StateError, match="a run with eval-on=averaged-bn saves the average"
-        ):
-            evaluate_run(bare, {"dataset": "digits"}, bn)
-
-
-DIGITS = {"dataset": "digits"}
+    with pytest.raises(
+        StateError, match="a run with eval-on=averaged-bn saves the average"
+    ):
+        evaluate_run(bare, "digits")
 
 
 @pytest.fixture(scope="module")
@@ -151,34 +144,26 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.mark.parametrize(
-    ("of", "data", "bn", "code", "named"),
+    ("of", "dataset", "more", "code", "named"),
     [
-        ("batch", {"dataset": "digit"}, "", "unknown-name", "'digits'"),
-        (
-            "batch",
-            {**DIGITS, "model": "lenet", "learning-rate": 7},
-            "",
-            "config",
-            "model, learning-rate",
-        ),
-        ("batch", SEGMENTATION, "", "model-of-task", "segmentation"),
-        ("batch", {"dataset": "usps"}, "", "data", "data-dir"),
-        ("batch", DIGITS, "own", "config", "own:CLIENT"),
-        ("batch", DIGITS, "own:7", "config", "0 to 2"),
-        ("group", DIGITS, "adapt", "config", "norm=group"),
-        ("absent", DIGITS, "", "config", "not the folder of a run"),
+        ("batch", "digit", {}, "unknown-name", "'digits'"),
+        ("batch", "digits", {"settings": {"model": "lenet"}}, "config", "model: "),
+        ("batch", SEGMENTATION["dataset"], {}, "data", "classification"),
+        ("batch", "usps", {}, "data", "data-dir"),
+        ("batch", "digits", {"client": 7}, "config", "0 to 2"),
+        ("absent", "digits", {}, "config", "not the folder of a run"),
     ],
 )
 def test_what_does_not_fit_is_refused(
     runs: dict[str, Path],
     of: str,
-    data: dict[str, object],
-    bn: str,
+    dataset: str,
+    more: dict[str, Any],
     code: str,
     named: str,
 ) -> None:
     with pytest.raises((ConfigError, DataError), match=named) as caught:
-        evaluate_run(runs[of], data, bn)
+        evaluate_run(runs[of], dataset, **more)
     assert caught.value.code == code
 
 
@@ -188,14 +173,10 @@ def test_other_classes_are_refused(
 ) -> None:
     info = dataclasses.replace(DATASETS["digits"], name="others", num_classes=count)
     monkeypatch.setitem(DATASETS, "others", info)
-    monkeypatch.setattr(
-        "fedbn_flwr.lab.config.check_config.allowed",
-        lambda key: DATASETS if key == "dataset" else allowed(key),
-    )
     with pytest.raises(
         ConfigError, match=f"10 classes, but dataset=others has {count}"
     ):
-        evaluate_run(runs["batch"], {"dataset": "others"})
+        evaluate_run(runs["batch"], "others")
 
 
 @pytest.mark.parametrize(
@@ -250,34 +231,10 @@ def test_each_group_has_a_row(quick_run) -> None:
         name: evaluate(model, view).accuracy
         for name, view in data.domain_views().items()
     }
-    what, (whole, *groups) = evaluate_run(run, {"dataset": "digits-domains"})
+    what, (whole, *groups) = evaluate_run(run, "digits-domains")
     assert {row.data: row.result.accuracy for row in groups} == expected
     assert whole.result.num_examples == len(data.dataset.test)
-    assert what == "the global model; on the test examples"
-
-
-def test_adapt_uses_the_statistics_of_the_new_inputs(fedavg, tmp_path: Path) -> None:
-    _, run = fedavg
-    (plain,), (adapted,) = (
-        evaluate_run(run, {"dataset": "digits"}, bn, tmp_path / f"out-{bn}").rows
-        for bn in ("", "adapt")
-    )
-    config = Config.load(run / "config.yaml")
-    model, view = model_of(run), partitioned_data(config, 3).test_view()
-    # The MLP has one BN layer, so one batch with all inputs has the statistics of the
-    # two passes.
-    with without_running_statistics(model):
-        whole = evaluate(model, view, batch_size=len(view))
-    assert adapted.result.loss == pytest.approx(whole.loss, rel=1e-5)
-    assert (
-        plain.result.loss
-        == pytest.approx(evaluate(model, view).loss, rel=1e-6)
-        != adapted.result.loss
-    )
-    texts = [
-        (tmp_path / f"out-{bn}/predictions.csv").read_text() for bn in ("", "adapt")
-    ]
-    assert texts[0] != texts[1]
+    assert what == "the global model"
 
 
 @pytest.fixture
@@ -301,8 +258,7 @@ def test_data_of_a_new_place_are_evaluated_whole_and_in_their_order(
     """The order allows joining the rows with the predictions."""
     old, new = rows("old.npz"), rows("new.npz", 12)
     _, run = quick_run(dataset=f"npz:{old}", model="mlp", **{"num-clients": 2})
-    what, (row, *_) = evaluate_run(run, {"dataset": f"npz:{new}"}, out=tmp_path / "out")
-    assert what.endswith("on all examples")
+    _, (row, *_) = evaluate_run(run, f"npz:{new}", tmp_path / "out")
     assert row.result.num_examples == 12
     with (tmp_path / "out/predictions.csv").open() as file:
         found = list(csv.DictReader(file))
@@ -310,30 +266,26 @@ def test_data_of_a_new_place_are_evaluated_whole_and_in_their_order(
     assert [line["target"] for line in found] == [str(k % 3) for k in range(12)]
     assert [line["client"] for line in found] == [str(k % 2) for k in range(12)]
     divided = rows("divided.npz", 12, split=np.arange(12) % 4 == 0)
-    assert (
-        evaluate_run(run, {"dataset": f"npz:{divided}"}).rows[0].result.num_examples
-        == 3
-    )
+    found_again = evaluate_run(run, f"npz:{divided}")
+    assert found_again.rows[0].result.num_examples == 3
 
 
-def test_of_the_data_of_the_run_the_test_examples_are_used_however_the_path_is_spelled(
+def test_the_data_of_the_run_are_refused_however_the_path_is_spelled(
     quick_run, rows
 ) -> None:
+    """Its training examples are among them. ``evaluate RUN`` has its test examples."""
     path = rows("old.npz")
-    summary, run = quick_run(dataset=f"npz:{path}", model="mlp", **{"num-clients": 2})
+    _, run = quick_run(dataset=f"npz:{path}", model="mlp", **{"num-clients": 2})
     for other in (
         path,
         f"{path.parent}/../{path.parent.name}/{path.name}",
         f"{path.parent}//{path.name}",
     ):
-        what, (row, *_) = evaluate_run(run, {"dataset": f"npz:{other}"})
-        assert what.endswith("on the test examples")
-        assert row.result.accuracy == summary["final"]["test-accuracy"]
+        with pytest.raises(ConfigError, match="are the data of the run"):
+            evaluate_run(run, f"npz:{other}")
 
 
-def test_rows_that_were_trained_on_are_no_test_of_a_run_whose_data_have_changed(
-    quick_run, rows
-) -> None:
+def test_a_run_whose_data_have_changed_is_not_resumed(quick_run, rows) -> None:
     """Training and test examples are divided again over the present rows."""
     path = rows("old.npz")
     settings = {"dataset": f"npz:{path}", "model": "mlp", "num-clients": 2}
@@ -341,18 +293,9 @@ def test_rows_that_were_trained_on_are_no_test_of_a_run_whose_data_have_changed(
         quick_run(strategy=strategy, **settings)[1]
         for strategy in ("fedavg", "centralized")
     ]
-    with pytest.raises(
-        ConfigError,
-        match=r"dataset='npz:.*old.npz' has changed since the run, or is divided",
-    ):
-        evaluate_run(outs[0], {"dataset": f"npz:{path}", "test-share": 0.5})
     same = path.read_bytes()
     rows("old.npz", 41)
     for out in outs:
-        with pytest.raises(
-            ConfigError, match="has changed since the run, or is divided"
-        ):
-            evaluate_run(out, {"dataset": f"npz:{path}"})
         with pytest.raises(
             ConfigError, match=r"has changed since the run in .* began: other examples"
         ):
@@ -417,12 +360,12 @@ def test_images_of_the_run_are_warned_of_and_other_classes_refused(
     write_images(tmp_path / "new", "xz")
     one = {"model": "lenet", "partition": "iid", "num-clients": 1}
     _, run = quick_run(dataset=f"folder:{sites / 'east'}", **one)
-    evaluate_run(run, {"dataset": f"folder:{sites / 'west'}"})
+    evaluate_run(run, f"folder:{sites / 'west'}")
     assert "have files in common" not in caplog.text
-    evaluate_run(run, {"dataset": f"folder:{sites}"})
+    evaluate_run(run, f"folder:{sites}")
     assert "Training examples of the run may be among them" in caplog.text
-    with pytest.raises(ConfigError, match=r"x, y, .* x, z"):
-        evaluate_run(run, {"dataset": f"folder:{tmp_path / 'new'}"})
+    with pytest.raises(ConfigError, match="no labels of the classes x, y"):
+        evaluate_run(run, f"folder:{tmp_path / 'new'}")
 
 
 def resumed(out: Path) -> dict:
@@ -445,7 +388,7 @@ def test_a_run_that_goes_on_has_no_model_yet(fedavg) -> None:
             r" .*--resume"
         ),
     ):
-        evaluate_run(out, {"dataset": "digits"})
+        evaluate_run(out, "digits")
 
 
 def test_a_state_folder_that_is_on_this_disk_is_named(
@@ -457,4 +400,4 @@ def test_a_state_folder_that_is_on_this_disk_is_named(
         StateError,
         match=f"none is in the run's folder.* add --state-dir {tmp_path / 'state'}",
     ):
-        evaluate_run(run, {"dataset": "digits"}, bn="own:0")
+        evaluate_run(run, "digits", client=0)

@@ -51,7 +51,6 @@ def test_a_run_folder_holds_the_documented_files(tmp_path: Path) -> None:
     assert names(folder.path) == [
         *(
             "config.yaml",
-            "curves.png",
             "metrics.jsonl",
             "model.safetensors",
             "summary.json",
@@ -129,7 +128,6 @@ EXTRAS: Mapping[str, tuple[str, list[str], str]] = {
         "fedbn-flwr evaluate",
     ),
     "site client 0": (f"{HERE}.site_tests.evaluate", [], "cut.png"),
-    "curves.png": (f"{HERE}.curves.draw_curves", [], "fedbn-flwr report"),
     "fine-tuning of client 2": (
         f"{HERE}.own_models.TorchClient",
         ["fine-tune=2"],

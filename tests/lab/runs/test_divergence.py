@@ -86,11 +86,10 @@ def test_a_huge_learning_rate_fails_with_everything_written(
         *(
             "config.yaml",
             "metrics.jsonl",
-            "predictions.safetensors",
+            "predictions.csv",
             "tests.csv",
             "summary.json",
             "model.safetensors",
-            "curves.png",
             "checkpoint",
         )
     }
