@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -81,7 +80,10 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     Raises:
         StateError: a complete line is damaged.
     """
-    return NewLines(path).read()
+    if not path.is_file():
+        return []
+    lines = [line for line in path.open("rb") if line.endswith(b"\n")]
+    return [_mapping(line, f"{path}, line {at},") for at, line in enumerate(lines, 1)]
 
 
 def ledger_of(lines: Iterable[Mapping[str, Any]]) -> dict[str, int]:
@@ -118,50 +120,6 @@ def lost_lines(summary: Mapping[str, Any], lines: Sequence[Mapping[str, Any]]) -
         f"metrics.jsonl has {len(lines)} of {summary['rounds']} rounds, so the run's"
         f" best result, its target and its curves are left out. {_REPEAT}"
     )
-
-
-class NewLines:
-    """The lines that a running run adds to ``metrics.jsonl``, each read once.
-
-    Args:
-        path: the file; it may still be absent.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._lines, self._bytes, self._inode = 0, 0, 0
-
-    def read(self) -> list[dict[str, Any]]:
-        """Return the complete lines since the last call.
-
-        Raises:
-            StateError: a line is damaged.
-        """
-        try:
-            file = self._path.open("rb")
-        # If the file is absent, start again: a file that appears later is read from its
-        # first line.
-        except FileNotFoundError:
-            self._lines, self._bytes, self._inode = 0, 0, 0
-            return []
-        passed = 0
-        with file:
-            # A resume shortens the file by a new file. Read the new file from its
-            # beginning, but skip as many lines as were read before.
-            status = os.fstat(file.fileno())
-            if status.st_ino != self._inode or status.st_size < self._bytes:
-                passed = self._lines
-                self._inode = status.st_ino
-                self._bytes = self._lines = 0
-            file.seek(self._bytes)
-            lines = [line for line in file if line.endswith(b"\n")]
-        first = self._lines + passed + 1
-        self._bytes += sum(map(len, lines))
-        self._lines += len(lines)
-        found = []
-        for at, line in enumerate(lines[passed:], first):
-            found.append(_mapping(line, f"{self._path}, line {at},"))
-        return found
 
 
 def _mapping(text: bytes, where: str) -> dict[str, Any]:

@@ -175,7 +175,7 @@ def _sites(run: RunFiles, found: Comparison | None) -> list[dict[str, Any]]:
     """Return a row for each site with its interval, its metrics and its rounds."""
     metric = quantity_of(run.headline)
     rows = {row["site"]: row for row in run.summary.get("sites", ())}
-    for row in last_tests(run.folder):
+    for row in last_tests(run.folder, run.tested):
         value = row["metrics"].get(metric)
         rows[row["site"]] = row | {"value": value} | rows.get(row["site"], {})
     for row in found.rows if found else ():
@@ -357,12 +357,6 @@ def _study_page(folder: Path, target: Path) -> dict[str, Any]:
     if any(remarks.values()):
         places = zip(results["split"], results["method"], strict=True)
         results.insert(2, "remarks", [remarks.get(place, "") for place in places])
-    constant = [
-        name
-        for name in results.columns.difference(["method", "final"], sort=False)
-        if len(results) > 1 and results[name].nunique() == 1
-    ]
-    same = [f"{name} {results[name].iloc[0]}" for name in constant]
     unfinished = states["failed"] or states["not finished"]
     command = f"fedbn-flwr sweep {quote(str(folder / 'study.yaml'))} --out"
     tuning = folder / "tuning.md"
@@ -389,8 +383,7 @@ def _study_page(folder: Path, target: Path) -> dict[str, Any]:
         ),
         "pictures": drawn,
         "files": target.stem,
-        "results": results.drop(columns=constant).to_dict("split"),
-        "same": ", ".join(same),
+        "results": results.to_dict("split"),
         "failures": failures,
         "tuning": [
             line.strip("| ").split(" | ")

@@ -82,6 +82,11 @@ class RunFiles:
             return "test-loss"
 
     @property
+    def tested(self) -> str:
+        """The model of the main test: "own" for those of the sites, or "global"."""
+        return "own" if self.headline.startswith("personal") else "global"
+
+    @property
     def final(self) -> Mapping[str, Any]:
         """The figures of the result, or of the last line with the main metric."""
         if self.summary.get("final"):

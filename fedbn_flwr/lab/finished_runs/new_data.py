@@ -189,26 +189,13 @@ def refuse_other_task(
 
 
 def refuse_unfit(taken: ModelDescription, data: Dataset, dataset: str) -> None:
-    """Raise ConfigError if the data have another shape or other names of classes."""
+    """Raise ConfigError if the data have another shape."""
     if data.test.shape != taken.shape:
         raise ConfigError(
             f"the model takes inputs {taken.shape}, but the inputs of"
             f" dataset={dataset} are {data.test.shape}. Use data with as many channels"
             " or features, and of the same height and width."
         )
-    known, given = _names(taken.classes), _names(data.class_names)
-    if known and given and known != given:
-        raise ConfigError(
-            f"the classes of the run are {', '.join(known)}, but the classes of"
-            f" dataset={dataset} are {', '.join(given)}. Use the same names."
-        )
-
-
-def _names(classes: Sequence[str]) -> tuple[str, ...]:
-    """Return the names of classes, or () if each name is only the class's number."""
-    if list(classes) == [str(number) for number in range(len(classes))]:
-        return ()
-    return tuple(classes)
 
 
 def predictions(

@@ -34,7 +34,7 @@ from fedbn_flwr.lab.files import (
     read_metrics,
 )
 from fedbn_flwr.lab.output.tensorboard_log import TensorBoardLog
-from fedbn_flwr.lab.output.tests_table import Measured, as_text, stored_tests
+from fedbn_flwr.lab.output.tests_table import Measured, as_text, cut_back
 
 __all__ = [
     "DIVERGED_AT",
@@ -275,8 +275,7 @@ class RunFolder:
         # follow the incomplete one.
         write_atomically(metrics, "".join(json.dumps(line) + "\n" for line in lines))
         (self.path / PREDICTIONS_FILE).unlink(missing_ok=True)
-        tests = [test for test in stored_tests(self.path) if test.round <= after]
-        write_atomically(self.path / TESTS_FILE, as_text(tests, header=True))
+        cut_back(self.path, after)
 
     def add_round(self, line: Mapping[str, Any]) -> None:
         """Append one round to ``metrics.jsonl`` and to the file for TensorBoard.

@@ -28,6 +28,7 @@ from statistics import fmean, stdev
 from typing import Any, NamedTuple
 
 import numpy as np
+import pandas as pd
 import torch
 from numpy.typing import NDArray
 
@@ -36,6 +37,7 @@ from fedbn_flwr.lab.files import read_json, site_label
 from fedbn_flwr.lab.output.folder import DIVERGED_AT
 from fedbn_flwr.lab.output.predictions import BATCH, SiteTest, read_predictions
 from fedbn_flwr.lab.output.tests_table import HELD_OUT, read_tests
+from fedbn_flwr.server.methods.params import TEST_BN
 from fedbn_flwr.training.tasks import higher_is_better, in_percent, quantity_of
 
 FEWEST = 5
@@ -267,14 +269,22 @@ def _shown(key: str, found: Interval) -> dict[str, Any]:
     return {key or "value": found.value, **number}
 
 
-def last_tests(run: Path) -> list[dict[str, Any]]:
+def last_tests(run: Path, model: str) -> list[dict[str, Any]]:
     """Return a row for each site with its last test, finished run or not.
 
-    A row has ``site``, ``client``, ``examples`` and ``metrics``, the value of each
-    metric by name.
+    The tests are those of the sites' models, "own", or of the global model, "global". A
+    row has ``site``, ``client``, ``examples`` and ``metrics``, the value of each metric
+    by name. A site that never trains has a second value of each metric, with the
+    statistics of its own inputs.
     """
     tests = read_tests(run)
-    tests = tests[(tests["site"] != "") & tests["part"].isin(["test", HELD_OUT])]
+    of_sites = (tests["part"] == "test") & (tests["model"] == model)
+    tests = tests[(tests["site"] != "") & (of_sites | (tests["part"] == HELD_OUT))]
+    tests = tests[tests["bn"] != TEST_BN.strip("-")]
+    adapted = tests["metric"].mask(
+        tests["bn"] == "adapted", "adapted-" + tests["metric"]
+    )
+    tests = tests.assign(metric=adapted)
     rows = []
     for (site, client), of_site in tests.groupby(
         ["site", "client"], sort=False, dropna=False
@@ -283,7 +293,7 @@ def last_tests(run: Path) -> list[dict[str, Any]]:
         last = last.drop_duplicates("metric", keep="last")
         values = last["value"].astype(object).where(last["value"].notna(), None)
         row = {"site": site, "examples": int(last["examples"].iloc[0])}
-        row |= {HELD_OUT: True} if math.isnan(client) else {"client": int(client)}
+        row |= {HELD_OUT: True} if pd.isna(client) else {"client": int(client)}
         metrics = dict(zip(last["metric"], values, strict=True))
         rows.append({**row, "metrics": metrics})
     return rows

@@ -187,11 +187,14 @@ def read_predictions(run: Path) -> list[SiteTest]:
     for (site, client, bn), rows in table.groupby(
         ["site", "client", "bn"], sort=False, dropna=False
     ):
-        outputs = _tensor(rows, "output").float()
+        outputs, targets = _tensor(rows, "output").float(), torch.empty(0)
         if task.by_pixel:
             classes = math.isqrt(outputs.shape[1])
-            outputs = outputs.long().reshape(-1, classes, classes)
-        targets = torch.empty(0) if task.by_pixel else _tensor(rows, "target")
+            outputs = _tensor(rows, "output").reshape(-1, classes, classes)
+        else:
+            targets = _tensor(rows, "target")
+            targets = targets.float() if task.in_columns else targets
+            targets = targets.squeeze(1) if targets.shape[1] == 1 else targets
         number = None if pd.isna(client) else int(client)
         about = (rows["unit"].to_numpy(), site, number, bn)
         found.append(SiteTest(task, outputs, targets, *about))
@@ -199,8 +202,5 @@ def read_predictions(run: Path) -> list[SiteTest]:
 
 
 def _tensor(rows: Any, name: str) -> Tensor:
-    """Return the columns of a name as (N, columns), one plain column of targets as (N,)."""
-    values = torch.tensor(rows.filter(regex=rf"^{name}(-\d+)?$").to_numpy())
-    if values.is_floating_point():
-        values = values.float()
-    return values.squeeze(1) if name == "target" and values.shape[1] == 1 else values
+    """Return the columns of a name as (N, columns)."""
+    return torch.tensor(rows.filter(regex=rf"^{name}(-\d+)?$").to_numpy())

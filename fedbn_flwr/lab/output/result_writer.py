@@ -47,9 +47,10 @@ from fedbn_flwr.lab.output.tests_table import (
     HELD_OUT,
     Measured,
     in_line,
+    key_of,
     of_clients,
+    read_tests,
     site_name,
-    stored_tests,
 )
 from fedbn_flwr.lab.partitioned.counts import names_of
 from fedbn_flwr.lab.partitioned.partitioned_data import PartitionedData
@@ -385,9 +386,11 @@ class ResultWriter:
                 tested = [test for site in sites for test in (site.test, site.by_batch)]
                 save_predictions(run, filter(None, tested))
                 # The clients may have tested their models in this round.
-                known = {test.key for test in stored_tests(run)}
+                known = {key_of(test) for test in read_tests(run).itertuples()}
                 tests = as_tests(sites, chosen, self._config)
-                self._folder.add_tests([one for one in tests if one.key not in known])
+                self._folder.add_tests(
+                    [one for one in tests if key_of(one) not in known]
+                )
         if "model-note" in summary:
             logger.info("%s", summary["model-note"])
         self._folder.save("summary.json", summary)

@@ -239,7 +239,7 @@ def as_tests(
         server_round: the round of the models.
         config: the settings of the run.
     """
-    own = "own" if method_of(config).tests_own_models else "global"
+    own = "own" if method_of(config).tests[0].startswith("personal") else "global"
     for site in sites:
         test = site.test
         if test:

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import csv
 import io
-import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from fedbn_flwr.checked_file import write_atomically
 from fedbn_flwr.lab.files import TESTS_FILE, read_metrics
 from fedbn_flwr.messages.protocol import NUM_EXAMPLES, VALIDATION
 from fedbn_flwr.messages.site_names import texts_of
@@ -70,10 +70,10 @@ class Measured(NamedTuple):
     metric: str
     value: float
 
-    @property
-    def key(self) -> tuple[Any, ...]:
-        """Everything but the number of examples and the value."""
-        return (*self[:4], *self[5:8])
+
+def key_of(test: Any) -> tuple[Any, ...]:
+    """Return everything of a row but the number of examples and the value."""
+    return test.round, test.site, test.part, test.model, test.bn, test.metric
 
 
 def site_name(client: str | int, names: Mapping[str, str]) -> str:
@@ -152,7 +152,7 @@ def in_line(
     line: dict[str, Any] = {}
     sites: dict[str, list[Measured]] = {}
     rows = list(tests)
-    losses = {test.key[:-1]: test.value for test in rows if test.metric == "loss"}
+    losses = {key_of(test)[:-1]: test.value for test in rows if test.metric == "loss"}
     for test in rows:
         if test.part == HELD_OUT:
             name = f"{_HELD_OUT_NAMES.get(test.bn, test.bn)}-{test.metric}"
@@ -194,7 +194,7 @@ def _means(
         test
         for test in tests
         if not math.isnan(test.value)
-        or not math.isfinite(losses.get(test.key[:-1], 0.0))
+        or not math.isfinite(losses.get(key_of(test)[:-1], 0.0))
     ]
     means: dict[str, float] = {}
     if len(kept) < asked:
@@ -217,26 +217,18 @@ def as_text(tests: Iterable[Measured], *, header: bool = False) -> str:
     return text.getvalue()
 
 
-def stored_tests(run: Path) -> list[Measured]:
-    """Return the complete rows of ``tests.csv`` in a run's folder."""
+def cut_back(run: Path, after: int) -> None:
+    """Remove the tests of rounds later than ``after``, and an incomplete last row."""
+    head, *rows = _rows(run) or [as_text([], header=True)]
+    kept = [row for row in rows if int(row.partition(",")[0]) <= after]
+    write_atomically(run / TESTS_FILE, "".join([head, *kept]))
+
+
+def _rows(run: Path) -> list[str]:
+    """Return the complete lines of ``tests.csv``, the head first."""
     path = run / TESTS_FILE
     text = path.read_text(encoding="utf-8") if path.is_file() else ""
-    whole, _, _ = text.rpartition("\n")
-    found = []
-    for row in itertools.islice(csv.reader(io.StringIO(whole)), 1, None):
-        at, client, site, part, examples, model, bn, metric, value = row
-        number = int(client) if client else None
-        place = (int(at), number, site, part, int(examples))
-        found.append(Measured(*place, model, bn, metric, float(value)))
-    return found
-
-
-def site_names_of(run: Path) -> dict[str, str]:
-    """Return the name of each tested client of a run by its number, if it has one."""
-    names = {str(test.client): test.site for test in stored_tests(run)}
-    return {
-        client: name for client, name in names.items() if name != f"client {client}"
-    }
+    return [line for line in text.splitlines(keepends=True) if line.endswith("\n")]
 
 
 def read_tests(run: Path) -> pd.DataFrame:
@@ -244,7 +236,26 @@ def read_tests(run: Path) -> pd.DataFrame:
 
     The columns are the attributes of ``Measured``.
     """
+    # Import here, because a refused run needs no pandas.
     import pandas as pd
 
-    table = pd.DataFrame(stored_tests(run), columns=Measured._fields)
+    rows = _rows(run) or [as_text([], header=True)]
+    # The name of a site is a text, even if it is "NA" or "007".
+    table = pd.read_csv(
+        io.StringIO("".join(rows)),
+        dtype={"site": str, "client": "Int64", "value": float},
+        na_values={"client": [""], "value": ["nan"]},
+        keep_default_na=False,
+        float_precision="round_trip",
+    )
     return table[table["round"] <= len(read_metrics(run / "metrics.jsonl"))]
+
+
+def site_names_of(run: Path) -> dict[str, str]:
+    """Return the name of each tested client of a run by its number, if it has one."""
+    tests = read_tests(run)
+    tests = tests[tests["client"].notna()]
+    names = dict(zip(tests["client"].astype(str), tests["site"], strict=True))
+    return {
+        client: name for client, name in names.items() if name != f"client {client}"
+    }

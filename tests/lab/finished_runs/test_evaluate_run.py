@@ -10,9 +10,7 @@ import csv
 import dataclasses
 import json
 import shutil
-from contextlib import nullcontext
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -31,7 +29,6 @@ from fedbn_flwr.lab.finished_runs.new_data import (
     as_csv,
     overlap,
     predictions,
-    refuse_unfit,
 )
 from fedbn_flwr.lab.partitioned.partitioned_data import partitioned_data
 from fedbn_flwr.lab.runs.run import run
@@ -329,26 +326,6 @@ def test_data_in_or_around_the_folder_of_the_runs_are_warned_of(
     given: str, overlaps: bool
 ) -> None:
     assert bool(overlap("folder:/data/run", given)) is overlaps
-
-
-@pytest.mark.parametrize(
-    ("of_run", "given", "fits"),
-    [
-        (("cat", "dog"), ("cat", "dog"), True),
-        (("cat", "dog"), ("dog", "cat"), False),
-        (("cat", "dog"), ("0", "1"), True),
-        (("0", "1"), ("cat", "dog"), True),
-        (("0", "1"), ("0", "1"), True),
-        (("1", "0"), ("cat", "dog"), False),
-    ],
-)
-def test_classes_are_compared_where_both_have_names(
-    of_run: tuple[str, ...], given: tuple[str, ...], fits: bool
-) -> None:
-    taken = SimpleNamespace(shape=(3,), classes=of_run)
-    data = SimpleNamespace(test=SimpleNamespace(shape=(3,)), class_names=given)
-    with nullcontext() if fits else pytest.raises(ConfigError):
-        refuse_unfit(taken, data, "folder:/data")
 
 
 def test_images_of_the_run_are_warned_of_and_other_classes_refused(

@@ -187,7 +187,7 @@ def test_no_target_of_their_training_rows_is_used(start: Start, tmp_path: Path) 
     table = Table()
     found = []
     for name in ("as they are", "others"):
-        summary, lines, _ = start(
+        summary, _, _ = start(
             table.save(tmp_path / f"{name}.npz"),
             name,
             strategy="fedbn",

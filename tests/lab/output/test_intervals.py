@@ -131,7 +131,7 @@ def test_a_site_has_the_value_of_its_last_own_test(name: str, quick_run, needs) 
     clients = clients_of(out)
     tests = {f"client {at}": clients[at]["own-accuracy"] for at in "012"}
     assert {row["site"]: row["value"] for row in summary["sites"]} == tests
-    last = {row["site"]: row["metrics"]["accuracy"] for row in last_tests(out)}
+    last = {row["site"]: row["metrics"]["accuracy"] for row in last_tests(out, "own")}
     assert last == tests
 
 
@@ -436,7 +436,7 @@ def test_the_table_of_predictions_keeps_every_number(seed: int, tmp_path: Path) 
         outputs = torch.from_numpy(
             draw.normal(size=(size, 3)) * 10.0 ** draw.integers(-9, 9)
         )
-        targets = torch.from_numpy(draw.integers(0, 2, (size, 3)).astype(float))
+        targets = torch.from_numpy(draw.integers(0, 2, (size, 3))).float()
         if task is BINARY:
             outputs, targets = outputs[:, :1], targets[:, 0]
         elif task is CLASSIFICATION:
