@@ -49,14 +49,15 @@ from fedbn_flwr.lab.output.intervals import (
     Comparison,
     Interval,
     Ranking,
+    Results,
     last_tests,
-    ranking,
+    remarks,
     sites_of_run,
 )
 from fedbn_flwr.lab.output.tests_table import HELD_OUT
 from fedbn_flwr.lab.run_files import RunFiles, run_warnings
 from fedbn_flwr.lab.studies.one_run import failure_of, is_done
-from fedbn_flwr.lab.studies.results import rows_of, table
+from fedbn_flwr.lab.studies.results import answers, marked, outcomes, rows_of
 from fedbn_flwr.lab.studies.study import Study
 from fedbn_flwr.training.tasks import quantity_of
 
@@ -318,45 +319,31 @@ def _study_page(folder: Path, target: Path) -> dict[str, Any]:
     study = Study.read(folder / STUDY_FILE)
     states: dict[str, list[str]] = {"failed": [], "not finished": []}
     failures = []
-    # Use the begun runs of this study, since another study's may be in the folder.
-    runs: dict[str, dict[str, dict[int, Path]]] = {
-        split: {name: {} for name in study.methods} for split in study.splits
-    }
     cells = list(study.cells())
     for cell in cells:
-        out = cell.folder(folder)
         failure = failure_of(cell, folder)
         if failure:
             failures.append((cell.name, failure["error"]))
-        if is_done(cell, folder):
-            runs[cell.split][cell.method][cell.seed] = out
-        else:
+        if not is_done(cell, folder):
             states["failed" if failure else "not finished"].append(cell.name)
-    alone = [
-        name
-        for name, own in study.methods.items()
-        if own.get("strategy") == "standalone"
-    ]
+    found = outcomes(study, folder)
     numbers = {pictures.short(name): at for at, name in enumerate(study.methods)}
     drawn: list[str] = []
-    answers, remarks, sites = [], {}, []
-    for split, of_split in runs.items():
-        found = ranking(of_split, next(iter(alone), None))
-        where = f", {split}" if len(runs) > 1 else ""
-        for name, words in found.remarks.items() if found else ():
-            remarks[split, name] = "; ".join(words)
-        if found is None or not found.means:
-            continue
+    sentences, sites = [], []
+    for split, ranked in answers(study, found).items():
+        where = f", {split}" if len(found) > 1 else ""
         prefix = f"{split}: " if where else ""
-        answers += [f"{prefix}{text}" for text in of_ranking(found)]
-        sites += _sites_of_study(found, prefix)
+        sentences += [f"{prefix}{text}" for text in of_ranking(ranked)]
+        sites += _sites_of_study(ranked, prefix)
         name = re.sub(r"[^A-Za-z0-9._+=-]", "_", split) if where else ""
         file = target.with_name(f"{target.stem}{name and '-'}{name}")
-        drawn += _pictures_of_study(found, of_split, where, numbers, file)
-    results = table(rows_of(study, folder))
-    if any(remarks.values()):
-        places = zip(results["split"], results["method"], strict=True)
-        results.insert(2, "remarks", [remarks.get(place, "") for place in places])
+        drawn += _pictures_of_study(ranked, found[split], where, numbers, file)
+    faults = [
+        {**_FINDING, "what": f"{method}{_in(split, found)}: {text}."}
+        for split, results in found.items()
+        for method, of_method in results.items()
+        if (text := remarks(of_method))
+    ]
     unfinished = states["failed"] or states["not finished"]
     command = f"fedbn-flwr sweep {quote(str(folder / 'study.yaml'))} --out"
     tuning = folder / "tuning.md"
@@ -368,12 +355,8 @@ def _study_page(folder: Path, target: Path) -> dict[str, Any]:
         "warnings": [
             _left_out(state, names) for state, names in states.items() if names
         ],
-        "answers": answers or ["No run is finished yet."],
-        "findings": [
-            {**_FINDING, "what": f"{name}{_in(split, runs)}: {text}."}
-            for (split, name), text in remarks.items()
-            if text
-        ],
+        "answers": sentences or ["No run has a result yet."],
+        "findings": faults,
         "gaps": sites,
         "next_step": (
             "Do the runs that have no result."
@@ -383,7 +366,7 @@ def _study_page(folder: Path, target: Path) -> dict[str, Any]:
         ),
         "pictures": drawn,
         "files": target.stem,
-        "results": results.to_dict("split"),
+        "results": marked(rows_of(study, folder), found).to_dict("split"),
         "failures": failures,
         "tuning": [
             line.strip("| ").split(" | ")
@@ -422,7 +405,7 @@ def _sites_of_study(found: Ranking, prefix: str) -> list[list[str]]:
 
 def _pictures_of_study(
     found: Ranking,
-    runs: Mapping[str, Mapping[int, Path]],
+    results: Results,
     where: str,
     numbers: Mapping[str, int],
     file: Path,
@@ -438,8 +421,8 @@ def _pictures_of_study(
     yield pictures.rows(points, metric, caption, numbers, final)
     best, bands = {}, {}
     for name in [*found.means][:3]:
-        files = [RunFiles.read(run) for run in runs[name].values()]
-        of_seeds = [run.curve(run.headline) for run in files if not run.diverged_at]
+        counted = [one.run for one in results[name].values() if not one.diverged]
+        of_seeds = [run.curve(run.headline) for run in map(RunFiles.read, counted)]
         frame = pd.DataFrame(of_seeds).sort_index(axis="columns")
         best[name], bands[name] = frame.mean(), (frame.min(), frame.max())
     caption = f"The best {len(best)}{where}: mean over the seeds, lowest to highest."

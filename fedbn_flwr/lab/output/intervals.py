@@ -352,7 +352,6 @@ class Ranking(NamedTuple):
         sites: the best method minus training alone by site.
         seeds: the number of seeds of the best method.
         examples: the test examples of a run, 0 without single predictions.
-        remarks: the reasons by method why a result is not to be trusted.
     """
 
     metric: str
@@ -363,30 +362,20 @@ class Ranking(NamedTuple):
     sites: Mapping[str, Interval]
     seeds: int
     examples: int
-    remarks: Mapping[str, Sequence[str]]
 
 
-Runs = Mapping[int, Path]
-"""The finished runs of a method by seed."""
+def ranking(results: Results, alone: str | None = None) -> Ranking | None:
+    """Compare the results of methods on one split.
 
-
-def ranking(methods: Mapping[str, Runs], alone: str | None = None) -> Ranking | None:
-    """Compare the finished runs of methods on one split.
-
-    Runs that diverged are left out of every mean, and a remark names them.
+    Runs that diverged are left out of every mean, and ``remarks`` names them.
 
     Args:
-        methods: the runs by method.
+        results: the results by method and seed.
         alone: the method that trains at each site alone.
 
     Returns:
         the comparison, or None if no run has a result.
     """
-    results = {
-        name: {seed: result_of(run) for seed, run in runs.items()}
-        for name, runs in methods.items()
-    }
-    remarks = {name: _remarks(own) for name, own in results.items()}
     counted = {
         name: {seed: one for seed, one in own.items() if one.value is not None}
         for name, own in results.items()
@@ -417,13 +406,14 @@ def ranking(methods: Mapping[str, Runs], alone: str | None = None) -> Ranking | 
     ranked = {name: means[name] for name in order}
     pairs = math.comb(len(order), 2)
     counts = len(same[best]), examples
-    return Ranking(metric, best, ranked, gaps, pairs, sites, *counts, remarks)
+    return Ranking(metric, best, ranked, gaps, pairs, sites, *counts)
 
 
 class Result(NamedTuple):
     """The result of a finished run.
 
     Attributes:
+        run: the run's folder.
         metric: the main metric.
         value: its value; None if the run diverged or has no value.
         diverged: whether the run diverged.
@@ -431,6 +421,7 @@ class Result(NamedTuple):
         all_tests: the tests of its sites, also those with batch statistics.
     """
 
+    run: Path
     metric: str
     value: float | None
     diverged: bool
@@ -449,18 +440,28 @@ class Result(NamedTuple):
         return sum(len(one.units) for one in self.tests.values())
 
 
-def result_of(run: Path) -> Result:
-    """Return the result of a finished run."""
+def result_of(run: Path, metrics: Sequence[str] = ()) -> Result:
+    """Return the result of a finished run.
+
+    Its metric is the first of ``metrics`` that the run has, or else its main metric.
+    """
     summary = read_json(run / "summary.json")
-    headline, diverged = summary["headline"], DIVERGED_AT in summary
-    value = None if diverged else summary["final"].get(headline)
-    own = headline.startswith("personal-own")
+    final, headline = summary["final"], summary["headline"]
+    key = next((name for name in metrics if name in final), headline)
+    diverged = DIVERGED_AT in summary
+    value = None if diverged else final.get(key)
+    # The single predictions are those of the main metric.
+    own = key == headline and key.startswith("personal-own")
     tests = read_predictions(run)
-    return Result(quantity_of(headline), value, diverged, own, tests)
+    return Result(run, quantity_of(key), value, diverged, own, tests)
 
 
-def _remarks(results: Mapping[int, Result]) -> list[str]:
-    """Return the reasons why the results of a method are not to be trusted."""
+Results = Mapping[str, Mapping[int, Result]]
+"""The results of finished runs by method and seed."""
+
+
+def remarks(results: Mapping[int, Result]) -> str:
+    """Return the reasons why the results of a method are not to be trusted, or ""."""
     diverged = [str(seed) for seed, one in results.items() if one.diverged]
     counted = {seed: one for seed, one in results.items() if not one.diverged}
     unfit = [str(seed) for seed, one in counted.items() if mismatch(one.all_tests)]
@@ -468,12 +469,12 @@ def _remarks(results: Mapping[int, Result]) -> list[str]:
     for one in counted.values():
         for test in one.tests.values():
             few[test.site] = _why_none(test)
-    remarks = [f"{site}: {why}" for site, why in few.items() if why]
+    found = [f"{site}: {why}" for site, why in few.items() if why]
     if unfit:
-        remarks.insert(0, f"running statistics do not fit (seed {', '.join(unfit)})")
+        found.insert(0, f"running statistics do not fit (seed {', '.join(unfit)})")
     if diverged:
-        remarks.insert(0, f"diverged and left out (seed {', '.join(diverged)})")
-    return remarks
+        found.insert(0, f"diverged and left out (seed {', '.join(diverged)})")
+    return "; ".join(found)
 
 
 def _gap(

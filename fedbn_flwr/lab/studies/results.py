@@ -17,9 +17,17 @@ import pandas as pd
 from fedbn_flwr.checked_file import write_atomically
 from fedbn_flwr.lab.files import lost_lines, read_metrics
 from fedbn_flwr.lab.output.folder import DIVERGED_AT
+from fedbn_flwr.lab.output.intervals import (
+    Ranking,
+    Result,
+    Results,
+    ranking,
+    remarks,
+    result_of,
+)
 from fedbn_flwr.lab.studies.one_run import failure_of, is_done, summary_of
 from fedbn_flwr.lab.studies.study import AVERAGE, WHOLE, Cell, PaperNumber, Study
-from fedbn_flwr.training.tasks import higher_is_better, in_percent, quantity_of
+from fedbn_flwr.training.tasks import higher_is_better, in_percent
 
 logger = logging.getLogger("flwr")
 
@@ -145,10 +153,44 @@ def _until_target(
     return {"target": target}
 
 
+def outcomes(study: Study, out: Path) -> dict[str, dict[str, dict[int, Result]]]:
+    """Return the results of the finished runs by split, method and seed."""
+    found: dict[str, dict[str, dict[int, Result]]] = {
+        split: {method: {} for method in study.methods} for split in study.splits
+    }
+    for cell in study.cells():
+        if is_done(cell, out):
+            result = result_of(cell.folder(out), study.metrics)
+            found[cell.split][cell.method][cell.seed] = result
+    return found
+
+
+def answers(study: Study, found: Mapping[str, Results]) -> dict[str, Ranking]:
+    """Return the comparison of the methods by split, where runs have a result."""
+    alone = None
+    for name, settings in study.methods.items():
+        if settings.get("strategy") == "standalone":
+            alone = name
+    ranked = {split: ranking(results, alone) for split, results in found.items()}
+    return {split: one for split, one in ranked.items() if one}
+
+
+def marked(
+    rows: Sequence[Mapping[str, Any]], found: Mapping[str, Results]
+) -> pd.DataFrame:
+    """Return the table of the tidy rows, with the remarks on each method."""
+    made = table(rows)
+    places = zip(made["split"], made["method"], strict=True)
+    words = [remarks(found[split][method]) for split, method in places]
+    if any(words):
+        made.insert(2, "remarks", words)
+    return made
+
+
 def write_results(study: Study, out: Path) -> pd.DataFrame:
     """Write ``results.csv`` and ``table.md`` of the ended runs, returning the table."""
     rows = rows_of(study, out)
-    made = table(rows)
+    made = marked(rows, outcomes(study, out))
     tidy = pd.DataFrame(rows, columns=[*FIELDS], dtype=object)
     write_atomically(out / "results.csv", tidy.to_csv(index=False))
     write_atomically(out / "table.md", f"# {study.name}\n\n{markdown(made)}\n")
@@ -166,8 +208,6 @@ def table(rows: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
     frame = pd.DataFrame(rows, columns=[*FIELDS], dtype=object)
     if frame.empty:
         return pd.DataFrame(columns=["split", "method", "metric", "final", "runs"])
-    first = frame["method"].iloc[0]
-    gaps = differences(rows)
     # Count the status of each run once. Take it from all rows, because a failed run has
     # no row with a metric.
     ended = frame.drop_duplicates(["split", "method", "seed"])
@@ -191,9 +231,6 @@ def table(rows: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
         }
         form = ".2f" if percent else ".4f"
         line |= _line(runs, how, form)
-        if runs["main"].iloc[0] and domain == WHOLE:
-            gap = gaps.get((split, method), _NAN)
-            line[f"minus {first}"] = _number(gap, f"+{form}")
         lines.append(line)
     made = pd.DataFrame(lines).fillna("")
     return made.loc[:, (made != "").any()]
@@ -240,33 +277,6 @@ def _number(value: float, form: str, std: float = _NAN) -> str:
     if pd.isna(std):
         return f"{value:{form}}"
     return f"{value:{form}} ± {std:{form}}"
-
-
-def differences(rows: Sequence[Mapping[str, Any]]) -> dict[tuple[str, str], float]:
-    """Return the mean difference from the first method by split and method.
-
-    Two runs with the same seed have the same data split and the same initial weights, so
-    runs are paired by seed. Main metrics of one quantity are compared, even if their
-    tests differ: FedBN's accuracy belongs to the clients' models, and FedAvg's accuracy
-    to the global model.
-    """
-    frame = pd.DataFrame(rows, columns=[*FIELDS])
-    first = frame["method"].iloc[0]
-    main = frame["main"].eq(True) & (frame["domain"] == WHOLE)
-    frame = frame[main & (frame["status"] == "finished")]
-    frame = frame.assign(
-        final=pd.to_numeric(frame["final"]), quantity=frame["metric"].map(quantity_of)
-    )
-    found: dict[tuple[str, str], float] = {}
-    for (split, _), of_split in frame.groupby(["split", "quantity"], sort=False):
-        # Make a table with a row for each seed and a column for each method.
-        finals = of_split.pivot_table(
-            index="seed", columns="method", values="final", sort=False
-        )
-        if first in finals:
-            gaps = finals.drop(columns=first).sub(finals[first], axis="index").mean()
-            found |= {(split, method): gap for method, gap in gaps.items()}
-    return found
 
 
 def markdown(shown: pd.DataFrame) -> str:

@@ -29,12 +29,15 @@ from fedbn_flwr.lab.cli import app
 from fedbn_flwr.lab.finished_runs.saved_model import Choice, saved_model
 from fedbn_flwr.lab.output.intervals import (
     Interval,
+    Results,
     difference,
     interval,
     last_tests,
     mean,
     over_seeds,
     ranking,
+    remarks,
+    result_of,
     sites_of_run,
 )
 from fedbn_flwr.lab.output.predictions import (
@@ -490,6 +493,14 @@ def study_of(
     }
 
 
+def results_of(runs: Mapping[str, Mapping[int, Path]]) -> Results:
+    """Return the results of runs, as the tables of a study use them."""
+    return {
+        name: {seed: result_of(run) for seed, run in own.items()}
+        for name, own in runs.items()
+    }
+
+
 def values_of(runs: Mapping[int, Path]) -> np.ndarray:
     """Return the accuracy by seed and site, from the table of predictions."""
     rows = []
@@ -509,7 +520,7 @@ def test_a_ranking_has_the_numbers_of_pandas_and_bonferroni_of_pairs(
     draw = np.random.default_rng(seed)
     methods = {"alone": 0.55, "a": 0.75, "b": 0.85, "c": 0.65}
     runs = study_of(tmp_path, draw, methods, 3)
-    found = ranking(runs, "alone")
+    found = ranking(results_of(runs), "alone")
     values = {name: values_of(own) for name, own in runs.items()}
     means = {name: one.mean() for name, one in values.items()}
     best = max(means, key=means.__getitem__)
@@ -547,20 +558,21 @@ def test_a_diverged_run_is_in_no_mean_of_a_study_and_is_named(
     summary = json.loads((runs["a"][1] / "summary.json").read_text())
     summary |= {"diverged-at": 2, "final": {summary["headline"]: 0.0}}
     (runs["a"][1] / "summary.json").write_text(json.dumps(summary))
-    found = ranking(runs)
+    found = ranking(results_of(runs))
     left = values_of({seed: run for seed, run in runs["a"].items() if seed != 1})
     assert found.means["a"].value == pytest.approx(left.mean())
-    assert found.remarks == {"a": ["diverged and left out (seed 1)"], "b": []}
+    said = {name: remarks(own) for name, own in results_of(runs).items()}
+    assert said == {"a": "diverged and left out (seed 1)", "b": ""}
     assert found.seeds == 2
     for one in runs["a"].values():
         summary = json.loads((one / "summary.json").read_text())
         (one / "summary.json").write_text(json.dumps(summary | {"diverged-at": 1}))
-    assert ranking(runs).best == "b"
+    assert ranking(results_of(runs)).best == "b"
 
 
 def test_two_seeds_give_no_interval_outside_of_the_metric(tmp_path: Path) -> None:
     runs = study_of(tmp_path, np.random.default_rng(3), {"a": 0.8, "b": 0.8}, 2)
-    found = ranking(runs)
+    found = ranking(results_of(runs))
     for one in (*found.means.values(), *found.gaps.values()):
         low, high = one.ends(found.pairs)
         assert -1 <= low <= one.value <= high <= 1
@@ -577,9 +589,9 @@ def test_a_row_names_unfit_statistics_and_too_few_examples(tmp_path: Path) -> No
         "unfit": {0: written(tmp_path / "unfit", unfit)},
         "small": {0: written(tmp_path / "small", small)},
     }
-    found = ranking(runs).remarks
-    assert found["unfit"] == ["running statistics do not fit (seed 0)"]
-    assert found["small"] == ["client 0: only one test example or patient"]
+    found = {name: remarks(own) for name, own in results_of(runs).items()}
+    assert found["unfit"] == "running statistics do not fit (seed 0)"
+    assert found["small"] == "client 0: only one test example or patient"
 
 
 def test_outputs_that_are_not_finite_are_the_reason(tmp_path: Path) -> None:
