@@ -338,12 +338,13 @@ def _study_page(folder: Path, target: Path) -> dict[str, Any]:
         name = re.sub(r"[^A-Za-z0-9._+=-]", "_", split) if where else ""
         file = target.with_name(f"{target.stem}{name and '-'}{name}")
         drawn += _pictures_of_study(ranked, found[split], where, numbers, file)
-    faults = [
-        {**_FINDING, "what": f"{method}{_in(split, found)}: {text}."}
-        for split, results in found.items()
-        for method, of_method in results.items()
-        if (text := remarks(of_method))
-    ]
+    # Methods with the same remark, such as on a small site, share a finding.
+    faults: dict[str, list[str]] = {}
+    for split, results in found.items():
+        for method, of_method in results.items():
+            place = f"{method}, {split}" if len(found) > 1 else method
+            faults.setdefault(remarks(of_method), []).append(place)
+    faults.pop("", None)
     unfinished = states["failed"] or states["not finished"]
     command = f"fedbn-flwr sweep {quote(str(folder / 'study.yaml'))} --out"
     tuning = folder / "tuning.md"
@@ -356,7 +357,10 @@ def _study_page(folder: Path, target: Path) -> dict[str, Any]:
             _left_out(state, names) for state, names in states.items() if names
         ],
         "answers": sentences or ["No run has a result yet."],
-        "findings": faults,
+        "findings": [
+            {**_FINDING, "what": f"{'; '.join(names)}: {text}."}
+            for text, names in faults.items()
+        ],
         "gaps": sites,
         "next_step": (
             "Do the runs that have no result."
@@ -379,10 +383,6 @@ def _study_page(folder: Path, target: Path) -> dict[str, Any]:
 
 def _counted(those: Any, noun: str) -> str:
     return f"{len(those)} {noun}{'' if len(those) == 1 else 's'}"
-
-
-def _in(split: str, splits: Mapping[str, Any]) -> str:
-    return f", {split}" if len(splits) > 1 else ""
 
 
 def _left_out(state: str, names: Sequence[str]) -> str:
