@@ -347,16 +347,11 @@ class RunFolder:
         with self._writing():
             write_atomically(self.path / CLASS_MOMENTS_FILE, content, mode=0o600)
 
-    def finish(
-        self, state: State, about: Mapping[str, str], summary: Mapping[str, Any]
-    ) -> None:
-        """Write the model with ``about`` as metadata, and the summary."""
-        # Write the summary after the model, because a run with a summary counts as
-        # finished.
+    def save_model(self, state: State, about: Mapping[str, str]) -> None:
+        """Write the model with ``about`` as metadata."""
         with self._writing():
             model = encode_safetensors(state, about)
             write_atomically(self.path / "model.safetensors", model)
-        self.save("summary.json", summary)
 
     def _tensorboard_extra(self) -> AbstractContextManager[None]:
         return extra("The file for TensorBoard", "metrics.jsonl has its numbers.")

@@ -305,10 +305,10 @@ class ResultWriter:
     def finish(
         self, state: State, strategy: Strategy | None, resumed_after: Sequence[int] = ()
     ) -> dict[str, Any]:
-        """Write local states, model, summary and extras, and return the summary.
+        """Write local states, model, extras and summary, and return the summary.
 
-        The extras are fine-tuned models, curves and the table of sites. They can be made
-        again, so their failure does not end the run.
+        The extras are fine-tuned models and the table of predictions. Their failure does
+        not end the run.
 
         With early stopping, ``state`` and the strategy belong to the best round.
         """
@@ -363,12 +363,11 @@ class ResultWriter:
             about[FINE_TUNED] = str(tunes)
         if strategy and strategy.run.class_moments:
             self._folder.save_class_moments(strategy.run.class_moments)
-        self._folder.finish(shared, about, summary)
+        self._folder.save_model(shared, about)
 
-        # Make the extras last, because they can be made again if they fail.
         run = self._folder.path
+        again = f"To repeat it: fedbn-flwr run --out {run} --resume"
         if strategy and tunes:
-            again = f"To repeat it: fedbn-flwr run --out {run} --resume"
             tuned = fine_tuned(
                 self._config, self._model, self._data, strategy, state, chosen, again
             )
@@ -376,7 +375,7 @@ class ResultWriter:
                 clients = self._folder.save_clients(tuned)
             if absent:
                 summary["model-note"] = why_absent(absent, clients)
-        with extra("The table of sites", f"To make it: fedbn-flwr evaluate {run}"):
+        with extra("The table of sites", again):
             place = (state, run, clients, self._site_names())
             sites = sites_at_end(
                 self._config, self._model, self._data, strategy, *place
@@ -393,6 +392,7 @@ class ResultWriter:
                 )
         if "model-note" in summary:
             logger.info("%s", summary["model-note"])
+        # Write the summary last, because a run with a summary counts as finished.
         self._folder.save("summary.json", summary)
         return summary
 
