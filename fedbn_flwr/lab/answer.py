@@ -94,7 +94,7 @@ def template(path: Path) -> jinja2.Template:
         lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
     )
-    environment.filters |= {"shown": shown, "code": _code, "ends": ends}
+    environment.filters["code"] = _code
     return environment.get_template(path.name)
 
 

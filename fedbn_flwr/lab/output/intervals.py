@@ -44,7 +44,6 @@ FEWEST = 5
 """The fewest units with the rarer class for an interval of a metric of classes."""
 LEVEL = 0.95
 _RESAMPLES, _SEED = 400, 0
-_MANY = 20  # sites whose deviation gives an interval
 _ROUNDING = 1e-9
 _GAP = 0.1
 """By how much batch statistics must be better than running ones to be named: a share of
@@ -117,10 +116,6 @@ def mean(found: Iterable[Interval]) -> Interval:
     if kept:
         errors = [float(one.error or 0) / len(kept) for one in kept]
         return _welch(fmean(values), errors, [one.freedom for one in kept], limits)
-    if len(values) > _MANY:
-        # Many sites without an interval of their own are a sample of sites.
-        error = stdev(values) / len(values) ** 0.5
-        return Interval(fmean(values), error, len(values) - 1, "", limits)
     return Interval(fmean(values), why=known[0].why, limits=limits)
 
 

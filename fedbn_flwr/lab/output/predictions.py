@@ -69,11 +69,6 @@ class SiteTest:
         return np.split(order, starts) if len(order) else []
 
     @functools.cached_property
-    def finite(self) -> bool:
-        """Whether all outputs are finite."""
-        return bool(self.outputs.isfinite().all())
-
-    @functools.cached_property
     def value(self) -> float:
         """The main metric over all examples; NaN if they do not define it."""
         return self.metric(np.arange(len(self.groups))) if self.groups else math.nan
@@ -87,22 +82,24 @@ class SiteTest:
 
         A number may be repeated.
         """
-        score = self.task.score
-        if score == "accuracy":
-            correct, counted = self._correct[groups].sum(0)
-            return float(correct / counted) if counted else math.nan
         # Take the examples of the groups. If each group has one example, use one array
         # instead of many: a thousand draws would otherwise take a minute.
         if len(self.groups) == len(self.units):
             chosen = np.concatenate(self.groups)[groups]
         else:
             chosen = np.concatenate([self.groups[group] for group in groups])
-        rows = torch.from_numpy(chosen)
+        rows, score = torch.from_numpy(chosen), self.task.score
         # Compute the metric over all chosen examples together, as ``evaluate`` does.
         if self.task.by_pixel:
             counts = self.outputs[rows].sum(0)
+            if score == "accuracy":
+                return float(counts.double().trace() / counts.sum())
             return mean_iou(counts) if score == "miou" else dice(counts)
         outputs, targets = self.outputs[rows], self.targets[rows]
+        if score == "accuracy":
+            counted = int(self.task.counted(targets))
+            correct = int(self.task.correct(outputs, targets))
+            return correct / counted if counted else math.nan
         if score == "loss":
             return float(self.task.loss(outputs, targets))
         return self._only_score.measure(outputs, targets)[score]
@@ -111,20 +108,6 @@ class SiteTest:
     def _only_score(self) -> Task:
         """The task without metrics that no interval needs: there are a thousand draws."""
         return replace(self.task, metrics=(self.task.score,))
-
-    @functools.cached_property
-    def _correct(self) -> Indices:
-        """The numbers of correct and of counted predictions by group, (groups, 2)."""
-        rows = []
-        for group in self.groups:
-            outputs, targets = self.outputs[group], self.targets[group]
-            if self.task.by_pixel:
-                counts = outputs.sum(0)
-                rows.append((int(counts.trace()), int(counts.sum())))
-                continue
-            correct = self.task.correct(outputs, targets)
-            rows.append((int(correct), int(self.task.counted(targets))))
-        return np.array(rows)
 
     def fits(self, other: SiteTest) -> bool:
         """Return whether the other test has the same targets in the same units."""
