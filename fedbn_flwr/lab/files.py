@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -110,16 +110,6 @@ def numbers_of(line: Mapping[str, Any]) -> dict[str, float]:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-def lost_lines(summary: Mapping[str, Any], lines: Sequence[Mapping[str, Any]]) -> str:
-    """Return a text on the missing results if ``metrics.jsonl`` lost lines, or ""."""
-    if len(lines) == summary["rounds"]:
-        return ""
-    return (
-        f"metrics.jsonl has {len(lines)} of {summary['rounds']} rounds, so the run's"
-        f" best result, its target and its curves are left out. {_REPEAT}"
-    )
 
 
 def _mapping(text: bytes, where: str) -> dict[str, Any]:

@@ -14,7 +14,7 @@ import pandas as pd
 
 from fedbn_flwr.errors import FedBNError
 from fedbn_flwr.lab.config import Config
-from fedbn_flwr.lab.files import lost_lines, read_json, read_metrics
+from fedbn_flwr.lab.files import read_json, read_metrics
 from fedbn_flwr.lab.finished_runs.saved_model import run_config
 from fedbn_flwr.lab.output.folder import DIVERGED_AT, is_locked
 from fedbn_flwr.lab.output.run_tests import headlines
@@ -32,9 +32,8 @@ class RunFiles:
     Attributes:
         folder: the folder.
         config: the run's settings.
-        lines: the lines of ``metrics.jsonl``; empty if a finished run has lost some.
+        lines: the lines of ``metrics.jsonl``.
         summary: the summary of a finished run, otherwise empty.
-        lost: a text on lost lines; "" if there are none.
         running: whether a process of this machine still writes the folder.
     """
 
@@ -42,7 +41,6 @@ class RunFiles:
     config: Config
     lines: list[dict[str, Any]]
     summary: dict[str, Any]
-    lost: str
     running: bool
 
     @classmethod
@@ -53,8 +51,7 @@ class RunFiles:
         running = is_locked(folder)
         summary = read_json(folder / "summary.json")
         lines = read_metrics(folder / "metrics.jsonl")
-        lost = lost_lines(summary, lines) if summary else ""
-        return cls(folder, config, [] if lost else lines, summary, lost, running)
+        return cls(folder, config, lines, summary, running)
 
     @property
     def done(self) -> int:
@@ -145,8 +142,6 @@ def run_warnings(run: RunFiles) -> Iterator[str]:
         if not run.running:
             state = "The run is not finished, and no process here continues it"
         yield f"{state}: {len(run.lines)} of {run.config.num_server_rounds} rounds."
-    if run.lost:
-        yield run.lost
     reasons: Counter[str] = Counter()
     for line in run.lines:
         reasons.update(line.get("rejected", ()))

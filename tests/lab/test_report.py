@@ -414,7 +414,6 @@ BAD = {
     "one site": (with_sites(['<b>&"']), '<b>&"'),
     "200 sites": (with_sites([f"site {at}" for at in range(200)]), "of 200 sites"),
     "names of 80 characters": (with_sites(LONG), LONG[2]),
-    "lost lines": (lambda run: (run / "metrics.jsonl").unlink(), "has 0 of 2 rounds"),
     "lost predictions": (without_tests_of_sites, "The sites have no intervals: "),
     "damaged summary": (lambda run: (run / "summary.json").write_text("{"), None),
     "damaged config": (lambda run: (run / "config.yaml").write_text("[1"), None),

@@ -6,7 +6,6 @@ as an uninterrupted study.
 
 from __future__ import annotations
 
-import logging
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any
 import pandas as pd
 
 from fedbn_flwr.checked_file import write_atomically
-from fedbn_flwr.lab.files import lost_lines, read_metrics
+from fedbn_flwr.lab.files import read_metrics
 from fedbn_flwr.lab.output.folder import DIVERGED_AT
 from fedbn_flwr.lab.output.intervals import (
     Ranking,
@@ -28,8 +27,6 @@ from fedbn_flwr.lab.output.intervals import (
 from fedbn_flwr.lab.studies.one_run import failure_of, is_done, summary_of
 from fedbn_flwr.lab.studies.study import AVERAGE, WHOLE, Cell, PaperNumber, Study
 from fedbn_flwr.training.tasks import higher_is_better, in_percent
-
-logger = logging.getLogger("flwr")
 
 _TO_TARGET = ("rounds-to-target", "exchanges-to-target", "bytes-to-target")
 FIELDS = (
@@ -99,7 +96,7 @@ def _rows_of_run(study: Study, cell: Cell, out: Path) -> Iterator[dict[str, Any]
                 "paper-std": paper.std,
             }
             if main and domain == WHOLE:
-                row |= _until_target(study.target, metric, cell.folder(out), summary)
+                row |= _until_target(study.target, metric, cell.folder(out))
             yield row
 
 
@@ -127,20 +124,13 @@ def _scale(metric: str) -> int:
     return 100 if in_percent(metric) else 1
 
 
-def _until_target(
-    target: float | None, metric: str, run: Path, summary: Mapping[str, Any]
-) -> dict[str, Any]:
+def _until_target(target: float | None, metric: str, run: Path) -> dict[str, Any]:
     """Return the target, and the costs up to the first test that reached it."""
     if target is None:
         return {}
-    lines = read_metrics(run / "metrics.jsonl")
-    lost = lost_lines(summary, lines)
-    if lost:
-        logger.warning("%s/%s", run, lost)
-        return {"target": target}
     sign = 1 if higher_is_better(metric) else -1
     exchanges = moved = 0
-    for line in lines:
+    for line in read_metrics(run / "metrics.jsonl"):
         # Add the costs of every round, even of a round without a test.
         exchanges += line["exchanges"]
         moved += line["bytes-down"] + line["bytes-up"]
