@@ -195,8 +195,8 @@ def _page(found: Calibration, classes: Sequence[str]) -> dict[str, Any]:
         "reason": found.reason,
         "facts": facts,
         "classes": [
-            (name, f"{100 * share:.1f}")
-            for name, share in zip(classes, found.class_mix or (), strict=False)
+            (classes[number], f"{100 * share:.1f}")
+            for number, share in enumerate(found.class_mix or ())
         ],
         "shifts": [(layer, f"{one:.2f}") for layer, one in found.shifts.items()],
         "changed": [

@@ -294,7 +294,7 @@ def last_tests(run: Path, model: str) -> list[dict[str, Any]]:
     return rows
 
 
-class Mismatch(NamedTuple):
+class UnfitStatistics(NamedTuple):
     """A run that is right with batch statistics and wrong with running ones.
 
     Attributes:
@@ -312,7 +312,7 @@ class Mismatch(NamedTuple):
     examples: int
 
 
-def mismatch(tests: Sequence[SiteTest]) -> Mismatch | None:
+def mismatch(tests: Sequence[SiteTest]) -> UnfitStatistics | None:
     """Return the fault of running statistics that do not fit the weights.
 
     It is None if they fit, or if there is no test with batch statistics.
@@ -332,7 +332,7 @@ def mismatch(tests: Sequence[SiteTest]) -> Mismatch | None:
     by_batch = fmean(batch.value for batch, _ in found)
     plain_mean = fmean(plain.value for _, plain in found)
     examples = sum(len(plain.units) for _, plain in found)
-    return Mismatch(names, metric, by_batch, plain_mean, examples)
+    return UnfitStatistics(names, metric, by_batch, plain_mean, examples)
 
 
 class Ranking(NamedTuple):

@@ -51,7 +51,7 @@ _MOST_SITES = 50
 
 
 @dataclass(frozen=True)
-class Site:
+class TestedSite:
     """A site at the end of a run.
 
     Attributes:
@@ -111,7 +111,7 @@ def test_sites(
     task: Task,
     bn: str,
     model_of: ModelOf,
-) -> Iterator[Site]:
+) -> Iterator[TestedSite]:
     """Yield each client in their order, and then each held-out site.
 
     Args:
@@ -132,7 +132,7 @@ def test_sites(
         row |= {HELD_OUT: True} if client is None else {"client": client}
         row |= {"note": note} if note else {}
         if model is None or not len(view):
-            yield Site(None, row)
+            yield TestedSite(None, row)
             continue
         about: dict[str, Any] = {"site": name, "client": client}
         kind = RUNNING if client is None else bn
@@ -140,7 +140,7 @@ def test_sites(
             test = replace(test_site(model, view, task), bn=kind, **about)
         except FedBNError as error:
             logger.warning("site %s was not tested: %s", name, error)
-            yield Site(None, {**row, "error": str(error)})
+            yield TestedSite(None, {**row, "error": str(error)})
             continue
         # a model that is right only with batch statistics has a fault
         by_batch = None
@@ -148,7 +148,7 @@ def test_sites(
         if client is not None and any(one.running_mean is not None for one in layers):
             with suppress(FedBNError), adapted(model, BATCH):
                 by_batch = replace(test_site(model, view, task), bn=BATCH, **about)
-        yield Site(test, row, by_batch)
+        yield TestedSite(test, row, by_batch)
 
 
 test_sites.__test__ = False  # type: ignore[attr-defined]  # pytest must not collect it
@@ -163,7 +163,7 @@ def sites_at_end(
     run: Path,
     clients: Collection[str],
     names: Mapping[str, str],
-) -> list[Site]:
+) -> list[TestedSite]:
     """Return the test of each site at the end of a run, held-out sites last.
 
     There are no tests if the data are not here, if there are more than 50 sites, if
@@ -220,7 +220,7 @@ def sites_at_end(
     return sites
 
 
-def summary_rows(sites: Iterable[Site]) -> list[dict[str, Any]]:
+def summary_rows(sites: Iterable[TestedSite]) -> list[dict[str, Any]]:
     """Return the rows ``sites`` of ``summary.json``."""
     rows = []
     for site in sites:
@@ -230,7 +230,7 @@ def summary_rows(sites: Iterable[Site]) -> list[dict[str, Any]]:
 
 
 def as_tests(
-    sites: Iterable[Site], server_round: int, config: Config
+    sites: Iterable[TestedSite], server_round: int, config: Config
 ) -> Iterator[Measured]:
     """Yield the rows of ``tests.csv`` for the tests of ``sites_at_end``.
 
