@@ -124,9 +124,10 @@ class ResultWriter:
 
         # Try the batches of the tests now, so that a test batch that is too small is
         # refused before round 1.
-        domains = {}
+        domains, self._names = {}, dict[str, str]()
         self._domain_of: Callable[[int], str | None] = lambda client: None
         if data and not self._withheld:
+            self._names = names_of(data)
             domains = data.domain_views()
             if domains:
                 self._domain_of = functools.cache(data.domain_of)
@@ -244,8 +245,8 @@ class ResultWriter:
 
     def _site_names(self) -> Mapping[str, str]:
         """Return the names of the sites by client: those of nodes, or of the data."""
-        names = names_of(self._data) if self._data else {}
-        return names | self._strategy.run.nodes.names if self._strategy else names
+        named = self._strategy.run.nodes.names if self._strategy else {}
+        return self._names | named
 
     def _counted(self, report: RoundOutcome) -> dict[str, Any]:
         """Return the numbers of a round: examples, clients, traffic, spent privacy."""
