@@ -271,7 +271,7 @@ def test_a_sweep_does_the_other_runs_and_shows_the_diverged(
         assert "1 of 2 runs failed or diverged: bad/all/seed-0" in result.stderr
         lines = [line.rstrip() for line in result.stdout.splitlines()]
         good, bad = (
-            line.split("  ") for line in lines if line.startswith(("good", "bad"))
+            line.split("  ") for line in lines if line.startswith(("good  ", "bad  "))
         )
         assert good[-1].strip() == "1"
         assert bad[-1].strip() == "0, 1 diverged"
