@@ -138,12 +138,11 @@ def in_line(
 ) -> dict[str, Any]:
     """Return the tests of a round by their keys in ``metrics.jsonl``.
 
-    A test of all examples has a key such as ``test-accuracy``. Tests of clients have two
-    means over these clients: ``NAME`` is the plain mean (arXiv:2301.02982, 6.2.1), and
-    ``NAME-weighted`` is the mean weighted by the clients' examples. A site whose examples
-    do not define the metric is left out; then ``NAME-clients`` is the number of sites in
-    the mean. Held-out sites never train, so they have a mean of their own. The result of
-    a domain has the key ``NAME/DOMAIN``.
+    A test of all examples has a key such as ``test-accuracy``. Tests of clients have the
+    plain mean over these clients (arXiv:2301.02982, 6.2.1). A site whose examples do not
+    define the metric is left out; then ``NAME-clients`` is the number of sites in the
+    mean. Held-out sites never train, so they have a mean of their own. The result of a
+    domain has the key ``NAME/DOMAIN``.
 
     Args:
         tests: the rows of one round.
@@ -201,11 +200,7 @@ def _means(
         means[key + CLIENTS] = len(kept)
     if not kept:
         return {**means, key: math.nan}
-    means[key] = sum(test.value for test in kept) / len(kept)
-    if not key.startswith(HELD_OUT):
-        total = sum(test.value * test.examples for test in kept)
-        means[f"{key}-weighted"] = total / sum(test.examples for test in kept)
-    return means
+    return {**means, key: sum(test.value for test in kept) / len(kept)}
 
 
 def as_text(tests: Iterable[Measured], *, header: bool = False) -> str:

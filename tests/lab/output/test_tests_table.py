@@ -68,8 +68,6 @@ def test_means_over_sites_are_those_of_pandas(seed: int) -> None:
         mine = own[own["metric"] == name]
         key = f"personal-own-{name}"
         assert line[key] == pytest.approx(mine["value"].mean(skipna=False), nan_ok=True)
-        weighted = np.average(mine["value"], weights=mine["examples"])
-        assert line[f"{key}-weighted"] == pytest.approx(weighted, nan_ok=True)
         tested = sum(
             (test.part, test.model, test.metric) == ("test", "own", name)
             for test in tests
@@ -85,7 +83,6 @@ def test_means_over_sites_are_those_of_pandas(seed: int) -> None:
             key = f"held-out-{'averaged' if bn == 'averaged-bn' else bn}-{name}"
             assert line[key] == pytest.approx(of_bn["value"].mean())
             assert line.get(f"{key}-clients", 3) == len(of_bn)
-            assert f"{key}-weighted" not in line
         for prefix, part, bn in GLOBAL_TESTS.values():
             of_all = (table["site"] == "") & (table["metric"] == name)
             row = table[of_all & (table["part"] == part) & (table["bn"] == bn)]
