@@ -173,7 +173,7 @@ def marked(
     places = zip(made["split"], made["method"], strict=True)
     words = [remarks(found[split][method]) for split, method in places]
     if any(words):
-        made.insert(2, "remarks", words)
+        made["remarks"] = words
     return made
 
 
