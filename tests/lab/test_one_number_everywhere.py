@@ -63,7 +63,7 @@ def __getattr__(name: str) -> Callable[[int, str], TensorDataset]:
 def of_predictions(folder: Path, metric: str, whole: bool) -> tuple[float, pd.Series]:
     """Return the result of a run and the results by site, from ``predictions.csv``."""
     table = pd.read_csv(folder / "predictions.csv", dtype={"site": str})
-    table = table[table["bn"] != "batch"]
+    table = table[table["bn"] != "batch"].reset_index(drop=True)
     outputs = table.filter(regex="^output").to_numpy()
     right = (outputs[:, 0] > 0) == table["target"]
     if outputs.shape[1] > 1:
