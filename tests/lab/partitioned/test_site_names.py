@@ -159,7 +159,9 @@ def test_everything_shows_the_names_of_the_source_in_their_order(
     page = html.unescape(write_report(out).read_text(encoding="utf-8"))
     places = [page.index(f">{name}</th>") for _, name in sites]
     assert places == sorted(places)
-    assert [row["site"] for row in last_tests(out, "own")] == [name for _, name in sites]
+    assert [row["site"] for row in last_tests(out, "own")] == [
+        name for _, name in sites
+    ]
     diagnosis = diagnose_run(out).to_json()
     numbered = [f"{at} ({name})" for at, name in sites]
     assert diagnosis["measures"]["clients"] == numbered
