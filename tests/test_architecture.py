@@ -14,7 +14,6 @@ from pathlib import Path
 
 import pytest
 
-import fedbn_flwr
 from tests.support import size
 
 # one process, and therefore one tree of each module

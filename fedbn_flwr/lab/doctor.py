@@ -41,9 +41,10 @@ from fedbn_flwr.lab.config import (
     read_overrides,
 )
 from fedbn_flwr.lab.data import KINDS, Subset
-from fedbn_flwr.lab.files import read_metrics, site_names_of
+from fedbn_flwr.lab.files import read_metrics
 from fedbn_flwr.lab.finished_runs.saved_model import run_config
 from fedbn_flwr.lab.output.summary import ModelDescription
+from fedbn_flwr.lab.output.tests_table import site_names_of
 from fedbn_flwr.lab.own_code import is_function, own_function
 from fedbn_flwr.lab.partitioned.check_data import has_other_data
 from fedbn_flwr.lab.partitioned.counts import names_of, usual_steps

@@ -41,7 +41,7 @@ def test_a_config_with_a_key_that_went_is_neither_resumed_nor_evaluated(
     with pytest.raises(ConfigError, match=named):
         Config.load(file, ["resume=true"])
     with pytest.raises(ConfigError, match=named):
-        evaluate_run(folder, {"dataset": "digits"})
+        evaluate_run(folder, "digits")
 
 
 @pytest.mark.parametrize(("gone", "named"), GONE)

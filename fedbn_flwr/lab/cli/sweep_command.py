@@ -88,9 +88,13 @@ def sweep(
             study = shipped
         read_yaml(study, "study")
         read_overrides(set_ or [])
+    from fedbn_flwr.lab.answer import of_ranking
+    from fedbn_flwr.lab.files import STUDY_FILE
     from fedbn_flwr.lab.studies.check_study import Selection, load_study
     from fedbn_flwr.lab.studies.one_run import is_done
     from fedbn_flwr.lab.studies.parallel import runner_of
+    from fedbn_flwr.lab.studies.results import answers, outcomes
+    from fedbn_flwr.lab.studies.study import Study
     from fedbn_flwr.lab.studies.sweep import sweep as launch
 
     with exit_codes():
@@ -122,6 +126,9 @@ def sweep(
             table, failed = error.result, error
         if table is not None:
             _show(table, grid.name)
+            done = Study.read(out / STUDY_FILE)
+            for found in answers(done, outcomes(done, out)).values():
+                say(" ".join(of_ranking(found)))
         say(
             f"\nresults: {out.absolute()}\nnext: fedbn-flwr report"
             f" {shlex.quote(str(out))}"
@@ -142,10 +149,6 @@ def _show(table: pd.DataFrame, title: str) -> None:
         shown.add_row(*row)
     say(f"\n{title}", style="bold")
     say(shown)
-    say(
-        "In brackets: 95 % intervals over the seeds, corrected for the pairs of methods."
-        " The report's also cover other test examples."
-    )
 
 
 _MINUTE = 60

@@ -25,7 +25,7 @@ from fedbn_flwr.checked_file import (
 )
 from fedbn_flwr.client.personal_model import client_file
 from fedbn_flwr.errors import ConfigError, EngineError, NotResumableError
-from fedbn_flwr.lab.config import Config, data_of
+from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.config.yaml_text import read_yaml
 from fedbn_flwr.lab.files import (
     CLASS_MOMENTS_FILE,
@@ -34,7 +34,7 @@ from fedbn_flwr.lab.files import (
     read_metrics,
 )
 from fedbn_flwr.lab.output.tensorboard_log import TensorBoardLog
-from fedbn_flwr.lab.output.tests_table import Measured, as_text, stored_tests
+from fedbn_flwr.lab.output.tests_table import Measured, as_text, cut_back
 
 __all__ = [
     "DIVERGED_AT",
@@ -170,9 +170,9 @@ def extra(name: str, again: str) -> Iterator[None]:
 class RunFolder:
     """A run's folder, with ``config.yaml``, ``metrics.jsonl`` and ``summary.json``.
 
-    ``model.safetensors`` and ``curves.png`` are written at the end. If the clients
-    share the disk, ``clients/`` has each client's local entries. ``privacy.jsonl``
-    exists if the run has ``dp``. If ``tensorboard`` is set, the rounds are also written for TensorBoard.
+    ``model.safetensors`` is written at the end. If the clients share the disk,
+    ``clients/`` has each client's local entries. ``privacy.jsonl`` exists if the run has
+    ``dp``. If ``tensorboard`` is set, the rounds are also written for TensorBoard.
 
     Use the folder in a ``with`` statement; it closes the event file of TensorBoard.
 
@@ -188,7 +188,6 @@ class RunFolder:
 
     def __init__(self, path: Path, config: Config, after: int | None = None) -> None:
         self.path = path
-        self._score = data_of(config).task.score
         if after is None:
             self.refuse_used(path)
         settings = config.model_copy(update={"resume": False}).to_mapping()
@@ -276,9 +275,7 @@ class RunFolder:
         # follow the incomplete one.
         write_atomically(metrics, "".join(json.dumps(line) + "\n" for line in lines))
         (self.path / PREDICTIONS_FILE).unlink(missing_ok=True)
-        # Also for a run of an earlier version, whose tests are in its lines.
-        tests = [test for test in stored_tests(self.path) if test.round <= after]
-        write_atomically(self.path / TESTS_FILE, as_text(tests, header=True))
+        cut_back(self.path, after)
 
     def add_round(self, line: Mapping[str, Any]) -> None:
         """Append one round to ``metrics.jsonl`` and to the file for TensorBoard.
@@ -350,24 +347,11 @@ class RunFolder:
         with self._writing():
             write_atomically(self.path / CLASS_MOMENTS_FILE, content, mode=0o600)
 
-    def finish(
-        self, state: State, about: Mapping[str, str], summary: Mapping[str, Any]
-    ) -> None:
-        """Write the model with ``about`` as metadata, the summary and the curves."""
-        # Write the summary after the model, because a run with a summary counts as
-        # finished.
+    def save_model(self, state: State, about: Mapping[str, str]) -> None:
+        """Write the model with ``about`` as metadata."""
         with self._writing():
             model = encode_safetensors(state, about)
             write_atomically(self.path / "model.safetensors", model)
-        self.save("summary.json", summary)
-        with extra(
-            "curves.png", f"For a page with curves: fedbn-flwr report {self.path}"
-        ):
-            # Import here, because a refused run does not need matplotlib.
-            from fedbn_flwr.lab.output.curves import draw_curves
-
-            lines = read_metrics(self.path / "metrics.jsonl")
-            write_atomically(self.path / "curves.png", draw_curves(lines, self._score))
 
     def _tensorboard_extra(self) -> AbstractContextManager[None]:
         return extra("The file for TensorBoard", "metrics.jsonl has its numbers.")

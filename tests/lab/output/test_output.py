@@ -47,11 +47,11 @@ def test_a_run_folder_holds_the_documented_files(tmp_path: Path) -> None:
     )
     folder.add_round({"round": 1, "test-accuracy": 0.5, "test-loss": 1.0})
     folder.add_round({"round": 2, "test-accuracy": 0.7, "test-loss": 0.5})
-    folder.finish(STATE, {"format": "pt", "affine": "global"}, {"final": {"round": 2}})
+    folder.save_model(STATE, {"format": "pt", "affine": "global"})
+    folder.save("summary.json", {"final": {"round": 2}})
     assert names(folder.path) == [
         *(
             "config.yaml",
-            "curves.png",
             "metrics.jsonl",
             "model.safetensors",
             "summary.json",
@@ -126,10 +126,9 @@ EXTRAS: Mapping[str, tuple[str, list[str], str]] = {
     "The table of sites": (
         f"{HERE}.result_writer.sites_at_end",
         [],
-        "fedbn-flwr evaluate",
+        "--resume",
     ),
     "site client 0": (f"{HERE}.site_tests.evaluate", [], "cut.png"),
-    "curves.png": (f"{HERE}.curves.draw_curves", [], "fedbn-flwr report"),
     "fine-tuning of client 2": (
         f"{HERE}.own_models.TorchClient",
         ["fine-tune=2"],

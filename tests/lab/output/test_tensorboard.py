@@ -29,10 +29,7 @@ LINE = {
     "kept-previous": True,
     "seconds": 1.0,
 }
-DOMAINS = {
-    "domains": {"test-accuracy": {"svhn": 0.25}},
-    "clients": {"0": {"own-accuracy": 1.0}},
-}
+DOMAINS = {"test-accuracy/svhn": 0.25, "missing": {"client 1": "not connected"}}
 
 
 def test_tensorboard_shows_the_values_of_metrics_jsonl(tmp_path: Path) -> None:
