@@ -212,12 +212,9 @@ EVERY = [
     [
         ({}, []),
         ({"recalibrate": True}, ["recalibrate=true", "norm=group"]),
-        ({"strategy": "staticbn"}, ["recalibrate=true", "norm=group"]),
+        ({"strategy": "staticbn"}, ["norm=group"]),
         ({"strategy": "fedbn"}, ["recalibrate=true", "norm=group"]),
-        (
-            {"strategy": "centralized"},
-            ["recalibrate=true", "strategy=fixbn lr-decay-at=freeze"],
-        ),
+        ({"strategy": "centralized"}, ["strategy=fixbn lr-decay-at=freeze"]),
         ({"batch-size": 0}, ["batch-size=16"]),
     ],
 )

@@ -17,6 +17,7 @@ from safetensors.numpy import load_file
 from torch import nn
 from typer.testing import CliRunner
 
+from fedbn_flwr.batchnorm.parts import split_state
 from fedbn_flwr.checked_file import write_atomically
 from fedbn_flwr.errors import ConfigError, DataError
 from fedbn_flwr.lab.cli import app
@@ -28,6 +29,7 @@ from fedbn_flwr.lab.output.result_writer import ResultWriter
 from fedbn_flwr.lab.output.summary import commit_of
 from fedbn_flwr.lab.report import write_report
 from fedbn_flwr.server.runs.round_outcome import RoundOutcome
+from fedbn_flwr.strategies import FedAvg
 from tests.support.fast import thinned
 from tests.support.runs import summary_of
 
@@ -194,6 +196,14 @@ def same_state(one: Mapping[str, Any], other: Mapping[str, Any]) -> None:
         np.testing.assert_array_equal(array, other[name])
 
 
+def writer_of(folder: RunFolder, config: Config) -> ResultWriter:
+    """Return the writer of a run without data."""
+    model = nn.Linear(64, 10)
+    strategy = FedAvg(parts=split_state(model))
+    strategy.run.begin()
+    return ResultWriter(folder, config, model, None, strategy, None)
+
+
 @pytest.mark.parametrize("chosen", [1, 2, 3])
 def test_a_model_says_that_it_diverged_if_its_round_has(
     chosen: int, tmp_path: Path
@@ -208,8 +218,8 @@ def test_a_model_says_that_it_diverged_if_its_round_has(
         if number >= 2:
             line[DIVERGED_AT] = 2
         folder.add_round(line)
-    writer = ResultWriter(folder, config, nn.Linear(64, 10), None, None, None)
-    summary = writer.finish(STATE, None)
+    writer = writer_of(folder, config)
+    summary = writer.finish(STATE)
     assert summary[DIVERGED_AT] == 2
     with safe_open(folder.path / "model.safetensors", "np") as file:
         said = file.metadata().get(DIVERGED_AT)
@@ -223,12 +233,12 @@ def test_the_seconds_of_a_line_are_those_of_its_round(
     monkeypatch.setattr(result_writer_module.time, "monotonic", lambda: now[0])
     config = Config.make({"strategy": "centralized", "num-server-rounds": 3})
     folder = RunFolder(tmp_path / "run", config)
-    writer = ResultWriter(folder, config, nn.Linear(64, 10), None, None, None)
+    writer = writer_of(folder, config)
     now[0] += 50
     writer.start_clock()
     for number, seconds in enumerate((5, 3, 4), 1):
         now[0] += seconds
-        writer.write(RoundOutcome(number, "centralized"))
+        writer.write(RoundOutcome(number, "train"))
     assert [line["seconds"] for line in writer.lines()] == [5, 3, 4]
 
 

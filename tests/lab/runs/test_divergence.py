@@ -282,10 +282,13 @@ def test_a_sweep_does_the_other_runs_and_shows_the_diverged(
     assert "0, 1 diverged" in list(sweep(study, tmp_path / "again")["runs"])
 
 
+def broken_loop(*_: Any) -> None:
+    raise RuntimeError("no step is done")
+
+
 def test_a_sweep_does_the_other_runs_where_one_trains_nothing(tmp_path: Path) -> None:
     (tmp_path / "study.yaml").write_text(STUDY)
-    # more than the 2 clients
-    study = load_study(tmp_path / "study.yaml", ["min-replies=3"])
+    study = load_study(tmp_path / "study.yaml", [f"loop={__name__}:broken_loop"])
     with pytest.raises(
         RunFailedError, match=r"^2 of 2 runs failed or diverged: good/all/seed-0"
     ) as caught:
