@@ -150,5 +150,6 @@ def run_warnings(run: RunFiles) -> Iterator[str]:
             f"{count} times: {reason}" for reason, count in reasons.most_common(3)
         )
         yield f"{reasons.total()} replies of clients were refused ({shown})."
+    yield from read_json(run.folder / "data.json").get("warnings", ())
     with suppress(FedBNError):  # its own data are not here
         yield from run.config.warnings()
