@@ -74,19 +74,13 @@ _RECALIBRATE = {
 }
 
 
-def write_report(
-    folder: Path,
-    out: Path | None = None,
-    reload_after: int = 0,
-) -> Path:
+def write_report(folder: Path, out: Path | None = None) -> Path:
     """Write the report of a run or a study in its present state, and return the file.
 
     Args:
         folder: the folder of a run or a study, finished or not.
         out: the file; by default, ``report.html`` in the folder. An older report is
             replaced.
-        reload_after: the seconds after which a browser loads the page again; 0 if it
-            does not.
 
     Raises:
         ConfigError: the folder is neither, the file is not a report, or it cannot be
@@ -105,7 +99,6 @@ def write_report(
     page: dict[str, Any] = {
         "style": Markup((here / "report.css").read_text(encoding="utf-8")),
         "generator": Markup(_GENERATOR),
-        "reload_after": reload_after,
         "made": f"{version('fedbn-flwr')} on {datetime.now():%Y-%m-%d at %H:%M:%S}",
     }
     try:

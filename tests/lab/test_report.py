@@ -23,7 +23,6 @@ from fedbn_flwr.errors import ConfigError, FedBNError
 from fedbn_flwr.lab import answer
 from fedbn_flwr.lab.cli import app
 from fedbn_flwr.lab.config import Config
-from fedbn_flwr.lab.output.folder import lock_folder
 from fedbn_flwr.lab.report import write_report
 from fedbn_flwr.lab.runs.run import run
 from fedbn_flwr.lab.studies.check_study import load_study
@@ -444,35 +443,6 @@ def test_bad_input_gives_a_page_with_a_sentence_or_a_clear_error(
     loads_nothing(page)
     assert sentence in html.unescape(text)
     assert len(text) < 1_000_000
-
-
-def test_watch_writes_the_page_until_the_run_ends(
-    compared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The page reloads itself while a process has the lock of the folder, and then not
-    any more.
-    """
-    run_folder = tmp_path / "run"
-    shutil.copytree(compared / "fedbn", run_folder)
-    summary = (run_folder / "summary.json").rename(tmp_path / "summary.json")
-    reloads = 'http-equiv="refresh"'
-    seen = []
-    lock = lock_folder(run_folder)
-
-    def sleep(seconds: float) -> None:
-        seen.append((run_folder / "report.html").read_text())
-        if len(seen) == 2:
-            summary.rename(run_folder / "summary.json")
-            lock.__exit__(None, None, None)
-
-    monkeypatch.setattr("fedbn_flwr.lab.cli.report_command.time.sleep", sleep)
-    lock.__enter__()
-    done = CliRunner().invoke(app, ["report", str(run_folder), "--watch"])
-    assert done.exit_code == 0, done.output
-    assert len(seen) == 2
-    assert all("The run is still running: 2 of 2" in text for text in seen)
-    assert all(reloads in text for text in seen)
-    assert reloads not in (run_folder / "report.html").read_text()
 
 
 def test_sites_have_their_names_before_the_run_ends(

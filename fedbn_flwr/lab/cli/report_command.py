@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os.path
-import time
 from pathlib import Path
 from typing import Annotated
 
@@ -16,9 +15,6 @@ import typer
 from fedbn_flwr.errors import ConfigError, StateError
 from fedbn_flwr.lab.cli.console import AFTERWARDS, app, exit_codes, say
 from fedbn_flwr.lab.files import refuse_no_results
-
-_RELOAD = 5
-"""Seconds between two pages of ``report --watch``."""
 
 _NOT_KNOWN = 3
 """The exit code of ``doctor --strict`` if there is no finding but a part was not
@@ -38,13 +34,6 @@ def report(
         Path | None,
         typer.Option(help="File to write. Default: report.html in the folder."),
     ] = None,
-    watch: Annotated[
-        bool,
-        typer.Option(
-            "--watch",
-            help="Write the page again until the run ends; it reloads itself.",
-        ),
-    ] = False,
 ) -> None:
     """Write one HTML page about a run or a study.
 
@@ -54,18 +43,11 @@ def report(
     with exit_codes():
         refuse_no_results(folder)
     from fedbn_flwr.lab.doctor import examine
-    from fedbn_flwr.lab.output.folder import extra, is_locked
+    from fedbn_flwr.lab.output.folder import extra
     from fedbn_flwr.lab.report import REPORT_FILE, write_report
 
     target = out or folder / REPORT_FILE
     with exit_codes():
-        # While the run writes its folder, write a page that reloads itself. After the
-        # end, write the last page. The last page does not reload itself.
-        if watch and is_locked(folder):
-            say(f"report: {target.absolute()}, until the run ends")
-            while is_locked(folder):
-                write_report(folder, out, reload_after=_RELOAD)
-                time.sleep(_RELOAD)
         with extra("The doctor", f"To see it again: fedbn-flwr doctor {folder}"):
             examine(folder)
         write_report(folder, out)

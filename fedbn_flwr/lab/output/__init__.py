@@ -12,5 +12,4 @@ In reading order:
 - ``tests_table``: the table of the tests of each round.
 - ``predictions``: the table of single predictions at the end of a run.
 - ``intervals``: every mean, difference and interval, from the single predictions.
-- ``tensorboard_log``: the event file of TensorBoard.
 """

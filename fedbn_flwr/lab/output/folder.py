@@ -11,7 +11,7 @@ import shutil
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import yaml
@@ -33,7 +33,6 @@ from fedbn_flwr.lab.files import (
     TESTS_FILE,
     read_metrics,
 )
-from fedbn_flwr.lab.output.tensorboard_log import TensorBoardLog
 from fedbn_flwr.lab.output.tests_table import Measured, as_text, cut_back
 
 __all__ = [
@@ -63,7 +62,6 @@ PLACES = frozenset(
         "resume",
         "data-dir",
         "round-timeout",
-        "tensorboard",
         "fedtan-bind",
         "fedtan-address",
         "fedtan-tls-dir",
@@ -172,9 +170,7 @@ class RunFolder:
 
     ``model.safetensors`` is written at the end. If the clients share the disk,
     ``clients/`` has each client's local entries. ``privacy.jsonl`` exists if the run has
-    ``dp``. If ``tensorboard`` is set, the rounds are also written for TensorBoard.
-
-    Use the folder in a ``with`` statement; it closes the event file of TensorBoard.
+    ``dp``.
 
     Args:
         path: the folder; it is made with its parents.
@@ -201,22 +197,10 @@ class RunFolder:
                 shutil.rmtree(path / "clients", ignore_errors=True)
             content = yaml.safe_dump(settings, sort_keys=False)
             write_atomically(path / "config.yaml", content)
-            self._tensorboard: TensorBoardLog | None = None
-            if config.tensorboard:
-                lines = read_metrics(path / "metrics.jsonl")
-                self._tensorboard = TensorBoardLog(path, lines)
         except OSError as error:
             raise ConfigError(
                 f"out={str(path)!r} cannot be written: {error}"
             ) from error
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._tensorboard:
-            with self._tensorboard_extra():
-                self._tensorboard.close()
 
     @staticmethod
     def refuse_used(path: Path) -> None:
@@ -278,16 +262,13 @@ class RunFolder:
         cut_back(self.path, after)
 
     def add_round(self, line: Mapping[str, Any]) -> None:
-        """Append one round to ``metrics.jsonl`` and to the file for TensorBoard.
+        """Append one round to ``metrics.jsonl``.
 
         Raises:
             EngineError: the line was not written, or only in part; readers ignore an
                 incomplete line.
         """
         self.append("metrics.jsonl", _clean(line))
-        if self._tensorboard:
-            with self._tensorboard_extra():
-                self._tensorboard.add_round(line)
 
     def add_tests(self, tests: Sequence[Measured]) -> None:
         """Append the tests of a round to ``tests.csv``, before the line of the round.
@@ -352,9 +333,6 @@ class RunFolder:
         with self._writing():
             model = encode_safetensors(state, about)
             write_atomically(self.path / "model.safetensors", model)
-
-    def _tensorboard_extra(self) -> AbstractContextManager[None]:
-        return extra("The file for TensorBoard", "metrics.jsonl has its numbers.")
 
     def _writing(self) -> AbstractContextManager[None]:
         return writing(self.path, "continue with --resume (resume=true)")

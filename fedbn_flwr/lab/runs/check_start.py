@@ -7,7 +7,6 @@ the model again.
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,7 +15,7 @@ import torch
 from torch import nn
 
 from fedbn_flwr.batchnorm.parts import split_state
-from fedbn_flwr.errors import ConfigError, FedBNError, NormLayerError, install_extra
+from fedbn_flwr.errors import ConfigError, FedBNError, NormLayerError
 from fedbn_flwr.lab.config import STATE_IN_OUT, Config, data_of, method_of
 from fedbn_flwr.lab.config.check_config import of_reading
 from fedbn_flwr.lab.models import build_model
@@ -96,15 +95,6 @@ def _problems_here(config: Config) -> Iterator[Problem]:
     yield from of_reading("device", lambda: pick_device(config.device))
     if config.loop:
         yield from of_reading("loop", lambda: local_training(config))
-    if config.tensorboard and importlib.util.find_spec("tensorboard") is None:
-        yield Problem(
-            "tensorboard-missing",
-            "tensorboard=true needs the package tensorboard, but it is not installed; "
-            f"{install_extra('tensorboard')}, or leave the key out",
-            "tensorboard",
-            "start",
-        )
-
     # Paths must be absolute, because Flower starts nodes and servers in folders of its
     # own.
     paths = {"data-dir": config.data_dir}

@@ -136,16 +136,6 @@ EXTRAS: Mapping[str, tuple[str, list[str], str]] = {
         ["fine-tune=2"],
         "--resume",
     ),
-    "TensorBoard": (
-        f"{HERE}.folder.TensorBoardLog.add_round",
-        ["tensorboard=true"],
-        "metrics.jsonl",
-    ),
-    "for TensorBoard": (
-        f"{HERE}.folder.TensorBoardLog.close",
-        ["tensorboard=true"],
-        "metrics.jsonl",
-    ),
 }
 
 
@@ -159,8 +149,6 @@ def test_no_extra_can_take_the_results_of_a_run(
     """
     where, settings, again = EXTRAS[name]
     whole, there = quick_run(strategy="fedbn", **{"eval-on": "personal-own"})
-    if settings == ["tensorboard=true"]:
-        pytest.importorskip("tensorboard")
 
     def fails(*args: Any, **kwargs: Any) -> None:
         raise DataError("cut.png cannot be read")

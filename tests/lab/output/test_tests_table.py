@@ -96,10 +96,10 @@ def test_a_kill_at_any_byte_loses_no_finished_round_and_doubles_none(
     """A resume after any round has the rows up to it, and then those of the next."""
     config = Config.make({})
     whole = tmp_path / "whole"
-    with RunFolder(whole, config) as folder:
-        for at in (1, 2, 3):
-            folder.add_tests(drawn(0, at))
-            folder.add_round({"round": at})
+    folder = RunFolder(whole, config)
+    for at in (1, 2, 3):
+        folder.add_tests(drawn(0, at))
+        folder.add_round({"round": at})
     stored, lines = (whole / TESTS_FILE).read_bytes(), whole / "metrics.jsonl"
     rows = read_tests(whole)
     written = pd.DataFrame([test for at in (1, 2, 3) for test in drawn(0, at)])
@@ -112,7 +112,7 @@ def test_a_kill_at_any_byte_loses_no_finished_round_and_doubles_none(
         (run / TESTS_FILE).write_bytes(stored[:size])
         (run / "metrics.jsonl").write_text("".join(lines.open().readlines()[:2]))
         assert read_tests(run)["round"].max() == 2, "the third round has no line"
-        with RunFolder(run, config, after=2) as folder:
-            folder.add_tests(drawn(0, 3))
-            folder.add_round({"round": 3})
+        folder = RunFolder(run, config, after=2)
+        folder.add_tests(drawn(0, 3))
+        folder.add_round({"round": 3})
         assert (run / TESTS_FILE).read_bytes() == stored

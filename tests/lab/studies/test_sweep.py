@@ -351,7 +351,7 @@ def test_a_changed_study_repeats_what_changed_and_keeps_the_former_runs(
     assert noted.begun == ["FedAvg/iid/seed-0", "FedAvg/iid/seed-1"]
     again = load_study(
         written(tmp_path, TEXT),
-        ["round-timeout=9", "tensorboard=false", "checkpoint-every=3"],
+        ["round-timeout=9", "checkpoint-every=3"],
     )
     noted = Noted()
     assert numbers(sweep(again, out, follower=noted)).equals(first)
