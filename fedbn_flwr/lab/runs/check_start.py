@@ -19,7 +19,6 @@ from fedbn_flwr.errors import ConfigError, FedBNError, NormLayerError
 from fedbn_flwr.lab.config import STATE_IN_OUT, Config, data_of, method_of
 from fedbn_flwr.lab.config.check_config import of_reading
 from fedbn_flwr.lab.models import build_model
-from fedbn_flwr.lab.models.initial import FILES
 from fedbn_flwr.lab.setup import (
     build_options,
     initialise,
@@ -97,9 +96,7 @@ def _problems_here(config: Config) -> Iterator[Problem]:
         yield from of_reading("loop", lambda: local_training(config))
     # Paths must be absolute, because Flower starts nodes and servers in folders of its
     # own.
-    paths = {"data-dir": config.data_dir}
-    if config.init.endswith(FILES):
-        paths["init"] = config.init
+    paths = {"data-dir": config.data_dir, "init": config.init}
     if config.state_dir != STATE_IN_OUT:
         paths["state-dir"] = config.state_dir
     for key, path in paths.items():
