@@ -53,12 +53,8 @@ def sweep(
         bool, typer.Option("--small", help="Use the study's changes under small.")
     ] = False,
     parallel: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help=("Number of parallel runs. Default: one per core, if they save time."),
-        ),
-    ] = None,
+        int, typer.Option(min=1, help="Number of runs at a time, each on its own core.")
+    ] = 1,
     method: Annotated[
         list[str] | None,
         typer.Option(help="Only runs of this method of the study; repeatable."),
@@ -91,23 +87,17 @@ def sweep(
     from fedbn_flwr.lab.answer import of_ranking
     from fedbn_flwr.lab.files import STUDY_FILE
     from fedbn_flwr.lab.studies.check_study import Selection, load_study
-    from fedbn_flwr.lab.studies.one_run import is_done
-    from fedbn_flwr.lab.studies.parallel import runner_of
+    from fedbn_flwr.lab.studies.parallel import in_parallel
     from fedbn_flwr.lab.studies.results import answers, outcomes
     from fedbn_flwr.lab.studies.study import Study
     from fedbn_flwr.lab.studies.sweep import sweep as launch
 
     with exit_codes():
         quiet_flower()
-        # Select the runs, and choose the number of processes that is fastest.
         grid = load_study(study, set_ or [], small)
         selection = Selection(method or (), split or (), seed or ())
         selection.check(grid)
-        selected = [
-            cell for cell in (*grid.trials(), *grid.cells()) if cell in selection
-        ]
-        left = [cell for cell in selected if not is_done(cell, out)]
-        runner = runner_of(left, parallel)
+        runner = in_parallel(parallel) if parallel > 1 else None
 
         # A failed run does not stop the other runs. After the last run, the command
         # ends with an error.

@@ -435,19 +435,12 @@ class Result(NamedTuple):
         return sum(len(one.units) for one in self.tests.values())
 
 
-def result_of(run: Path, metrics: Sequence[str] = ()) -> Result:
-    """Return the result of a finished run.
-
-    Its metric is the first of ``metrics`` that the run has, or else its main metric.
-    """
+def result_of(run: Path) -> Result:
+    """Return the result of a finished run."""
     summary = read_json(run / "summary.json")
-    final, headline = summary["final"], summary["headline"]
-    key = next((name for name in metrics if name in final), headline)
-    diverged = DIVERGED_AT in summary
-    value = None if diverged else final.get(key)
-    # The single predictions are those of the main metric.
-    own = key == headline and key.startswith("personal-own")
-    tests = read_predictions(run)
+    key, diverged = summary["headline"], DIVERGED_AT in summary
+    value = None if diverged else summary["final"].get(key)
+    own, tests = key.startswith("personal-own"), read_predictions(run)
     return Result(run, quantity_of(key), value, diverged, own, tests)
 
 

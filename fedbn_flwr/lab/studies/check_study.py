@@ -12,7 +12,6 @@ from fedbn_flwr.lab.config import read_overrides
 from fedbn_flwr.lab.config.check_config import of_name
 from fedbn_flwr.lab.studies.study import Cell, Study
 from fedbn_flwr.problems import Problem, raise_or_warn
-from fedbn_flwr.strategies import FedBS
 
 __all__ = ["EVERYTHING", "Selection", "load_study"]
 
@@ -158,7 +157,6 @@ def _problems_of_runs(study: Study) -> Iterator[Problem]:
     compared.
     """
     folders: dict[Path, tuple[str, str, str, int]] = {}
-    shares: dict[str, float] = {}  # runs fill it first, because they come before trials
     for cell in (*study.cells(), *study.trials()):
         # Two runs may get the same folder: method A on split b/c, and method A/b on
         # split c.
@@ -182,23 +180,11 @@ def _problems_of_runs(study: Study) -> Iterator[Problem]:
 
         # Trials are compared by their score on validation examples, so each must have
         # some.
-        pair = f"{cell.method}/{cell.split}"
-        if not cell.trial:
-            shares[pair] = config.validation_share
-        elif not config.validation_share:
+        if cell.trial and not config.validation_share:
             yield Problem(
                 "tune-without-validation",
                 f"{cell.name}: tune chooses by validation examples; set"
                 " validation-share in tune.base",
-                "validation-share",
-                "start",
-            )
-        elif config.strategy == FedBS.name and not shares.get(pair):
-            yield Problem(
-                "tune-weighs-otherwise",
-                f"{cell.name}: fedbs weighs by the validation loss if validation-share"
-                " is set, otherwise by the training loss. Set validation-share for the"
-                " runs as well, so that trials and runs use the same weights",
                 "validation-share",
                 "start",
             )
@@ -218,7 +204,6 @@ def _places(study: Study) -> Iterator[tuple[str, Collection[str]]]:
 def _lists(study: Study) -> Iterator[tuple[str, Sequence[Any]]]:
     """Yield (place, entries) of each list in the study file without repetitions."""
     yield "seeds", study.seeds
-    yield "metrics", study.metrics
     if study.tune:
         yield "tune.seeds", study.tune.seeds
         for key, values in study.tune.grid.items():

@@ -30,18 +30,16 @@ from fedbn_flwr.training.tasks import higher_is_better, in_percent
 
 _TO_TARGET = ("rounds-to-target", "exchanges-to-target", "bytes-to-target")
 FIELDS = (
-    *("method", "split", "seed", "metric", "domain", "main", "status", "final"),
+    *("method", "split", "seed", "metric", "domain", "status", "final"),
     *("rounds", "exchanges", "bytes", "target", *_TO_TARGET),
     *("paper", "paper-std", "rejected", "sha256"),
 )
-"""The columns of ``results.csv``: a row for each run, metric and domain.
+"""The columns of ``results.csv``: a row for each run and domain.
 
 Shares are in percent; ``bytes`` are bytes of floats, down and up; a missing number is
 None. ``domain`` is "" for all test examples and "average" for the plain mean over the
 domains. ``rejected`` counts the lost or refused replies of clients. With such replies,
-the result does not come from all clients. ``main`` is true for the metric that compares
-methods; target and paper refer to it. It is the run's main metric, or the first metric
-of the study's ``metrics``.
+the result does not come from all clients. The metric is the run's main metric.
 """
 
 _ROUNDING = 1e-9  # 5013 of 10000, for example, must reach a target of 50.13
@@ -64,7 +62,7 @@ def rows_of(study: Study, out: Path) -> list[dict[str, Any]]:
 
 
 def _rows_of_run(study: Study, cell: Cell, out: Path) -> Iterator[dict[str, Any]]:
-    """Yield a row for each metric of a finished run, and for each of its domains."""
+    """Yield a row for a finished run, and for each of its domains."""
     summary = summary_of(cell.folder(out))
     final, ledger = summary["final"], summary["ledger"]
     of_run = {
@@ -75,29 +73,22 @@ def _rows_of_run(study: Study, cell: Cell, out: Path) -> Iterator[dict[str, Any]
         "rejected": summary.get("rejected", 0),
         "sha256": summary["sha256"],
     }
-    metrics = [name for name in study.metrics if name in final] or [summary["headline"]]
-    for metric in metrics:
-        # Only the first metric has a paper's number and a target, because methods are
-        # compared by the first metric.
-        main = metric == metrics[0]
-        papers = {}
-        if main:
-            papers = study.paper_numbers(f"{cell.method}/{cell.split}")
-        values = {WHOLE: final.get(metric), **_domains(final, f"{metric}/")}
-        for domain, value in values.items():
-            paper = papers.get(domain, PaperNumber())
-            row = {
-                **of_run,
-                "metric": metric,
-                "main": main,
-                "domain": domain,
-                "final": None if value is None else _scale(metric) * value,
-                "paper": paper.mean,
-                "paper-std": paper.std,
-            }
-            if main and domain == WHOLE:
-                row |= _until_target(study.target, metric, cell.folder(out))
-            yield row
+    metric = summary["headline"]
+    papers = study.paper_numbers(f"{cell.method}/{cell.split}")
+    values = {WHOLE: final.get(metric), **_domains(final, f"{metric}/")}
+    for domain, value in values.items():
+        paper = papers.get(domain, PaperNumber())
+        row = {
+            **of_run,
+            "metric": metric,
+            "domain": domain,
+            "final": None if value is None else _scale(metric) * value,
+            "paper": paper.mean,
+            "paper-std": paper.std,
+        }
+        if domain == WHOLE:
+            row |= _until_target(study.target, metric, cell.folder(out))
+        yield row
 
 
 def _domains(final: Mapping[str, Any], prefix: str) -> dict[str, float | None]:
@@ -150,7 +141,7 @@ def outcomes(study: Study, out: Path) -> dict[str, dict[str, dict[int, Result]]]
     }
     for cell in study.cells():
         if is_done(cell, out):
-            result = result_of(cell.folder(out), study.metrics)
+            result = result_of(cell.folder(out))
             found[cell.split][cell.method][cell.seed] = result
     return found
 

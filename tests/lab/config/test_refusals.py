@@ -147,10 +147,6 @@ OF_A_STUDY = {
     "tune-without-validation": (
         "methods: {A: {}}\ntune: {grid: {learning-rate: [0.1]}}"
     ),
-    "tune-weighs-otherwise": (
-        "methods: {A: {strategy: fedbs}}\n"
-        "tune: {grid: {learning-rate: [0.1]}, base: {validation-share: 0.2}}"
-    ),
     "study-setting-unused": "methods: {A: {learning-rate: 0.1}}",
 }
 """A study for each of its problems; the command sets ``learning-rate``."""
