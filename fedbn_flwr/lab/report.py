@@ -10,7 +10,6 @@ Runs are compared by a study, or by ``fedbn-flwr evaluate RUN --against RUN2``.
 from __future__ import annotations
 
 import itertools
-import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
@@ -104,7 +103,7 @@ def write_report(folder: Path, out: Path | None = None) -> Path:
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         if (folder / STUDY_FILE).is_file():
-            page |= _study_page(folder, target)
+            page |= _study_page(folder)
         else:
             refuse_no_results(folder)
             page |= _run_page(RunFiles.read(folder))
@@ -318,11 +317,8 @@ def _pictures_of_run(
         yield pictures.curves(whole, metric, f"{caption}.", thin=thin, marks=marks)
 
 
-def _study_page(folder: Path, target: Path) -> dict[str, Any]:
-    """Return the contents of the page of a study.
-
-    The pictures for a paper are files beside the page ``target``.
-    """
+def _study_page(folder: Path) -> dict[str, Any]:
+    """Return the contents of the page of a study."""
     study = Study.read(folder / STUDY_FILE)
     states: dict[str, list[str]] = {"failed": [], "not finished": []}
     failures = []
@@ -342,9 +338,7 @@ def _study_page(folder: Path, target: Path) -> dict[str, Any]:
         prefix = f"{split}: " if where else ""
         sentences += [f"{prefix}{text}" for text in of_ranking(ranked)]
         sites += _sites_of_study(ranked, prefix)
-        name = re.sub(r"[^A-Za-z0-9._+=-]", "_", split) if where else ""
-        file = target.with_name(f"{target.stem}{name and '-'}{name}")
-        drawn += _pictures_of_study(ranked, found[split], where, numbers, file)
+        drawn += _pictures_of_study(ranked, found[split], where, numbers)
     # Methods with the same remark, such as on a small site, share a finding.
     faults: dict[str, list[str]] = {}
     for split, results in found.items():
@@ -376,7 +370,6 @@ def _study_page(folder: Path, target: Path) -> dict[str, Any]:
             f"{command} {quote(str(folder))}",
         ),
         "pictures": drawn,
-        "files": target.stem,
         "results": marked(rows_of(study, folder), found).to_dict("split"),
         "failures": failures,
         "tuning": [
@@ -411,11 +404,7 @@ def _sites_of_study(found: Ranking, prefix: str) -> list[list[str]]:
 
 
 def _pictures_of_study(
-    found: Ranking,
-    results: Results,
-    where: str,
-    numbers: Mapping[str, int],
-    file: Path,
+    found: Ranking, results: Results, where: str, numbers: Mapping[str, int]
 ) -> Iterator[str]:
     """Yield the final main metric of each method, and the curves of the best three."""
     metric = found.metric
@@ -424,8 +413,7 @@ def _pictures_of_study(
         for name, one in found.means.items()
     }
     caption = f"Final {directed(metric)}{where}: mean and 95 % interval over seeds."
-    final = file.with_name(f"{file.name}-final")
-    yield pictures.rows(points, metric, caption, numbers, final)
+    yield pictures.rows(points, metric, caption, numbers)
     best, bands = {}, {}
     for name in [*found.means][:3]:
         counted = [one.run for one in results[name].values() if not one.diverged]
@@ -433,6 +421,4 @@ def _pictures_of_study(
         frame = pd.DataFrame(of_seeds).sort_index(axis="columns")
         best[name], bands[name] = frame.mean(), (frame.min(), frame.max())
     caption = f"The best {len(best)}{where}: mean over the seeds, lowest to highest."
-    about: dict[str, Any] = {"bands": bands, "numbers": numbers}
-    rounds = file.with_name(f"{file.name}-rounds")
-    yield pictures.curves(best, metric, caption, file=rounds, **about)
+    yield pictures.curves(best, metric, caption, bands=bands, numbers=numbers)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import html
 import io
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -46,7 +45,6 @@ def rows(
     metric: str,
     caption: str,
     numbers: Mapping[str, int] = NONE,
-    file: Path | None = None,
 ) -> str:
     """Return a picture with a point for each site or method.
 
@@ -56,7 +54,6 @@ def rows(
         caption: the text below.
         numbers: the numbers of the colours, by name. By default, all points have one
             colour.
-        file: the picture is also in these files, see ``_picture``.
     """
 
     def draw(axes: Axes) -> None:
@@ -74,7 +71,7 @@ def rows(
         axes.tick_params(axis="y", length=0)
         _write_metric(axes.xaxis, metric)
 
-    return _picture(draw, caption, 1.3 + 0.26 * len(found), file)
+    return _picture(draw, caption, 1.3 + 0.26 * len(found))
 
 
 def curves(
@@ -86,7 +83,6 @@ def curves(
     marks: Sequence[int] = (),
     bands: Mapping[str, tuple[Curve, Curve]] = NONE,
     numbers: Mapping[str, int] = NONE,
-    file: Path | None = None,
 ) -> str:
     """Return a picture of curves over the rounds.
 
@@ -99,7 +95,6 @@ def curves(
         bands: the lowest and the highest values of some curves, by name.
         numbers: the numbers of the colours and dashes, by the short names of the
             curves. By default, these are the places of the curves.
-        file: the picture is also in these files, see ``_picture``.
     """
     # Imported here, because a command without pictures does not need matplotlib.
     from matplotlib.ticker import MaxNLocator
@@ -136,7 +131,7 @@ def curves(
         _write_metric(axes.yaxis, metric)
 
     named = len(shown) + (len(thin) if len(thin) < len(_COLOURS) else 0)
-    return _picture(draw, caption, 2.9 + 0.17 * (named // 2), file)
+    return _picture(draw, caption, 2.9 + 0.17 * (named // 2))
 
 
 def _write_metric(axis: Axis, metric: str) -> None:
@@ -155,13 +150,8 @@ def _points(curve: Curve) -> tuple[tuple[int, ...], tuple[float, ...]]:
     return rounds, values
 
 
-def _picture(
-    draw: Callable[[Axes], None], caption: str, height: float, file: Path | None = None
-) -> Markup:
-    """Return a drawing as inline SVG, even for a screen of 400 pixels.
-
-    If a file is given, the drawing is also written with the endings svg, pdf and png.
-    """
+def _picture(draw: Callable[[Axes], None], caption: str, height: float) -> Markup:
+    """Return a drawing as inline SVG, even for a screen of 400 pixels."""
     import matplotlib
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
@@ -191,8 +181,6 @@ def _picture(
             figure.legend(loc="outside lower center", ncols=2)
         about = {"Date": None, "Creator": None}
         figure.savefig(written, format="svg", transparent=True, metadata=about)
-        for ending in ("svg", "pdf", "png") if file else ():
-            figure.savefig(f"{file}.{ending}", format=ending, dpi=300)
 
     # Remove the XML's own head, and add a name for screen readers.
     text = html.escape(caption)

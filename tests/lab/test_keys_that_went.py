@@ -20,7 +20,7 @@ from fedbn_flwr.lab.runs.run import run
 
 GONE = [
     ({"key-that-went": 3}, "unknown key 'key-that-went'"),
-    ({"norm": "batch-renorm"}, "'batch-renorm'. Batch renormalisation was removed"),
+    ({"norm": "batch-renorm"}, "unknown norm 'batch-renorm'"),
 ]
 
 

@@ -85,16 +85,6 @@ def _problems_of(study: Study, given: Mapping[str, Any]) -> Iterator[Problem]:
     """
     # Check the names in the study.
     yield from _wrong_names(study)
-    for method in study.methods:
-        # Refuse a method whose folder would have the name of a file of the study.
-        if Path(method).suffix in (".csv", ".html", ".md", ".yaml"):
-            yield Problem(
-                "study-method-is-file",
-                f"method {method!r} ends like a file of the study; rename it",
-                "methods",
-                "start",
-            )
-
     # Refuse seeds outside the lists of seeds. The last loop below reports a seed in a
     # --set of the command.
     for what, keys in _places(study):

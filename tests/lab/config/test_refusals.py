@@ -138,7 +138,6 @@ OF_A_MODEL: Mapping[str, tuple[str, dict[str, Any], nn.Module]] = {
 }
 """Strategy, settings and model for each problem that ``Strategy.start`` can find."""
 OF_A_STUDY = {
-    "study-method-is-file": "methods: {a.csv: {}}",
     "study-seed-unused": "methods: {A: {seed: 1}}",
     "study-lists-twice": "methods: {A: {}}\nseeds: [1, 1]",
     "study-name-unknown": "methods: {A: {}}\nskip: [B/all]",
