@@ -99,19 +99,6 @@ def ledger_of(lines: Iterable[Mapping[str, Any]]) -> dict[str, int]:
     return dict(totals)
 
 
-def numbers_of(line: Mapping[str, Any]) -> dict[str, float]:
-    """Return the numbers in a line of metrics, without the round."""
-    return {
-        name: value
-        for name, value in line.items()
-        if name != "round" and _is_number(value)
-    }
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
 def _mapping(text: bytes, where: str) -> dict[str, Any]:
     try:
         content = json.loads(text.decode(errors="replace"))

@@ -20,7 +20,7 @@ from fedbn_flwr.client.personal_model import (
     site_state,
 )
 from fedbn_flwr.errors import ConfigError, StateError
-from fedbn_flwr.lab.config import STATE_IN_OUT, Config, method_of
+from fedbn_flwr.lab.config import Config, method_of
 from fedbn_flwr.lab.data import is_own
 from fedbn_flwr.lab.files import CONFIG_FILE, refuse_no_run
 from fedbn_flwr.lab.models.normalise import normalised_inside
@@ -158,21 +158,6 @@ def load_model(
     return normalised_inside(model, description.normalise())
 
 
-def _personal_state(run: Path, config: Config, client: int) -> dict[str, Tensor]:
-    """Return the state of a client's own model from the run's folder."""
-    try:
-        return personal_state(run, client)
-    # The folder of a run over a network has no clients' models, because each site keeps
-    # its own. This machine may be that site.
-    except StateError as error:
-        folder = config.state_dir
-        if not folder or folder == STATE_IN_OUT or not Path(folder).is_dir():
-            raise
-        raise StateError(
-            f"{error} The run's state-dir is on this disk: add --state-dir {folder}."
-        ) from error
-
-
 def _state(
     run: Path,
     config: Config,
@@ -201,7 +186,7 @@ def _state(
             )
         return state, what
     if client is not None:
-        state = _personal_state(run, config, client)
+        state = personal_state(run, client)
         named = with_name(client, site_names_of(run).get(str(client)))
         if FINE_TUNED in about:
             steps = about[FINE_TUNED]
