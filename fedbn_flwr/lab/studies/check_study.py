@@ -35,7 +35,7 @@ class Selection:
         return not self.seeds or bool(cell.trial) or cell.seed in self.seeds
 
     def check(self, study: Study) -> None:
-        """Raise ConfigError if a selected name is not in the study, or no run is left."""
+        """Raise ConfigError if a selected name is not in the study."""
         kinds: tuple[tuple[str, Sequence[object], Iterable[object]], ...] = (
             ("method", self.methods, study.methods),
             ("split", self.splits, study.splits),
@@ -46,12 +46,6 @@ class Selection:
             for name in map(str, selected):
                 problems += of_name(f"--{kind}", name, [*map(str, of_study)])
         raise_or_warn(problems, "")
-        if not any(cell in self for cell in study.cells()):
-            raise ConfigError(
-                f"study {study.name!r}: skip leaves out every run that is selected:"
-                f" {', '.join(study.skip)}",
-                code="study-skips-selection",
-            )
 
 
 EVERYTHING = Selection()

@@ -362,9 +362,7 @@ def test_a_run_that_goes_on_has_no_model_yet(fedavg) -> None:
         evaluate_run(out, "digits")
 
 
-def test_the_absent_state_of_a_client_is_named(
-    quick_run, tmp_path: Path
-) -> None:
+def test_the_absent_state_of_a_client_is_named(quick_run, tmp_path: Path) -> None:
     _, run = quick_run(strategy="fedbn", **{"state-dir": str(tmp_path / "state")})
     shutil.rmtree(run / "clients")
     with pytest.raises(

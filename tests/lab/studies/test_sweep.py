@@ -278,10 +278,6 @@ def test_a_part_of_a_study_is_done_and_the_rest_later(
     assert [(one.code, one.key) for one in caught.value.problems] == [
         ("unknown-name", key) for key in ("--method", "--split", "--seed")
     ]
-    with pytest.raises(
-        ConfigError, match="skip leaves out every run that is selected: FedBN/own/iid"
-    ):
-        sweep(study, out, selection=Selection(["FedBN/own"], ["iid"]))
 
 
 def test_a_run_with_checkpoints_continues_unless_the_study_has_changed(

@@ -444,8 +444,6 @@ class OwnSites:
         return DatasetInfo(
             self._request.name,
             num_classes=form.classes,
-            summary="own data of a function",
-            source="own data",
             loader=self.load,
             grouped=True,
             task=form.task,
