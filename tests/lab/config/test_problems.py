@@ -177,7 +177,6 @@ SECOND = {
         ("unprotected-report", "dp"),
     ),
     "a decay at a freeze": ({"lr-decay-at": "freeze"}, ("no-effect", "lr-decay-at")),
-    "files that are not needed": ({"data-dir": "/data"}, ("no-effect", "data-dir")),
     "a size": ({"model": "lenet", "image-size": 20}, ("no-effect", "image-size")),
     "a test that nobody asks for": ({"test-bn": "mix"}, ("no-effect", "test-bn")),
 }
@@ -248,7 +247,6 @@ FURTHER: list[tuple[dict[Any, Any], str, str]] = [
     ({"task": "binary"}, "task-of-labels", "task"),
     ({"task": "binery"}, "unknown-name", "task"),
     ({"metrics": "mae,auroc,miou"}, "metric-of-task", "task"),
-    ({"metrics": "accuracy"}, "no-effect", "metrics"),
     *(
         (
             {"lr-decay-at": "1,2,3", "lr-decay-factor": factor},
