@@ -58,6 +58,7 @@ from fedbn_flwr.lab.run_files import RunFiles, run_warnings
 from fedbn_flwr.lab.studies.one_run import failure_of, is_done
 from fedbn_flwr.lab.studies.results import answers, marked, outcomes, rows_of
 from fedbn_flwr.lab.studies.study import Study
+from fedbn_flwr.messages.site_names import with_name
 from fedbn_flwr.training.tasks import quantity_of
 
 REPORT_FILE = "report.html"
@@ -139,7 +140,7 @@ def _run_page(run: RunFiles) -> dict[str, Any]:
         "bad": bool(run.diverged_at),
         "guarantee": run.summary.get("privacy", {}).get("guarantee", ""),
         "findings": [{**_FINDING, **one} for one in findings],
-        "odd_sites": _sites_that_differ(diagnosis),
+        "odd_sites": _sites_that_differ(diagnosis, rows),
         "sites": _table_of_sites(run, rows),
         "fold_sites": len(rows) > _LONG,
         "missing": missing[:_LONG],
@@ -182,8 +183,13 @@ def _sites(run: RunFiles, found: Comparison | None) -> list[dict[str, Any]]:
     return [*rows.values()]
 
 
-def _sites_that_differ(diagnosis: Mapping[str, Any]) -> list[list[Any]]:
+def _sites_that_differ(
+    diagnosis: Mapping[str, Any], sites: Sequence[Mapping[str, Any]]
+) -> list[list[Any]]:
     """Return a row for each site that the doctor found to differ from the others."""
+    names = {
+        with_name(row.get("client", ""), row["site"]): row["site"] for row in sites
+    }
     rows = []
     for one in diagnosis.get("measures", {}).get("sites", ()):
         words = [
@@ -191,7 +197,8 @@ def _sites_that_differ(diagnosis: Mapping[str, Any]) -> list[list[Any]]:
             for what in ("labels", "inputs")
         ]
         if one["other_labels"] or one["other_inputs"]:
-            rows.append([one["client"], one["examples"], *words])
+            name = names.get(one["client"], f"client {one['client']}")
+            rows.append([name, one["examples"], *words])
     return rows
 
 

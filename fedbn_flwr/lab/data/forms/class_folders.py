@@ -31,7 +31,6 @@ from fedbn_flwr.lab.data.forms.own_records import Records
 from fedbn_flwr.lab.data.forms.request import (
     OwnData,
     chosen_task,
-    numbered,
     shown,
     tasks_of_classes,
 )
@@ -105,7 +104,8 @@ def read_folder(request: OwnData) -> Records:
     given: dict[str, Any] = {}
     if of_files[0].client:
         clients = [place.client for place in of_files]
-        given["clients"], given["client_names"] = numbered(clients)
+        sites, numbers = np.unique(clients, return_inverse=True)
+        given = {"clients": numbers, "client_names": tuple(sites.tolist())}
     return Records(
         paths=paths,
         targets=torch.tensor([classes.index(place.label) for place in of_files]),
