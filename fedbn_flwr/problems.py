@@ -124,7 +124,7 @@ class Problem:
 
     @property
     def with_code(self) -> str:
-        """The text with the code, which docs/reference/problems.md explains."""
+        """The text with the code."""
         return f"{self} [{self.code}]"
 
     @property

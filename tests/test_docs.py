@@ -26,15 +26,15 @@ from pages import FOLDER, Block, blocks, missing, pages, shown_after, written
 import fedbn_flwr
 from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.setup import make_model
+from fedbn_flwr.lab.studies.check_study import load_study
 from fedbn_flwr.norms import NORMS
 from fedbn_flwr.strategies import STRATEGIES
 from fedbn_flwr.training.freezing import layers_of
 from tests.support.fast import fast
 
 ROOT = Path(__file__).parents[1]
-PAGES = pages()
+PAGES = [*pages(), ROOT / "AGENTS.md"]
 NOT_RUN = {
-    ("docs/guides/privacy.md", "needs a grid"),
     (
         "docs/results/which-method.md",
         "needs data, and takes from half an hour to hours",
@@ -51,7 +51,6 @@ NOT_RUN = {
         "lines of an app, of which docs/flower-projects.md has the tested diff",
     ),
     ("CONTRIBUTING.md", "installs the development tools and runs everything"),
-    ("CONTRIBUTING.md", "writes into the checkout"),
     ("docs/deployment.md", "starts a SuperLink and three SuperNodes"),
     ("docs/deployment.md", "starts a SuperLink"),
     ("docs/deployment.md", "starts a SuperNode"),
@@ -61,10 +60,6 @@ NOT_RUN = {
     (
         "docs/get-started.md",
         "starts Flower's managed SuperLink, which outlives the command",
-    ),
-    (
-        "docs/get-started.md",
-        "lines of an app, of which flower-projects.md has the tested diff",
     ),
     ("docs/reference/command-line.md", "does five runs of 60 rounds"),
     ("docs/choose.md", "does 36 short and whole runs, in a few minutes"),
@@ -106,7 +101,6 @@ NOT_RUN = {
         "tests/lab/output/test_trackers.py runs it with a stub",
     ),
     ("docs/doctor.md", "needs a model trained elsewhere"),
-    ("docs/guides/take-home.md", "needs the predictions of a yes-or-no model"),
 }
 
 ARCHITECTURE = (ROOT / "docs/architecture.md").read_text()
@@ -133,7 +127,6 @@ NOT_PUBLIC_YET = {
     ("docs/quickstart.ipynb", "fedbn_flwr.lab.report"),
     ("docs/quickstart.ipynb", "fedbn_flwr.lab.runs.run"),
     ("docs/reference/output-folder.md", "fedbn_flwr.lab.config"),
-    ("docs/reference/output-folder.md", "fedbn_flwr.lab.output.folder"),
     ("docs/reference/output-folder.md", "fedbn_flwr.lab.runs.run"),
     ("docs/reference/output-folder.md", "fedbn_flwr.lab.setup"),
     ("docs/resume.md", "fedbn_flwr.checked_file"),
@@ -320,11 +313,17 @@ def test_an_old_name_is_the_same_object() -> None:
 
 
 def test_the_diffs_are_those_that_are_tested() -> None:
-    """``tests/apps/test_projects.py`` applies and runs each of them."""
-    shown = [block.text for block in BLOCKS if block.language == "diff"]
-    assert sorted(shown) == sorted(
-        path.read_text() for path in (ROOT / "apps").rglob("*.diff")
-    )
+    """``tests/apps/test_projects.py`` applies and runs each of them.
+
+    A page shows a diff or links to its file.
+    """
+    shown = {block.text for block in BLOCKS if block.language == "diff"}
+    files = {path.read_text(): path for path in (ROOT / "apps").rglob("*.diff")}
+    assert len(shown) > 2
+    assert shown <= files.keys()
+    page = (ROOT / "docs/flower-projects.md").read_text()
+    for text in files.keys() - shown:
+        assert f"](../{files[text].relative_to(ROOT)})" in page
 
 
 def test_nothing_derived_is_stale() -> None:
@@ -347,6 +346,44 @@ def test_what_a_method_reached_stands_in_the_results() -> None:
             if "here" in row:
                 page = ROOT / "docs/results" / study["page"].partition("#")[0]
                 assert str(row["here"]) in page.read_text(), row
+
+
+def test_the_worst_site_of_a_result_is_the_lowest_recorded_mean() -> None:
+    """A row of a study with a file of sites has the mean and the worst of a method."""
+    data = yaml.safe_load((ROOT / "docs/results/methods.yaml").read_text())
+    recorded: dict[str, set[tuple[str, float]]] = {}
+    for name, study in data["studies"].items():
+        if "sites" in study:
+            means: dict[str, list[float]] = {}
+            with (ROOT / "docs/results" / study["sites"]).open(
+                encoding="utf-8"
+            ) as file:
+                for line in csv.DictReader(file):
+                    if line["domain"] != "average":
+                        means.setdefault(line["method"], []).append(float(line["mean"]))
+            recorded[name] = {
+                (f"{sum(found) / len(found):.2f}", round(min(found), 1))
+                for found in means.values()
+            }
+    assert len(recorded) == 2
+    for row in [row for rows in data["methods"].values() for row in rows]:
+        if row["study"] in recorded:
+            pair = row["here"].split(" ")[0], row["worst"]
+            assert pair in recorded[row["study"]], row
+
+
+STUDIES = [
+    path
+    for path in sorted((ROOT / "docs/results").glob("*.yaml"))
+    if "\nmethods:" in path.read_text() and path.name != "methods.yaml"
+]
+
+
+@pytest.mark.parametrize("path", STUDIES, ids=lambda path: path.stem)
+def test_a_study_beside_the_results_has_only_keys_and_methods_that_exist(
+    path: Path,
+) -> None:
+    assert load_study(path).methods
 
 
 def test_the_numbers_of_the_advice_are_recorded() -> None:
@@ -416,7 +453,7 @@ def test_every_number_of_the_first_screens_is_traced() -> None:
         of_lab[1]: "Flower of the lab",
         f"1.{int(below) - 1}": "Flower",
         torch_least: "torch",
-        "6": "GB: its command stands beside it",
+        "6": "GB: its command is next to it",
     }
     shown = set()
     elsewhere = re.compile(
@@ -437,9 +474,9 @@ def test_every_number_of_the_first_screens_is_traced() -> None:
     methods = yaml.safe_load((ROOT / "apps/main/recipes/demo.yaml").read_text())[
         "methods"
     ]
-    assert (
-        "beside it five methods in process" in (ROOT / "README.md").read_text()
-    ) == (len(methods) == 5)
+    assert ("trains five methods" in (ROOT / "README.md").read_text()) == (
+        len(methods) == 5
+    )
 
 
 def test_generate_mends_what_is_stale(
@@ -447,7 +484,7 @@ def test_generate_mends_what_is_stale(
 ) -> None:
     for name in ("README.md", "pyproject.toml", "mkdocs.yml"):
         shutil.copy(ROOT / name, tmp_path)
-    for name in ("docs", "apps/main/recipes", "studies"):
+    for name in ("docs", "apps/main/recipes", "studies", "benchmarks"):
         shutil.copytree(ROOT / name, tmp_path / name)
     for name in ("lab/config/names.json", "strategies/constructors.pyi"):
         copy = tmp_path / "fedbn_flwr" / name
@@ -550,7 +587,7 @@ def test_the_architecture_names_files_and_functions_that_are_there() -> None:
     steps = re.findall(
         r"^\d+\. `([a-z_/]+\.py)`[^:]*: (.*(?:\n   .*)*)", ARCHITECTURE, re.MULTILINE
     )
-    assert len(steps) == 30
+    assert len(steps) == 18
     for file, text in steps:
         source = (ROOT / "fedbn_flwr" / file).read_text()
         for name in re.findall(r"`([\w.]+)`", text):

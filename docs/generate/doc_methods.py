@@ -1,5 +1,5 @@
 """The page of each method, made from its module's docstring, its ``Params``, its recipe
-and the recorded results.
+and the recorded results; and the options and combinations of all methods.
 """
 
 from __future__ import annotations
@@ -22,7 +22,13 @@ from fedbn_flwr.server.methods.params import Params, about
 from fedbn_flwr.server.rounds import recalibration
 from fedbn_flwr.strategies import METHODS, STRATEGIES, Strategy, combined
 
-__all__ = ["method_pages", "method_title", "page_of"]
+__all__ = [
+    "method_pages",
+    "method_title",
+    "options",
+    "page_of",
+    "reached_with_worst",
+]
 
 _OPTIONS = {
     feature: "feature-norm",
@@ -31,33 +37,22 @@ _OPTIONS = {
     shared_bn: "eval-on=averaged-bn",
     adaptation: "test-bn",
 }
-_OPTIONS_HEAD = """# Options of every method
-
-Any method may use these options; a method that cannot refuses them with the reason.
-"""
 _COMBINATIONS_HEAD = """
 ## Methods in one run
 
-A method changes one of three places of FedAvg, and a strategy may have a method in each
-place: what stays with the clients, the local training (one or several) and the server's
-step. In Python, `combined` makes such a strategy: MTFL with its paper's Adam on the
-server, and FixBN with FedProx's term in every local step.
+A method changes what stays with the clients, their local training, or the server's step. In Python, `combined` joins
+methods, in any order. Each pair must be in this list, which has a pair only once.
 
 ```python
-from fedbn_flwr.strategies import MTFL, FedAdam, FedProx, FixBN, combined
+from fedbn_flwr.strategies import MTFL, FedAdam, combined
 
-adam = combined(MTFL, FedAdam)(eta=0.03)
-fixbn = combined(FixBN, FedProx)(freeze_at=0.5, proximal_mu=0.01)
+strategy = combined(MTFL, FedAdam)(eta=0.03)
 ```
-
-The order has no meaning.
-
-Every other pair is refused before the run, with the reason. Three and more methods are combined if each pair is.
 """
 _REACHED = re.compile(
     r"# (Digits, .+)\. Reaches (\d+\.\d\d) % on (.+) \((seed \d+), CPU"
 )
-_RESULTS = {"papers.md": "the papers' tables", "which-method.md": "ten methods"}
+_RESULTS = {"papers.md": "the papers' tables", "which-method.md": "seven methods"}
 _UP = "../../"  # from docs/methods to the root of the checkout
 _SECTIONS = (
     *("## When\n\nUse when: ", "\n\nNot when: ", "## Problem\n", "## Algorithm\n"),
@@ -68,8 +63,7 @@ StrategyClass = type[Strategy]
 
 
 def method_pages(root: Path) -> dict[Path, str]:
-    """Return the text of ``docs/methods/NAME.md`` for every method, of the options and
-    the combinations, by path.
+    """Return the text of ``docs/methods/NAME.md`` for every method, by path.
 
     Args:
         root: the checkout, which has the recipes and ``docs/results/methods.yaml``.
@@ -82,7 +76,7 @@ def method_pages(root: Path) -> dict[Path, str]:
     for name, method in STRATEGIES.items():
         if page_of(name) == f"{name}.md":
             pages[folder / page_of(name)] = _page(method, root, results)
-    return pages | {folder / "options.md": _options_page(root) + _combinations()}
+    return pages
 
 
 def page_of(name: str) -> str:
@@ -95,6 +89,12 @@ def page_of(name: str) -> str:
         for first, other in STRATEGIES.items()
         if other.__module__ == module
     )
+
+
+def reached_with_worst(row: Mapping[str, Any]) -> str:
+    """Return the result of a row of methods.yaml, with the lowest mean of a site."""
+    worst = f", worst site {row['worst']}" if "worst" in row else ""
+    return f"{row['here']}{worst}"
 
 
 def method_title(method: StrategyClass) -> str:
@@ -217,9 +217,8 @@ def _measured(method: StrategyClass, results: Mapping[str, Any]) -> str:
     fedavg = {}
     for row in results["methods"]["fedavg"]:
         if "here" in row:
-            fedavg[row["study"], row.get("case", "BN").removeprefix("BN, ")] = row[
-                "here"
-            ]
+            case = row.get("case", "BN").removeprefix("BN, ")
+            fedavg[row["study"], case] = reached_with_worst(row)
     rows = results["methods"].get(method.name, ())
     for row in sorted(
         rows, key=lambda row: (not row.get("first"), order(row["study"]))
@@ -228,7 +227,7 @@ def _measured(method: StrategyClass, results: Mapping[str, Any]) -> str:
         reference = fedavg.get((row["study"], case), fedavg.get((row["study"], "BN")))
         if reference is not None and "here" in row:
             return (
-                f"{row['here']}, FedAvg with BatchNorm {reference}"
+                f"{reached_with_worst(row)}; FedAvg with BatchNorm {reference}"
                 f" ({_setting(row, results)})."
             )
     return ""
@@ -300,7 +299,8 @@ def _reached(
             link = _link(study)
             if "paper" in row:
                 text = ", ".join([link, *_details(row)])
-                table.append(f"| {of}{text} | {row['here']} | {row['paper']} |")
+                here = reached_with_worst(row)
+                table.append(f"| {of}{text} | {here} | {row['paper']} |")
             else:
                 file = study["page"].partition("#")[0]
                 elsewhere.setdefault(file, {})[link] = None
@@ -328,23 +328,17 @@ def _combinations() -> str:
     optimizers = ", ".join(
         f"`{name}`" for name, _ in named if METHODS[name].role == "server-step"
     )
-    lines = [_COMBINATIONS_HEAD, "| method | runs beside |", "|---|---|"]
     rows: dict[str, list[str]] = {}
-    for name, method in named:
-        extra = [
-            f"`{other_name}`"
-            for other_name, other in named
-            if other is not method and _combine(method, other)
+    for at, (name, method) in enumerate(named):
+        later = [
+            f"`{other}`" for other, one in named[at + 1 :] if _combine(method, one)
         ]
-        others = ", ".join(extra).replace(optimizers, "every server optimizer")
-        rows.setdefault(others, []).append(f"`{name}`")
-    lines += [f"| {', '.join(names)} | {others} |" for others, names in rows.items()]
-    lines += ["", "Methods that are not combined with others:", ""]
-    lines += [
-        f"- `{method.name}`: {method.alone}."
-        for method in METHODS.values()
-        if method.alone
-    ]
+        if others := ", ".join(later).replace(optimizers, "every server optimizer"):
+            rows.setdefault(others, []).append(f"`{name}`")
+    lines = [_COMBINATIONS_HEAD]
+    lines += [f"- {', '.join(names)}: {others}" for others, names in rows.items()]
+    lines += ["", f"The server optimizers are {optimizers}. Others are used alone:", ""]
+    lines += [f"- {method.alone}." for method in METHODS.values() if method.alone]
     return "\n".join([*lines, ""])
 
 
@@ -356,21 +350,33 @@ def _combine(one: StrategyClass, other: StrategyClass) -> bool:
     return True
 
 
-def _options_page(root: Path) -> str:
+def options() -> str:
+    """Return the sections of the options that any method may use, and of the methods in
+    one run: lead and cautions, with a link to algorithm and laws.
+    """
     lines = [
-        "<!-- Made by `make generate` from the modules. Do not edit."
-        f" -->\n\n{_OPTIONS_HEAD}"
+        "Any method may use the options below, or refuses them with the reason. The"
+        " linked files have algorithms and laws.",
+        "",
     ]
     for module, key in _OPTIONS.items():
         first, body = _docstring(module)
         title, _, lead = first.partition(": ")
+        file = module.__name__.replace(".", "/") + ".py"
+        about = body.partition("## ")[0]
         lines += [
             f"## {title}",
             "",
-            f"{lead[0].upper()}{lead[1:]} Config: `{key}`.",
+            f"{lead[0].upper()}{lead[1:]} Config: `{key}`. Code: [{file}](../{file}).",
             "",
+            # Its cautions are in bold.
+            *(f"{text}\n" for text in about.split("\n\n") if text.startswith("**")),
         ]
-        lines += [re.sub(r"^## ", "### ", body, flags=re.MULTILINE), ""]
-        if (root / _recipe(key)).is_file():
-            lines += [f"Recipe: [{_recipe(key)}]({_UP}{_recipe(key)}).", ""]
-    return "\n".join(lines)
+        # They are a request of their own to the clients, and reveal more.
+        about_classes = [
+            one
+            for one in re.split(r"^#+ ", body, flags=re.MULTILINE)
+            if one.startswith("Class ")
+        ]
+        lines += [f"### {text.strip()}\n" for text in about_classes]
+    return "\n".join(lines) + _combinations()

@@ -1,4 +1,4 @@
-"""The table of all problems, from the syntax trees of the package."""
+"""All problems of declared values, from the syntax trees of the package."""
 
 from __future__ import annotations
 
@@ -6,12 +6,10 @@ import ast
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import get_args
 
 import fedbn_flwr
-from fedbn_flwr.problems import Stage
 
-__all__ = ["CATEGORIES", "Row", "problem_rows", "problem_table"]
+__all__ = ["CATEGORIES", "Row", "problem_rows"]
 
 PACKAGE = Path(fedbn_flwr.__file__).parent
 CATEGORIES = frozenset({"bad-value", "no-effect", "unknown-key"})
@@ -94,29 +92,3 @@ def _text(node: ast.AST, texts: Mapping[str, str]) -> str:
     if isinstance(node, ast.Name):
         return texts.get(node.id, f"{{{node.id}}}")
     return f"{{{ast.unparse(node)}}}"
-
-
-def problem_table() -> str:
-    """Return the tables of all problems, one for each stage, by code."""
-    lines = []
-    order = [*get_args(Stage), FOUND]
-    rows = sorted(
-        set(problem_rows()),
-        key=lambda row: (order.index(row.stage), *vars(row).values()),
-    )
-    stage = ""
-    for row in rows:
-        if row.stage != stage:
-            stage = row.stage
-            lines += ["", f"## Stage: {stage}", ""]
-            lines += ["| code | keys | sentence | file |", "|---|---|---|---|"]
-        # Show no key if the row has a variable in place of the key.
-        named = "" if "{" in row.keys else row.keys.replace("_", "-")
-        keys = ", ".join(f"`{key}`" for key in named.split())
-        code = f"`{row.code}`" + f", {row.effect}" * (row.effect != "refuse")
-        text = f"{row.text}: {row.remedy}" if row.remedy else row.text
-        cells = [code, keys, text, f"`{row.file}`"]
-        lines.append(
-            "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
-        )
-    return "\n".join([*lines, ""])

@@ -24,7 +24,6 @@ from doc_papers import papers_block
 from doc_performance import compared_sentence, simulation_tables
 from doc_picture import PICTURE, draw_report
 from doc_privacy import privacy_table
-from doc_problems import problem_table
 
 from fedbn_flwr.batchnorm.parts import Part
 from fedbn_flwr.lab.config import GROUPS, Config
@@ -68,11 +67,10 @@ def derived(root: Path) -> dict[Path, str]:
             "classes": class_list(),
         },
         "docs/guides/privacy.md": {"protections": privacy_table()},
-        "docs/reference/problems.md": {"problems": problem_table()},
         "docs/performance.md": {
             "compared": f"\n{compared_sentence(root)}\n",
-            "simulation": f"\n{simulation_tables(root)}\n",
         },
+        "benchmarks/results.md": {"simulation": f"\n{simulation_tables(root)}\n"},
         "docs/results/papers.md": {"papers": papers_block(root)},
     }
     for name, blocks in marked.items():
@@ -109,20 +107,17 @@ def glance_table(root: Path) -> str:
         (root / "docs/results/methods.yaml").read_text(encoding="utf-8")
     )
     lines = [
-        f"| setting | {' | '.join(_COLUMNS)} | made by |",
-        "|---|" + "---|" * (len(_COLUMNS) + 1),
+        f"| setting | {' | '.join(_COLUMNS)} |",
+        "|---|" + "---|" * len(_COLUMNS),
     ]
     for row in results["at-a-glance"]:
-        study = results["studies"][row["study"]]
         cells = [
             _recorded(results, row["study"], *row[column]) if column in row else ""
             for column in _COLUMNS
         ]
-        made = (
-            f"[{study['name']}](docs/results/{study['page']}),"
-            f" {study['how'].partition(', commit')[0]}"
-        )
-        lines.append("| " + " | ".join([row["title"], *cells, made]) + " |")
+        page = results["studies"][row["study"]]["page"]
+        title = f"[{row['title']}](docs/results/{page})"
+        lines.append("| " + " | ".join([title, *cells]) + " |")
     return "\n".join(lines)
 
 
@@ -131,17 +126,20 @@ def _recorded(
 ) -> str:
     for row in results["methods"][method]:
         if row["study"] == study and row.get("case") == case:
-            return str(row["here"])
+            return (
+                f"{row['here']}, {row['worst']}" if "worst" in row else str(row["here"])
+            )
     raise LookupError(f"methods.yaml has no {study} of {method} with case {case!r}")
 
 
 def strategy_table() -> str:
-    """Return a table of the strategies: name, what it does, which entries stay with the
-    client, source.
+    """Return a table of the strategies: name, purpose, entries that stay with the client.
+
+    The pages of the methods name the papers.
     """
     lines = [
-        "| name | what it does | model entries that stay with the client | source |",
-        "|---|---|---|---|",
+        "| name | what it does | model entries that stay with the client |",
+        "|---|---|---|",
     ]
     for name, strategy in STRATEGIES.items():
         kept = (
@@ -150,7 +148,6 @@ def strategy_table() -> str:
         )
         lines.append(
             f"| [`{name}`]({page_of(name)}) | {METHODS[name].summary_line} | {kept} |"
-            f" {METHODS[name].source} |"
         )
     return "\n".join(line.replace("||", "\\|\\|") for line in lines)
 
@@ -173,12 +170,7 @@ def _group_of(name: str) -> str:
     """Return the group of a method, by what it declares."""
     method = METHODS[name](METHODS[name].Params())
     phases = method.declared
-    statistics = any(
-        phase.exchanges
-        or phase.frozen
-        or "moments" in {one.size for one in phase.extras}
-        for phase in phases
-    )
+    statistics = any(phase.exchanges or phase.frozen for phase in phases)
     if method.role == "server-step":
         return "Server optimizers"
     if any(phase.local for phase in phases):

@@ -28,10 +28,13 @@ confirmed if three quarters of its predictions are those of a way of another kin
 and `mix` are of one kind); for `matched`, this other way must be sure. Of the confirmed
 ways, `auto` takes the one with the largest $q$. If `none` is confirmed as well, or if no
 way is, it keeps `none` unless another way lowers $1 - q$ by a quarter. If the chosen way
-is not sure, it keeps `none`.
+is not sure, it keeps `none`. But if the inputs of a layer are at least one standard
+deviation from the stored statistics, these statistics are wrong: then `auto` takes `mix`
+instead of a way that is not confirmed or not sure enough to be trusted.
 
 A model is trusted if all of these hold: its way is confirmed; $q$ minus two standard
 errors is at least three quarters of the way from $1/K$ to 1; it has seen 16 examples;
+at most 10 % of the images or signals are copies of another one (blank ones are, too);
 and the largest share of the estimated class mix is at most 95 %, because a site with one
 class cannot be told from a model that fails. The last condition does not apply to
 `matched`.
@@ -80,8 +83,12 @@ FEWEST = 16
 # Rules of trust: how sure the predictions are, and the largest estimated share of a class.
 _SURE_TO_TRUST = 0.75
 _ONE_CLASS = 0.95
+# Largest share of copies among images or signals.
+_COPIES = 0.1
 # Smallest share of a class in an estimated mix.
 _RARE = 1e-4
+# Shift, in standard deviations, at which the stored statistics are wrong.
+_STRONG = 1.0
 # Without classes: the doctor's smallest shift that counts, in standard deviations.
 _SHIFT = 0.15
 # Half of the width of the interval of the accuracy that labels must give.
@@ -225,13 +232,15 @@ def _judged(
     doubt = "nothing shows whether predictions of this task are right"
     class_mix, changed, probabilities = None, dict[str, float](), None
     if guesses:
-        way = _choice(guesses, confirmed) if auto else way
+        way = _choice(guesses, confirmed, site.shifts[path]) if auto else way
         plain, judged = guesses["none"], guesses[way]
         doubt, probabilities = judged.unsure(_SURE_TO_TRUST), judged.probabilities
         if not doubt and way not in confirmed:
             doubt = (
                 "the ways to calibrate disagree on more than a quarter of the examples"
             )
+        if site.copies > _COPIES:
+            doubt = f"{site.copies:.0%} of the examples are copies of another example"
         changed = {name: 1 - one.agreement(plain) for name, one in guesses.items()}
         prior = known.class_mix if known else torch.full_like(probabilities[0], 1)
         prior = prior / prior.sum()
@@ -328,14 +337,18 @@ def _confirmed(guesses: Mapping[str, _Guesses], kinds: Mapping[str, str]) -> set
     return confirmed
 
 
-def _choice(guesses: Mapping[str, _Guesses], confirmed: Collection[str]) -> str:
-    """Return the way that "auto" chooses."""
+def _choice(
+    guesses: Mapping[str, _Guesses], confirmed: Collection[str], shift: float
+) -> str:
+    """Return the way that "auto" chooses, for the largest shift of a layer."""
     others = [name for name in guesses if name != "matched"]
     among = [name for name in guesses if name in confirmed] or others
     way = max(among, key=lambda name: guesses[name].confidence)
     unsure = [1 - guesses[name].confidence for name in (way, "none")]
     keeps = "none" in among and not unsure[0] <= _LESS * unsure[1]
-    return "none" if keeps or guesses[way].doubt else way
+    way = "none" if keeps or guesses[way].doubt else way
+    doubtful = way not in confirmed or guesses[way].unsure(_SURE_TO_TRUST)
+    return "mix" if shift >= _STRONG and doubtful else way
 
 
 def _matched(site: NewSite, known: ClassMoments, early: Tried, task: Task) -> Tried:

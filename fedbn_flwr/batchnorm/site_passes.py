@@ -87,6 +87,7 @@ class NewSite:
         plain: the outputs under the stored statistics.
         order: paths of the layers, in the order of their calls.
         shifts: shift of each layer, see ``Calibration``.
+        copies: share of the images or signals that are equal to an earlier one.
 
     Raises:
         DataError: there are fewer than two examples, or an input is not finite.
@@ -108,6 +109,7 @@ class NewSite:
             mean, var = layer.running_mean, layer.running_var
             stored[path] = mean.double().clone(), var.double().clone()
         self._inputs = [*_joined(inputs_for(self._model), batches)]
+        self.copies = _share_of_copies(self._inputs)
         moments, outputs = self._first_pass()
         if not moments:
             raise NormLayerError(
@@ -233,6 +235,19 @@ def _joined(prepared: Callable[[Any], Any], batches: Iterable[Any]) -> Iterator[
             yield inputs
     if waiting:
         yield torch.cat(waiting)
+
+
+def _share_of_copies(inputs: Iterable[Any]) -> float:
+    """Return the share of examples that are equal to an earlier example.
+
+    Rows of a table may be equal by chance, so only tensors (B, C, L, ...) count.
+    """
+    found, examples = set[bytes](), 0
+    for batch in inputs:
+        if isinstance(batch, Tensor) and batch.ndim > 2:
+            examples += len(batch)
+            found.update(one.numpy().tobytes() for one in batch.cpu())
+    return 1 - len(found) / examples if examples else 0.0
 
 
 @torch.no_grad()

@@ -111,7 +111,7 @@ def load_received(
     for name in (one.removeprefix(prefix) for one in sent.personal):
         if name in state and name in model and state[name].shape != model[name].shape:
             state[name] = lent.initial[name]
-    load_state(lent.plain, tensors(_fitted(state, model)))
+    load_state(lent.plain, tensors(_fitted(state, model)), own=model)
     extras = {}
     for record, entries in further.items():
         extras[record] = {

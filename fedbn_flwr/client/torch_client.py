@@ -7,7 +7,6 @@ entries.
 
 from __future__ import annotations
 
-import copy
 import functools
 import json
 import math
@@ -74,6 +73,7 @@ from fedbn_flwr.messages.records import to_state
 from fedbn_flwr.problems import Known
 from fedbn_flwr.training.batches import inputs_for, refuse_not_finite, with_positions
 from fedbn_flwr.training.client_hook import ClientHook
+from fedbn_flwr.training.copying import Template
 from fedbn_flwr.training.evaluation import EvalResult, evaluate
 from fedbn_flwr.training.loop import TrainResult, train
 from fedbn_flwr.training.model_state import load_state
@@ -297,7 +297,7 @@ class TorchClient(NumPyClient):
             settings=settings,
             learning_rate=settings.learning_rate.at(sent.server_round, sent.frozen),
             stream=functools.partial(self.streams.generator, sent),
-            task=copy.deepcopy(self.task),
+            task=Template(self.task).copy(),
         )
 
     def _fine_tune(

@@ -5,7 +5,6 @@ It evaluates in eval mode. Afterwards the model has its modes and attributes aga
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
@@ -22,6 +21,7 @@ from fedbn_flwr.training.batches import (
     join_last,
     with_positions,
 )
+from fedbn_flwr.training.copying import Template
 from fedbn_flwr.training.freezing import layers_of
 from fedbn_flwr.training.metrics import confusion, dice, mean_iou
 from fedbn_flwr.training.modes import in_eval_mode
@@ -102,7 +102,7 @@ def evaluate(
         return EvalResult(float("nan"), 0, dict.fromkeys(task.metrics, float("nan")))
     device, prepared = device_of(model), inputs_for(model)
     # A loss may have state, which belongs to this test.
-    sums = _Sums(copy.deepcopy(task))
+    sums = _Sums(Template(task).copy())
     # Do not use inference_mode: if the model keeps a tensor from it, training fails on
     # this tensor.
     with in_eval_mode(model), torch.no_grad():

@@ -49,15 +49,20 @@ def _layers(model: nn.Module) -> Iterator[nn.Module]:
             yield from _layers(inner)
 
 
-def load_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
+def load_state(
+    model: nn.Module,
+    state: Mapping[str, Tensor],
+    own: Mapping[str, Tensor] | None = None,
+) -> None:
     """Load all entries of a state, like ``load_state_dict``.
 
     A state dict has the versions of its layers in ``_metadata``, but messages do not
     contain it. Some layers (torchvision's MNASNet) refuse a state without versions, so
-    the state gets the versions of the model.
+    the state gets the versions of the model. ``own`` is the model's state dict, if the
+    caller has it.
     """
-    whole = OrderedDict(state)
-    whole._metadata = model.state_dict(keep_vars=True)._metadata  # type: ignore[attr-defined]
+    whole, own = OrderedDict(state), own or model.state_dict(keep_vars=True)
+    whole._metadata = own._metadata  # type: ignore[attr-defined,union-attr]
     model.load_state_dict(whole)
 
 

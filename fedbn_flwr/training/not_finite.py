@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import copy
-
 import torch
 from torch import nn
 
 from fedbn_flwr.errors import FIRST_PASS_NOT_FINITE, DataError, coded
 from fedbn_flwr.training.batches import Batches, device_of, inputs_for
-from fedbn_flwr.training.copying import copied
+from fedbn_flwr.training.copying import Template, copied
 from fedbn_flwr.training.randomness import seeded
 from fedbn_flwr.training.tasks import Task
 
@@ -29,7 +27,7 @@ def refuse_first_pass(
     Raises:
         DataError: the loss of a batch, or a gradient, is not finite.
     """
-    model, task = copied(model), copy.deepcopy(task)
+    model, task = copied(model), Template(task).copy()
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     if any(p.detach().abs().max() > _USUAL for _, p in named if p.numel()):
         return

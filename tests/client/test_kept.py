@@ -53,7 +53,7 @@ def keep(
 ) -> str:
     """Keep the statistics of the model, and return the hash."""
     kept = opened(context, model, **sent)
-    kept.keep(own(model), {}, server_round)
+    kept.keep(own(model), kept.of_hooks, server_round)
     return kept.reply_metadata()["fedbn-flwr.local-sha256"]
 
 
@@ -79,7 +79,7 @@ class Counting(ClientHook):
 def test_a_hook_may_change_the_entries_that_it_gets(mlp) -> None:
     """The kept state does not change, because the round may be undone."""
     context, model, hooks = empty_context(), mlp(), {"counting": Counting()}
-    opened(context, model).keep({}, kept_by(hooks), 4)
+    opened(context, model).keep({}, kept_by(hooks, {}), 4)
     for _ in range(2):
         hand_over(hooks, {}, opened(context, model).of_hooks)
         assert hooks["counting"].found["count"].tolist() == [1, 1]
@@ -89,7 +89,7 @@ def test_a_hook_may_change_the_entries_that_it_gets(mlp) -> None:
 def test_entries_that_a_round_does_not_keep_stay(mlp, same_bits) -> None:
     context, model = empty_context(), mlp()
     keep(context, model, 4)
-    opened(context, model).keep({}, kept_by({"counting": Counting()}), 5)
+    opened(context, model).keep({}, kept_by({"counting": Counting()}, {}), 5)
     same_bits(opened(context, model).load(NAMES), own(model))
     keep(context, model, 6)
     assert opened(context, model).of_hooks.keys() == {"counting/count"}
@@ -102,7 +102,7 @@ def test_what_is_kept_has_begun_in_the_round_in_which_nothing_was_kept_before(
     began = []
     for server_round in (4, 5, 9):
         kept = opened(context, model)
-        kept.keep(own(model), {}, server_round)
+        kept.keep(own(model), kept.of_hooks, server_round)
         began.append("fedbn-flwr.local-began" in kept.reply_metadata())
     assert began == [True, False, False]
 

@@ -14,14 +14,14 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from fedbn_flwr.engines.flower_run import (
+
+from apps import flower_processes as module
+from apps.flower_processes import (
     Process,
     flower_environment,
     flower_run,
     free_port,
 )
-
-from fedbn_flwr.engines import flower_run as module
 from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.runs.run import run
 from tests.support.runs import summary_of

@@ -222,7 +222,7 @@ def test_clients_receive_when_bn_is_frozen(
     assert dict(configs[0]) == {"server-round": 1}
     assert dict(configs[-1]) == {
         "server-round": 2,
-        "fedbn-flwr.hooks": "freeze-bn",
+        "fedbn-flwr.hooks": '["freeze-bn"]',
         "fedbn-flwr.freeze-affine": False,
         "fedbn-flwr.frozen": True,
     }

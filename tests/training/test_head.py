@@ -60,14 +60,13 @@ def tied() -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("by_names", [False, True])
 @pytest.mark.parametrize("personal", ["encoder", "decoder"])
 @pytest.mark.parametrize("method", [FedAvg, FedBN])
 def test_one_of_two_names_of_a_tensor_cannot_stay(
-    method: type[FedAvg], personal: str, by_names: bool
+    method: type[FedAvg], personal: str
 ) -> None:
     model = tied()
-    split = None if by_names else split_state(model)
+    split = split_state(model)
     arrays = to_record(model.state_dict())
     with pytest.raises(ConfigError, match="names of the same tensor"):
         method(personal=personal, parts=split).prepare(arrays, 1, 1)

@@ -27,7 +27,7 @@ def message(
 ) -> tuple[list[Any], dict[str, Any]]:
     config = {
         "server-round": server_round,
-        "fedbn-flwr.fedtan-attempt": attempt,
+        "fedbn-flwr.attempt": attempt,
         "fedbn-flwr.fedtan-union": 9,
     }
     return list(arrays.values()), {

@@ -50,13 +50,15 @@ class Kept:
         """
         known = self.hashes.get(node.label, "")
         unknown = node.partition_id is None
+        entries: dict[str, str] = {}
         # After a resume, the node must have this state. After the node's first answer,
         # it has the restored state.
         if self.is_resumed and node.label not in self.answered and not unknown:
-            return {LOCAL_SHA256: named_state(known)}
+            entries[LOCAL_SHA256] = named_state(known)
+        # This entry also asks the node to keep the state before the round.
         if undo and not (self.hashes and unknown and not known):
-            return {USED_SHA256: named_state(known)}
-        return {}
+            entries[USED_SHA256] = named_state(known)
+        return entries
 
     def with_answers(self, replies: Sequence[tuple[Node, Message]]) -> Kept:
         """Return a copy that records which clients have answered since the resume."""
